@@ -1,0 +1,40 @@
+"""Tercet: an LLM serving engine made of three processes.
+
+    import tercet
+    with tercet.Engine(model_path="...") as engine:
+        engine.generate("The capital of France is", {"max_new_tokens": 8})
+
+Names are loaded on first use, so that `import tercet` costs nothing and the processes that need no
+torch never load it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .srt.entrypoints.engine import Engine
+    from .srt.sampling_params import SamplingParams
+    from .srt.server_args import ServerArgs
+
+__version__ = "0.1.0"
+__all__ = ["Engine", "SamplingParams", "ServerArgs", "__version__"]
+
+_HOME = {
+    "Engine": ".srt.entrypoints.engine",
+    "SamplingParams": ".srt.sampling_params",
+    "ServerArgs": ".srt.server_args",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name], __name__), name)
+    globals()[name] = value  # the next look-up finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Benchmarks: how fast is it, and what did it cost."""

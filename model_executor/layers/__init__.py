@@ -1,0 +1,1 @@
+"""Building blocks of a decoder: norms, rotary embedding, linear layers."""

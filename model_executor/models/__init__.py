@@ -1,0 +1,1 @@
+"""Model families, as tables over shared decoder blocks."""

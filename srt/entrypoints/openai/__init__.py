@@ -1,0 +1,1 @@
+"""The OpenAI dialect: request and response types, chat, completions, server-sent events."""
