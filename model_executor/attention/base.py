@@ -1,0 +1,46 @@
+"""What the model asks of an attention backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
+from ..forward_batch import ForwardBatch
+
+if TYPE_CHECKING:
+    from ...srt.model_config import ModelConfig
+
+
+class AttentionBackend(ABC):
+    """Stores the new keys and values of a layer and attends to all that the request has by then.
+
+    The model's caller calls `plan(batch)` once per step, then the model calls `forward` for layer 0, 1, ... in
+    order. A token at position p of a request attends to positions 0..p of that request, or to the last `window`
+    of them (itself included) in a layer with a sliding window. A backend may keep what it planned, never what it computed.
+    """
+
+    name: str
+
+    def __init__(self, config: ModelConfig, kv_pool: MHATokenToKVPool) -> None:
+        self.kv_pool = kv_pool
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.sliding_windows = config.sliding_windows
+        """one per layer; None: the layer sees everything"""
+
+    @abstractmethod
+    def plan(self, batch: ForwardBatch) -> None:
+        """Prepares what all layers of this step share. Must not wait for the device."""
+
+    @abstractmethod
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim], rotated; head_dim is contiguous, the other
+        strides are free (they are views of one fused projection). Stores k, v at `batch.out_cache_loc`, then
+        attends. Returns [T, num_heads * head_dim]."""
