@@ -1,0 +1,1 @@
+"""Contract layer: what every process agrees on. Nothing here imports torch."""

@@ -1,0 +1,1 @@
+"""Entry layer: the Engine, the HTTP server, and the one file that starts processes."""

@@ -1,0 +1,33 @@
+"""The one place that reads the process environment."""
+
+from __future__ import annotations
+
+import os
+
+
+def child_environment(compute_threads: int | None) -> dict[str, str]:
+    """The environment of a child process; `compute_threads` bounds its OpenMP pool (None: leave as it is).
+
+    Threads of an idle pool sleep instead of spinning: the engine's processes share few cores.
+    """
+    env = dict(os.environ)
+    env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if compute_threads is not None:
+        env.setdefault("OMP_NUM_THREADS", str(compute_threads))
+    return env
+
+
+def api_key() -> str | None:
+    """TERCET_API_KEY: the key of a server whose command line must not show it."""
+    return os.environ.get("TERCET_API_KEY") or None
+
+
+def base_url() -> str | None:
+    """TERCET_BASE_URL: the server that `tercet chat` talks to by default."""
+    return os.environ.get("TERCET_BASE_URL") or None
+
+
+def triton_interpreted() -> bool:
+    """TRITON_INTERPRET=1: Triton kernels run on the CPU, for tests."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"

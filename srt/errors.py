@@ -1,0 +1,103 @@
+"""Every error that Tercet raises on purpose.
+
+    TercetError                      500  internal_server_error
+    |-- InvalidRequest               400  invalid_request_error   (also a ValueError)
+    |   |-- UnsupportedField         400  a known field whose feature is not there
+    |   `-- PromptTooLong            400  context_length_exceeded
+    |-- ModelNotFound                404  model_not_found
+    |-- RequestAborted               499  the client asked for the end, or went away
+    |-- QueueFull                    503  try again later
+    |-- EngineBusy                   400  needs an idle engine (flush)
+    |-- OutOfKVMemory                500  one request that can never fit in what is there
+    |-- InvalidLogits                500  the model produced NaN for this request
+    |-- EngineDead                   503  a process of the engine is gone
+    `-- ModelNotSupported            (start-up) ValueError naming the supported architectures
+
+Each class knows its HTTP status, its OpenAI `type` and `code`, so that no handler has a table of its own.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TercetError(Exception):
+    """Base of all. `param` names the offending request field, where there is one."""
+
+    status: ClassVar[int] = 500
+    err_type: ClassVar[str] = "internal_server_error"
+    code: ClassVar[str | None] = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(TercetError, ValueError):
+    status = 400
+    err_type = "invalid_request_error"
+
+
+class UnsupportedField(InvalidRequest):
+    code = "unsupported_field"
+
+
+class PromptTooLong(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(TercetError):
+    status = 404
+    err_type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class RequestAborted(TercetError):
+    status = 499
+    err_type = "request_aborted"
+
+
+class QueueFull(TercetError):
+    status = 503
+    err_type = "service_unavailable"
+    code = "queue_full"
+
+
+class EngineBusy(TercetError):
+    status = 400
+    err_type = "engine_busy"
+
+
+class OutOfKVMemory(TercetError):
+    err_type = "out_of_memory"
+
+
+class InvalidLogits(TercetError):
+    err_type = "invalid_logits"
+
+
+class EngineDead(TercetError):
+    status = 503
+    err_type = "service_unavailable"
+    code = "engine_dead"
+
+
+class ModelNotSupported(TercetError, ValueError):
+    err_type = "model_not_supported"
+
+
+BY_TYPE: dict[str, type[TercetError]] = {
+    cls.__name__: cls
+    for cls in (
+        TercetError,
+        InvalidRequest,
+        PromptTooLong,
+        RequestAborted,
+        QueueFull,
+        OutOfKVMemory,
+        InvalidLogits,
+        EngineDead,
+    )
+}
+"""The classes that may cross a process boundary, by the name that `io_struct.AbortFinish` carries."""

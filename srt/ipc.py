@@ -1,0 +1,121 @@
+"""ZeroMQ PUSH/PULL over `ipc://` in a 0700 directory of this run: typed messages in, typed messages out.
+
+No pickle, no TCP port, no name that another engine on the host could meet. Senders never block: queues are unbounded,
+because a process that waits for another one could not notice the other one's death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+T = TypeVar("T")
+
+_LINGER_MS = 500
+_MAX_UNIX_PATH = 100  # sun_path holds 108 bytes on Linux
+
+
+class RunDir:
+    """The private directory that holds the sockets of one engine."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.scheduler = f"ipc://{path}/scheduler"
+        self.detokenizer = f"ipc://{path}/detokenizer"
+        self.tokenizer = f"ipc://{path}/tokenizer"
+
+    @classmethod
+    def create(cls) -> RunDir:
+        """A new directory of mode 0700; under /tmp where TMPDIR is too long for a socket's name."""
+        path = tempfile.mkdtemp(prefix="tercet-")
+        if len(os.fsencode(path)) + len("/detokenizer") > _MAX_UNIX_PATH:
+            os.rmdir(path)
+            path = tempfile.mkdtemp(prefix="tercet-", dir="/tmp")
+        return cls(Path(path))
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class Sender(Generic[T]):
+    """The pushing end of a link."""
+
+    def __init__(self, context: zmq.Context[Any], address: str) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: T) -> None:
+        """Queues the message; raises zmq.Again never, as the queue has no bound."""
+        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Receiver(Generic[T]):
+    """The pulling end of a link, for a synchronous loop. `union` is the type of what may arrive."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, union: Any) -> None:
+        self._socket = context.socket(zmq.PULL)
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+
+    def drain(self) -> list[T]:
+        """All messages that are here, without waiting."""
+        messages: list[T] = []
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            messages.append(self._decoder.decode(frame))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks until a message is here or the time is over; whether one is here."""
+        return bool(self._socket.poll(int(timeout_s * 1000)))
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class AsyncReceiver(Generic[T]):
+    """The pulling end in an event loop: calls `on_message` for everything that arrives.
+
+    It watches ZeroMQ's file descriptor itself. That descriptor is edge-triggered, so every wake-up drains the socket.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Any], address: str, union: Any, on_message: Callable[[T], None]
+    ) -> None:
+        self._receiver: Receiver[T] = Receiver(context, address, union)
+        self._on_message = on_message
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        loop.add_reader(self._receiver._socket.fileno(), self._drain)
+        loop.call_soon(self._drain)  # what came before the reader was there makes no edge
+
+    def _drain(self) -> None:
+        if self._loop is None:
+            return
+        for message in self._receiver.drain():
+            self._on_message(message)
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._receiver._socket.fileno())
+            self._loop = None
+        self._receiver.close()

@@ -1,0 +1,118 @@
+"""How a request wants its tokens chosen and its text ended. Validated once, in the HTTP process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from .errors import InvalidRequest
+
+MAX_STOP_STRINGS = 32
+MAX_STOP_BYTES = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_N = 128
+MAX_LOGIT_BIAS = 1024
+GREEDY_BELOW = 1e-6
+"""A temperature under this is greedy decoding."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters of one request; the defaults are those of SGLang's `/generate`.
+
+    Raises InvalidRequest on any value out of range: what was given, what is allowed.
+    `top_k`, `top_p` and `min_p` select jointly: each threshold is taken on the full distribution after temperature,
+    and none changes the meaning of another. `sampling_seed` None means: drawn by the engine.
+    """
+
+    max_new_tokens: int | None = 128
+    """None: up to the end of the context."""
+    min_new_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    n: int = 1
+    logit_bias: dict[str, float] | None = None
+    """Token id (JSON wants it as text) -> what is added to its logit."""
+    sampling_seed: int | None = None
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None:
+            _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1, or null")
+        _check("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "at least 0")
+        if self.max_new_tokens is not None:
+            _check(
+                "min_new_tokens",
+                self.min_new_tokens,
+                self.min_new_tokens <= self.max_new_tokens,
+                f"at most max_new_tokens ({self.max_new_tokens})",
+            )
+        temperature_ok = math.isfinite(self.temperature) and self.temperature >= 0
+        _check("temperature", self.temperature, temperature_ok, "a finite number of at least 0")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        _check("top_k", self.top_k, self.top_k == -1 or self.top_k >= 1, "-1 (all tokens) or at least 1")
+        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+        _check("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
+        _check("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "in [-2, 2]")
+        _check("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty <= 2, "in (0, 2]")
+        _check("n", self.n, 1 <= self.n <= MAX_N, f"in [1, {MAX_N}]")
+        if self.sampling_seed is not None:
+            seed_ok = -(2**63) <= self.sampling_seed < 2**63
+            _check("sampling_seed", self.sampling_seed, seed_ok, "a 64-bit signed integer")
+        self._check_stops()
+        self._check_logit_bias()
+
+    def _check_stops(self) -> None:
+        stops = self.stop_strings
+        _check("stop", len(stops), len(stops) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings")
+        for text in stops:
+            _check("stop", text, text != "", "non-empty strings")
+            _check("stop", text[:40], _utf8_len(text) <= MAX_STOP_BYTES, f"at most {MAX_STOP_BYTES} bytes each")
+        ids = self.stop_token_ids or ()
+        _check("stop_token_ids", len(ids), len(ids) <= MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS} ids")
+        for token in ids:
+            _check("stop_token_ids", token, 0 <= token < 2**31, "token ids of at least 0")
+
+    def _check_logit_bias(self) -> None:
+        bias = self.logit_bias or {}
+        _check("logit_bias", len(bias), len(bias) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} entries")
+        for key, value in bias.items():
+            key_ok = key.isascii() and key.isdigit() and int(key) < 2**31
+            _check("logit_bias", key, key_ok, "token ids as keys")
+            _check("logit_bias", value, -100 <= value <= 100, "values in [-100, 100]")
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else self.stop
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raises InvalidRequest when a token id that was named does not exist in the model's vocabulary."""
+        for token in self.stop_token_ids or ():
+            _check("stop_token_ids", token, token < vocab_size, f"token ids below {vocab_size}")
+        for key in self.logit_bias or ():
+            _check("logit_bias", key, int(key) < vocab_size, f"token ids below {vocab_size}")
+
+
+def _check(field: str, given: object, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise InvalidRequest(f"{field} must be {allowed}, got {given!r}", param=field)
+
+
+def _utf8_len(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
