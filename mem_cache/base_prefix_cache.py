@@ -1,0 +1,106 @@
+"""What the scheduler may ask of a cache of KV prefixes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+
+class CacheNode:
+    """A place in the cache, opaque to its users: the end of one cached prefix.
+
+    Kept from `match` to be locked, and from `lock` to be unlocked. While locked it stays valid whatever
+    happens in the cache; unlocked, only until the next call of `evict`.
+    """
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class MatchResult:
+    """`slots`: int32 [n], slots of the first n tokens, n page aligned; `node`: where that prefix ends."""
+
+    slots: npt.NDArray[np.int32]
+    node: CacheNode
+
+
+class InsertResult(NamedTuple):
+    """Who owns which of the inserted slots now.
+
+    [0, duplicate_len): the cache had these tokens and keeps its own slots. Where the caller's slots are
+    others, they are still the caller's, who must free them. [duplicate_len, taken_len): the cache's now.
+    [taken_len, ...): the caller's.
+    """
+
+    duplicate_len: int
+    taken_len: int
+
+
+class BasePrefixCache(ABC):
+    """Token prefixes whose KV is kept for requests to come, in whole pages of `page_size` tokens.
+
+    `evictable_size`, `protected_size`: tokens held by the cache that `evict` could free, and that locks hold
+    back. A namespace is part of the key: equal tokens in two namespaces never share a slot.
+    """
+
+    page_size: int
+    evictable_size: int
+    protected_size: int
+
+    @abstractmethod
+    def match(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> MatchResult:
+        """The longest cached prefix of tokens: int32 [n]; counts as an access. Its slots stay the cache's."""
+
+    @abstractmethod
+    def match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
+        """How many slots `match` would return, with no effect on the cache: to order a queue by."""
+
+    @abstractmethod
+    def insert(
+        self,
+        tokens: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int32],
+        namespace: str = "",
+        priority: int = 0,
+    ) -> InsertResult:
+        """Offer the KV of tokens: int32 [n], which lies in slots: int32 [n]; counts as an access.
+
+        Both arrays are copied. A ragged last page is left with the caller. Of two leaves, that of lower
+        priority is evicted first; tokens keep the highest priority that they were ever inserted with.
+        """
+
+    @abstractmethod
+    def lock(self, node: CacheNode) -> None:
+        """Keep the prefix that ends at `node` from eviction until it is unlocked as often; a use of it."""
+
+    @abstractmethod
+    def unlock(self, node: CacheNode) -> None:
+        """Undo one `lock` of the same node."""
+
+    @abstractmethod
+    def move_lock(self, held: CacheNode, node: CacheNode) -> None:
+        """`lock(node)` and `unlock(held)` in one, where `held` ends a prefix of what `node` ends.
+
+        Walks only from `node` up to `held`, and is no new use of the shared part: a prompt that grows chunk
+        by chunk counts once.
+        """
+
+    @abstractmethod
+    def evict(self, num_tokens: int) -> int:
+        """Free at least `num_tokens` tokens into the allocator, or all it can. Returns how many."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything, locks and handles too. Slots are not freed: the caller clears the allocator."""
+
+    @abstractmethod
+    def audit(self) -> npt.NDArray[np.int32]:
+        """Recompute everything and return all slots that the cache holds: int32 [evictable + protected].
+
+        For tests and idle checks. Raises AssertionError where sizes, locks or structure are wrong. Feed the
+        answer, joined with the slots that requests hold for themselves, to `BaseAllocator.audit`.
+        """

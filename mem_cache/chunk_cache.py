@@ -1,0 +1,51 @@
+"""The cache that shares nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult
+
+
+class ChunkCache(BasePrefixCache):
+    """Matches nothing and takes nothing: every slot of a request is private to it from start to end."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.evictable_size = 0
+        self.protected_size = 0
+        self._nothing = MatchResult(slots=np.empty(0, dtype=np.int32), node=CacheNode())
+
+    def match(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> MatchResult:
+        return self._nothing
+
+    def match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
+        return 0
+
+    def insert(
+        self,
+        tokens: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int32],
+        namespace: str = "",
+        priority: int = 0,
+    ) -> InsertResult:
+        return InsertResult(duplicate_len=0, taken_len=0)
+
+    def lock(self, node: CacheNode) -> None:
+        """Nothing is held, so nothing is locked."""
+
+    def unlock(self, node: CacheNode) -> None:
+        """Nothing is held, so nothing is locked."""
+
+    def move_lock(self, held: CacheNode, node: CacheNode) -> None:
+        """Nothing is held, so nothing is locked."""
+
+    def evict(self, num_tokens: int) -> int:
+        return 0
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+    def audit(self) -> npt.NDArray[np.int32]:
+        return np.empty(0, dtype=np.int32)

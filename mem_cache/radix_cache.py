@@ -1,0 +1,383 @@
+"""A radix tree of token prefixes: requests that begin alike share the KV of their beginning.
+
+The idea is RadixAttention's (Zheng et al., "SGLang: Efficient Execution of Structured Language Model
+Programs", 2024).
+
+An edge is a run of tokens, a multiple of the page size, with the slot of each. The children of a node are
+keyed by the bytes of the first page of their edge, so siblings differ within their first page, and edges are
+compared token by token: nothing rests on a hash. Below the root stands one node without tokens for each
+namespace in use, and the trees below those never meet. It goes when its last child goes.
+
+A lock on a node counts on every node up to the root. So what hangs below an unlocked node is unlocked too,
+and all of it can be evicted, leaf by leaf.
+
+The leaves that may be evicted stand in a heap. A leaf whose key changes is pushed again under a new ticket,
+and entries with an old ticket are skipped when they come up: no call ever looks through the whole tree, but
+for the rare rebuilding of a heap most of whose entries are old.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from .allocator import BaseAllocator
+from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult
+from .evict_policy import get_evict_policy
+
+_NOTHING: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
+_NOTHING.flags.writeable = False
+_NO_TICKET = 0
+# Old heap entries that are tolerated beside as many as there are nodes, so that small trees do not rebuild
+# all the time.
+_HEAP_SLACK = 64
+
+
+class _Node(CacheNode):
+    """One edge and its end. `tokens`, `slots`: int32 [n]; `key`: its key in `parent.children`."""
+
+    __slots__ = (
+        "children",
+        "created",
+        "key",
+        "last_access",
+        "lock_count",
+        "num_uses",
+        "parent",
+        "priority",
+        "slots",
+        "ticket",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        parent: _Node | None,
+        key: bytes,
+        tokens: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int32],
+        tick: int,
+        priority: int,
+    ) -> None:
+        self.parent = parent
+        self.key = key
+        self.tokens = tokens
+        self.slots = slots
+        self.children: dict[bytes, _Node] = {}
+        self.lock_count = 0
+        self.created = tick
+        self.last_access = tick
+        self.num_uses = 0
+        self.priority = priority
+        # Of this node's entry in the heap; _NO_TICKET unless the node is a leaf without locks.
+        self.ticket = _NO_TICKET
+
+
+# Priority and policy key, ticket, leaf. Tickets are unique, so nodes are never compared.
+_HeapEntry = tuple[tuple[int, ...], int, _Node]
+
+
+class RadixCache(BasePrefixCache):
+    """The sharing prefix cache. Not thread safe: it lives in the scheduler's loop."""
+
+    def __init__(self, allocator: BaseAllocator, page_size: int, policy: str) -> None:
+        """Evicted slots are freed into `allocator`. Raises ValueError for an unknown eviction policy."""
+        assert page_size == allocator.page_size
+        self.page_size = page_size
+        self._allocator = allocator
+        self._policy = get_evict_policy(policy)
+        self.reset()
+
+    def reset(self) -> None:
+        self.evictable_size = 0
+        self.protected_size = 0
+        self.num_nodes = 0
+        self._tick = 0
+        self._next_ticket = _NO_TICKET + 1
+        self._heap: list[_HeapEntry] = []
+        self._root = _Node(None, b"", _NOTHING, _NOTHING, tick=0, priority=0)
+
+    # Lookup and insertion
+
+    def match(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> MatchResult:
+        path, matched_len = self._descend(tokens, namespace)
+        if not matched_len:
+            return MatchResult(_NOTHING, self._root)
+        self._touch(path)
+        return MatchResult(np.concatenate([node.slots for node in path]), path[-1])
+
+    def match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
+        return self._find(tokens, namespace)[1]
+
+    def insert(
+        self,
+        tokens: npt.NDArray[np.int32],
+        slots: npt.NDArray[np.int32],
+        namespace: str = "",
+        priority: int = 0,
+    ) -> InsertResult:
+        assert len(tokens) == len(slots) and slots.dtype == np.int32
+        taken_len = len(tokens) // self.page_size * self.page_size
+        path, duplicate_len = self._descend(tokens, namespace)
+        for node in path:
+            node.priority = max(node.priority, priority)
+        self._touch(path)
+        if duplicate_len < taken_len:
+            parent = path[-1] if path else self._namespace_node(namespace)
+            self._add_leaf(parent, tokens[duplicate_len:taken_len], slots[duplicate_len:taken_len], priority)
+        return InsertResult(duplicate_len, taken_len)
+
+    def _find(self, tokens: npt.NDArray[np.int32], namespace: str) -> tuple[list[_Node], int, int]:
+        """Walk down as far as tokens match, changing nothing.
+
+        Returns the nodes passed without the namespace's own, the length matched, and how much of it lies in
+        the last node, which may be less than the whole of that node.
+        """
+        assert tokens.dtype == np.int32
+        page_size = self.page_size
+        end = len(tokens) // page_size * page_size
+        path: list[_Node] = []
+        pos = in_last = 0
+        node = self._root.children.get(_namespace_key(namespace))
+        while node is not None and pos < end:
+            node = node.children.get(tokens[pos : pos + page_size].tobytes())
+            if node is None:
+                break
+            path.append(node)
+            # Never 0: the key was the whole first page.
+            in_last = _common_len(node.tokens, tokens[pos:end]) // page_size * page_size
+            pos += in_last
+            if in_last < len(node.tokens):
+                break
+        return path, pos, in_last
+
+    def _descend(self, tokens: npt.NDArray[np.int32], namespace: str) -> tuple[list[_Node], int]:
+        """As `_find`, but the last node is split where the match ends: all nodes of the path match whole."""
+        path, matched_len, in_last = self._find(tokens, namespace)
+        if path and in_last < len(path[-1].tokens):
+            path[-1] = self._split(path[-1], in_last)
+        return path, matched_len
+
+    def _touch(self, path: list[_Node]) -> None:
+        self._tick += 1
+        for node in path:
+            node.last_access = self._tick
+        # Only the last node of a path can be a leaf.
+        if path and path[-1].ticket != _NO_TICKET:
+            self._push(path[-1])
+
+    def _split(self, node: _Node, upper_len: int) -> _Node:
+        """Cut an edge in two and return the new upper node.
+
+        `node` stays the lower one: it still ends where it ended, so the handles and locks on it keep their
+        meaning.
+        """
+        assert 0 < upper_len < len(node.tokens) and node.parent is not None
+        # Copies, not views: each half must be able to go without the memory of the other.
+        upper_tokens, upper_slots = node.tokens[:upper_len].copy(), node.slots[:upper_len].copy()
+        upper = _Node(node.parent, node.key, upper_tokens, upper_slots, node.created, node.priority)
+        upper.lock_count = node.lock_count
+        upper.last_access = node.last_access
+        upper.num_uses = node.num_uses
+        node.parent.children[node.key] = upper
+        node.tokens = node.tokens[upper_len:].copy()
+        node.slots = node.slots[upper_len:].copy()
+        node.key = node.tokens[: self.page_size].tobytes()
+        node.parent = upper
+        upper.children[node.key] = node
+        self.num_nodes += 1
+        return upper
+
+    def _namespace_node(self, namespace: str) -> _Node:
+        key = _namespace_key(namespace)
+        node = self._root.children.get(key)
+        if node is None:
+            node = _Node(self._root, key, _NOTHING, _NOTHING, self._tick, priority=0)
+            self._root.children[key] = node
+        return node
+
+    def _add_leaf(
+        self, parent: _Node, tokens: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], priority: int
+    ) -> None:
+        key = tokens[: self.page_size].tobytes()
+        leaf = _Node(parent, key, tokens.copy(), slots.copy(), self._tick, priority)
+        parent.children[key] = leaf
+        parent.ticket = _NO_TICKET
+        self.num_nodes += 1
+        self.evictable_size += len(tokens)
+        self._push(leaf)
+
+    # Locks
+
+    def lock(self, node: CacheNode) -> None:
+        self._lock_up_to(node, self._root)
+
+    def unlock(self, node: CacheNode) -> None:
+        current = self._attached(node)
+        while current is not self._root:
+            assert current.lock_count > 0, "unlocked more often than locked"
+            current.lock_count -= 1
+            if current.lock_count == 0:
+                self.protected_size -= len(current.tokens)
+                self.evictable_size += len(current.tokens)
+                if not current.children:
+                    self._push(current)
+            assert current.parent is not None
+            current = current.parent
+
+    def move_lock(self, held: CacheNode, node: CacheNode) -> None:
+        # The part that both share stays locked throughout, once for this holder.
+        self._lock_up_to(node, self._attached(held))
+
+    def _lock_up_to(self, node: CacheNode, stop: _Node) -> None:
+        current = self._attached(node)
+        while current is not stop:
+            assert current.parent is not None, "the lock that moves is not on the way to the root"
+            if current.lock_count == 0:
+                self.evictable_size -= len(current.tokens)
+                self.protected_size += len(current.tokens)
+                current.ticket = _NO_TICKET
+            current.lock_count += 1
+            current.num_uses += 1
+            current = current.parent
+
+    def _attached(self, node: CacheNode) -> _Node:
+        assert isinstance(node, _Node)
+        assert node.parent is not None or node is self._root, "this handle's node was evicted or reset"
+        return node
+
+    # Eviction
+
+    def evict(self, num_tokens: int) -> int:
+        """As the interface says. The last leaf is shortened from its end, by whole pages, not lost whole."""
+        page_size = self.page_size
+        freed: list[npt.NDArray[np.int32]] = []
+        num_freed = 0
+        while num_freed < num_tokens and self._heap:
+            entry = heapq.heappop(self._heap)
+            _, ticket, leaf = entry
+            if ticket != leaf.ticket:
+                continue
+            wanted = -(-(num_tokens - num_freed) // page_size) * page_size
+            kept = max(len(leaf.tokens) - wanted, 0)
+            freed.append(leaf.slots[kept:])
+            num_freed += len(leaf.slots) - kept
+            if kept:
+                leaf.tokens = _shortened(leaf.tokens, kept)
+                leaf.slots = _shortened(leaf.slots, kept)
+                heapq.heappush(self._heap, entry)
+            else:
+                self._remove_leaf(leaf)
+        if freed:
+            self.evictable_size -= num_freed
+            self._allocator.free(np.concatenate(freed))
+        return num_freed
+
+    def _remove_leaf(self, leaf: _Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[leaf.key]
+        # Old heap entries may keep the node for a while; they shall not keep its arrays.
+        leaf.parent = None
+        leaf.tokens = leaf.slots = _NOTHING
+        leaf.ticket = _NO_TICKET
+        self.num_nodes -= 1
+        if parent.children:
+            return
+        if parent.parent is self._root:  # a namespace without tokens
+            del self._root.children[parent.key]
+        elif parent.lock_count == 0:
+            self._push(parent)
+
+    def _push(self, leaf: _Node) -> None:
+        """Enter a leaf without locks in the heap, under its key of now; its entry of before becomes void."""
+        leaf.ticket = self._next_ticket
+        self._next_ticket += 1
+        heapq.heappush(self._heap, ((leaf.priority, *self._policy(leaf)), leaf.ticket, leaf))
+        if len(self._heap) > 2 * self.num_nodes + _HEAP_SLACK:
+            # Leaves at most num_nodes entries, so the next rebuilding is at least num_nodes pushes away.
+            self._heap = [entry for entry in self._heap if entry[1] == entry[2].ticket]
+            heapq.heapify(self._heap)
+
+    # Checks
+
+    def audit(self) -> npt.NDArray[np.int32]:
+        """As the interface says; O(size of the tree)."""
+        slots: list[npt.NDArray[np.int32]] = [_NOTHING]
+        evictable = protected = num_nodes = 0
+        leaves: dict[int, _Node] = {}
+        _check(self._root.parent is None and not len(self._root.tokens), "the root is empty")
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            for key, child in node.children.items():
+                _check(child.parent is node and child.key == key, "children and parents agree")
+            locks_below = sum(child.lock_count for child in node.children.values())
+            if node is self._root or node.parent is self._root:
+                _check(node is self._root or bool(node.children), "a namespace in the tree has tokens")
+                _check(not len(node.tokens) and node.ticket == _NO_TICKET, "namespaces hold no tokens")
+                continue
+            num_nodes += 1
+            self._audit_edge(node)
+            _check(node.lock_count >= locks_below, "a lock counts on the whole path")
+            if node.lock_count:
+                protected += len(node.tokens)
+            else:
+                evictable += len(node.tokens)
+            is_evictable_leaf = not node.children and not node.lock_count
+            _check((node.ticket != _NO_TICKET) == is_evictable_leaf, "the leaves without locks have tickets")
+            if is_evictable_leaf:
+                leaves[node.ticket] = node
+            slots.append(node.slots)
+        in_heap = {ticket: (key, node) for key, ticket, node in self._heap if ticket == node.ticket}
+        _check(in_heap.keys() == leaves.keys(), "the heap has one live entry for each leaf without locks")
+        for entry_key, node in in_heap.values():
+            _check(entry_key == (node.priority, *self._policy(node)), "live heap entries have the key of now")
+        for name, counted, kept in (
+            ("evictable", evictable, self.evictable_size),
+            ("protected", protected, self.protected_size),
+            ("nodes", num_nodes, self.num_nodes),
+        ):
+            _check(counted == kept, f"{name}: {counted} in the tree, {kept} on record")
+        held = np.concatenate(slots)
+        _check(len(np.unique(held)) == len(held), "no slot is held twice")
+        return held
+
+    def _audit_edge(self, node: _Node) -> None:
+        page_size = self.page_size
+        num_tokens = len(node.tokens)
+        _check(num_tokens > 0 and num_tokens % page_size == 0, "an edge is whole pages")
+        _check(len(node.slots) == num_tokens, "a token has a slot")
+        _check(node.key == node.tokens[:page_size].tobytes(), "the key is the first page")
+        pages = node.slots.reshape(-1, page_size)
+        _check(bool((pages == pages[:, :1] + np.arange(page_size)).all()), "a page's slots are consecutive")
+        _check(bool((pages[:, 0] % page_size == 0).all()), "a page's slots begin at a page")
+
+
+def _namespace_key(namespace: str) -> bytes:
+    # surrogatepass: any str is a valid namespace, and different ones give different bytes.
+    return namespace.encode("utf-8", "surrogatepass")
+
+
+def _common_len(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+    """Length of the longest common prefix."""
+    shorter = min(len(a), len(b))
+    differs = a[:shorter] != b[:shorter]
+    first = int(differs.argmax()) if shorter else 0
+    return first if shorter and differs[first] else shorter
+
+
+def _shortened(array: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int32]:
+    """The first `length` elements; a copy where a view would keep more than twice their memory alive."""
+    base = array if array.base is None else array.base
+    assert isinstance(base, np.ndarray)
+    return array[:length].copy() if 2 * length < len(base) else array[:length]
+
+
+def _check(condition: bool, rule: str) -> None:
+    # Not an assert statement: audits also run where python -O has removed those.
+    if not condition:
+        raise AssertionError(f"radix cache: violated: {rule}")

@@ -1,0 +1,49 @@
+"""The tensors that hold K and V. The only file of this layer that imports torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+class MHATokenToKVPool:
+    """K and V of every slot, a pair of tensors for each layer; for MHA, GQA and MQA.
+
+    `k_buffer[layer]`, `v_buffer[layer]`: [size + page_size, num_kv_heads, head_dim]; the first page is the
+    dummy that padded entries write to. Everything starts as zeros: memory that was never written must not
+    hold a NaN, since zero attention weight times NaN is NaN.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """`size`: tokens without the dummy page. Raises ValueError when it is no multiple of the page."""
+        if page_size < 1 or size < page_size or size % page_size:
+            raise ValueError(
+                f"pool size must be a positive multiple of the page size {page_size}, got {size}"
+            )
+        self.size = size
+        self.page_size = page_size
+        self.dtype = dtype
+        shape = (size + page_size, num_kv_heads, head_dim)
+        self.k_buffer = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.v_buffer = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    @staticmethod
+    def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes that one slot costs over all layers, K and V together."""
+        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
+    def set_kv(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k, v: [T, num_kv_heads, head_dim] at slots: int64 [T], cast to the pool's dtype.
+
+        Slots are distinct but for the dummy, where whichever write comes last stays.
+        """
+        self.k_buffer[layer][slots] = k.to(self.dtype)
+        self.v_buffer[layer][slots] = v.to(self.dtype)
