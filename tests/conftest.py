@@ -1,0 +1,26 @@
+"""What every test runs under: no network, no deadline, and a GPU test only where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# Inherited by the servers that tests start: a model that is not on disk is a failure, not a download.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A slow machine is not a failing test; the example that failed is printed so that anybody can replay it.
+settings.register_profile("tercet", deadline=None, print_blob=True)
+settings.load_profile("tercet")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch  # only here: most runs select no GPU test and need not wait for torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

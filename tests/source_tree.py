@@ -1,0 +1,149 @@
+"""The package's sources as data: its modules, what each imports and when. For tests of the house rules."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NOT_PACKAGES = {"tests", "scripts", "docs", "build", "dist"}
+
+
+class When(Enum):
+    """When an import statement runs."""
+
+    ALWAYS = "module level"
+    CALLED = "inside a function"
+    TYPING = "under TYPE_CHECKING"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name. `target` is a module of the package ("managers.scheduler"; "" is the root) when
+    `internal`, else the dotted name of something outside it."""
+
+    target: str
+    internal: bool
+    when: When
+    line: int
+    name: str | None
+    """What is taken from the target; None when it is the module itself."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file of the package; `name` is relative to it: "srt.errors", "srt" for srt/__init__.py."""
+
+    name: str
+    path: Path
+
+    @property
+    def where(self) -> str:
+        return str(self.path.relative_to(ROOT))
+
+    @property
+    def lines(self) -> list[str]:
+        return self.path.read_text(encoding="utf-8").splitlines()
+
+    @property
+    def tree(self) -> ast.Module:
+        return _parse(self.path)
+
+
+@cache
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def files() -> Iterator[Path]:
+    """Every file of the checkout that is ours: no hidden folders but .ci, nothing built, no caches."""
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if (name == ".ci" or not name.startswith("."))
+            and name not in {"__pycache__", "build", "dist"}
+            and not name.endswith(".egg-info")
+        )
+        yield from (Path(folder, name) for name in sorted(names))
+
+
+@cache
+def modules() -> dict[str, Module]:
+    """Name -> module, for every source file of the package."""
+    found = {}
+    for path in files():
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if path.suffix != ".py" or parts[0] in NOT_PACKAGES:
+            continue
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = Module(name, path)
+    return found
+
+
+@cache
+def imports(name: str) -> tuple[Import, ...]:
+    """Everything that module `name` imports, in order."""
+    module = modules()[name]
+    package = name.split(".") if module.path.name == "__init__.py" else name.split(".")[:-1]
+    if name == "":
+        package = []
+    return tuple(_walk(module.tree, package, When.ALWAYS))
+
+
+def _walk(node: ast.AST, package: list[str], when: When) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield Import(alias.name, False, when, node.lineno, None)
+    elif isinstance(node, ast.ImportFrom) and node.level == 0:
+        for alias in node.names:
+            yield Import(node.module or "", False, when, node.lineno, alias.name)
+    elif isinstance(node, ast.ImportFrom):
+        base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+        for alias in node.names:
+            submodule = ".".join([*base, alias.name])
+            if submodule in modules():
+                yield Import(submodule, True, when, node.lineno, None)
+            else:
+                yield Import(".".join(base), True, when, node.lineno, alias.name)
+    elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        for child in node.body:
+            yield from _walk(child, package, When.TYPING)
+        for child in node.orelse:
+            yield from _walk(child, package, when)
+    else:
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from _walk(child, package, When.CALLED if inside else when)
+
+
+def loaded_with(name: str, *, whens: frozenset[When] = frozenset({When.ALWAYS})) -> dict[str, str]:
+    """Modules of the package that importing `name` loads -> the module that asked for each.
+
+    A module brings the `__init__` of every package above it, as Python does.
+    """
+    asked_by = {name: name}
+    todo = [name]
+    while todo:
+        current = todo.pop()
+        wanted = [item.target for item in imports(current) if item.internal and item.when in whens]
+        parts = current.split(".")
+        wanted += [".".join(parts[:depth]) for depth in range(len(parts))]
+        for target in wanted:
+            if target in modules() and target not in asked_by:
+                asked_by[target] = current
+                todo.append(target)
+    return asked_by
+
+
+def chain(asked_by: dict[str, str], name: str) -> str:
+    """ "a -> b -> c": how `name` came to be loaded."""
+    names = [name]
+    while asked_by[names[-1]] != names[-1]:
+        names.append(asked_by[names[-1]])
+    return " -> ".join(item or "tercet" for item in reversed(names))

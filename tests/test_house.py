@@ -1,0 +1,302 @@
+"""The rules of the house that a machine can check. CONTRIBUTING.md says what each is for."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from source_tree import NOT_PACKAGES, ROOT, Module, When, chain, files, imports, loaded_with, modules
+
+from tercet.srt import server_args
+
+LAYERS = {
+    "srt": 0,
+    "mem_cache": 1,
+    "model_executor": 2,
+    "managers": 3,
+    "srt.entrypoints": 4,
+    "launch_server": 4,
+    "benchmarks": 5,
+}
+EXECUTION_ORDER = ["kernels", "attention", "layers", "models"]
+"""Folders of model_executor: each may import those before it."""
+
+ROLES = {
+    "tokenizer": r"managers\.tokenizer_manager",
+    "scheduler": r"managers\.scheduler(_\w+)?",
+    "detokenizer": r"managers\.detokenizer_manager",
+}
+NO_TORCH = [
+    "managers.tokenizer_manager",
+    "managers.detokenizer_manager",
+    "srt.entrypoints.http_server",
+]
+TORCH_IN_MEMORY_LAYER = "mem_cache.token_to_kv_pool"
+READS_ENVIRONMENT = "srt.env"
+STARTS_PROCESSES = "srt.entrypoints.processes"
+MOST_LINES = 400
+
+IMPORT_NAMES = {"pyyaml": "yaml", "pyzmq": "zmq", "prometheus-client": "prometheus_client"}
+UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+UNPICKLING_METHODS = {"recv_pyobj", "send_pyobj", "recv_serialized"}
+PROCESS_STARTERS = re.compile(r"os\.(fork\w*|exec\w+|spawn\w+|posix_spawn\w*|popen|system)|.*create_subprocess_\w+")
+
+
+@cache
+def setup_cfg() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    return parser
+
+
+def layer(name: str) -> int:
+    """The layer of a module; KeyError for a new top-level name, which has to be given one first."""
+    known = [prefix for prefix in LAYERS if name == prefix or name.startswith(prefix + ".")]
+    if not known:
+        raise KeyError(f"{name}: not in a layer; put it into an existing folder, or name it in LAYERS")
+    return LAYERS[max(known, key=len)]
+
+
+def dotted(node: ast.AST) -> str:
+    """ "torch.load" for that expression; "" for anything that is not a chain of names."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else f"().{node.attr}"
+    return ""
+
+
+def used_names(module: Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every name used and every `module.name` imported from outside."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            yield node.lineno, dotted(node)
+    for item in imports(module.name):
+        if not item.internal:
+            yield item.line, f"{item.target}.{item.name}" if item.name else item.target
+
+
+def test_the_packages_in_setup_cfg_are_the_folders_that_exist() -> None:
+    listed = setup_cfg()["options"]["packages"].split()
+    holding_code = {".".join(("tercet", *m.path.relative_to(ROOT).parts[:-1])) for m in modules().values()}
+    with_init = {
+        ".".join(("tercet", *path.relative_to(ROOT).parts[:-1]))
+        for path in files()
+        if path.name == "__init__.py" and path.relative_to(ROOT).parts[0] not in NOT_PACKAGES
+    }
+    assert listed == sorted(listed)
+    assert set(listed) == holding_code == with_init
+
+
+def test_a_module_imports_its_own_layer_or_a_lower_one() -> None:
+    wrong = []
+    for module in modules().values():
+        for item in imports(module.name):
+            if not item.internal or (item.target == "" and item.name == "__version__"):
+                continue
+            if module.name == "":
+                if item.when is not When.TYPING:
+                    wrong.append(f"{module.where}:{item.line} loads {item.target}: the public face is lazy")
+            elif item.target == "":
+                wrong.append(f"{module.where}:{item.line} imports {item.name} from the public face")
+            elif layer(item.target) > layer(module.name):
+                wrong.append(f"{module.where}:{item.line} imports {item.target}, a higher layer")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_inside_the_execution_layer_imports_go_one_way() -> None:
+    def rank(name: str) -> int | None:
+        parts = name.split(".")
+        in_folder = parts[0] == "model_executor" and len(parts) > 1 and parts[1] in EXECUTION_ORDER
+        return EXECUTION_ORDER.index(parts[1]) if in_folder else None
+
+    wrong = []
+    for module in modules().values():
+        own = rank(module.name)
+        for item in imports(module.name):
+            other = rank(item.target)
+            if item.internal and own is not None and other is not None and other > own:
+                wrong.append(f"{module.where}:{item.line} imports {item.target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_imports_inside_the_package_are_relative() -> None:
+    own = {"tercet", *(name.split(".")[0] for name in modules() if name)}
+    wrong = [
+        f"{module.where}:{item.line} {item.target}"
+        for module in modules().values()
+        for item in imports(module.name)
+        if not item.internal and item.target.split(".")[0] in own
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_process_roles_never_import_one_another(role: str) -> None:
+    others = {other: pattern for other, pattern in ROLES.items() if other != role}
+    for name in modules():
+        if not re.fullmatch(ROLES[role], name):
+            continue
+        reached = loaded_with(name, whens=frozenset(When))
+        for target in reached:
+            for other, pattern in others.items():
+                assert not re.fullmatch(pattern, target), f"{role} knows {other}: {chain(reached, target)}"
+
+
+@pytest.mark.parametrize("name", [name for name in NO_TORCH if name in modules()])
+def test_processes_without_a_model_load_no_torch(name: str) -> None:
+    reached = loaded_with(name)
+    for module in reached:
+        for item in imports(module):
+            if not item.internal and item.when is When.ALWAYS:
+                outside = item.target.split(".")
+                assert outside[0] not in {"torch", "triton"} and "torch" not in outside, chain(reached, module)
+    code = f"import sys, tercet.{name}; sys.exit('torch is loaded' if 'torch' in sys.modules else 0)"
+    ran = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_lower_layers_know_no_torch() -> None:
+    wrong = [
+        f"{module.where}:{item.line} {item.target}"
+        for module in modules().values()
+        if module.name and layer(module.name) <= 1 and module.name != TORCH_IN_MEMORY_LAYER
+        for item in imports(module.name)
+        if not item.internal and item.when is When.ALWAYS and item.target.split(".")[0] in {"torch", "transformers"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_importing_tercet_loads_nothing_heavy() -> None:
+    heavy = ["torch", "transformers", "numpy", "msgspec", "zmq", "asyncio"]
+    code = f"import sys, tercet; tercet.__version__; print([name for name in {heavy} if name in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_every_dependency_is_declared() -> None:
+    requirements = setup_cfg()["options"]["install_requires"].split("\n")
+    names = [re.match(r"[\w.-]+", line).group() for line in requirements if line.strip()]  # type: ignore[union-attr]
+    declared = {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in names}
+    wrong = [
+        f"{module.where}:{item.line} {item.target}"
+        for module in modules().values()
+        for item in imports(module.name)
+        if not item.internal and item.target.split(".")[0] not in sys.stdlib_module_names | declared
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_constraints_are_exact_and_cover_what_is_declared() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins), "one NAME==VERSION a line"
+    pinned = {re.sub(r"[-_.]+", "-", pin.split("==")[0]).lower() for pin in pins}
+    extras = setup_cfg()["options.extras_require"]
+    requirements = "\n".join([setup_cfg()["options"]["install_requires"], *extras.values()]).split("\n")
+    declared = {re.split(r"[<>=!~; \[]", line.strip())[0].lower() for line in requirements if line.strip()}
+    assert declared - pinned == {"triton"}, "see the head of constraints.txt"
+
+
+def test_nothing_is_unpickled_and_nothing_prints() -> None:
+    wrong = []
+    for module in modules().values():
+        for line, name in used_names(module):
+            parts = name.split(".")
+            if parts[0] in UNPICKLERS or name == "torch.load" or parts[-1] in UNPICKLING_METHODS or name == "print":
+                wrong.append(f"{module.where}:{line} {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_one_file_reads_the_environment() -> None:
+    wrong = [
+        f"{module.where}:{line} {name}"
+        for module in modules().values()
+        if module.name != READS_ENVIRONMENT
+        for line, name in used_names(module)
+        if re.match(r"os\.(environb?|getenvb?|putenv|unsetenv)\b", name)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_one_file_starts_processes() -> None:
+    wrong = []
+    for module in modules().values():
+        if module.name == STARTS_PROCESSES:
+            continue
+        for line, name in used_names(module):
+            library = re.match(r"(multiprocessing(?!\.connection)|subprocess|pty)\b", name)
+            if library or PROCESS_STARTERS.fullmatch(name) or name.endswith("ProcessPoolExecutor"):
+                wrong.append(f"{module.where}:{line} {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_global_statement_and_no_drawer_of_odds_and_ends() -> None:
+    for module in modules().values():
+        assert module.path.stem not in {"utils", "util", "helpers", "common", "misc"}, module.where
+        for node in ast.walk(module.tree):
+            assert not isinstance(node, ast.Global), f"{module.where}:{getattr(node, 'lineno', 0)} global"
+
+
+def test_an_import_inside_a_function_says_why() -> None:
+    wrong = []
+    for module in modules().values():
+        lines = module.lines
+        for item in imports(module.name):
+            if item.when is When.CALLED and "#" not in lines[item.line - 1] and "#" not in lines[item.line - 2]:
+                wrong.append(f"{module.where}:{item.line} {item.target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_file_is_one_idea() -> None:
+    long = {m.where: len(m.lines) for m in modules().values() if len(m.lines) > MOST_LINES}
+    assert not long, f"more than {MOST_LINES} lines: {long}"
+
+
+def text_files() -> Iterator[tuple[Path, str]]:
+    for path in files():
+        try:
+            yield path, path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a picture, say
+
+
+def test_no_file_knows_the_machine_it_was_written_on() -> None:
+    places = r"(?<![\w.:/-])/(?:work|root|home|Users|opt)/\w"
+    names = ("pypi", "pythonhosted", "download.pytorch", "debian", "npmjs")
+    hosts = "|".join(re.escape(name + ".org") for name in names)
+    wrong = [
+        f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, found.start()) + 1} {found.group()}"
+        for path, text in text_files()
+        for found in re.finditer(f"{places}|{hosts}", text)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_is_left_for_later() -> None:
+    marks = re.compile(r"#.*\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3, "HA" + "CK")) + r")\b")
+    wrong = [str(path.relative_to(ROOT)) for path, text in text_files() if path.suffix == ".py" and marks.search(text)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_links_in_the_documents_lead_somewhere() -> None:
+    wrong = []
+    for path, text in text_files():
+        if path.suffix == ".md":
+            for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+                if "://" not in target and not (path.parent / target).exists():
+                    wrong.append(f"{path.relative_to(ROOT)} -> {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_documented_settings_are_the_settings() -> None:
+    text = (ROOT / "docs/server_args.md").read_text(encoding="utf-8")
+    assert text.endswith("\n" + server_args.docs_table()), "out of date: scripts/check --fix rewrites it"
