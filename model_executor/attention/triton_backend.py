@@ -1,0 +1,95 @@
+"""The attention backend of GPUs: our Triton kernels over the slot-indexed pool.
+
+A request that brings one token is served by the decode kernels, in a mixed batch too, and one that brings more by the
+extend kernel. Which kernel computes a token, and hence its bits, never depends on the other requests of the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
+from ..forward_batch import ForwardBatch, ForwardMode
+from ..kernels.decode_attention import decode_attention
+from ..kernels.extend_attention import extend_attention
+from ..kernels.store_kv import store_kv
+from ..kernels.tuning import arch_of, decode_tile, extend_tile
+from ..kernels.work_map import WorkMap, query_tile_map, split_map
+from .base import AttentionBackend
+
+if TYPE_CHECKING:
+    from ...srt.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """None: no request of this step is of that kind."""
+
+    decode: WorkMap | None
+    extend: WorkMap | None
+    q_loc: torch.Tensor | None
+    """[B] the decoding requests' tokens in a mixed batch; None in DECODE, where it is the request's index"""
+
+
+class TritonAttentionBackend(AttentionBackend):
+    """See the module. Needs a CUDA or ROCm device, or TRITON_INTERPRET=1 and the CPU."""
+
+    name = "triton"
+
+    def __init__(self, config: ModelConfig, kv_pool: MHATokenToKVPool) -> None:
+        super().__init__(config, kv_pool)
+        arch = arch_of(kv_pool.k_buffer[0].device)
+        self._decode_tile = decode_tile(arch, self.head_dim)
+        self._extend_tile = extend_tile(arch, self.head_dim)
+        self._plan: _Plan | None = None
+
+    def num_splits(self, seq_lens: np.ndarray) -> int:
+        """Units of decode work for requests of these lengths (host): what `plan` must have room for."""
+        return int((-(-seq_lens // self._decode_tile.split)).sum())
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Numbers the units of work on the device; the host's copy of the lengths only sizes the buffers."""
+        if batch.mode is ForwardMode.DECODE:
+            self._plan = self.plan_decode(batch.seq_lens, self.num_splits(batch.seq_lens_host))
+            return
+        assert batch.extend_start_loc is not None and batch.extend_lens_host is not None
+        single = batch.extend_lens_host == 1
+        decode = extend = None
+        if single.any():
+            capacity = self.num_splits(batch.seq_lens_host[single])
+            decode = split_map(batch.seq_lens, self._decode_tile.split, capacity, batch.extend_start_loc)
+        if not single.all():
+            group = self.num_heads // self.num_kv_heads
+            num_tokens = batch.input_ids.shape[0]
+            extend = query_tile_map(batch.extend_start_loc, group, self._extend_tile.block_m, num_tokens)
+        self._plan = _Plan(decode, extend, batch.extend_start_loc[:-1])
+
+    def plan_decode(self, seq_lens: torch.Tensor, capacity: int) -> _Plan:
+        """A decode step with room for `capacity` units of work."""
+        return _Plan(split_map(seq_lens, self._decode_tile.split, capacity), None, None)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ForwardBatch
+    ) -> torch.Tensor:
+        plan = self._plan
+        assert plan is not None, "plan() comes first"
+        k_buffer, v_buffer = self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id]
+        store_kv(k, v, k_buffer, v_buffer, batch.out_cache_loc)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        window = self.sliding_windows[layer_id]
+        if plan.decode is not None:
+            decode_attention(
+                q, k_buffer, v_buffer, batch.req_to_token, batch.rows, batch.seq_lens, plan.decode, out,
+                sm_scale=self.scale, window=window, q_loc=plan.q_loc, tile=self._decode_tile,
+            )  # fmt: skip
+        if plan.extend is not None:
+            assert batch.extend_start_loc is not None and batch.prefix_lens is not None
+            extend_attention(
+                q, k_buffer, v_buffer, batch.req_to_token, batch.rows, batch.extend_start_loc, batch.prefix_lens,
+                plan.extend, out, sm_scale=self.scale, window=window, tile=self._extend_tile,
+            )  # fmt: skip
+        return out.view(q.shape[0], -1)

@@ -1,0 +1,322 @@
+"""Decode attention: one new token per request against its KV in the pool, split over the KV by a fixed tile.
+
+Two kernels (Flash-Decoding, https://pytorch.org/blog/flash-decoding/): programs walk units of `split` tokens of one
+request and one KV head and leave a partial softmax each; the second kernel merges a request's partials by their log-sum-exp.
+Splits start at multiples of `split`, so a request's arithmetic is the same whatever else is in the batch. All query
+heads of a KV head form one tile: the KV is read once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .primitives import LOG2_E, as_kernel_operand, decode_kv, dot, is_interpreted, kv_format, tanh
+from .tuning import DecodeTile, arch_of, decode_tile, num_multiprocessors, padded_head_dim
+from .work_map import WorkMap
+
+_MERGE_BLOCK = 16
+_MAX_HEAD_BLOCK = 64
+
+
+@triton.jit
+def _decode_split_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    rows_ptr,
+    seq_lens_ptr,
+    q_loc_ptr,
+    work_starts_ptr,
+    work_rows_ptr,
+    part_o_ptr,
+    part_lse_ptr,
+    batch,
+    stride_qt,
+    stride_qh,
+    stride_slot,
+    stride_table,
+    qk_scale,
+    cap,
+    v_scale,
+    window,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_Q_LOC: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    WIDEN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
+    kv_head = tl.program_id(0) // HEAD_BLOCKS
+    in_group = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
+    heads = kv_head * GROUP + in_group
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_h = in_group < GROUP
+    mask_d = offs_d < HEAD_DIM
+    mask_hd = mask_h[:, None] & mask_d[None, :]
+    q_dtype: tl.constexpr = q_ptr.dtype.element_ty
+    if KV_FORMAT == 0:
+        compute: tl.constexpr = q_dtype
+    elif q_dtype == tl.float32:
+        compute: tl.constexpr = tl.float32
+    else:
+        # e4m3 is exact in fp16, and fp16 probabilities are finer than bf16 ones.
+        compute: tl.constexpr = tl.float16
+    k_head_ptr = k_ptr + kv_head * HEAD_DIM
+    v_head_ptr = v_ptr + kv_head * HEAD_DIM
+
+    num_units = tl.load(work_starts_ptr + batch)
+    for unit in range(tl.program_id(1), num_units, tl.num_programs(1)):
+        b = tl.load(work_rows_ptr + unit)
+        seq_len = tl.load(seq_lens_ptr + b).to(tl.int32)
+        lo = (unit - tl.load(work_starts_ptr + b)) * SPLIT
+        hi = tl.minimum(lo + SPLIT, seq_len)
+        first = 0
+        if HAS_WINDOW:
+            first = tl.maximum(seq_len - window, 0)
+            lo = tl.maximum(lo, first // BLOCK_N * BLOCK_N)
+        # A split wholly before the window leaves no partial, and the merge does not look for one.
+        if lo < hi:
+            q_token = b.to(tl.int64)
+            if HAS_Q_LOC:
+                q_token = tl.load(q_loc_ptr + b).to(tl.int64)
+            q_offsets = q_token * stride_qt + heads[:, None] * stride_qh + offs_d[None, :]
+            q = tl.load(q_ptr + q_offsets, mask=mask_hd, other=0.0).to(compute)
+            row_ptr = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * stride_table
+            top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_H], tl.float32)
+            acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+            for start in range(lo, hi, BLOCK_N):
+                position = start + offs_n
+                seen = position < hi
+                slots = tl.load(row_ptr + position, mask=seen, other=0).to(tl.int64)
+                k = tl.load(
+                    k_head_ptr + slots[None, :] * stride_slot + offs_d[:, None],
+                    mask=seen[None, :] & mask_d[:, None],
+                    other=0.0,
+                )
+                zero = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+                scores = dot(q, decode_kv(k, KV_FORMAT, compute), zero, WIDEN) * qk_scale
+                if HAS_CAP:
+                    scores = cap * tanh(scores)
+                if HAS_WINDOW:
+                    seen &= position >= first
+                scores = tl.where(seen[None, :], scores, float("-inf"))
+                new_top = tl.maximum(top, tl.max(scores, axis=1))
+                fade = tl.exp2(top - new_top)
+                p = tl.exp2(scores - new_top[:, None])
+                total = total * fade + tl.sum(p, axis=1)
+                v = tl.load(
+                    v_head_ptr + slots[:, None] * stride_slot + offs_d[None, :],
+                    mask=(position < hi)[:, None] & mask_d[None, :],
+                    other=0.0,
+                )
+                acc = dot(p.to(compute), decode_kv(v, KV_FORMAT, compute), acc * fade[:, None], WIDEN)
+                top = new_top
+            part = (unit * NUM_HEADS + heads).to(tl.int64)
+            tl.store(part_o_ptr + part[:, None] * HEAD_DIM + offs_d[None, :], acc * v_scale / total[:, None], mask=mask_hd)
+            tl.store(part_lse_ptr + part, top + tl.log2(total), mask=mask_h)
+
+
+@triton.jit
+def _decode_merge_kernel(
+    part_o_ptr,
+    part_lse_ptr,
+    work_starts_ptr,
+    seq_lens_ptr,
+    q_loc_ptr,
+    out_ptr,
+    window,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_Q_LOC: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    b = tl.program_id(0)
+    head = tl.program_id(1)
+    offs_s = tl.arange(0, BLOCK_S)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < HEAD_DIM
+    begin = tl.load(work_starts_ptr + b)
+    end = tl.load(work_starts_ptr + b + 1)
+    if HAS_Q_LOC:
+        if begin == end:  # extend attention has this request
+            return
+    out_token = b.to(tl.int64)
+    if HAS_Q_LOC:
+        out_token = tl.load(q_loc_ptr + b).to(tl.int64)
+    if HAS_WINDOW:
+        seq_len = tl.load(seq_lens_ptr + b).to(tl.int32)
+        begin += tl.maximum(seq_len - window, 0) // SPLIT
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(begin, end, BLOCK_S):
+        there = start + offs_s < end
+        part = (start + offs_s).to(tl.int64) * NUM_HEADS + head
+        lse = tl.load(part_lse_ptr + part, mask=there, other=float("-inf"))
+        o = tl.load(
+            part_o_ptr + part[:, None] * HEAD_DIM + offs_d[None, :], mask=there[:, None] & mask_d[None, :], other=0.0
+        )
+        new_top = tl.maximum(top, tl.max(lse, axis=0))
+        fade = tl.exp2(top - new_top)
+        weight = tl.exp2(lse - new_top)
+        total = total * fade + tl.sum(weight, axis=0)
+        acc = acc * fade + tl.sum(weight[:, None] * o, axis=0)
+        top = new_top
+    # A padded request without KV has no partial: its output is zero.
+    total = tl.where(total == 0.0, 1.0, total)
+    out = acc / total
+    tl.store(out_ptr + (out_token * NUM_HEADS + head) * HEAD_DIM + offs_d, out.to(out_ptr.dtype.element_ty), mask=mask_d)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    work: WorkMap,
+    out: torch.Tensor,
+    *,
+    sm_scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    q_loc: torch.Tensor | None = None,
+    tile: DecodeTile | None = None,
+) -> None:
+    """out[b] = softmax(cap(q[b] @ K_b * sm_scale)) @ V_b over the KV of request b.
+
+    q: [T, num_heads, head_dim], head_dim contiguous; T == B, or q_loc: int [B] says which token is whose.
+    k_buffer, v_buffer: [slots, num_kv_heads, head_dim], contiguous, of q's dtype or float8_e4m3fn (then K = k_buffer * k_scale).
+    req_to_token: int32 [rows, context]; rows, seq_lens: int [B]. work: `split_map(seq_lens, tile.split, ...)`; requests
+    without a unit in it are left alone when q_loc is given, and get zeros when it is not.
+    out: [T, num_heads, head_dim], contiguous. soft_cap: scores become cap * tanh(scores / cap). window: the last so many
+    positions are seen.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    slots, num_kv_heads, _ = k_buffer.shape
+    batch = seq_lens.shape[0]
+    assert q.stride(2) == 1 and out.is_contiguous() and out.shape == q.shape
+    assert k_buffer.is_contiguous() and v_buffer.is_contiguous()
+    assert k_buffer.shape == v_buffer.shape == (slots, num_kv_heads, head_dim)
+    assert num_heads % num_kv_heads == 0
+    assert req_to_token.stride(1) == 1 and req_to_token.dtype == torch.int32
+    assert rows.shape == seq_lens.shape == (batch,) and work.starts.shape == (batch + 1,)
+    assert q_loc is not None or num_tokens == batch
+    assert window is None or window > 0
+    fp8 = k_buffer.dtype == torch.float8_e4m3fn
+    assert k_buffer.dtype == v_buffer.dtype and (fp8 or k_buffer.dtype == q.dtype)
+
+    arch = arch_of(q.device)
+    tile = tile or decode_tile(arch, head_dim)
+    group = num_heads // num_kv_heads
+    # 16 rows are the least that tl.dot takes.
+    block_h = min(max(16, triton.next_power_of_2(group)), _MAX_HEAD_BLOCK)
+    block_d = padded_head_dim(head_dim)
+    head_blocks = num_kv_heads * triton.cdiv(group, block_h)
+    programs = max(1, num_multiprocessors(q.device) * tile.programs // head_blocks)
+    part_o = torch.empty(work.capacity, num_heads, head_dim, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(work.capacity, num_heads, dtype=torch.float32, device=q.device)
+    _decode_split_kernel[(head_blocks, min(programs, work.capacity))](
+        q,
+        as_kernel_operand(k_buffer),
+        as_kernel_operand(v_buffer),
+        req_to_token,
+        rows,
+        seq_lens,
+        rows if q_loc is None else q_loc,
+        work.starts,
+        work.rows,
+        part_o,
+        part_lse,
+        batch,
+        q.stride(0),
+        q.stride(1),
+        k_buffer.stride(0),
+        req_to_token.stride(0),
+        # With a cap: into tanh, and out of it in base 2.
+        sm_scale * k_scale / soft_cap if soft_cap else sm_scale * k_scale * LOG2_E,
+        soft_cap * LOG2_E if soft_cap else 0.0,
+        v_scale,
+        window or 0,
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        HAS_Q_LOC=q_loc is not None,
+        HAS_CAP=bool(soft_cap),
+        HAS_WINDOW=window is not None,
+        KV_FORMAT=kv_format(k_buffer.dtype, arch),
+        WIDEN=is_interpreted(_decode_split_kernel) and q.dtype == torch.bfloat16,
+        SPLIT=tile.split,
+        BLOCK_H=block_h,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=block_d,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    _decode_merge_kernel[(batch, num_heads)](
+        part_o,
+        part_lse,
+        work.starts,
+        seq_lens,
+        rows if q_loc is None else q_loc,
+        out,
+        window or 0,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        HAS_Q_LOC=q_loc is not None,
+        HAS_WINDOW=window is not None,
+        SPLIT=tile.split,
+        BLOCK_S=_MERGE_BLOCK,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+
+
+def decode_attention_ref(
+    q: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    sm_scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> torch.Tensor:
+    """The same in plain torch, one request after the other, in q's dtype. Returns [B, num_heads, head_dim]."""
+    group = q.shape[1] // k_buffer.shape[1]
+    out = torch.zeros_like(q)
+    for b in range(q.shape[0]):
+        n = int(seq_lens[b])
+        begin = 0 if window is None else max(n - window, 0)
+        slots = req_to_token[rows[b], begin:n].long()
+        if not len(slots):
+            continue
+        k = (k_buffer[slots].to(q.dtype) * k_scale).repeat_interleave(group, 1)
+        v = (v_buffer[slots].to(q.dtype) * v_scale).repeat_interleave(group, 1)
+        scores = torch.einsum("hd,nhd->hn", q[b], k) * sm_scale
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        out[b] = torch.einsum("hn,nhd->hd", scores.softmax(-1), v)
+    return out

@@ -1,0 +1,131 @@
+"""Tiles, warps and pipeline stages per architecture: a table, because autotuning must never run while serving.
+
+NOT YET MEASURED ON A DEVICE. The rows were chosen from what the compiler reports for each target (no register spill,
+shared memory such that two programs fit on a multiprocessor for decode): sm_80 has 163 KB of shared memory a block,
+sm_90 227 KB, gfx942 64 KB, and one [64, 128] bf16 tile is 16 KB.
+
+`split` is part of the result, not only of its speed: partial softmaxes are merged at multiples of it. It is the same
+for every batch, so nobody's numbers depend on who else is in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+INTERPRETER = "interpreter"
+"""Stands for a CPU tensor: only TRITON_INTERPRET=1 can run a kernel there."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """Decode attention: one program walks `split` tokens of one KV head, `block_n` at a time."""
+
+    split: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    """persistent programs per multiprocessor"""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendTile:
+    """Extend attention: one program has `block_m` (token, query head) pairs and walks the KV `block_n` at a time."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Head dims are padded to a power of two inside the kernels: 64, 128 or 256.
+_DECODE = {
+    "sm_80": {
+        64: DecodeTile(256, 64, 4, 3, 4),
+        128: DecodeTile(256, 64, 4, 2, 2),
+        256: DecodeTile(256, 32, 4, 2, 2),
+    },
+    "sm_90": {
+        64: DecodeTile(256, 64, 4, 4, 4),
+        128: DecodeTile(256, 64, 4, 3, 2),
+        256: DecodeTile(256, 32, 4, 3, 2),
+    },
+    "gfx942": {
+        64: DecodeTile(256, 64, 4, 1, 4),
+        128: DecodeTile(256, 32, 4, 1, 4),
+        256: DecodeTile(256, 16, 4, 1, 2),
+    },
+    # Small, so that tests of a few dozen tokens cross every boundary.
+    INTERPRETER: {dim: DecodeTile(32, 16, 1, 1, 3) for dim in (64, 128, 256)},
+}
+_EXTEND = {
+    "sm_80": {
+        64: ExtendTile(128, 64, 4, 3),
+        128: ExtendTile(128, 64, 8, 2),
+        256: ExtendTile(64, 32, 4, 2),
+    },
+    "sm_90": {
+        64: ExtendTile(128, 128, 8, 3),
+        128: ExtendTile(128, 64, 8, 3),
+        256: ExtendTile(128, 32, 8, 2),
+    },
+    "gfx942": {
+        64: ExtendTile(128, 64, 4, 1),
+        128: ExtendTile(128, 64, 4, 1),
+        256: ExtendTile(64, 32, 4, 1),
+    },
+    INTERPRETER: {dim: ExtendTile(16, 16, 1, 1) for dim in (64, 128, 256)},
+}
+_MAX_HEAD_DIM = 256
+
+
+def arch_of(device: torch.device) -> str:
+    """The table's name for a device: `sm_90`, `gfx942`, ... or `interpreter` for the CPU."""
+    if device.type != "cuda":
+        return INTERPRETER
+    return _arch_of_gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _arch_of_gpu(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+@cache
+def _num_multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for the CPU."""
+    if device.type != "cuda":
+        return 1
+    return _num_multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two, at least 64, that a kernel's tiles have for this head dim."""
+    if not 1 <= head_dim <= _MAX_HEAD_DIM:
+        raise ValueError(f"the Triton attention kernels support head dims up to {_MAX_HEAD_DIM}, got {head_dim}")
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def _known(arch: str) -> str:
+    """Architectures without rows of their own use the nearest with no more shared memory."""
+    if arch in _DECODE:
+        return arch
+    return "gfx942" if arch.startswith("gfx") else "sm_80"
+
+
+def decode_tile(arch: str, head_dim: int) -> DecodeTile:
+    return _DECODE[_known(arch)][padded_head_dim(head_dim)]
+
+
+def extend_tile(arch: str, head_dim: int) -> ExtendTile:
+    return _EXTEND[_known(arch)][padded_head_dim(head_dim)]

@@ -1,0 +1,133 @@
+"""Flattens ragged work: which request does the w-th unit of work belong to?
+
+A grid of [requests, longest request] is mostly empty when lengths differ, and under CUDA graphs the longest request is
+not known at all. So units are numbered through: request b has ceil(length_b * scale / tile) of them, from starts[b] on.
+The attention kernels walk the units with whatever number of programs suits the device; who gets which does not change
+a result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+_FILL = 128
+
+
+@dataclass(frozen=True, slots=True)
+class WorkMap:
+    """`starts`: int32 [B + 1] first unit of each request, the total last; `rows`: int32 [capacity] request of each unit."""
+
+    starts: torch.Tensor
+    rows: torch.Tensor
+
+    @property
+    def capacity(self) -> int:
+        return self.rows.shape[0]
+
+
+@triton.jit
+def _work_map_kernel(
+    lens_ptr,
+    extend_start_ptr,
+    starts_ptr,
+    rows_ptr,
+    batch,
+    scale,
+    tile,
+    capacity,
+    SELECT: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    b = tl.program_id(0)
+    i = tl.arange(0, BLOCK_B)
+    live = i < batch
+    if SELECT == 0:
+        length = tl.load(lens_ptr + i, mask=live, other=0).to(tl.int32)
+    else:
+        new = tl.load(extend_start_ptr + i + 1, mask=live, other=0) - tl.load(extend_start_ptr + i, mask=live, other=0)
+        new = new.to(tl.int32)
+        if SELECT == 1:
+            length = tl.load(lens_ptr + i, mask=live, other=0).to(tl.int32)
+            length = tl.where(new == 1, length, 0)
+        else:
+            length = tl.where(new == 1, 0, new)
+    units = (length * scale + tile - 1) // tile
+    start = tl.sum(tl.where(i < b, units, 0), axis=0)
+    count = tl.sum(tl.where(i == b, units, 0), axis=0)
+    tl.store(starts_ptr + b, start)
+    if b == batch - 1:
+        tl.store(starts_ptr + batch, start + count)
+    f = tl.arange(0, FILL)
+    for w in range(start, start + count, FILL):
+        tl.store(rows_ptr + w + f, b + f * 0, mask=(w + f < start + count) & (w + f < capacity))
+
+
+def _launch(lens: torch.Tensor, extend_start_loc: torch.Tensor, scale: int, tile: int, capacity: int, select: int) -> WorkMap:
+    batch = lens.shape[0]
+    assert lens.is_contiguous() and extend_start_loc.is_contiguous()
+    starts = torch.empty(batch + 1, dtype=torch.int32, device=lens.device)
+    rows = torch.empty(max(capacity, 1), dtype=torch.int32, device=lens.device)
+    _work_map_kernel[(batch,)](
+        lens,
+        extend_start_loc,
+        starts,
+        rows,
+        batch,
+        scale,
+        tile,
+        capacity,
+        SELECT=select,
+        BLOCK_B=triton.next_power_of_2(batch),
+        FILL=_FILL,
+        num_warps=4,
+    )
+    return WorkMap(starts, rows)
+
+
+def split_map(seq_lens: torch.Tensor, split: int, capacity: int, extend_start_loc: torch.Tensor | None = None) -> WorkMap:
+    """Units of `split` tokens of KV, for decode attention.
+
+    seq_lens: int [B]. With extend_start_loc (int [B + 1]) only requests that bring exactly one token have units.
+    `capacity` must be at least the total; units beyond it would be lost (the host knows the lengths and checks).
+    """
+    if extend_start_loc is None:
+        return _launch(seq_lens, seq_lens, 1, split, capacity, 0)
+    assert extend_start_loc.shape[0] == seq_lens.shape[0] + 1
+    return _launch(seq_lens, extend_start_loc, 1, split, capacity, 1)
+
+
+def query_tile_map(extend_start_loc: torch.Tensor, group: int, block_m: int, num_tokens: int) -> WorkMap:
+    """Units of `block_m` (token, query head) pairs, for extend attention.
+
+    extend_start_loc: int [B + 1]. Requests that bring exactly one token have none: decode attention serves them. The
+    capacity follows from the number of tokens, so this needs no length from the host.
+    """
+    batch = extend_start_loc.shape[0] - 1
+    capacity = triton.cdiv(num_tokens * group, block_m) + batch
+    return _launch(extend_start_loc[:-1], extend_start_loc, group, block_m, capacity, 2)
+
+
+def split_map_ref(seq_lens: torch.Tensor, split: int, extend_start_loc: torch.Tensor | None = None) -> WorkMap:
+    """`split_map` in plain torch, with exactly the capacity that is needed."""
+    units = torch.ceil(seq_lens / split).to(torch.int32)
+    if extend_start_loc is not None:
+        units = torch.where(extend_start_loc.diff() == 1, units, 0)
+    return _map_of_units(units)
+
+
+def query_tile_map_ref(extend_start_loc: torch.Tensor, group: int, block_m: int) -> WorkMap:
+    """`query_tile_map` in plain torch, with exactly the capacity that is needed."""
+    new = extend_start_loc.diff()
+    units = torch.ceil(torch.where(new == 1, 0, new) * group / block_m).to(torch.int32)
+    return _map_of_units(units)
+
+
+def _map_of_units(units: torch.Tensor) -> WorkMap:
+    starts = torch.nn.functional.pad(units.cumsum(0), (1, 0)).to(torch.int32)
+    rows = torch.repeat_interleave(torch.arange(len(units), device=units.device), units).to(torch.int32)
+    return WorkMap(starts, rows)
