@@ -1,9 +1,9 @@
 """Decode attention: one new token per request against its KV in the pool, split over the KV by a fixed tile.
 
 Two kernels (Flash-Decoding, https://pytorch.org/blog/flash-decoding/): programs walk units of `split` tokens of one
-request and one KV head and leave a partial softmax each; the second kernel merges a request's partials by their log-sum-exp.
-Splits start at multiples of `split`, so a request's arithmetic is the same whatever else is in the batch. All query
-heads of a KV head form one tile: the KV is read once.
+request and one KV head and leave a partial softmax each; the second kernel merges a request's partials by their
+log-sum-exp. Splits start at multiples of `split`, so a request's arithmetic is the same whatever else is in the batch.
+All query heads of a KV head form one tile: the KV is read once.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def _decode_split_kernel(
                 acc = dot(p.to(compute), decode_kv(v, KV_FORMAT, compute), acc * fade[:, None], WIDEN)
                 top = new_top
             part = (unit * NUM_HEADS + heads).to(tl.int64)
-            tl.store(part_o_ptr + part[:, None] * HEAD_DIM + offs_d[None, :], acc * v_scale / total[:, None], mask=mask_hd)
+            o = acc * v_scale / total[:, None]
+            tl.store(part_o_ptr + part[:, None] * HEAD_DIM + offs_d[None, :], o, mask=mask_hd)
             tl.store(part_lse_ptr + part, top + tl.log2(total), mask=mask_h)
 
 
@@ -152,12 +153,11 @@ def _decode_merge_kernel(
     mask_d = offs_d < HEAD_DIM
     begin = tl.load(work_starts_ptr + b)
     end = tl.load(work_starts_ptr + b + 1)
-    if HAS_Q_LOC:
-        if begin == end:  # extend attention has this request
-            return
     out_token = b.to(tl.int64)
     if HAS_Q_LOC:
         out_token = tl.load(q_loc_ptr + b).to(tl.int64)
+        if begin == end:  # extend attention has this request
+            return
     if HAS_WINDOW:
         seq_len = tl.load(seq_lens_ptr + b).to(tl.int32)
         begin += tl.maximum(seq_len - window, 0) // SPLIT
@@ -179,8 +179,8 @@ def _decode_merge_kernel(
         top = new_top
     # A padded request without KV has no partial: its output is zero.
     total = tl.where(total == 0.0, 1.0, total)
-    out = acc / total
-    tl.store(out_ptr + (out_token * NUM_HEADS + head) * HEAD_DIM + offs_d, out.to(out_ptr.dtype.element_ty), mask=mask_d)
+    out = (acc / total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (out_token * NUM_HEADS + head) * HEAD_DIM + offs_d, out, mask=mask_d)
 
 
 def decode_attention(
@@ -204,11 +204,11 @@ def decode_attention(
     """out[b] = softmax(cap(q[b] @ K_b * sm_scale)) @ V_b over the KV of request b.
 
     q: [T, num_heads, head_dim], head_dim contiguous; T == B, or q_loc: int [B] says which token is whose.
-    k_buffer, v_buffer: [slots, num_kv_heads, head_dim], contiguous, of q's dtype or float8_e4m3fn (then K = k_buffer * k_scale).
-    req_to_token: int32 [rows, context]; rows, seq_lens: int [B]. work: `split_map(seq_lens, tile.split, ...)`; requests
-    without a unit in it are left alone when q_loc is given, and get zeros when it is not.
-    out: [T, num_heads, head_dim], contiguous. soft_cap: scores become cap * tanh(scores / cap). window: the last so many
-    positions are seen.
+    k_buffer, v_buffer: [slots, num_kv_heads, head_dim], contiguous, of q's dtype or float8_e4m3fn (then K is
+    k_buffer * k_scale). req_to_token: int32 [rows, context]; rows, seq_lens: int [B].
+    work: `split_map(seq_lens, tile.split, ...)`; requests without a unit in it are left alone when q_loc is given, and
+    get zeros when it is not. out: [T, num_heads, head_dim], contiguous.
+    soft_cap: scores become cap * tanh(scores / cap). window: only the last so many positions are seen.
     """
     num_tokens, num_heads, head_dim = q.shape
     slots, num_kv_heads, _ = k_buffer.shape

@@ -44,7 +44,7 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One KV tile at positions [start, start + BLOCK_N). Not MASKED: every query sees all of it (but for the window)."""
+    """One KV tile at positions [start, start + BLOCK_N). Not MASKED: all queries see all of it, but for the window."""
     compute: tl.constexpr = q.dtype
     position = start + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)

@@ -1,7 +1,7 @@
 """Pieces that several kernels share: how a dot product, a soft cap and an fp8 byte are spelled in Triton.
 
-fp8 KV is stored as OCP e4m3fn bytes on every architecture (gfx942's native fp8 is another encoding, sm_80 has none), so
-kernels see `uint8` and decode themselves: with the hardware conversion where the compiler has it, with shifts elsewhere.
+fp8 KV is stored as OCP e4m3fn bytes on every architecture (gfx942's native fp8 is another encoding, sm_80 has none):
+kernels see `uint8` and decode it themselves, with the hardware's conversion where there is one, with shifts elsewhere.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def as_kernel_operand(pool: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def dot(a, b, acc, WIDEN: tl.constexpr):
-    """acc + a @ b in fp32. WIDEN: bf16 operands go through fp32, exactly (numpy, hence the interpreter, has no bf16)."""
+    """acc + a @ b in fp32. WIDEN: bf16 operands go through fp32, exactly, as the interpreter's numpy has no bf16."""
     if WIDEN:
         a = a.to(tl.float32)
         b = b.to(tl.float32)

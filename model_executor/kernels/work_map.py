@@ -19,7 +19,7 @@ _FILL = 128
 
 @dataclass(frozen=True, slots=True)
 class WorkMap:
-    """`starts`: int32 [B + 1] first unit of each request, the total last; `rows`: int32 [capacity] request of each unit."""
+    """`starts`: int32 [B + 1] first unit of each request, the total last. `rows`: int32 [capacity] request of each."""
 
     starts: torch.Tensor
     rows: torch.Tensor
@@ -67,7 +67,9 @@ def _work_map_kernel(
         tl.store(rows_ptr + w + f, b + f * 0, mask=(w + f < start + count) & (w + f < capacity))
 
 
-def _launch(lens: torch.Tensor, extend_start_loc: torch.Tensor, scale: int, tile: int, capacity: int, select: int) -> WorkMap:
+def _launch(
+    lens: torch.Tensor, extend_start_loc: torch.Tensor, scale: int, tile: int, capacity: int, select: int
+) -> WorkMap:
     batch = lens.shape[0]
     assert lens.is_contiguous() and extend_start_loc.is_contiguous()
     starts = torch.empty(batch + 1, dtype=torch.int32, device=lens.device)
@@ -89,7 +91,9 @@ def _launch(lens: torch.Tensor, extend_start_loc: torch.Tensor, scale: int, tile
     return WorkMap(starts, rows)
 
 
-def split_map(seq_lens: torch.Tensor, split: int, capacity: int, extend_start_loc: torch.Tensor | None = None) -> WorkMap:
+def split_map(
+    seq_lens: torch.Tensor, split: int, capacity: int, extend_start_loc: torch.Tensor | None = None
+) -> WorkMap:
     """Units of `split` tokens of KV, for decode attention.
 
     seq_lens: int [B]. With extend_start_loc (int [B + 1]) only requests that bring exactly one token have units.
