@@ -91,9 +91,7 @@ class BaseAllocator(ABC):
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         if size < page_size or size % page_size:
-            raise ValueError(
-                f"pool size must be a positive multiple of the page size {page_size}, got {size}"
-            )
+            raise ValueError(f"pool size must be a positive multiple of page size {page_size}, got {size}")
         if size + page_size > np.iinfo(np.int32).max:
             raise ValueError(f"the pool size must fit in int32 with its dummy page, got {size}")
         self.size = size

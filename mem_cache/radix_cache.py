@@ -270,6 +270,7 @@ class RadixCache(BasePrefixCache):
                 heapq.heappush(self._heap, entry)
             else:
                 self._remove_leaf(leaf)
+        self._bound_heap()
         if freed:
             self.evictable_size -= num_freed
             self._allocator.free(np.concatenate(freed))
@@ -296,8 +297,11 @@ class RadixCache(BasePrefixCache):
         leaf.ticket = self._next_ticket
         self._next_ticket += 1
         heapq.heappush(self._heap, ((leaf.priority, *self._policy(leaf)), leaf.ticket, leaf))
+        self._bound_heap()
+
+    def _bound_heap(self) -> None:
+        """Drop void entries once they are more than half. At most num_nodes stay, so it cannot recur at once."""
         if len(self._heap) > 2 * self.num_nodes + _HEAP_SLACK:
-            # Leaves at most num_nodes entries, so the next rebuilding is at least num_nodes pushes away.
             self._heap = [entry for entry in self._heap if entry[1] == entry[2].ticket]
             heapq.heapify(self._heap)
 
@@ -336,6 +340,7 @@ class RadixCache(BasePrefixCache):
         _check(in_heap.keys() == leaves.keys(), "the heap has one live entry for each leaf without locks")
         for entry_key, node in in_heap.values():
             _check(entry_key == (node.priority, *self._policy(node)), "live heap entries have the key of now")
+        _check(len(self._heap) <= 2 * self.num_nodes + _HEAP_SLACK, "the heap is bounded")
         for name, counted, kept in (
             ("evictable", evictable, self.evictable_size),
             ("protected", protected, self.protected_size),

@@ -25,9 +25,7 @@ class MHATokenToKVPool:
     ) -> None:
         """`size`: tokens without the dummy page. Raises ValueError when it is no multiple of the page."""
         if page_size < 1 or size < page_size or size % page_size:
-            raise ValueError(
-                f"pool size must be a positive multiple of the page size {page_size}, got {size}"
-            )
+            raise ValueError(f"pool size must be a positive multiple of page size {page_size}, got {size}")
         self.size = size
         self.page_size = page_size
         self.dtype = dtype

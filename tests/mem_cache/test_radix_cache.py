@@ -1,0 +1,365 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+from tercet.mem_cache.allocator import BaseAllocator, make_allocator
+from tercet.mem_cache.base_prefix_cache import InsertResult
+from tercet.mem_cache.evict_policy import EVICT_POLICIES, LeafHistory, lru
+from tercet.mem_cache.radix_cache import RadixCache, _shortened
+
+
+def i32(values: object) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def make(page_size: int = 1, size: int = 256, policy: str = "lru") -> tuple[RadixCache, BaseAllocator]:
+    allocator = make_allocator(size, page_size)
+    return RadixCache(allocator, page_size, policy), allocator
+
+
+def put(
+    cache: RadixCache, allocator: BaseAllocator, tokens: object, namespace: str = "", priority: int = 0
+) -> np.ndarray:
+    """Insert tokens under fresh slots and give back what the cache did not take, as a request does at its end."""
+    tokens = i32(tokens)
+    slots = allocator.alloc_extend(i32([0]), i32([len(tokens)]), i32([0]))
+    assert slots is not None
+    duplicate_len, taken_len = cache.insert(tokens, slots, namespace, priority)
+    allocator.free(slots[:duplicate_len])
+    allocator.free(slots[taken_len:])
+    return slots
+
+
+def check(cache: RadixCache, allocator: BaseAllocator) -> None:
+    held = cache.audit()
+    allocator.audit(held)
+    assert len(held) == cache.evictable_size + cache.protected_size == allocator.size - allocator.num_free
+
+
+def test_a_repeated_prompt_finds_its_slots() -> None:
+    cache, allocator = make()
+    slots = put(cache, allocator, range(10))
+    match = cache.match(i32(range(9)))
+    np.testing.assert_array_equal(match.slots, slots[:9])
+    assert match.slots.dtype == np.int32
+    check(cache, allocator)
+
+
+@pytest.mark.parametrize(("page_size", "shared"), [(1, 7), (2, 6), (4, 4), (8, 0)])
+def test_prompts_share_the_common_prefix_aligned_down_to_the_page(page_size: int, shared: int) -> None:
+    cache, allocator = make(page_size)
+    first = put(cache, allocator, [*range(7), 100, 101, 102, 103, 104, 105])
+    other = i32([*range(7), 200, 201, 202, 203, 204, 205])
+    assert cache.match_len(other) == shared
+    np.testing.assert_array_equal(cache.match(other).slots, first[:shared])
+    assert cache.insert(other, first) == InsertResult(shared, 13 // page_size * page_size)
+    assert cache.match_len(other) == 13 // page_size * page_size
+
+
+def test_insert_keeps_its_own_slots_for_what_it_has() -> None:
+    cache, allocator = make()
+    first = put(cache, allocator, [1, 2, 3, 4])
+    mine = allocator.alloc_extend(i32([0]), i32([6]), i32([0]))
+    assert mine is not None
+    assert cache.insert(i32([1, 2, 3, 9, 8, 7]), mine) == InsertResult(duplicate_len=3, taken_len=6)
+    np.testing.assert_array_equal(cache.match(i32([1, 2, 3, 9, 8, 7])).slots, np.concatenate((first[:3], mine[3:])))
+    np.testing.assert_array_equal(cache.match(i32([1, 2, 3, 4])).slots, first)
+    allocator.free(mine[:3])
+    check(cache, allocator)
+    assert cache.insert(i32([1, 2]), first[:2]) == InsertResult(duplicate_len=2, taken_len=2)
+
+
+def test_a_ragged_last_page_stays_with_the_caller() -> None:
+    cache, allocator = make(page_size=4)
+    slots = allocator.alloc_extend(i32([0]), i32([7]), i32([0]))
+    assert slots is not None
+    assert cache.insert(i32(range(7)), slots) == InsertResult(duplicate_len=0, taken_len=4)
+    allocator.audit(np.concatenate((cache.audit(), slots[4:])))
+    assert cache.insert(i32(range(3)), slots[:3]) == InsertResult(duplicate_len=0, taken_len=0)
+
+
+def test_what_is_inserted_is_copied() -> None:
+    cache, _ = make()
+    tokens, slots = i32([1, 2, 3]), i32([5, 6, 7])
+    cache.insert(tokens, slots)
+    tokens[:] = 0
+    slots[:] = 0
+    np.testing.assert_array_equal(cache.match(i32([1, 2, 3])).slots, [5, 6, 7])
+
+
+def test_equal_tokens_in_two_namespaces_never_share() -> None:
+    cache, allocator = make()
+    names = ["", "a", "b", "\ud800"]  # a lone surrogate is a str too
+    slots = [put(cache, allocator, range(8), name) for name in names]
+    assert len(np.unique(np.concatenate(slots))) == 32
+    for name, mine in zip(names, slots, strict=True):
+        np.testing.assert_array_equal(cache.match(i32(range(8)), name).slots, mine)
+    assert cache.match_len(i32(range(8)), "c") == 0
+    check(cache, allocator)
+
+
+def test_looking_for_unknown_namespaces_leaves_nothing_behind() -> None:
+    cache, allocator = make()
+    for i in range(100):
+        node = cache.match(i32([1, 2]), f"user {i}").node
+        cache.lock(node)
+        put(cache, allocator, [1, 2, 3], f"user {i}")
+        assert cache.evict(3) == 3
+        cache.unlock(node)
+    assert cache.num_nodes == 0 and not cache._root.children
+    check(cache, allocator)
+
+
+def test_the_empty_match_can_be_locked_and_locks_nothing() -> None:
+    cache, allocator = make()
+    put(cache, allocator, [1, 2, 3])
+    empty = cache.match(i32([9]))
+    assert len(empty.slots) == 0
+    cache.lock(empty.node)
+    assert (cache.evictable_size, cache.protected_size) == (3, 0)
+    assert cache.evict(3) == 3
+    cache.unlock(empty.node)
+    check(cache, allocator)
+
+
+def test_a_lock_holds_its_prefix_and_nothing_else() -> None:
+    cache, allocator = make()
+    put(cache, allocator, [1, 2, 3, 4, 5, 6])
+    put(cache, allocator, [1, 2, 9, 9])
+    node = cache.match(i32([1, 2, 3, 4])).node
+    cache.lock(node)
+    cache.lock(node)
+    assert (cache.evictable_size, cache.protected_size) == (4, 4)
+    assert cache.evict(100) == 4
+    assert cache.match_len(i32([1, 2, 3, 4, 5])) == 4
+    cache.unlock(node)
+    assert cache.evict(100) == 0
+    cache.unlock(node)
+    assert (cache.evictable_size, cache.protected_size) == (4, 0)
+    check(cache, allocator)
+    assert cache.evict(100) == 4
+
+
+def test_a_locked_node_that_is_split_keeps_all_it_locked() -> None:
+    cache, allocator = make()
+    put(cache, allocator, range(10))
+    node = cache.match(i32(range(10))).node
+    cache.lock(node)
+    put(cache, allocator, [0, 1, 2, 99])
+    assert cache.match_len(i32([0, 1, 2, 3, 4])) == 5
+    cache.match(i32([0, 1, 2, 3, 4]))
+    assert (cache.evictable_size, cache.protected_size) == (1, 10)
+    assert cache.evict(100) == 1
+    cache.unlock(node)
+    assert (cache.evictable_size, cache.protected_size) == (10, 0)
+    check(cache, allocator)
+
+
+def test_moving_a_lock_equals_lock_and_unlock_but_counts_no_new_use() -> None:
+    cache, allocator = make(policy="lfu")
+    put(cache, allocator, range(4))
+    held = cache.match(i32(range(4))).node
+    cache.lock(held)
+    for end in (8, 12, 16):  # three more chunks
+        put(cache, allocator, range(end))
+        node = cache.match(i32(range(end))).node
+        cache.move_lock(held, node)
+        held = node
+    assert cache.protected_size == 16
+    put(cache, allocator, [50, 51])
+    for _ in range(2):
+        other = cache.match(i32([50, 51])).node
+        cache.lock(other)
+        cache.unlock(other)
+    cache.unlock(held)
+    assert (cache.evictable_size, cache.protected_size) == (18, 0)
+    # The long prompt was used once, so it is the first to go, down to its first chunk.
+    assert cache.evict(16) == 16
+    assert cache.match_len(i32([50, 51])) == 2
+    check(cache, allocator)
+
+
+def test_a_lock_moves_only_down_its_own_path() -> None:
+    cache, allocator = make()
+    put(cache, allocator, [1, 2])
+    put(cache, allocator, [3, 4])
+    held = cache.match(i32([1, 2])).node
+    cache.lock(held)
+    with pytest.raises(AssertionError, match="not on the way"):
+        cache.move_lock(held, cache.match(i32([3, 4])).node)
+
+
+def test_misuse_of_handles_is_caught() -> None:
+    cache, allocator = make()
+    put(cache, allocator, [1, 2])
+    node = cache.match(i32([1, 2])).node
+    with pytest.raises(AssertionError, match="more often"):
+        cache.unlock(node)
+    cache.evict(2)
+    with pytest.raises(AssertionError, match="evicted or reset"):
+        cache.lock(node)
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        ("lru", [2, 3, 0, 1]),
+        ("lfu", [3, 0, 1, 2]),
+        ("fifo", [0, 1, 2, 3]),
+        ("mru", [1, 0, 3, 2]),
+        ("filo", [3, 2, 1, 0]),
+    ],
+)
+def test_leaves_go_in_the_order_of_the_policy(policy: str, order: list[int]) -> None:
+    cache, allocator = make(policy=policy)
+    prompts = [[i, i, i, i] for i in range(4)]
+    for prompt in prompts:
+        put(cache, allocator, prompt)
+    # Used: 0 once, 1 twice, 2 three times, 3 never; looked at last: 0, then 1.
+    for i, uses in [(2, 3), (1, 2), (0, 1)]:
+        node = cache.match(i32(prompts[i])).node
+        for _ in range(uses):
+            cache.lock(node)
+            cache.unlock(node)
+    for i in (3, 0, 1):
+        cache.match(i32(prompts[i]))
+    gone = []
+    for _ in prompts:
+        assert cache.evict(4) == 4
+        gone += [i for i, prompt in enumerate(prompts) if i not in gone and not cache.match_len(i32(prompt))]
+    assert gone == order
+
+
+@pytest.mark.parametrize("policy", sorted(EVICT_POLICIES))
+def test_lower_priority_goes_first_under_every_policy(policy: str) -> None:
+    cache, allocator = make(policy=policy)
+    for i, priority in enumerate([0, 5, -1, 5, 0]):
+        put(cache, allocator, [i, i], priority=priority)
+    put(cache, allocator, [0, 0], priority=9)  # raised
+    put(cache, allocator, [1, 1], priority=1)  # not lowered
+    left = []
+    for _ in range(5):
+        cache.evict(2)
+        left.append({i for i in range(5) if cache.match_len(i32([i, i]))})
+    assert left[0] == {0, 1, 3, 4} and left[1] == {0, 1, 3} and left[3] == {0} and left[4] == set()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_long_leaf_is_shortened_from_its_end_not_lost(page_size: int) -> None:
+    cache, allocator = make(page_size)
+    slots = put(cache, allocator, range(64))
+    assert cache.evict(6) == (6 if page_size == 1 else 8)
+    left = cache.evictable_size
+    np.testing.assert_array_equal(cache.match(i32(range(64))).slots, slots[:left])
+    check(cache, allocator)
+    assert put(cache, allocator, range(64)) is not None
+    assert cache.match_len(i32(range(64))) == 64
+    check(cache, allocator)
+
+
+def test_a_shortened_array_does_not_keep_much_more_than_itself_alive() -> None:
+    array = np.arange(1000, dtype=np.int32)
+    for length in (900, 600, 500, 499, 300, 100, 3, 1):
+        array = _shortened(array, length)
+        np.testing.assert_array_equal(array, np.arange(length))
+        assert array.base is None or array.base.size <= 2 * length
+
+
+def test_evicting_nothing_or_more_than_there_is() -> None:
+    cache, allocator = make()
+    assert cache.evict(5) == 0
+    put(cache, allocator, [1, 2, 3])
+    assert cache.evict(0) == 0
+    assert cache.evict(-1) == 0
+    assert cache.evict(1000) == 3
+    assert (cache.evictable_size, allocator.num_free) == (0, 256)
+
+
+def test_match_len_is_match_without_its_effects() -> None:
+    cache, allocator = make(policy="lru")
+    put(cache, allocator, [1, 1, 1, 1])
+    put(cache, allocator, [2, 2, 2, 2])
+    assert cache.match_len(i32([1, 1, 1])) == 3
+    assert cache.num_nodes == 2
+    cache.evict(4)
+    assert cache.match_len(i32([1, 1, 1])) == 0
+    assert cache.match_len(i32([2, 2])) == 2
+
+
+def test_reset_forgets_everything() -> None:
+    cache, allocator = make()
+    put(cache, allocator, [1, 2, 3])
+    cache.lock(cache.match(i32([1, 2])).node)
+    cache.reset()
+    allocator.clear()
+    assert (cache.evictable_size, cache.protected_size, cache.num_nodes) == (0, 0, 0)
+    assert cache.match_len(i32([1, 2, 3])) == 0
+    check(cache, allocator)
+
+
+def test_deep_trees_need_no_stack() -> None:
+    depth = 5000  # five times Python's limit
+    cache, allocator = make(size=depth)
+    put(cache, allocator, range(depth))
+    for end in range(depth - 1, 0, -1):
+        cache.match(np.arange(end, dtype=np.int32))
+    assert cache.num_nodes == depth
+    match = cache.match(np.arange(depth, dtype=np.int32))
+    cache.lock(match.node)
+    assert cache.protected_size == depth
+    cache.unlock(match.node)
+    check(cache, allocator)
+    assert cache.evict(depth // 2) == depth // 2
+    check(cache, allocator)
+    root = weakref.ref(cache)
+    del cache, match
+    gc.collect()
+    assert root() is None
+
+
+def test_evicting_a_leaf_looks_at_few_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+
+    def counting(leaf: LeafHistory) -> tuple[int, ...]:
+        nonlocal looked
+        looked += 1
+        return lru(leaf)
+
+    monkeypatch.setitem(EVICT_POLICIES, "counting", counting)
+    cache, allocator = make(size=4096, policy="counting")
+    for i in range(2000):
+        put(cache, allocator, [i, i])
+    looked = 0
+    for _ in range(100):
+        assert cache.evict(2) == 2
+    assert looked <= 100
+
+
+def test_looking_at_one_leaf_for_ever_does_not_grow_the_heap() -> None:
+    cache, allocator = make()
+    put(cache, allocator, [1, 2, 3])
+    for _ in range(2000):
+        cache.match(i32([1, 2, 3]))
+    assert len(cache._heap) < 200
+    check(cache, allocator)
+
+
+def test_the_audit_finds_what_is_wrong() -> None:
+    cache, allocator = make()
+    put(cache, allocator, [1, 2, 3])
+    cache.evictable_size += 1
+    with pytest.raises(AssertionError, match="evictable: 3 in the tree, 4 on record"):
+        cache.audit()
+    cache.evictable_size -= 1
+    cache.insert(i32([7, 8]), i32([1, 2]))  # slots that the cache holds already
+    with pytest.raises(AssertionError, match="held twice"):
+        cache.audit()
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="allowed: lru"):
+        make(policy="best")

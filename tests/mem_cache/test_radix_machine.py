@@ -1,0 +1,214 @@
+"""Random lives of random requests over allocator and radix cache together, against a model of one entry a page.
+
+The machine plays the KV manager: it does with slots what docs/memory.md says that a manager does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from prefix_model import PrefixModel
+
+from tercet.mem_cache.allocator import make_allocator
+from tercet.mem_cache.base_prefix_cache import CacheNode
+from tercet.mem_cache.evict_policy import EVICT_POLICIES
+from tercet.mem_cache.radix_cache import RadixCache
+
+NAMESPACES = ["", "a", "b"]
+
+
+def i32(values: object) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+@dataclass
+class Request:
+    namespace: str
+    tokens: list[int]
+    priority: int
+    node: CacheNode
+    locked_len: int
+    slots: list[int] = field(default_factory=list)  # of the first kv_len tokens
+
+
+class CacheMachine(RuleBasedStateMachine):
+    page_size = 1
+
+    @initialize(policy=st.sampled_from(sorted(EVICT_POLICIES)), num_pages=st.integers(4, 24))
+    def build(self, policy: str, num_pages: int) -> None:
+        self.allocator = make_allocator(num_pages * self.page_size, self.page_size)
+        self.cache = RadixCache(self.allocator, self.page_size, policy)
+        self.model = PrefixModel(self.page_size, policy)
+        self.requests: list[Request] = []
+
+    # A prompt is a few blocks out of three, each about half a page long or less, so that prompts share prefixes that
+    # end at, before and after page borders.
+    def tokens(self, blocks: list[int], extra: int) -> list[int]:
+        length = max(self.page_size // 2, 1)
+        return [block for block in blocks for _ in range(length)] + [2] * extra
+
+    prompts = st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=8), st.integers(0, 3))
+    picks = st.integers(0, 1000)
+
+    def pick(self, number: int) -> Request:
+        return self.requests[number % len(self.requests)]
+
+    def make_room(self, num_tokens: int) -> None:
+        short = num_tokens - self.allocator.num_free
+        if short > 0:
+            assert self.cache.evict(short) == self.model.evict(short)
+
+    def extend(self, request: Request, num_tokens: int) -> bool:
+        kv_len = len(request.slots)
+        before, after = i32([kv_len]), i32([min(kv_len + num_tokens, len(request.tokens))])
+        self.make_room(self.allocator.tokens_needed(before, after))
+        slots = self.allocator.alloc_extend(before, after, i32(request.slots[-1:] or [0]))
+        if slots is None:
+            return False
+        request.slots += slots.tolist()
+        return True
+
+    def insert(self, request: Request) -> int:
+        """Offer all KV of a request and free its duplicates; the length that the cache now has."""
+        tokens, slots = request.tokens[: len(request.slots)], request.slots
+        result = self.cache.insert(i32(tokens), i32(slots), request.namespace, request.priority)
+        assert result == self.model.insert(request.namespace, tokens, slots, request.priority)
+        assert result.duplicate_len >= request.locked_len
+        self.allocator.free(i32(slots[request.locked_len : result.duplicate_len]))
+        return result.taken_len
+
+    def unlock(self, request: Request) -> None:
+        self.cache.unlock(request.node)
+        self.model.unlock(request.namespace, request.tokens[: request.locked_len])
+
+    @rule(prompt=prompts, namespace=st.sampled_from(NAMESPACES), priority=st.integers(0, 1), chunk=picks)
+    def start(self, prompt: tuple[list[int], int], namespace: str, priority: int, chunk: int) -> None:
+        tokens = self.tokens(*prompt)
+        match = self.cache.match(i32(tokens[:-1]), namespace)
+        assert match.slots.tolist() == self.model.match(namespace, tokens[:-1])
+        self.cache.lock(match.node)
+        self.model.lock(namespace, tokens[: len(match.slots)])
+        request = Request(namespace, tokens, priority, match.node, len(match.slots), match.slots.tolist())
+        if self.extend(request, 1 + chunk % len(tokens)):
+            self.requests.append(request)
+        else:
+            self.unlock(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(number=picks, num_tokens=st.integers(1, 20))
+    def next_chunk(self, number: int, num_tokens: int) -> None:
+        request = self.pick(number)
+        if len(request.slots) < len(request.tokens):
+            self.extend(request, num_tokens)
+
+    @precondition(lambda self: self.requests)
+    @rule(number=picks, by_moving=st.booleans())
+    def stash(self, number: int, by_moving: bool) -> None:
+        """What is there of an unfinished prompt goes to the cache, so that others can share it."""
+        request = self.pick(number)
+        taken_len = self.insert(request)
+        match = self.cache.match(i32(request.tokens[:taken_len]), request.namespace)
+        assert match.slots.tolist() == self.model.match(request.namespace, request.tokens[:taken_len])
+        assert len(match.slots) == taken_len
+        if by_moving:
+            self.cache.move_lock(request.node, match.node)
+            self.model.lock(request.namespace, request.tokens[:taken_len], already=request.locked_len)
+        else:
+            self.cache.lock(match.node)
+            self.model.lock(request.namespace, request.tokens[:taken_len])
+            self.unlock(request)
+        request.slots[:taken_len] = match.slots.tolist()
+        request.node, request.locked_len = match.node, taken_len
+
+    @rule(token=st.integers(0, 2))
+    def decode(self, token: int) -> None:
+        batch = [request for request in self.requests if len(request.slots) == len(request.tokens)]
+        lens = i32([len(request.tokens) for request in batch])
+        self.make_room(self.allocator.tokens_needed(lens, lens + 1))
+        slots = self.allocator.alloc_decode(lens + 1, i32([request.slots[-1] for request in batch]))
+        if slots is not None:
+            for request, slot in zip(batch, slots.tolist(), strict=True):
+                request.tokens.append(token)
+                request.slots.append(slot)
+
+    @precondition(lambda self: self.requests)
+    @rule(number=picks)
+    def finish(self, number: int) -> None:
+        request = self.pick(number)
+        taken_len = self.insert(request)
+        self.allocator.free(i32(request.slots[taken_len:]))
+        self.unlock(request)
+        self.requests.remove(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(number=picks)
+    def abort(self, number: int) -> None:
+        request = self.pick(number)
+        self.allocator.free(i32(request.slots[request.locked_len :]))
+        self.unlock(request)
+        self.requests.remove(request)
+
+    @rule(num_tokens=st.integers(0, 40))
+    def evict(self, num_tokens: int) -> None:
+        assert self.cache.evict(num_tokens) == self.model.evict(num_tokens)
+
+    @rule(prompt=prompts, namespace=st.sampled_from(NAMESPACES))
+    def look(self, prompt: tuple[list[int], int], namespace: str) -> None:
+        tokens = self.tokens(*prompt)
+        expected = self.model.match(namespace, tokens)
+        assert self.cache.match_len(i32(tokens), namespace) == len(expected)
+        assert self.cache.match(i32(tokens), namespace).slots.tolist() == expected
+
+    @precondition(lambda self: not self.requests)
+    @rule()
+    def flush(self) -> None:
+        self.cache.reset()
+        self.allocator.clear()
+        self.model.pages.clear()
+
+    @invariant()
+    def every_slot_has_one_owner(self) -> None:
+        held = self.cache.audit()
+        private = i32([slot for request in self.requests for slot in request.slots[request.locked_len :]])
+        self.allocator.audit(np.concatenate((held, private)))
+        num_private = len(np.unique(private // self.page_size)) * self.page_size
+        cached = self.cache.evictable_size + self.cache.protected_size
+        assert self.allocator.num_free + cached + num_private == self.allocator.size
+
+    @invariant()
+    def the_cache_is_the_model(self) -> None:
+        assert sorted(self.cache.audit().tolist()) == sorted(self.model.slots())
+        assert self.cache.evictable_size == self.model.num_tokens(locked=False)
+        assert self.cache.protected_size == self.model.num_tokens(locked=True)
+        for (namespace, tokens), page in self.model.pages.items():
+            assert self.cache.match_len(i32(tokens), namespace) == len(tokens), page
+        # A namespace that holds nothing leaves nothing.
+        assert len(self.cache._root.children) == len({namespace for namespace, _ in self.model.pages})
+
+    @invariant()
+    def a_running_request_sees_its_own_kv(self) -> None:
+        for request in self.requests:
+            locked = self.model.path(request.namespace, request.tokens[: request.locked_len])
+            assert [slot for page in locked for slot in page.slots] == request.slots[: request.locked_len]
+
+
+class PagesOf4(CacheMachine):
+    page_size = 4
+
+
+class PagesOf16(CacheMachine):
+    page_size = 16
+
+
+MACHINE_SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+TestPageSize1 = CacheMachine.TestCase
+TestPageSize1.settings = MACHINE_SETTINGS
+TestPageSize4 = PagesOf4.TestCase
+TestPageSize4.settings = MACHINE_SETTINGS
+TestPageSize16 = PagesOf16.TestCase
+TestPageSize16.settings = MACHINE_SETTINGS

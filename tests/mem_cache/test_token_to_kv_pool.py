@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+
+
+def make_pool(page_size: int = 4, dtype: torch.dtype = torch.bfloat16) -> MHATokenToKVPool:
+    return MHATokenToKVPool(16, page_size, num_layers=2, num_kv_heads=3, head_dim=8, dtype=dtype, device="cpu")
+
+
+def test_every_slot_of_the_allocator_and_the_dummy_page_have_a_place() -> None:
+    pool = make_pool()
+    assert [len(pool.k_buffer), len(pool.v_buffer)] == [2, 2]
+    for buffer in pool.k_buffer + pool.v_buffer:
+        assert buffer.shape == (20, 3, 8) and buffer.dtype == torch.bfloat16
+        assert not buffer.any()
+
+
+def test_set_kv_writes_one_layer_at_the_slots_and_casts() -> None:
+    pool = make_pool()
+    k, v = torch.randn(3, 3, 8), torch.randn(3, 3, 8)
+    slots = torch.tensor([19, 4, 7])
+    pool.set_kv(1, slots, k, v)
+    assert torch.equal(pool.k_buffer[1][slots], k.bfloat16())
+    assert torch.equal(pool.v_buffer[1][slots], v.bfloat16())
+    assert pool.k_buffer[1].abs().sum((1, 2)).count_nonzero() == 3
+    assert not pool.k_buffer[0].any() and not pool.v_buffer[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bytes_per_token_is_what_the_buffers_take(dtype: torch.dtype) -> None:
+    pool = make_pool(dtype=dtype)
+    total = sum(buffer.nbytes for buffer in pool.k_buffer + pool.v_buffer)
+    assert total == 20 * MHATokenToKVPool.bytes_per_token(2, 3, 8, dtype)
+
+
+@pytest.mark.parametrize(("size", "page_size"), [(10, 4), (0, 1), (4, 0)])
+def test_a_ragged_pool_is_refused(size: int, page_size: int) -> None:
+    with pytest.raises(ValueError, match="multiple of page size"):
+        MHATokenToKVPool(size, page_size, 1, 1, 8, torch.float32, "cpu")
+
+
+def test_the_rest_of_the_folder_loads_without_torch() -> None:
+    names = ["req_to_token_pool", "allocator", "base_prefix_cache", "radix_cache", "chunk_cache", "evict_policy"]
+    program = "".join(f"import tercet.mem_cache.{name}\n" for name in names)
+    program += "import sys; sys.exit('torch' in sys.modules)"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=60)

@@ -1,0 +1,92 @@
+"""A cache of prefixes that is too simple to be wrong: one dictionary entry for each cached page.
+
+Pages that came in together and were used together have equal histories, so evicting page by page must pick
+just what the radix tree picks, which knows whole edges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tercet.mem_cache.evict_policy import get_evict_policy
+
+Key = tuple[str, tuple[int, ...]]
+"""(namespace, all tokens from the start to the end of the page)."""
+
+
+@dataclass
+class Page:
+    slots: tuple[int, ...]
+    created: int
+    last_access: int
+    priority: int
+    num_uses: int = 0
+    num_locks: int = 0
+
+
+class PrefixModel:
+    def __init__(self, page_size: int, policy: str) -> None:
+        self.page_size = page_size
+        self.policy = get_evict_policy(policy)
+        self.pages: dict[Key, Page] = {}
+        self.tick = 0
+
+    def path(self, namespace: str, tokens: list[int]) -> list[Page]:
+        """The cached pages at the start of tokens."""
+        found = []
+        for end in range(self.page_size, len(tokens) + 1, self.page_size):
+            page = self.pages.get((namespace, tuple(tokens[:end])))
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def match(self, namespace: str, tokens: list[int]) -> list[int]:
+        self.tick += 1
+        path = self.path(namespace, tokens)
+        for page in path:
+            page.last_access = self.tick
+        return [slot for page in path for slot in page.slots]
+
+    def insert(self, namespace: str, tokens: list[int], slots: list[int], priority: int) -> tuple[int, int]:
+        self.match(namespace, tokens)
+        path = self.path(namespace, tokens)
+        for page in path:
+            page.priority = max(page.priority, priority)
+        taken_len = len(tokens) // self.page_size * self.page_size
+        duplicate_len = len(path) * self.page_size
+        for start in range(duplicate_len, taken_len, self.page_size):
+            end = start + self.page_size
+            page = Page(tuple(slots[start:end]), self.tick, self.tick, priority)
+            self.pages[namespace, tuple(tokens[:end])] = page
+        return duplicate_len, taken_len
+
+    def lock(self, namespace: str, tokens: list[int], already: int = 0) -> None:
+        for page in self.path(namespace, tokens)[already // self.page_size :]:
+            page.num_locks += 1
+            page.num_uses += 1
+
+    def unlock(self, namespace: str, tokens: list[int]) -> None:
+        for page in self.path(namespace, tokens):
+            page.num_locks -= 1
+
+    def evict(self, num_tokens: int) -> int:
+        num_freed = 0
+        while num_freed < num_tokens:
+            inner = {(namespace, tokens[: -self.page_size]) for namespace, tokens in self.pages}
+            leaves = [key for key, page in self.pages.items() if key not in inner and not page.num_locks]
+            if not leaves:
+                break
+            del self.pages[min(leaves, key=self.rank)]
+            num_freed += self.page_size
+        return num_freed
+
+    def rank(self, key: Key) -> tuple[int, ...]:
+        page = self.pages[key]
+        return (page.priority, *self.policy(page))
+
+    def num_tokens(self, locked: bool) -> int:
+        return self.page_size * sum(bool(page.num_locks) == locked for page in self.pages.values())
+
+    def slots(self) -> list[int]:
+        return [slot for page in self.pages.values() for slot in page.slots]
