@@ -197,8 +197,11 @@ class TokenizerManager:
         rid: str | None = None,
         cache_salt: str = "",
         add_special_tokens: bool = True,
+        stream: bool = True,
     ) -> list[Generation]:
         """Starts `sampling.n` samples of one prompt; the list has `n` Generations.
+
+        `stream` False: only `result()` will be asked for, which saves the engine the increments.
 
         Raises InvalidRequest (empty or invalid prompt, `rid` in use), PromptTooLong, EngineDead.
         `max_new_tokens` is cut to what the context and the KV pool have room for.
@@ -230,7 +233,7 @@ class TokenizerManager:
                 sampling_seed=seed,
             )
             self._generations[generation._key] = generation
-            self._scheduler.send(GenerateReq(generation._key, packed, params, cache_salt))
+            self._scheduler.send(GenerateReq(generation._key, packed, params, cache_salt, stream))
         return group
 
     def abort(self, rid: str) -> bool:

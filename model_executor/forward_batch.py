@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,14 @@ class NewRow:
     """EOS and stop tokens; not to be chosen before `min_new_tokens`."""
 
 
+class TableUpdate(NamedTuple):
+    """Positions [start, end) of one row of ReqToTokenPool."""
+
+    row: int
+    start: int
+    end: int
+
+
 @dataclass(slots=True)
 class StepInputs:
     """One step, on the host. B rows, T new tokens in all (T == B in DECODE)."""
@@ -57,6 +65,9 @@ class StepInputs:
     out_cache_loc: Int32Array
     """[T] slots that the new tokens' KV goes to."""
     new_rows: list[NewRow] = field(default_factory=list)
+    table_updates: list[TableUpdate] = field(default_factory=list)
+    """Ranges of the host's row table that the device has not seen. A DECODE step's own slots are not among them: the
+    device writes those from `out_cache_loc`. Where device and host share the table there is nothing to do."""
     # EXTEND only; None in DECODE, where each row has one token, from the device, and is sampled.
     extend_lens: Int32Array | None = None
     """[B] new tokens of each row, >= 1; the cached prefix is seq_lens - extend_lens."""
@@ -64,8 +75,6 @@ class StepInputs:
     """[T] the new tokens, FROM_DEVICE for a decoding row in a mixed batch."""
     sampled: npt.NDArray[np.bool_] | None = None
     """[B] whether a next token is wanted; False for a chunk that is not its prompt's last."""
-    table_starts: Int32Array | None = None
-    """[B] positions [table_starts, seq_lens) of the row's table entry are new to the device."""
 
     @property
     def num_tokens(self) -> int:

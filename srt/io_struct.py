@@ -69,6 +69,8 @@ class GenerateReq(msgspec.Struct, frozen=True, tag="generate"):
     """`max_new_tokens` and `sampling_seed` are always set."""
     cache_salt: str = ""
     """The prefix cache's namespace."""
+    stream: bool = True
+    """False: nobody reads before the end, so nothing is sent between the first token and the last."""
 
 
 class AbortReq(msgspec.Struct, frozen=True, tag="abort"):

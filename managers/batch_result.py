@@ -1,0 +1,78 @@
+"""What the tokens of a finished step mean for its requests: append, end, release, tell."""
+
+from __future__ import annotations
+
+from ..model_executor.forward_batch import Int32Array
+from ..srt.errors import InvalidLogits, TercetError
+from ..srt.io_struct import AbortFinish, FinishReason
+from .kv_cache_manager import KVCacheManager
+from .req import Req, Stage
+from .request_queues import RequestQueues
+from .schedule_batch import ScheduleBatch
+from .scheduler_io import SchedulerIO
+from .scheduler_metrics import SchedulerMetrics
+
+
+def abort_finish(error: TercetError) -> AbortFinish:
+    return AbortFinish(error.message, error.status, type(error).__name__)
+
+
+class ResultProcessor:
+    """Ends requests; nobody else does."""
+
+    def __init__(
+        self, kv: KVCacheManager, queues: RequestQueues, io: SchedulerIO, metrics: SchedulerMetrics
+    ) -> None:
+        self._kv = kv
+        self._queues = queues
+        self._io = io
+        self._metrics = metrics
+        self._aborted: list[Req] = []
+
+    def process(self, batch: ScheduleBatch, tokens: Int32Array) -> None:
+        """`tokens`: int32 [len(batch.sampled)], -1 where the logits were invalid.
+
+        The finish test, in order: pending abort, invalid logits, stop string, stop token or EOS, length.
+        """
+        assert len(tokens) == len(batch.sampled)
+        for req in batch.reqs:
+            req.in_flight -= 1
+        for req, token in zip(batch.sampled, tokens.tolist(), strict=True):
+            # Ended by its last token, while this one was already being computed; or about to be buried.
+            if req.stage is Stage.FINISHED or req.pending_abort is not None:
+                continue
+            if token < 0:
+                self.finish(req, abort_finish(InvalidLogits("the model's logits for this request are not finite")))
+                continue
+            finish = req.accept(token)
+            if finish is not None:
+                self.finish(req, finish)
+            elif req.has_news:
+                self._io.put(req.take_news())
+        self._metrics.on_result(batch)
+
+    def finish(self, req: Req, reason: FinishReason) -> None:
+        """The request ends now, wherever it is; its KV goes to the cache, unless it is worth nothing."""
+        req.finish = reason
+        if req.row:
+            is_invalid = isinstance(reason, AbortFinish) and reason.err_type == InvalidLogits.__name__
+            self._kv.release(req, keep=not is_invalid)
+        self._queues.finish(req)
+        self._io.put(req.take_news())
+        self._metrics.on_finish(req)
+
+    def abort(self, req: Req, reason: AbortFinish) -> None:
+        """The request takes part in no further step, and ends when no step in flight has it."""
+        if req.pending_abort is None:
+            req.pending_abort = reason
+            self._aborted.append(req)
+
+    def bury_aborted(self) -> None:
+        still_in_flight = []
+        for req in self._aborted:
+            if req.in_flight:
+                still_in_flight.append(req)
+            elif req.stage is not Stage.FINISHED:
+                assert req.pending_abort is not None
+                self.finish(req, req.pending_abort)
+        self._aborted = still_in_flight

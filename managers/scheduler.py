@@ -1,0 +1,147 @@
+"""The scheduler: decides each step of the model, and accounts for every request and every KV slot.
+
+    waiting --admit--> extending --last chunk--> decoding --> finished
+       ^                   |                        |
+       '-----retract-------'------------------------'          (anything --> aborted)
+
+A turn of the loop is a paragraph: receive, plan step N, launch it, process the results of step N-1. With overlap the
+device works on N while the host processes N-1 and plans N+1; without, N is processed at once. The two differ in nothing
+else: the newest token of each request stays on the device, so planning never needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..model_executor.forward_batch import Runner, StepResult
+from ..srt.errors import TercetError
+from ..srt.io_struct import (
+    AbortFinish,
+    AbortReq,
+    FlushCacheReply,
+    FlushCacheReq,
+    GenerateReq,
+    SchedulerState,
+    StateReply,
+    StateReq,
+    ToScheduler,
+)
+from .batch_result import ResultProcessor
+from .kv_cache_manager import KVCacheManager
+from .planner import Planner, PlanLimits
+from .req_factory import ReqFactory
+from .request_queues import RequestQueues
+from .schedule_batch import ScheduleBatch
+from .scheduler_io import SchedulerIO
+from .scheduler_metrics import SchedulerMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class InFlight(NamedTuple):
+    """A launched step whose tokens are not processed yet."""
+
+    batch: ScheduleBatch
+    result: StepResult
+
+
+class Scheduler:
+    """Continuous batching over one runner. `turn` is the body of the loop, `run` loops."""
+
+    def __init__(
+        self,
+        limits: PlanLimits,
+        runner: Runner,
+        kv: KVCacheManager,
+        io: SchedulerIO,
+        req_factory: ReqFactory,
+        metrics: SchedulerMetrics,
+        *,
+        enable_overlap: bool,
+    ) -> None:
+        self.queues = RequestQueues()
+        self.kv = kv
+        self._runner = runner
+        self._io = io
+        self._req_factory = req_factory
+        self._metrics = metrics
+        self._enable_overlap = enable_overlap
+        self._planner = Planner(limits, kv, self.queues)
+        self._results = ResultProcessor(kv, self.queues, io, metrics)
+        self._idle_seen = True
+
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        in_flight: InFlight | None = None
+        while not should_stop():
+            in_flight = self.turn(in_flight)
+
+    def turn(self, in_flight: InFlight | None) -> InFlight | None:
+        """One turn: takes the step that is in flight, returns the one that is now."""
+        idle = in_flight is None and not self.queues.is_busy
+        for message in self._io.receive(may_sleep=idle):
+            self._handle(message)
+        batch = self._planner.plan()
+        launched = self._launch(batch) if batch is not None else None
+        if in_flight is not None:
+            self._process(in_flight)
+        if launched is not None and not self._enable_overlap:
+            self._process(launched)
+            launched = None
+        self._results.bury_aborted()
+        self._io.flush(len(self.queues.running), len(self.queues.waiting))
+        self._watch_idle(idle=launched is None and not self.queues.is_busy)
+        return launched
+
+    def state(self) -> SchedulerState:
+        return self._metrics.state(
+            self.kv,
+            self.queues,
+            new_token_ratio=self._planner.ratio.value,
+            num_retractions=self._planner.num_retractions,
+        )
+
+    def _handle(self, message: ToScheduler) -> None:
+        match message:
+            case GenerateReq():
+                try:
+                    req = self._req_factory.make(message, num_waiting=len(self.queues.waiting))
+                except TercetError as error:
+                    self._io.refuse(message, error)
+                else:
+                    self.queues.waiting.append(req)
+            case AbortReq():
+                for req in self.queues.live():
+                    if message.rid is None or req.rid == message.rid:
+                        self._results.abort(req, AbortFinish("aborted by the client"))
+            case FlushCacheReq():
+                num_busy = len(self.queues)
+                if num_busy == 0:
+                    self.kv.flush()
+                self._io.reply(FlushCacheReply(message.call_id, num_busy == 0, num_busy))
+            case StateReq():
+                self._io.reply(StateReply(message.call_id, self.state()))
+
+    def _launch(self, batch: ScheduleBatch) -> InFlight:
+        result = self._runner.launch(batch.inputs)
+        for req in batch.reqs:
+            req.in_flight += 1
+        self._metrics.on_launch(batch, self.kv, self.queues)
+        return InFlight(batch, result)
+
+    def _process(self, in_flight: InFlight) -> None:
+        self._results.process(in_flight.batch, in_flight.result.wait())
+
+    def _watch_idle(self, *, idle: bool) -> None:
+        """The books are checked once whenever the engine falls idle. A mistake in them is reported, repaired and
+        counted: nothing runs, so the pool can be rebuilt, and the server goes on."""
+        if idle and not self._idle_seen:
+            self._planner.ratio.on_idle()
+            try:
+                self.kv.audit([])
+            except AssertionError:
+                logger.exception("KV slots without an owner, or with two; rebuilding the pool")
+                self.kv.flush()
+                self._metrics.num_kv_repairs += 1
+        self._idle_seen = idle

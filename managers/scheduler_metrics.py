@@ -1,0 +1,112 @@
+"""What the scheduler counts, and the log lines that operators and tools read."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from ..model_executor.forward_batch import ForwardMode
+from ..srt.io_struct import AbortFinish, SchedulerState
+from .kv_cache_manager import KVCacheManager
+from .req import Req
+from .request_queues import RequestQueues
+from .schedule_batch import ScheduleBatch
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerMetrics:
+    """Counters since the start; a rate over the last `decode_log_interval` decode steps."""
+
+    def __init__(self, decode_log_interval: int, weight_bytes: int = 0, kv_bytes: int = 0) -> None:
+        self.num_kv_repairs = 0
+        self.num_finished = 0
+        self.num_aborted = 0
+        self._interval = decode_log_interval
+        self._weight_bytes = weight_bytes
+        self._kv_bytes = kv_bytes
+        self._gen_throughput = 0.0
+        self._cached_tokens = 0
+        self._prompt_tokens = 0
+        self._decode_steps = 0
+        self._interval_tokens = 0
+        self._interval_start = time.monotonic()
+
+    @property
+    def cache_hit_rate(self) -> float:
+        return self._cached_tokens / max(self._prompt_tokens, 1)
+
+    def on_launch(self, batch: ScheduleBatch, kv: KVCacheManager, queues: RequestQueues) -> None:
+        if batch.inputs.mode is ForwardMode.EXTEND:
+            self._on_extend(batch, kv, queues)
+        else:
+            self._decode_steps += 1
+            if self._decode_steps % self._interval == 0:
+                self._log_decode(kv, queues)
+
+    def on_result(self, batch: ScheduleBatch) -> None:
+        self._interval_tokens += len(batch.sampled)
+
+    def on_finish(self, req: Req) -> None:
+        self.num_finished += 1
+        self.num_aborted += isinstance(req.finish, AbortFinish)
+
+    def state(
+        self,
+        kv: KVCacheManager,
+        queues: RequestQueues,
+        *,
+        new_token_ratio: float,
+        num_retractions: int,
+    ) -> SchedulerState:
+        return SchedulerState(
+            num_running=len(queues.holders()),
+            num_waiting=len(queues.waiting),
+            num_free_tokens=kv.allocator.num_free,
+            num_evictable_tokens=kv.cache.evictable_size,
+            num_protected_tokens=kv.cache.protected_size,
+            num_private_tokens=kv.num_private(queues.holders()),
+            max_total_num_tokens=kv.allocator.size,
+            last_gen_throughput=self._gen_throughput,
+            cache_hit_rate=self.cache_hit_rate,
+            num_retractions=num_retractions,
+            num_aborted=self.num_aborted,
+            num_finished=self.num_finished,
+            num_kv_repairs=self.num_kv_repairs,
+            new_token_ratio=new_token_ratio,
+            weight_bytes=self._weight_bytes,
+            kv_bytes=self._kv_bytes,
+        )
+
+    def _on_extend(self, batch: ScheduleBatch, kv: KVCacheManager, queues: RequestQueues) -> None:
+        new_rows = {new.row for new in batch.inputs.new_rows}
+        admitted = [req for req in batch.reqs if req.row in new_rows]
+        cached = sum(req.cached_tokens or 0 for req in admitted if not req.num_retractions)
+        self._cached_tokens += cached
+        self._prompt_tokens += sum(len(req.prompt_ids) for req in admitted if not req.num_retractions)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info(
+                "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
+                "#running-req: %d, #queue-req: %d",
+                len(admitted),
+                batch.num_prompt_tokens,
+                cached,
+                kv.num_used / kv.allocator.size,
+                len(queues.running),
+                len(queues.waiting),
+            )
+
+    def _log_decode(self, kv: KVCacheManager, queues: RequestQueues) -> None:
+        now = time.monotonic()
+        self._gen_throughput = self._interval_tokens / max(now - self._interval_start, 1e-9)
+        self._interval_start = now
+        self._interval_tokens = 0
+        logger.info(
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f, "
+            "#queue-req: %d",
+            len(queues.running),
+            kv.num_used,
+            kv.num_used / kv.allocator.size,
+            self._gen_throughput,
+            len(queues.waiting),
+        )

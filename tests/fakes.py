@@ -1,0 +1,121 @@
+"""Honest stand-ins: a model whose every answer depends on every KV slot it reads, and queues that are lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tercet.model_executor.forward_batch import FROM_DEVICE, ForwardMode, StepInputs
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+def next_token(ids: Sequence[int] | np.ndarray, seed: int, vocab_size: int) -> int:
+    """The fake language model: the token that follows `ids`, a hash of all of them in order, and of the seed."""
+    tokens = np.asarray(ids, dtype=np.uint64) + np.uint64(1)
+    with np.errstate(over="ignore"):
+        powers = np.cumprod(np.full(len(tokens), _MULTIPLIER, dtype=np.uint64))
+        mixed = (tokens * powers).sum(dtype=np.uint64) ^ np.uint64(seed & 0xFFFFFFFF)
+        mixed ^= mixed >> np.uint64(29)
+        mixed *= np.uint64(0xBF58476D1CE4E5B9)
+        mixed ^= mixed >> np.uint64(32)
+    return int(mixed % np.uint64(vocab_size))
+
+
+def expected_output(
+    prompt: Sequence[int], seed: int, max_new_tokens: int, vocab_size: int, stop_ids: frozenset[int] = frozenset()
+) -> list[int]:
+    """What a request must generate, whatever the schedule."""
+    ids = list(prompt)
+    for _ in range(max_new_tokens):
+        ids.append(next_token(ids, seed, vocab_size))
+        if ids[-1] in stop_ids:
+            break
+    return ids[len(prompt) :]
+
+
+class FakeResult:
+    def __init__(self, tokens: np.ndarray) -> None:
+        self._tokens = tokens
+
+    def wait(self) -> np.ndarray:
+        return self._tokens
+
+
+class FakeRunner:
+    """Runs `next_token` over a simulated KV pool. A slot holds a token and its position; the table it reads is its own
+    copy, kept up to date only by what a step says, as on a GPU. Any slot lost, shared wrongly or overwritten shows."""
+
+    def __init__(self, req_to_token: np.ndarray, pool_size: int, page_size: int = 1, vocab_size: int = 97) -> None:
+        self.vocab_size = vocab_size
+        self.steps: list[StepInputs] = []
+        self.invalid_rows: set[int] = set()
+        self._host_table = req_to_token
+        self._table = np.zeros_like(req_to_token)
+        self._kv_token = np.full(pool_size + page_size, -1, dtype=np.int64)
+        self._kv_position = np.full(pool_size + page_size, -1, dtype=np.int64)
+        self._future = np.full(len(req_to_token), -1, dtype=np.int64)
+        self._seed = np.zeros(len(req_to_token), dtype=np.int64)
+
+    def launch(self, step: StepInputs) -> FakeResult:
+        self.steps.append(step)
+        assert len(step.rows) == len(set(step.rows.tolist())), "a request twice in a step"
+        assert 0 not in step.rows and (step.out_cache_loc > 0).all()
+        for update in step.table_updates:
+            chosen = slice(update.start, update.end)
+            self._table[update.row, chosen] = self._host_table[update.row, chosen]
+        for new in step.new_rows:
+            self._seed[new.row] = new.seed
+            self._future[new.row] = -1
+        is_extend = step.mode is ForwardMode.EXTEND
+        lens = step.extend_lens if is_extend else np.ones_like(step.rows)
+        wanted = step.sampled if is_extend else np.ones(len(step.rows), dtype=bool)
+        offset = 0
+        work = []
+        for row, seq_len, length in zip(step.rows.tolist(), step.seq_lens.tolist(), lens.tolist(), strict=True):
+            slots = step.out_cache_loc[offset : offset + length]
+            ids = step.input_ids[offset : offset + length].astype(np.int64) if is_extend else np.array([FROM_DEVICE])
+            if (ids == FROM_DEVICE).any():
+                assert length == 1 and self._future[row] >= 0, "no token on the device for this row"
+                ids = self._future[row : row + 1].copy()
+                self._table[row, seq_len - 1] = slots[0]
+            self._kv_token[slots] = ids
+            self._kv_position[slots] = np.arange(seq_len - length, seq_len)
+            offset += length
+            work.append((row, seq_len))
+        tokens = []
+        for (row, seq_len), is_wanted in zip(work, wanted.tolist(), strict=True):
+            slots = self._table[row, :seq_len]
+            assert (self._kv_position[slots] == np.arange(seq_len)).all(), f"row {row} reads KV of other positions"
+            if is_wanted:
+                token = next_token(self._kv_token[slots], int(self._seed[row]), self.vocab_size)
+                tokens.append(-1 if row in self.invalid_rows else token)
+                self._future[row] = token
+        return FakeResult(np.array(tokens, dtype=np.int32))
+
+
+class FakeInbox:
+    """Messages wait in a list. `on_idle` is asked when the scheduler would sleep."""
+
+    def __init__(self, on_idle: Callable[[], None] = lambda: None) -> None:
+        self.messages: list = []
+        self.num_sleeps = 0
+        self._on_idle = on_idle
+
+    def drain(self) -> list:
+        messages, self.messages = self.messages, []
+        return messages
+
+    def wait(self, timeout_s: float) -> bool:
+        self.num_sleeps += 1
+        self._on_idle()
+        return bool(self.messages)
+
+
+class FakeOutbox:
+    def __init__(self) -> None:
+        self.messages: list = []
+
+    def send(self, message: object) -> None:
+        self.messages.append(message)

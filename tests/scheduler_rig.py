@@ -1,0 +1,138 @@
+"""A whole scheduler on the fake runner, with its messages in lists: what the tests of `managers` drive."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+from fakes import FakeInbox, FakeOutbox, FakeRunner
+
+from tercet.managers.kv_cache_manager import KVCacheManager
+from tercet.managers.planner import PlanLimits
+from tercet.managers.req_factory import ReqFactory
+from tercet.managers.scheduler import InFlight, Scheduler
+from tercet.managers.scheduler_io import SchedulerIO
+from tercet.managers.scheduler_metrics import SchedulerMetrics
+from tercet.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from tercet.mem_cache.chunk_cache import ChunkCache
+from tercet.mem_cache.radix_cache import RadixCache
+from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
+from tercet.srt.io_struct import AbortReq, FinishReason, GenerateReq, TokenOut, pack_ids
+from tercet.srt.sampling_params import SamplingParams
+
+
+@dataclass
+class Heard:
+    """What a client heard of one request."""
+
+    ids: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    last: TokenOut | None = None
+
+
+class StopAfter:
+    """A stop checker for tests: matches when the last tokens are `pattern`."""
+
+    def __init__(self, pattern: tuple[int, ...]) -> None:
+        self._pattern = pattern
+        self._seen: list[int] = []
+
+    def push(self, token_ids: tuple[int, ...]) -> str | None:
+        self._seen.extend(token_ids)
+        return "stop" if tuple(self._seen[-len(self._pattern) :]) == self._pattern else None
+
+
+class Rig:
+    def __init__(
+        self,
+        *,
+        pool_size: int = 512,
+        page_size: int = 1,
+        max_running: int = 8,
+        context_len: int = 256,
+        max_prefill_tokens: int = 64,
+        chunked_prefill_size: int = 64,
+        radix: bool = True,
+        policy: str = "lpm",
+        overlap: bool = True,
+        mixed: bool = False,
+        eviction: str = "lru",
+        eos_ids: frozenset[int] = frozenset(),
+        max_queued: int = 10_000,
+        vocab_size: int = 97,
+        stream_interval: int = 1,
+        audit: bool = True,
+    ) -> None:
+        pool = ReqToTokenPool(max_running, context_len)
+        paged = page_size > 1
+        allocator = PagedTokenToKVPoolAllocator(pool_size, page_size) if paged else TokenToKVPoolAllocator(pool_size)
+        cache = RadixCache(allocator, page_size, eviction) if radix else ChunkCache(page_size)
+        self.kv = KVCacheManager(pool, allocator, cache)
+        self.runner = FakeRunner(pool.req_to_token, pool_size, page_size, vocab_size)
+        self.inbox = FakeInbox()
+        self.detokenizer = FakeOutbox()
+        self.tokenizer = FakeOutbox()
+        self.eos_ids = eos_ids
+        self.heard: dict[str, Heard] = defaultdict(Heard)
+        self._audit = audit
+        self.scheduler = Scheduler(
+            PlanLimits(
+                max_prefill_tokens=max_prefill_tokens,
+                chunked_prefill_size=chunked_prefill_size,
+                enable_mixed_chunk=mixed,
+                schedule_policy=policy,
+            ),
+            self.runner,
+            self.kv,
+            SchedulerIO(self.inbox, self.detokenizer, self.tokenizer),
+            ReqFactory(
+                eos_ids=eos_ids,
+                max_total_tokens=min(context_len, pool_size),
+                max_queued_requests=max_queued,
+                stream_interval=stream_interval,
+                make_stop_checker=lambda params: StopAfter(tuple(int(i) for i in params.stop_strings[0].split())),
+            ),
+            SchedulerMetrics(decode_log_interval=1_000_000),
+            enable_overlap=overlap,
+        )
+        self.in_flight: InFlight | None = None
+
+    def add(self, rid: str, prompt: list[int], salt: str = "", stream: bool = True, **sampling: object) -> None:
+        params = SamplingParams(**{"max_new_tokens": 8, "sampling_seed": 1, **sampling})
+        self.inbox.messages.append(GenerateReq(rid, pack_ids(prompt), params, salt, stream))
+
+    def abort(self, rid: str | None) -> None:
+        self.inbox.messages.append(AbortReq(rid))
+
+    def turn(self) -> None:
+        """One turn, with the books audited after it."""
+        self.in_flight = self.scheduler.turn(self.in_flight)
+        if self._audit:
+            self.kv.audit(self.scheduler.queues.holders())
+        for batch in self.detokenizer.messages:
+            for out in batch.outs:
+                heard = self.heard[out.rid]
+                assert heard.finish is None, f"{out.rid}: an output after its end"
+                heard.ids.extend(out.token_ids)
+                assert out.completion_tokens == len(heard.ids)
+                heard.finish = out.finish
+                heard.last = out
+        self.detokenizer.messages.clear()
+
+    @property
+    def is_busy(self) -> bool:
+        return self.in_flight is not None or self.scheduler.queues.is_busy or bool(self.inbox.messages)
+
+    def run(self, max_turns: int = 20_000) -> int:
+        """Turns until nothing is left; how many it took. A hang is a failure."""
+        for count in range(max_turns):
+            if not self.is_busy:
+                return count
+            self.turn()
+        raise AssertionError(f"not finished after {max_turns} turns")
+
+    @property
+    def extend_sizes(self) -> list[int]:
+        """Tokens of each extend step so far."""
+        return [int(np.sum(step.extend_lens)) for step in self.runner.steps if step.extend_lens is not None]
