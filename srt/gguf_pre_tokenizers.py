@@ -1,0 +1,87 @@
+"""The ways to cut text before byte-level BPE that GGUF files name in `tokenizer.ggml.pre`.
+
+A table of llama.cpp's names; each row was checked against `llama-vocab.cpp`. Names that only models of unsupported
+architectures bear are left out: a model is refused rather than guessed at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tokenizers import Regex, pre_tokenizers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_SPACES}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_SYMBOLS}|{_SPACES}"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+# Words that start a new piece where a capital follows a small letter.
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+
+
+def _gpt2() -> PreTokenizer:
+    return ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _digits_then_gpt2() -> PreTokenizer:
+    return pre_tokenizers.Sequence([Digits(individual_digits=True), _gpt2()])
+
+
+def _splits(*patterns: str) -> Callable[[], PreTokenizer]:
+    """One pattern after the other, each on the pieces that the one before left."""
+
+    def build() -> PreTokenizer:
+        cuts: list[PreTokenizer] = [Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+        return pre_tokenizers.Sequence([*cuts, ByteLevel(add_prefix_space=False, use_regex=False)])
+
+    return build
+
+
+_WAYS: tuple[tuple[Callable[[], PreTokenizer], tuple[str, ...]], ...] = (
+    (_gpt2, ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "gigachat", "mellum", "a.x-4.0")),
+    (
+        _digits_then_gpt2,
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
+    ),
+    (
+        _splits(_LLAMA3),
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2", "dbrx", "smaug-bpe"),
+    ),
+    (
+        _splits(_QWEN2),
+        ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open"),
+    ),
+    (_splits(_QWEN35), ("qwen35",)),
+    (_splits(_TEKKEN), ("tekken",)),
+    (_splits(_GPT4O), ("gpt-4o", "llama4", "kanana2")),
+    (_splits(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"), ("deepseek-coder",)),
+    # What llama.cpp does with files from before the names.
+    (_splits(r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"), ("default",)),
+)
+
+PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {name: way for way, names in _WAYS for name in names}
+"""llama.cpp's name -> what builds the pre-tokenizer."""
+
+MERGES_ARE_OPTIONAL = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2", "tekken"})
+"""Where a whole piece that is a token is taken as it is, whatever the merges would make of it."""
+
+STARTS_WITH_BOS = MERGES_ARE_OPTIONAL
+"""Where a prompt starts with BOS unless the file says otherwise."""
