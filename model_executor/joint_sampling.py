@@ -47,20 +47,20 @@ def choose_open(gap: torch.Tensor, draw: torch.Tensor, max_gap: torch.Tensor | N
 
 
 def choose_ranked(
+    widths: tuple[int, ...],
     gap: torch.Tensor,
     draw: torch.Tensor,
     top_k: torch.Tensor,
     mass: torch.Tensor,
     max_gap: torch.Tensor,
-    widths: tuple[int, ...],
 ) -> torch.Tensor:
     """Inverts the cumulative distribution over the kept tokens, the most probable first, then by id.
 
-    The kept tokens are the first few in that order, whatever the parameters. Ranks widths[0] tokens; rows that may
-    keep more than that are done again with the next width, which needs a look at the result. The last width has
-    to be enough for every row.
+    The kept tokens are the first few in that order, whatever the parameters.
 
     Args:
+        widths: how many tokens to rank. Rows that may keep more than widths[0] are done again with the rest of
+            widths, which needs a look at the result. The last width has to be enough for every row.
         gap: float32 [n, vocab]
         draw: float64 [n, 1] in [0, 1)
         top_k: int64 [n, 1], keeps a token of rank < top_k
@@ -81,8 +81,8 @@ def choose_ranked(
     if wider:
         cut_short = (kept[:, -1:] & (top_k > width)).squeeze(1).nonzero().squeeze(1)
         if len(cut_short):
-            again = (t.index_select(0, cut_short) for t in (gap, draw, top_k, mass, max_gap))
-            tokens.index_copy_(0, cut_short, choose_ranked(*again, widths=tuple(wider)))
+            again = [t.index_select(0, cut_short) for t in (gap, draw, top_k, mass, max_gap)]
+            tokens.index_copy_(0, cut_short, choose_ranked(tuple(wider), *again))
     return tokens
 
 

@@ -98,6 +98,11 @@ class LogitEdits:
         self._stop_ids[row] = self._known_ids(np.array(new_row.stop_ids, np.int64))
         self._stops_from[row] = len(new_row.prompt_ids) + params.min_new_tokens
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Device memory of the tables now."""
+        return self._counts.table.nbytes + self._bias.table.nbytes
+
     def needed(self, rows: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """bool [n]: which rows' logits are to be edited at this step."""
         early = seq_lens < self._stops_from[rows]

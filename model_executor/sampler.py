@@ -160,7 +160,7 @@ class Sampler:
         else:
             mass = torch.full_like(top_k, torch.iinfo(torch.int64).max)
         max_gap = self._state.on_device(block.rows, Column.MAX_GAP).float()
-        return choose_ranked(block.gap, block.draw, top_k, mass, max_gap, widths)
+        return choose_ranked(widths, block.gap, block.draw, top_k, mass, max_gap)
 
     def _blocks(self, positions: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
         return [positions[i : i + self._block_rows] for i in range(0, len(positions), self._block_rows)]
