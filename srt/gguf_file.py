@@ -9,7 +9,6 @@ Format: GGUF specification, versions 2 and 3, little endian.
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import struct
@@ -223,8 +222,3 @@ class _Metadata(Mapping[str, MetadataValue]):
     def __contains__(self, key: object) -> bool:
         # Mapping's own would decode the value only to learn that it exists.
         return key in self._entries
-
-
-def num_elements(tensor: GGUFTensor) -> int:
-    """How many numbers a tensor holds."""
-    return math.prod(tensor.shape)

@@ -1,0 +1,182 @@
+"""Attention in plain PyTorch: the reference for the kernels, and what a CPU runs.
+
+Rows that bring one token are gathered into padded rectangles and attended to together, their query heads of a KV
+head folded into the query length so that no key is repeated. Rows that bring more are attended to one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
+from ...srt.model_config import ModelConfig
+from ..forward_batch import ForwardBatch
+from .base import AttentionBackend
+
+_MAX_PADDING = 2
+"""A rectangle holds rows whose context lengths differ by at most this factor."""
+
+
+@dataclass(slots=True)
+class _Rectangle:
+    """Rows with one new token each, padded to the longest."""
+
+    tokens: torch.Tensor | None
+    """int64 [b] their tokens in [T]; None: all tokens of the batch, in order"""
+    slots: torch.Tensor
+    """int64 [b * L], the dummy slot 0 where padded"""
+    mask: torch.Tensor | None
+    """bool [b, 1, 1, L], True where attended to; None: no padding"""
+
+
+@dataclass(slots=True)
+class _Span:
+    """One row with several new tokens, [start, end) of [T]."""
+
+    start: int
+    end: int
+    slots: torch.Tensor
+    """int64 [L], those of the new tokens at the end"""
+    mask: torch.Tensor | None
+    """bool [end - start, L]; None: plain causal, no cached prefix"""
+
+
+@dataclass(slots=True)
+class _Plan:
+    rectangles: list[_Rectangle]
+    spans: list[_Span]
+
+
+class TorchAttentionBackend(AttentionBackend):
+    """A row's result depends on other rows by no more than the rounding of sums of another length (padding)."""
+
+    name = "torch"
+
+    def __init__(self, config: ModelConfig, kv_pool: MHATokenToKVPool) -> None:
+        super().__init__(config, kv_pool)
+        self._plans: dict[int | None, _Plan] = {}
+        # One memcpy per slot: index_select over flat rows is several times faster than indexing [slot, head, dim].
+        self._keys = [buffer.view(buffer.shape[0], -1) for buffer in kv_pool.k_buffer]
+        self._values = [buffer.view(buffer.shape[0], -1) for buffer in kv_pool.v_buffer]
+
+    def plan(self, batch: ForwardBatch) -> None:
+        self._plans = {window: self._plan(batch, window) for window in set(self.sliding_windows)}
+
+    def _plan(self, batch: ForwardBatch, window: int | None) -> _Plan:
+        seq_lens = batch.seq_lens_host
+        if batch.extend_lens_host is None:
+            extend_lens = np.ones_like(seq_lens)
+        else:
+            extend_lens = batch.extend_lens_host
+        ends = np.cumsum(extend_lens)
+        single = np.flatnonzero(extend_lens == 1)
+        contexts = seq_lens[single] if window is None else np.minimum(seq_lens[single], window)
+        groups = _similar_lengths(contexts)
+        alone = len(groups) == 1 and len(single) == len(seq_lens)
+        rectangles = []
+        for group in groups:
+            # in the order of the batch where it is all of it, so that its output needs no scattering
+            members = single if alone else single[group]
+            rectangles.append(self._rectangle(batch, members, ends, window, alone))
+        spans = [
+            self._span(batch, int(row), int(ends[row] - extend_lens[row]), int(ends[row]), window)
+            for row in np.flatnonzero(extend_lens > 1)
+        ]
+        return _Plan(rectangles, spans)
+
+    def _rectangle(
+        self, batch: ForwardBatch, members: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], window: int | None,
+        alone: bool,
+    ) -> _Rectangle:  # fmt: skip
+        device = batch.seq_lens.device
+        lens = batch.seq_lens_host[members].astype(np.int64)
+        starts = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)
+        contexts = lens - starts
+        columns = np.arange(contexts.max())
+        valid = columns < contexts[:, None]
+        # Past its end a row points at position 0, whose slot is its own and finite, and masked anyway.
+        positions = np.where(valid, starts[:, None] + columns, 0)
+        rows = batch.rows if alone else batch.rows[torch.from_numpy(members).to(device)]
+        slots = batch.req_to_token[rows[:, None], torch.from_numpy(positions).to(device)]
+        padded = not valid.all()
+        return _Rectangle(
+            tokens=None if alone else torch.from_numpy(ends[members] - 1).to(device),
+            slots=slots.flatten().long(),
+            mask=torch.from_numpy(valid).to(device)[:, None, None, :] if padded else None,
+        )
+
+    def _span(self, batch: ForwardBatch, row: int, start: int, end: int, window: int | None) -> _Span:
+        num_new, seq_len = end - start, int(batch.seq_lens_host[row])
+        prefix_len = seq_len - num_new
+        first = 0 if window is None else max(0, prefix_len - window + 1)
+        slots = batch.req_to_token[batch.rows[row], first:seq_len].long()
+        if prefix_len == 0 and (window is None or window >= seq_len):
+            return _Span(start, end, slots, None)
+        queries = torch.arange(prefix_len, seq_len, device=slots.device)[:, None]
+        keys = torch.arange(first, seq_len, device=slots.device)
+        mask = keys <= queries
+        if window is not None:
+            mask &= keys > queries - window
+        return _Span(start, end, slots, mask)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ForwardBatch
+    ) -> torch.Tensor:
+        self.kv_pool.set_kv(layer_id, batch.out_cache_loc, k, v)
+        plan = self._plans[self.sliding_windows[layer_id]]
+        keys, values = self._keys[layer_id], self._values[layer_id]
+        if len(plan.rectangles) == 1 and plan.rectangles[0].tokens is None:
+            return self._attend_rectangle(q, plan.rectangles[0], keys, values)
+        out = q.new_empty(q.shape[0], self.num_heads * self.head_dim)
+        for rectangle in plan.rectangles:
+            assert rectangle.tokens is not None
+            out[rectangle.tokens] = self._attend_rectangle(q[rectangle.tokens], rectangle, keys, values)
+        for span in plan.spans:
+            out[span.start : span.end] = self._attend_span(q[span.start : span.end], span, keys, values)
+        return out
+
+    def _attend_rectangle(
+        self, q: torch.Tensor, rectangle: _Rectangle, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        num_rows = q.shape[0]
+        grouped = q.reshape(num_rows, self.num_kv_heads, -1, self.head_dim)  # [b, kv_heads, group, head_dim]
+        shape = (num_rows, -1, self.num_kv_heads, self.head_dim)
+        k = keys.index_select(0, rectangle.slots).view(shape).transpose(1, 2)
+        v = values.index_select(0, rectangle.slots).view(shape).transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            grouped, k.to(q.dtype), v.to(q.dtype), attn_mask=rectangle.mask, scale=self.scale
+        )
+        return out.reshape(num_rows, -1)
+
+    def _attend_span(self, q: torch.Tensor, span: _Span, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        shape = (-1, self.num_kv_heads, self.head_dim)
+        k = keys.index_select(0, span.slots).view(shape).transpose(0, 1)[None]
+        v = values.index_select(0, span.slots).view(shape).transpose(0, 1)[None]
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k.to(q.dtype),
+            v.to(q.dtype),
+            attn_mask=span.mask,
+            is_causal=span.mask is None,
+            scale=self.scale,
+            enable_gqa=self.num_heads != self.num_kv_heads,
+        )
+        return out[0].transpose(0, 1).reshape(q.shape[0], -1)
+
+
+def _similar_lengths(lengths: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int64]]:
+    """Indices of `lengths`, grouped so that no length is more than _MAX_PADDING times another of its group."""
+    order = np.argsort(-lengths, kind="stable")
+    groups: list[npt.NDArray[np.int64]] = []
+    begin = 0
+    while begin < len(order):
+        longest = lengths[order[begin]]
+        end = begin + int(np.sum(lengths[order[begin:]] * _MAX_PADDING >= longest))
+        groups.append(order[begin:end])
+        begin = end
+    return groups

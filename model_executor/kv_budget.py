@@ -1,0 +1,109 @@
+"""How many tokens of keys and values fit into the memory that is left."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+DEFAULT_GPU_FRACTION = 0.88
+DEFAULT_CPU_BYTES = 4 << 30
+DEFAULT_CPU_SHARE = 0.25
+"""of the memory that is available: a server on somebody's own machine takes no more unless it is told to"""
+_UNLIMITED = 1 << 60
+"""version 1 of control groups writes "no limit" as a number beyond this"""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a device, or of this process's control group on a host."""
+
+    total: int
+    available: int
+
+
+def num_kv_tokens(
+    memory: Memory,
+    bytes_per_token: int,
+    *,
+    page_size: int,
+    context_len: int,
+    mem_fraction_static: float | None,
+    max_total_tokens: int | None,
+    on_cpu: bool,
+) -> int:
+    """Tokens of the KV pool, a multiple of the page size. `memory` is as it is after the weights were loaded.
+
+    `max_total_tokens` decides where it is given. Otherwise `mem_fraction_static` of the total memory is for weights and
+    keys and values together. Raises ValueError when that leaves less than two pages, or when the tokens asked for do
+    not fit.
+    """
+    # One page more is allocated than is served: the dummy that padded writes hit.
+    fits = (memory.available // bytes_per_token - page_size) // page_size * page_size
+    if max_total_tokens is not None:
+        if max_total_tokens > fits:
+            raise ValueError(
+                f"max_total_tokens {max_total_tokens} needs {_gib(max_total_tokens * bytes_per_token)}, "
+                f"but only {_gib(memory.available)} are available ({max(fits, 0)} tokens)"
+            )
+        num_tokens = max_total_tokens // page_size * page_size
+    else:
+        if mem_fraction_static is None and on_cpu:
+            wanted = max(DEFAULT_CPU_BYTES, context_len * bytes_per_token)
+            budget = min(wanted, int(memory.available * DEFAULT_CPU_SHARE))
+        else:
+            fraction = DEFAULT_GPU_FRACTION if mem_fraction_static is None else mem_fraction_static
+            budget = memory.available - int(memory.total * (1 - fraction))
+        num_tokens = min(fits, budget // bytes_per_token // page_size * page_size)
+    if num_tokens < 2 * page_size:
+        raise ValueError(
+            f"no room for keys and values: {_gib(memory.available)} of {_gib(memory.total)} are available after the "
+            f"weights were loaded, and a token takes {bytes_per_token} bytes; raise mem_fraction_static"
+        )
+    return num_tokens
+
+
+def device_memory(device: torch.device) -> Memory:
+    """What the device has now."""
+    if device.type == "cuda":
+        available, total = torch.cuda.mem_get_info(device)
+        # What torch has cached but does not use is ours as well.
+        available += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return Memory(total, available)
+    return host_memory()
+
+
+def host_memory(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> Memory:
+    """The machine's memory, or the control group's where that is less (containers)."""
+    lines = _read(os.path.join(proc, "meminfo")).splitlines()
+    meminfo = {key: int(value.split()[0]) * 1024 for key, _, value in (line.partition(":") for line in lines)}
+    total, available = meminfo["MemTotal"], meminfo["MemAvailable"]
+    for limit_file, usage_file, cache_key in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit_text = _read(os.path.join(cgroup, limit_file)).strip()
+        if not limit_text.isdigit() or int(limit_text) >= _UNLIMITED:
+            continue
+        limit = int(limit_text)
+        used = int(_read(os.path.join(cgroup, usage_file)).strip() or 0)
+        # File pages count as used, but the kernel drops them when memory is wanted.
+        stat = _read(os.path.join(cgroup, os.path.dirname(usage_file), "memory.stat"))
+        cached = sum(int(line.split()[1]) for line in stat.splitlines() if line.split()[0] == cache_key)
+        total = min(total, limit)
+        available = min(available, limit - max(used - cached, 0))
+    return Memory(total, max(available, 0))
+
+
+def _read(path: str) -> str:
+    """The file's text, or nothing where there is none."""
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,21 @@
+"""From hidden states to the logits that somebody wants."""
+
+from __future__ import annotations
+
+import torch
+
+from .forward_batch import ForwardBatch
+from .layers.linear import Linear
+
+
+class LogitsProcessor:
+    """Only the tokens at `batch.logits_indices` go through the head: it is the largest matrix of a small model."""
+
+    def __init__(self, lm_head: Linear) -> None:
+        self.lm_head = lm_head
+
+    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """hidden [T, hidden_size] -> float32 logits [num_sampled, vocab]"""
+        if batch.logits_indices is not None:
+            hidden = hidden[batch.logits_indices]
+        return self.lm_head(hidden).float()

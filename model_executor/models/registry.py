@@ -1,0 +1,24 @@
+"""Model classes by architecture name."""
+
+from __future__ import annotations
+
+from ...srt.errors import ModelNotSupported
+from ...srt.model_config import ModelConfig
+from ..attention.base import AttentionBackend
+from .decoder import Decoder, Parameters
+
+MODELS: dict[str, type[Decoder]] = {
+    "LlamaForCausalLM": Decoder,
+    "MistralForCausalLM": Decoder,
+    "Qwen2ForCausalLM": Decoder,
+    "Qwen3ForCausalLM": Decoder,
+}
+
+
+def create_model(config: ModelConfig, params: Parameters, attention: AttentionBackend) -> Decoder:
+    """Raises ModelNotSupported for an architecture without a class."""
+    if config.architecture not in MODELS:
+        raise ModelNotSupported(
+            f"architecture {config.architecture!r} is not supported; supported: {', '.join(MODELS)}"
+        )
+    return MODELS[config.architecture](config, params, attention)
