@@ -1,0 +1,106 @@
+"""The command line: `tercet serve`, `tercet chat`, and `python -m tercet.launch_server` for the first of them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import __version__
+from .srt import server_args as settings
+from .srt.default_model import DEFAULT_MODEL_NAME, HOW_TO_GET_IT, require_default_model
+from .srt.server_args import ServerArgs
+
+_SERVE = "Serve a model over HTTP: OpenAI's endpoints and SGLang's /generate."
+_CHAT = "Talk to a running server, or to a model right here."
+_MODEL = (
+    f"Hugging Face directory or .gguf file; without one: {DEFAULT_MODEL_NAME}, if it is installed ({HOW_TO_GET_IT})"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `tercet` command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="tercet", description="Tercet: an LLM serving engine.")
+    parser.add_argument("--version", action="version", version=f"tercet {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    serve = commands.add_parser("serve", help=_SERVE, description=_SERVE)
+    _add_serve_arguments(serve)
+    chat = commands.add_parser("chat", help=_CHAT, description=_CHAT)
+    _add_chat_arguments(chat)
+    namespace = parser.parse_args(argv)
+    try:
+        return _chat(namespace) if namespace.command == "chat" else _serve(serve, namespace)
+    except KeyboardInterrupt:
+        return 130
+
+
+def launch_server(argv: Sequence[str] | None = None) -> int:
+    """`python -m tercet.launch_server`; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tercet.launch_server", description=_SERVE)
+    _add_serve_arguments(parser)
+    try:
+        return _serve(parser, parser.parse_args(argv))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL)
+    settings.add_arguments(parser)
+
+
+def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL)
+    parser.add_argument(
+        "--base-url", metavar="URL", help="a running server; default: TERCET_BASE_URL, or the one at the default port"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="the server's key (or TERCET_API_KEY)")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument("--temperature", metavar="FLOAT", type=float, help="default: the model's")
+    parser.add_argument("--max-tokens", metavar="INT", type=int, help="of one answer; default: to the context's end")
+
+
+def _serve(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> int:
+    try:
+        server_args = server_args_of(namespace)
+    except ValueError as error:
+        parser.error(str(error))
+    # Imported here: `tercet --help` needs no server.
+    from .srt.entrypoints.server import serve
+
+    return serve(server_args)
+
+
+def server_args_of(namespace: argparse.Namespace) -> ServerArgs:
+    """Settings from a parsed command line: the model by place or by flag, or from --config, or the default one.
+
+    Raises ValueError.
+    """
+    named = getattr(namespace, "model_path", None)
+    if namespace.model is not None:
+        if named is not None and named != namespace.model:
+            raise ValueError(f"two models are named: {namespace.model} and --model-path {named}")
+        namespace.model_path = namespace.model
+    elif named is None and namespace.config is None:
+        namespace.model_path = str(require_default_model())
+        if not hasattr(namespace, "served_model_name"):
+            namespace.served_model_name = DEFAULT_MODEL_NAME
+    return settings.from_namespace(namespace)
+
+
+def _chat(namespace: argparse.Namespace) -> int:
+    # Imported here: `tercet serve` does not chat.
+    from .srt.entrypoints.chat_cli import chat
+
+    return chat(
+        model=namespace.model,
+        base_url=namespace.base_url,
+        api_key=namespace.api_key,
+        system=namespace.system,
+        temperature=namespace.temperature,
+        max_tokens=namespace.max_tokens,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(launch_server())

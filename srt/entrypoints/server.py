@@ -1,0 +1,198 @@
+"""`tercet serve`: the engine and its HTTP server in one event loop, from the first bind to the last drained request.
+
+The port is bound before anything else and answers from then on: 503 to everything until the engine is ready, so that a
+balancer that asks `/health` early is told the truth. Exit codes: 0 after SIGTERM or Ctrl-C, 1 when the start fails or
+the engine dies, 128 + signal when a signal ends the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+import uvloop
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .. import log
+from ..errors import EngineDead, TercetError
+from ..server_args import ServerArgs
+from .bounded_http import BoundedHttpProtocol
+from .engine_core import EngineCore
+from .http_server import create_app
+from .processes import CHILD_MODULE
+
+logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S = 30.0
+"""How long running requests may go on after SIGTERM; a second signal ends them at once."""
+GRACE_AFTER_DEATH_S = 2.5
+"""How long `/health` goes on answering 503 after a child died, so that balancers see it."""
+_CLOSE_TIMEOUT_S = 2
+_DRAIN_POLL_S = 0.02
+_BACKLOG = 2048
+
+
+def serve(server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> int:
+    """Serves until a signal comes or the engine dies; the process' exit code. `child_module`: for tests."""
+    log.configure("http", server_args.log_level)
+    _adopt_uvicorn_logs(server_args.log_level)
+    try:
+        listener = bind(server_args.host, server_args.port)
+    except OSError as error:
+        logger.error("Can't listen on %s:%d: %s", server_args.host, server_args.port, error.strerror or error)
+        return 1
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Serving(server_args, listener, child_module).run())
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket (port 0: any free one); raises OSError. A restart may take the port over at once."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+        0
+    ]
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)  # two servers may bind one port with SO_REUSEADDR, but only one can listen
+    except BaseException:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def _adopt_uvicorn_logs(level: str) -> None:
+    """uvicorn's warnings go where ours go; its access log is for debugging."""
+    uvicorn_logger = logging.getLogger("uvicorn")
+    uvicorn_logger.handlers[:] = logging.getLogger("tercet").handlers
+    uvicorn_logger.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+    uvicorn_logger.propagate = False
+
+
+class _Gate:
+    """The ASGI application: answers 503 until the real one is there."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.app
+        if app is None:
+            error = {
+                "message": "the server is starting",
+                "type": EngineDead.err_type,
+                "param": None,
+                "code": "starting",
+            }
+            app = JSONResponse({"error": error}, status_code=503, headers={"Retry-After": "1"})
+        await app(scope, receive, send)
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its own signal handlers: what a signal means is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Serving:
+    """One run of the server."""
+
+    def __init__(self, server_args: ServerArgs, listener: socket.socket, child_module: str) -> None:
+        self._server_args = server_args
+        self._listener = listener
+        self._child_module = child_module
+        self._gate = _Gate()
+        self._signals: list[signal.Signals] = []
+        self._signalled = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        http = _Uvicorn(self._uvicorn_config())
+        serving = loop.create_task(http.serve(sockets=[self._listener]))
+        try:
+            return await self._run_engine()
+        finally:
+            http.should_exit = True
+            await serving
+
+    async def _run_engine(self) -> int:
+        starting = asyncio.create_task(EngineCore.start(self._server_args, child_module=self._child_module))
+        await self._first_of(starting)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait([starting])
+            if not starting.cancelled() and starting.exception() is None:
+                await starting.result().stop()
+            return 128 + self._signals[0]
+        try:
+            core = starting.result()
+        except (ValueError, OSError, TercetError) as error:
+            logger.error("Can't start: %s", error)
+            return 1
+        try:
+            self._gate.app = create_app(core.tokenizer_manager)
+            logger.info("Tercet is ready: %s (model %s)", self._url(), self._server_args.model_name)
+            await self._first_of(core.died)
+            if core.died.done():
+                await self._wait_for_signal(GRACE_AFTER_DEATH_S)
+                return 1
+            await self._drain(core)
+            return 0
+        finally:
+            await core.stop()
+
+    async def _drain(self, core: EngineCore) -> None:
+        """No new requests; returns when the running ones are through, or their time is."""
+        manager = core.tokenizer_manager
+        manager.draining = True
+        logger.info("Shutting down: %d requests are running", manager.num_unfinished)
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        while manager.num_unfinished and len(self._signals) < 2 and not core.died.done():
+            if time.monotonic() > deadline:
+                logger.warning("%d requests did not finish in time", manager.num_unfinished)
+                break
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def _first_of(self, work: asyncio.Future[Any]) -> None:
+        """Returns when the work is done or a signal has come."""
+        signalled = asyncio.create_task(self._signalled.wait())
+        await asyncio.wait([work, signalled], return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
+
+    async def _wait_for_signal(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._signalled.wait(), timeout_s)
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        self._signals.append(signum)
+        self._signalled.set()
+
+    def _url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _uvicorn_config(self) -> uvicorn.Config:
+        return uvicorn.Config(
+            self._gate,
+            http=BoundedHttpProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=self._server_args.log_level == "debug",
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+        )

@@ -1,0 +1,139 @@
+"""Children without a model: real processes, real links, made-up tokens. `FAKE_CHILD` chooses how the scheduler fails.
+
+Run as `python -m fake_child ROLE` in place of `tercet.srt.entrypoints.child`. Token i of an answer is 100 + i and its
+text "<i> ", 10 ms apart.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+import zmq
+
+from tercet.srt.entrypoints import child
+from tercet.srt.io_struct import (
+    AbortReq,
+    BatchTextOut,
+    BatchTokenOut,
+    DetokenizerReady,
+    FinishReason,
+    FlushCacheReply,
+    FlushCacheReq,
+    GenerateReq,
+    Heartbeat,
+    LengthFinish,
+    SchedulerReady,
+    SchedulerState,
+    StateReply,
+    StateReq,
+    TextOut,
+    ToDetokenizer,
+    TokenOut,
+    ToScheduler,
+    unpack_ids,
+)
+from tercet.srt.ipc import Receiver, RunDir, Sender
+
+MODULE = "fake_child"
+FACTS = SchedulerReady(
+    max_total_num_tokens=10_000,
+    max_running_requests=256,
+    max_req_input_len=500,
+    context_len=512,
+    vocab_size=1000,
+    dtype="float32",
+    device="cpu",
+    attention_backend="torch",
+    weight_bytes=1,
+    kv_bytes=2,
+)
+
+
+@dataclass
+class Running:
+    num_prompt: int
+    max_new: int
+    num_done: int = 0
+
+
+def run_scheduler(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
+    behaviour = os.environ.get("FAKE_CHILD", "")
+    if behaviour == "user error":
+        raise ValueError("the weights are of the wrong kind")
+    if behaviour == "bug":
+        raise RuntimeError("something broke")
+    if behaviour == "exit":
+        os._exit(7)
+    if behaviour == "slow start":
+        time.sleep(60)
+    context = zmq.Context()
+    receiver: Receiver = Receiver(context, run_dir.scheduler, ToScheduler)
+    detokenizer: Sender = Sender(context, run_dir.detokenizer)
+    tokenizer: Sender = Sender(context, run_dir.tokenizer)
+    on_ready(FACTS)
+    running: dict[str, Running] = {}
+    while not should_stop() or behaviour == "deaf":
+        receiver.wait(0.01)
+        for message in receiver.drain():
+            if isinstance(message, GenerateReq):
+                num_prompt = len(unpack_ids(message.input_ids))
+                running[message.rid] = Running(num_prompt, message.sampling.max_new_tokens or 1)
+            elif isinstance(message, AbortReq):
+                running.pop(message.rid or "", None)
+            elif isinstance(message, FlushCacheReq):
+                tokenizer.send(FlushCacheReply(message.call_id, not running, len(running)))
+            elif isinstance(message, StateReq):
+                tokenizer.send(StateReply(message.call_id, _state(len(running))))
+        tokenizer.send(Heartbeat(len(running), 0))
+        outs = [_step(rid, request) for rid, request in running.items()]
+        for out in outs:
+            if out.finish is not None:
+                del running[out.rid]
+        if outs:
+            detokenizer.send(BatchTokenOut(outs))
+            time.sleep(0.01)
+
+
+def _step(rid: str, request: Running) -> TokenOut:
+    token = 100 + request.num_done
+    request.num_done += 1
+    finish: FinishReason | None = None
+    if request.num_done >= request.max_new:
+        finish = LengthFinish(request.num_done)
+    return TokenOut(rid, [token], finish, request.num_prompt, request.num_done, 0, 0)
+
+
+def _state(num_running: int) -> SchedulerState:
+    return SchedulerState(num_running, 0, 1, 2, 3, 4, FACTS.max_total_num_tokens, 0.0, 0.0, 0, 0, 0, 0, 0.5, 1, 2)
+
+
+def run_detokenizer(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
+    context = zmq.Context()
+    receiver: Receiver = Receiver(context, run_dir.detokenizer, ToDetokenizer)
+    sender: Sender = Sender(context, run_dir.tokenizer)
+    on_ready(DetokenizerReady())
+    while not should_stop():
+        receiver.wait(0.05)
+        for message in receiver.drain():
+            sender.send(BatchTextOut([_text(out) for out in message.outs]))
+
+
+def _text(out: TokenOut) -> TextOut:
+    text = "".join(f"<{token - 100}> " for token in out.token_ids)
+    return TextOut(
+        out.rid,
+        text,
+        out.token_ids,
+        out.finish,
+        out.prompt_tokens,
+        out.completion_tokens,
+        out.cached_tokens,
+        out.num_retractions,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(child.main({"scheduler": run_scheduler, "detokenizer": run_detokenizer}))

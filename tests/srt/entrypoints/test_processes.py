@@ -1,0 +1,249 @@
+"""Starting, watching and ending child processes: real ones, with a made-up model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fake_child
+import psutil
+import pytest
+
+from tercet.srt.cores import cgroup_quota, usable_cores
+from tercet.srt.entrypoints.engine_core import EngineCore
+from tercet.srt.entrypoints.handshake import ReportReader, write_frame
+from tercet.srt.entrypoints.processes import ChildProcess, stop_children
+from tercet.srt.errors import EngineDead
+from tercet.srt.io_struct import DetokenizerReady, LengthFinish
+from tercet.srt.ipc import RunDir
+from tercet.srt.sampling_params import SamplingParams
+from tercet.srt.server_args import ServerArgs
+
+TOY_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "vocab_size": fake_child.FACTS.vocab_size,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def server_args(tmp_path: Path) -> ServerArgs:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TOY_CONFIG))
+    return ServerArgs(model_path=str(config), load_format="dummy", skip_tokenizer_init=True, sampling_defaults="openai")
+
+
+@pytest.fixture(autouse=True)
+def run_dirs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's run directories go; short, as a socket's name has to be."""
+    path = tmp_path_factory.mktemp("r")
+    monkeypatch.setattr("tempfile.tempdir", str(path))
+    return path
+
+
+async def _start(server_args: ServerArgs) -> EngineCore:
+    return await EngineCore.start(server_args, child_module=fake_child.MODULE)
+
+
+def _is_gone(pid: int, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_request_goes_round(server_args: ServerArgs, run_dirs: Path) -> None:
+    async def scenario() -> None:
+        core = await _start(server_args)
+        (generation,) = await core.tokenizer_manager.submit([1, 2, 3], SamplingParams(max_new_tokens=4))
+        out = await generation.result()
+        assert (out.text, out.finish) == ("<0> <1> <2> <3> ", LengthFinish(4))
+        assert os.listdir(run_dirs)
+        await core.stop()
+        await core.stop()
+        assert not core.died.done()
+        assert all(_is_gone(pid, 0.1) for pid in core.child_pids.values())
+
+    asyncio.run(scenario())
+    assert os.listdir(run_dirs) == []
+    assert psutil.Process().children() == []
+
+
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
+def test_a_killed_child_fails_every_request_within_two_seconds(
+    server_args: ServerArgs, run_dirs: Path, role: str
+) -> None:
+    async def scenario() -> None:
+        core = await _start(server_args)
+        manager = core.tokenizer_manager
+        running = []
+        for _ in range(16):
+            running += await manager.submit([1], SamplingParams(max_new_tokens=400))
+        await anext(aiter(running[0].__aiter__()))
+        results = [asyncio.ensure_future(generation.result()) for generation in running[1:]]
+        os.kill(core.child_pids[role], signal.SIGKILL)
+        started = time.monotonic()
+        outs = await asyncio.wait_for(asyncio.gather(*results), 2)
+        assert time.monotonic() - started < 2
+        for out in outs:
+            assert out.finish is not None
+            assert out.finish.err_type == "EngineDead"
+            assert "signal 9" in out.finish.message
+        assert not manager.is_healthy
+        assert role in await core.died
+        with pytest.raises(EngineDead):
+            await manager.submit([1], SamplingParams())
+        await core.stop()
+
+    asyncio.run(scenario())
+    assert os.listdir(run_dirs) == []
+    assert psutil.Process().children() == []
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error", "words"),
+    [
+        ("user error", ValueError, "the weights are of the wrong kind"),
+        ("bug", EngineDead, "RuntimeError: something broke"),
+        ("exit", EngineDead, r"scheduler process died while it started \(exit code 7\)"),
+    ],
+)
+def test_a_failed_start_says_why_and_leaves_nothing(
+    server_args: ServerArgs,
+    run_dirs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    behaviour: str,
+    error: type[Exception],
+    words: str,
+) -> None:
+    monkeypatch.setenv("FAKE_CHILD", behaviour)
+    with pytest.raises(error, match=words):
+        asyncio.run(asyncio.wait_for(_start(server_args), 20))
+    assert os.listdir(run_dirs) == []
+    assert psutil.Process().children() == []
+
+
+def test_a_parent_that_fails_after_its_children_are_ready_leaves_nothing(
+    server_args: ServerArgs, run_dirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no manager today")
+
+    monkeypatch.setattr("tercet.srt.entrypoints.engine_core.TokenizerManager", broken)
+    with pytest.raises(RuntimeError, match="no manager today"):
+        asyncio.run(_start(server_args))
+    assert os.listdir(run_dirs) == []
+    assert psutil.Process().children() == []
+
+
+def test_a_start_can_be_cancelled(server_args: ServerArgs, run_dirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_CHILD", "slow start")
+
+    async def scenario() -> None:
+        starting = asyncio.create_task(_start(server_args))
+        while len(psutil.Process().children()) < 2:
+            await asyncio.sleep(0.01)
+        starting.cancel()
+        await asyncio.wait([starting], timeout=3)
+        assert starting.cancelled()
+
+    asyncio.run(scenario())
+    assert os.listdir(run_dirs) == []
+    assert psutil.Process().children() == []
+
+
+def test_a_child_that_is_deaf_to_sigterm_is_killed(server_args: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_CHILD", "deaf")
+    monkeypatch.setattr("tercet.srt.entrypoints.processes._STOP_TIMEOUT_S", 0.3)
+
+    async def scenario() -> None:
+        run_dir = RunDir.create()
+        child = ChildProcess("scheduler", server_args, run_dir, fake_child.MODULE)
+        await child.ready
+        await stop_children([child])
+        assert "signal 9" in child.ended.result()
+        run_dir.remove()
+
+    asyncio.run(scenario())
+
+
+HOLDER = """
+import asyncio, sys
+from tercet.srt.entrypoints.engine_core import EngineCore
+from tercet.srt.server_args import ServerArgs
+
+async def main():
+    args = ServerArgs(model_path=sys.argv[1], load_format="dummy", skip_tokenizer_init=True, sampling_defaults="openai")
+    core = await EngineCore.start(args, child_module="fake_child")
+    sys.stdout.write(" ".join(map(str, core.child_pids.values())) + "\\n")
+    sys.stdout.flush()
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_children_follow_a_killed_parent_and_take_the_sockets_along(server_args: ServerArgs, run_dirs: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(run_dirs), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, server_args.model_path], stdout=subprocess.PIPE, env=environment
+    ) as holder:
+        assert holder.stdout is not None
+        pids = [int(word) for word in holder.stdout.readline().split()]
+        assert len(pids) == 2
+        assert os.listdir(run_dirs)
+        holder.kill()
+    assert all(_is_gone(pid, 2) for pid in pids)
+    assert os.listdir(run_dirs) == []
+
+
+def test_a_report_may_come_in_pieces() -> None:
+    read_end, write_end = os.pipe()
+    write_frame(write_end, DetokenizerReady())
+    data = os.read(read_end, 1000)
+    os.close(read_end)
+    os.close(write_end)
+    reader = ReportReader()
+    reports = [reader.feed(data[i : i + 1]) for i in range(len(data))]
+    assert reports == [None] * (len(data) - 1) + [DetokenizerReady()]
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "quota"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, 1.5),
+        ("0::/outside\n", {"cpu.max": "50000 100000"}, 0.5),
+        ("1:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "200000", "cpu/x/cpu.cfs_period_us": "100000"}, 2.0),
+        ("1:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("", {}, None),
+    ],
+)
+def test_cpu_quota_of_both_cgroup_versions(
+    tmp_path: Path, own: str, files: dict[str, str], quota: float | None
+) -> None:
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert cgroup_quota(tmp_path / "root", tmp_path / "own") == quota
+
+
+def test_usable_cores_is_at_least_one_and_at_most_the_affinity_mask() -> None:
+    assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
