@@ -20,9 +20,7 @@ def abort_finish(error: TercetError) -> AbortFinish:
 class ResultProcessor:
     """Ends requests; nobody else does."""
 
-    def __init__(
-        self, kv: KVCacheManager, queues: RequestQueues, io: SchedulerIO, metrics: SchedulerMetrics
-    ) -> None:
+    def __init__(self, kv: KVCacheManager, queues: RequestQueues, io: SchedulerIO, metrics: SchedulerMetrics) -> None:
         self._kv = kv
         self._queues = queues
         self._io = io

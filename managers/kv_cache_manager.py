@@ -154,7 +154,7 @@ class KVCacheManager:
         req.node = None
 
     def _insert(self, req: Req, num_tokens: int) -> int:
-        """Offers the first `num_tokens` tokens to the cache and frees our copies of what it had; how many it has now."""
+        """Offers the first `num_tokens` tokens to the cache, frees our copies of what it had; how many it has now."""
         slots = self._table[req.row, :num_tokens]
         result = self.cache.insert(req.token_ids()[:num_tokens], slots, req.namespace)
         if result.duplicate_len > req.locked_len:

@@ -158,9 +158,7 @@ class Req:
         """What the client has not heard yet."""
         options = None
         if self.num_sent == 0:
-            options = DecodeOptions(
-                self.sampling.skip_special_tokens, self.sampling.no_stop_trim, list(self.sampling.stop_strings)
-            )
+            options = decode_options(self.sampling)
         news = TokenOut(
             rid=self.rid,
             token_ids=self.output_ids[self.num_sent :],
@@ -173,3 +171,8 @@ class Req:
         )
         self.num_sent = len(self.output_ids)
         return news
+
+
+def decode_options(params: SamplingParams) -> DecodeOptions:
+    """What decoding has to know of a request's wishes."""
+    return DecodeOptions(params.skip_special_tokens, params.no_stop_trim, list(params.stop_strings))

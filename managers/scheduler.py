@@ -30,7 +30,7 @@ from ..srt.io_struct import (
 )
 from .batch_result import ResultProcessor
 from .kv_cache_manager import KVCacheManager
-from .planner import Planner, PlanLimits
+from .planner import PlanLimits, Planner
 from .req_factory import ReqFactory
 from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch

@@ -11,8 +11,8 @@ from ..srt.io_struct import (
     BatchTokenOut,
     GenerateReq,
     Heartbeat,
-    TokenOut,
     ToDetokenizer,
+    TokenOut,
     ToScheduler,
     ToTokenizer,
 )

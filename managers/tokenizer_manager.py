@@ -186,7 +186,9 @@ class TokenizerManager:
             raise InvalidRequest(f"sampling parameters: {error}") from error
         sampling.check_vocab(self.facts.vocab_size)
         if self.tokenizer is None and sampling.stop_strings:
-            raise InvalidRequest("stop needs a tokenizer, and this engine runs with --skip-tokenizer-init", param="stop")
+            raise InvalidRequest(
+                "stop needs a tokenizer, and this engine runs with --skip-tokenizer-init", param="stop"
+            )
         return sampling
 
     async def submit(

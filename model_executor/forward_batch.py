@@ -1,4 +1,4 @@
-"""What one step of the model takes: `StepInputs` from the scheduler (numpy, host), `ForwardBatch` for the model (tensors).
+"""What one step of the model takes: `StepInputs` from the scheduler (numpy, host), `ForwardBatch` on the device.
 
 The newest token of every row stays on the device (`ModelRunner.future_tokens`), so a decode step needs no token from
 the host: the scheduler can plan step N+1 while the tokens of step N are not home yet.

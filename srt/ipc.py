@@ -96,9 +96,7 @@ class AsyncReceiver(Generic[T]):
     It watches ZeroMQ's file descriptor itself. That descriptor is edge-triggered, so every wake-up drains the socket.
     """
 
-    def __init__(
-        self, context: zmq.Context[Any], address: str, union: Any, on_message: Callable[[T], None]
-    ) -> None:
+    def __init__(self, context: zmq.Context[Any], address: str, union: Any, on_message: Callable[[T], None]) -> None:
         self._receiver: Receiver[T] = Receiver(context, address, union)
         self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop | None = None

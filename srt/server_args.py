@@ -75,8 +75,13 @@ class ServerArgs:
     max_total_tokens: Annotated[int | None, Setting("Tokens of the KV pool; default: from the memory")] = None
     max_running_requests: Annotated[int, Setting("Requests that may run at once")] = 256
     max_queued_requests: Annotated[int, Setting("Requests that may wait; one more is answered 503")] = 4096
-    chunked_prefill_size: Annotated[int, Setting("Most tokens of one prompt in one step")] = 2048
-    max_prefill_tokens: Annotated[int, Setting("Most prompt tokens of all requests in one step")] = 16384
+    chunked_prefill_size: Annotated[
+        int | None, Setting("Most tokens of one prompt in one step; default: 8192 on a GPU, 1024 on a CPU")
+    ] = None
+    max_prefill_tokens: Annotated[
+        int | None,
+        Setting("Most prompt tokens of all requests in one step; default: 16384 on a GPU, 2048 on a CPU"),
+    ] = None
     enable_mixed_chunk: Annotated[bool, Setting("Decode running requests in the same step as a prefill")] = False
     schedule_policy: Annotated[
         Literal["fcfs", "lpm"], Setting("Order of the waiting queue: arrival, or longest cached prefix first")
@@ -112,18 +117,13 @@ class ServerArgs:
                 raise ValueError(f"{_flag(name)} must be at least 1, got {value}")
         if self.page_size > 1024:
             raise ValueError(f"--page-size must be at most 1024, got {self.page_size}")
-        if self.chunked_prefill_size < self.page_size:
-            raise ValueError(
-                f"--chunked-prefill-size must hold a page ({self.page_size} tokens), got {self.chunked_prefill_size}"
-            )
-        if self.max_prefill_tokens < self.page_size:
-            raise ValueError(
-                f"--max-prefill-tokens must hold a page ({self.page_size} tokens), got {self.max_prefill_tokens}"
-            )
-        if self.max_total_tokens is not None and self.max_total_tokens < 2 * self.page_size:
-            raise ValueError(
-                f"--max-total-tokens must hold two pages ({2 * self.page_size} tokens), got {self.max_total_tokens}"
-            )
+        for name, num_pages in (("chunked_prefill_size", 1), ("max_prefill_tokens", 1), ("max_total_tokens", 2)):
+            value = getattr(self, name)
+            least = num_pages * self.page_size
+            if value is not None and value < least:
+                raise ValueError(
+                    f"{_flag(name)} must be at least {least} with --page-size {self.page_size}, got {value}"
+                )
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be in [0, 65535], got {self.port}")
         if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:

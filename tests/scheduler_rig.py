@@ -6,8 +6,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
-from fakes import FakeInbox, FakeOutbox, FakeRunner
 
+from fakes import FakeInbox, FakeOutbox, FakeRunner
 from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.planner import PlanLimits
 from tercet.managers.req_factory import ReqFactory

@@ -1,13 +1,14 @@
-"""The scheduler on the fake runner: outputs never depend on the schedule, and every slot is accounted for every turn."""
+"""The scheduler on the fake runner: outputs never depend on the schedule, every slot is accounted for every turn."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from fakes import expected_output
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_rig import Rig
 
+from fakes import expected_output
 from tercet.srt.errors import InvalidLogits, PromptTooLong, QueueFull
 from tercet.srt.io_struct import AbortFinish, FlushCacheReq, LengthFinish, StateReq, StopFinish
 
@@ -242,7 +243,7 @@ def test_a_lost_slot_is_found_repaired_and_counted() -> None:
     rig = Rig(audit=False)
     rig.add("r", list(range(40)))
     rig.turn()
-    rig.kv.allocator.alloc_extend(*(arr.astype("int32") for arr in __import__("numpy").array([[0], [3], [0]])))
+    rig.kv.allocator.alloc_extend(*np.array([[0], [3], [0]], dtype=np.int32))
     rig.run()
     assert rig.scheduler.state().num_kv_repairs == 1
     rig.add("next", list(range(40)))

@@ -1,0 +1,161 @@
+"""The scheduler's process: loads the model, builds the scheduler around it, says what fits, and loops."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from ..mem_cache.allocator import BaseAllocator, PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from ..mem_cache.base_prefix_cache import BasePrefixCache
+from ..mem_cache.chunk_cache import ChunkCache
+from ..mem_cache.radix_cache import RadixCache
+from ..mem_cache.req_to_token_pool import ReqToTokenPool
+from ..model_executor.model_runner import ModelRunner
+from ..srt.io_struct import SchedulerReady, ToDetokenizer, ToScheduler, ToTokenizer
+from ..srt.ipc import Receiver, RunDir, Sender
+from ..srt.model_config import ModelConfig
+from ..srt.sampling_params import SamplingParams
+from ..srt.server_args import ServerArgs
+from ..srt.tokenizer import Tokenizer, load_tokenizer
+from .kv_cache_manager import KVCacheManager
+from .planner import PlanLimits
+from .req import decode_options
+from .req_factory import ReqFactory
+from .scheduler import Scheduler
+from .scheduler_io import SchedulerIO
+from .scheduler_metrics import SchedulerMetrics
+from .text_stream import StopStringChecker
+
+logger = logging.getLogger(__name__)
+
+
+def run_scheduler(
+    server_args: ServerArgs,
+    model_config: ModelConfig,
+    run_dir: RunDir,
+    on_ready: Callable[[SchedulerReady], None],
+    should_stop: Callable[[], bool],
+) -> None:
+    """Runs until `should_stop()`, which is asked at least twice a second when nothing runs, else after each step.
+
+    Raises ValueError for settings that do not fit the model or the machine.
+    """
+    tokenizer = None
+    if not server_args.skip_tokenizer_init:
+        tokenizer = load_tokenizer(server_args.model_path, server_args.tokenizer_path)
+    runner = ModelRunner(
+        model_config,
+        max_running_requests=server_args.max_running_requests,
+        device=server_args.device,
+        dtype=server_args.dtype,
+        attention_backend=server_args.attention_backend,
+        page_size=server_args.page_size,
+        context_len=_context_len(server_args, model_config),
+        mem_fraction_static=server_args.mem_fraction_static,
+        max_total_tokens=server_args.max_total_tokens,
+        seed=server_args.random_seed,
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox: Receiver[ToScheduler] = Receiver(context, run_dir.scheduler, ToScheduler)
+    detokenizer_link: Sender[ToDetokenizer] = Sender(context, run_dir.detokenizer)
+    tokenizer_link: Sender[ToTokenizer] = Sender(context, run_dir.tokenizer)
+    io = SchedulerIO(inbox, detokenizer_link, tokenizer_link)
+    scheduler = build_scheduler(server_args, model_config, runner, tokenizer, io)
+    on_ready(_facts(runner, model_config))
+    scheduler.run(should_stop)
+    inbox.close()
+    detokenizer_link.close()
+    tokenizer_link.close()
+    context.term()
+
+
+def build_scheduler(
+    server_args: ServerArgs,
+    model_config: ModelConfig,
+    runner: ModelRunner,
+    tokenizer: Tokenizer | None,
+    io: SchedulerIO,
+) -> Scheduler:
+    """The scheduler of a loaded model, with its pools and its cache."""
+    pool = ReqToTokenPool(runner.num_rows, runner.context_len)
+    runner.bind(pool.req_to_token)
+    allocator, cache = _memory(server_args, runner.max_total_num_tokens)
+    on_cpu = runner.device.type == "cpu"
+    return Scheduler(
+        PlanLimits(
+            max_prefill_tokens=server_args.max_prefill_tokens or (2048 if on_cpu else 16384),
+            chunked_prefill_size=server_args.chunked_prefill_size or (1024 if on_cpu else 8192),
+            enable_mixed_chunk=server_args.enable_mixed_chunk,
+            schedule_policy=server_args.schedule_policy,
+            schedule_conservativeness=server_args.schedule_conservativeness,
+        ),
+        runner,
+        KVCacheManager(pool, allocator, cache),
+        io,
+        ReqFactory(
+            eos_ids=model_config.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+            max_total_tokens=_max_total_tokens(runner),
+            max_queued_requests=server_args.max_queued_requests,
+            stream_interval=server_args.stream_interval,
+            make_stop_checker=lambda params: _stop_checker(tokenizer, params),
+        ),
+        SchedulerMetrics(server_args.decode_log_interval, runner.weight_bytes, runner.kv_bytes),
+        enable_overlap=not server_args.disable_overlap_schedule,
+    )
+
+
+def _memory(server_args: ServerArgs, num_tokens: int) -> tuple[BaseAllocator, BasePrefixCache]:
+    page_size = server_args.page_size
+    allocator: BaseAllocator
+    if page_size == 1:
+        allocator = TokenToKVPoolAllocator(num_tokens)
+    else:
+        allocator = PagedTokenToKVPoolAllocator(num_tokens, page_size)
+    if server_args.disable_radix_cache:
+        return allocator, ChunkCache(page_size)
+    return allocator, RadixCache(allocator, page_size, server_args.radix_eviction_policy)
+
+
+def _stop_checker(tokenizer: Tokenizer | None, params: SamplingParams) -> StopStringChecker:
+    assert tokenizer is not None, "the TokenizerManager refuses stop strings without a tokenizer"
+    return StopStringChecker(tokenizer, decode_options(params))
+
+
+def _context_len(server_args: ServerArgs, model_config: ModelConfig) -> int:
+    asked = server_args.context_length
+    if asked is not None and asked > model_config.context_len:
+        raise ValueError(f"--context-length must be at most the model's {model_config.context_len}, got {asked}")
+    return asked or model_config.context_len
+
+
+def _max_total_tokens(runner: ModelRunner) -> int:
+    """Prompt and output of the longest request: both the context and the KV pool must hold it."""
+    return min(runner.context_len, runner.max_total_num_tokens)
+
+
+def _facts(runner: ModelRunner, model_config: ModelConfig) -> SchedulerReady:
+    facts = SchedulerReady(
+        max_total_num_tokens=runner.max_total_num_tokens,
+        max_running_requests=runner.num_rows,
+        max_req_input_len=_max_total_tokens(runner) - 1,
+        context_len=runner.context_len,
+        vocab_size=model_config.vocab_size,
+        dtype=str(runner.dtype).removeprefix("torch."),
+        device=str(runner.device),
+        attention_backend=runner.attention_backend,
+        weight_bytes=runner.weight_bytes,
+        kv_bytes=runner.kv_bytes,
+    )
+    logger.info(
+        "Model loaded: %s on %s, %.0f MiB of weights, KV pool of %d tokens (%.0f MiB), context %d, %s attention",
+        facts.dtype,
+        facts.device,
+        facts.weight_bytes / 2**20,
+        facts.max_total_num_tokens,
+        facts.kv_bytes / 2**20,
+        facts.context_len,
+        facts.attention_backend,
+    )
+    return facts
