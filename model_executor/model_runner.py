@@ -136,8 +136,7 @@ class ModelRunner:
 
     def _to_device(self, step: StepInputs) -> tuple[ForwardBatch, torch.Tensor]:
         """The batch, and the rows (int64) that are sampled."""
-        table, host_table = self._table, self._host_table
-        assert table is not None and host_table is not None, "bind() comes first"
+        table = self._updated_table(step)
         if step.mode is ForwardMode.DECODE:
             rows, seq_lens, slots = self._send(step.rows, step.seq_lens, step.out_cache_loc)
             positions = seq_lens - 1
@@ -160,30 +159,27 @@ class ModelRunner:
 
         extend_lens, input_ids, sampled = step.extend_lens, step.input_ids, step.sampled
         assert extend_lens is not None and input_ids is not None and sampled is not None
-        start_loc = np.concatenate(([0], np.cumsum(extend_lens)))
-        prefix_lens = step.seq_lens - extend_lens
-        positions_host = _ranges(prefix_lens, extend_lens)
-        last_tokens = (start_loc[1:] - 1)[sampled]
-        from_device = np.flatnonzero(input_ids == FROM_DEVICE)
-        device_rows = np.repeat(step.rows, extend_lens)[from_device]
-        if self.device.type == "cpu":
-            table_index = table_slots = np.empty(0, np.int64)
-        else:
-            assert step.table_starts is not None
-            new_lens = step.seq_lens - step.table_starts
-            table_rows = np.repeat(step.rows.astype(np.int64), new_lens)
-            table_index = table_rows * self.context_len + _ranges(step.table_starts, new_lens)
-            table_slots = host_table.reshape(-1)[table_index]
-        sent = self._send(
-            step.rows, step.seq_lens, step.out_cache_loc, input_ids, positions_host, last_tokens, start_loc,
-            prefix_lens, step.rows[sampled], from_device, device_rows, table_index, table_slots,
-        )  # fmt: skip
-        rows, seq_lens, slots, ids, positions, last, starts, prefixes, sampled_rows, *rest = sent
-        ids_at, ids_of, entries_at, entries = rest
-        if len(from_device):
-            ids[ids_at] = self.future_tokens[ids_of]
-        if len(table_index):
-            table.view(-1)[entries_at] = entries.int()
+        prefix_lens_host = step.seq_lens - extend_lens
+        start_loc_host = np.concatenate(([0], np.cumsum(extend_lens)))
+        last_tokens = (start_loc_host[1:] - 1)[sampled]
+        unknown = np.flatnonzero(input_ids == FROM_DEVICE)
+        rows, seq_lens, slots, ids, positions, starts, prefix_lens, last, sampled_rows, unknown_at, unknown_rows = (
+            self._send(
+                step.rows,
+                step.seq_lens,
+                step.out_cache_loc,
+                input_ids,
+                _ranges(prefix_lens_host, extend_lens),
+                start_loc_host,
+                prefix_lens_host,
+                last_tokens,
+                step.rows[sampled],
+                unknown,
+                np.repeat(step.rows, extend_lens)[unknown],
+            )
+        )
+        if len(unknown):
+            ids[unknown_at] = self.future_tokens[unknown_rows]
         return ForwardBatch(
             mode=step.mode,
             rows=rows,
@@ -194,10 +190,21 @@ class ModelRunner:
             req_to_token=table,
             logits_indices=last,
             extend_start_loc=starts,
-            prefix_lens=prefixes,
+            prefix_lens=prefix_lens,
             seq_lens_host=step.seq_lens,
             extend_lens_host=extend_lens,
         ), sampled_rows
+
+    def _updated_table(self, step: StepInputs) -> torch.Tensor:
+        """The device's row table with this step's changes of the host's."""
+        table, host_table = self._table, self._host_table
+        assert table is not None and host_table is not None, "bind() comes first"
+        if self.device.type != "cpu" and step.table_updates:
+            rows, starts, ends = np.array(step.table_updates, dtype=np.int64).T
+            index_host = np.repeat(rows * self.context_len, ends - starts) + _ranges(starts, ends - starts)
+            index, slots = self._send(index_host, host_table.reshape(-1)[index_host])
+            table.view(-1)[index] = slots.int()
+        return table
 
     def _send(self, *arrays: npt.NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
         """Integer arrays as int64 tensors on the device: one transfer for all, and no waiting for it."""
