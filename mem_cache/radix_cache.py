@@ -169,7 +169,7 @@ class RadixCache(BasePrefixCache):
             self._push(path[-1])
 
     def _split(self, node: _Node, upper_len: int) -> _Node:
-        """Cut an edge in two and return the new upper node.
+        """Cut an edge in two and return the new upper node, which the caller touches.
 
         `node` stays the lower one: it still ends where it ended, so the handles and locks on it keep their
         meaning.
@@ -179,7 +179,6 @@ class RadixCache(BasePrefixCache):
         upper_tokens, upper_slots = node.tokens[:upper_len].copy(), node.slots[:upper_len].copy()
         upper = _Node(node.parent, node.key, upper_tokens, upper_slots, node.created, node.priority)
         upper.lock_count = node.lock_count
-        upper.last_access = node.last_access
         upper.num_uses = node.num_uses
         node.parent.children[node.key] = upper
         node.tokens = node.tokens[upper_len:].copy()
@@ -300,7 +299,7 @@ class RadixCache(BasePrefixCache):
         self._bound_heap()
 
     def _bound_heap(self) -> None:
-        """Drop void entries once they are more than half. At most num_nodes stay, so it cannot recur at once."""
+        """Drop void entries once they are more than half; it cannot recur before as many pushes."""
         if len(self._heap) > 2 * self.num_nodes + _HEAP_SLACK:
             self._heap = [entry for entry in self._heap if entry[1] == entry[2].ticket]
             heapq.heapify(self._heap)

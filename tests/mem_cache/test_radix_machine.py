@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from hypothesis import settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from prefix_model import PrefixModel
@@ -202,6 +203,47 @@ class PagesOf4(CacheMachine):
 
 class PagesOf16(CacheMachine):
     page_size = 16
+
+
+TURNS = st.lists(
+    st.tuples(
+        st.sampled_from(["insert", "insert", "look", "use", "evict"]),
+        st.lists(st.integers(0, 2), min_size=1, max_size=5),
+        st.integers(0, 1),
+    ),
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("policy", sorted(EVICT_POLICIES))
+@given(turns=TURNS)
+def test_pages_go_in_the_order_of_the_model(policy: str, turns: list[tuple[str, list[int], int]]) -> None:
+    """Small evictions from a tree that many inserts, matches and locks have shaped: each must take the same page."""
+    allocator = make_allocator(1000, 1)
+    cache = RadixCache(allocator, 1, policy)
+    model = PrefixModel(1, policy)
+    for turn, tokens, number in turns:
+        if turn == "insert":
+            slots = allocator.alloc_extend(i32([0]), i32([len(tokens)]), i32([0]))
+            assert slots is not None
+            duplicate_len, _ = cache.insert(i32(tokens), slots, priority=number)
+            model.insert("", tokens, slots.tolist(), number)
+            allocator.free(slots[:duplicate_len])
+        elif turn == "evict":
+            assert cache.evict(1 + number) == model.evict(1 + number)
+        else:
+            match = cache.match(i32(tokens))
+            assert match.slots.tolist() == model.match("", tokens)
+            if turn == "use":
+                cache.lock(match.node)
+                cache.unlock(match.node)
+                model.lock("", tokens)
+                model.unlock("", tokens)
+        assert sorted(cache.audit().tolist()) == sorted(model.slots())
+    while model.pages:
+        assert cache.evict(1) == model.evict(1) == 1
+        assert sorted(cache.audit().tolist()) == sorted(model.slots())
+    allocator.audit(cache.audit())
 
 
 MACHINE_SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None)
