@@ -1,0 +1,264 @@
+"""Endpoints about the engine: health, facts, load, cache, aborts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+import uuid
+from typing import Annotated, Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from ..errors import EngineBusy, EngineDead, InvalidRequest
+from ..io_struct import AbortFinish, SchedulerState
+from .routing import Server, json_response
+from .wire import BodyCodec, Wire, doc, shown
+
+_MAX_FLUSH_WAIT_S = 3600.0
+_GIB = 2**30
+
+
+class Status(msgspec.Struct, frozen=True):
+    status: str
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """Answer of /model_info."""
+
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    is_generation: bool
+    preferred_sampling_params: dict[str, Any] | None
+    """What a request gets that sets nothing, where it is not the API's own default."""
+    weight_version: str
+    load_format: str
+    model_type: str
+    architectures: list[str]
+    has_image_understanding: bool
+    has_audio_understanding: bool
+
+
+class Load(msgspec.Struct, frozen=True):
+    """An element of the answer of /get_load; tokens are those of requests under way."""
+
+    dp_rank: int
+    num_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+
+
+class LoadDetail(msgspec.Struct, frozen=True):
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    max_running_requests: int
+    token_usage: float
+    gen_throughput: float
+    cache_hit_rate: float
+
+
+class Loads(msgspec.Struct, frozen=True):
+    """Answer of /v1/loads."""
+
+    timestamp: float
+    version: str
+    loads: list[LoadDetail]
+
+
+class FlushAnswer(msgspec.Struct, frozen=True):
+    success: bool
+    message: str
+
+
+class AbortBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Body of /abort_request: one of the two."""
+
+    rid: Annotated[str | None, doc("The request of exactly this name")] = None
+    abort_all: Annotated[bool | None, doc("Every request")] = None
+
+
+class AbortAnswer(msgspec.Struct, frozen=True):
+    aborted: bool
+    """Whether there was such a request."""
+
+
+ABORT_CODEC = BodyCodec(AbortBody)
+
+
+async def health(server: Server, request: Request, body: None) -> ASGIApp:
+    """200 when every process is alive, the scheduler's loop turns and requests are accepted; 503 otherwise."""
+    check_up(server)
+    return json_response(Status("ok"))
+
+
+async def ready(server: Server, request: Request, body: None) -> ASGIApp:
+    """200 when a request would be accepted now; 503 otherwise."""
+    server.manager.check_accepting()
+    return json_response(Status("ready"))
+
+
+def check_up(server: Server) -> None:
+    """Raises EngineDead when the engine is broken, hung or about to stop."""
+    server.manager.check_accepting()
+    if not server.manager.is_healthy:
+        raise EngineDead("the scheduler does not answer")
+
+
+async def health_generate(server: Server, request: Request, body: None) -> ASGIApp:
+    """Runs one token through the whole pipeline; 503 when it does not come out in time."""
+    check_up(server)
+    manager = server.manager
+    sampling = manager.make_sampling({"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True})
+    rid = f"health-{uuid.uuid4().hex}"
+    (generation,) = await manager.submit([0], sampling, rid=rid, cache_salt=rid)
+    try:
+        async with asyncio.timeout(server.health_timeout_s):
+            out = await generation.result()
+    except TimeoutError:
+        raise EngineDead(f"no token within {server.health_timeout_s:g} s") from None
+    finally:
+        generation.abort()
+    if isinstance(out.finish, AbortFinish):
+        raise EngineDead("the probe's request was aborted")
+    return json_response(Status("ok"))
+
+
+async def model_info(server: Server, request: Request, body: None) -> ASGIApp:
+    manager = server.manager
+    args, config = manager.server_args, manager.model_config
+    return json_response(
+        ModelInfo(
+            model_path=args.model_path,
+            tokenizer_path=args.tokenizer_path or args.model_path,
+            served_model_name=args.model_name,
+            is_generation=True,
+            preferred_sampling_params=dict(manager.default_sampling) or None,
+            weight_version="default",
+            load_format=args.load_format,
+            model_type=config.model_type,
+            architectures=[config.architecture],
+            has_image_understanding=False,
+            has_audio_understanding=False,
+        )
+    )
+
+
+async def server_info(server: Server, request: Request, body: None) -> ASGIApp:
+    """Settings as they are in force, without secrets, and the state of the scheduler."""
+    manager = server.manager
+    state = await scheduler_state(server)
+    settings = dataclasses.asdict(manager.server_args)
+    del settings["api_key"]
+    facts = manager.facts
+    # What was "auto" in the settings is what it came to.
+    settings |= {
+        "dtype": facts.dtype,
+        "device": facts.device,
+        "attention_backend": facts.attention_backend,
+        "context_length": facts.context_len,
+        "served_model_name": manager.server_args.model_name,
+    }
+    info = {
+        **settings,
+        "status": "ready" if manager.is_healthy and not manager.draining else "not ready",
+        "version": server.version,
+        "max_total_num_tokens": facts.max_total_num_tokens,
+        "max_req_input_len": facts.max_req_input_len,
+        "internal_states": [_internal_state(server, state)],
+    }
+    return json_response(info)
+
+
+def _internal_state(server: Server, state: SchedulerState) -> dict[str, Any]:
+    memory = {
+        "weight": round(state.weight_bytes / _GIB, 3),
+        "kvcache": round(state.kv_bytes / _GIB, 3),
+        "token_capacity": state.max_total_num_tokens,
+        "graph": 0.0,
+    }
+    return {
+        **msgspec.structs.asdict(state),
+        "memory_usage": memory,
+        "effective_max_running_requests_per_dp": server.manager.facts.max_running_requests,
+        "avg_spec_accept_length": None,
+    }
+
+
+async def scheduler_state(server: Server) -> SchedulerState:
+    """Raises EngineDead when the scheduler does not answer in time."""
+    try:
+        async with asyncio.timeout(server.state_timeout_s):
+            return await server.manager.scheduler_state()
+    except TimeoutError:
+        raise EngineDead(f"the scheduler did not answer within {server.state_timeout_s:g} s") from None
+
+
+async def get_load(server: Server, request: Request, body: None) -> ASGIApp:
+    state = await scheduler_state(server)
+    load = Load(0, state.num_running + state.num_waiting, state.num_waiting, _used_tokens(state))
+    return json_response([load])
+
+
+async def loads(server: Server, request: Request, body: None) -> ASGIApp:
+    state = await scheduler_state(server)
+    used = _used_tokens(state)
+    load = LoadDetail(
+        dp_rank=0,
+        num_running_reqs=state.num_running,
+        num_waiting_reqs=state.num_waiting,
+        num_used_tokens=used,
+        max_total_num_tokens=state.max_total_num_tokens,
+        max_running_requests=server.manager.facts.max_running_requests,
+        token_usage=used / max(state.max_total_num_tokens, 1),
+        gen_throughput=state.last_gen_throughput,
+        cache_hit_rate=state.cache_hit_rate,
+    )
+    return json_response(Loads(time.time(), server.version, [load]))
+
+
+def _used_tokens(state: SchedulerState) -> int:
+    """KV slots that requests hold; what only the prefix cache holds is as good as free."""
+    return state.num_protected_tokens + state.num_private_tokens
+
+
+async def flush_cache(server: Server, request: Request, body: None) -> ASGIApp:
+    """Raises EngineBusy when requests are running or waiting, still after `timeout` seconds."""
+    given = request.query_params.get("timeout", "0")
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = -1.0
+    if not 0 <= timeout_s <= _MAX_FLUSH_WAIT_S:
+        raise InvalidRequest(
+            f"timeout must be seconds in [0, {_MAX_FLUSH_WAIT_S:g}], got {shown(given)}", param="timeout"
+        )
+    try:
+        async with asyncio.timeout(timeout_s + server.state_timeout_s):
+            reply = await server.manager.flush_cache(timeout_s)
+    except TimeoutError:
+        raise EngineDead("the scheduler did not answer") from None
+    if not reply.ok:
+        raise EngineBusy(f"the cache was not flushed: {reply.num_busy} requests are running or waiting")
+    return json_response(FlushAnswer(True, "the prefix cache is empty"))
+
+
+async def abort_request(server: Server, request: Request, body: AbortBody) -> ASGIApp:
+    """Aborts by exact name. Not finding the request is no error: it may just have finished."""
+    if (body.rid is not None) == bool(body.abort_all):
+        raise InvalidRequest("one of rid and abort_all: true is needed", param="rid")
+    manager = server.manager
+    if body.rid is None:
+        aborted = manager.num_unfinished > 0
+        manager.abort_all()
+    elif body.rid in server.batches:
+        aborted = True
+        server.batches[body.rid].abort()
+    else:
+        aborted = manager.abort(body.rid)
+    return json_response(AbortAnswer(aborted))

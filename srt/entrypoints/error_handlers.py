@@ -1,0 +1,87 @@
+"""Errors as clients see them: OpenAI's envelope for every endpoint, whatever went wrong.
+
+A TercetError says its own status, type, code and message. Anything else is a defect: the client gets 500 and a message
+without details, the log gets the traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import ClassVar
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..errors import TercetError
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+_encode = msgspec.json.Encoder().encode
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """`param`: the offending field of the request, where there is one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(msgspec.Struct, frozen=True):
+    """Body of every answer that is not 2xx, and of the error event in a stream."""
+
+    error: ErrorBody
+
+
+class BodyTooLarge(TercetError):
+    status: ClassVar[int] = 413
+    err_type: ClassVar[str] = "invalid_request_error"
+    code: ClassVar[str | None] = "request_too_large"
+
+
+class Unauthorized(TercetError):
+    status: ClassVar[int] = 401
+    err_type: ClassVar[str] = "authentication_error"
+    code: ClassVar[str | None] = "invalid_api_key"
+
+
+def envelope(error: TercetError) -> bytes:
+    """JSON of the error."""
+    return _encode(ErrorEnvelope(ErrorBody(error.message, error.err_type, error.param, error.code)))
+
+
+def internal_error() -> TercetError:
+    """What a client learns of a defect."""
+    return TercetError("internal error: the server's log says more")
+
+
+def error_response(error: TercetError) -> Response:
+    """503 tells when to come back; 401 how to; 413 closes the connection rather than read on."""
+    headers = {}
+    if error.status == 503:
+        headers["retry-after"] = str(RETRY_AFTER_S)
+    elif error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    elif error.status == 413:
+        headers["connection"] = "close"
+    return Response(envelope(error), error.status, headers, "application/json")
+
+
+async def http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own 404 and 405, in the envelope."""
+    assert isinstance(error, HTTPException)
+    path = ascii(request.url.path)[1:-1][:200]
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{request.method} is not allowed on {path}; allowed: {allowed}"
+        body = ErrorBody(message, "invalid_request_error", None, "method_not_allowed")
+    elif error.status_code == 404:
+        message = f"there is no {path}; /docs lists what there is"
+        body = ErrorBody(message, "invalid_request_error", None, "not_found")
+    else:
+        body = ErrorBody(error.detail, "invalid_request_error", None, None)
+    return Response(_encode(ErrorEnvelope(body)), error.status_code, error.headers, "application/json")

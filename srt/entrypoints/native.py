@@ -1,0 +1,296 @@
+"""POST /generate: SGLang's native request and answer."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from ..errors import InvalidRequest
+from ..io_struct import FinishReason, TextOut
+from ..sampling_params import SamplingParams
+from .job import Prompt, Sample
+from .routing import Server
+from .sse import Face, answer, event
+from .wire import BodyCodec, Int32, Int64, Wire, doc, only
+
+T = TypeVar("T")
+
+_NO_LOGPROBS = "log probabilities are not there yet"
+_NO_GRAMMAR = "constrained output is not there yet"
+_NO_MULTIMODAL = "only text models are served"
+_encode = msgspec.json.Encoder().encode
+
+
+class NativeSampling(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`sampling_params` of /generate. Unset values come from the model's generation_config (--sampling-defaults)."""
+
+    max_new_tokens: Annotated[
+        Int64 | UnsetType | None,
+        doc("Most tokens to generate, at least 1; absent: 128; null: to the end of the context"),
+    ] = UNSET
+    min_new_tokens: Annotated[Int64 | None, doc("No end token before this many, default 0")] = None
+    stop: Annotated[str | list[str] | None, doc("Texts that end the output, at most 32")] = None
+    stop_token_ids: Annotated[list[int] | None, doc("Token ids that end the output")] = None
+    temperature: Annotated[float | None, doc("At least 0, default 1; below 1e-6: greedy")] = None
+    top_p: Annotated[float | None, doc("In (0, 1], default 1")] = None
+    top_k: Annotated[Int32 | None, doc("At least 1, or -1 (default): all tokens")] = None
+    min_p: Annotated[float | None, doc("In [0, 1], default 0")] = None
+    frequency_penalty: Annotated[float | None, doc("In [-2, 2], default 0")] = None
+    presence_penalty: Annotated[float | None, doc("In [-2, 2], default 0")] = None
+    repetition_penalty: Annotated[float | None, doc("In (0, 2], default 1")] = None
+    n: Annotated[int | None, doc("Samples of each prompt, 1 to 128, default 1")] = None
+    logit_bias: Annotated[dict[str, float] | None, doc("Token id to what is added to its logit, in [-100, 100]")] = None
+    sampling_seed: Annotated[Int64 | None, doc("Same seed, same tokens; sample i of n uses seed + i")] = None
+    ignore_eos: Annotated[bool | None, doc("Go on past the model's end tokens")] = None
+    no_stop_trim: Annotated[bool | None, doc("Leave the matched stop in the text")] = None
+    skip_special_tokens: Annotated[bool | None, doc("Leave special tokens out of the text, default true")] = None
+    spaces_between_special_tokens: Annotated[Any, only("text is what the tokenizer decodes", True)] = None
+    stop_regex: Annotated[Any, only("stopping on a regular expression is not there yet", [])] = None
+    json_schema: Annotated[Any, only(_NO_GRAMMAR)] = None
+    regex: Annotated[Any, only(_NO_GRAMMAR)] = None
+    ebnf: Annotated[Any, only(_NO_GRAMMAR)] = None
+    structural_tag: Annotated[Any, only(_NO_GRAMMAR)] = None
+    stream_interval: Annotated[Any, only("it is a setting of the server, --stream-interval")] = None
+    custom_params: Annotated[Any, only("custom logit processors are not supported")] = None
+
+
+class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Body of /generate: one of `text` and `input_ids` is needed; a list of them gives a list of answers."""
+
+    text: Annotated[str | list[str] | None, doc("The prompt, or a list of prompts")] = None
+    input_ids: Annotated[list[int | list[int]] | None, doc("The prompt as token ids, or a list of such prompts")] = None
+    sampling_params: Annotated[
+        NativeSampling | list[NativeSampling] | None, doc("How to sample; a list has one for each prompt")
+    ] = None
+    stream: Annotated[bool | None, doc("Answer by server-sent events")] = None
+    rid: Annotated[
+        str | list[str] | None,
+        doc(
+            "Name of the request, for /abort_request; a list has one for each prompt; "
+            "one name stands for all prompts, each of which is called rid_0, rid_1, ..."
+        ),
+    ] = None
+    cache_salt: Annotated[str | list[str] | None, doc("Only requests of the same salt share cached prefixes")] = None
+    extra_key: Annotated[str | list[str] | None, doc("The same as cache_salt, by another name")] = None
+    return_logprob: Annotated[Any, only(_NO_LOGPROBS, False)] = None
+    logprob_start_len: Annotated[Any, only(_NO_LOGPROBS, -1)] = None
+    top_logprobs_num: Annotated[Any, only(_NO_LOGPROBS, 0)] = None
+    token_ids_logprob: Annotated[Any, only(_NO_LOGPROBS, [])] = None
+    return_text_in_logprobs: Annotated[Any, only(_NO_LOGPROBS, False)] = None
+    priority: Annotated[Any, only("priorities are not there yet", 0)] = None
+    custom_labels: Annotated[Any, only("metrics are not there yet", {})] = None
+    return_hidden_states: Annotated[Any, only("hidden states are not given out", False)] = None
+    return_routed_experts: Annotated[Any, only("routed experts are not given out", False)] = None
+    lora_path: Annotated[Any, only("LoRA adapters are not there yet", "")] = None
+    input_embeds: Annotated[Any, only("prompts are text or token ids")] = None
+    image_data: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
+    audio_data: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
+    video_data: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
+    modalities: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
+    session_params: Annotated[Any, only("sessions are not supported")] = None
+    custom_logit_processor: Annotated[Any, only("custom logit processors are not supported")] = None
+
+
+class MetaInfo(msgspec.Struct, frozen=True):
+    """What /generate tells about a sample."""
+
+    id: str
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    num_retractions: int
+    weight_version: str
+    e2e_latency: float | UnsetType = UNSET
+    """Seconds from submission to the last token; only when it has finished."""
+
+
+class GenerateAnswer(msgspec.Struct, frozen=True):
+    """One sample. In a stream, text and ids are all that there is so far (with --incremental-streaming-output: what is
+    new), and `index` counts samples where the request asks for more than one."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | UnsetType = UNSET
+
+
+GENERATE_CODEC = BodyCodec(GenerateBody)
+
+
+async def generate(server: Server, request: Request, body: GenerateBody) -> ASGIApp:
+    """Handler of /generate."""
+    prompts, name, is_list = _prompts(server, body)
+    several = is_list or prompts[0].sampling.n > 1
+    incremental = server.manager.server_args.incremental_streaming_output
+    face = _NativeFace(several, incremental)
+    return await answer(server, request, prompts, stream=bool(body.stream), face=face, name=name)
+
+
+def _prompts(server: Server, body: GenerateBody) -> tuple[list[Prompt], str, bool]:
+    """The prompts, the name of them all, and whether the request is a list."""
+    param, contents, is_list = _contents(body)
+    count = len(contents)
+    if isinstance(body.rid, list) and count > 1:
+        rids, name = _per_prompt(body.rid, count, is_list, "rid"), uuid.uuid4().hex
+    else:
+        name = _per_prompt(body.rid, 1, is_list, "rid")[0] or uuid.uuid4().hex
+        rids = [name] if count == 1 else [f"{name}_{i}" for i in range(count)]
+    if body.cache_salt is not None and body.extra_key is not None:
+        raise InvalidRequest("cache_salt and extra_key are the same: send one of them", param="extra_key")
+    salt_field = "extra_key" if body.cache_salt is None else "cache_salt"
+    salts = _per_prompt(getattr(body, salt_field), count, is_list, salt_field)
+    samplings = _samplings(server, body.sampling_params, count, is_list)
+    prompts = [
+        Prompt(
+            content=content,
+            sampling=sampling,
+            rid=rid,
+            cache_salt=salt or "",
+            param=f"{param}[{i}]" if is_list else param,
+        )
+        for i, (content, sampling, rid, salt) in enumerate(zip(contents, samplings, rids, salts, strict=True))
+    ]
+    return prompts, name, is_list
+
+
+def _contents(body: GenerateBody) -> tuple[str, Sequence[str | list[int]], bool]:
+    """Field, prompts, and whether they came as a list."""
+    if (body.text is None) == (body.input_ids is None):
+        given = "neither" if body.text is None else "both"
+        raise InvalidRequest(f"one of text and input_ids is needed, got {given}", param="text")
+    if body.input_ids is None:
+        assert body.text is not None
+        if isinstance(body.text, str):
+            return "text", [body.text], False
+        return "text", check_not_empty(body.text, "text"), True
+    ids, is_list = split_ids(body.input_ids, "input_ids")
+    return "input_ids", ids, is_list
+
+
+def split_ids(given: Sequence[int | list[int]], param: str) -> tuple[list[list[int]], bool]:
+    """Token ids of one prompt, or of a list of prompts; True for the latter. An empty list is one empty prompt."""
+    lists = [one for one in given if isinstance(one, list)]
+    if not lists:
+        return [[one for one in given if isinstance(one, int)]], False
+    if len(lists) < len(given):
+        raise InvalidRequest(f"{param} must be token ids, or lists of token ids, and not a mix", param=param)
+    return lists, True
+
+
+def check_not_empty(prompts: list[T], param: str) -> list[T]:
+    if not prompts:
+        raise InvalidRequest(f"{param} must have at least one prompt, got an empty list", param=param)
+    return prompts
+
+
+def _per_prompt(given: str | list[str] | None, count: int, is_list: bool, param: str) -> Sequence[str | None]:
+    if not isinstance(given, list):
+        return [given] * count
+    if not is_list or len(given) != count:
+        wanted = f"a list of {count}" if is_list else "one text, as there is one prompt"
+        raise InvalidRequest(f"{param} must be {wanted}, got a list of {len(given)}", param=param)
+    return given
+
+
+def _samplings(
+    server: Server, given: NativeSampling | list[NativeSampling] | None, count: int, is_list: bool
+) -> Iterable[SamplingParams]:
+    if not isinstance(given, list):
+        return [_sampling(server, given, "sampling_params")] * count
+    if not is_list or len(given) != count:
+        wanted = f"a list of {count}" if is_list else "one object, as there is one prompt"
+        raise InvalidRequest(f"sampling_params must be {wanted}, got a list of {len(given)}", param="sampling_params")
+    return [_sampling(server, one, f"sampling_params[{i}]") for i, one in enumerate(given)]
+
+
+def _sampling(server: Server, given: NativeSampling | None, path: str) -> SamplingParams:
+    if given is None:
+        return server.manager.make_sampling({})
+    values = {name: getattr(given, name) for name in _HONOURED}
+    values = {name: value for name, value in values.items() if value is not None and value is not UNSET}
+    if given.max_new_tokens is None:
+        values["max_new_tokens"] = None
+    try:
+        return server.manager.make_sampling(values)
+    except InvalidRequest as error:
+        error.param = f"{path}.{error.param}" if error.param else path
+        raise
+
+
+_HONOURED = tuple(SamplingParams.__struct_fields__)
+
+
+class _NativeFace(Face):
+    def __init__(self, several: bool, incremental: bool) -> None:
+        self._several = several
+        self._incremental = incremental
+        self._samples: Sequence[Sample] = ()
+        self._so_far: list[_SoFar] = []
+
+    def begin(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+        self._so_far = [_SoFar() for _ in samples]
+
+    def events(self, sample: Sample, out: TextOut) -> bytes:
+        index = sample.index if self._several else UNSET
+        meta = _meta_info(sample)
+        if self._incremental:
+            return event(GenerateAnswer(out.text, out.token_ids, meta, index))
+        so_far = self._so_far[sample.index]
+        so_far.add(out)
+        return event(_RawAnswer(so_far.text(), so_far.output_ids(), meta, index))
+
+    def whole(self) -> Any:
+        answers = [GenerateAnswer(one.text, one.output_ids, _meta_info(one)) for one in self._samples]
+        return answers if self._several else answers[0]
+
+
+def _meta_info(sample: Sample) -> MetaInfo:
+    latency = sample.generation.finished_s
+    return MetaInfo(
+        sample.generation.rid,
+        sample.finish,
+        sample.prompt_tokens,
+        sample.completion_tokens,
+        sample.cached_tokens,
+        sample.num_retractions,
+        "default",
+        UNSET if sample.finish is None or latency is None else latency,
+    )
+
+
+class _RawAnswer(msgspec.Struct, frozen=True):
+    """GenerateAnswer whose long parts are JSON already."""
+
+    text: msgspec.Raw
+    output_ids: msgspec.Raw
+    meta_info: MetaInfo
+    index: int | UnsetType = UNSET
+
+
+class _SoFar:
+    """Cumulative text and ids as JSON: each token is escaped once, however often it is sent."""
+
+    def __init__(self) -> None:
+        self._text = bytearray(b'"')
+        self._ids = bytearray(b"[")
+
+    def add(self, out: TextOut) -> None:
+        self._text += _encode(out.text)[1:-1]
+        if out.token_ids:
+            if len(self._ids) > 1:
+                self._ids += b","
+            self._ids += _encode(out.token_ids)[1:-1]
+
+    def text(self) -> msgspec.Raw:
+        return msgspec.Raw(self._text + b'"')
+
+    def output_ids(self) -> msgspec.Raw:
+        return msgspec.Raw(self._ids + b"]")

@@ -1,0 +1,109 @@
+"""What completions and chat do alike: sampling parameters, names of finishes, usage, the frame of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from ....managers.tokenizer_manager import TokenizerManager
+from ...errors import InvalidRequest
+from ...io_struct import AbortFinish, LengthFinish, StopFinish
+from ...sampling_params import SamplingParams
+from ..job import Sample
+from .protocol import FinishName, OpenAIBody, PromptTokensDetails, Usage
+
+# Names of the sampling parameters that this dialect spells otherwise.
+_OUR_NAME = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+_SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "stop",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "no_stop_trim",
+    "skip_special_tokens",
+)
+
+
+def sampling_of(
+    manager: TokenizerManager, body: OpenAIBody, max_tokens: int | None, max_tokens_field: str
+) -> SamplingParams:
+    """The sampling parameters; errors name the fields as this dialect does."""
+    values: dict[str, Any] = {"max_new_tokens": max_tokens}
+    for field in _SAMPLING_FIELDS:
+        value = getattr(body, field)
+        if value is not None:
+            values[_OUR_NAME.get(field, field)] = value
+    try:
+        return manager.make_sampling(values)
+    except InvalidRequest as error:
+        their_name = {ours: theirs for theirs, ours in _OUR_NAME.items()} | {"max_new_tokens": max_tokens_field}
+        message = error.message
+        for ours, theirs in their_name.items():
+            message = message.replace(ours, theirs)
+        raise InvalidRequest(message, param=their_name.get(error.param or "", error.param)) from None
+
+
+def check_stream_options(body: OpenAIBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options is allowed only with stream: true", param="stream_options")
+
+
+def finish_name(sample: Sample) -> FinishName | None:
+    if isinstance(sample.finish, StopFinish):
+        return "stop"
+    if isinstance(sample.finish, LengthFinish):
+        return "length"
+    return "abort" if isinstance(sample.finish, AbortFinish) else None
+
+
+def matched_stop(sample: Sample) -> int | str | None:
+    return sample.finish.matched if isinstance(sample.finish, StopFinish) else None
+
+
+def usage_of(samples: Iterable[Sample]) -> Usage:
+    """Totals so far. Of each prompt, the first sample alone says what was cached before the request."""
+    prompt_tokens = completion_tokens = cached_tokens = 0
+    for sample in samples:
+        completion_tokens += sample.completion_tokens
+        if sample.generation.index == 0:
+            prompt_tokens += sample.prompt_tokens
+            cached_tokens += sample.cached_tokens
+    return Usage(
+        prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached_tokens)
+    )
+
+
+class Frame:
+    """What is the same in every chunk of an answer: its name, time and model, and when usage is told."""
+
+    def __init__(self, body: OpenAIBody, prefix: str, model: str) -> None:
+        self.id = body.rid if body.rid is not None else f"{prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.model = model
+        self.return_token_ids = bool(body.return_token_ids)
+        options = body.stream_options
+        self.ends_with_usage = options is not None and bool(options.include_usage)
+        self._continuous = options is not None and bool(options.continuous_usage_stats)
+
+    def chunk_usage(self, samples: Sequence[Sample]) -> Usage | UnsetType | None:
+        """`usage` of a chunk with choices."""
+        if self._continuous:
+            return usage_of(samples)
+        return None if self.ends_with_usage else UNSET
+
+    def ids(self, ids: list[int]) -> list[int] | UnsetType:
+        return ids if self.return_token_ids else UNSET

@@ -1,0 +1,98 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from ...errors import InvalidRequest
+from ...io_struct import TextOut
+from ..job import Prompt, Sample
+from ..native import check_not_empty, split_ids
+from ..routing import Server
+from ..sse import Face, answer, event
+from ..wire import BodyCodec
+from .common import Frame, check_stream_options, finish_name, matched_stop, sampling_of, usage_of
+from .protocol import Completion, CompletionBody, CompletionChoice
+
+DEFAULT_MAX_TOKENS = 16
+
+COMPLETION_CODEC = BodyCodec(CompletionBody)
+
+
+async def completions(server: Server, request: Request, body: CompletionBody) -> ASGIApp:
+    """Handler of /v1/completions."""
+    frame = Frame(body, "cmpl", server.check_model(body.model))
+    check_stream_options(body)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    sampling = sampling_of(server.manager, body, max_tokens, "max_tokens")
+    contents, is_list = _contents(body.prompt)
+    prompts = [
+        Prompt(
+            content=content,
+            sampling=sampling,
+            rid=frame.id if len(contents) == 1 else f"{frame.id}_{i}",
+            cache_salt=body.cache_salt or "",
+            add_special_tokens=body.add_special_tokens is not False,
+            param=f"prompt[{i}]" if is_list else "prompt",
+        )
+        for i, content in enumerate(contents)
+    ]
+    face = _CompletionFace(frame)
+    return await answer(server, request, prompts, stream=bool(body.stream), face=face, name=frame.id)
+
+
+def _contents(prompt: str | list[str | int | list[int]]) -> tuple[Sequence[str | list[int]], bool]:
+    """The prompts, and whether they came as a list of prompts."""
+    if isinstance(prompt, str):
+        return [prompt], False
+    check_not_empty(prompt, "prompt")
+    texts = [one for one in prompt if isinstance(one, str)]
+    if not texts:
+        return split_ids([one for one in prompt if not isinstance(one, str)], "prompt")
+    if len(texts) < len(prompt):
+        raise InvalidRequest("prompt must be texts or token ids, and not a mix", param="prompt")
+    return texts, True
+
+
+class _CompletionFace(Face):
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self._samples: Sequence[Sample] = ()
+        self._begun: set[int] = set()
+
+    def begin(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+
+    def events(self, sample: Sample, out: TextOut) -> bytes:
+        frame = self._frame
+        if not out.text and out.finish is None and not (frame.return_token_ids and out.token_ids):
+            return b""  # tokens whose text is not certain yet
+        choice = self._choice(sample, out.text, out.token_ids, sample.index not in self._begun)
+        self._begun.add(sample.index)
+        usage = frame.chunk_usage(self._samples)
+        return event(Completion(frame.id, "text_completion", frame.created, frame.model, [choice], usage))
+
+    def last_events(self) -> bytes:
+        frame = self._frame
+        if not frame.ends_with_usage:
+            return b""
+        usage = usage_of(self._samples)
+        return event(Completion(frame.id, "text_completion", frame.created, frame.model, [], usage))
+
+    def whole(self) -> Any:
+        frame = self._frame
+        choices = [self._choice(one, one.text, one.output_ids, True) for one in self._samples]
+        usage = usage_of(self._samples)
+        return Completion(frame.id, "text_completion", frame.created, frame.model, choices, usage)
+
+    def _choice(self, sample: Sample, text: str, token_ids: list[int], first: bool) -> CompletionChoice:
+        name = finish_name(sample)
+        ids = self._frame.ids(token_ids)
+        prompt_ids = self._frame.ids(sample.prompt_ids) if first and self._frame.return_token_ids else UNSET
+        matched = UNSET if name is None else matched_stop(sample)
+        return CompletionChoice(sample.index, text, None, name, matched, ids, prompt_ids)

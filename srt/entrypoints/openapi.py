@@ -1,0 +1,185 @@
+"""The documentation, from the declarations that validate: /openapi.json, /docs, and the tables of docs/api.md."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from ... import __version__
+from .error_handlers import ErrorEnvelope
+from .routing import Endpoint, Server
+from .wire import FieldDoc, Wire, fields_of, structs_in
+
+_REF = "#/components/schemas/{name}"
+_BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_DOCS_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}"
+    "table{border-collapse:collapse;width:100%}td,th{text-align:left;vertical-align:top;padding:.2rem .6rem;"
+    "border-bottom:1px solid #8884}code{font-size:90%}summary{cursor:pointer}"
+)
+
+
+def endpoints(documented: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
+    """The endpoints that tell of the `documented` ones, and of themselves."""
+
+    async def show_spec(server: Server, request: Request, body: None) -> ASGIApp:
+        return Response(spec, media_type="application/json")
+
+    async def show_docs(server: Server, request: Request, body: None) -> ASGIApp:
+        return Response(page, media_type="text/html; charset=utf-8", headers=_DOCS_HEADERS)
+
+    own = (
+        Endpoint(("GET",), "/openapi.json", "This API as an OpenAPI 3.1 document", show_spec, answer=dict[str, object]),
+        Endpoint(("GET",), "/docs", "This API as a page", show_docs),
+    )
+    everything = (*documented, *own)
+    spec = msgspec.json.encode(openapi_document(everything))
+    page = docs_page(everything)
+    return own
+
+
+def openapi_document(documented: Iterable[Endpoint]) -> dict[str, Any]:
+    """OpenAPI 3.1. Fields of which only some values are accepted have these as their `enum`."""
+    documented = list(documented)
+    types: list[Any] = [ErrorEnvelope]
+    for endpoint in documented:
+        types += [one for one in (endpoint.answer, endpoint.streams) if one is not None]
+        if endpoint.body is not None:
+            types.append(endpoint.body.type)
+    schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
+    schema_of = dict(zip(map(repr, types), schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for endpoint in documented:
+        for path in (endpoint.path, *endpoint.also):
+            operations = {method.lower(): _operation(endpoint, method, path, schema_of) for method in endpoint.methods}
+            paths[path.replace(":path", "")] = operations
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Tercet", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _operation(endpoint: Endpoint, method: str, path: str, schema_of: dict[str, Any]) -> dict[str, Any]:
+    def content(kind: str, of: Any) -> dict[str, Any]:
+        return {kind: {"schema": schema_of[repr(of)]}}
+
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"\{(\w+)", path)
+    ]
+    parameters += [
+        {"name": one.name, "in": "query", "description": one.description, "schema": {"type": "number"}}
+        for one in endpoint.query
+    ]
+    answers: dict[str, Any] = {"text/html": {}} if endpoint.answer is None else {}
+    if endpoint.answer is not None:
+        answers |= content("application/json", endpoint.answer)
+    if endpoint.streams is not None:
+        answers |= content("text/event-stream", endpoint.streams)
+    words = re.sub(r"\W+", "_", path).strip("_")
+    operation: dict[str, Any] = {
+        "summary": endpoint.summary,
+        "operationId": f"{method.lower()}_{words}",
+        "responses": {
+            "200": {"description": "Done", "content": answers},
+            "default": {"description": "An error", "content": content("application/json", ErrorEnvelope)},
+        },
+    }
+    if parameters:
+        operation["parameters"] = parameters
+    if endpoint.body is not None:
+        operation["requestBody"] = {"required": True, "content": content("application/json", endpoint.body.type)}
+    return operation
+
+
+def docs_page(documented: Iterable[Endpoint]) -> str:
+    """One HTML page that asks no other host for anything."""
+    parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>Tercet</title><style>{_STYLE}</style>"]
+    parts.append(f"<h1>Tercet {html.escape(__version__)}</h1><p>As a document: <code>/openapi.json</code></p>")
+    for endpoint in documented:
+        where = " ".join((endpoint.path, *endpoint.also)).replace(":path", "")
+        title = html.escape(f"{'/'.join(endpoint.methods)} {where}")
+        parts.append(f"<h3><code>{title}</code></h3><p>{html.escape(endpoint.summary)}</p>")
+        for query in endpoint.query:
+            parts.append(f"<p><code>?{html.escape(query.name)}=</code> {html.escape(query.description)}</p>")
+        for cls in body_types([endpoint]):
+            rows = "".join(_html_row(field) for field in fields_of(cls))
+            parts.append(
+                f"<details><summary>{html.escape(cls.__name__)}</summary><table>"
+                f"<tr><th>field<th>type<th>what it does</tr>{rows}</table></details>"
+            )
+    return "".join(parts) + "</html>"
+
+
+def _html_row(field: FieldDoc) -> str:
+    cells = (f"<code>{html.escape(field.name)}</code>", html.escape(_type(field)), html.escape(_meaning(field)))
+    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def body_types(documented: Iterable[Endpoint]) -> list[type[Wire]]:
+    """The bodies and the objects in them, each once, a body before its parts."""
+    found: list[type[Wire]] = []
+    waiting = [endpoint.body.type for endpoint in documented if endpoint.body is not None]
+    while waiting:
+        cls = waiting.pop(0)
+        if cls not in found:
+            found.append(cls)
+            waiting = structs_in(cls) + waiting
+    return found
+
+
+def endpoint_table(documented: Iterable[Endpoint]) -> str:
+    """Markdown table of all endpoints."""
+    rows = ["| method | path | what it does |", "|---|---|---|"]
+    for endpoint in documented:
+        paths = " ".join(f"`{path}`" for path in (endpoint.path, *endpoint.also)).replace(":path", "")
+        query = "".join(f". `?{one.name}=`: {one.description}" for one in endpoint.query)
+        rows.append(f"| {' '.join(endpoint.methods)} | {paths} | {endpoint.summary}{query} |")
+    return "\n".join(rows) + "\n"
+
+
+def field_table(cls: type[Wire]) -> str:
+    """Markdown table of a body's fields."""
+    rows = ["| field | type | what it does |", "|---|---|---|"]
+    for field in fields_of(cls):
+        cells = (f"`{field.name}`", _type(field), _meaning(field))
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _type(field: FieldDoc) -> str:
+    if field.allowed is None:
+        return field.type + (", required" if field.required else "")
+    return field.allowed
+
+
+def _meaning(field: FieldDoc) -> str:
+    return field.description if field.allowed is None else f"Other values are refused: {field.description}"
+
+
+def render(text: str, documented: Iterable[Endpoint]) -> str:
+    """Markdown with every `<!-- generated: NAME -->` block written anew: `endpoints`, or the name of a body's type."""
+    documented = list(documented)
+    tables = {cls.__name__: field_table(cls) for cls in body_types(documented)}
+    tables["endpoints"] = endpoint_table(documented)
+    return _BLOCK.sub(lambda found: found.group(1) + "\n" + tables[found.group(2)] + "\n" + found.group(3), text)
+
+
+def write_docs(path: Path, documented: Iterable[Endpoint]) -> None:
+    """Brings the generated blocks of a Markdown file up to date."""
+    path.write_text(render(path.read_text(encoding="utf-8"), documented), encoding="utf-8")
