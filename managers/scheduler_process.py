@@ -95,7 +95,7 @@ def build_scheduler(
         KVCacheManager(pool, allocator, cache),
         io,
         ReqFactory(
-            eos_ids=model_config.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+            eos_ids=frozenset(model_config.eos_token_ids) | (tokenizer.eos_token_ids if tokenizer else frozenset()),
             max_total_tokens=_max_total_tokens(runner),
             max_queued_requests=server_args.max_queued_requests,
             stream_interval=server_args.stream_interval,

@@ -7,6 +7,7 @@ another thread. It imports no torch.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 import random
@@ -47,7 +48,6 @@ _TOKENISE_OFF_LOOP_CHARS = 20_000
 """A longer text is tokenised in a thread, so that it delays nobody's stream."""
 _MAX_RID_CHARS = 256
 _MAX_SALT_CHARS = 256
-_DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class SchedulerLink(Protocol):
@@ -385,8 +385,8 @@ class TokenizerManager:
     def _sampling_defaults(self) -> dict[str, Any]:
         if self.server_args.sampling_defaults != "model":
             return {}
-        given = self.model_config.generation_defaults
-        defaults = {key: given[key] for key in _DEFAULTABLE if given.get(key) is not None}
+        given = dataclasses.asdict(self.model_config.generation)
+        defaults = {key: value for key, value in given.items() if value is not None}
         if defaults.get("top_k") == 0:  # transformers' way of saying "all tokens"
             defaults["top_k"] = -1
         if defaults:
