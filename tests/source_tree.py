@@ -125,12 +125,15 @@ def _walk(node: ast.AST, package: list[str], when: When) -> Iterator[Import]:
 def loaded_with(name: str, *, whens: frozenset[When] = frozenset({When.ALWAYS})) -> dict[str, str]:
     """Modules of the package that importing `name` loads -> the module that asked for each.
 
-    A module brings the `__init__` of every package above it, as Python does.
+    A module brings the `__init__` of every package above it, as Python does; that of the root, the lazy public face,
+    brings nothing more.
     """
     asked_by = {name: name}
     todo = [name]
     while todo:
         current = todo.pop()
+        if current == "":
+            continue
         wanted = [item.target for item in imports(current) if item.internal and item.when in whens]
         parts = current.split(".")
         wanted += [".".join(parts[:depth]) for depth in range(len(parts))]
