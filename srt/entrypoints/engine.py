@@ -1,0 +1,232 @@
+"""`tercet.Engine`: the engine without HTTP. Same requests, same answers, as Python values.
+
+with tercet.Engine(model_path="...") as engine:
+    engine.generate("The capital of France is", {"max_new_tokens": 8})["text"]
+"""
+
+from __future__ import annotations
+
+import typing
+import weakref
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, ClassVar, Literal, TypeAlias, overload
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ... import __version__
+from ..errors import EngineBusy, InvalidRequest
+from ..sampling_params import SamplingParams
+from ..server_args import ServerArgs, Setting
+from ..tokenizer import Tokenizer
+from . import admin, native
+from .engine_request import AsyncEngineStream, EngineRequest, EngineStream
+from .engine_thread import EngineThread
+from .processes import CHILD_MODULE
+from .routing import Server
+
+Sampling: TypeAlias = Mapping[str, Any] | SamplingParams | Sequence[Mapping[str, Any] | SamplingParams] | None
+
+
+class Engine:
+    """The three processes, driven from Python; works from any thread, inside a running event loop, and in a notebook.
+
+    `Engine(model_path=..., **settings)` takes the settings of ServerArgs that do not concern HTTP (`log_level` is
+    "warning" unless given), `Engine(server_args=...)` all of them at once. The constructor waits until the model is
+    loaded. Nothing of an engine outlives its process: it ends at `shutdown`, at the end of its `with`, when it is
+    garbage, when the interpreter exits, and when the interpreter is killed.
+
+    Raises ValueError or OSError where the settings or the model do not fit, EngineDead when a process broke. Methods
+    raise subclasses of TercetError: InvalidRequest for what was asked, EngineDead once a process is gone.
+    """
+
+    _child_module: ClassVar[str] = CHILD_MODULE
+    """What a child process runs; tests have another."""
+
+    def __init__(
+        self, model_path: str | None = None, *, server_args: ServerArgs | None = None, **settings: Any
+    ) -> None:
+        self.server_args = _server_args(model_path, server_args, settings)
+        self._thread = EngineThread(self.server_args, self._child_module)
+        self._server = Server(self._thread.core.tokenizer_manager, __version__)
+        # Runs once: by shutdown(), when this object is garbage, or before the interpreter exits.
+        self._finalizer = weakref.finalize(self, self._thread.stop)
+
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = ...,
+        sampling_params: Sampling = ...,
+        *,
+        stream: Literal[True],
+        **request: Any,
+    ) -> EngineStream: ...
+    @overload
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = ...,
+        sampling_params: Sampling = ...,
+        *,
+        stream: bool = ...,
+        progress: bool | None = ...,
+        **request: Any,
+    ) -> Any: ...
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Sampling = None,
+        *,
+        stream: bool = False,
+        progress: bool | None = None,
+        **request: Any,
+    ) -> Any:
+        """Answers for one prompt or a list of them: a dict, or a list of dicts for a list and for n > 1.
+
+        `request`: further fields of /generate's body, such as `input_ids` (instead of `prompt`), `rid`, `cache_salt`.
+        `stream`: an iterator of dicts whose text and ids are cumulative; closing it aborts the request.
+        `progress`: a progress bar; by default for more than 16 samples on a terminal.
+        An exception, Ctrl-C included, aborts whatever the call has started.
+        """
+        made = self._request(prompt, sampling_params, request)
+        if stream:
+            return EngineStream(self, self._thread, made)
+        return self._thread.wait(made.whole(progress))
+
+    @overload
+    def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = ...,
+        sampling_params: Sampling = ...,
+        *,
+        stream: Literal[True],
+        **request: Any,
+    ) -> AsyncEngineStream: ...
+    @overload
+    def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = ...,
+        sampling_params: Sampling = ...,
+        *,
+        stream: bool = ...,
+        progress: bool | None = ...,
+        **request: Any,
+    ) -> Awaitable[Any]: ...
+    def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Sampling = None,
+        *,
+        stream: bool = False,
+        progress: bool | None = None,
+        **request: Any,
+    ) -> Any:
+        """`generate` for the coroutines of any event loop: await it. With `stream`, an asynchronous iterator (which may
+        be awaited first). Cancelling the task that waits aborts the request."""
+        made = self._request(prompt, sampling_params, request)
+        if stream:
+            return AsyncEngineStream(self, self._thread, made)
+        return self._thread.wait_async(made.whole(progress))
+
+    def abort(self, rid: str) -> bool:
+        """Ends the request of exactly this name, as its client would; whether there was one."""
+        return self._thread.wait(self._abort(rid))
+
+    def flush_cache(self, timeout_s: float = 0.0) -> None:
+        """Empties the prefix cache. Raises EngineBusy when requests are still running or waiting after `timeout_s`."""
+        self._thread.wait(self._flush(timeout_s))
+
+    def get_server_info(self) -> dict[str, Any]:
+        """What /server_info tells: settings in force, limits, and the scheduler's state."""
+        return self._thread.wait(self._server_info())
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer and chat template; None with `skip_tokenizer_init`."""
+        return self._server.manager.tokenizer
+
+    def shutdown(self) -> None:
+        """Ends the engine and its processes; requests under way end with EngineDead. A second call does nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _request(
+        self, prompt: str | Sequence[str] | None, sampling: Sampling, request: Mapping[str, Any]
+    ) -> EngineRequest:
+        return EngineRequest(self._server, _body(prompt, sampling, request))
+
+    async def _abort(self, rid: str) -> bool:
+        batch = self._server.batches.get(rid)
+        if batch is None:
+            return self._server.manager.abort(rid)
+        batch.abort()
+        return True
+
+    async def _server_info(self) -> dict[str, Any]:
+        response = await admin.server_info(self._server, Request({"type": "http"}), None)
+        assert isinstance(response, Response)
+        return msgspec.json.decode(response.body, type=dict[str, Any])
+
+    async def _flush(self, timeout_s: float) -> None:
+        reply = await self._server.manager.flush_cache(timeout_s)
+        if not reply.ok:
+            raise EngineBusy(f"the cache was not flushed: {reply.num_busy} requests are running or waiting")
+
+
+def _server_args(model_path: str | None, server_args: ServerArgs | None, settings: dict[str, Any]) -> ServerArgs:
+    if server_args is not None:
+        if model_path is not None or settings:
+            raise ValueError("give either server_args, or model_path and settings, not both")
+        return server_args
+    if model_path is None:
+        raise ValueError("an Engine needs model_path (or server_args)")
+    for name in sorted(set(settings) & _http_settings()):
+        raise ValueError(f"{name} is a setting of the HTTP server: an Engine has no use for it")
+    return ServerArgs.from_dict({"model_path": model_path, "log_level": "warning", **settings})
+
+
+def _http_settings() -> set[str]:
+    hints = typing.get_type_hints(ServerArgs, include_extras=True)
+    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    server_only = {name for name, note in notes.items() if any(isinstance(n, Setting) and n.server_only for n in note)}
+    return server_only - {"served_model_name", "incremental_streaming_output"}
+
+
+def _body(prompt: str | Sequence[str] | None, sampling: Sampling, request: Mapping[str, Any]) -> native.GenerateBody:
+    """The call as the body of /generate, checked as that is. Raises InvalidRequest."""
+    for name in ("text", "stream", "sampling_params"):
+        if name in request:
+            raise InvalidRequest(f"{name} is an argument of generate(), not a further field", param=name)
+    body = {"text": prompt, "sampling_params": _plain_sampling(sampling), **request}
+    try:
+        encoded = msgspec.json.encode(body, enc_hook=_plain_value)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"text must be valid Unicode: {error}", param="text") from error
+    except (TypeError, NotImplementedError) as error:
+        raise InvalidRequest(f"a request is made of what JSON can say: {error}") from error
+    return native.GENERATE_CODEC.decode(encoded)
+
+
+def _plain_sampling(sampling: Sampling) -> Any:
+    """SamplingParams say everything themselves; a mapping leaves the rest to the model's defaults."""
+    if isinstance(sampling, SamplingParams):
+        return msgspec.structs.asdict(sampling)
+    if isinstance(sampling, Iterable) and not isinstance(sampling, Mapping | str | bytes):
+        return [_plain_sampling(one) for one in sampling]
+    return sampling
+
+
+def _plain_value(value: Any) -> Any:
+    """numpy's arrays and numbers, torch's tensors, and whatever else can list itself."""
+    tolist = getattr(value, "tolist", None)
+    if tolist is None:
+        raise NotImplementedError(f"{type(value).__name__} is not such")
+    return tolist()

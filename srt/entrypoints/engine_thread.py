@@ -1,0 +1,114 @@
+"""A private thread with an event loop in which an EngineCore lives, so that an Engine works from any thread, from
+inside a running loop, and in a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import uvloop
+
+from ..errors import EngineDead
+from ..server_args import ServerArgs
+from .engine_core import EngineCore
+
+T = TypeVar("T")
+
+_SHUT_DOWN = "the engine was shut down"
+_LAST_TASKS_S = 1.0
+
+
+class EngineThread:
+    """Starts the engine in its constructor, which raises what `EngineCore.start` raises."""
+
+    def __init__(self, server_args: ServerArgs, child_module: str) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._stop = asyncio.Event()
+        self._owner = os.getpid()
+        self._started: concurrent.futures.Future[EngineCore] = concurrent.futures.Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(server_args, child_module), name="tercet engine", daemon=True
+        )
+        self._thread.start()
+        try:
+            self.core = self._started.result()
+        except BaseException:  # Ctrl-C too: nothing may be left behind
+            self.stop()
+            raise
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Runs a coroutine in the engine's loop; cancelling the future cancels it. Raises EngineDead after `stop`."""
+        try:
+            if os.getpid() != self._owner:
+                raise EngineDead("the engine belongs to another process: a fork can't use it")
+            if self._stop.is_set():
+                raise EngineDead(_SHUT_DOWN)
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # the loop has been closed meanwhile
+            work.close()
+            raise EngineDead(_SHUT_DOWN) from None
+        except EngineDead:
+            work.close()
+            raise
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """`submit`, and the result. Ctrl-C and any other interruption of the wait cancels the work."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise EngineDead(_SHUT_DOWN) from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def wait_async(self, work: Coroutine[Any, Any, T]) -> T:
+        """`wait` for a coroutine of another loop; cancelling that cancels the work."""
+        caller = asyncio.current_task()
+        assert caller is not None
+        try:
+            return await asyncio.wrap_future(self.submit(work))
+        except asyncio.CancelledError:
+            if caller.cancelling():
+                raise
+            raise EngineDead(_SHUT_DOWN) from None  # it is the engine that cancelled the work
+
+    def stop(self) -> None:
+        """Ends the engine and its processes, and waits for that. A second call does nothing."""
+        if os.getpid() != self._owner:
+            return  # a fork has a copy of this object, but neither the thread nor the children
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    def _run(self, server_args: ServerArgs, child_module: str) -> None:
+        try:
+            self._loop.run_until_complete(self._live(server_args, child_module))
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            self._loop.close()
+
+    async def _live(self, server_args: ServerArgs, child_module: str) -> None:
+        starting = asyncio.create_task(EngineCore.start(server_args, child_module=child_module))
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        starting.cancel()  # does nothing to one that is done
+        try:
+            core = await starting
+        except BaseException as error:  # whatever it is, the constructor waits for it
+            self._started.set_exception(error)
+            return
+        self._started.set_result(core)
+        await stopping
+        await core.stop()
+        # Those who wait have their errors now; let them hear of it before the loop ends.
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        if rest:
+            _, late = await asyncio.wait(rest, timeout=_LAST_TASKS_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
