@@ -20,7 +20,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import InvalidRequest
 
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _END_MARK = "\ue0f0end of the final message\ue0f1 "
 
@@ -66,11 +65,6 @@ class ChatTemplate:
         `continue_final_message`: the prompt ends inside the last message, for the model to go on with it.
         Raises InvalidRequest when the messages are not such as the template takes, with the template's own words.
         """
-        reserved = _RESERVED.intersection(kwargs)
-        if reserved:
-            raise InvalidRequest(
-                f"chat_template_kwargs must not contain {sorted(reserved)}", param="chat_template_kwargs"
-            )
         if not messages:
             raise InvalidRequest("messages must contain at least one message, got none", param="messages")
         chat = [_prepare(message) for message in messages]

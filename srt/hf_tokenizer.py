@@ -28,7 +28,8 @@ def read_hf_directory(directory: Path) -> TokenizerParts:
         raise ValueError(f"cannot read {file}: {error}") from error
     config = _read_json(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
-        config = {**config, **_read_json(directory / "special_tokens_map.json")}
+        older = _read_json(directory / "special_tokens_map.json")
+        config = {**config, **{name: older[name] for name in NAMED_SPECIAL_TOKENS if name in older}}
 
     _add_tokens(backend, config)
     special_tokens = {

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizer_samples import (
+    TEXTS,
+    byte_level_tokenizer,
+    default_tokenizer,
+    metaspace_tokenizer,
+    sentencepiece_tokenizer,
+    texts,
+)
+
+from tercet.managers.incremental_decode import IncrementalDecoder
+
+
+def pieces(ids: list[int], cuts: list[int]) -> list[list[int]]:
+    places = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
+    return [ids[a:b] for a, b in itertools.pairwise(places)]
+
+
+def decode(tokenizer, ids: list[int], cuts: list[int], skip: bool = True) -> str:
+    decoder = IncrementalDecoder(tokenizer, skip)
+    return "".join(decoder.push(piece) for piece in pieces(ids, cuts)) + decoder.finish()
+
+
+cut_places = st.lists(st.integers(0, 100), max_size=20)
+
+
+@pytest.mark.parametrize("get_tokenizer", [byte_level_tokenizer, default_tokenizer])
+@given(data=st.data(), cuts=cut_places, skip=st.booleans())
+@settings(max_examples=300)
+def test_random_ids_in_random_pieces_are_the_tokenizers_own_text(get_tokenizer, data, cuts, skip):
+    tokenizer = get_tokenizer()
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 5), max_size=60))
+    assert decode(tokenizer, ids, cuts, skip) == tokenizer.decode(ids, skip)
+
+
+@given(data=st.lists(st.integers(0, 255), max_size=40), cuts=cut_places)
+@settings(max_examples=500)
+def test_random_bytes_become_as_many_replacement_characters(data, cuts):
+    tokenizer = byte_level_tokenizer()
+    single = {tokenizer.token_bytes[token]: token for token in range(2, tokenizer.vocab_size)}
+    ids = [single[bytes([byte])] for byte in data]
+    assert decode(tokenizer, ids, cuts) == tokenizer.decode(ids) == bytes(data).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("get_tokenizer", [byte_level_tokenizer, default_tokenizer, metaspace_tokenizer])
+@given(text=texts)
+def test_valid_text_never_shows_half_a_character(get_tokenizer, text):
+    tokenizer = get_tokenizer()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens=False)
+    shown = ""
+    whole = tokenizer.decode(ids, skip_special_tokens=False)
+    for token in ids:
+        shown += decoder.push([token])
+        assert whole.startswith(shown)
+    assert shown + decoder.finish() == whole
+
+
+def test_a_character_of_four_tokens_comes_whole_with_its_last():
+    tokenizer = byte_level_tokenizer()
+    single = {tokenizer.token_bytes[token]: token for token in range(2, tokenizer.vocab_size)}
+    decoder = IncrementalDecoder(tokenizer)
+    seen = [decoder.push([single[bytes([byte])]]) for byte in "😺".encode()]
+    assert seen == ["", "", "", "😺"]
+    assert decoder.push([single[b"\xf0"], single[b"\x9f"]]) == ""
+    assert decoder.finish() == "\ufffd"
+
+
+@given(text=st.text("abct éhe.😺日", max_size=30), prompt=st.sampled_from(["a", "the cat"]), cuts=cut_places)
+def test_sentencepiece_text_continues_its_prompt(text, prompt, cuts):
+    tokenizer = sentencepiece_tokenizer()
+    start = tokenizer.encode(prompt)
+    whole = tokenizer.encode(prompt + text)
+    assert whole[: len(start)] == start, "the vocabulary merges nothing but spaces"
+    assert prompt + decode(tokenizer, whole[len(start) :], cuts) == prompt + text
+
+
+def test_sentencepiece_bytes_that_are_no_text_do_not_wait():
+    tokenizer = sentencepiece_tokenizer()
+    byte = {value: 3 + value for value in range(256)}
+    decoder = IncrementalDecoder(tokenizer)
+    assert decoder.push([byte[0xE6], byte[0x97]]) == ""
+    assert decoder.push([byte[0xA5]]) == "日"
+    assert decoder.push([byte[0xFF]] * 3) == "\ufffd" * 3
+    assert decoder.push([2, 1]) == "", "special tokens"
+    assert IncrementalDecoder(tokenizer, skip_special_tokens=False).push([2]) == "</s>"
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_other_decoders_show_all_of_a_text(text):
+    tokenizer = metaspace_tokenizer()
+    assert tokenizer.token_bytes is None
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert decode(tokenizer, ids, list(range(0, 100, 3))) == tokenizer.decode(ids)
+
+
+class CountingTokenizer:
+    """A tokenizer whose text never becomes valid, and which counts the ids that it was given to decode."""
+
+    token_bytes = None
+
+    def __init__(self) -> None:
+        self.num_decoded = 0
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        self.num_decoded += len(ids)
+        return "\ufffd" * len(ids)
+
+
+def test_work_stays_linear_when_ids_never_form_text():
+    tokenizer = CountingTokenizer()
+    decoder = IncrementalDecoder(tokenizer)
+    shown = "".join(decoder.push([token]) for token in range(5000))
+    assert 5000 - 6 <= len(shown) <= 5000
+    assert shown + decoder.finish() == "\ufffd" * 5000
+    assert tokenizer.num_decoded < 5000 * 25
