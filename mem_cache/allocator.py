@@ -5,10 +5,10 @@ positions of one sequence in consecutive slots. Page 0 (slot 0 when the page siz
 never given out, so that the writes of padded batch entries have somewhere harmless to go.
 
 Free units (slots, or pages) live in two places: a sorted run that allocations consume from its low end, and a
-pile of returned ones in the order they came. Only when the run is too short for an allocation are the two
-merged and sorted. So a request gets neighbouring, ascending slots wherever the pool has them (its KV is read
-in long strides), freeing is one copy, allocating is one slice, and each unit is sorted once per trip through
-the pool.
+pile of returned ones in the order they came. Only when the run is too short for an allocation is the top of the
+pile merged into it. So a request gets neighbouring, ascending slots wherever there are any (its KV is read in
+long strides), freeing is one copy, allocating is one slice, and each unit is sorted once per trip through the
+pool.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
-# Sorting k units costs about k log k; marking them in a bitmap of the pool costs the pool. Above this share
-# of the pool the bitmap is cheaper.
-_BITMAP_SHARE = 16
+# Units that one refill sorts at most, unless a single allocation wants more: under half a millisecond, where sorting
+# all of a pool of a million slots would hold up the scheduler for tens of them.
+_MOST_SORTED = 65536
 
 
 class _FreeList:
@@ -44,8 +44,9 @@ class _FreeList:
 
     def take(self, count: int) -> npt.NDArray[np.int32]:
         """int32 [count], ascending; the caller has checked that `count <= num_free`."""
-        if count > len(self._run) - self._run_start:
-            self._refill()
+        num_missing = count - (len(self._run) - self._run_start)
+        if num_missing > 0:
+            self._refill(max(num_missing, _MOST_SORTED))
         start = self._run_start
         self._run_start = start + count
         self.num_free -= count
@@ -63,20 +64,13 @@ class _FreeList:
         """Every free unit, in no particular order; O(num_free)."""
         return np.concatenate((self._run[self._run_start :], self._returned[: self._num_returned]))
 
-    def _refill(self) -> None:
-        units = self.units()
-        if len(units) * _BITMAP_SHARE < self.num_units:
-            units.sort()
-        else:
-            is_free = np.zeros(self.num_units + 1, dtype=np.bool_)
-            is_free[units] = True
-            # A unit freed twice would vanish here in silence and leave num_free wrong.
-            in_order = np.flatnonzero(is_free).astype(np.int32)
-            assert len(in_order) == len(units), "a slot was freed twice"
-            units = in_order
-        self._run = units
+    def _refill(self, most: int) -> None:
+        """Move up to `most` units, the last ones returned, from the pile into the run."""
+        left = max(self._num_returned - most, 0)
+        self._run = np.concatenate((self._run[self._run_start :], self._returned[left : self._num_returned]))
+        self._run.sort()
         self._run_start = 0
-        self._num_returned = 0
+        self._num_returned = left
 
 
 class BaseAllocator(ABC):
