@@ -85,9 +85,7 @@ class GGUFCheckpoint:
         self._tensors = {_hf_name(t.name): t for t in self._file.tensors if t.name not in _NOT_WEIGHTS}
         self.names = frozenset(self._tensors)
         permuted = self._file.metadata["general.architecture"] in _PERMUTED_ARCHITECTURES
-        self._permuted_heads = (
-            {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads} if permuted else {}
-        )
+        self._permuted_heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads} if permuted else {}
 
     def tensor(self, name: str) -> torch.Tensor:
         """float32, float16 or bfloat16"""
@@ -104,7 +102,9 @@ class GGUFCheckpoint:
         except (ValueError, KeyError):
             raise ValueError(f"tensor {info.name!r} has GGML type {info.type}, which is not known") from None
         if info.shape[-1] % block_len:
-            raise ValueError(f"tensor {info.name!r} has rows of {info.shape[-1]}, {kind.name} has blocks of {block_len}")
+            raise ValueError(
+                f"tensor {info.name!r} has rows of {info.shape[-1]}, {kind.name} has blocks of {block_len}"
+            )
         raw = self._file.tensor_bytes(info, math.prod(info.shape) // block_len * block_bytes)
         if kind in _PLAIN:
             # The file is mapped read-only, which torch has no notion of: hence the copy.

@@ -56,7 +56,8 @@ class SafetensorsCheckpoint:
                 self._files[filename] = safe_open(path, framework="pt", device="cpu")
             except SafetensorError as error:
                 raise ValueError(f"{path!r} is not a valid safetensors file: {error}") from None
-            for name in self._files[filename].keys():
+            names = self._files[filename].keys()
+            for name in names:
                 if self._file_of.setdefault(name, filename) != filename:
                     raise ValueError(f"tensor {name!r} is in both {self._file_of[name]!r} and {filename!r}")
         if wanted is not None:
@@ -139,9 +140,7 @@ def _from_checkpoint(
     return loaded
 
 
-def _dummy(
-    parameters: list[Parameter], dtype: torch.dtype, device: torch.device, seed: int
-) -> dict[str, torch.Tensor]:
+def _dummy(parameters: list[Parameter], dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator(device).manual_seed(seed)
     made = {}
     for parameter in parameters:

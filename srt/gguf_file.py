@@ -82,9 +82,7 @@ class GGUFFile:
     def _read_header(self) -> None:
         data = self._map
         if data[:4] != _MAGIC:
-            raise ValueError(
-                f"{self.path} is not a GGUF file: it starts with {data[:4]!r} instead of {_MAGIC!r}"
-            )
+            raise ValueError(f"{self.path} is not a GGUF file: it starts with {data[:4]!r} instead of {_MAGIC!r}")
         (self.version,) = _U32.unpack_from(data, 4)
         if self.version not in _VERSIONS:
             swapped = int.from_bytes(data[4:8], "big") in _VERSIONS
@@ -109,9 +107,7 @@ class GGUFFile:
             name, pos = self._string(pos)
             (num_dims,) = _U32.unpack_from(data, pos)
             if num_dims > _MAX_DIMS:
-                raise ValueError(
-                    f"{self.path}: tensor {name!r} has {num_dims} dimensions, at most {_MAX_DIMS} exist"
-                )
+                raise ValueError(f"{self.path}: tensor {name!r} has {num_dims} dimensions, at most {_MAX_DIMS} exist")
             dims = struct.unpack_from(f"<{num_dims}Q", data, pos + 4)
             pos += 4 + 8 * num_dims
             (tensor_type,) = _U32.unpack_from(data, pos)
@@ -125,21 +121,15 @@ class GGUFFile:
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
             raise ValueError(f"{self.path}: general.alignment is {alignment!r}, it must be a power of two")
         start = -(-pos // alignment) * alignment
-        self.tensors = [
-            GGUFTensor(name, shape, kind, start + offset) for name, shape, kind, offset in described
-        ]
+        self.tensors = [GGUFTensor(name, shape, kind, start + offset) for name, shape, kind, offset in described]
         for tensor in self.tensors:
             if tensor.offset > len(data):
-                raise ValueError(
-                    f"{self.path} is cut short: tensor {tensor.name!r} lies past the end of the file"
-                )
+                raise ValueError(f"{self.path} is cut short: tensor {tensor.name!r} lies past the end of the file")
 
     def tensor_bytes(self, tensor: GGUFTensor, num_bytes: int) -> npt.NDArray[np.uint8]:
         """A read-only view (uint8[num_bytes], no copy) of a tensor's data; ValueError when the file ends before."""
         if tensor.offset + num_bytes > len(self._map):
-            raise ValueError(
-                f"{self.path} is cut short: tensor {tensor.name!r} runs past the end of the file"
-            )
+            raise ValueError(f"{self.path} is cut short: tensor {tensor.name!r} runs past the end of the file")
         return np.frombuffer(self._map, np.uint8, num_bytes, tensor.offset)
 
     # Each step below takes a position in the file and returns the position behind what it read.
@@ -172,9 +162,7 @@ class GGUFFile:
 
     def _scalar(self, key: str, value_type: int) -> tuple[struct.Struct, np.dtype[np.generic]]:
         if value_type not in _SCALARS:
-            raise ValueError(
-                f"{self.path}: metadata key {key!r} has value type {value_type}, which is not supported"
-            )
+            raise ValueError(f"{self.path}: metadata key {key!r} has value type {value_type}, which is not supported")
         return _SCALARS[value_type]
 
     def _decode(self, key: str, value_type: int, pos: int) -> MetadataValue:

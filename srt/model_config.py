@@ -82,6 +82,8 @@ class ModelConfig:
             raise ValueError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
         if self.hidden_act not in ("silu", "swish"):
             raise ModelNotSupported(f"hidden_act {self.hidden_act!r} is not supported; supported: silu")
+        if any(window is not None and window < 1 for window in self.sliding_windows):
+            raise ValueError(f"a sliding window must be at least 1, got {self.sliding_windows}")
         if len(self.sliding_windows) != self.num_layers:
             raise ValueError(f"{len(self.sliding_windows)} sliding windows given for {self.num_layers} layers")
 
@@ -99,14 +101,19 @@ def _no_window(config: Mapping[str, Any], num_layers: int) -> SlidingWindows:
 def _window_everywhere(config: Mapping[str, Any], num_layers: int) -> SlidingWindows:
     if config.get("layer_types") is not None:
         raise ModelNotSupported("layer_types in a Mistral config is not supported: its window is one for all layers")
-    return (config.get("sliding_window", 4096),) * num_layers
+    return (_window(config),) * num_layers
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    # 4096 is the default of the families that have windows; null means none.
+    return None if config.get("sliding_window", 4096) is None else _integer(config, "sliding_window", 4096)
 
 
 def _window_of_upper_layers(config: Mapping[str, Any], num_layers: int) -> SlidingWindows:
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
+    window = _window(config) if config.get("use_sliding_window", False) else None
     types = config.get("layer_types")
     if types is None:
-        first = config.get("max_window_layers", 28)
+        first = _integer(config, "max_window_layers", 28, minimum=0)
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     known = {"sliding_attention": window, "full_attention": None}
     if len(types) != num_layers or not set(types) <= set(known):
@@ -194,16 +201,18 @@ def _from_hf(
 
     num_layers, num_heads = _integer(config, "num_hidden_layers"), _integer(config, "num_attention_heads")
     hidden_size = _integer(config, "hidden_size")
-    head_dim = config.get("head_dim") or family.default_head_dim
-    if head_dim is None:
-        if hidden_size % num_heads:
-            raise ValueError(f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})")
-        head_dim = hidden_size // num_heads
+    if family.default_head_dim is None and hidden_size % num_heads and config.get("head_dim") is None:
+        raise ValueError(f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})")
+    head_dim = _integer(config, "head_dim", family.default_head_dim or hidden_size // num_heads)
     attention_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
-    if attention_bias and family.qkv_bias is False or mlp_bias and family.mlp_bias is False:
-        key = "attention_bias" if attention_bias else "mlp_bias"
-        raise ModelNotSupported(f"config.json: {key} is not supported for {architecture}")
-    rope = rope_from_hf(config)
+    for key, given, known in (
+        ("attention_bias", attention_bias, family.qkv_bias),
+        ("mlp_bias", mlp_bias, family.mlp_bias),
+    ):
+        if given and known is False:
+            raise ModelNotSupported(f"config.json: {key} is not supported for {architecture}")
+    context_len = _integer(config, "max_position_embeddings")
+    rope = rope_from_hf(config, context_len)
     dtype = config.get("dtype") or config.get("torch_dtype")
     return ModelConfig(
         architecture=architecture,
@@ -211,10 +220,10 @@ def _from_hf(
         intermediate_size=_integer(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        num_kv_heads=_integer(config, "num_key_value_heads", num_heads),
         head_dim=head_dim,
         vocab_size=_integer(config, "vocab_size"),
-        context_len=max(_integer(config, "max_position_embeddings"), rope.context_len),
+        context_len=max(context_len, rope.context_len),
         sliding_windows=family.sliding_windows(config, num_layers),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         hidden_act=config.get("hidden_act", "silu"),
@@ -248,11 +257,27 @@ def _hf_architecture(config: dict[str, Any]) -> str:
 
 # The only `{architecture}.*` keys that a GGUF file may have: nearly all of them change the computation.
 _GGUF_KEYS = (
-    "vocab_size context_length embedding_length block_count feed_forward_length attention.head_count "
-    "attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon "
-    "rope.dimension_count rope.freq_base rope.scale_linear rope.scaling.type rope.scaling.factor "
-    "rope.scaling.original_context_length rope.scaling.finetuned tensor_data_layout expert_count expert_used_count"
-).split()
+    "vocab_size",
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "tensor_data_layout",
+    "expert_count",
+    "expert_used_count",
+)
 
 
 def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelConfig:
@@ -343,10 +368,11 @@ def _generation_defaults(source: Mapping[str, Any], keys: dict[str, str]) -> Gen
     return GenerationDefaults(**values)
 
 
-def _integer(values: Mapping[str, Any], key: str) -> int:
+def _integer(values: Mapping[str, Any], key: str, default: int | None = None, minimum: int = 1) -> int:
     value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"the model's config must give {key} as a positive integer, got {value!r}")
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"the model's config must give {key} as an integer of at least {minimum}, got {value!r}")
     return value
 
 

@@ -61,8 +61,9 @@ class RopeConfig:
         return 0
 
 
-def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
-    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before) of a config.json.
+def rope_from_hf(config: Mapping[str, Any], context_len: int) -> RopeConfig:
+    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before) of a config.json, whose
+    model has a context of `context_len`.
 
     Raises ValueError naming the rope type or key that is unknown or missing.
     """
@@ -85,9 +86,10 @@ def rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
             raise ValueError(f"config.json: partial_rotary_factor {partial} is not supported, only 1.0")
     if rope_type not in _FROM_HF:
         raise ValueError(f"config.json: rope type {rope_type!r} is not supported; supported: {', '.join(_FROM_HF)}")
-    context_len = config.get("original_max_position_embeddings") or params.pop("original_max_position_embeddings", None)
-    params.pop("original_max_position_embeddings", None)
-    original_context_len = int(context_len or config.get("max_position_embeddings", 0))
+    original = params.pop("original_max_position_embeddings", None)
+    # At the top of the file it wins, as in transformers.
+    original = config.get("original_max_position_embeddings") or original or context_len
+    original_context_len = int(_number(original, "original_max_position_embeddings"))
     take = _Params(rope_type, params)
     scaling = _FROM_HF[rope_type](take, original_context_len)
     take.finish()

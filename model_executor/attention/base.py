@@ -19,7 +19,8 @@ class AttentionBackend(ABC):
 
     The model's caller calls `plan(batch)` once per step, then the model calls `forward` for layer 0, 1, ... in
     order. A token at position p of a request attends to positions 0..p of that request, or to the last `window`
-    of them (itself included) in a layer with a sliding window. A backend may keep what it planned, never what it computed.
+    of them (itself included) in a layer with a sliding window. A backend may keep what it planned, never what it
+    computed.
     """
 
     name: str

@@ -90,9 +90,13 @@ class TorchAttentionBackend(AttentionBackend):
         return _Plan(rectangles, spans)
 
     def _rectangle(
-        self, batch: ForwardBatch, members: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], window: int | None,
+        self,
+        batch: ForwardBatch,
+        members: npt.NDArray[np.signedinteger],
+        ends: npt.NDArray[np.int64],
+        window: int | None,
         alone: bool,
-    ) -> _Rectangle:  # fmt: skip
+    ) -> _Rectangle:
         device = batch.seq_lens.device
         lens = batch.seq_lens_host[members].astype(np.int64)
         starts = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)

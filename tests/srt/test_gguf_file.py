@@ -50,9 +50,7 @@ def test_reads_what_the_reference_writer_wrote(tmp_path, alignment):
 
     a, b = file.tensors
     assert (a.name, a.shape, a.type) == ("a", (3, 4), gguf.GGMLQuantizationType.F32)
-    assert np.array_equal(
-        file.tensor_bytes(a, 48).view(np.float32).reshape(a.shape), np.arange(12).reshape(3, 4)
-    )
+    assert np.array_equal(file.tensor_bytes(a, 48).view(np.float32).reshape(a.shape), np.arange(12).reshape(3, 4))
     assert np.array_equal(file.tensor_bytes(b, 10).view(np.float16), np.arange(5))
 
 
@@ -62,8 +60,7 @@ def test_agrees_with_the_reference_reader(tmp_path):
     file = GGUFFile(path)
     assert set(file.metadata) == {key for key in reference.fields if not key.startswith("GGUF.")}
     expected = [
-        (t.name, tuple(int(n) for n in reversed(t.shape)), int(t.tensor_type), t.data_offset)
-        for t in reference.tensors
+        (t.name, tuple(int(n) for n in reversed(t.shape)), int(t.tensor_type), t.data_offset) for t in reference.tensors
     ]
     assert [tuple(t) for t in file.tensors] == expected
 

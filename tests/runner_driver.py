@@ -1,0 +1,102 @@
+"""Drives a ModelRunner as the scheduler does, request by request, and keeps the logits of every sampled token."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tercet.model_executor.forward_batch import FROM_DEVICE, ForwardMode, NewRow, StepInputs, TableUpdate
+from tercet.srt.sampling_params import SamplingParams
+
+
+class RunnerDriver:
+    """Every request has a row of its own, and slots in random order."""
+
+    def __init__(self, runner, seed=0):
+        self.runner = runner
+        self.table = np.zeros((runner.num_rows + 1, runner.context_len), np.int32)
+        runner.bind(self.table)
+        # Slots of nobody hold a NaN: attending to one by mistake shows.
+        for buffer in (*runner.kv_pool.k_buffer, *runner.kv_pool.v_buffer):
+            buffer[1:] = float("nan")
+        self.free = np.random.default_rng(seed).permutation(np.arange(1, runner.max_total_num_tokens + 1))
+        self.lens = {}
+        self.logits = []
+        self._sample = runner.sampler.sample
+        runner.sampler.sample = self._record
+
+    def _record(self, logits, rows, seq_lens):
+        self.logits.append(logits.clone())
+        return self._sample(logits, rows, seq_lens)
+
+    def add(self, row, sampling=None):
+        """Starts a request in `row`; to be given to `extend`'s new_rows."""
+        self.lens[row] = 0
+        none = np.empty(0, np.int32)
+        return NewRow(
+            row=row,
+            sampling=sampling or SamplingParams(temperature=0.0),
+            seed=0,
+            prompt_ids=none,
+            output_ids=none,
+            stop_ids=(),
+        )
+
+    def _grow(self, row, count):
+        start = self.lens[row]
+        assert count <= len(self.free)
+        taken, self.free = self.free[:count], self.free[count:]
+        self.table[row, start : start + count] = taken
+        self.lens[row] = start + count
+        return taken
+
+    def extend(self, chunks, sampled=None, new_rows=()):
+        """chunks: {row: token ids, or None for its newest token on the device}. Returns the tokens."""
+        rows = np.array(list(chunks), np.int32)
+        ids = [np.array([FROM_DEVICE] if part is None else part, np.int32) for part in chunks.values()]
+        starts = [self.lens[row] for row in chunks]
+        slots = [self._grow(row, len(part)) for row, part in zip(chunks, ids, strict=True)]
+        step = StepInputs(
+            mode=ForwardMode.EXTEND,
+            rows=rows,
+            seq_lens=np.array([self.lens[row] for row in chunks], np.int32),
+            out_cache_loc=np.concatenate(slots).astype(np.int32),
+            new_rows=list(new_rows),
+            table_updates=[TableUpdate(row, start, self.lens[row]) for row, start in zip(chunks, starts, strict=True)],
+            extend_lens=np.array([len(part) for part in ids], np.int32),
+            input_ids=np.concatenate(ids),
+            sampled=np.ones(len(rows), bool) if sampled is None else np.array(sampled),
+        )
+        return self.runner.launch(step).wait()
+
+    def decode(self, rows, forced=None):
+        """One token of each row; `forced` replaces what is on the device as the input."""
+        if forced is not None:
+            self.runner.future_tokens[torch.tensor(list(rows))] = torch.tensor(forced, device=self.runner.device)
+        slots = np.concatenate([self._grow(row, 1) for row in rows]).astype(np.int32)
+        step = StepInputs(
+            mode=ForwardMode.DECODE,
+            rows=np.array(list(rows), np.int32),
+            seq_lens=np.array([self.lens[row] for row in rows], np.int32),
+            out_cache_loc=slots,
+        )
+        return self.runner.launch(step).wait()
+
+    def logits_along(self, row, ids, chunks):
+        """Feeds `ids` alone in chunks of these lengths, the rest by decode steps; {position: logits of its token}."""
+        found = {}
+        end = 0
+        new_rows = [self.add(row)]
+        for length in chunks:
+            self.extend({row: ids[end : end + length]}, new_rows=new_rows)
+            new_rows = []
+            end += length
+            found[end - 1] = self.logits[-1][0]
+        for position in range(end, len(ids)):
+            self.decode([row], [int(ids[position])])
+            found[position] = self.logits[-1][0]
+        return found
+
+
+def relative_error(actual, expected):
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())

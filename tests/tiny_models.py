@@ -1,0 +1,81 @@
+"""Tiny random checkpoints of every supported architecture, saved by transformers itself."""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+BASE = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**BASE),
+    "llama_biases": lambda: LlamaConfig(**BASE, attention_bias=True, mlp_bias=True, head_dim=24),
+    "llama_31_tied": lambda: LlamaConfig(**BASE, rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "llama_linear": lambda: LlamaConfig(
+        **BASE, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
+    ),
+    "llama_mha": lambda: LlamaConfig(**{**BASE, "num_key_value_heads": 4}),
+    "mistral_window": lambda: MistralConfig(**BASE, sliding_window=7),
+    "mistral_full": lambda: MistralConfig(**BASE, sliding_window=None, head_dim=32),
+    "qwen2_tied": lambda: Qwen2Config(**BASE, tie_word_embeddings=True),
+    "qwen2_upper_window": lambda: Qwen2Config(**BASE, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    "qwen2_yarn": lambda: Qwen2Config(**BASE, rope_parameters=YARN),
+    "qwen3": lambda: Qwen3Config(**BASE, head_dim=24, attention_bias=True),
+    "qwen3_layer_types": lambda: Qwen3Config(
+        **BASE,
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}
+
+
+def make_model(name, seed=0):
+    """A float32 model whose biases and norms are random too: initialised, they would hide a missing one."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32, attn_implementation="eager")
+    for key, parameter in model.named_parameters():
+        if key.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            # large enough that attention is far from uniform, so that a wrong rotation shows
+            torch.nn.init.normal_(parameter, 0, 0.2)
+    return model.eval()
+
+
+def save(model, folder, **options):
+    model.save_pretrained(folder, **options)
+    return str(folder)
+
+
+@torch.inference_mode()
+def reference_logits(model, ids):
+    """[len(ids), vocab]"""
+    return model(torch.tensor([ids])).logits[0]
