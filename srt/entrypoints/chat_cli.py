@@ -1,0 +1,152 @@
+"""`tercet chat`: a conversation in the terminal, or one question per line of a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+from .. import env, log
+from ..default_model import DEFAULT_MODEL_NAME, require_default_model
+from ..errors import TercetError
+from .chat_partners import ChatError, ChatMessage, ChatOptions, ChatPartner, EngineChat, ServerChat, find_server
+
+_DEFAULT_BASE_URL = "http://127.0.0.1:30000"
+_HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+# Text from a model must not steer the terminal: no control characters but tab and line feed.
+_HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+
+
+def chat(
+    *,
+    model: str | None,
+    base_url: str | None,
+    api_key: str | None,
+    system: str | None,
+    temperature: float | None,
+    max_tokens: int | None,
+) -> int:
+    """Talks until the user leaves or the input ends; the exit code: 1 when there is nobody to talk to, or when a
+    question of a pipe had no answer."""
+    log.configure("chat", "warning")
+    try:
+        partner = choose_partner(model, base_url, api_key or env.api_key())
+    except (ChatError, TercetError, ValueError, OSError) as error:
+        sys.stderr.write(f"tercet chat: {error}\n")
+        return 1
+    conversation = Conversation(partner, system, ChatOptions(temperature, max_tokens), sys.stdout)
+    try:
+        if sys.stdin.isatty():
+            return _interactive(conversation)
+        return _piped(conversation, sys.stdin)
+    except BrokenPipeError:  # whoever read the answers has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    finally:
+        partner.close()
+
+
+def choose_partner(model: str | None, base_url: str | None, api_key: str | None) -> ChatPartner:
+    """The model that is named, else the server that is named, else one at the default port, else the default model."""
+    if model is not None:
+        if base_url is not None:
+            raise ValueError("name a model or a --base-url, not both")
+        return EngineChat(model, os.path.basename(model.rstrip("/")))
+    named = base_url or env.base_url()
+    if named is not None:
+        return ServerChat(named, api_key)
+    server = find_server(_DEFAULT_BASE_URL, api_key)
+    return server or EngineChat(str(require_default_model()), DEFAULT_MODEL_NAME)
+
+
+class Conversation:
+    """What has been said, and how to go on."""
+
+    def __init__(self, partner: ChatPartner, system: str | None, options: ChatOptions, out: TextIO) -> None:
+        self.partner = partner
+        self._system = system
+        self._options = options
+        self._out = out
+        self.messages: list[ChatMessage] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def ask(self, question: str) -> None:
+        """Writes the answer as it comes. Ctrl-C stops the answer, of which both sides remember what was shown.
+
+        A question that fails is forgotten; raises ChatError or a TercetError then.
+        """
+        self.messages.append({"role": "user", "content": question})
+        shown = ""
+        try:
+            with contextlib.closing(self.partner.answer(self.messages, self._options)) as pieces:
+                for piece in pieces:
+                    shown += piece
+                    self._write(piece.translate(_HARMLESS))
+        except KeyboardInterrupt:
+            self._write(" [stopped]")
+        except BaseException:
+            self.messages.pop()
+            raise
+        finally:
+            self._write("\n")
+        if shown:
+            self.messages.append({"role": "assistant", "content": shown})
+        else:
+            self.messages.pop()
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+def _interactive(conversation: Conversation) -> int:
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # gives input() its line editing and history, where there is one
+    sys.stdout.write(f"{conversation.partner.name}\n{_HELP}\n")
+    while True:
+        try:
+            question = input("> ").strip()
+        except EOFError:
+            sys.stdout.write("\n")
+            return 0
+        except KeyboardInterrupt:
+            sys.stdout.write(f"\n{_HELP}\n")
+            continue
+        if question == "/exit":
+            return 0
+        if question == "/reset":
+            conversation.reset()
+        elif question.startswith("/") and " " not in question:
+            sys.stdout.write(f"{_HELP}\n")
+        elif question:
+            _try(conversation, question)
+
+
+def _piped(conversation: Conversation, questions: Iterator[str]) -> int:
+    all_answered = True
+    for line in questions:
+        question = line.strip()
+        if question == "/exit":
+            break
+        if question == "/reset":
+            conversation.reset()
+        elif question:
+            all_answered &= _try(conversation, question)
+    return 0 if all_answered else 1
+
+
+def _try(conversation: Conversation, question: str) -> bool:
+    try:
+        conversation.ask(question)
+    except (ChatError, TercetError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        sys.stderr.write(f"tercet chat: {error}\n")
+        return False
+    return True

@@ -1,0 +1,160 @@
+"""Whom `tercet chat` talks to: a server over HTTP, or an Engine in this process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+from urllib.parse import urlsplit
+
+from .engine import Engine
+
+ChatMessage: TypeAlias = dict[str, str]
+"""`role` and `content`"""
+
+_CONNECT_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 600.0
+_PROBE_TIMEOUT_S = 1.0
+_DONE = "[DONE]"
+
+
+class ChatError(Exception):
+    """The answer could not be had; the message says why, for a person."""
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """None: what the model or the server has as a default."""
+
+    temperature: float | None = None
+    max_tokens: int | None = None
+
+
+class ChatPartner(Protocol):
+    name: str
+    """What to call it on the screen."""
+
+    def answer(self, messages: Sequence[ChatMessage], options: ChatOptions) -> Generator[str, None, None]:
+        """Pieces of the answer as they come; closing it aborts the rest. Raises ChatError or a TercetError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class EngineChat:
+    """A model in this process' own Engine."""
+
+    def __init__(self, model_path: str, name: str) -> None:
+        self.name = name
+        self._engine = Engine(model_path)
+        tokenizer = self._engine.tokenizer
+        assert tokenizer is not None, "an Engine has a tokenizer unless it is told not to"
+        self._tokenizer = tokenizer
+
+    def answer(self, messages: Sequence[ChatMessage], options: ChatOptions) -> Generator[str, None, None]:
+        prompt = self._tokenizer.apply_chat_template(messages)
+        sampling: dict[str, Any] = {"max_new_tokens": options.max_tokens}
+        if options.temperature is not None:
+            sampling["temperature"] = options.temperature
+        ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+        with closing(self._engine.generate(None, sampling, input_ids=ids, stream=True)) as answers:
+            num_shown = 0
+            for answer in answers:
+                text: str = answer["text"]
+                yield text[num_shown:]
+                num_shown = len(text)
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+
+class ServerChat:
+    """A server that speaks OpenAI's chat completions, this one or another."""
+
+    def __init__(self, base_url: str, api_key: str | None, *, connect_timeout_s: float = _CONNECT_TIMEOUT_S) -> None:
+        """Raises ValueError for a URL that is none, ChatError when nothing answers there."""
+        url = urlsplit(base_url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError(f"--base-url must be like http://127.0.0.1:30000, got {base_url!r}")
+        self._url = url
+        self._path = url.path.rstrip("/").removesuffix("/v1")
+        self._base_url = base_url
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._connect_timeout_s = connect_timeout_s
+        with closing(self._request("GET", "/v1/models")) as response:
+            models = _json(response.read())
+        try:
+            self._model = str(models["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            raise ChatError(f"{base_url} serves no model") from None
+        self.name = f"{self._model} at {base_url}"
+
+    def answer(self, messages: Sequence[ChatMessage], options: ChatOptions) -> Generator[str, None, None]:
+        body: dict[str, Any] = {"model": self._model, "messages": list(messages), "stream": True}
+        if options.temperature is not None:
+            body["temperature"] = options.temperature
+        if options.max_tokens is not None:
+            body["max_tokens"] = options.max_tokens
+        with closing(self._request("POST", "/v1/chat/completions", body)) as response:
+            while line := response.readline():
+                if not line.startswith(b"data:"):
+                    continue
+                data = line.removeprefix(b"data:").strip()
+                if data.decode() == _DONE:
+                    return
+                event = _json(data)
+                if "error" in event:
+                    raise ChatError(_message_of(event, "the server failed"))
+                for choice in event.get("choices", ()):
+                    yield choice["delta"].get("content") or ""
+        raise ChatError("the server broke off")
+
+    def close(self) -> None:
+        pass  # a connection lasts one answer
+
+    def _request(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+        """A response of status 200, which owns its connection; raises ChatError for any other."""
+        assert self._url.hostname is not None
+        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._url.hostname, self._url.port, timeout=self._connect_timeout_s)
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            connection.connect()
+            connection.sock.settimeout(_ANSWER_TIMEOUT_S if body is not None else self._connect_timeout_s)
+            # Without keep-alive the response has the socket to itself, and closing it tells the server.
+            headers = {**self._headers, "Content-Type": "application/json", "Connection": "close"}
+            connection.request(method, self._path + path, data, headers)
+            response = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise ChatError(f"{self._base_url} does not answer: {error}") from error
+        if response.status != 200:
+            with closing(response):
+                raise ChatError(_message_of(_json(response.read()), f"{self._base_url} answered {response.status}"))
+        return response
+
+
+def find_server(base_url: str, api_key: str | None) -> ServerChat | None:
+    """The server at this address, or None where nothing answers."""
+    try:
+        return ServerChat(base_url, api_key, connect_timeout_s=_PROBE_TIMEOUT_S)
+    except ChatError as error:
+        if isinstance(error.__cause__, OSError):
+            return None
+        raise
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return {}
+
+
+def _message_of(body: Any, otherwise: str) -> str:
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) else otherwise
