@@ -116,7 +116,7 @@ async def health_generate(server: Server, request: Request, body: None) -> ASGIA
     manager = server.manager
     sampling = manager.make_sampling({"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True})
     rid = f"health-{uuid.uuid4().hex}"
-    (generation,) = await manager.submit([0], sampling, rid=rid, cache_salt=rid)
+    (generation,) = await manager.submit([0], sampling, rid=rid, cache_salt=rid, stream=False)
     try:
         async with asyncio.timeout(server.health_timeout_s):
             out = await generation.result()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -94,7 +96,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "/server_info",
         "Settings in force, and the scheduler's state in internal_states",
         admin.server_info,
-        answer=dict[str, object],
+        answer=dict[str, Any],
         also=("/get_server_info",),
     ),
     Endpoint(("GET",), "/get_load", "Load, briefly", admin.get_load, answer=list[admin.Load]),

@@ -88,7 +88,7 @@ class Job:
         self._watch = asyncio.create_task(self._watch_client(receive))
         self.on_close: Callable[[], object] | None = None
 
-    async def submit(self, prompts: Sequence[Prompt]) -> list[Sample]:
+    async def submit(self, prompts: Sequence[Prompt], stream: bool) -> list[Sample]:
         """Starts every prompt; raises what TokenizerManager.submit does, with `param` naming the prompt's field."""
         check_amount(prompts)
         samples: list[Sample] = []
@@ -100,13 +100,14 @@ class Job:
                     rid=prompt.rid,
                     cache_salt=prompt.cache_salt,
                     add_special_tokens=prompt.add_special_tokens,
+                    stream=stream,
                 )
             except InvalidRequest as error:
                 if error.param in ("prompt", "input_ids", None):
                     error.param = prompt.param
                 raise
             self._generations.extend(group)
-            samples.extend(Sample(len(samples) + one.index, place, one) for one in group)
+            samples += [Sample(len(samples) + one.index, place, one) for one in group]
             if self._gone:
                 raise RequestAborted("the client has gone away")
             if place + 1 < len(prompts):
@@ -135,9 +136,8 @@ class Job:
 def check_amount(prompts: Sequence[Prompt]) -> None:
     """Refuses what would multiply beyond all measure."""
     if len(prompts) > MAX_PROMPTS:
-        raise InvalidRequest(
-            f"at most {MAX_PROMPTS} prompts in one request, got {len(prompts)}", param=prompts[0].param
-        )
+        field = prompts[0].param.partition("[")[0]
+        raise InvalidRequest(f"at most {MAX_PROMPTS} prompts in one request, got {len(prompts)}", param=field)
     sequences = sum(prompt.sampling.n for prompt in prompts)
     if sequences > MAX_SEQUENCES:
         raise InvalidRequest(f"prompts times n must be at most {MAX_SEQUENCES}, got {sequences}", param="n")

@@ -140,7 +140,8 @@ def _prompts(server: Server, body: GenerateBody) -> tuple[list[Prompt], str, boo
     if isinstance(body.rid, list) and count > 1:
         rids, name = _per_prompt(body.rid, count, is_list, "rid"), uuid.uuid4().hex
     else:
-        name = _per_prompt(body.rid, 1, is_list, "rid")[0] or uuid.uuid4().hex
+        given = _per_prompt(body.rid, 1, is_list, "rid")[0]
+        name = uuid.uuid4().hex if given is None else given
         rids = [name] if count == 1 else [f"{name}_{i}" for i in range(count)]
     if body.cache_salt is not None and body.extra_key is not None:
         raise InvalidRequest("cache_salt and extra_key are the same: send one of them", param="extra_key")

@@ -38,7 +38,7 @@ def endpoints(documented: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
         return Response(page, media_type="text/html; charset=utf-8", headers=_DOCS_HEADERS)
 
     own = (
-        Endpoint(("GET",), "/openapi.json", "This API as an OpenAPI 3.1 document", show_spec, answer=dict[str, object]),
+        Endpoint(("GET",), "/openapi.json", "This API as an OpenAPI 3.1 document", show_spec, answer=dict[str, Any]),
         Endpoint(("GET",), "/docs", "This API as a page", show_docs),
     )
     everything = (*documented, *own)

@@ -73,7 +73,7 @@ async def answer(
         server.batches[name] = job
         job.on_close = functools.partial(server.batches.pop, name)
     try:
-        samples = await job.submit(prompts)
+        samples = await job.submit(prompts, stream)
         face.begin(samples)
         if stream:
             events = _stream(samples, face)

@@ -97,7 +97,8 @@ class BodyCodec(Generic[T]):
         except UnicodeDecodeError:
             raise InvalidRequest("the body is not valid UTF-8") from None
         except msgspec.DecodeError as error:
-            raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+            reason = str(error).removeprefix("JSON is malformed: ")
+            raise InvalidRequest(f"the body is not valid JSON: {reason}") from None
         except RecursionError:
             raise InvalidRequest("the body is nested too deeply") from None
 
@@ -195,9 +196,8 @@ def _hint(name: str, struct: msgspec.inspect.StructType | None) -> str:
         return ""
     near: list[str] = []
     for field in struct.fields:
-        for inner in _structs(field.type):
-            if any(one.encode_name == name for one in inner.fields):
-                near.append(f"{field.encode_name}.{name}")
+        if any(one.encode_name == name for inner in _structs(field.type) for one in inner.fields):
+            near.append(f"{field.encode_name}.{name}")
     near += difflib.get_close_matches(name[:_SHOWN_CHARS], [one.encode_name for one in struct.fields])
     return f"; did you mean {' or '.join(near)}?" if near else ""
 

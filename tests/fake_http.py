@@ -1,0 +1,309 @@
+"""An engine without processes behind the real TokenizerManager and the real HTTP app, and two ways to talk to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import closing, contextmanager
+from typing import Any, TypeVar
+
+import httpx
+import tokenizers
+import uvicorn
+
+from tercet.managers.tokenizer_manager import TokenizerManager
+from tercet.srt.entrypoints.http_server import create_app
+from tercet.srt.io_struct import (
+    AbortReq,
+    BatchTextOut,
+    FinishReason,
+    FlushCacheReply,
+    FlushCacheReq,
+    GenerateReq,
+    LengthFinish,
+    SchedulerReady,
+    SchedulerState,
+    StateReply,
+    StateReq,
+    StopFinish,
+    TextOut,
+    ToScheduler,
+    unpack_ids,
+)
+from tercet.srt.model_config import ModelConfig
+from tercet.srt.server_args import ServerArgs
+from tercet.srt.tokenizer import Tokenizer
+from tercet.srt.tokenizer_parts import TokenizerParts
+
+T = TypeVar("T")
+
+WORDS = ("one", " two", ' "three"', "", " fünf", " \\six\n", " 🙂")
+"""Text of output token i is WORDS[i % 7]: one token has no text yet, some need escapes in JSON."""
+CONTEXT_LEN = 256
+VOCAB_SIZE = 258
+EOS = 256
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.name %}({{ m.name }}){% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ mood }}{% endif %}"
+)
+
+
+def text_of(num_tokens: int) -> str:
+    """What the fake engine writes in so many tokens."""
+    return "".join(WORDS[i % len(WORDS)] for i in range(num_tokens))
+
+
+class FakeScheduler:
+    """Writes WORDS to every prompt, `step` tokens an output. The knobs apply to requests that come after."""
+
+    def __init__(self) -> None:
+        self.manager: TokenizerManager
+        self.step = 1
+        self.stop_after: int | None = None
+        """Ends with the stop token after so many tokens; None: at max_new_tokens."""
+        self.fail: tuple[int, FinishReason] | None = None
+        """Ends like this after so many tokens."""
+        self.mute = False
+        """Accepts requests and says nothing."""
+        self.dead = False
+        """Answers no calls."""
+        self.delay_s = 0.0
+        self.received: list[GenerateReq] = []
+        self.running: dict[str, GenerateReq] = {}
+        self.aborted: list[str | None] = []
+
+    def send(self, message: ToScheduler) -> None:
+        loop = asyncio.get_running_loop()
+        if isinstance(message, GenerateReq):
+            self.received.append(message)
+            self.running[message.rid] = message
+            if not self.mute:
+                loop.call_soon(self._write, message, 0)
+        elif isinstance(message, AbortReq):
+            self.aborted.append(message.rid)
+            self.running.pop(message.rid or "", None)
+        elif self.dead:
+            return
+        elif isinstance(message, FlushCacheReq):
+            busy = len(self.running)
+            loop.call_soon(self.manager.on_message, FlushCacheReply(message.call_id, busy == 0, busy))
+        else:
+            assert isinstance(message, StateReq)
+            loop.call_soon(self.manager.on_message, StateReply(message.call_id, self._state()))
+
+    def _write(self, request: GenerateReq, done: int) -> None:
+        if request.rid not in self.running:
+            return
+        limit = request.sampling.max_new_tokens
+        assert limit is not None
+        upto = min(done + self.step, limit)
+        finish: FinishReason | None = LengthFinish(limit) if upto == limit else None
+        if self.stop_after is not None and upto >= self.stop_after:
+            upto, finish = self.stop_after, StopFinish(EOS)
+        if self.fail is not None and upto >= self.fail[0]:
+            upto, finish = self.fail
+        prompt_tokens = len(request.input_ids) // 4
+        out = TextOut(
+            request.rid,
+            "".join(WORDS[i % len(WORDS)] for i in range(done, upto)),
+            [i % 256 for i in range(done, upto)],
+            finish,
+            prompt_tokens,
+            upto,
+            prompt_tokens - 1,
+            0,
+        )
+        if finish is not None:
+            del self.running[request.rid]
+        else:
+            asyncio.get_running_loop().call_later(self.delay_s, self._write, request, upto)
+        self.manager.on_message(BatchTextOut([out]))
+
+    def _state(self) -> SchedulerState:
+        return SchedulerState(
+            num_running=len(self.running),
+            num_waiting=2,
+            num_free_tokens=600,
+            num_evictable_tokens=200,
+            num_protected_tokens=150,
+            num_private_tokens=50,
+            max_total_num_tokens=1000,
+            last_gen_throughput=12.5,
+            cache_hit_rate=0.25,
+            num_retractions=3,
+            num_aborted=4,
+            num_finished=5,
+            num_kv_repairs=0,
+            new_token_ratio=0.5,
+            weight_bytes=1 << 30,
+            kv_bytes=1 << 29,
+        )
+
+    def prompts(self) -> list[list[int]]:
+        return [unpack_ids(one.input_ids).tolist() for one in self.received]
+
+    def prompt_texts(self) -> list[str]:
+        return [bytes(ids).decode() for ids in self.prompts()]
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token i is byte i; 256 and 257 are special. What it encodes is the text's UTF-8."""
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    chars = {byte: chr(byte) for byte in visible} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+    assert set(chars.values()) == set(alphabet)
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={char: byte for byte, char in chars.items()}, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>", "<bos>"])
+    parts = TokenizerParts(
+        backend, {"eos_token": "<eos>", "bos_token": "<bos>"}, frozenset({EOS}), {"default": TEMPLATE}
+    )
+    return Tokenizer(parts)
+
+
+_TOKENIZER = byte_tokenizer()
+
+
+def make_manager(scheduler: FakeScheduler, **settings: Any) -> TokenizerManager:
+    """A manager on top of the fake scheduler; context 256, vocabulary 258, served as "tiny"."""
+    args = ServerArgs(**{"model_path": "/models/tiny-1", "served_model_name": "tiny", **settings})
+    config = ModelConfig(
+        architecture="LlamaForCausalLM",
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        vocab_size=VOCAB_SIZE,
+        context_len=CONTEXT_LEN,
+    )
+    facts = SchedulerReady(
+        max_total_num_tokens=1000,
+        max_running_requests=16,
+        max_req_input_len=CONTEXT_LEN - 1,
+        context_len=CONTEXT_LEN,
+        vocab_size=VOCAB_SIZE,
+        dtype="float32",
+        device="cpu",
+        attention_backend="torch",
+        weight_bytes=1,
+        kv_bytes=1,
+    )
+    tokenizer = None if args.skip_tokenizer_init else _TOKENIZER
+    scheduler.manager = TokenizerManager(args, config, tokenizer, facts, scheduler)
+    return scheduler.manager
+
+
+class Site:
+    """The app in this process, one event loop, no sockets. A stream's answer is read as a whole."""
+
+    def __init__(self, *, app: dict[str, Any] | None = None, **settings: Any) -> None:
+        self.scheduler = FakeScheduler()
+        self.manager = make_manager(self.scheduler, **settings)
+        self.app = create_app(self.manager, **(app or {}))
+        self._runner = asyncio.Runner()
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.app, raise_app_exceptions=True), base_url="http://test"
+        )
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(work)
+
+    def request(self, method: str, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
+        """`body`: bytes as they are, or anything as JSON."""
+        if isinstance(body, bytes):
+            kwargs["content"] = body
+        elif body is not None:
+            kwargs["json"] = body
+        return self.run(self.client.request(method, path, **kwargs))
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return self.request("GET", path, **kwargs)
+
+    def post(self, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
+        return self.request("POST", path, body, **kwargs)
+
+    def good(self, path: str, body: Any) -> Any:
+        """The JSON of an answer that has to be 200."""
+        answer = self.post(path, body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream without the last, which has to be `[DONE]`."""
+        answer = self.post(path, {**body, "stream": True})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        return events_of(answer.content)
+
+    def refused(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+        """The error of an answer that has to have this status."""
+        answer = self.post(path, body)
+        assert answer.status_code == status, answer.text
+        return error_of(answer)
+
+    def idle(self) -> bool:
+        """Whether nothing is left of any request, here or in the scheduler."""
+        return not self.scheduler.running and self.manager.num_unfinished == 0
+
+    def close(self) -> None:
+        self.run(self.client.aclose())
+        self._runner.close()
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The error in an answer, which has to be in OpenAI's envelope."""
+    body = answer.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}, body
+    return body["error"]
+
+
+def events_of(content: bytes) -> list[Any]:
+    """The JSON of server-sent events up to `[DONE]`, which has to be the last."""
+    parts = content.decode().split("\n\n")
+    assert parts.pop() == ""
+    assert all(part.startswith("data: ") and "\n" not in part for part in parts)
+    assert parts.pop() == "data: [DONE]"
+    return [json.loads(part[len("data: ") :]) for part in parts]
+
+
+class LiveSite:
+    """The same app behind uvicorn on a free port, in a thread."""
+
+    def __init__(self, scheduler: FakeScheduler, manager: TokenizerManager, address: tuple[str, int]) -> None:
+        self.scheduler = scheduler
+        self.manager = manager
+        self.address = address
+        self.url = f"http://{address[0]}:{address[1]}"
+
+    def send(self, method: str, path: str, body: Any) -> socket.socket:
+        """A connection on which the request is under way."""
+        data = json.dumps(body).encode()
+        head = f"{method} {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection = socket.create_connection(self.address, timeout=20)
+        connection.sendall(head.encode() + data)
+        return connection
+
+
+@contextmanager
+def live_site(**settings: Any) -> Iterator[LiveSite]:
+    scheduler = FakeScheduler()
+    manager = make_manager(scheduler, **settings)
+    config = uvicorn.Config(create_app(manager), http="httptools", lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield LiveSite(scheduler, manager, listener.getsockname())
+        finally:
+            server.should_exit = True
+            server.force_exit = True
+            thread.join(20)
+            assert not thread.is_alive()

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_http import CONTEXT_LEN, EOS, Site, text_of
+
+from tercet.srt.io_struct import AbortFinish
+
+PATH = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def no_tokenizer() -> Iterator[Site]:
+    site = Site(skip_tokenizer_init=True)
+    yield site
+    site.close()
+
+
+def test_one_answer(site: Site) -> None:
+    answer = site.good(PATH, {"model": "tiny", "messages": HI, "max_tokens": 5})
+    assert answer.pop("id").startswith("chatcmpl-")
+    assert answer.pop("created") > 1_600_000_000
+    assert answer == {
+        "object": "chat.completion",
+        "model": "tiny",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": text_of(5)},
+                "logprobs": None,
+                "finish_reason": "length",
+                "matched_stop": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 20,
+            "completion_tokens": 5,
+            "total_tokens": 25,
+            "prompt_tokens_details": {"cached_tokens": 19},
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [
+        ({"messages": HI}, "<user>hi\n<assistant>"),
+        (
+            {"messages": [{"role": "developer", "content": "be"}, {"role": "user", "content": "hi", "name": "Jo"}]},
+            "<system>be\n<user>hi(Jo)\n<assistant>",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+            "<user>ab\n<assistant>",
+        ),
+        ({"messages": HI, "add_generation_prompt": False}, "<user>hi\n"),
+        ({"messages": HI, "chat_template_kwargs": {"mood": ":)"}}, "<user>hi\n<assistant>:)"),
+        (
+            {"messages": [*HI, {"role": "assistant", "content": "Well"}], "continue_final_message": True},
+            "<user>hi\n<assistant>Well",
+        ),
+        (
+            {
+                "messages": [*HI, {"role": "assistant", "content": "Well"}],
+                "continue_final_message": True,
+                "add_generation_prompt": False,
+            },
+            "<user>hi\n<assistant>Well",
+        ),
+        (
+            {"messages": [*HI, {"role": "assistant", "content": "", "tool_calls": []}]},
+            "<user>hi\n<assistant>\n<assistant>",
+        ),
+    ],
+)
+def test_messages_become_a_prompt(site: Site, body: dict[str, Any], prompt: str) -> None:
+    site.good(PATH, {**body, "max_tokens": 1})
+    assert site.scheduler.prompt_texts() == [prompt]
+
+
+def test_the_limit_is_the_context_by_default(site: Site) -> None:
+    site.good(PATH, {"messages": HI})
+    assert site.scheduler.received[0].sampling.max_new_tokens == CONTEXT_LEN - 20
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_tokens": 3}, {"max_completion_tokens": 3}, {"max_tokens": 3, "max_completion_tokens": 3}]
+)
+def test_both_names_of_the_limit(site: Site, fields: dict[str, int]) -> None:
+    site.good(PATH, {"messages": HI, **fields})
+    assert site.scheduler.received[0].sampling.max_new_tokens == 3
+
+
+def test_a_stream(site: Site) -> None:
+    site.scheduler.stop_after = 8
+    events = site.stream(PATH, {"messages": HI})
+    assert len({one["id"] for one in events}) == 1
+    assert all(one["object"] == "chat.completion.chunk" and "usage" not in one for one in events)
+    choices = [one["choices"][0] for one in events]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(set(one["delta"]) == {"content"} for one in choices[1:-1])
+    assert "".join(one["delta"]["content"] for one in choices[1:-1]) == text_of(8)
+    assert [one["finish_reason"] for one in choices[:-1]] == [None] * (len(choices) - 1)
+    assert choices[-1]["delta"] == {}
+    assert (choices[-1]["finish_reason"], choices[-1]["matched_stop"]) == ("stop", EOS)
+
+
+def test_a_stream_of_several_choices(site: Site) -> None:
+    options = {"include_usage": True}
+    events = site.stream(PATH, {"messages": HI, "n": 3, "max_tokens": 5, "stream_options": options})
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == 15
+    assert events[-1]["usage"]["prompt_tokens"] == 20
+    assert all(one["usage"] is None for one in events[:-1])
+    for index in range(3):
+        mine = [one["choices"][0] for one in events[:-1] if one["choices"][0]["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(one["delta"]["content"] for one in mine[1:-1]) == text_of(5)
+        assert [one["finish_reason"] for one in mine] == [None] * (len(mine) - 1) + ["length"]
+
+
+def test_token_ids(site: Site) -> None:
+    body = {"messages": HI, "max_tokens": 5, "return_token_ids": True}
+    answer = site.good(PATH, body)
+    assert bytes(answer["prompt_token_ids"]) == b"<user>hi\n<assistant>"
+    assert answer["choices"][0]["token_ids"] == [0, 1, 2, 3, 4]
+    events = site.stream(PATH, body)
+    assert [one.get("prompt_token_ids") is not None for one in events] == [True] + [False] * (len(events) - 1)
+    ids = [token for one in events for token in one["choices"][0].get("token_ids", [])]
+    assert ids == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({}, "messages", "messages is required"),
+        ({"messages": []}, "messages", "1 to 10000 messages, got 0"),
+        ({"messages": "hi"}, "messages", "expected array, got str"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content is required"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role", "messages[0].role is required"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role", "invalid enum value 'robot'"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "tool calling is not there yet"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "got int"),
+        (
+            {"messages": [*HI, {"role": "user", "content": [{"type": "text"}]}]},
+            "messages[1].content[0].text",
+            "required",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].image_url",
+            "only text models are served",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
+            "messages[0].content[0].type",
+            "content of type 'video' is not supported",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "messages[0].weight", "unknown field 'weight'"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls", "tool calling"),
+        ({"messages": HI, "tools": [{"type": "function"}]}, "tools", "tool calling is not there yet"),
+        ({"messages": HI, "tool_choice": "required"}, "tool_choice", 'accepted: null or "none" or "auto"'),
+        ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format", "constrained output"),
+        ({"messages": HI, "logprobs": True}, "logprobs", "log probabilities"),
+        ({"messages": HI, "top_logprobs": 3}, "top_logprobs", "log probabilities"),
+        ({"messages": HI, "store": True}, "store", "nothing is stored"),
+        ({"messages": HI, "service_tier": "flex"}, "service_tier", "there is one tier"),
+        (
+            {"messages": HI, "max_completion_tokens": 0},
+            "max_completion_tokens",
+            "max_completion_tokens must be at least",
+        ),
+        ({"messages": HI, "max_tokens": 0}, "max_tokens", "max_tokens must be at least 1"),
+        ({"messages": HI, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "are the same: got 2 and 1"),
+        ({"messages": HI, "prompt": "a"}, "prompt", "unknown field 'prompt'"),
+        (
+            {"messages": HI, "add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+            "exclude each other",
+        ),
+        (
+            {"messages": HI, "chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs",
+            "must not contain messages",
+        ),
+        ({"messages": HI, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "must not contain self"),
+        ({"messages": HI, "chat_template_kwargs": {"continue_final_message": 1}}, "chat_template_kwargs", "must not"),
+        ({"messages": [{"role": "user", "content": "x" * 240}]}, "messages", "at most 255 fit"),
+        ({"messages": HI * 10_001}, "messages", "1 to 10000 messages, got 10001"),
+        ({"messages": HI, "stream_options": {}}, "stream_options", "only with stream: true"),
+    ],
+)
+def test_bad_input_is_refused(site: Site, body: dict[str, Any], param: str, says: str) -> None:
+    error = site.refused(PATH, body)
+    assert says in error["message"]
+    assert error["param"] == param
+    assert site.idle()
+
+
+def test_a_long_chat_is_rendered_off_the_loop(site: Site) -> None:
+    error = site.refused(PATH, {"messages": [{"role": "user", "content": "x" * 30_000}]})
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_another_model_is_not_found(site: Site) -> None:
+    assert site.refused(PATH, {"model": "gpt-5", "messages": HI}, 404)["code"] == "model_not_found"
+
+
+def test_an_abort_by_the_client_is_a_finish(site: Site) -> None:
+    site.scheduler.fail = (2, AbortFinish("asked for"))
+    (choice,) = site.good(PATH, {"messages": HI})["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("abort", text_of(2))
+
+
+def test_a_failure_in_a_stream_is_one_event(site: Site) -> None:
+    site.scheduler.fail = (2, AbortFinish("no memory", 500, "OutOfKVMemory"))
+    events = site.stream(PATH, {"messages": HI, "n": 2})
+    assert events[-1]["error"]["message"] == "no memory"
+    assert sum("error" in one for one in events) == 1
+    assert site.idle()
+
+
+def test_chat_needs_a_tokenizer(no_tokenizer: Site) -> None:
+    assert "--skip-tokenizer-init" in no_tokenizer.refused(PATH, {"messages": HI})["message"]
