@@ -11,14 +11,16 @@ the byte-level alphabet, and puts sentencepiece's space mark only at the very st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 
-from .gguf_file import GGUFFile
+from .gguf_file import GGUFFile, MetadataValue
 from .gguf_pre_tokenizers import MERGES_ARE_OPTIONAL, PRE_TOKENIZERS, STARTS_WITH_BOS
 from .tokenizer_parts import TokenizerParts
 
@@ -40,20 +42,24 @@ _ALWAYS_SPECIAL = ("bos_token_id", *_END_IDS)
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerParts:
-    """ValueError when the file has no tokenizer or one of a kind that is not supported."""
-    metadata: Mapping[str, Any] = GGUFFile(path).metadata
+    """ValueError when the file has no tokenizer, one of a kind that is not supported, or one that makes no sense."""
+    metadata = GGUFFile(path).metadata
+    try:
+        return _build(metadata)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _build(metadata: Mapping[str, MetadataValue]) -> TokenizerParts:
     kind = metadata.get(_KEY + "model")
-    builders = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
-    if kind not in builders:
-        raise ValueError(f"{path} has a tokenizer of model {kind!r}; supported are {', '.join(sorted(builders))}")
-    missing = [name for name in ("tokens", "token_type") if _KEY + name not in metadata]
-    if missing:
-        raise ValueError(f"{path} has no {_KEY}{missing[0]}")
+    if kind not in ("gpt2", "llama"):
+        raise ValueError(f"the tokenizer is of model {kind!r}; supported are gpt2, llama")
     # llama.cpp gives an empty token a name, so that ids and texts stay one to one.
-    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(metadata[_KEY + "tokens"])]
-    backend = builders[kind](path, metadata, tokens)
-    ids = {key: int(value) for key, value in _ids(metadata).items() if 0 <= value < len(tokens)}
-    _add_special_tokens(backend, tokens, metadata[_KEY + "token_type"], ids)
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(_strings(metadata, "tokens"))]
+    types = _numbers(metadata, "token_type", len(tokens))
+    ids = _ids(metadata, is_llama=kind == "llama", num_tokens=len(tokens))
+    backend = _byte_level_bpe(metadata, tokens) if kind == "gpt2" else _sentencepiece_bpe(metadata, tokens, ids)
+    _add_special_tokens(backend, tokens, types, ids)
     _add_bos_and_eos(backend, metadata, tokens, ids)
     return TokenizerParts(
         backend=backend,
@@ -63,46 +69,38 @@ def read_gguf_tokenizer(path: Path) -> TokenizerParts:
     )
 
 
-def _byte_level_bpe(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> tokenizers.Tokenizer:
+def _byte_level_bpe(metadata: Mapping[str, MetadataValue], tokens: list[str]) -> tokenizers.Tokenizer:
     name = metadata.get(_KEY + "pre", "default")
-    if name not in PRE_TOKENIZERS:
-        raise ValueError(f"{path} names the pre-tokenizer {name!r}; supported are {', '.join(sorted(PRE_TOKENIZERS))}")
-    if _KEY + "merges" not in metadata:
-        raise ValueError(f"{path} has no {_KEY}merges")
-    # The first character may itself be a space: only what follows it can be the separator.
-    merges = [
-        (merge[0] + left, right) for merge in metadata[_KEY + "merges"] for left, _, right in [merge[1:].partition(" ")]
-    ]
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab={token: index for index, token in enumerate(tokens)},
-            merges=merges,
-            ignore_merges=name in MERGES_ARE_OPTIONAL,
-        )
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
+        raise ValueError(f"the pre-tokenizer is {name!r}; supported are {', '.join(sorted(PRE_TOKENIZERS))}")
+    backend = _bpe(
+        tokens,
+        # The first character may itself be a space: only what follows it can be the separator.
+        [
+            (merge[:1] + left, right)
+            for merge in _strings(metadata, "merges")
+            for left, _, right in [merge[1:].partition(" ")]
+        ],
+        ignore_merges=name in MERGES_ARE_OPTIONAL,
     )
     backend.pre_tokenizer = PRE_TOKENIZERS[name]()
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _sentencepiece_bpe(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> tokenizers.Tokenizer:
-    if _KEY + "scores" not in metadata:
-        raise ValueError(f"{path} has no {_KEY}scores")
-    vocab = {token: index for index, token in enumerate(tokens)}
-    unknown = metadata.get(_KEY + "unknown_token_id", 0)
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=merges_by_score(vocab, metadata[_KEY + "scores"].tolist()),
-            unk_token=tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+def _sentencepiece_bpe(
+    metadata: Mapping[str, MetadataValue], tokens: list[str], ids: Mapping[str, int]
+) -> tokenizers.Tokenizer:
+    backend = _bpe(
+        tokens,
+        merges_by_score(tokens, _numbers(metadata, "scores", len(tokens)).tolist()),
+        unk_token=tokens[ids["unknown_token_id"]] if "unknown_token_id" in ids else None,
+        fuse_unk=True,
+        byte_fallback=True,
     )
-    marks_start = bool(metadata.get(_KEY + "add_space_prefix", True))
     spaces = normalizers.Replace(" ", _SPACE_MARK)
     decode = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if marks_start:
+    if metadata.get(_KEY + "add_space_prefix", True):
         # As in sentencepiece and llama.cpp: at the start, and again behind every special token.
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), spaces])
         backend.decoder = decoders.Sequence([*decode, decoders.Strip(content=" ", left=1)])
@@ -112,31 +110,57 @@ def _sentencepiece_bpe(path: Path, metadata: Mapping[str, Any], tokens: list[str
     return backend
 
 
-def merges_by_score(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+def _bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
+    vocab = {token: index for index, token in enumerate(tokens)}
+    for left, right in merges:
+        # The library would panic, which no `except Exception` catches.
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise ValueError(f"the merge of {left!r} and {right!r} does not fit the vocabulary")
+    return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
+
+
+def _strings(metadata: Mapping[str, MetadataValue], name: str) -> list[str]:
+    value = metadata.get(_KEY + name)
+    if not isinstance(value, list):
+        raise ValueError(f"{_KEY}{name} must be an array of strings, got {type(value).__name__}")
+    return value
+
+
+def _numbers(metadata: Mapping[str, MetadataValue], name: str, length: int) -> npt.NDArray[np.generic]:
+    value = metadata.get(_KEY + name)
+    if not isinstance(value, np.ndarray) or len(value) != length:
+        given = f"{len(value)}" if isinstance(value, np.ndarray) else type(value).__name__
+        raise ValueError(f"{_KEY}{name} must be an array of {length} numbers, one a token, got {given}")
+    return value
+
+
+def merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
     """The merges that sentencepiece's greedy algorithm makes: two neighbours whose union is a token, best score first.
 
     Every way to cut a token in two tokens is one. Ties go as in `transformers`: long left parts first.
     """
+    vocab = dict(zip(tokens, scores, strict=True))
     found = [
-        (-scores[index], -cut, token[:cut], token[cut:])
-        for token, index in vocab.items()
+        (-score, -cut, cut - len(token), token[:cut], token[cut:])
+        for token, score in vocab.items()
         for cut in range(1, len(token))
         if token[:cut] in vocab and token[cut:] in vocab
     ]
-    found.sort(key=lambda merge: merge[:2])
-    return [(left, right) for _, _, left, right in found]
+    found.sort(key=lambda merge: merge[:3])
+    return [(left, right) for *_, left, right in found]
 
 
-def _ids(metadata: Mapping[str, Any]) -> dict[str, int]:
-    keys = {*_NAMED_IDS.values(), *_END_IDS}
-    ids = {key: metadata[_KEY + key] for key in keys if _KEY + key in metadata}
-    if metadata[_KEY + "model"] == "llama":
-        # What llama.cpp assumes where the file is silent.
-        ids = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **ids}
-    return ids
+def _ids(metadata: Mapping[str, MetadataValue], *, is_llama: bool, num_tokens: int) -> dict[str, int]:
+    # What llama.cpp assumes where the file is silent.
+    ids: dict[str, MetadataValue] = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} if is_llama else {}
+    ids.update((key, metadata[_KEY + key]) for key in (*_NAMED_IDS.values(), *_END_IDS) if _KEY + key in metadata)
+    # An id beyond the vocabulary names no token; llama.cpp passes over it too.
+    return {key: index for key, index in ids.items() if isinstance(index, int) and 0 <= index < num_tokens}
 
 
-def _add_special_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types: Any, ids: Mapping[str, int]) -> None:
+def _add_special_tokens(
+    backend: tokenizers.Tokenizer, tokens: list[str], types: npt.NDArray[np.generic], ids: Mapping[str, int]
+) -> None:
     """Control tokens and the named ones are special; user-defined ones are only matched whole."""
     # Some files name an ordinary token for padding, which must stay one.
     named = {index for key, index in ids.items() if key in _ALWAYS_SPECIAL or types[index] != _NORMAL}
@@ -147,7 +171,7 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, tokens: list[str], types:
 
 
 def _add_bos_and_eos(
-    backend: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str], ids: Mapping[str, int]
+    backend: tokenizers.Tokenizer, metadata: Mapping[str, MetadataValue], tokens: list[str], ids: Mapping[str, int]
 ) -> None:
     starts_with_bos = metadata[_KEY + "model"] == "llama" or metadata.get(_KEY + "pre") in STARTS_WITH_BOS
     bos = eos = None
@@ -166,11 +190,8 @@ def _add_bos_and_eos(
         )
 
 
-def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    templates = {}
-    if "tokenizer.chat_template" in metadata:
-        templates["default"] = metadata["tokenizer.chat_template"]
-    for name in metadata.get("tokenizer.chat_templates", ()):
-        if f"tokenizer.chat_template.{name}" in metadata:
-            templates[name] = metadata[f"tokenizer.chat_template.{name}"]
-    return templates
+def _chat_templates(metadata: Mapping[str, MetadataValue]) -> dict[str, str]:
+    names = metadata.get("tokenizer.chat_templates")
+    keys = {"default": "tokenizer.chat_template"}
+    keys.update({name: f"tokenizer.chat_template.{name}" for name in (names if isinstance(names, list) else [])})
+    return {name: template for name, key in keys.items() if isinstance(template := metadata.get(key), str)}

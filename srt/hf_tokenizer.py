@@ -50,7 +50,7 @@ def read_with_transformers(name_or_path: str) -> TokenizerParts:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:  # anything at all, from a dozen libraries behind it
         raise ValueError(f"there is no tokenizer that can be read in {name_or_path!r}: {error}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)

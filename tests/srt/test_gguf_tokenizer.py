@@ -219,6 +219,14 @@ def test_sentencepiece_marks(folder, tmp_path):
     assert bare.decode(bare.encode(" the")) == " the"
 
 
+def test_ids_beyond_the_vocabulary_name_no_token(tmp_path):
+    path = byte_level_file(tmp_path / "x.gguf", pre="qwen2", bos_token_id=1, eos_token_id=99_999, add_bos_token=True)
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.eos_token_ids == frozenset() and tokenizer.special_tokens == {"bos_token": "<|second|>"}
+    path = write_gguf(tmp_path / "y.gguf", model="llama", tokens=["a"], types=[NORMAL], scores=[0.0])
+    assert load_tokenizer(str(path)).special_tokens == {"unk_token": "a"}
+
+
 def test_chat_templates(tmp_path):
     path = byte_level_file(tmp_path / "x.gguf", pre="qwen2", chat_template="{{ messages[0].content }}!")
     assert load_tokenizer(str(path)).apply_chat_template([{"role": "user", "content": "Hi"}]) == "Hi!"
@@ -230,11 +238,17 @@ def test_refuses_by_name(tmp_path):
         load_tokenizer(str(byte_level_file(path, pre="no-such-pre")))
     with pytest.raises(ValueError, match=r"'rwkv'.*gpt2"):
         load_tokenizer(str(write_gguf(path, model="rwkv", tokens=["a"], types=[NORMAL])))
-    with pytest.raises(ValueError, match=r"no tokenizer\.ggml\.tokens"):
+    with pytest.raises(ValueError, match=r"tokens must be an array of strings"):
         load_tokenizer(str(write_gguf(path, model="gpt2", tokens=None, types=None)))
-    with pytest.raises(ValueError, match=r"no tokenizer\.ggml\.merges"):
+    with pytest.raises(ValueError, match=r"merges must be an array of strings"):
         load_tokenizer(str(write_gguf(path, model="gpt2", tokens=["a"], types=[NORMAL])))
-    with pytest.raises(ValueError, match=r"no tokenizer\.ggml\.scores"):
+    with pytest.raises(ValueError, match=r"'x' and 'y' does not fit"):
+        load_tokenizer(str(write_gguf(path, model="gpt2", tokens=["x", "y"], types=[NORMAL] * 2, merges=["x y"])))
+    with pytest.raises(ValueError, match=r"does not fit"):
+        load_tokenizer(str(write_gguf(path, model="gpt2", tokens=["x", "y"], types=[NORMAL] * 2, merges=[""])))
+    with pytest.raises(ValueError, match=r"token_type must be an array of 2 numbers"):
+        load_tokenizer(str(write_gguf(path, model="gpt2", tokens=["x", "y"], types=[NORMAL], merges=["x x"])))
+    with pytest.raises(ValueError, match=r"scores must be an array of 1 numbers"):
         load_tokenizer(str(write_gguf(path, model="llama", tokens=["a"], types=[NORMAL])))
     path.write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="not a GGUF file"):
