@@ -73,7 +73,7 @@ class TorchAttentionBackend(AttentionBackend):
             extend_lens = np.ones_like(seq_lens)
         else:
             extend_lens = batch.extend_lens_host
-        ends = np.cumsum(extend_lens)
+        ends = np.cumsum(extend_lens, dtype=np.int64)
         single = np.flatnonzero(extend_lens == 1)
         contexts = seq_lens[single] if window is None else np.minimum(seq_lens[single], window)
         groups = _similar_lengths(contexts)

