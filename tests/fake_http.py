@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterable, Coroutine, Iterator
 from contextlib import closing, contextmanager
 from typing import Any, TypeVar
 
@@ -46,7 +46,8 @@ CONTEXT_LEN = 256
 VOCAB_SIZE = 258
 EOS = 256
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.name %}({{ m.name }}){% endif %}{{ '\\n' }}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.name %}({{ m.name }}){% endif %}{{ '\\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{{ mood }}{% endif %}"
 )
 
@@ -71,17 +72,20 @@ class FakeScheduler:
         self.dead = False
         """Answers no calls."""
         self.delay_s = 0.0
+        self.gate = False
+        """Every output waits in `held` for a `release`."""
+        self.held: list[tuple[GenerateReq, int]] = []
+        self._loop: asyncio.AbstractEventLoop
         self.received: list[GenerateReq] = []
         self.running: dict[str, GenerateReq] = {}
         self.aborted: list[str | None] = []
 
     def send(self, message: ToScheduler) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         if isinstance(message, GenerateReq):
             self.received.append(message)
             self.running[message.rid] = message
-            if not self.mute:
-                loop.call_soon(self._write, message, 0)
+            self._go_on(message, 0)
         elif isinstance(message, AbortReq):
             self.aborted.append(message.rid)
             self.running.pop(message.rid or "", None)
@@ -93,6 +97,18 @@ class FakeScheduler:
         else:
             assert isinstance(message, StateReq)
             loop.call_soon(self.manager.on_message, StateReply(message.call_id, self._state()))
+
+    def release(self) -> None:
+        """From any thread: lets one output go that is held."""
+        self._loop.call_soon_threadsafe(self._write, *self.held.pop(0))
+
+    def _go_on(self, request: GenerateReq, done: int) -> None:
+        if self.mute:
+            return
+        if self.gate:
+            self.held.append((request, done))
+        else:
+            self._loop.call_later(self.delay_s, self._write, request, done)
 
     def _write(self, request: GenerateReq, done: int) -> None:
         if request.rid not in self.running:
@@ -119,7 +135,7 @@ class FakeScheduler:
         if finish is not None:
             del self.running[request.rid]
         else:
-            asyncio.get_running_loop().call_later(self.delay_s, self._write, request, upto)
+            self._go_on(request, upto)
         self.manager.on_message(BatchTextOut([out]))
 
     def _state(self) -> SchedulerState:
@@ -216,8 +232,8 @@ class Site:
         return self._runner.run(work)
 
     def request(self, method: str, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
-        """`body`: bytes as they are, or anything as JSON."""
-        if isinstance(body, bytes):
+        """`body`: bytes (or parts of them) as they are, or anything as JSON."""
+        if isinstance(body, bytes | AsyncIterable):
             kwargs["content"] = body
         elif body is not None:
             kwargs["json"] = body

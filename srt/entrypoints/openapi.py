@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +29,26 @@ _STYLE = (
 )
 
 
-def endpoints(documented: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
+def endpoints(documented: tuple[Endpoint, ...]) -> tuple[Endpoint, ...]:
     """The endpoints that tell of the `documented` ones, and of themselves."""
 
     async def show_spec(server: Server, request: Request, body: None) -> ASGIApp:
-        return Response(spec, media_type="application/json")
+        return Response(_spec((*documented, *own)), media_type="application/json")
 
     async def show_docs(server: Server, request: Request, body: None) -> ASGIApp:
+        page = docs_page((*documented, *own))
         return Response(page, media_type="text/html; charset=utf-8", headers=_DOCS_HEADERS)
 
     own = (
         Endpoint(("GET",), "/openapi.json", "This API as an OpenAPI 3.1 document", show_spec, answer=dict[str, Any]),
         Endpoint(("GET",), "/docs", "This API as a page", show_docs),
     )
-    everything = (*documented, *own)
-    spec = msgspec.json.encode(openapi_document(everything))
-    page = docs_page(everything)
     return own
+
+
+@functools.cache
+def _spec(documented: tuple[Endpoint, ...]) -> bytes:
+    return msgspec.json.encode(openapi_document(documented))
 
 
 def openapi_document(documented: Iterable[Endpoint]) -> dict[str, Any]:
@@ -107,7 +111,8 @@ def _operation(endpoint: Endpoint, method: str, path: str, schema_of: dict[str, 
     return operation
 
 
-def docs_page(documented: Iterable[Endpoint]) -> str:
+@functools.cache
+def docs_page(documented: tuple[Endpoint, ...]) -> str:
     """One HTML page that asks no other host for anything."""
     parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>Tercet</title><style>{_STYLE}</style>"]
     parts.append(f"<h1>Tercet {html.escape(__version__)}</h1><p>As a document: <code>/openapi.json</code></p>")

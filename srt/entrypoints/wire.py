@@ -107,7 +107,7 @@ class BodyCodec(Generic[T]):
         path = ""
         where = _PATH.search(text)
         if where is not None:
-            path, text = where.group(1), text[: where.start()]
+            path, text = where.group(1).replace("[...]", ""), text[: where.start()]
         cause = error.__cause__
         if isinstance(cause, InvalidRequest):
             message = f"{cause.message} (in {path})" if path else cause.message

@@ -201,7 +201,7 @@ def test_another_model_is_not_found(site: Site) -> None:
         (
             {"prompt": "a", "stream_options": {"include_usages": True}},
             "stream_options.include_usages",
-            "did you mean include_usage?",
+            "did you mean include_usage",
         ),
         ({"prompt": "a", "max_token": 1}, "max_token", "did you mean max_tokens"),
         ({"prompt": "a", "rid": "x" * 257}, "rid", "1 to 256"),

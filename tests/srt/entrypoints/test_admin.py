@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_http import CONTEXT_LEN, Site, error_of
+
+from tercet.srt.io_struct import AbortFinish
+
+SECRET = "sesame-4711"
+
+
+@pytest.fixture
+def hasty() -> Iterator[Site]:
+    site = Site(app={"health_timeout_s": 0.05, "state_timeout_s": 0.05})
+    yield site
+    site.close()
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/health_generate"])
+def test_probes(site: Site, path: str) -> None:
+    assert site.get(path).status_code == 200
+    site.manager.draining = True
+    answer = site.get(path)
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert error_of(answer)["code"] == "engine_dead"
+    site.manager.draining = False
+    site.manager.fail("the scheduler process is gone")
+    assert "the scheduler process is gone" in error_of(site.get(path))["message"]
+    assert site.get(path).status_code == 503
+
+
+def test_health_runs_nothing_and_health_generate_runs_one_token(site: Site) -> None:
+    site.get("/health")
+    assert site.scheduler.received == []
+    site.get("/health_generate")
+    (request,) = site.scheduler.received
+    assert request.sampling.max_new_tokens == 1
+    assert site.idle()
+
+
+def test_health_sees_a_silent_scheduler() -> None:
+    site = Site(watchdog_timeout=1e-9)
+    assert site.get("/health").status_code == 503
+    assert site.get("/ready").status_code == 200
+    site.close()
+
+
+def test_health_generate_gives_up_in_time(hasty: Site) -> None:
+    hasty.scheduler.mute = True
+    answer = hasty.get("/health_generate")
+    assert answer.status_code == 503 and "no token within 0.05 s" in answer.text
+    assert hasty.idle()
+
+
+@pytest.mark.parametrize("finish", [AbortFinish("asked for"), AbortFinish("not a number", 500, "InvalidLogits")])
+def test_health_generate_wants_a_token(site: Site, finish: AbortFinish) -> None:
+    site.scheduler.fail = (0, finish)
+    assert site.get("/health_generate").status_code == 503
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+def test_model_info(site: Site, path: str) -> None:
+    assert site.get(path).json() == {
+        "model_path": "/models/tiny-1",
+        "tokenizer_path": "/models/tiny-1",
+        "served_model_name": "tiny",
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": "default",
+        "load_format": "auto",
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+    }
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+def test_server_info_tells_no_secret(path: str) -> None:
+    site = Site(api_key=SECRET)
+    answer = site.get(path, headers={"authorization": f"Bearer {SECRET}"})
+    info = answer.json()
+    assert SECRET not in answer.text and "api_key" not in info
+    assert info["model_path"] == "/models/tiny-1"
+    assert (info["dtype"], info["device"], info["attention_backend"]) == ("float32", "cpu", "torch")
+    assert (info["status"], info["max_total_num_tokens"], info["max_req_input_len"]) == ("ready", 1000, 255)
+    (state,) = info["internal_states"]
+    assert state["last_gen_throughput"] == 12.5
+    assert state["memory_usage"] == {"weight": 1.0, "kvcache": 0.5, "token_capacity": 1000, "graph": 0.0}
+    assert state["effective_max_running_requests_per_dp"] == 16
+    site.close()
+
+
+def test_loads(site: Site) -> None:
+    assert site.get("/get_load").json() == [{"dp_rank": 0, "num_reqs": 2, "num_waiting_reqs": 2, "num_tokens": 200}]
+    loads = site.get("/v1/loads").json()
+    assert loads["loads"] == [
+        {
+            "dp_rank": 0,
+            "num_running_reqs": 0,
+            "num_waiting_reqs": 2,
+            "num_used_tokens": 200,
+            "max_total_num_tokens": 1000,
+            "max_running_requests": 16,
+            "token_usage": 0.2,
+            "gen_throughput": 12.5,
+            "cache_hit_rate": 0.25,
+        }
+    ]
+    assert loads["timestamp"] > 1_600_000_000 and loads["version"]
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_load", "/v1/loads", "/flush_cache"])
+def test_a_scheduler_that_does_not_answer_is_a_503(hasty: Site, path: str) -> None:
+    hasty.scheduler.dead = True
+    answer = hasty.get(path)
+    assert answer.status_code == 503 and "did not answer" in answer.text
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_load", "/v1/loads", "/flush_cache"])
+def test_a_dead_engine_is_a_503(site: Site, path: str) -> None:
+    site.manager.fail("gone")
+    assert site.get(path).status_code == 503
+
+
+def test_models(site: Site) -> None:
+    card = {
+        "id": "tiny",
+        "object": "model",
+        "owned_by": "tercet",
+        "root": "/models/tiny-1",
+        "parent": None,
+        "max_model_len": CONTEXT_LEN,
+    }
+    listed = site.get("/v1/models").json()
+    assert listed["object"] == "list"
+    (only,) = listed["data"]
+    assert only.pop("created") > 1_600_000_000
+    assert only == card
+    assert site.get("/v1/models/tiny").json()["id"] == "tiny"
+    assert site.get("/v1/models//models/tiny-1").json()["id"] == "tiny"
+    answer = site.get("/v1/models/some/other")
+    assert answer.status_code == 404
+    assert error_of(answer)["code"] == "model_not_found" and "'tiny'" in answer.text
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_flush_cache(site: Site, method: str) -> None:
+    assert site.request(method, "/flush_cache").json()["success"] is True
+    assert site.request(method, "/flush_cache?timeout=1.5").status_code == 200
+
+
+@pytest.mark.parametrize("timeout", ["-1", "nan", "inf", "x", "", "1e9"])
+def test_flush_cache_wants_seconds(site: Site, timeout: str) -> None:
+    answer = site.get(f"/flush_cache?timeout={timeout}")
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == "timeout" and "[0, 3600]" in answer.text
+
+
+def test_flush_cache_waits_for_running_requests_only_as_long_as_told(site: Site) -> None:
+    site.scheduler.mute = True
+
+    async def flush_while_running() -> list[Any]:
+        task = asyncio.create_task(site.client.post("/generate", json={"text": "a", "rid": "r"}))
+        while not site.scheduler.running:
+            await asyncio.sleep(0)
+        at_once = await site.client.get("/flush_cache")
+        waiting = asyncio.create_task(site.client.get("/flush_cache?timeout=30"))
+        await asyncio.sleep(0.01)
+        await site.client.post("/abort_request", json={"rid": "r"})
+        await task
+        return [at_once, await waiting]
+
+    at_once, waited = site.run(flush_while_running())
+    assert at_once.status_code == 400
+    assert error_of(at_once)["type"] == "engine_busy" and "1 requests are running or waiting" in at_once.text
+    assert waited.status_code == 200
+
+
+def test_abort_takes_the_exact_name(site: Site) -> None:
+    site.scheduler.mute = True
+
+    async def abort() -> list[Any]:
+        tasks = [
+            asyncio.create_task(site.client.post("/generate", json={"text": "a", "rid": rid})) for rid in ("r1", "r12")
+        ]
+        while len(site.scheduler.running) < 2:
+            await asyncio.sleep(0)
+        answers = []
+        for body in ({"rid": "r"}, {"rid": "r1"}, {"rid": "r1"}):
+            answers.append((await site.client.post("/abort_request", json=body)).json())
+        assert len(site.scheduler.running) == 1
+        answers.append((await site.client.post("/abort_request", json={"abort_all": True})).json())
+        answers += [(await task).json()["meta_info"]["finish_reason"]["type"] for task in tasks]
+        return answers
+
+    no, yes = {"aborted": False}, {"aborted": True}
+    assert site.run(abort()) == [no, yes, no, yes, "abort", "abort"]
+    assert site.good("/abort_request", {"abort_all": True}) == no
+
+
+@pytest.mark.parametrize("body", [{}, {"abort_all": False}, {"rid": "a", "abort_all": True}, {"rid": None}])
+def test_abort_wants_one_of_the_two(site: Site, body: dict[str, Any]) -> None:
+    assert "one of rid and abort_all" in site.refused("/abort_request", body)["message"]
+
+
+def test_endpoints_without_a_body_take_none(site: Site) -> None:
+    assert site.post("/flush_cache", b"{}").status_code == 200
+    assert "takes no body" in site.refused("/flush_cache", {"timeout": 5})["message"]

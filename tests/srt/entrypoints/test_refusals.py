@@ -1,0 +1,207 @@
+"""Every field of every body is honoured or refused by name: walked from the declarations themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from fake_http import Site
+
+from tercet.srt.entrypoints.http_server import ENDPOINTS
+from tercet.srt.entrypoints.native import NativeSampling
+from tercet.srt.entrypoints.openai.protocol import StreamOptions, TextPart
+from tercet.srt.entrypoints.openapi import body_types
+from tercet.srt.entrypoints.wire import fields_of
+
+HI = {"role": "user", "content": "hi"}
+VALID: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 1}},
+    "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [HI], "max_tokens": 1},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [1]},
+    "/abort_request": {"rid": "r"},
+}
+HONOURED: dict[str, Any] = {
+    "text": "b",
+    "sampling_params": {"max_new_tokens": 2},
+    "stream": True,
+    "rid": "name",
+    "cache_salt": "s",
+    "extra_key": "s",
+    "model": "tiny",
+    "stream_options": None,
+    "n": 2,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "stop": "x",
+    "seed": 1,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "logit_bias": {"1": 1},
+    "top_k": 3,
+    "min_p": 0.5,
+    "repetition_penalty": 1.5,
+    "min_tokens": 1,
+    "stop_token_ids": [3],
+    "ignore_eos": True,
+    "no_stop_trim": True,
+    "skip_special_tokens": False,
+    "return_token_ids": True,
+    "user": "me",
+    "metadata": {"a": "b"},
+    "prompt": "b",
+    "max_tokens": 1,
+    "add_special_tokens": False,
+    "messages": [HI],
+    "max_completion_tokens": 1,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "chat_template_kwargs": {"mood": "x"},
+    "prompt_cache_key": "k",
+    "safety_identifier": "k",
+    "tokens": [5],
+}
+"""A good value of every field that is honoured."""
+OUTLANDISH = {"not": ["a", "value"]}
+
+
+def test_every_endpoint_with_a_body_is_here() -> None:
+    assert set(VALID) == {one.path for one in ENDPOINTS if one.body is not None}
+
+
+def cases(restricted: bool) -> list[tuple[str, str, str | None]]:
+    """Path, field and accepted values of every top-level field."""
+    return [
+        (endpoint.path, field.name, field.allowed)
+        for endpoint in ENDPOINTS
+        if endpoint.body is not None
+        for field in fields_of(endpoint.body.type)
+        if (field.allowed is not None) == restricted
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(VALID))
+def test_restricted_fields_take_only_what_they_say(site: Site, path: str) -> None:
+    for where, name, allowed in cases(restricted=True):
+        if where != path:
+            continue
+        assert allowed is not None
+        for value in map(msgspec.json.decode, allowed.split(" or ")):
+            site.good(path, {**VALID[path], name: value})
+        error = site.refused(path, {**VALID[path], name: OUTLANDISH})
+        assert error["param"] == name and name in error["message"] and error["code"] == "unsupported_field"
+    assert site.idle()
+
+
+@pytest.mark.parametrize("path", sorted(VALID))
+def test_honoured_fields_take_null_and_a_good_value(site: Site, path: str) -> None:
+    for where, name, _ in cases(restricted=False):
+        if where != path or path == "/abort_request":
+            continue
+        if name not in VALID[path]:
+            site.good(path, {**VALID[path], name: None})
+        if name in ("input_ids", "stream_options") or (path == "/tokenize" and name in _CHAT_ONLY):
+            continue  # these exclude another field or need one: their own tests have them
+        answer = site.post(path, {**VALID[path], name: HONOURED[name]})
+        assert answer.status_code == 200, (name, answer.text)
+        refused = site.refused(path, {**VALID[path], name: [[None]]})
+        assert (refused["param"] or "").split("[")[0] == name
+    assert site.idle()
+
+
+_CHAT_ONLY = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+@pytest.mark.parametrize("path", sorted(VALID))
+def test_an_unknown_field_is_refused(site: Site, path: str) -> None:
+    error = site.refused(path, {**VALID[path], "frobnicate": None})
+    assert error["param"] == "frobnicate" and "unknown field 'frobnicate'" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "path", "around"),
+    [
+        (NativeSampling, "/generate", lambda inner: {"text": "a", "sampling_params": {"max_new_tokens": 1} | inner}),
+        (
+            StreamOptions,
+            "/v1/completions",
+            lambda inner: {"prompt": "a", "stream": True, "stream_options": inner, "max_tokens": 1},
+        ),
+        (
+            TextPart,
+            "/v1/chat/completions",
+            lambda inner: {
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "a"} | inner]}],
+                "max_tokens": 1,
+            },
+        ),
+        (None, "/v1/chat/completions", lambda inner: {"messages": [HI | inner], "max_tokens": 1}),
+    ],
+)
+def test_restricted_fields_of_inner_objects(site: Site, cls: Any, path: str, around: Any) -> None:
+    if cls is None:
+        cls = next(one for one in body_types(ENDPOINTS) if one.__name__ == "Message")
+    for field in fields_of(cls):
+        if field.allowed is None:
+            continue
+        for value in map(msgspec.json.decode, field.allowed.split(" or ")):
+            answer = site.post(path, around({field.name: value}))
+            assert answer.status_code == 200, (field.name, answer.text)
+        error = site.refused(path, around({field.name: OUTLANDISH}))
+        assert error["param"].endswith(f".{field.name}") and error["code"] == "unsupported_field"
+
+
+def test_real_clients_are_understood(site: Site) -> None:
+    """What SGLang's bench_serving, vLLM's bench serve and the OpenAI library send."""
+    site.stream(
+        "/generate",
+        {
+            "text": "a",
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True},
+            "lora_path": "",
+            "return_logprob": False,
+            "return_routed_experts": False,
+            "logprob_start_len": -1,
+        },
+    )
+    site.stream(
+        "/v1/completions",
+        {
+            "model": "tiny",
+            "prompt": "a",
+            "temperature": 0.0,
+            "repetition_penalty": 1.0,
+            "best_of": 1,
+            "max_tokens": 4,
+            "logprobs": None,
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        },
+    )
+    site.good(
+        "/v1/chat/completions",
+        {
+            "model": "tiny",
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+                {"role": "assistant", "content": "Hi!", "refusal": None, "annotations": [], "tool_calls": None},
+                {"role": "user", "content": "hi"},
+            ],
+            "n": 1,
+            "store": False,
+            "user": "u",
+            "metadata": {},
+            "logprobs": False,
+            "top_logprobs": 0,
+            "tools": [],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+            "response_format": {"type": "text"},
+            "service_tier": "auto",
+            "modalities": ["text"],
+            "max_completion_tokens": 4,
+        },
+    )
