@@ -64,15 +64,37 @@ def test_as_transformers_reads_it(directory):
 
 
 def test_specials_of_the_configuration_alone(directory, tmp_path):
-    """tokenizer.json without its added tokens: the configuration brings them back."""
+    """tokenizer.json without them: the configuration brings them back."""
     for file in directory.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     content = json.loads((tmp_path / "tokenizer.json").read_text())
-    content["added_tokens"] = [
-        token for token in content["added_tokens"] if token["content"] not in ("<|pad|>", "<|tool|>")
-    ]
+    forgotten = ("<|pad|>", "<|tool|>")
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in forgotten]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     assert_equal(load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path))
+
+
+def test_added_tokens_of_the_configuration_alone(tmp_path):
+    backend = copy(byte_level_tokenizer().backend)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    first = backend.get_vocab_size()
+    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    added = {
+        str(first + 1): {"content": "<|tool|>", "special": True, **flags},
+        str(first): {"content": "<|pad|>", "special": False, **flags, "lstrip": True},
+        "0": {"content": "<|end|>", "special": True, **flags},
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "added_tokens_decoder": added,
+        "bos_token": "<|end|>",
+        "eos_token": "<|tool|>",
+        "chat_template": "{{ eos_token }}",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = load_tokenizer(str(tmp_path))
+    assert_equal(ours, AutoTokenizer.from_pretrained(tmp_path))
+    assert ours.encode("  <|pad|><|tool|>") == [first, first + 1]
 
 
 def test_the_older_special_tokens_map(tmp_path):
