@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import zmq
 
-from ..mem_cache.allocator import BaseAllocator, PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from ..mem_cache.allocator import BaseAllocator, make_allocator
 from ..mem_cache.base_prefix_cache import BasePrefixCache
 from ..mem_cache.chunk_cache import ChunkCache
 from ..mem_cache.radix_cache import RadixCache
@@ -108,11 +108,7 @@ def build_scheduler(
 
 def _memory(server_args: ServerArgs, num_tokens: int) -> tuple[BaseAllocator, BasePrefixCache]:
     page_size = server_args.page_size
-    allocator: BaseAllocator
-    if page_size == 1:
-        allocator = TokenToKVPoolAllocator(num_tokens)
-    else:
-        allocator = PagedTokenToKVPoolAllocator(num_tokens, page_size)
+    allocator = make_allocator(num_tokens, page_size)
     if server_args.disable_radix_cache:
         return allocator, ChunkCache(page_size)
     return allocator, RadixCache(allocator, page_size, server_args.radix_eviction_policy)

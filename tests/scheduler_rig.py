@@ -14,7 +14,7 @@ from tercet.managers.req_factory import ReqFactory
 from tercet.managers.scheduler import InFlight, Scheduler
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_metrics import SchedulerMetrics
-from tercet.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from tercet.mem_cache.allocator import make_allocator
 from tercet.mem_cache.chunk_cache import ChunkCache
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
@@ -65,8 +65,7 @@ class Rig:
         audit: bool = True,
     ) -> None:
         pool = ReqToTokenPool(max_running, context_len)
-        paged = page_size > 1
-        allocator = PagedTokenToKVPoolAllocator(pool_size, page_size) if paged else TokenToKVPoolAllocator(pool_size)
+        allocator = make_allocator(pool_size, page_size)
         cache = RadixCache(allocator, page_size, eviction) if radix else ChunkCache(page_size)
         self.kv = KVCacheManager(pool, allocator, cache)
         self.runner = FakeRunner(pool.req_to_token, pool_size, page_size, vocab_size)
