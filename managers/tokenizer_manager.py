@@ -303,6 +303,9 @@ class TokenizerManager:
                     continue  # aborted here; the scheduler's last words for it were already under way
                 if out.finish is not None:
                     self._forget(generation)
+                    if isinstance(out.finish, AbortFinish) and self.failure is None:
+                        # It may have failed in the detokenizer, while the scheduler still works on it.
+                        self._scheduler.send(AbortReq(out.rid))
                 generation._push(out)
         elif isinstance(message, FlushCacheReply | StateReply):
             call = self._calls.get(message.call_id)

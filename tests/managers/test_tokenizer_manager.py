@@ -273,3 +273,18 @@ def test_without_a_tokenizer_only_ids_are_taken() -> None:
         assert (await generation.result()).token_ids == list(range(8))
 
     run(work())
+
+
+def test_what_fails_behind_the_scheduler_is_stopped_in_it() -> None:
+    async def work() -> None:
+        scheduler = FakeScheduler()
+        scheduler.mute = True
+        manager = make_manager(scheduler)
+        generation = await one(manager)
+        (key,) = scheduler.running
+        finish = AbortFinish("no text", 500, "TercetError")
+        manager.on_message(BatchTextOut([TextOut(key, "", [], finish, 2, 0, 0, 0)]))
+        assert (await generation.result()).finish == finish
+        assert scheduler.aborted == [key]
+
+    run(work())
