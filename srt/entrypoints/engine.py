@@ -51,6 +51,7 @@ class Engine:
         self.server_args = _server_args(model_path, server_args, settings)
         self._thread = EngineThread(self.server_args, self._child_module)
         self._server = Server(self._thread.core.tokenizer_manager, __version__)
+        self._open_batches: dict[str, EngineRequest] = {}
         # Runs once: by shutdown(), when this object is garbage, or before the interpreter exits.
         self._finalizer = weakref.finalize(self, self._thread.stop)
 
@@ -161,10 +162,10 @@ class Engine:
     def _request(
         self, prompt: str | Sequence[str] | None, sampling: Sampling, request: Mapping[str, Any]
     ) -> EngineRequest:
-        return EngineRequest(self._server, _body(prompt, sampling, request))
+        return EngineRequest(self._server, self._open_batches, _body(prompt, sampling, request))
 
     async def _abort(self, rid: str) -> bool:
-        batch = self._server.batches.get(rid)
+        batch = self._open_batches.get(rid)
         if batch is None:
             return self._server.manager.abort(rid)
         batch.abort()

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
+import itertools
 import sys
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from typing import Any, TypeAlias
 
 import msgspec
-from starlette.types import Message
 from tqdm import tqdm
 
-from ...managers.tokenizer_manager import error_of
+from ...managers.tokenizer_manager import Generation, error_of
 from ..errors import EngineDead, InvalidRequest
 from . import native
 from .engine_thread import EngineThread
-from .job import Job, Prompt, Sample, outputs
+from .job import Prompt, Sample, outputs
 from .routing import Server
 from .wire import shown
 
@@ -31,38 +30,64 @@ Answer: TypeAlias = dict[str, Any]
 
 _PROGRESS_ABOVE = 16
 """Samples above which a progress bar is shown on a terminal."""
+_MOST_IN_FLIGHT = 1024
+"""Prompts of one call that the engine knows of at a time: a list of any length fits its queue."""
 
 
 class EngineRequest:
-    """Belongs to the engine's loop."""
+    """Belongs to the engine's loop. `open_batches`: the calls with several prompts that are under way, by name."""
 
-    def __init__(self, server: Server, body: native.GenerateBody) -> None:
+    def __init__(self, server: Server, open_batches: dict[str, EngineRequest], body: native.GenerateBody) -> None:
         self._server = server
+        self._open_batches = open_batches
         self._body = body
-        self._job: Job | None = None
+        self._name = ""
+        self._prompts: list[Prompt] = []
+        self._several = False
+        self._first_index: list[int] = []
+        """Of each prompt's samples in the answer; the last entry is the number of all."""
+        self._generations: list[Generation] = []
+        self._is_aborted = False
         self._answers: AsyncGenerator[Answer, None] | None = None
 
     async def whole(self, progress: bool | None) -> Answer | list[Answer]:
         """The answer in one piece. `progress`: a bar on stderr; None: on a terminal, for many samples."""
-        try:
-            samples, several = await self._submit()
-            if progress is None:
-                progress = len(samples) > _PROGRESS_ABOVE and sys.stderr.isatty()
-            with tqdm(total=len(samples), unit="sample", disable=not progress) as bar:
-                await asyncio.gather(*(_collect(sample, bar.update) for sample in samples))
-        finally:
-            await self.close()
-        answers = [_answer(sample, numbered=False) for sample in samples]
-        return answers if several else answers[0]
+        self._begin()
+        num_samples = self._first_index[-1]
+        if progress is None:
+            progress = num_samples > _PROGRESS_ABOVE and sys.stderr.isatty()
+        room = asyncio.Semaphore(_MOST_IN_FLIGHT)
+        with tqdm(total=num_samples, unit="sample", disable=not progress) as bar:
+
+            async def run(place: int) -> list[Sample]:
+                async with room:
+                    samples = await self._submit(place, stream=False)
+                    for sample in samples:
+                        await _collect(sample)
+                        bar.update()
+                    return samples
+
+            tasks = [asyncio.create_task(run(place)) for place in range(len(self._prompts))]
+            try:
+                groups = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                self._end()
+        answers = [_answer(sample) for group in groups for sample in group]
+        return answers if self._several else answers[0]
 
     async def open(self) -> None:
         """Starts a stream; what is wrong with the request is raised here."""
+        self._begin()
+        samples: list[Sample] = []
         try:
-            samples, several = await self._submit()
+            for place in range(len(self._prompts)):
+                samples += await self._submit(place, stream=True)
         except BaseException:
-            await self.close()
+            self._end()
             raise
-        self._answers = self._stream(samples, several)
+        self._answers = self._stream(samples)
 
     async def next(self) -> Answer | None:
         """The next answer of the stream, with all there is of its sample so far; None at the end."""
@@ -70,61 +95,78 @@ class EngineRequest:
         return await anext(self._answers, None)
 
     async def close(self) -> None:
-        """Aborts what has not finished."""
-        if self._job is not None:
-            self._job.close()
+        """Ends the stream and aborts what has not finished."""
+        self._end()
 
-    async def _submit(self) -> tuple[list[Sample], bool]:
-        prompts, name, is_list = native._prompts(self._server, self._body)
-        self._job = self._new_job(prompts, name)
-        return await self._job.submit(prompts), is_list or prompts[0].sampling.n > 1
+    def abort(self) -> None:
+        """Ends every sample as its client would; the answer tells what there is of each."""
+        self._is_aborted = True
+        for generation in self._generations:
+            generation.abort()
 
-    def _new_job(self, prompts: list[Prompt], name: str) -> Job:
-        batches = self._server.batches
-        if name in batches:
-            raise InvalidRequest(f"rid {shown(name)} is in use by a request that has not finished", param="rid")
-        job = Job(self._server.manager, _no_client)
-        if len(prompts) > 1:
-            batches[name] = job
-            job.on_close = functools.partial(batches.pop, name)
-        return job
+    def _begin(self) -> None:
+        self._prompts, self._name, is_list = native._prompts(self._server, self._body)
+        self._several = is_list or self._prompts[0].sampling.n > 1
+        self._first_index = [*itertools.accumulate((prompt.sampling.n for prompt in self._prompts), initial=0)]
+        if self._name in self._open_batches:
+            raise InvalidRequest(f"rid {shown(self._name)} is in use by a request that has not finished", param="rid")
+        if len(self._prompts) > 1:
+            self._open_batches[self._name] = self
 
-    async def _stream(self, samples: list[Sample], several: bool) -> AsyncGenerator[Answer, None]:
+    def _end(self) -> None:
+        self.abort()
+        if self._open_batches.get(self._name) is self:
+            del self._open_batches[self._name]
+
+    async def _submit(self, place: int, *, stream: bool) -> list[Sample]:
+        prompt = self._prompts[place]
+        try:
+            group = await self._server.manager.submit(
+                prompt.content,
+                prompt.sampling,
+                rid=prompt.rid,
+                cache_salt=prompt.cache_salt,
+                stream=stream,
+            )
+        except InvalidRequest as error:
+            if error.param in ("prompt", "input_ids", None):
+                error.param = prompt.param
+            raise
+        self._generations += group
+        if self._is_aborted:
+            for generation in group:
+                generation.abort()
+        return [Sample(self._first_index[place] + one.index, place, one) for one in group]
+
+    async def _stream(self, samples: list[Sample]) -> AsyncGenerator[Answer, None]:
         incremental = self._server.manager.server_args.incremental_streaming_output
         try:
             async for sample, out in outputs(samples):
                 if incremental:
                     sample.count(out)
-                    answer = _answer(sample, numbered=several)
-                    yield {**answer, "text": out.text, "output_ids": out.token_ids}
                 else:
                     sample.collect(out)
-                    yield _answer(sample, numbered=several)
+                answer = _answer(sample)
+                if incremental:
+                    answer.update(text=out.text, output_ids=out.token_ids)
+                if self._several:
+                    answer["index"] = sample.index
+                yield answer
         finally:
-            await self.close()
+            self._end()
 
 
-async def _collect(sample: Sample, count: Callable[[], object]) -> None:
+async def _collect(sample: Sample) -> None:
     async for out in sample.generation:
         error = error_of(out.finish)
         if error is not None:
             raise error
         sample.collect(out)
-    count()
 
 
-def _answer(sample: Sample, *, numbered: bool) -> Answer:
+def _answer(sample: Sample) -> Answer:
     meta: Any = msgspec.to_builtins(native._meta_info(sample))
-    answer = {"text": sample.text, "output_ids": list(sample.output_ids), "meta_info": meta}
-    if numbered:
-        answer["index"] = sample.index
-    return answer
-
-
-async def _no_client() -> Message:
-    """A Job watches its client; this one never goes away, and its requests end otherwise."""
-    never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-    return await never
+    return {"text": sample.text, "output_ids": list(sample.output_ids), "meta_info": meta}
 
 
 class EngineStream(Iterator[Answer]):

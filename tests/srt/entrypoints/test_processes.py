@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import fake_child
 import psutil
 import pytest
+from toy_engine import environment, is_gone, toy_args
 
 from tercet.srt.cores import cgroup_quota, usable_cores
 from tercet.srt.entrypoints.engine_core import EngineCore
@@ -25,23 +25,10 @@ from tercet.srt.ipc import RunDir
 from tercet.srt.sampling_params import SamplingParams
 from tercet.srt.server_args import ServerArgs
 
-TOY_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": fake_child.FACTS.vocab_size,
-    "max_position_embeddings": 512,
-}
-
 
 @pytest.fixture
 def server_args(tmp_path: Path) -> ServerArgs:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(TOY_CONFIG))
-    return ServerArgs(model_path=str(config), load_format="dummy", skip_tokenizer_init=True, sampling_defaults="openai")
+    return toy_args(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -56,18 +43,6 @@ async def _start(server_args: ServerArgs) -> EngineCore:
     return await EngineCore.start(server_args, child_module=fake_child.MODULE)
 
 
-def _is_gone(pid: int, within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_a_request_goes_round(server_args: ServerArgs, run_dirs: Path) -> None:
     async def scenario() -> None:
         core = await _start(server_args)
@@ -78,7 +53,7 @@ def test_a_request_goes_round(server_args: ServerArgs, run_dirs: Path) -> None:
         await core.stop()
         await core.stop()
         assert not core.died.done()
-        assert all(_is_gone(pid, 0.1) for pid in core.child_pids.values())
+        assert all(is_gone(pid, 0.1) for pid in core.child_pids.values())
 
     asyncio.run(scenario())
     assert os.listdir(run_dirs) == []
@@ -189,7 +164,7 @@ from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.server_args import ServerArgs
 
 async def main():
-    args = ServerArgs(model_path=sys.argv[1], load_format="dummy", skip_tokenizer_init=True, sampling_defaults="openai")
+    args = ServerArgs(model_path=sys.argv[1], load_format="dummy", skip_tokenizer_init=True)
     core = await EngineCore.start(args, child_module="fake_child")
     sys.stdout.write(" ".join(map(str, core.child_pids.values())) + "\\n")
     sys.stdout.flush()
@@ -200,16 +175,15 @@ asyncio.run(main())
 
 
 def test_children_follow_a_killed_parent_and_take_the_sockets_along(server_args: ServerArgs, run_dirs: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(run_dirs), "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, server_args.model_path], stdout=subprocess.PIPE, env=environment
+        [sys.executable, "-c", HOLDER, server_args.model_path], stdout=subprocess.PIPE, env=environment(run_dirs)
     ) as holder:
         assert holder.stdout is not None
         pids = [int(word) for word in holder.stdout.readline().split()]
         assert len(pids) == 2
         assert os.listdir(run_dirs)
         holder.kill()
-    assert all(_is_gone(pid, 2) for pid in pids)
+    assert all(is_gone(pid, 2) for pid in pids)
     assert os.listdir(run_dirs) == []
 
 

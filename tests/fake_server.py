@@ -1,0 +1,13 @@
+"""`python -m fake_server FLAGS`: the server of `tercet serve` around the children of fake_child."""
+
+from __future__ import annotations
+
+import sys
+
+import fake_child
+
+from tercet.srt.entrypoints.server import serve
+from tercet.srt.server_args import parse_args
+
+if __name__ == "__main__":
+    sys.exit(serve(parse_args(sys.argv[1:]), child_module=fake_child.MODULE))
