@@ -172,6 +172,8 @@ def _extend_kernel(
             k_head_ptr, v_head_ptr, row_ptr, stride_slot, qk_scale, cap, window,
             HEAD_DIM, True, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
+    if HAS_WINDOW:
+        total = tl.where(total == 0.0, 1.0, total)  # rows beyond the request's last token; they are not stored
     out = acc * v_scale / total[:, None]
     out_offsets = ((q_start.to(tl.int64) + token[:, None]) * NUM_HEADS + head[:, None]) * HEAD_DIM + offs_d[None, :]
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,138 @@
+"""Drawn attention problems: requests of ragged lengths with their KV scattered over a poisoned pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+
+from tercet.model_executor.kernels.store_kv import store_kv_ref
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is drawn. `lens`: tokens with KV of each request; `extend_lens` <= lens: how many of them are new."""
+
+    seed: int
+    dtype: torch.dtype
+    fp8: bool
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    page_size: int
+    lens: tuple[int, ...]
+    extend_lens: tuple[int, ...]
+    window: int | None
+    soft_cap: float | None
+    sm_scale: float
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tensors of a case. Every slot that no request has is NaN, and so is every unused entry of a strided q."""
+
+    case: Case
+    k_buffer: torch.Tensor
+    v_buffer: torch.Tensor
+    req_to_token: torch.Tensor
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    extend_start_loc: torch.Tensor
+    prefix_lens: torch.Tensor
+    q_decode: torch.Tensor
+    """[B, num_heads, head_dim]"""
+    q_extend: torch.Tensor
+    """[sum(extend_lens), num_heads, head_dim]"""
+
+    @property
+    def options(self) -> dict[str, float | int | None]:
+        scales = {"k_scale": 0.02, "v_scale": 0.03} if self.case.fp8 else {}
+        return {"sm_scale": self.case.sm_scale, "soft_cap": self.case.soft_cap, "window": self.case.window, **scales}
+
+    def pools64(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.k_buffer.double(), self.v_buffer.double()
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_len: int = 80, max_requests: int = 3) -> Case:
+    extend = []
+    lens = draw(st.lists(st.integers(1, max_len), min_size=1, max_size=max_requests))
+    for length in lens:
+        extend.append(draw(st.sampled_from([1, length, draw(st.integers(1, min(length, 24)))])))
+    num_kv_heads = draw(st.integers(1, 2))
+    # The interpreter takes milliseconds a tile: many heads to a KV head, or many tokens, not both.
+    groups = [g for g in (1, 2, 3, 4, 7, 8, 17) if g * sum(extend) * num_kv_heads <= 160]
+    return Case(
+        seed=draw(st.integers(0, 2**31)),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        fp8=draw(st.integers(0, 4)) == 4,
+        num_kv_heads=num_kv_heads,
+        group=draw(st.sampled_from(groups or [1])),
+        head_dim=draw(st.sampled_from([64, 80, 96, 128, 192, 256, 16])),
+        page_size=draw(st.sampled_from([1, 1, 4, 16])),
+        lens=tuple(lens),
+        extend_lens=tuple(extend),
+        window=draw(st.sampled_from([None, None, 1, 7, 16, 33, 1000])),
+        soft_cap=draw(st.sampled_from([None, None, 5.0, 50.0])),
+        sm_scale=draw(st.sampled_from([0.05, 0.125, 0.3])),
+    )
+
+
+def build(case: Case) -> Problem:
+    g = torch.Generator().manual_seed(case.seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g).to(case.dtype)
+
+    page = case.page_size
+    pages = [-(-n // page) for n in case.lens]
+    context = max(case.lens) + 5
+    order = torch.randperm(sum(pages) + 2, generator=g) + 1  # page 0 is the dummy; two pages stay unused
+    num_slots = (sum(pages) + 3) * page
+    table = torch.zeros(len(case.lens) + 3, context, dtype=torch.int32)
+    rows = torch.randperm(len(case.lens) + 2, generator=g)[: len(case.lens)] + 1
+    used, taken = [], 0
+    for row, n, count in zip(rows, case.lens, pages, strict=True):
+        slots = (order[taken : taken + count, None] * page + torch.arange(page)).flatten()[:n]
+        table[row, :n] = slots.int()
+        table[row, n:] = num_slots + 10**6  # reading it is reading out of the pool
+        used.append(slots)
+        taken += count
+    shape = (num_slots, case.num_kv_heads, case.head_dim)
+    pool_dtype = torch.float8_e4m3fn if case.fp8 else case.dtype
+    k_buffer = torch.full(shape, torch.nan).to(pool_dtype)
+    v_buffer = k_buffer.clone()
+    slots = torch.cat(used)
+    scales = {"k_scale": 0.02, "v_scale": 0.03} if case.fp8 else {}
+    store_kv_ref(random(len(slots), *shape[1:]), random(len(slots), *shape[1:]), k_buffer, v_buffer, slots, **scales)
+    lens, extend_lens = torch.tensor(case.lens), torch.tensor(case.extend_lens)
+    starts = torch.nn.functional.pad(extend_lens.cumsum(0), (1, 0))
+
+    def queries(num_tokens: int) -> torch.Tensor:
+        fused = torch.full((num_tokens, case.num_heads + 2 * case.num_kv_heads, case.head_dim), torch.nan).to(
+            case.dtype
+        )
+        fused[:, : case.num_heads] = random(num_tokens, case.num_heads, case.head_dim)
+        return fused[:, : case.num_heads]
+
+    decode, extend = queries(len(lens)), queries(int(starts[-1]))
+    return Problem(case, k_buffer, v_buffer, table, rows, lens, starts, lens - extend_lens, decode, extend)
+
+
+def poisoned(like: torch.Tensor) -> torch.Tensor:
+    """An output that shows what was not written."""
+    return torch.full(like.shape, torch.nan, dtype=like.dtype)
+
+
+def assert_close(out: torch.Tensor, reference: torch.Tensor) -> None:
+    """Relative error in the norm, for every leading index by itself; NaN never passes."""
+    error = (out.double() - reference).flatten(1).norm(dim=1)
+    limit = TOLERANCE[out.dtype] * reference.flatten(1).norm(dim=1)
+    assert bool((error <= limit).all()), f"relative errors {(error / limit * TOLERANCE[out.dtype]).tolist()}"

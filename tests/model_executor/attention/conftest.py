@@ -1,0 +1,17 @@
+"""Tests of the Triton backend run under Triton's interpreter, each file in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from triton_interpreter import INTERPRETING, InterpretedFile, let_scalars_be_indices
+
+if INTERPRETING:
+    let_scalars_be_indices()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if not INTERPRETING and module_path.name.startswith("test_triton_"):
+        return InterpretedFile.from_parent(parent, path=module_path)
+    return None

@@ -1,0 +1,132 @@
+"""The Triton backend against the torch backend, over random steps of random requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+from tercet.model_executor.attention.base import AttentionBackend
+from tercet.model_executor.attention.torch_backend import TorchAttentionBackend
+from tercet.model_executor.attention.triton_backend import TritonAttentionBackend
+from tercet.model_executor.forward_batch import ForwardBatch, ForwardMode
+from tercet.srt.model_config import ModelConfig
+
+NUM_SLOTS = 400
+CONTEXT = 120
+
+
+def config(group: int, window: int | None) -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        hidden_size=32,
+        intermediate_size=32,
+        num_layers=2,
+        num_heads=2 * group,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=32,
+        context_len=CONTEXT,
+        sliding_windows=(None, window),
+    )
+
+
+@dataclass
+class Row:
+    row: int
+    length: int
+
+
+def make_batch(rows: list[Row], extend_lens: list[int], table: torch.Tensor, decode: bool) -> ForwardBatch:
+    """`rows[i].length` tokens, of which the last `extend_lens[i]` are this step's."""
+    seq_lens = np.array([row.length for row in rows], np.int32)
+    new = np.array(extend_lens, np.int32)
+    index = torch.tensor([row.row for row in rows])
+    spans = [range(row.length - n, row.length) for row, n in zip(rows, extend_lens, strict=True)]
+    positions = torch.tensor([p for span in spans for p in span])
+    loc = torch.cat([table[row.row, span.start : span.stop] for row, span in zip(rows, spans, strict=True)]).long()
+    starts = torch.from_numpy(np.concatenate([[0], np.cumsum(new)]))
+    return ForwardBatch(
+        mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
+        rows=index,
+        seq_lens=torch.from_numpy(seq_lens).long(),
+        input_ids=torch.zeros(len(positions), dtype=torch.int64),
+        positions=positions,
+        out_cache_loc=loc,
+        req_to_token=table,
+        logits_indices=None,
+        extend_start_loc=None if decode else starts,
+        prefix_lens=None if decode else torch.from_numpy(seq_lens - new).long(),
+        seq_lens_host=seq_lens,
+        extend_lens_host=None if decode else new,
+    )
+
+
+def attend(backend: AttentionBackend, batch: ForwardBatch, fused: torch.Tensor, num_heads: int) -> list[torch.Tensor]:
+    backend.plan(batch)
+    q, k, v = fused[:, :num_heads], fused[:, num_heads : num_heads + 2], fused[:, num_heads + 2 :]
+    return [backend.forward(q, k, v, layer, batch) for layer in range(2)]
+
+
+def pool(dtype: torch.dtype) -> MHATokenToKVPool:
+    return MHATokenToKVPool(NUM_SLOTS, 1, 2, 2, 16, dtype, "cpu")
+
+
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**31),
+    group=st.sampled_from([1, 3, 4]),
+    window=st.sampled_from([None, 1, 9, 40]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    prompts=st.lists(st.integers(1, 45), min_size=1, max_size=3),
+    steps=st.lists(st.sampled_from(["decode", "mixed"]), max_size=2),
+)
+def test_the_outputs_are_the_torch_backends(seed, group, window, dtype, prompts, steps) -> None:
+    g = torch.Generator().manual_seed(seed)
+    cfg = config(group, window)
+    triton, reference = TritonAttentionBackend(cfg, pool(dtype)), TorchAttentionBackend(cfg, pool(dtype))
+    slots = (torch.randperm(NUM_SLOTS, generator=g) + 1).int()
+    table = torch.zeros(len(prompts) + 1, CONTEXT, dtype=torch.int32)
+    for i in range(len(prompts)):
+        table[i + 1, :60] = slots[i * 60 : (i + 1) * 60]
+    rows = [Row(i + 1, n) for i, n in enumerate(prompts)]
+    for step, kind in enumerate(["prefill", *steps]):
+        if kind == "prefill":
+            extend_lens = [row.length for row in rows]
+        else:
+            extend_lens = [1 if kind == "decode" or i % 2 else 5 for i in range(len(rows))]
+            for row, n in zip(rows, extend_lens, strict=True):
+                row.length += n
+        batch = make_batch(rows, extend_lens, table, decode=kind == "decode")
+        fused = torch.randn(len(batch.positions), cfg.num_heads + 4, 16, generator=g).to(dtype)
+        outs = attend(triton, batch, fused, cfg.num_heads)
+        wanted = attend(reference, batch, fused, cfg.num_heads)
+        for out, want in zip(outs, wanted, strict=True):
+            error = (out.double() - want.double()).norm() / want.double().norm()
+            assert error < (1e-5 if dtype == torch.float32 else 1.5e-2), (step, kind, float(error))
+    for layer in range(2):
+        assert torch.equal(triton.kv_pool.k_buffer[layer], reference.kv_pool.k_buffer[layer])
+        assert torch.equal(triton.kv_pool.v_buffer[layer], reference.kv_pool.v_buffer[layer])
+
+
+def test_a_decoding_row_has_the_same_bits_beside_a_prompt() -> None:
+    g = torch.Generator().manual_seed(1)
+    cfg = config(3, 9)
+    backend = TritonAttentionBackend(cfg, pool(torch.float32))
+    for buffer in (*backend.kv_pool.k_buffer, *backend.kv_pool.v_buffer):
+        buffer.copy_(torch.randn(buffer.shape, generator=g))
+    table = (torch.randperm(NUM_SLOTS, generator=g)[: 3 * CONTEXT].reshape(3, CONTEXT) + 1).int()
+    decoding, prompt = Row(1, 50), Row(2, 20)
+    fused = torch.randn(13, cfg.num_heads + 4, 16, generator=g)
+    alone = attend(backend, make_batch([decoding], [1], table, decode=True), fused[:1], cfg.num_heads)
+    first = attend(backend, make_batch([decoding, prompt], [1, 12], table, decode=False), fused, cfg.num_heads)
+    last = attend(
+        backend, make_batch([prompt, decoding], [12, 1], table, decode=False), fused.roll(-1, 0), cfg.num_heads
+    )  # fmt: skip
+    for layer in range(2):
+        assert torch.equal(first[layer][0], alone[layer][0])
+        assert torch.equal(last[layer][12], alone[layer][0])

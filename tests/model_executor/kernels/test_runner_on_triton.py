@@ -1,0 +1,37 @@
+"""A whole model on the Triton backend: chunks, decodes and both in one step, against transformers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from runner_driver import RunnerDriver, relative_error
+from tiny_models import make_model, reference_logits, save
+
+from tercet.model_executor.model_runner import ModelRunner
+from tercet.srt.model_config import load_model_config
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_upper_window"])
+def test_logits_equal_transformers(name, tmp_path):
+    model = make_model(name)
+    config = load_model_config(save(model, tmp_path))
+    runner = ModelRunner(
+        config, dtype="float32", max_total_tokens=200, max_running_requests=3, attention_backend="triton"
+    )
+    assert runner.attention.name == "triton"
+    driver = RunnerDriver(runner, own_table=True)
+    rng = np.random.default_rng(1)
+    ids = {row: rng.integers(0, 131, length) for row, length in {1: 22, 2: 40, 3: 14}.items()}
+    expected = {row: reference_logits(model, tokens.tolist()) for row, tokens in ids.items()}
+
+    def check(order):
+        for index, row in enumerate(order):
+            assert relative_error(driver.logits[-1][index], expected[row][driver.lens[row] - 1]) < 1e-4, row
+
+    driver.extend({2: ids[2][:19], 1: ids[1][:20]}, new_rows=[driver.add(2), driver.add(1)])
+    check([2, 1])
+    driver.runner.future_tokens[1] = int(ids[1][20])
+    driver.extend({1: None, 3: ids[3][:13], 2: ids[2][19:39]}, new_rows=[driver.add(3)])
+    check([1, 3, 2])
+    driver.decode([3, 1, 2], [int(ids[row][driver.lens[row]]) for row in (3, 1, 2)])
+    check([3, 1, 2])

@@ -1,0 +1,100 @@
+"""Compiles what our kernel wrappers launch, for GPUs that are not here, and reads what the machine code needs.
+
+A test calls a wrapper as serving would, on meta tensors. `recorded` keeps the launches instead of running them, and
+`compile_launch` takes them through Triton's own specialisation and compiler for a target. No device is involved.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
+"""Bytes of shared memory a block may have. Sources: CUDA C++ programming guide, compute capabilities; CDNA3 ISA."""
+_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: JITFunction
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes: bytes of shared memory a block, registers and spilled bytes (or registers) a thread."""
+
+    kernel: str
+    shared: int
+    registers: int
+    spilled: int
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Within, kernels are noted and not launched."""
+    launches: list[Launch] = []
+    run = JITFunction.run
+
+    def note(self: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
+        assert all(isinstance(n, int) and n > 0 for n in grid), f"{self.fn.__name__}: grid {grid}"
+        launches.append(Launch(self, args, kwargs))
+
+    JITFunction.run = note
+    try:
+        yield launches
+    finally:
+        JITFunction.run = run
+
+
+def compile_launch(launch: Launch, arch: str) -> Resources:
+    """Raises what the compiler raises."""
+    target = TARGETS[arch]
+    backend = make_backend(target)
+    kernel = launch.kernel
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*launch.args, **launch.kwargs)
+    parsed, signature, constexprs, attrs = kernel._pack_args(
+        backend, dict(launch.kwargs), bound, specialization, options
+    )
+    compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=parsed.__dict__)
+    read = _nvidia if target.backend == "cuda" else _amd
+    registers, spilled = read(compiled)
+    return Resources(kernel.fn.__name__, compiled.metadata.shared, registers, spilled)
+
+
+def _nvidia(compiled: Any) -> tuple[int, int]:
+    """A stack frame or local memory in a kernel without arrays or calls is where spilled registers go."""
+    import tempfile  # nothing else here writes files
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        text = subprocess.run([_CUOBJDUMP, "-res-usage", cubin.name], check=True, capture_output=True, text=True).stdout
+    use = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return use["REG"], use["STACK"] + use["LOCAL"]
+
+
+def _amd(compiled: Any) -> tuple[int, int]:
+    text = compiled.asm["amdgcn"]
+    use = {
+        name: int(value)
+        for name, value in re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s*(\d+)", text)
+    }
+    return use["vgpr_count"], use["vgpr_spill_count"] + use["sgpr_spill_count"]
