@@ -1,0 +1,139 @@
+"""The real thing: `tercet serve`, `tercet chat` and `tercet.Engine` on the default model, from start to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from toy_engine import REAL_SERVER, ServerProcess, Stream, environment, is_gone
+
+from tercet.srt.default_model import require_default_model
+
+pytestmark = pytest.mark.e2e
+
+FLAGS = ["--port", "0", "--max-total-tokens", "8192"]
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+# Sixteen of them fit the KV pool, and last longer than a test.
+LONG = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 450, "ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def run_dirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("r")
+
+
+@pytest.fixture(scope="module")
+def server(run_dirs: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(run_dirs, FLAGS, module=REAL_SERVER) as server:
+        yield server.ready()
+
+
+def test_the_first_question_of_the_readme(server: ServerProcess) -> None:
+    body = {"messages": QUESTION, "max_tokens": 24, "temperature": 0}
+    with server.client() as client:
+        answer = client.post("/v1/chat/completions", json=body).json()
+        assert "Paris" in answer["choices"][0]["message"]["content"]
+        assert client.get("/v1/models").json()["data"][0]["id"] == "SmolLM2-135M-Instruct"
+        stream = Stream(server, "/v1/chat/completions", body).wait(60)
+    assert stream.data.pop() == "[DONE]"
+    deltas = [choice["delta"].get("content") or "" for data in stream.data for choice in json.loads(data)["choices"]]
+    assert "".join(deltas) == answer["choices"][0]["message"]["content"]
+
+
+def test_chat_over_a_pipe(server: ServerProcess, run_dirs: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tercet", "chat", "--base-url", server.url, "--temperature", "0", "--max-tokens", "24"],
+        input="What is the capital of France?\nAnd of Italy?\n",
+        env=environment(run_dirs),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "Paris" in ran.stdout and "Rome" in ran.stdout
+
+
+def test_a_client_that_leaves_frees_what_it_held(server: ServerProcess) -> None:
+    with server.client() as client:
+        with client.stream("POST", "/generate", json={**LONG, "stream": True}) as response:
+            next(response.iter_lines())
+            assert _state(client)["num_running"] == 1
+        deadline = time.monotonic() + 5
+        while (state := _state(client))["num_running"] or state["num_private_tokens"]:
+            assert time.monotonic() < deadline, state
+            time.sleep(0.05)
+        assert client.post("/flush_cache").status_code == 200
+
+
+def test_sigterm_drains(server: ServerProcess, run_dirs: Path) -> None:
+    children = server.children
+    body = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 32, "ignore_eos": True}}
+    stream = Stream(server, "/generate", body)
+    assert stream.begun.wait(60)
+    server.signal(signal.SIGTERM)
+    assert json.loads(stream.wait(60).data[-2])["meta_info"]["completion_tokens"] == 32
+    assert server.exit_code(20) == 0
+    assert all(is_gone(pid, 0) for pid in children.values())
+    assert os.listdir(run_dirs) == []
+    assert "Traceback" not in server.log
+
+
+def test_a_killed_scheduler_ends_sixteen_streams_within_two_seconds(run_dirs: Path) -> None:
+    with ServerProcess(run_dirs, FLAGS, module=REAL_SERVER) as server:
+        children = server.ready().children
+        streams = [Stream(server, "/generate", LONG) for _ in range(16)]
+        assert all(stream.begun.wait(60) for stream in streams)
+        killed = time.monotonic()
+        os.kill(children["scheduler"], signal.SIGKILL)
+        for stream in streams:
+            assert stream.wait(20).error is None
+            assert stream.ended - killed < 2
+            assert stream.data[-1] == "[DONE]"
+            assert "signal 9" in json.loads(stream.data[-2])["error"]["message"]
+        with server.client() as client:
+            assert client.get("/health").status_code == 503
+        assert server.exit_code(20) == 1
+        assert all(is_gone(pid, 0) for pid in children.values())
+        assert os.listdir(run_dirs) == []
+
+
+# No __main__ guard, as in a notebook.
+SCRIPT = """
+import os, signal, sys
+import tercet
+engine = tercet.Engine(sys.argv[1], max_total_tokens=4096)
+sampling = {"max_new_tokens": 8, "temperature": 0}
+answer = engine.generate("The capital of France is", sampling)
+*_, last = engine.generate("The capital of France is", sampling, stream=True)
+assert last["text"] == answer["text"] and last["meta_info"]["cached_tokens"] > 0
+pids = " ".join(map(str, engine._thread.core.child_pids.values()))
+sys.stdout.write(pids + "\\n" + answer["text"])
+sys.stdout.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_script_that_is_killed_takes_its_engine_along(run_dirs: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(require_default_model())],
+        env=environment(run_dirs),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    pids, _, text = ran.stdout.partition("\n")
+    assert "Paris" in text
+    assert all(is_gone(int(pid), 2) for pid in pids.split())
+    assert os.listdir(run_dirs) == []
+
+
+def _state(client: object) -> dict[str, int]:
+    return client.get("/server_info").json()["internal_states"][0]  # type: ignore[attr-defined, no-any-return]
