@@ -98,6 +98,7 @@ class ModelRunner:
         self.sampler = Sampler(self.num_rows, config.vocab_size, self.device)
         self.future_tokens = torch.zeros(self.num_rows + 1, dtype=torch.int64, device=self.device)
         """newest token of each row; the next step reads it here, so the host need not know it yet"""
+        self._shares_table = self.device.type == "cpu"
         self._host_table: Int32Array | None = None
         self._table: torch.Tensor | None = None
 
@@ -107,9 +108,8 @@ class ModelRunner:
         assert req_to_token.dtype == np.int32 and req_to_token.flags.c_contiguous
         assert req_to_token.shape == (self.num_rows + 1, self.context_len), req_to_token.shape
         self._host_table = req_to_token
-        self._table = torch.from_numpy(req_to_token)
-        if self.device.type != "cpu":
-            self._table = self._table.to(self.device)
+        table = torch.from_numpy(req_to_token)
+        self._table = table if self._shares_table else table.to(self.device, copy=True)
 
     def launch(self, step: StepInputs) -> StepTokens:
         """Queues the step; `wait` on the result gives the sampled rows' tokens, -1 for invalid logits."""
@@ -140,7 +140,7 @@ class ModelRunner:
         if step.mode is ForwardMode.DECODE:
             rows, seq_lens, slots = self._send(step.rows, step.seq_lens, step.out_cache_loc)
             positions = seq_lens - 1
-            if self.device.type != "cpu":
+            if not self._shares_table:
                 table[rows, positions] = slots.int()
             return ForwardBatch(
                 mode=step.mode,
@@ -199,7 +199,7 @@ class ModelRunner:
         """The device's row table with this step's changes of the host's."""
         table, host_table = self._table, self._host_table
         assert table is not None and host_table is not None, "bind() comes first"
-        if self.device.type != "cpu" and step.table_updates:
+        if step.table_updates and not self._shares_table:
             rows, starts, ends = np.array(step.table_updates, dtype=np.int64).T
             index_host = np.repeat(rows * self.context_len, ends - starts) + _ranges(starts, ends - starts)
             index, slots = self._send(index_host, host_table.reshape(-1)[index_host])

@@ -12,8 +12,10 @@ from tercet.srt.sampling_params import SamplingParams
 class RunnerDriver:
     """Every request has a row of its own, and slots in random order."""
 
-    def __init__(self, runner, seed=0):
+    def __init__(self, runner, seed=0, own_table=False):
+        """own_table: the runner keeps a table of its own as on a GPU, though it is on a CPU."""
         self.runner = runner
+        runner._shares_table = not own_table
         self.table = np.zeros((runner.num_rows + 1, runner.context_len), np.int32)
         runner.bind(self.table)
         # Slots of nobody hold a NaN: attending to one by mistake shows.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 import torch
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
+from ...srt.model_config import ModelConfig
 from ..forward_batch import ForwardBatch
-
-if TYPE_CHECKING:
-    from ...srt.model_config import ModelConfig
 
 
 class AttentionBackend(ABC):

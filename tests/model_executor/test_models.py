@@ -34,11 +34,12 @@ def test_logits_equal_transformers_for_chunks_and_decodes(name, tmp_path):
             assert relative_error(logits, expected[position]) < 1e-4, (chunks, position)
 
 
+@pytest.mark.parametrize("own_table", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen2_upper_window", "qwen3"])
-def test_a_batch_of_all_kinds_changes_no_row(name, tmp_path):
+def test_a_batch_of_all_kinds_changes_no_row(name, own_table, tmp_path):
     """Requests of very different lengths: prefills, later chunks and decodes mixed in one step, then decodes only."""
     model = make_model(name)
-    driver = RunnerDriver(make_runner(save(model, tmp_path)))
+    driver = RunnerDriver(make_runner(save(model, tmp_path)), own_table=own_table)
     rng = np.random.default_rng(2)
     ids = {row: rng.integers(0, 131, length) for row, length in {1: 60, 2: 3, 3: 40, 4: 1, 5: 90}.items()}
     more = {row: rng.integers(0, 131, 6) for row in ids}
