@@ -33,3 +33,12 @@ def test_streams_of_neighbouring_seeds_and_positions_are_uniform_and_unrelated()
     for axis in (0, 1):  # neighbours: correlation of 300 numbers has a deviation of 1 / sqrt(300)
         a, b = np.take(draws, range(299), axis).ravel(), np.take(draws, range(1, 300), axis).ravel()
         assert abs(np.corrcoef(a, b)[0, 1]) < 5 / np.sqrt(len(a))
+
+
+def test_no_seed_is_another_seeds_stream_a_few_positions_on() -> None:
+    """SplitMix64 adds a constant per position: seeds that differ by it would share a stream, were they not mixed."""
+    golden_gamma = 0x9E3779B97F4A7C15 - 2**64
+    positions = np.arange(100)
+    stream = uniform(np.zeros(100, np.int64), positions)
+    other = uniform(np.full(100, golden_gamma), positions)
+    assert not set(stream.tolist()) & set(other.tolist())

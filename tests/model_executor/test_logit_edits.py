@@ -155,3 +155,8 @@ def test_no_memory_for_penalties_that_nobody_sets() -> None:
     assert edits.allocated_bytes == 0
     edits.set_row(new_row(3, presence_penalty=0.5))
     assert edits.allocated_bytes == 150_000 * 4
+    assert edits.needed(np.arange(257), np.full(257, 10)).nonzero()[0].tolist() == [3]
+    edits.set_row(new_row(3))
+    edits.set_row(new_row(200, frequency_penalty=0.5))  # takes over the memory of the request before
+    assert edits.needed(np.arange(257), np.full(257, 10)).nonzero()[0].tolist() == [200]
+    assert edits.allocated_bytes == 150_000 * 4
