@@ -76,7 +76,7 @@ class GGUFFile:
         self.tensors: list[GGUFTensor]
         try:
             self._read_header()
-        except (struct.error, IndexError) as error:
+        except (struct.error, IndexError, OverflowError) as error:
             raise ValueError(f"{self.path} is cut short: its header runs past the end of the file") from error
 
     def _read_header(self) -> None:

@@ -96,6 +96,16 @@ def test_a_file_cut_anywhere_is_a_value_error(tmp_path):
                 cut.tensor_bytes(tensor, 48 if tensor.name == "a" else 10)
 
 
+@pytest.mark.parametrize("position", [8, 16])
+def test_absurd_counts_are_a_value_error(tmp_path, position):
+    whole = bytearray(write_file(tmp_path / "x.gguf").read_bytes())
+    for count in (2**31, 2**63, 2**64 - 1):
+        whole[position : position + 8] = struct.pack("<Q", count)
+        (tmp_path / "absurd.gguf").write_bytes(whole)
+        with pytest.raises(ValueError):
+            GGUFFile(tmp_path / "absurd.gguf")
+
+
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_bytes_never_do_worse_than_a_value_error(tmp_path, data):
