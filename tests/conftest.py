@@ -10,6 +10,9 @@ from hypothesis import settings
 # Inherited by the servers that tests start: a model that is not on disk is a failure, not a download.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# Tests run beside each other: threads that wait for one another at every operation would wait for the other tests too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A slow machine is not a failing test; the example that failed is printed so that anybody can replay it.
 settings.register_profile("tercet", deadline=None, print_blob=True)
 settings.load_profile("tercet")
