@@ -76,7 +76,10 @@ def main(roles: Mapping[str, Run] = ROLES) -> int:
     run_dir = RunDir(Path(spec.run_dir))
     threading.Thread(target=_die_with_parent, args=(run_dir,), name="parent watch", daemon=True).start()
     log.configure(role, spec.server_args.log_level)
-    return _run(roles[role], spec, run_dir)
+    try:
+        return _run(roles[role], spec, run_dir)
+    finally:
+        run_dir.remove()  # an engine does not outlive a child, and its parent may be gone before it comes to this
 
 
 def _run(run: Run, spec: LaunchSpec, run_dir: RunDir) -> int:

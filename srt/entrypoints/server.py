@@ -35,6 +35,7 @@ DRAIN_TIMEOUT_S = 30.0
 """How long running requests may go on after SIGTERM; a second signal ends them at once."""
 GRACE_AFTER_DEATH_S = 2.5
 """How long `/health` goes on answering 503 after a child died, so that balancers see it."""
+_KEEP_ALIVE_S = 75  # longer than balancers and client pools keep an idle connection, which would race its end
 _CLOSE_TIMEOUT_S = 2
 _DRAIN_POLL_S = 0.02
 _BACKLOG = 2048
@@ -194,5 +195,6 @@ class _Serving:
             access_log=self._server_args.log_level == "debug",
             server_header=False,
             proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )

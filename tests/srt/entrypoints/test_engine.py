@@ -326,18 +326,34 @@ ENDINGS = {
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_however_the_script_ends_nothing_stays_behind(tmp_path: Path, ending: str) -> None:
     code, status = ENDINGS[ending]
+    ran = _run_script(tmp_path, code)
+    assert ran.returncode == status, ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_ctrl_c_in_a_shutdown_that_takes_long_leaves_nothing_behind(tmp_path: Path) -> None:
+    code = """
+import threading
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+engine.shutdown()
+"""
+    ran = _run_script(tmp_path, code, FAKE_CHILD="deaf")
+    assert "KeyboardInterrupt" in ran.stderr
+
+
+def _run_script(tmp_path: Path, code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs it to its end, and sees that nothing stays behind."""
     run_dirs = tmp_path / "r"
     run_dirs.mkdir()
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT + code, str(write_toy_config(tmp_path))],
-        env=environment(run_dirs),
+        env=environment(run_dirs, **env),
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert ran.returncode == status, ran.stderr
     pids = [int(word) for word in ran.stdout.split()[:2]]
     assert len(pids) == 2
     assert all(is_gone(pid, 2) for pid in pids)
     assert os.listdir(run_dirs) == []
-    assert "Traceback" not in ran.stderr
+    return ran
