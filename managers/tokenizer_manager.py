@@ -13,17 +13,16 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from ..srt.errors import BY_TYPE, EngineDead, InvalidRequest, PromptTooLong, TercetError
+from ..srt.errors import EngineDead, InvalidRequest, PromptTooLong
 from ..srt.io_struct import (
     AbortFinish,
     AbortReq,
     BatchTextOut,
-    FinishReason,
     FlushCacheReply,
     FlushCacheReq,
     GenerateReq,
@@ -32,7 +31,6 @@ from ..srt.io_struct import (
     SchedulerState,
     StateReply,
     StateReq,
-    TextOut,
     ToScheduler,
     ToTokenizer,
     pack_ids,
@@ -41,6 +39,7 @@ from ..srt.model_config import ModelConfig
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.tokenizer import Tokenizer
+from .generation import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -54,94 +53,6 @@ class SchedulerLink(Protocol):
     """Where requests go: an `ipc.Sender`, or a test's fake."""
 
     def send(self, message: ToScheduler) -> None: ...
-
-
-class Generation:
-    """One sample of one prompt on its way: iterate over its outputs, or `result()` for all at once.
-
-    Outputs that arrive while nobody looks are merged, so a slow reader sees fewer, larger ones and loses nothing.
-    """
-
-    def __init__(self, manager: TokenizerManager, rid: str, index: int, prompt_ids: Sequence[int]) -> None:
-        self.rid = rid
-        """The client's name for the request; the samples of one prompt share it."""
-        self.index = index
-        """Which of the `n` samples this is."""
-        self.prompt_ids = prompt_ids
-        self.created = time.monotonic()
-        self.first_token_s: float | None = None
-        """Seconds from submission to the first token."""
-        self.finished_s: float | None = None
-        self._manager = manager
-        self._key = uuid.uuid4().hex
-        self._waiting: TextOut | None = None
-        self._arrived = asyncio.Event()
-        self._done = False
-
-    async def __aiter__(self) -> AsyncIterator[TextOut]:
-        """Yields each increment; the last one has `finish` set. Closing the iterator early aborts the request."""
-        try:
-            while True:
-                await self._arrived.wait()
-                self._arrived.clear()
-                out, self._waiting = self._waiting, None
-                if out is None:
-                    continue
-                yield out
-                if out.finish is not None:
-                    return
-        finally:
-            self.abort()
-
-    async def result(self) -> TextOut:
-        """Everything, once it is finished. Cancelling it aborts the request."""
-        whole: TextOut | None = None
-        async for out in self:
-            whole = out if whole is None else _merge(whole, out)
-        assert whole is not None
-        return whole
-
-    def abort(self) -> None:
-        """Ends the request wherever it is; harmless when it has ended."""
-        if not self._done:
-            self._manager._abort(self)
-
-    def _push(self, out: TextOut) -> None:
-        now = time.monotonic()
-        if self.first_token_s is None and out.completion_tokens:
-            self.first_token_s = now - self.created
-        if out.finish is not None:
-            self._done = True
-            self.finished_s = now - self.created
-        self._waiting = out if self._waiting is None else _merge(self._waiting, out)
-        self._arrived.set()
-
-    def _fail(self, error: TercetError) -> None:
-        finish = AbortFinish(error.message, error.status, type(error).__name__)
-        self._push(TextOut("", "", [], finish, len(self.prompt_ids), 0, 0, 0))
-
-
-def _merge(first: TextOut, second: TextOut) -> TextOut:
-    """Two increments in a row, as one."""
-    failed_here = second.completion_tokens < first.completion_tokens
-    counts = first if failed_here else second
-    return TextOut(
-        first.rid,
-        first.text + second.text,
-        first.token_ids + second.token_ids,
-        second.finish,
-        counts.prompt_tokens,
-        counts.completion_tokens,
-        counts.cached_tokens,
-        counts.num_retractions,
-    )
-
-
-def error_of(finish: FinishReason | None) -> TercetError | None:
-    """The error that a finish stands for; None for a regular end and for an abort that the client asked for."""
-    if not isinstance(finish, AbortFinish) or finish.status_code is None:
-        return None
-    return BY_TYPE.get(finish.err_type or "", TercetError)(finish.message)
 
 
 class TokenizerManager:
@@ -223,7 +134,7 @@ class TokenizerManager:
         if rid in self._by_rid:  # it may have come into use while this prompt was tokenised
             self._check_rid(rid)
         packed = pack_ids(ids)
-        group = [Generation(self, rid, index, ids) for index in range(sampling.n)]
+        group = [Generation(rid, index, ids, self._on_abort) for index in range(sampling.n)]
         self._by_rid[rid] = list(group)
         for generation in group:
             seed = _wrap_int64(first_seed + generation.index)
@@ -234,8 +145,8 @@ class TokenizerManager:
                 min_new_tokens=min(sampling.min_new_tokens, max_new),
                 sampling_seed=seed,
             )
-            self._generations[generation._key] = generation
-            self._scheduler.send(GenerateReq(generation._key, packed, params, cache_salt, stream))
+            self._generations[generation.key] = generation
+            self._scheduler.send(GenerateReq(generation.key, packed, params, cache_salt, stream))
         return group
 
     def abort(self, rid: str) -> bool:
@@ -288,7 +199,7 @@ class TokenizerManager:
         self.failure = EngineDead(message)
         for generation in list(self._generations.values()):
             self._forget(generation)
-            generation._fail(self.failure)
+            generation.fail(self.failure)
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(self.failure)
@@ -306,7 +217,7 @@ class TokenizerManager:
                     if isinstance(out.finish, AbortFinish) and self.failure is None:
                         # It may have failed in the detokenizer, while the scheduler still works on it.
                         self._scheduler.send(AbortReq(out.rid))
-                generation._push(out)
+                generation.push(out)
         elif isinstance(message, FlushCacheReply | StateReply):
             call = self._calls.get(message.call_id)
             if call is not None and not call.done():
@@ -327,16 +238,13 @@ class TokenizerManager:
         finally:
             del self._calls[call_id]
 
-    def _abort(self, generation: Generation) -> None:
-        """Ends it for the client now, and tells the scheduler to stop working on it."""
+    def _on_abort(self, generation: Generation) -> None:
         self._forget(generation)
         if self.failure is None:
-            self._scheduler.send(AbortReq(generation._key))
-        finish = AbortFinish("aborted by the client")
-        generation._push(TextOut("", "", [], finish, len(generation.prompt_ids), 0, 0, 0))
+            self._scheduler.send(AbortReq(generation.key))
 
     def _forget(self, generation: Generation) -> None:
-        self._generations.pop(generation._key, None)
+        self._generations.pop(generation.key, None)
         group = self._by_rid.get(generation.rid)
         if group is not None and generation in group:
             group.remove(generation)

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import msgspec
 from tqdm import tqdm
 
-from ...managers.tokenizer_manager import Generation, error_of
+from ...managers.generation import Generation, error_of
 from ..errors import EngineDead, InvalidRequest
 from . import native
 from .engine_thread import EngineThread

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from starlette.types import Receive
 
-from ...managers.tokenizer_manager import Generation, TokenizerManager, error_of
+from ...managers.generation import Generation, error_of
+from ...managers.tokenizer_manager import TokenizerManager
 from ..errors import InvalidRequest, RequestAborted
 from ..io_struct import FinishReason, TextOut
 from ..sampling_params import SamplingParams

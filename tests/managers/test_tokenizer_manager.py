@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from fake_http import CONTEXT_LEN, VOCAB_SIZE, FakeScheduler, make_manager, text_of
 
-from tercet.managers.tokenizer_manager import Generation, TokenizerManager, error_of
+from tercet.managers.generation import Generation, error_of
+from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.errors import EngineDead, InvalidRequest, PromptTooLong
 from tercet.srt.io_struct import AbortFinish, BatchTextOut, Heartbeat, LengthFinish, TextOut
 from tercet.srt.sampling_params import SamplingParams

@@ -1,0 +1,112 @@
+"""Greedy outputs on the real model in fp32 are those of `transformers`, token for token, however they are scheduled."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from default_model import generate, is_greedy, model_path, prompts
+
+from fakes import FakeInbox, FakeOutbox
+from tercet.managers.scheduler import InFlight
+from tercet.managers.scheduler_io import SchedulerIO
+from tercet.managers.scheduler_process import build_scheduler
+from tercet.model_executor.model_runner import ModelRunner
+from tercet.srt.io_struct import GenerateReq, pack_ids
+from tercet.srt.model_config import load_model_config
+from tercet.srt.sampling_params import SamplingParams
+from tercet.srt.server_args import ServerArgs
+from tercet.srt.tokenizer import load_tokenizer
+
+NUM_PROMPTS = 50
+NEW_TOKENS = 16
+
+TOKENIZER = load_tokenizer(str(model_path()))
+PROMPTS = prompts(TOKENIZER, NUM_PROMPTS)
+
+
+class InProcessEngine:
+    """The scheduler on the real model, without processes and sockets; audits the books after every turn."""
+
+    def __init__(self, **settings: Any) -> None:
+        args = ServerArgs(model_path=str(model_path()), dtype="float32", max_total_tokens=16384)
+        args = dataclasses.replace(args, **settings)
+        config = load_model_config(args.model_path)
+        runner = ModelRunner(
+            config,
+            max_running_requests=args.max_running_requests,
+            dtype=args.dtype,
+            attention_backend=args.attention_backend,
+            page_size=args.page_size,
+            max_total_tokens=args.max_total_tokens,
+        )
+        self.inbox = FakeInbox()
+        self.outbox = FakeOutbox()
+        io = SchedulerIO(self.inbox, self.outbox, FakeOutbox())
+        self.scheduler = build_scheduler(args, config, runner, TOKENIZER, io)
+
+    def generate(self, batch: list[list[int]]) -> list[list[int]]:
+        sampling = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, sampling_seed=0)
+        for index, prompt in enumerate(batch):
+            self.inbox.messages.append(GenerateReq(str(index), pack_ids(prompt), sampling))
+        outputs: list[list[int]] = [[] for _ in batch]
+        self.num_retractions = 0
+        in_flight: InFlight | None = None
+        while self.inbox.messages or in_flight or self.scheduler.queues.is_busy:
+            in_flight = self.scheduler.turn(in_flight)
+            self.scheduler.kv.audit(self.scheduler.queues.holders())
+            for message in self.outbox.messages:
+                for out in message.outs:
+                    outputs[int(out.rid)].extend(out.token_ids)
+                    self.num_retractions += out.num_retractions
+            self.outbox.messages.clear()
+        return outputs
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Each prompt alone; `test_alone` holds it against `transformers`."""
+    engine = InProcessEngine(disable_radix_cache=True)
+    return [engine.generate([prompt])[0] for prompt in PROMPTS]
+
+
+def test_alone(expected: list[list[int]]) -> None:
+    wrong = [i for i, prompt in enumerate(PROMPTS) if not is_greedy(prompt, expected[i])]
+    assert not wrong
+    assert all(len(ids) == NEW_TOKENS or ids[-1] in TOKENIZER.eos_token_ids for ids in expected)
+    for index in range(0, 10, 3):
+        assert expected[index] == generate(PROMPTS[index], NEW_TOKENS)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"chunked_prefill_size": 16, "page_size": 1},
+        {"chunked_prefill_size": 64, "page_size": 4, "disable_overlap_schedule": True},
+        {"chunked_prefill_size": 512, "page_size": 16, "schedule_policy": "fcfs"},
+        {"chunked_prefill_size": 64, "page_size": 16, "disable_radix_cache": True, "disable_overlap_schedule": True},
+        {"chunked_prefill_size": 512, "page_size": 1, "enable_mixed_chunk": True},
+    ],
+    ids=str,
+)
+def test_in_batches(settings: dict[str, Any], expected: list[list[int]]) -> None:
+    engine = InProcessEngine(**settings)
+    assert engine.generate(PROMPTS) == expected
+    if not settings.get("disable_radix_cache"):
+        few = slice(0, NUM_PROMPTS, 7)
+        assert engine.generate(PROMPTS[few]) == expected[few], "from the cache"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_after_forced_retraction(overlap: bool, expected: list[list[int]]) -> None:
+    """A pool so small that running requests take one another's room."""
+    chosen = [index for index, prompt in enumerate(PROMPTS) if len(prompt) < 40]
+    assert len(chosen) >= 8
+    engine = InProcessEngine(
+        max_total_tokens=max(len(PROMPTS[index]) for index in chosen) + NEW_TOKENS + 24,
+        schedule_conservativeness=0.01,
+        disable_overlap_schedule=not overlap,
+    )
+    assert engine.generate([PROMPTS[index] for index in chosen]) == [expected[index] for index in chosen]
+    assert engine.num_retractions > 0
