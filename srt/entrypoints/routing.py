@@ -24,7 +24,7 @@ from .wire import BodyCodec, shown
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 32 * 2**20
+MAX_BODY_BYTES = 16 * 2**20
 """A larger body is answered 413, before it is read."""
 _encode = msgspec.json.Encoder().encode
 
