@@ -31,7 +31,7 @@ class Generation:
         self.key = uuid.uuid4().hex
         """The request's name behind the TokenizerManager, unlike any other."""
         self._on_abort = on_abort
-        self._waiting: TextOut | None = None
+        self._waiting: list[TextOut] = []
         self._arrived = asyncio.Event()
         self._done = False
 
@@ -41,9 +41,10 @@ class Generation:
             while True:
                 await self._arrived.wait()
                 self._arrived.clear()
-                out, self._waiting = self._waiting, None
-                if out is None:
+                if not self._waiting:
                     continue
+                out = _joined(self._waiting)
+                self._waiting = []
                 yield out
                 if out.finish is not None:
                     return
@@ -52,11 +53,7 @@ class Generation:
 
     async def result(self) -> TextOut:
         """Everything, once it is finished. Cancelling it aborts the request."""
-        whole: TextOut | None = None
-        async for out in self:
-            whole = out if whole is None else _merge(whole, out)
-        assert whole is not None
-        return whole
+        return _joined([out async for out in self])
 
     def abort(self) -> None:
         """Ends the request wherever it is; harmless when it has ended."""
@@ -72,7 +69,7 @@ class Generation:
         if out.finish is not None:
             self._done = True
             self.finished_s = now - self.created
-        self._waiting = out if self._waiting is None else _merge(self._waiting, out)
+        self._waiting.append(out)
         self._arrived.set()
 
     def fail(self, error: TercetError) -> None:
@@ -83,15 +80,18 @@ class Generation:
         self.push(TextOut(self.key, "", [], finish, len(self.prompt_ids), 0, 0, 0))
 
 
-def _merge(first: TextOut, second: TextOut) -> TextOut:
-    """Two increments in a row, as one."""
-    failed_here = second.completion_tokens < first.completion_tokens
-    counts = first if failed_here else second
+def _joined(outs: Sequence[TextOut]) -> TextOut:
+    """Increments in a row, as one."""
+    last = outs[-1]
+    if len(outs) == 1:
+        return last
+    # An end that was decided on this side of the scheduler knows no counts: those before it stand.
+    counts = max(outs, key=lambda out: out.completion_tokens)
     return TextOut(
-        first.rid,
-        first.text + second.text,
-        first.token_ids + second.token_ids,
-        second.finish,
+        last.rid,
+        "".join(out.text for out in outs),
+        [token for out in outs for token in out.token_ids],
+        last.finish,
         counts.prompt_tokens,
         counts.completion_tokens,
         counts.cached_tokens,

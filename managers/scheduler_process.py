@@ -63,7 +63,7 @@ def run_scheduler(
     tokenizer_link: Sender[ToTokenizer] = Sender(context, run_dir.tokenizer)
     io = SchedulerIO(inbox, detokenizer_link, tokenizer_link)
     scheduler = build_scheduler(server_args, model_config, runner, tokenizer, io)
-    on_ready(_facts(runner, model_config))
+    on_ready(_facts(server_args, runner, model_config))
     scheduler.run(should_stop)
     inbox.close()
     detokenizer_link.close()
@@ -82,15 +82,8 @@ def build_scheduler(
     pool = ReqToTokenPool(runner.num_rows, runner.context_len)
     runner.bind(pool.req_to_token)
     allocator, cache = _memory(server_args, runner.max_total_num_tokens)
-    on_cpu = runner.device.type == "cpu"
     return Scheduler(
-        PlanLimits(
-            max_prefill_tokens=server_args.max_prefill_tokens or (2048 if on_cpu else 16384),
-            chunked_prefill_size=server_args.chunked_prefill_size or (1024 if on_cpu else 8192),
-            enable_mixed_chunk=server_args.enable_mixed_chunk,
-            schedule_policy=server_args.schedule_policy,
-            schedule_conservativeness=server_args.schedule_conservativeness,
-        ),
+        _limits(server_args, runner),
         runner,
         KVCacheManager(pool, allocator, cache),
         io,
@@ -103,6 +96,17 @@ def build_scheduler(
         ),
         SchedulerMetrics(server_args.decode_log_interval, runner.weight_bytes, runner.kv_bytes),
         enable_overlap=not server_args.disable_overlap_schedule,
+    )
+
+
+def _limits(server_args: ServerArgs, runner: ModelRunner) -> PlanLimits:
+    on_cpu = runner.device.type == "cpu"
+    return PlanLimits(
+        max_prefill_tokens=server_args.max_prefill_tokens or (2048 if on_cpu else 16384),
+        chunked_prefill_size=server_args.chunked_prefill_size or (1024 if on_cpu else 8192),
+        enable_mixed_chunk=server_args.enable_mixed_chunk,
+        schedule_policy=server_args.schedule_policy,
+        schedule_conservativeness=server_args.schedule_conservativeness,
     )
 
 
@@ -131,12 +135,15 @@ def _max_total_tokens(runner: ModelRunner) -> int:
     return min(runner.context_len, runner.max_total_num_tokens)
 
 
-def _facts(runner: ModelRunner, model_config: ModelConfig) -> SchedulerReady:
+def _facts(server_args: ServerArgs, runner: ModelRunner, model_config: ModelConfig) -> SchedulerReady:
+    limits = _limits(server_args, runner)
     facts = SchedulerReady(
         max_total_num_tokens=runner.max_total_num_tokens,
         max_running_requests=runner.num_rows,
         max_req_input_len=_max_total_tokens(runner) - 1,
         context_len=runner.context_len,
+        chunked_prefill_size=limits.chunked_prefill_size,
+        max_prefill_tokens=limits.max_prefill_tokens,
         vocab_size=model_config.vocab_size,
         dtype=str(runner.dtype).removeprefix("torch."),
         device=str(runner.device),

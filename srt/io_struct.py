@@ -201,6 +201,8 @@ class SchedulerReady(msgspec.Struct, frozen=True, tag="scheduler_ready"):
     max_req_input_len: int
     """Tokens of the longest prompt that can be served (context and KV pool considered)."""
     context_len: int
+    chunked_prefill_size: int
+    max_prefill_tokens: int
     vocab_size: int
     dtype: str
     device: str

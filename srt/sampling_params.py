@@ -60,7 +60,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         temperature_ok = math.isfinite(self.temperature) and self.temperature >= 0
         _check("temperature", self.temperature, temperature_ok, "a finite number of at least 0")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
-        _check("top_k", self.top_k, self.top_k == -1 or self.top_k >= 1, "-1 (all tokens) or at least 1")
+        top_k_ok = self.top_k == -1 or 1 <= self.top_k < 2**31
+        _check("top_k", self.top_k, top_k_ok, "-1 (all tokens) or in [1, 2**31)")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
         _check("frequency_penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
         _check("presence_penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2, "in [-2, 2]")

@@ -204,6 +204,8 @@ def make_manager(scheduler: FakeScheduler, **settings: Any) -> TokenizerManager:
         max_running_requests=16,
         max_req_input_len=CONTEXT_LEN - 1,
         context_len=CONTEXT_LEN,
+        chunked_prefill_size=64,
+        max_prefill_tokens=128,
         vocab_size=VOCAB_SIZE,
         dtype="float32",
         device="cpu",

@@ -151,6 +151,11 @@ async def model_info(server: Server, request: Request, body: None) -> ASGIApp:
 
 async def server_info(server: Server, request: Request, body: None) -> ASGIApp:
     """Settings as they are in force, without secrets, and the state of the scheduler."""
+    return json_response(await collect_server_info(server))
+
+
+async def collect_server_info(server: Server) -> dict[str, Any]:
+    """The answer of /server_info."""
     manager = server.manager
     state = await scheduler_state(server)
     settings = dataclasses.asdict(manager.server_args)
@@ -162,9 +167,11 @@ async def server_info(server: Server, request: Request, body: None) -> ASGIApp:
         "device": facts.device,
         "attention_backend": facts.attention_backend,
         "context_length": facts.context_len,
+        "chunked_prefill_size": facts.chunked_prefill_size,
+        "max_prefill_tokens": facts.max_prefill_tokens,
         "served_model_name": manager.server_args.model_name,
     }
-    info = {
+    return {
         **settings,
         "status": "ready" if manager.is_healthy and not manager.draining else "not ready",
         "version": server.version,
@@ -172,7 +179,6 @@ async def server_info(server: Server, request: Request, body: None) -> ASGIApp:
         "max_req_input_len": facts.max_req_input_len,
         "internal_states": [_internal_state(server, state)],
     }
-    return json_response(info)
 
 
 def _internal_state(server: Server, state: SchedulerState) -> dict[str, Any]:

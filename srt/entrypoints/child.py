@@ -24,7 +24,7 @@ from ..ipc import Receiver, RunDir, Sender
 from ..server_args import ServerArgs
 from .handshake import LaunchSpec, read_spec, write_frame
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tercet.child")  # __name__ is __main__ here
 
 OnReady = Callable[[SchedulerReady | DetokenizerReady], None]
 ShouldStop = Callable[[], bool]
@@ -51,7 +51,7 @@ def run_detokenizer_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnR
 
     tokenizer = None
     if not server_args.skip_tokenizer_init:
-        tokenizer = load_tokenizer(server_args.model_path, server_args.tokenizer_path, server_args.chat_template)
+        tokenizer = load_tokenizer(server_args.model_path, server_args.tokenizer_path)
     context = zmq.Context()
     receiver: Receiver[ToDetokenizer] = Receiver(context, run_dir.detokenizer, ToDetokenizer)
     sender: Sender[ToTokenizer] = Sender(context, run_dir.tokenizer)

@@ -13,8 +13,6 @@ from types import TracebackType
 from typing import Any, ClassVar, Literal, TypeAlias, overload
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from ... import __version__
 from ..errors import EngineBusy, InvalidRequest
@@ -140,7 +138,7 @@ class Engine:
 
     def get_server_info(self) -> dict[str, Any]:
         """What /server_info tells: settings in force, limits, and the scheduler's state."""
-        return self._thread.wait(self._server_info())
+        return self._thread.wait(admin.collect_server_info(self._server))
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -170,11 +168,6 @@ class Engine:
             return self._server.manager.abort(rid)
         batch.abort()
         return True
-
-    async def _server_info(self) -> dict[str, Any]:
-        response = await admin.server_info(self._server, Request({"type": "http"}), None)
-        assert isinstance(response, Response)
-        return msgspec.json.decode(response.body, type=dict[str, Any])
 
     async def _flush(self, timeout_s: float) -> None:
         reply = await self._server.manager.flush_cache(timeout_s)

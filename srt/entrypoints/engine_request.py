@@ -105,7 +105,7 @@ class EngineRequest:
             generation.abort()
 
     def _begin(self) -> None:
-        self._prompts, self._name, is_list = native._prompts(self._server, self._body)
+        self._prompts, self._name, is_list = native.prompts_of(self._server, self._body)
         self._several = is_list or self._prompts[0].sampling.n > 1
         self._first_index = [*itertools.accumulate((prompt.sampling.n for prompt in self._prompts), initial=0)]
         if self._name in self._open_batches:
@@ -165,7 +165,7 @@ async def _collect(sample: Sample) -> None:
 
 
 def _answer(sample: Sample) -> Answer:
-    meta: Any = msgspec.to_builtins(native._meta_info(sample))
+    meta: Any = msgspec.to_builtins(native.meta_info(sample))
     return {"text": sample.text, "output_ids": list(sample.output_ids), "meta_info": meta}
 
 

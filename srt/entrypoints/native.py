@@ -126,14 +126,14 @@ GENERATE_CODEC = BodyCodec(GenerateBody)
 
 async def generate(server: Server, request: Request, body: GenerateBody) -> ASGIApp:
     """Handler of /generate."""
-    prompts, name, is_list = _prompts(server, body)
+    prompts, name, is_list = prompts_of(server, body)
     several = is_list or prompts[0].sampling.n > 1
     incremental = server.manager.server_args.incremental_streaming_output
     face = _NativeFace(several, incremental)
     return await answer(server, request, prompts, stream=bool(body.stream), face=face, name=name)
 
 
-def _prompts(server: Server, body: GenerateBody) -> tuple[list[Prompt], str, bool]:
+def prompts_of(server: Server, body: GenerateBody) -> tuple[list[Prompt], str, bool]:
     """The prompts, the name of them all, and whether the request is a list."""
     param, contents, is_list = _contents(body)
     count = len(contents)
@@ -241,7 +241,7 @@ class _NativeFace(Face):
 
     def events(self, sample: Sample, out: TextOut) -> bytes:
         index = sample.index if self._several else UNSET
-        meta = _meta_info(sample)
+        meta = meta_info(sample)
         if self._incremental:
             return event(GenerateAnswer(out.text, out.token_ids, meta, index))
         so_far = self._so_far[sample.index]
@@ -249,11 +249,11 @@ class _NativeFace(Face):
         return event(_RawAnswer(so_far.text(), so_far.output_ids(), meta, index))
 
     def whole(self) -> Any:
-        answers = [GenerateAnswer(one.text, one.output_ids, _meta_info(one)) for one in self._samples]
+        answers = [GenerateAnswer(one.text, one.output_ids, meta_info(one)) for one in self._samples]
         return answers if self._several else answers[0]
 
 
-def _meta_info(sample: Sample) -> MetaInfo:
+def meta_info(sample: Sample) -> MetaInfo:
     latency = sample.generation.finished_s
     return MetaInfo(
         sample.generation.rid,

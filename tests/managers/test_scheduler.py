@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +14,9 @@ from fakes import expected_output
 from tercet.srt.errors import InvalidLogits, PromptTooLong, QueueFull
 from tercet.srt.io_struct import AbortFinish, FlushCacheReq, LengthFinish, StateReq, StopFinish
 
-ORDINARY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=150)
+SCHEDULES = int(os.environ.get("TERCET_SCHEDULES", "80"))
+"""Random schedules a property is tried on; `TERCET_SCHEDULES=500 scripts/test tests/managers/test_scheduler.py` for more."""
+ORDINARY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=SCHEDULES)
 
 rigs = st.fixed_dictionaries(
     {
