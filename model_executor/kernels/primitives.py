@@ -38,6 +38,11 @@ def as_kernel_operand(pool: torch.Tensor) -> torch.Tensor:
     return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
 
 
+def has_dense_rows(x: torch.Tensor) -> bool:
+    """Whether the last dimension is contiguous (torch gives one of length 1, or of an empty tensor, any stride)."""
+    return x.stride(-1) == 1 or x.shape[-1] == 1 or not x.numel()
+
+
 @triton.jit
 def dot(a, b, acc, WIDEN: tl.constexpr):
     """acc + a @ b in fp32. WIDEN: bf16 operands go through fp32, exactly, as the interpreter's numpy has no bf16."""

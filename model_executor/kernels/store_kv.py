@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .primitives import FP8_E4M3_MAX, as_kernel_operand, encode_e4m3
+from .tuning import row_warps
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def store_kv(
         WIDTH=width,
         FP8=fp8,
         BLOCK=block,
-        num_warps=min(8, max(1, block // 256)),
+        num_warps=row_warps(block),
     )
 
 

@@ -129,3 +129,8 @@ def decode_tile(arch: str, head_dim: int) -> DecodeTile:
 
 def extend_tile(arch: str, head_dim: int) -> ExtendTile:
     return _EXTEND[_known(arch)][padded_head_dim(head_dim)]
+
+
+def row_warps(block: int) -> int:
+    """Warps of a kernel that holds one row of `block` elements: about 8 elements a thread."""
+    return min(16, max(1, block // 256))

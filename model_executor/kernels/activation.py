@@ -1,0 +1,58 @@
+"""The gated half of a feed-forward layer: activation(gate) * up (GLU variants, arXiv 2002.05202)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from .primitives import has_dense_rows, tanh
+
+_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_BLOCK = 1024
+
+
+@triton.jit
+def _act_and_mul_kernel(x_ptr, out_ptr, stride_x, WIDTH: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < WIDTH
+    gate = tl.load(x_ptr + row * stride_x + i, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * stride_x + WIDTH + i, mask=mask, other=0.0).to(tl.float32)
+    if ACT == 0:
+        gate = gate / (1.0 + tl.exp(-gate))
+    elif ACT == 1:
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        gate = 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
+    tl.store(out_ptr + row * WIDTH + i, (gate * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def act_and_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """[T, 2 * n] -> activation(first half) * second half, [T, n], computed in float32.
+
+    activation: "silu", "gelu" (with erf) or "gelu_tanh"; ValueError for another. The last dimension is contiguous.
+    """
+    if activation not in _CODES:
+        raise ValueError(f"activation must be one of {', '.join(_CODES)}, got {activation!r}")
+    num_tokens, doubled = gate_up.shape
+    assert has_dense_rows(gate_up) and doubled % 2 == 0
+    width = doubled // 2
+    out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+    if num_tokens:
+        _act_and_mul_kernel[(num_tokens, triton.cdiv(width, _BLOCK))](
+            gate_up, out, gate_up.stride(0), WIDTH=width, ACT=_CODES[activation], BLOCK=_BLOCK, num_warps=4
+        )
+    return out
+
+
+def act_and_mul_ref(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """The same in plain torch."""
+    wide = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
+    gate, up = wide.chunk(2, dim=-1)
+    if activation == "silu":
+        gate = F.silu(gate)
+    else:
+        gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return (gate * up).to(gate_up.dtype)

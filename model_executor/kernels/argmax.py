@@ -1,0 +1,69 @@
+"""Greedy choice: the first of the largest logits, in two steps so that one row keeps many multiprocessors busy."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .primitives import has_dense_rows
+
+INVALID_TOKEN = -1
+_CHUNK = 4096
+_NOTHING = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _argmax_chunk_kernel(x_ptr, part_max_ptr, part_id_ptr, stride_x, vocab, num_chunks, CHUNK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(x_ptr + row * stride_x + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
+    broken = tl.sum((x != x).to(tl.int32), axis=0) > 0
+    x = tl.where(x != x, float("-inf"), x)
+    top = tl.max(x, axis=0)
+    first = tl.min(tl.where(x == top, i, _NOTHING), axis=0)
+    # +inf and no id mark a chunk with a NaN: nothing beats it, and it names no token.
+    tl.store(part_max_ptr + row * num_chunks + chunk, tl.where(broken, float("inf"), top))
+    tl.store(part_id_ptr + row * num_chunks + chunk, tl.where(broken, -1, first))
+
+
+@triton.jit
+def _argmax_merge_kernel(part_max_ptr, part_id_ptr, out_ptr, num_chunks, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    there = i < num_chunks
+    part = tl.load(part_max_ptr + row * num_chunks + i, mask=there, other=float("-inf"))
+    ids = tl.load(part_id_ptr + row * num_chunks + i, mask=there, other=_NOTHING)
+    top = tl.max(part, axis=0)
+    token = tl.min(tl.where(part == top, ids, _NOTHING), axis=0)
+    token = tl.where(top == float("-inf"), -1, token)
+    tl.store(out_ptr + row, token.to(tl.int64))
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The first of the largest logits of every row: [n, vocab], any float dtype -> int64 [n].
+
+    INVALID_TOKEN for a row with a NaN, or of nothing but -inf. The last dimension is contiguous.
+    """
+    n, vocab = logits.shape
+    assert has_dense_rows(logits) and 0 < vocab < 2**31 - _CHUNK
+    num_chunks = triton.cdiv(vocab, _CHUNK)
+    out = torch.empty(n, dtype=torch.int64, device=logits.device)
+    if not n:
+        return out
+    part_max = torch.empty((n, num_chunks), dtype=torch.float32, device=logits.device)
+    part_id = torch.empty((n, num_chunks), dtype=torch.int32, device=logits.device)
+    _argmax_chunk_kernel[(n, num_chunks)](
+        logits, part_max, part_id, logits.stride(0), vocab, num_chunks, CHUNK=_CHUNK, num_warps=4
+    )
+    block = triton.next_power_of_2(num_chunks)
+    _argmax_merge_kernel[(n,)](part_max, part_id, out, num_chunks, BLOCK=block, num_warps=1)
+    return out
+
+
+def argmax_ref(logits: torch.Tensor) -> torch.Tensor:
+    """The same in plain torch."""
+    peak = logits.amax(-1)  # NaN where any logit is
+    first = (logits == peak[:, None]).int().argmax(-1)
+    return first.where(peak > -torch.inf, INVALID_TOKEN)

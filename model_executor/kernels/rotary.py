@@ -1,0 +1,217 @@
+"""Rotary position embedding (arXiv 2104.09864), fused with what stands around it: query and key norm, the KV store.
+
+One kernel takes the fused projection of a layer: queries are normed, rotated and written back in place, keys are
+normed, rotated and stored in the pool, values are stored. K and V are read and written once between the two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .primitives import FP8_E4M3_MAX, as_kernel_operand, encode_e4m3
+
+_HEADS_PER_PROGRAM = 8
+
+
+@triton.jit
+def _rotary_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    k_pool_ptr,
+    v_pool_ptr,
+    slots_ptr,
+    stride_t,
+    stride_h,
+    stride_angle,
+    stride_slot,
+    eps,
+    inv_k_scale,
+    inv_v_scale,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    NEOX: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    STORE: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """Components are handled in pairs (a, b): the two that turn together, and beyond ROTARY_DIM any two."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    pair = tl.arange(0, BLOCK_HALF)
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    turns = pair < HALF
+    if NEOX:
+        a = tl.where(turns, pair, pair + HALF)
+        b = tl.where(turns, pair + HALF, pair + HEAD_DIM // 2)
+    else:
+        a = 2 * pair
+        b = 2 * pair + 1
+    is_q = head < NUM_HEADS
+    is_v = head >= NUM_HEADS + NUM_KV_HEADS
+    # Without a pool the values have nothing to be done to.
+    live = head < (NUM_HEADS + 2 * NUM_KV_HEADS if STORE else NUM_HEADS + NUM_KV_HEADS)
+    mask = live[:, None] & (pair < HEAD_DIM // 2)[None, :]
+    source = qkv_ptr + token * stride_t + head[:, None] * stride_h
+    x = tl.load(source + a[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(source + b[None, :], mask=mask, other=0.0).to(tl.float32)
+    plain_x = x
+    plain_y = y
+    if HAS_NORM:
+        inside = pair < HEAD_DIM // 2
+        scale = tl.rsqrt((tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / HEAD_DIM + eps)[:, None]
+        q_a = tl.load(q_weight_ptr + a, mask=inside, other=0.0).to(tl.float32)
+        q_b = tl.load(q_weight_ptr + b, mask=inside, other=0.0).to(tl.float32)
+        k_a = tl.load(k_weight_ptr + a, mask=inside, other=0.0).to(tl.float32)
+        k_b = tl.load(k_weight_ptr + b, mask=inside, other=0.0).to(tl.float32)
+        x = x * scale * tl.where(is_q[:, None], q_a[None, :], k_a[None, :])
+        y = y * scale * tl.where(is_q[:, None], q_b[None, :], k_b[None, :])
+    cos = tl.load(cos_ptr + token * stride_angle + pair, mask=turns, other=1.0)[None, :]
+    sin = tl.load(sin_ptr + token * stride_angle + pair, mask=turns, other=0.0)[None, :]
+    turned_x = tl.where(is_v[:, None], plain_x, x * cos - y * sin)
+    turned_y = tl.where(is_v[:, None], plain_y, y * cos + x * sin)
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    in_place = mask & (is_q[:, None] if STORE else live[:, None])
+    tl.store(source + a[None, :], turned_x.to(dtype), mask=in_place)
+    tl.store(source + b[None, :], turned_y.to(dtype), mask=in_place)
+    if STORE:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        if FP8:
+            inverse = tl.where(is_v, inv_v_scale, inv_k_scale)[:, None]
+            # Through the activations' dtype, so that fused and separate stores leave the same bytes.
+            stored_x = encode_e4m3(turned_x.to(dtype).to(tl.float32) * inverse)
+            stored_y = encode_e4m3(turned_y.to(dtype).to(tl.float32) * inverse)
+        else:
+            stored_x = turned_x.to(dtype)
+            stored_y = turned_y.to(dtype)
+        k_target = k_pool_ptr + slot * stride_slot + (head - NUM_HEADS)[:, None] * HEAD_DIM
+        v_target = v_pool_ptr + slot * stride_slot + (head - NUM_HEADS - NUM_KV_HEADS)[:, None] * HEAD_DIM
+        k_mask = mask & ((head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS))[:, None]
+        v_mask = mask & is_v[:, None]
+        tl.store(k_target + a[None, :], stored_x, mask=k_mask)
+        tl.store(k_target + b[None, :], stored_y, mask=k_mask)
+        tl.store(v_target + a[None, :], stored_x, mask=v_mask)
+        tl.store(v_target + b[None, :], stored_y, mask=v_mask)
+
+
+def rotary(
+    qkv: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    neox: bool = True,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    k_buffer: torch.Tensor | None = None,
+    v_buffer: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Rotates query and key heads of a fused projection in place; with a pool, stores K and V there instead.
+
+    qkv: [T, num_heads + 2 * num_kv_heads, head_dim], head_dim contiguous; without a pool value heads may be missing.
+    cos, sin: float32 [T, rotary_dim / 2], last dimension contiguous, equal strides; components beyond rotary_dim stay.
+    neox: component i turns with i + rotary_dim / 2; otherwise (GPT-J) 2 i turns with 2 i + 1.
+    q_weight, k_weight: [head_dim], both or none: heads go through RMSNorm with eps first.
+    k_buffer, v_buffer, slots: as in `store_kv`; all or none. K in qkv is then left as it was.
+    """
+    num_tokens, heads_there, head_dim = qkv.shape
+    store = slots is not None
+    rotary_dim = 2 * cos.shape[1]
+    assert qkv.stride(2) == 1 and heads_there >= num_heads + (2 if store else 1) * num_kv_heads
+    assert cos.shape == sin.shape and cos.shape[0] == num_tokens and cos.stride() == sin.stride()
+    assert cos.stride(1) == 1 and cos.dtype == sin.dtype == torch.float32
+    assert head_dim % 2 == 0 and rotary_dim <= head_dim
+    assert (q_weight is None) == (k_weight is None)
+    assert (k_buffer is None) == (v_buffer is None) == (slots is None)
+    fp8 = False
+    if store:
+        assert k_buffer is not None and v_buffer is not None and slots is not None
+        fp8 = k_buffer.dtype == torch.float8_e4m3fn
+        assert k_buffer.is_contiguous() and v_buffer.is_contiguous() and k_buffer.shape == v_buffer.shape
+        assert k_buffer.shape[1:] == (num_kv_heads, head_dim) and slots.shape == (num_tokens,)
+        assert k_buffer.dtype == v_buffer.dtype and (fp8 or k_buffer.dtype == qkv.dtype)
+    total_heads = num_heads + (2 if store else 1) * num_kv_heads
+    if not num_tokens:
+        return
+    _rotary_kernel[(num_tokens, triton.cdiv(total_heads, _HEADS_PER_PROGRAM))](
+        qkv,
+        cos,
+        sin,
+        cos if q_weight is None else q_weight,
+        cos if k_weight is None else k_weight,
+        qkv if k_buffer is None else as_kernel_operand(k_buffer),
+        qkv if v_buffer is None else as_kernel_operand(v_buffer),
+        cos if slots is None else slots,
+        qkv.stride(0),
+        qkv.stride(1),
+        cos.stride(0),
+        0 if k_buffer is None else k_buffer.stride(0),
+        eps,
+        1.0 / k_scale,
+        1.0 / v_scale,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        ROTARY_DIM=rotary_dim,
+        NEOX=neox,
+        HAS_NORM=q_weight is not None,
+        STORE=store,
+        FP8=fp8,
+        BLOCK_H=_HEADS_PER_PROGRAM,
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        num_warps=2,
+    )
+
+
+def rotary_ref(
+    qkv: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    neox: bool = True,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    k_buffer: torch.Tensor | None = None,
+    v_buffer: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """The same in plain torch, in place."""
+    half = cos.shape[1]
+    qk = qkv[:, : num_heads + num_kv_heads].to(torch.promote_types(qkv.dtype, torch.float32), copy=True)
+    if q_weight is not None and k_weight is not None:
+        weight = torch.cat([q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)]).to(qk.dtype)
+        qk = qk * torch.rsqrt(qk.square().mean(-1, keepdim=True) + eps) * weight
+    first = slice(0, half) if neox else slice(0, 2 * half, 2)
+    second = slice(half, 2 * half) if neox else slice(1, 2 * half, 2)
+    x, y = qk[..., first].clone(), qk[..., second].clone()
+    c, s = cos[:, None].to(qk.dtype), sin[:, None].to(qk.dtype)
+    qk[..., first], qk[..., second] = x * c - y * s, y * c + x * s
+    qk = qk.to(qkv.dtype)
+    qkv[:, :num_heads] = qk[:, :num_heads]
+    if slots is None:
+        qkv[:, num_heads : num_heads + num_kv_heads] = qk[:, num_heads:]
+        return
+    assert k_buffer is not None and v_buffer is not None
+    v = qkv[:, num_heads + num_kv_heads : num_heads + 2 * num_kv_heads]
+    for new, pool, scale in ((qk[:, num_heads:], k_buffer, k_scale), (v, v_buffer, v_scale)):
+        if pool.dtype == torch.float8_e4m3fn:
+            new = (new.float() * (1.0 / scale)).clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX)
+        pool[slots.long()] = new.to(pool.dtype)

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import torch
+from attention_cases import TOLERANCE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tercet.model_executor.kernels.rotary import rotary, rotary_ref
+from tercet.model_executor.kernels.store_kv import store_kv
+from tercet.model_executor.layers.rotary import RotaryEmbedding, rotate
+from tercet.srt.rope_config import RopeConfig
+
+
+@settings(max_examples=120)
+@given(
+    seed=st.integers(0, 2**31),
+    num_tokens=st.integers(1, 4),
+    heads=st.sampled_from([(1, 1), (6, 2), (9, 3), (16, 1)]),
+    head_dim=st.sampled_from([16, 64, 80, 96]),
+    partial=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    neox=st.booleans(),
+    norm=st.booleans(),
+    store=st.booleans(),
+)
+def test_agrees_with_the_float64_twin(seed, num_tokens, heads, head_dim, partial, dtype, neox, norm, store) -> None:
+    g = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads = heads
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=g).to(dtype)
+    half = head_dim // 4 if partial else head_dim // 2
+    angles = torch.rand(num_tokens, half, generator=g) * 100
+    cos, sin = angles.cos(), angles.sin()
+    options = {"neox": neox, "eps": 1e-6}
+    if norm:
+        options |= {"q_weight": torch.randn(head_dim, generator=g).to(dtype)}
+        options |= {"k_weight": torch.randn(head_dim, generator=g).to(dtype)}
+    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    reference = qkv.double()
+    k_pool = torch.full((9, num_kv_heads, head_dim), torch.nan).to(dtype)
+    v_pool = k_pool.clone()
+    wide_pools = k_pool.double(), v_pool.double()
+    if store:
+        slots = torch.randperm(8, generator=g)[:num_tokens] + 1
+        options |= {"k_buffer": k_pool, "v_buffer": v_pool, "slots": slots}
+        wide |= {"k_buffer": wide_pools[0], "v_buffer": wide_pools[1], "slots": slots}
+    before = qkv.clone()
+    rotary(qkv, num_heads, num_kv_heads, cos, sin, **options)
+    rotary_ref(reference, num_heads, num_kv_heads, cos.double(), sin.double(), **wide)
+    k = slice(num_heads, num_heads + num_kv_heads)
+    v = slice(num_heads + num_kv_heads, None)
+    assert torch.equal(qkv[:, v], before[:, v])
+    pairs = [(qkv[:, :num_heads], reference[:, :num_heads])]
+    if store:
+        assert torch.equal(qkv[:, k], before[:, k])
+        assert torch.equal(v_pool[slots], before[:, v])
+        unused = torch.tensor([s for s in range(9) if s not in slots.tolist()])
+        assert k_pool[unused].isnan().all() and v_pool[unused].isnan().all()
+        pairs.append((k_pool[slots], wide_pools[0][slots]))
+    else:
+        pairs.append((qkv[:, k], reference[:, k]))
+    for mine, wanted in pairs:
+        error = (mine.double() - wanted).flatten(1).norm(dim=1)
+        assert bool((error <= TOLERANCE[dtype] * wanted.flatten(1).norm(dim=1)).all())
+
+
+def test_it_takes_the_layers_angles() -> None:
+    cos_sin = RotaryEmbedding(RopeConfig(), 64, torch.device("cpu"))(torch.tensor([0, 7, 100000]))
+    qkv = torch.randn(3, 4, 64)
+    wanted = rotate(qkv[:, :3], cos_sin)
+    rotary(qkv, 2, 1, cos_sin.cos[:, 0, :32], cos_sin.sin[:, 0, 32:])
+    assert torch.allclose(qkv[:, :3], wanted, atol=1e-6)
+
+
+def test_the_fused_store_leaves_the_bytes_of_the_separate_one() -> None:
+    qkv = torch.randn(5, 8, 64) * 100
+    angles = torch.rand(5, 32) * 10
+    slots = torch.tensor([3, 1, 6, 2, 5])
+    fused = [torch.zeros(7, 2, 64).to(torch.float8_e4m3fn) for _ in range(2)]
+    apart = [pool.clone() for pool in fused]
+    copy = qkv.clone()
+    scales = {"k_scale": 0.7, "v_scale": 0.3}
+    rotary(qkv, 4, 2, angles.cos(), angles.sin(), k_buffer=fused[0], v_buffer=fused[1], slots=slots, **scales)
+    rotary(copy, 4, 2, angles.cos(), angles.sin())
+    store_kv(copy[:, 4:6], copy[:, 6:], *apart, slots, **scales)
+    for a, b in zip(fused, apart, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
