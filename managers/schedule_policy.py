@@ -153,7 +153,7 @@ class PrefillAdder:
 
     def _is_first_of_its_kind(self, req: Req) -> bool:
         """Whether no request of this pass begins with the same tokens, which it could soon find in the cache."""
-        if req.num_tokens <= SHARE_LEN:
+        if req.num_tokens <= SHARE_LEN or not self._kv.cache.shares:
             return True
         key = (req.namespace, req.token_ids()[:SHARE_LEN].tobytes())
         if key in self._first_tokens:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,8 @@ class BasePrefixCache(ABC):
     back. A namespace is part of the key: equal tokens in two namespaces never share a slot.
     """
 
+    shares: ClassVar[bool]
+    """Whether anything that is inserted can ever be matched."""
     page_size: int
     evictable_size: int
     protected_size: int

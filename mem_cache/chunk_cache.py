@@ -11,6 +11,8 @@ from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchRe
 class ChunkCache(BasePrefixCache):
     """Matches nothing and takes nothing: every slot of a request is private to it from start to end."""
 
+    shares = False
+
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.evictable_size = 0

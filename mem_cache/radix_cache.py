@@ -82,6 +82,8 @@ _HeapEntry = tuple[tuple[int, ...], int, _Node]
 class RadixCache(BasePrefixCache):
     """The sharing prefix cache. Not thread safe: it lives in the scheduler's loop."""
 
+    shares = True
+
     def __init__(self, allocator: BaseAllocator, page_size: int, policy: str) -> None:
         """Evicted slots are freed into `allocator`. Raises ValueError for an unknown eviction policy."""
         assert page_size == allocator.page_size

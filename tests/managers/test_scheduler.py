@@ -195,6 +195,14 @@ def test_equal_prompts_that_arrive_together_share_their_prefill() -> None:
     assert [rig.heard[f"r{i}"].last.cached_tokens for i in range(4)] == [0, 99, 99, 99]
 
 
+def test_equal_prompts_do_not_wait_for_one_another_where_nothing_is_shared() -> None:
+    rig = Rig(pool_size=4096, max_prefill_tokens=1024, chunked_prefill_size=1024, radix=False)
+    for index in range(4):
+        rig.add(f"r{index}", [i % 31 for i in range(100)])
+    rig.run()
+    assert rig.extend_sizes == [400]
+
+
 def test_namespaces_share_nothing() -> None:
     rig = Rig()
     prompt = list(range(50))
