@@ -15,7 +15,7 @@ from tercet.srt.errors import InvalidLogits, PromptTooLong, QueueFull
 from tercet.srt.io_struct import AbortFinish, FlushCacheReq, LengthFinish, StateReq, StopFinish
 
 SCHEDULES = int(os.environ.get("TERCET_SCHEDULES", "80"))
-"""Random schedules that a property is tried on. For more: TERCET_SCHEDULES=500 scripts/test tests/managers/test_scheduler.py"""
+"""Random schedules that a property is tried on; set TERCET_SCHEDULES=500 for the long run."""
 ORDINARY = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=SCHEDULES)
 
 rigs = st.fixed_dictionaries(
