@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes: bytes of shared memory a block, registers and spilled bytes (or registers) a thread."""
+    """What one kernel takes: bytes of shared memory a block; registers a thread, and how much of them is spilled."""
 
     kernel: str
     shared: int
@@ -79,10 +80,13 @@ def compile_launch(launch: Launch, arch: str) -> Resources:
     return Resources(kernel.fn.__name__, compiled.metadata.shared, registers, spilled)
 
 
+def assert_fits(resources: Resources, arch: str) -> None:
+    assert resources.shared <= SHARED_LIMIT[arch], resources
+    assert resources.spilled == 0, resources
+
+
 def _nvidia(compiled: Any) -> tuple[int, int]:
     """A stack frame or local memory in a kernel without arrays or calls is where spilled registers go."""
-    import tempfile  # nothing else here writes files
-
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -92,9 +96,7 @@ def _nvidia(compiled: Any) -> tuple[int, int]:
 
 
 def _amd(compiled: Any) -> tuple[int, int]:
+    """Spilled scalar registers go to lanes of vector registers and do not count."""
     text = compiled.asm["amdgcn"]
-    use = {
-        name: int(value)
-        for name, value in re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s*(\d+)", text)
-    }
-    return use["vgpr_count"], use["vgpr_spill_count"] + use["sgpr_spill_count"]
+    use = {name: int(value) for name, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s*(\d+)", text)}
+    return use["vgpr_count"], use["vgpr_spill_count"]

@@ -44,7 +44,7 @@ class TritonAttentionBackend(AttentionBackend):
         super().__init__(config, kv_pool)
         arch = arch_of(kv_pool.k_buffer[0].device)
         self._decode_tile = decode_tile(arch, self.head_dim)
-        self._extend_tile = extend_tile(arch, self.head_dim)
+        self._extend_tile = extend_tile(arch, self.head_dim, kv_pool.dtype == torch.float8_e4m3fn)
         self._plan: _Plan | None = None
 
     def num_splits(self, seq_lens: np.ndarray) -> int:

@@ -20,7 +20,11 @@ _MERGE_BLOCK = 16
 _MAX_HEAD_BLOCK = 64
 
 
-@triton.jit
+# A step's batch size and buffers' places vary: specialising on them would compile while serving.
+_INDICES = ["rows_ptr", "seq_lens_ptr", "q_loc_ptr", "work_starts_ptr", "work_rows_ptr"]
+
+
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=_INDICES)
 def _decode_split_kernel(
     q_ptr,
     k_ptr,
@@ -129,7 +133,7 @@ def _decode_split_kernel(
             tl.store(part_lse_ptr + part, top + tl.log2(total), mask=mask_h)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["work_starts_ptr", "seq_lens_ptr", "q_loc_ptr"])
 def _decode_merge_kernel(
     part_o_ptr,
     part_lse_ptr,

@@ -86,7 +86,11 @@ def _attend(
     return new_top, total, acc
 
 
-@triton.jit
+# A step's batch size and buffers' places vary: specialising on them would compile while serving.
+_INDICES = ["rows_ptr", "extend_start_ptr", "prefix_lens_ptr", "work_starts_ptr", "work_rows_ptr"]
+
+
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=_INDICES)
 def _extend_kernel(
     q_ptr,
     k_ptr,
@@ -219,7 +223,7 @@ def extend_attention(
     assert k_buffer.dtype == v_buffer.dtype and (fp8 or k_buffer.dtype == q.dtype)
 
     arch = arch_of(q.device)
-    tile = tile or extend_tile(arch, head_dim)
+    tile = tile or extend_tile(arch, head_dim, fp8)
     _extend_kernel[(work.capacity, num_kv_heads)](
         q,
         as_kernel_operand(k_buffer),

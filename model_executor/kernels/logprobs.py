@@ -11,7 +11,7 @@ from .primitives import has_dense_rows
 _BLOCK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _logprobs_kernel(
     x_ptr, tokens_ptr, out_ptr, stride_x, vocab, num_tokens, BLOCK: tl.constexpr, TOKENS: tl.constexpr
 ):

@@ -15,7 +15,7 @@ from .primitives import FP8_E4M3_MAX, as_kernel_operand, encode_e4m3
 _HEADS_PER_PROGRAM = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a view that begins anywhere
 def _rotary_kernel(
     qkv_ptr,
     cos_ptr,

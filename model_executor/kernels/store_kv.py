@@ -10,7 +10,7 @@ from .primitives import FP8_E4M3_MAX, as_kernel_operand, encode_e4m3
 from .tuning import row_warps
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a view that begins anywhere
 def _store_kv_kernel(
     k_ptr,
     v_ptr,

@@ -41,43 +41,49 @@ class ExtendTile:
     num_stages: int
 
 
-# Head dims are padded to a power of two inside the kernels: 64, 128 or 256.
+# Head dims are padded to a power of two inside the kernels: 64, 128 or 256. A KV tile's address depends on another load
+# (its slots), which halves the pipeline's reach on NVIDIA: 5 stages keep two tiles in flight, 3 keep one.
 _DECODE = {
     "sm_80": {
-        64: DecodeTile(256, 64, 4, 3, 4),
-        128: DecodeTile(256, 64, 4, 2, 2),
-        256: DecodeTile(256, 32, 4, 2, 2),
+        64: DecodeTile(256, 64, 4, 5, 4),
+        128: DecodeTile(256, 64, 4, 5, 2),
+        256: DecodeTile(256, 32, 4, 5, 2),
     },
     "sm_90": {
-        64: DecodeTile(256, 64, 4, 4, 4),
-        128: DecodeTile(256, 64, 4, 3, 2),
-        256: DecodeTile(256, 32, 4, 3, 2),
+        64: DecodeTile(256, 64, 4, 7, 4),
+        128: DecodeTile(256, 64, 4, 5, 3),
+        256: DecodeTile(256, 32, 4, 5, 2),
     },
     "gfx942": {
-        64: DecodeTile(256, 64, 4, 1, 4),
-        128: DecodeTile(256, 32, 4, 1, 4),
-        256: DecodeTile(256, 16, 4, 1, 2),
+        64: DecodeTile(256, 64, 4, 2, 4),
+        128: DecodeTile(256, 32, 4, 2, 4),
+        256: DecodeTile(256, 16, 4, 2, 4),
     },
     # Small, so that tests of a few dozen tokens cross every boundary.
     INTERPRETER: {dim: DecodeTile(32, 16, 1, 1, 3) for dim in (64, 128, 256)},
 }
 _EXTEND = {
     "sm_80": {
-        64: ExtendTile(128, 64, 4, 3),
-        128: ExtendTile(128, 64, 8, 2),
-        256: ExtendTile(64, 32, 4, 2),
+        64: ExtendTile(128, 64, 8, 5),
+        128: ExtendTile(128, 32, 8, 5),
+        256: ExtendTile(64, 32, 8, 5),
     },
     "sm_90": {
-        64: ExtendTile(128, 128, 8, 3),
-        128: ExtendTile(128, 64, 8, 3),
-        256: ExtendTile(128, 32, 8, 2),
+        64: ExtendTile(128, 128, 8, 5),
+        128: ExtendTile(128, 64, 8, 5),
+        256: ExtendTile(128, 32, 8, 5),
     },
     "gfx942": {
-        64: ExtendTile(128, 64, 4, 1),
-        128: ExtendTile(128, 64, 4, 1),
-        256: ExtendTile(64, 32, 4, 1),
+        64: ExtendTile(128, 64, 8, 1),
+        128: ExtendTile(128, 32, 8, 1),
+        256: ExtendTile(64, 16, 4, 1),
     },
     INTERPRETER: {dim: ExtendTile(16, 16, 1, 1) for dim in (64, 128, 256)},
+}
+# Decoding fp8 takes registers: where the tile above would spill with it, a smaller one.
+_EXTEND_FP8 = {
+    ("sm_80", 128): ExtendTile(64, 64, 8, 5),
+    ("sm_90", 256): ExtendTile(64, 64, 8, 5),
 }
 _MAX_HEAD_DIM = 256
 
@@ -127,8 +133,11 @@ def decode_tile(arch: str, head_dim: int) -> DecodeTile:
     return _DECODE[_known(arch)][padded_head_dim(head_dim)]
 
 
-def extend_tile(arch: str, head_dim: int) -> ExtendTile:
-    return _EXTEND[_known(arch)][padded_head_dim(head_dim)]
+def extend_tile(arch: str, head_dim: int, fp8: bool = False) -> ExtendTile:
+    """`fp8`: whether the KV is."""
+    arch, width = _known(arch), padded_head_dim(head_dim)
+    plain = _EXTEND[arch][width]
+    return _EXTEND_FP8.get((arch, width), plain) if fp8 else plain
 
 
 def row_warps(block: int) -> int:

@@ -29,7 +29,11 @@ class WorkMap:
         return self.rows.shape[0]
 
 
-@triton.jit
+# A step's batch size and buffers' places vary: specialising on them would compile while serving.
+@triton.jit(
+    do_not_specialize=["batch", "scale", "tile", "capacity"],
+    do_not_specialize_on_alignment=["lens_ptr", "extend_start_ptr", "starts_ptr", "rows_ptr"],
+)
 def _work_map_kernel(
     lens_ptr,
     extend_start_ptr,

@@ -1,0 +1,42 @@
+"""Extend attention in the shapes that serving uses, compiled for GPUs that need not be here."""
+
+from __future__ import annotations
+
+import pytest
+from serving_shapes import BATCH, SHAPES, TOKENS, Shape, meta, operands, options
+from triton_aot import TARGETS, assert_fits, compile_launch, recorded
+
+from tercet.model_executor.kernels import extend_attention as extend_module
+from tercet.model_executor.kernels.tuning import ExtendTile, extend_tile
+from tercet.model_executor.kernels.work_map import query_tile_map
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_extend(arch: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extend_module, "arch_of", lambda device: arch)
+    with recorded() as launches:
+        tile = extend_tile(arch, shape.head_dim, shape.fp8)
+        work = query_tile_map(meta(BATCH + 1), shape.num_heads // shape.num_kv_heads, tile.block_m, TOKENS)
+        q, *kv = operands(shape, TOKENS)
+        out = meta(*q.shape, dtype=q.dtype)
+        extend_module.extend_attention(
+            q, *kv, meta(BATCH), meta(BATCH + 1), meta(BATCH), work, out, **options(shape)
+        )  # fmt: skip
+    for launch in launches:
+        assert_fits(compile_launch(launch, arch), arch)
+
+
+def test_a_spill_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four warps cannot hold a tile of this size."""
+    monkeypatch.setattr(extend_module, "arch_of", lambda device: "sm_90")
+    tile = ExtendTile(block_m=128, block_n=128, num_warps=4, num_stages=3)
+    with recorded() as launches:
+        q, *kv = operands(SHAPES[2], TOKENS)
+        work = query_tile_map(meta(BATCH + 1), 4, tile.block_m, TOKENS)
+        out = meta(*q.shape, dtype=q.dtype)
+        extend_module.extend_attention(
+            q, *kv, meta(BATCH), meta(BATCH + 1), meta(BATCH), work, out, tile=tile, **options(SHAPES[2])
+        )  # fmt: skip
+    with pytest.raises(AssertionError, match="spilled"):
+        assert_fits(compile_launch(launches[-1], "sm_90"), "sm_90")

@@ -1,0 +1,84 @@
+"""All kernels but attention, in the shapes that serving uses, compiled for GPUs that need not be here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from serving_shapes import BATCH, CONTEXT, SLOTS, TOKENS, meta
+from triton_aot import TARGETS, assert_fits, compile_launch, recorded
+
+from tercet.model_executor.kernels.activation import act_and_mul
+from tercet.model_executor.kernels.argmax import argmax
+from tercet.model_executor.kernels.logprobs import logprobs
+from tercet.model_executor.kernels.rmsnorm import rmsnorm
+from tercet.model_executor.kernels.rotary import rotary
+from tercet.model_executor.kernels.sampling import sample_open, sample_ranked
+from tercet.model_executor.kernels.store_kv import store_kv
+from tercet.model_executor.kernels.work_map import query_tile_map, split_map
+
+BF16, F16, F32, F64, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn
+
+
+def store(heads: int, head_dim: int, dtype: torch.dtype, pool_dtype: torch.dtype) -> None:
+    qkv = meta(TOKENS, 6 * heads, head_dim, dtype=dtype)
+    pool = meta(SLOTS, heads, head_dim, dtype=pool_dtype)
+    store_kv(qkv[:, 4 * heads : 5 * heads], qkv[:, 5 * heads :], pool, pool, meta(TOKENS))
+
+
+def rotate(heads: int, kv_heads: int, head_dim: int, pool_dtype: torch.dtype | None, norm: bool, neox: bool) -> None:
+    qkv = meta(TOKENS, heads + 2 * kv_heads, head_dim, dtype=BF16)
+    angles = meta(TOKENS, 1, head_dim, dtype=F32)[:, 0, : head_dim // 2]
+    weight = meta(head_dim, dtype=BF16) if norm else None
+    pool = None if pool_dtype is None else meta(SLOTS, kv_heads, head_dim, dtype=pool_dtype)
+    slots = None if pool is None else meta(TOKENS)
+    rotary(
+        qkv, heads, kv_heads, angles, angles, neox=neox, q_weight=weight, k_weight=weight, eps=1e-6, k_buffer=pool,
+        v_buffer=pool, slots=slots,
+    )  # fmt: skip
+
+
+def sample(vocab: int, dtype: torch.dtype) -> None:
+    x, f32, f64 = meta(BATCH, vocab, dtype=dtype), meta(BATCH, dtype=F32), meta(BATCH, dtype=F64)
+    sample_open(x, f32, f32, f32, f64)
+    sample_ranked(x, f32, f32, meta(BATCH), f64, f32, f64)
+
+
+def norm(width: int, dtype: torch.dtype, fused: bool) -> None:
+    x = meta(TOKENS, width, dtype=dtype)
+    rmsnorm(x, meta(width, dtype=dtype), 1e-5, meta(TOKENS, width, dtype=dtype) if fused else None)
+
+
+CASES: dict[str, Callable[[], object]] = {
+    "split_map": lambda: split_map(meta(BATCH), 256, CONTEXT),
+    "split_map-mixed": lambda: split_map(meta(512), 256, CONTEXT, meta(513)),
+    "query_tile_map": lambda: query_tile_map(meta(BATCH + 1), 4, 128, TOKENS),
+    "store-8x128": lambda: store(8, 128, BF16, BF16),
+    "store-3x64-fp16": lambda: store(3, 64, F16, F16),
+    "store-8x128-fp8": lambda: store(8, 128, BF16, FP8),
+    "rotary-32x8x128-store": lambda: rotate(32, 8, 128, BF16, False, True),
+    "rotary-16x8x128-norm-fp8": lambda: rotate(16, 8, 128, FP8, True, True),
+    "rotary-32x32x80": lambda: rotate(32, 32, 80, None, False, True),
+    "rotary-16x16x256-gptj": lambda: rotate(16, 16, 256, BF16, False, False),
+    "rmsnorm-576": lambda: norm(576, BF16, False),
+    "rmsnorm-4096-fused": lambda: norm(4096, BF16, True),
+    "rmsnorm-16384-fused": lambda: norm(16384, F16, True),
+    "silu-14336": lambda: act_and_mul(meta(TOKENS, 2 * 14336, dtype=BF16)),
+    "gelu-3072": lambda: act_and_mul(meta(TOKENS, 2 * 3072, dtype=BF16), "gelu"),
+    "gelu_tanh-3072": lambda: act_and_mul(meta(TOKENS, 2 * 3072, dtype=BF16), "gelu_tanh"),
+    "argmax-151936": lambda: argmax(meta(BATCH, 151936, dtype=BF16)),
+    "argmax-49152-fp32": lambda: argmax(meta(BATCH, 49152, dtype=F32)),
+    "logprobs-128256": lambda: logprobs(meta(BATCH, 128256, dtype=BF16), meta(BATCH, 5)),
+    "sample-128256": lambda: sample(128256, F32),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_compiles_and_fits(arch: str, case: str) -> None:
+    with recorded() as launches:
+        CASES[case]()
+    assert launches
+    for launch in launches:
+        assert_fits(compile_launch(launch, arch), arch)
