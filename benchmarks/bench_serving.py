@@ -1,0 +1,300 @@
+"""Measure a running server over HTTP: `tercet bench serving`, or `python -m tercet.benchmarks.bench_serving`.
+
+It talks to Tercet, SGLang, vLLM and whatever speaks OpenAI's dialect, loads no torch and takes little from a server on
+the same cores. docs/benchmarks.md says what is measured, and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+from tqdm import tqdm
+
+from ..srt import env
+from ..srt.tokenizer import Tokenizer, load_tokenizer
+from . import plots, workloads
+from .arrivals import arrival_times, trace_times
+from .backends import BACKENDS, Dialect, Output, Wish, error_text
+from .http_client import HttpClient, HttpError
+from .metrics import Measured, measure
+from .provenance import command_line, provenance
+from .report import json_line, table
+from .serving_args import DATASET_FLAGS, parse
+from .traces import custom, first_questions, mooncake, sharegpt
+from .traffic import drive
+from .workloads import PromptMaker, Request, Stream, random_stream
+
+_PROGRAM = "python -m tercet.benchmarks.bench_serving"
+_POLL_S = 0.5
+
+
+class BenchError(Exception):
+    """There is nothing to measure; the message says why."""
+
+
+def main(argv: Sequence[str] | None = None, program: str = _PROGRAM) -> int:
+    """Runs the benchmark; the exit code: 0 when every request succeeded, 1 when one failed or nothing could be
+    measured or written, 130 when interrupted."""
+    options = parse(program, argv)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            run = runner.run(_run(options))
+        result = {**_settings(options, run.wish), **run.measured.figures, "server_info": run.server_info}
+        result.update(provenance(command_line(program, argv)))
+        sys.stdout.write(table(result))
+        if options.output_file is not None:
+            details = _details(run) if options.output_details else {}
+            with options.output_file.open("a", encoding="utf-8") as file:
+                file.write(json_line({**result, **details}))
+        _plot(options, run.measured)
+        sys.stdout.write(json_line(result))
+    except (BenchError, HttpError, ValueError, OSError) as error:
+        sys.stderr.write(f"{program}: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 1 if result["failed"] else 0
+
+
+def make_requests(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Request]:
+    """The dataset that the options name. Raises ValueError."""
+    maker = PromptMaker(tokenizer, options.tokenize_prompt)
+    count, path, seed = options.num_prompts, options.dataset_path, options.seed
+    sizes = options.random_input_len, options.random_output_len, options.random_range_ratio
+    match options.dataset_name:
+        case "random-ids":
+            return workloads.random_ids(maker, count, *sizes, seed)
+        case "random":
+            return workloads.random_text(maker, count, *sizes, seed, _source_text(path))
+        case "sharegpt":
+            return sharegpt(maker, path, count, options.sharegpt_output_len, options.sharegpt_context_len, seed)
+        case "custom":
+            return custom(maker, path, count, options.sharegpt_output_len, options.sharegpt_context_len, seed)
+        case "mooncake":
+            return mooncake(maker, path, count, seed)
+    return workloads.shared_prefix(
+        maker,
+        options.gsp_num_groups,
+        options.gsp_prompts_per_group,
+        options.gsp_system_prompt_len,
+        options.gsp_question_len,
+        options.gsp_output_len,
+        options.gsp_ordered,
+        seed,
+    )[:count]
+
+
+@dataclass(frozen=True)
+class _Server:
+    """What a server tells about itself."""
+
+    model: str | None
+    """The name to ask it for."""
+    paths: list[str]
+    """Where its tokenizer may be, best first."""
+    info: dict[str, Any] | None
+    """Its settings, where it has /server_info."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    wish: Wish
+    requests: list[Request]
+    outputs: list[Output]
+    measured: Measured
+    server_info: dict[str, Any] | None
+
+
+async def _run(options: argparse.Namespace) -> _Run:
+    backend = BACKENDS[options.backend]
+    client = HttpClient(options.base_url, _headers(options))
+    try:
+        await _wait_until_ready(client, options.ready_check_timeout_sec)
+        server = await _ask_server(client)
+        tokenizer = _tokenizer(options, server)
+        requests = make_requests(options, tokenizer)
+        wish = Wish(
+            model=options.served_model_name or options.model or server.model or "default",
+            stream=not options.disable_stream,
+            ignore_eos=not options.disable_ignore_eos,
+            temperature=options.temperature,
+            extra=options.extra_request_body or {},
+            incremental=bool((server.info or {}).get("incremental_streaming_output")),
+        )
+        dialect = backend.dialect(wish)
+        if not dialect.ids_allowed and any(not isinstance(one.prompt, str) for one in requests):
+            raise BenchError(f"the dataset has prompts of token ids, and --backend {options.backend} takes text")
+        times = _times(options, requests)
+        bodies = [dialect.encode(one) for one in requests]
+
+        await _warm_up(client, dialect, options, PromptMaker(tokenizer, options.tokenize_prompt), requests)
+        if options.flush_cache:
+            answer = await client.request("POST", backend.flush_path)
+            if answer.status != 200:
+                raise BenchError(f"--flush-cache: {answer.status} {answer.reason}: {error_text(answer.body)}")
+        with tqdm(total=len(bodies), disable=options.disable_tqdm, unit="req", dynamic_ncols=True) as bar:
+            outputs, duration_s = await drive(
+                client, dialect, bodies, times, options.max_concurrency, lambda output: bar.update()
+            )
+    finally:
+        await client.close()
+    measured = measure(requests, outputs, duration_s, tokenizer, options.goodput)
+    return _Run(wish, requests, outputs, measured, server.info)
+
+
+async def _wait_until_ready(client: HttpClient, timeout_s: float) -> None:
+    """Until the server answers; raises BenchError when it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    if timeout_s == 0:
+        return
+    told = False
+    while True:
+        try:
+            answer = await client.request("GET", "/v1/models")
+            if answer.status < 500:
+                return
+            why = f"{answer.status} {answer.reason}: {error_text(answer.body)}"
+        except HttpError as error:
+            why = str(error)
+        if time.monotonic() + _POLL_S > deadline:
+            raise BenchError(f"the server is not ready after {timeout_s:g} s: {why}")
+        if not told:
+            sys.stderr.write(f"waiting up to {timeout_s:g} s for {client.base_url}\n")
+            told = True
+        await asyncio.sleep(_POLL_S)
+
+
+async def _ask_server(client: HttpClient) -> _Server:
+    models = await _get_json(client, "/v1/models")
+    cards = (models or {}).get("data")
+    card = cards[0] if isinstance(cards, list) and cards and isinstance(cards[0], dict) else {}
+    model = await _get_json(client, "/model_info") or {}
+    info = await _get_json(client, "/server_info")
+    if info is not None:
+        info.pop("api_key", None)  # results are shown around
+    paths = [model.get("tokenizer_path"), model.get("model_path"), card.get("root"), card.get("id")]
+    return _Server(card.get("id"), [one for one in paths if isinstance(one, str) and one], info)
+
+
+async def _get_json(client: HttpClient, path: str) -> dict[str, Any] | None:
+    """None where the server has no such page."""
+    answer = await client.request("GET", path)
+    try:
+        content = json.loads(answer.body) if answer.status == 200 else None
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _tokenizer(options: argparse.Namespace, server: _Server) -> Tokenizer:
+    """The one that is named, else the first on this machine, else the first that anybody names."""
+    named = options.tokenizer or options.model
+    places = ([named] if named else []) + ([] if options.tokenizer else server.paths)
+    if not places:
+        raise BenchError("the server does not say what model it serves: give --tokenizer")
+    place = next((one for one in places if Path(one).exists()), places[0])
+    try:
+        return load_tokenizer(place)
+    except ValueError as error:
+        raise BenchError(f"{error}; --tokenizer names a directory or a .gguf file") from error
+
+
+async def _warm_up(
+    client: HttpClient, dialect: Dialect[Any], options: argparse.Namespace, maker: PromptMaker, like: Sequence[Request]
+) -> None:
+    """Raises BenchError when it fails: so would the rest."""
+    requests = workloads.warmups(maker, like, options.warmup_requests, options.seed)
+    bodies = [dialect.encode(one) for one in requests]
+    outputs, _ = await drive(client, dialect, bodies, np.zeros(len(bodies)), options.max_concurrency)
+    for output in outputs:
+        if output.error is not None:
+            raise BenchError(f"the warm-up failed: {output.error}")
+
+
+def _times(options: argparse.Namespace, requests: Sequence[Request]) -> np.ndarray:
+    if options.use_trace_timestamps:
+        return trace_times([one.timestamp_s for one in requests], options.mooncake_slowdown_factor)
+    rng = random_stream(options.seed, Stream.ARRIVALS)
+    return arrival_times(len(requests), options.request_rate, options.burstiness or 1.0, rng)
+
+
+def _headers(options: argparse.Namespace) -> dict[str, str]:
+    key = env.api_key()
+    return {**({} if key is None else {"Authorization": f"Bearer {key}"}), **dict(options.header or [])}
+
+
+def _source_text(path: Path | None) -> str:
+    if path is not None and path.suffix == ".json":
+        return first_questions(path)
+    return (path or workloads.BUNDLED_TEXT).read_text(encoding="utf-8")
+
+
+def _settings(options: argparse.Namespace, wish: Wish) -> dict[str, Any]:
+    """What was asked for, so far as it mattered."""
+    flags = [name for name, (datasets, _) in DATASET_FLAGS.items() if options.dataset_name in datasets]
+    mattered = {name: getattr(options, name) for name in flags}
+    path = mattered.pop("dataset_path", None)
+    return {
+        "tag": options.tag,
+        "backend": options.backend,
+        "base_url": options.base_url,
+        "model": wish.model,
+        "dataset_name": options.dataset_name,
+        "dataset_path": None if path is None else str(path),
+        "num_prompts": options.num_prompts,
+        "tokenize_prompt": options.tokenize_prompt,
+        "request_rate": "trace" if options.use_trace_timestamps else options.request_rate,
+        "burstiness": options.burstiness,
+        "max_concurrency": options.max_concurrency,
+        "warmup_requests": options.warmup_requests,
+        "flush_cache": options.flush_cache,
+        "stream": wish.stream,
+        "ignore_eos": wish.ignore_eos,
+        "temperature": wish.temperature,
+        "extra_request_body": dict(wish.extra),
+        "seed": options.seed,
+        **mattered,
+    }
+
+
+def _details(run: _Run) -> dict[str, Any]:
+    """One entry for every request, in the order they were sent."""
+    zero = min(one.start_s for one in run.outputs)
+    return {
+        "input_lens": [one.prompt_len for one in run.requests],
+        "output_lens": run.measured.output_lens,
+        "start_times": [one.start_s - zero for one in run.outputs],
+        "latencies": [one.latency_s for one in run.outputs],
+        "ttfts": [one.arrivals[0] - one.start_s if one.arrivals else None for one in run.outputs],
+        "itls": run.measured.itls,
+        "generated_texts": [one.text for one in run.outputs],
+        "errors": [one.error or "" for one in run.outputs],
+    }
+
+
+def _plot(options: argparse.Namespace, measured: Measured) -> None:
+    if not measured.figures["completed"]:
+        return
+    width = min(100, shutil.get_terminal_size().columns)
+    if options.plot is not None:
+        sys.stdout.write("\n" + plots.terminal_cdfs(measured.latencies, width))
+    if options.plot is not None or options.plot_throughput:
+        sys.stdout.write("\n" + plots.terminal_timeline(measured.timeline, width))
+    if options.plot:
+        title = options.tag or f"{options.backend}, {options.dataset_name}, {options.num_prompts} requests"
+        plots.save_png(Path(options.plot), title, measured.latencies, measured.timeline)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

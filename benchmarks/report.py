@@ -1,0 +1,110 @@
+"""A run's report: a table for people, with SGLang's labels so that tools read it, and one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .metrics import PERCENTILES
+
+_WIDTH = 50
+_LABEL_WIDTH = 40
+_SECTIONS = {
+    "End-to-End Latency": ("E2E Latency", "e2e_latency"),
+    "Time to First Token": ("TTFT", "ttft"),
+    "Time per Output Token (excl. 1st token)": ("TPOT", "tpot"),
+    "Inter-Token Latency": ("ITL", "itl"),
+    "Time between Chunks": ("Chunk Gap", "chunk_gap"),
+}
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """`result`: what the JSON line has. What was not measured is not shown."""
+    return "\n".join(_lines(result)) + "\n"
+
+
+def json_line(result: Mapping[str, Any]) -> str:
+    """One line, valid JSON: an infinite number is a text."""
+    return json.dumps(_finite(result), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _lines(result: Mapping[str, Any]) -> Iterator[str]:
+    yield ""
+    yield _rule(" Serving Benchmark Result ", "=")
+    yield _row("Backend:", result["backend"])
+    yield _row("Traffic request rate:", result["request_rate"])
+    yield _row("Max request concurrency:", _or(result["max_concurrency"], "not set"))
+    yield _row("Successful requests:", result["completed"])
+    if result["failed"]:
+        yield _row("Failed requests:", result["failed"])
+    yield _row("Benchmark duration (s):", result["duration"])
+    yield _row("Total input tokens:", result["total_input_tokens"])
+    yield _row("Total input text tokens:", result["total_input_tokens"])
+    if result["total_input_tokens"] != result["total_input_tokens_by_client"]:
+        yield _row("Total input tokens (by this client):", result["total_input_tokens_by_client"])
+    if result["total_cached_tokens"] is not None:
+        yield _row("Total cached tokens:", result["total_cached_tokens"])
+    yield _row("Total generated tokens:", result["total_output_tokens"])
+    yield _row("Total generated tokens (retokenized):", result["total_output_tokens_retokenized"])
+    if result["ignore_eos"] and result["completed_with_other_length"]:
+        yield _row("Answers of another length than asked:", result["completed_with_other_length"])
+    yield _row("Request throughput (req/s):", result["request_throughput"])
+    yield _row("Input token throughput (tok/s):", result["input_throughput"])
+    yield _row("Output token throughput (tok/s):", result["output_throughput"])
+    if result["max_output_tokens_per_s"] is not None:
+        yield _row("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"])
+    yield _row("Peak concurrent requests:", result["max_concurrent_requests"])
+    yield _row("Total token throughput (tok/s):", result["total_throughput"])
+    yield _row("Concurrency:", result["concurrency"])
+    if result["tokens_per_chunk"] is not None:
+        yield _row("Tokens per chunk:", result["tokens_per_chunk"])
+    if "request_goodput" in result:
+        yield from _goodput(result)
+    for title, (label, name) in _SECTIONS.items():
+        if result[f"mean_{name}_ms"] is None:
+            continue
+        if name == "chunk_gap" and result["tokens_per_chunk"] <= 1:
+            continue  # the same as the inter-token latency
+        yield _rule(title, "-")
+        keys = ["Mean", "Median", *(f"P{one}" for one in PERCENTILES)]
+        for key in [*keys, "Max"] if name in ("itl", "chunk_gap") else keys:
+            yield _row(f"{key} {label} (ms):", result[f"{key.lower()}_{name}_ms"])
+    yield "=" * _WIDTH
+    if result["completed"] and not result["output_tokens_told_by_server"]:
+        yield "The server told no token counts: generated tokens are retokenized text."
+    if not result["stream"]:
+        yield "Without a stream there is no time to the first token and none between tokens."
+    for message, count in result["errors_by_message"].items():
+        yield f"{count} failed: {message}"
+
+
+def _goodput(result: Mapping[str, Any]) -> Iterator[str]:
+    yield _rule("Goodput", "-")
+    yield _row("SLOs (ms):", " ".join(f"{name}:{limit:g}" for name, limit in result["goodput_slos_ms"].items()))
+    yield _row("Request goodput (req/s):", result["request_goodput"])
+    yield _row("SLO attainment (%):", result["slo_attainment"] * 100)
+    for name, share in result["slo_attainment_by_metric"].items():
+        yield _row(f"{name.upper()} SLO attainment (%):", share * 100)
+
+
+def _rule(title: str, char: str) -> str:
+    return title.center(_WIDTH, char)
+
+
+def _row(label: str, value: Any) -> str:
+    shown = f"{value:.2f}" if isinstance(value, float) and math.isfinite(value) else str(value)
+    return f"{label:<{_LABEL_WIDTH}} {shown:<10}".rstrip()
+
+
+def _or(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

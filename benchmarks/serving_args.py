@@ -1,0 +1,242 @@
+"""The command line of the serving benchmark: SGLang's names, where it has one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .backends import BACKENDS
+from .metrics import SLO_NAMES
+from .plots import has_matplotlib
+
+_SHAREGPT = ("sharegpt", "custom")
+_RANDOM = ("random", "random-ids")
+_GSP = ("generated-shared-prefix",)
+_MOONCAKE = ("mooncake",)
+DATASETS = (*_RANDOM, *_GSP, *_SHAREGPT, *_MOONCAKE)
+_NEEDS_FILE = (*_SHAREGPT, *_MOONCAKE)
+
+DATASET_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
+    "dataset_path": (("random", *_NEEDS_FILE), None),
+    "random_input_len": (_RANDOM, 1024),
+    "random_output_len": (_RANDOM, 1024),
+    "random_range_ratio": (_RANDOM, 0.0),
+    "sharegpt_output_len": (_SHAREGPT, None),
+    "sharegpt_context_len": (_SHAREGPT, None),
+    "gsp_num_groups": (_GSP, 64),
+    "gsp_prompts_per_group": (_GSP, 16),
+    "gsp_system_prompt_len": (_GSP, 2048),
+    "gsp_question_len": (_GSP, 128),
+    "gsp_output_len": (_GSP, 256),
+    "gsp_ordered": (_GSP, False),
+    "use_trace_timestamps": (_MOONCAKE, False),
+    "mooncake_slowdown_factor": (_MOONCAKE, 1.0),
+}
+"""The datasets a flag is for, and its default: refused with any other dataset, where it would do nothing."""
+_DEFAULT_NUM_PROMPTS = 1000
+
+
+def parse(program: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Complete and checked options; exits with a message for what makes no sense."""
+    parser = _parser(program)
+    options = parser.parse_args(argv)
+    try:
+        _complete(options)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program, description="Measure a running server: throughput, latencies, goodput."
+    )
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_dataset_flags(parser.add_argument_group("requests"))
+    _add_traffic_flags(parser.add_argument_group("traffic"))
+    _add_output_flags(parser.add_argument_group("output"))
+    return parser
+
+
+def _add_server_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--backend", choices=BACKENDS, default="tercet", help="kind of server (default: tercet)")
+    group.add_argument("--base-url", metavar="URL", help="default: http://HOST:PORT")
+    group.add_argument("--host", help="default: 127.0.0.1")
+    group.add_argument("--port", type=int, help="default: 30000; with vllm and vllm-chat: 8000")
+    group.add_argument("--model", help="name of the model in requests, and its tokenizer; default: what is served")
+    group.add_argument("--served-model-name", metavar="NAME", help="name in requests, if it is not --model")
+    group.add_argument("--tokenizer", metavar="PATH", help="default: --model, or what the server says")
+    group.add_argument("--header", metavar="NAME=VALUE", nargs="+", type=_header, help="sent with every request")
+    group.add_argument(
+        "--ready-check-timeout-sec", metavar="S", type=_not_negative, default=60.0, help="default: 60; 0: no check"
+    )
+    group.add_argument("--flush-cache", action="store_true", help="empty the prefix cache after the warm-up")
+
+
+def _add_dataset_flags(group: argparse._ArgumentGroup) -> None:
+    def add(flag: str, help_text: str, **kwargs: Any) -> None:
+        default = DATASET_FLAGS[flag.removeprefix("--").replace("-", "_")][1]
+        shown = "" if default in (None, False) else f" (default: {default})"
+        group.add_argument(flag, default=None, help=help_text + shown, **kwargs)
+
+    group.add_argument("--dataset-name", choices=DATASETS, default="random", help="default: random")
+    add("--dataset-path", "file of the dataset; with random: another text, or a ShareGPT .json", metavar="FILE")
+    group.add_argument("--num-prompts", type=_positive, help=f"default: {_DEFAULT_NUM_PROMPTS}; all of a shared prefix")
+    group.add_argument("--tokenize-prompt", action="store_true", help="send token ids instead of text")
+    add("--random-input-len", "most tokens of a prompt", type=_positive)
+    add("--random-output-len", "most tokens of an answer", type=_positive)
+    add("--random-range-ratio", "lengths are uniform in [RATIO * LEN, LEN]; 1: all alike", type=_ratio)
+    add("--sharegpt-output-len", "tokens of every answer; default: as in the file", type=_positive)
+    add("--sharegpt-context-len", "leave out what is longer in all", type=_positive)
+    add("--gsp-num-groups", "prompts of a group begin alike", type=_positive)
+    add("--gsp-prompts-per-group", "requests of each group", type=_positive)
+    add("--gsp-system-prompt-len", "tokens that a group shares", type=_positive)
+    add("--gsp-question-len", "tokens of each request's own", type=_positive)
+    add("--gsp-output-len", "tokens of an answer", type=_positive)
+    add("--gsp-ordered", "one group after the other instead of shuffled", action="store_true")
+    add("--use-trace-timestamps", "send when the trace did", action="store_true")
+    add("--mooncake-slowdown-factor", "2: at half the trace's pace", type=_above_zero)
+    group.add_argument("--seed", type=_not_negative_int, default=42, help="default: 42")
+
+
+def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--request-rate",
+        metavar="R",
+        type=_above_zero,
+        default=math.inf,
+        help="requests a second; default: inf, all at once",
+    )
+    group.add_argument(
+        "--burstiness", metavar="B", type=_above_zero, help="shape of the gamma distributed gaps; default 1: Poisson"
+    )
+    group.add_argument("--max-concurrency", metavar="N", type=_positive, help="most requests under way; default: all")
+    group.add_argument("--warmup-requests", metavar="N", type=_not_negative_int, default=1, help="default: 1")
+    group.add_argument("--disable-stream", action="store_true", help="ask for whole answers")
+    group.add_argument("--disable-ignore-eos", action="store_true", help="let answers end early")
+    group.add_argument("--temperature", type=_not_negative, default=0.0, help="default: 0")
+    group.add_argument("--extra-request-body", metavar="JSON", type=_json_object, help="further fields of each request")
+
+
+def _add_output_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--goodput", metavar="NAME:MS", nargs="+", type=_slo, help=f"objectives: {', '.join(SLO_NAMES)}")
+    group.add_argument("--output-file", metavar="FILE", type=Path, help="append the result, a line of JSON")
+    group.add_argument("--output-details", action="store_true", help="with every request's figures and texts")
+    group.add_argument(
+        "--plot", metavar="PNG", nargs="?", const="", help="latencies and throughput in the terminal, and to a file"
+    )
+    group.add_argument("--plot-throughput", action="store_true", help="throughput and concurrency in the terminal")
+    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    group.add_argument("--tag", help="noted in the result")
+
+
+def _complete(options: argparse.Namespace) -> None:
+    """Fills in defaults; raises ValueError."""
+    name = options.dataset_name
+    for flag, (datasets, default) in DATASET_FLAGS.items():
+        given = getattr(options, flag)
+        if given in (None, False):
+            setattr(options, flag, default)
+        elif name not in datasets:
+            raise ValueError(f"--{flag.replace('_', '-')} is for {', '.join(datasets)}, not for {name}")
+    if name in _NEEDS_FILE and options.dataset_path is None:
+        raise ValueError(f"--dataset-name {name} needs --dataset-path: nothing is downloaded")
+    if name in _GSP:
+        available = options.gsp_num_groups * options.gsp_prompts_per_group
+        options.num_prompts = options.num_prompts or available
+        if options.num_prompts > available:
+            raise ValueError(f"--num-prompts {options.num_prompts}: the groups have {available} requests in all")
+    options.num_prompts = options.num_prompts or _DEFAULT_NUM_PROMPTS
+    if options.tokenize_prompt and options.backend.endswith("-chat"):
+        raise ValueError(f"--tokenize-prompt: a chat takes text, and --backend is {options.backend}")
+    if options.burstiness is not None and options.request_rate == math.inf:
+        raise ValueError("--burstiness needs a --request-rate")
+    if options.use_trace_timestamps and options.request_rate != math.inf:
+        raise ValueError("--use-trace-timestamps and --request-rate exclude each other")
+    if options.mooncake_slowdown_factor != 1.0 and not options.use_trace_timestamps:
+        raise ValueError("--mooncake-slowdown-factor needs --use-trace-timestamps")
+    if options.base_url is not None and (options.host is not None or options.port is not None):
+        raise ValueError("--base-url and --host or --port exclude each other")
+    if options.output_details and options.output_file is None:
+        raise ValueError("--output-details needs --output-file")
+    extra = options.extra_request_body or {}
+    if "stream" in extra:
+        raise ValueError("--extra-request-body: stream has a flag of its own, --disable-stream")
+    if any(part.get("n", 1) != 1 for part in (extra, extra.get("sampling_params")) if isinstance(part, dict)):
+        raise ValueError("--extra-request-body: n must be 1: one answer a request is measured")
+    _check_goodput(options)
+    if options.plot:
+        if not options.plot.endswith(".png"):
+            raise ValueError(f"--plot writes PNG, got the name {options.plot!r}")
+        if not has_matplotlib():
+            raise ValueError("--plot FILE needs matplotlib: pip install 'tercet[plot]'; --plot alone needs nothing")
+    if options.base_url is None:
+        port = options.port or BACKENDS[options.backend].default_port
+        options.base_url = f"http://{options.host or '127.0.0.1'}:{port}"
+
+
+def _check_goodput(options: argparse.Namespace) -> None:
+    slos = options.goodput or []
+    options.goodput = dict(slos)
+    if len(options.goodput) < len(slos):
+        raise ValueError("--goodput: an objective is given twice")
+    if options.disable_stream and options.goodput.keys() - {"e2el"}:
+        raise ValueError("--goodput: ttft and tpot need a stream, and there is --disable-stream")
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _not_negative_int(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    if not (value := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be finite and not negative, got {text}")
+    return value
+
+
+def _ratio(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"must be in [0, 1], got {text}")
+    return value
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    return name, value
+
+
+def _slo(text: str) -> tuple[str, float]:
+    name, sign, limit = text.partition(":")
+    if not sign or name not in SLO_NAMES:
+        raise argparse.ArgumentTypeError(f"must be NAME:MS with NAME of {', '.join(SLO_NAMES)}, got {text!r}")
+    return name, _above_zero(limit)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return value

@@ -1,0 +1,208 @@
+"""What is asked: prompts made up from a seed. The same seed and tokenizer give the same requests, everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from ..srt.tokenizer import Tokenizer
+
+Prompt: TypeAlias = str | list[int]
+"""Text, or token ids."""
+
+BUNDLED_TEXT = Path(__file__).with_name("data") / "pride_and_prejudice.txt"
+_ROUNDS = 8
+
+
+class Stream(IntEnum):
+    """Independent streams of random numbers out of one seed, so that one choice does not shift another."""
+
+    LENGTHS = 0
+    CONTENT = 1
+    ORDER = 2
+    ARRIVALS = 3
+    WARMUP = 4
+    BLOCKS = 5
+
+
+def random_stream(seed: int, stream: Stream, *more: int) -> np.random.Generator:
+    return np.random.default_rng([seed, stream, *more])
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: Prompt
+    prompt_len: int
+    """Tokens, as this tokenizer encodes the prompt (with what it adds to a text); a chat template adds more."""
+    output_len: int
+    timestamp_s: float | None = None
+    """When it came, in a trace."""
+
+
+class PromptMaker:
+    """Prompts of given lengths, as text or as ids."""
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
+        self.tokenizer = tokenizer
+        self.as_ids = as_ids
+
+    @cached_property
+    def plain_ids(self) -> np.ndarray:
+        """int32 [n]: the tokens that are their own encoding, without special ones. Ids at random do not survive
+        decoding and encoding: pieces of characters become replacement characters, and some texts have two spellings.
+
+        Raises ValueError when there are none.
+        """
+        ids = [i for i in range(self.tokenizer.vocab_size) if i not in self.tokenizer.special_ids]
+        texts = self.tokenizer.backend.decode_batch([[i] for i in ids])
+        again = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        plain = [i for i, encoded in zip(ids, again, strict=True) if encoded == [i]]
+        if not plain:
+            raise ValueError("this tokenizer has no token that is its own encoding: no prompt can be made up for it")
+        return np.array(plain, dtype=np.int32)
+
+    @cached_property
+    def num_added(self) -> int:
+        """Tokens that the tokenizer adds to every text."""
+        return len(self.tokenizer.encode(""))
+
+    def random_ids(self, count: int, rng: np.random.Generator) -> list[int]:
+        return rng.choice(self.plain_ids, size=count).tolist()
+
+    def random_prompt(self, count: int, rng: np.random.Generator) -> tuple[Prompt, int]:
+        """Tokens drawn at random; see `fit`."""
+        return self.fit(count, lambda more: self.random_ids(more, rng))
+
+    def fit(self, count: int, draw: Callable[[int], list[int]]) -> tuple[Prompt, int]:
+        """A prompt of `count` tokens (at least 1) out of the ids that `draw(n)` gives, and its real length.
+
+        Neighbours in a text may merge or come apart when it is encoded again: it is cut and extended until the count is
+        right; a text that never fits comes as near as it came.
+        """
+        if self.as_ids:
+            return draw(count), count
+        wanted = max(1, count - self.num_added)
+        text, off_by = "", wanted
+        ids = draw(wanted)
+        for _ in range(_ROUNDS):
+            candidate = self.tokenizer.decode(ids)
+            ids = self.tokenizer.encode(candidate, add_special_tokens=False)
+            if abs(len(ids) - wanted) < off_by:
+                text, off_by = candidate, abs(len(ids) - wanted)
+            if off_by == 0:
+                break
+            ids = ids[:wanted] + (draw(wanted - len(ids)) if len(ids) < wanted else [])
+        return text, len(self.tokenizer.encode(text))
+
+    def whole(self, text: str) -> tuple[Prompt, int]:
+        """This very text."""
+        ids = self.tokenizer.encode(text)
+        return (ids if self.as_ids else text), len(ids)
+
+
+def lengths(full: int, range_ratio: float, count: int, rng: np.random.Generator) -> np.ndarray:
+    """int64 [count], uniform in [max(1, full * range_ratio), full]. Raises ValueError."""
+    if full < 1:
+        raise ValueError(f"a length must be at least 1, got {full}")
+    if not 0 <= range_ratio <= 1:
+        raise ValueError(f"the range ratio must be in [0, 1], got {range_ratio}")
+    return rng.integers(max(1, int(full * range_ratio)), full, size=count, endpoint=True)
+
+
+def random_ids(
+    maker: PromptMaker, num_prompts: int, input_len: int, output_len: int, range_ratio: float, seed: int
+) -> list[Request]:
+    """Dataset `random-ids`: tokens at random."""
+    sizes = _both_lengths(num_prompts, input_len, output_len, range_ratio, seed)
+    rng = random_stream(seed, Stream.CONTENT)
+    return [Request(*maker.random_prompt(n_in, rng), n_out) for n_in, n_out in sizes]
+
+
+def random_text(
+    maker: PromptMaker, num_prompts: int, input_len: int, output_len: int, range_ratio: float, seed: int, text: str
+) -> list[Request]:
+    """Dataset `random`: pieces of a text, each from a place of its own, over the end back to the start.
+
+    No two start at the same place as long as there are places, so that no prompt is a prefix of another.
+    """
+    ids = maker.tokenizer.encode(text, add_special_tokens=False)
+    if not ids:
+        raise ValueError("the text that prompts are cut from is empty")
+    sizes = _both_lengths(num_prompts, input_len, output_len, range_ratio, seed)
+    rng = random_stream(seed, Stream.CONTENT)
+    places = np.concatenate([rng.permutation(len(ids)) for _ in range(-(-num_prompts // len(ids)))])
+    return [
+        Request(*maker.fit(n_in, _Reader(ids, int(place)).read), n_out)
+        for (n_in, n_out), place in zip(sizes, places, strict=False)
+    ]
+
+
+def shared_prefix(
+    maker: PromptMaker,
+    num_groups: int,
+    prompts_per_group: int,
+    system_prompt_len: int,
+    question_len: int,
+    output_len: int,
+    ordered: bool,
+    seed: int,
+) -> list[Request]:
+    """Dataset `generated-shared-prefix`: groups whose prompts begin alike; shuffled unless `ordered`."""
+    for name, value in (("groups", num_groups), ("prompts per group", prompts_per_group)):
+        if value < 1:
+            raise ValueError(f"the number of {name} must be at least 1, got {value}")
+    rng = random_stream(seed, Stream.CONTENT)
+    requests = []
+    for _ in range(num_groups):
+        system, _ = maker.random_prompt(system_prompt_len, rng)
+        for _ in range(prompts_per_group):
+            question, _ = maker.random_prompt(question_len, rng)
+            if isinstance(system, str):
+                assert isinstance(question, str)
+                prompt: Prompt = f"{system}\n\n{question}"
+                length = len(maker.tokenizer.encode(f"{system}\n\n{question}"))
+            else:
+                assert not isinstance(question, str)
+                prompt = system + question
+                length = len(prompt)
+            requests.append(Request(prompt, length, output_len))
+    if not ordered:
+        order = random_stream(seed, Stream.ORDER).permutation(len(requests))
+        requests = [requests[i] for i in order]
+    return requests
+
+
+def warmups(maker: PromptMaker, like: Sequence[Request], count: int, seed: int) -> list[Request]:
+    """Requests as long as the first ones, with prompts of their own, so that no cache knows what will be measured."""
+    rng = random_stream(seed, Stream.WARMUP)
+    return [
+        Request(*maker.random_prompt(one.prompt_len, rng), min(one.output_len, 32))
+        for one in (like[i % len(like)] for i in range(count))
+    ]
+
+
+def _both_lengths(count: int, input_len: int, output_len: int, range_ratio: float, seed: int) -> list[tuple[int, int]]:
+    rng = random_stream(seed, Stream.LENGTHS)
+    inputs = lengths(input_len, range_ratio, count, rng)
+    outputs = lengths(output_len, range_ratio, count, rng)
+    return list(zip(inputs.tolist(), outputs.tolist(), strict=True))
+
+
+class _Reader:
+    """Ids of a text, round and round."""
+
+    def __init__(self, ids: list[int], place: int) -> None:
+        self._ids = ids
+        self._place = place
+
+    def read(self, count: int) -> list[int]:
+        size = len(self._ids)
+        taken = [self._ids[(self._place + i) % size] for i in range(count)]
+        self._place += count
+        return taken
