@@ -1,0 +1,241 @@
+"""One batch at a time: prefill latency, decode steps against the memory's bandwidth, and how long the device idles.
+
+    python -m tercet.benchmarks.bench_one_batch --model-path llama-3.2-1b --batch-size 1,32 --context-len 1024,8192
+
+Decode steps are driven on the runner, past the scheduler ("runner"), and through the scheduler as the engine does
+("scheduler"); both keep one step in flight. Weights, prompts and cached keys and values are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ..model_executor.dtypes import resolve_dtype
+from ..model_executor.model_runner import resolve_device
+from ..model_executor.weights import checkpoint_dtype
+from ..srt.model_config import load_model_config
+from .ceilings import measure_ceilings
+from .engine_args import add_engine_arguments, engine_args
+from .limits import ModelCost, decode_step_s, prefill_s
+from .local_engine import DirectBatch, LocalEngine
+from .presets import model_name
+from .results import Result, add_results_arguments, finish, number, percent
+from .trace import device_activity, read_events
+
+_WARMUP_STEPS = 4
+_TOP_KERNELS = 8
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 1 when something that was asked for could not be measured."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    server_args = engine_args(parser, args)
+    config = load_model_config(server_args.model_path, server_args.load_format)
+    name = model_name(server_args.model_path)
+    try:
+        device = resolve_device(server_args.device)
+        dtype = resolve_dtype(server_args.dtype, checkpoint_dtype(config), device)
+        result = Result(f"one-batch-{name}", f"One batch: {name}", parser.prog, argv, device)
+        # First, while the memory is free: the KV pool takes what it finds.
+        result.ceilings = measure_ceilings(device, dtype, small=args.small_ceilings)
+        bench = _Bench(args, result, ModelCost.of(config, dtype.itemsize))
+        result.values.update(model=name, dtype=str(dtype).removeprefix("torch."), page_size=server_args.page_size)
+        settings = ["on", "off"] if args.cuda_graph == "both" else [args.cuda_graph]
+        for graphs in ["none"] if device.type == "cpu" else settings:
+            bench.run(LocalEngine(server_args, config, disable_cuda_graph=graphs == "off"), graphs)
+            if device.type == "cuda":
+                gc.collect()
+                torch.cuda.empty_cache()
+    except ValueError as error:
+        parser.error(str(error))
+    bench.close()
+    finish(result, args)
+    return 1 if result.values["failed"] else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tercet.benchmarks.bench_one_batch", description=__doc__)
+    parser.add_argument("--batch-size", type=_numbers, default=[1, 32], help="of decode steps (default: 1,32)")
+    parser.add_argument("--context-len", type=_numbers, default=[1024], help="tokens each attends to (default: 1024)")
+    parser.add_argument("--prefill-len", type=_numbers, default=[4096], help="tokens of a prefill (default: 4096)")
+    parser.add_argument("--num-steps", type=int, default=64, help="decode steps of a round (default: 64)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; the median counts (default: 3)")
+    parser.add_argument(
+        "--idle-steps", type=int, default=100, help="steps traced for idle time, on a GPU (default: 100)"
+    )
+    parser.add_argument(
+        "--cuda-graph", choices=("on", "off", "both"), default="on", help="CUDA graphs of decode steps (default: on)"
+    )
+    parser.add_argument("--trace", metavar="FILE", type=Path, help="keep the trace there (.json or .json.gz)")
+    parser.add_argument("--small-ceilings", action="store_true", help="measure ceilings with sizes that prove nothing")
+    add_results_arguments(parser)
+    add_engine_arguments(parser)
+    return parser
+
+
+def _numbers(text: str) -> list[int]:
+    """ "1,32" -> [1, 32]; "" -> []"""
+    values = [int(word) for word in text.split(",") if word]
+    if any(value < 1 for value in values):
+        raise argparse.ArgumentTypeError(f"numbers must be at least 1, got {text}")
+    return values
+
+
+class _Bench:
+    def __init__(self, args: argparse.Namespace, result: Result, cost: ModelCost) -> None:
+        assert result.ceilings is not None
+        self._args = args
+        self._result = result
+        self._ceilings = result.ceilings
+        self._cost = cost
+        self._failed: list[str] = []
+        self._tokens: dict[tuple[int, int], bytes] = {}
+        """What a decode batch answered with the first setting of CUDA graphs."""
+        result.values.update(prefill=[], decode=[], idle=[], failed=self._failed)
+        self._prefill_table = result.table(
+            "Prefill of one prompt", ["tokens", "ms", "tok/s", "limit tok/s", "of the limit"]
+        )
+        header = ["batch", "context", "graphs", "driven by", "ms a step", "tok/s", "limit tok/s", "of the limit"]
+        self._decode_table = result.table("Decode steps", header)
+
+    def run(self, engine: LocalEngine, graphs: str) -> None:
+        """Measures all there is with one setting of CUDA graphs: "on", "off", or "none" on a CPU."""
+        self._result.values["attention_backend"] = engine.runner.attention_backend
+        if not self._result.values["prefill"]:  # no graph has a part in it
+            for length in self._args.prefill_len:
+                with self._or_failed(f"prefill of {length} tokens"):
+                    self._prefill(engine, length)
+        for batch_size in self._args.batch_size:
+            for context_len in self._args.context_len:
+                what = f"decode of {batch_size} x {context_len}, graphs {graphs}"
+                with self._or_failed(f"{what}, by the runner"):
+                    self._on_runner(engine, graphs, batch_size, context_len)
+                with self._or_failed(f"{what}, by the scheduler"):
+                    self._on_scheduler(engine, graphs, batch_size, context_len)
+        if self._args.idle_steps and engine.device.type != "cpu":
+            with self._or_failed(f"device idle time, graphs {graphs}"):
+                self._idle(engine, graphs)
+
+    def close(self) -> None:
+        if self._failed:
+            table = self._result.table("Not measured", ["what and why"])
+            for line in self._failed:
+                table.row(line)
+        self._result.tables = [table for table in self._result.tables if table.rows]
+
+    def _prefill(self, engine: LocalEngine, length: int) -> None:
+        with DirectBatch.of(engine, 1, length, 0) as batch:
+            batch.prefill()
+            seconds = statistics.median(batch.prefill() for _ in range(self._args.rounds))
+        least = prefill_s(self._cost, [length], self._ceilings)
+        speed, limit = number(length / seconds), number(length / least)
+        self._prefill_table.row(str(length), number(seconds * 1e3), speed, limit, percent(least / seconds))
+        self._result.values["prefill"].append({"tokens": length, "seconds": seconds, "limit_s": least})
+
+    def _on_runner(self, engine: LocalEngine, graphs: str, batch_size: int, context_len: int) -> None:
+        num_steps, rounds = self._args.num_steps, self._args.rounds
+        with DirectBatch.of(engine, batch_size, context_len, _WARMUP_STEPS + num_steps * rounds) as batch:
+            batch.decode(_WARMUP_STEPS)
+            seconds = statistics.median(batch.decode(num_steps) for _ in range(rounds))
+            tokens = np.concatenate(batch.tokens).tobytes()
+        mean_len = context_len + _WARMUP_STEPS + num_steps * rounds // 2
+        same = None
+        if graphs != "none":
+            same = self._tokens.setdefault((batch_size, context_len), tokens) == tokens
+            if not same:
+                self._failed.append(f"batch {batch_size}, context {context_len}: other tokens without CUDA graphs")
+        self._add_decode(graphs, "runner", batch_size, context_len, mean_len, seconds, same_tokens=same)
+
+    def _on_scheduler(self, engine: LocalEngine, graphs: str, batch_size: int, context_len: int) -> None:
+        num_steps = self._args.num_steps * self._args.rounds
+        seconds = engine.run_decode(batch_size, context_len, num_steps)
+        self._add_decode(graphs, "scheduler", batch_size, context_len, context_len + num_steps // 2, seconds)
+
+    def _add_decode(
+        self, graphs: str, driver: str, batch_size: int, context_len: int, mean_len: int, seconds: float, **more: object
+    ) -> None:
+        """`mean_len`: of the contexts while the clock ran."""
+        least = decode_step_s(self._cost, [mean_len] * batch_size, self._ceilings)
+        self._decode_table.row(
+            str(batch_size),
+            str(context_len),
+            graphs,
+            driver,
+            number(seconds * 1e3),
+            number(batch_size / seconds),
+            number(batch_size / least),
+            percent(least / seconds),
+        )
+        row = {"batch_size": batch_size, "context_len": context_len, "cuda_graph": graphs, "driver": driver}
+        self._result.values["decode"].append({**row, "step_s": seconds, "limit_s": least, **more})
+
+    def _idle(self, engine: LocalEngine, graphs: str) -> None:
+        """Over decode steps through the scheduler, from a trace of the device alone, which slows the host least."""
+        num_steps, batch_size, context_len = self._args.idle_steps, self._args.batch_size[0], self._args.context_len[0]
+        with tempfile.TemporaryDirectory() as folder:
+            path = self._args.trace or Path(folder) / "trace.json"
+            engine.run_decode(batch_size, context_len, 1)
+            plain_s = engine.run_decode(batch_size, context_len, num_steps)
+            traced_s = engine.run_decode(batch_size, context_len, num_steps, _tracing(path))
+            activity = device_activity(read_events(path))
+        if activity is None:
+            raise ValueError("the trace shows no device operation")
+        busy_s = activity.busy_s / num_steps
+        what = f"over {num_steps} decode steps, batch {batch_size}, context {context_len}, graphs {graphs}"
+        table = self._result.table(f"Device idle time {what}", ["", "ms a step", "idle"])
+        table.row("device, from the trace", number(activity.span_s / num_steps * 1e3), percent(activity.idle_share))
+        table.row("wall, traced", number(traced_s * 1e3), percent(1 - busy_s / traced_s))
+        table.row("wall, not traced", number(plain_s * 1e3), percent(1 - busy_s / plain_s))
+        table.notes.append(
+            f"Busy {number(busy_s * 1e3)} ms a step, in {activity.num_operations / num_steps:.1f} operations."
+        )
+        kernels = self._result.table(f"Where the device's time goes {what}", ["operation", "us a step", "share"])
+        for name, seconds in list(activity.by_name_s.items())[:_TOP_KERNELS]:
+            share = percent(seconds / activity.busy_s)
+            kernels.row(name[:80].replace("|", "/"), number(seconds / num_steps * 1e6), share)
+        self._result.values["idle"].append(
+            {
+                "cuda_graph": graphs,
+                "steps": num_steps,
+                "wall_step_s": plain_s,
+                "traced_wall_step_s": traced_s,
+                "busy_step_s": busy_s,
+                "idle_share": activity.idle_share,
+                "operations_per_step": activity.num_operations / num_steps,
+            }
+        )
+
+    @contextmanager
+    def _or_failed(self, what: str) -> Iterator[None]:
+        """One thing that does not fit must not cost the others."""
+        try:
+            yield
+        except (ValueError, torch.OutOfMemoryError) as error:
+            self._failed.append(f"{what}: {error}")
+
+
+def _tracing(path: Path) -> Callable[[], AbstractContextManager[Any]]:
+    @contextmanager
+    def window() -> Iterator[None]:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            yield
+        profiler.export_chrome_trace(str(path))
+
+    return window
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""The settings of the engine under test, as flags of a benchmark: those of `tercet serve`, but for the HTTP ones.
+
+`--model-path` takes a preset's name too. Benchmarks speak token ids, so no tokenizer is loaded, and a model that is a
+bare config.json has random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import typing
+
+from ..srt import server_args as settings
+from ..srt.server_args import ServerArgs, Setting
+from .presets import model_path
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine", "the settings of `tercet serve`; --model-path may name a preset")
+    settings.add_arguments(group)  # type: ignore[arg-type]  # a group takes arguments just as a parser does
+
+
+def engine_args(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> ServerArgs:
+    """What was asked for. Leaves through `parser.error` where it does not fit."""
+    for name in sorted(_http_settings() & set(vars(namespace))):
+        parser.error(f"{name} is a setting of the HTTP server, and there is none here")
+    if not hasattr(namespace, "model_path") and namespace.config is None:
+        parser.error("--model-path is needed: a model, or the name of a preset")
+    defaults = {"skip_tokenizer_init": True, "log_level": "warning"}
+    try:
+        if hasattr(namespace, "model_path"):
+            defaults["model_path"] = path = model_path(namespace.model_path)
+            if path.endswith(".json"):
+                defaults.setdefault("load_format", getattr(namespace, "load_format", "dummy"))
+        given = argparse.Namespace(**{**vars(namespace), **_missing(namespace, defaults)})
+        return settings.from_namespace(given)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _missing(namespace: argparse.Namespace, defaults: dict[str, object]) -> dict[str, object]:
+    """A preset's name gives way to its path; anything else that was given stays."""
+    return {name: value for name, value in defaults.items() if name == "model_path" or not hasattr(namespace, name)}
+
+
+def _http_settings() -> set[str]:
+    hints = typing.get_type_hints(ServerArgs, include_extras=True)
+    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {name for name, note in notes.items() if any(isinstance(n, Setting) and n.server_only for n in note)}

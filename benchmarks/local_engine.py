@@ -1,0 +1,265 @@
+"""Scheduler and runner in this very process, without sockets: what a step of the model costs, and nothing around it.
+
+Two ways to drive it. `run_decode` sends requests through the scheduler, with the overlap that its settings ask for.
+`DirectBatch` goes past the scheduler, to the runner, with a context of any length made up at no cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..managers.scheduler import InFlight
+from ..managers.scheduler_io import SchedulerIO
+from ..managers.scheduler_process import build_scheduler
+from ..model_executor.forward_batch import ForwardMode, Int32Array, NewRow, StepInputs, StepResult, TableUpdate
+from ..model_executor.model_runner import ModelRunner
+from ..srt.io_struct import (
+    AbortFinish,
+    AbortReq,
+    BatchTokenOut,
+    GenerateReq,
+    ToDetokenizer,
+    ToScheduler,
+    ToTokenizer,
+    pack_ids,
+)
+from ..srt.model_config import ModelConfig
+from ..srt.sampling_params import SamplingParams
+from ..srt.server_args import ServerArgs
+from .timing import synchronize
+
+_MOST_PROMPT_ID = 10_000
+"""Ids of made-up prompts are below this, and below the vocabulary's size."""
+_SETTLE_STEPS = 8
+"""Decode steps between the last prefill and the clock's start."""
+
+
+class _Inbox:
+    """Messages put here by hand."""
+
+    def __init__(self) -> None:
+        self.messages: list[ToScheduler] = []
+
+    def drain(self) -> list[ToScheduler]:
+        messages, self.messages = self.messages, []
+        return messages
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self.messages)
+
+
+class _Refusals:
+    """Takes the detokenizer's place; only what went wrong is kept."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def send(self, message: ToDetokenizer, /) -> None:
+        assert isinstance(message, BatchTokenOut)
+        for out in message.outs:
+            if isinstance(out.finish, AbortFinish) and out.finish.status_code is not None:
+                self.errors.append(out.finish.message)
+
+
+class _Nobody:
+    def send(self, message: ToTokenizer, /) -> None:
+        """Heartbeats and replies; nobody waits for them here."""
+
+
+class LocalEngine:
+    """A loaded model with its scheduler. Raises ValueError for settings that do not fit."""
+
+    def __init__(
+        self, server_args: ServerArgs, config: ModelConfig, *, disable_cuda_graph: bool = False, seed: int = 0
+    ) -> None:
+        """`seed`: of prompts and made-up contexts."""
+        self.config = config
+        self.server_args = server_args
+        settings = _shared_settings(server_args)
+        if disable_cuda_graph:
+            settings["disable_cuda_graph"] = True
+        self.runner = ModelRunner(
+            config, context_len=server_args.context_length, seed=server_args.random_seed, **settings
+        )
+        self.device = self.runner.device
+        self._inbox, self._outbox = _Inbox(), _Refusals()
+        io = SchedulerIO(self._inbox, self._outbox, _Nobody())
+        self.scheduler = build_scheduler(server_args, config, self.runner, None, io)
+        self._rng = np.random.default_rng(seed)
+        self.random_numbers = torch.Generator(self.device).manual_seed(seed)
+        self._in_flight: InFlight | None = None
+        self._num_submitted = 0
+
+    def random_ids(self, count: int) -> Int32Array:
+        most = min(_MOST_PROMPT_ID, self.config.vocab_size)
+        return self._rng.integers(0, most, count, dtype=np.int32)
+
+    def check_room(self, batch_size: int, num_tokens: int) -> None:
+        """Raises ValueError unless so many requests of so many tokens each can run at once."""
+        runner = self.runner
+        if batch_size > runner.num_rows:
+            raise ValueError(f"batch {batch_size} is more than --max-running-requests {runner.num_rows}")
+        if num_tokens > runner.context_len:
+            raise ValueError(f"{num_tokens} tokens are more than the context of {runner.context_len}")
+        if batch_size * num_tokens > runner.max_total_num_tokens:
+            raise ValueError(
+                f"{batch_size} x {num_tokens} tokens are more than the KV pool's {runner.max_total_num_tokens}"
+            )
+
+    def run_decode(
+        self,
+        batch_size: int,
+        context_len: int,
+        num_steps: int,
+        window: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> float:
+        """Seconds of one decode step through the scheduler, the mean of `num_steps` in a row.
+
+        `batch_size` requests of `context_len` random prompt tokens are prefilled first. `window` is entered around the
+        steps that are timed.
+        """
+        num_new = num_steps + _SETTLE_STEPS + 4
+        self.check_room(batch_size, context_len + num_new)
+        sampling = SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=True, sampling_seed=0)
+        for _ in range(batch_size):
+            self._num_submitted += 1
+            ids = pack_ids(self.random_ids(context_len).tolist())
+            self._inbox.messages.append(GenerateReq(str(self._num_submitted), ids, sampling))
+        queues = self.scheduler.queues
+        while not (len(queues.running) == batch_size and all(req.output_ids for req in queues.running)):
+            self._turn()
+            if self._outbox.errors:
+                raise ValueError(self._outbox.errors[0])
+        for _ in range(_SETTLE_STEPS):
+            self._turn()
+        with window():
+            synchronize(self.device)
+            start = time.perf_counter()
+            for _ in range(num_steps):
+                self._turn()
+            synchronize(self.device)
+            seconds = (time.perf_counter() - start) / num_steps
+        assert len(queues.running) == batch_size, "a request ended while the clock ran"
+        self._inbox.messages.append(AbortReq(None))
+        while self._in_flight is not None or queues.is_busy or self._inbox.messages:
+            self._turn()
+        return seconds
+
+    def _turn(self) -> None:
+        self._in_flight = self.scheduler.turn(self._in_flight)
+
+
+def _shared_settings(server_args: ServerArgs) -> dict[str, Any]:
+    """What the runner takes of the settings: those that both call the same."""
+    names = {field.name for field in dataclasses.fields(server_args)}
+    return {name: getattr(server_args, name) for name in names & set(inspect.signature(ModelRunner).parameters)}
+
+
+class DirectBatch:
+    """`batch_size` rows with `context_len` tokens of KV each, of which all but the last are random numbers, and steps
+    for them, driven on the runner itself. Only while the scheduler has nothing to do."""
+
+    def __init__(self, engine: LocalEngine, batch_size: int, context_len: int, num_steps: int) -> None:
+        engine.check_room(batch_size, context_len + num_steps)
+        self._engine = engine
+        self._runner = engine.runner
+        kv = engine.scheduler.kv
+        kv.flush()
+        self._table = kv.req_to_token_pool.req_to_token
+        rows = [kv.req_to_token_pool.alloc() for _ in range(batch_size)]
+        self.rows = np.array(rows, dtype=np.int32)
+        self._context_len = context_len
+        self.lens = np.full(batch_size, context_len, dtype=np.int32)
+        none = np.zeros(batch_size, dtype=np.int32)
+        slots = kv.allocator.alloc_extend(none, self.lens, none)
+        assert slots is not None, "check_room said that there is room"
+        self._table[self.rows, :context_len] = slots.reshape(batch_size, context_len)
+        self._fill(slots)
+        self._allocator = kv.allocator
+        self.tokens = [self._launch(self._first_step(context_len)).wait()]
+        """int32 [B] of every step so far"""
+        self._steps = [self._decode_step() for _ in range(num_steps)]
+
+    @classmethod
+    @contextmanager
+    def of(cls, engine: LocalEngine, batch_size: int, context_len: int, num_steps: int) -> Iterator[DirectBatch]:
+        """Gives everything back at the end."""
+        try:
+            yield cls(engine, batch_size, context_len, num_steps)
+        finally:
+            engine.scheduler.kv.flush()
+
+    def decode(self, num_steps: int) -> float:
+        """Seconds of one decode step, the mean of `num_steps` in a row, each launched before the last one is home."""
+        steps, self._steps = self._steps[:num_steps], self._steps[num_steps:]
+        assert len(steps) == num_steps, "more steps than were made room for"
+        synchronize(self._engine.device)
+        start = time.perf_counter()
+        pending: StepResult | None = None
+        for step in steps:
+            launched = self._launch(step)
+            if pending is not None:
+                self.tokens.append(pending.wait())
+            pending = launched
+        assert pending is not None
+        self.tokens.append(pending.wait())
+        synchronize(self._engine.device)
+        return (time.perf_counter() - start) / num_steps
+
+    def prefill(self) -> float:
+        """Seconds from launch to the first token of one step that computes the whole context of every row."""
+        ends = np.full(len(self.rows), self._context_len, dtype=np.int32)
+        step = self._extend_step(np.zeros_like(ends), ends, self._engine.random_ids(int(ends.sum())))
+        synchronize(self._engine.device)
+        start = time.perf_counter()
+        self._launch(step).wait()
+        return time.perf_counter() - start
+
+    def _launch(self, step: StepInputs) -> StepResult:
+        return self._runner.launch(step)
+
+    def _fill(self, slots: Int32Array) -> None:
+        """Zeros could run faster than real numbers do."""
+        where = torch.from_numpy(slots.astype(np.int64)).to(self._engine.device)
+        pool = self._runner.kv_pool
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            random = torch.empty(len(slots), *buffer.shape[1:], device=buffer.device, dtype=self._runner.dtype)
+            random.normal_(generator=self._engine.random_numbers)
+            buffer[where] = random.to(buffer.dtype)
+
+    def _first_step(self, context_len: int) -> StepInputs:
+        """The last token of the context, through the model: rows and table are known to the device after it."""
+        step = self._extend_step(self.lens - 1, self.lens, self._engine.random_ids(len(self.rows)))
+        step.table_updates = [TableUpdate(int(row), 0, context_len) for row in self.rows]
+        greedy = SamplingParams(temperature=0.0, ignore_eos=True)
+        nothing = np.empty(0, dtype=np.int32)
+        step.new_rows = [NewRow(int(row), greedy, 0, nothing, nothing, ()) for row in self.rows]
+        return step
+
+    def _extend_step(self, starts: Int32Array, ends: Int32Array, ids: Int32Array) -> StepInputs:
+        bounds = zip(self.rows, starts, ends, strict=True)
+        return StepInputs(
+            mode=ForwardMode.EXTEND,
+            rows=self.rows,
+            seq_lens=ends.copy(),
+            out_cache_loc=np.concatenate([self._table[row, start:end] for row, start, end in bounds]),
+            extend_lens=ends - starts,
+            input_ids=ids,
+            sampled=np.ones(len(ends), dtype=np.bool_),
+        )
+
+    def _decode_step(self) -> StepInputs:
+        last = self._table[self.rows, self.lens - 1]
+        self.lens = self.lens + 1
+        slots = self._allocator.alloc_decode(self.lens, last)
+        assert slots is not None, "check_room said that there is room"
+        self._table[self.rows, self.lens - 1] = slots
+        return StepInputs(mode=ForwardMode.DECODE, rows=self.rows, seq_lens=self.lens, out_cache_loc=slots)

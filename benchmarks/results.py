@@ -1,0 +1,162 @@
+"""A benchmark's outcome: tables for people, one JSON line for programs, and both as files where a folder is given.
+
+Files are called `<date>-<hardware>-<name>.md` and `.json`; they name the machine, the versions, the commit and the
+command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .limits import Ceilings
+from .provenance import command_line, provenance
+from .report import json_line
+
+
+@dataclass
+class Table:
+    """Cells are text; the title says what was measured."""
+
+    title: str
+    header: Sequence[str]
+    rows: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def row(self, *cells: str) -> None:
+        assert len(cells) == len(self.header), f"{len(cells)} cells under {len(self.header)} headings"
+        self.rows.append(list(cells))
+
+    def markdown(self) -> str:
+        lines = [self.header, ["---"] * len(self.header), *self.rows]
+        table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+        return "\n\n".join([f"### {self.title}", table, *self.notes]) + "\n"
+
+    def text(self) -> str:
+        """For a terminal: columns that line up."""
+        lines = [list(self.header), *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
+        shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        return "\n".join([self.title, *(line.rstrip() for line in shown), *self.notes]) + "\n"
+
+
+class Result:
+    """What one run of a benchmark found. `values` is what the JSON line has besides the circumstances."""
+
+    def __init__(
+        self, name: str, title: str, program: str, argv: Sequence[str] | None, device: torch.device | None
+    ) -> None:
+        """`name`: of the files. `device`: where it ran; None: only the processor had work."""
+        self.name = name
+        self.title = title
+        self.where = circumstances(program, argv, device)
+        self.ceilings: Ceilings | None = None
+        self.tables: list[Table] = []
+        self.values: dict[str, Any] = {}
+
+    def table(self, title: str, header: Sequence[str]) -> Table:
+        self.tables.append(Table(title, header))
+        return self.tables[-1]
+
+    def as_json(self) -> dict[str, Any]:
+        ceilings = None if self.ceilings is None else asdict(self.ceilings)
+        return {"benchmark": self.name, **self.where, "ceilings": ceilings, **self.values}
+
+    def text(self) -> str:
+        return "\n".join(["", *(table.text() for table in self.tables), *self._ceilings_lines()])
+
+    def markdown(self) -> str:
+        where = self.where
+        versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+        facts = [
+            f"- hardware: {hardware_text(where)}",
+            f"- date: {where['date']}",
+            f"- commit: {where['tercet_commit'] or 'not known'}",
+            f"- versions: Python {where['python']}, {versions}",
+            f"- command: `{where['command']}`",
+            *(f"- {line}" for line in self._ceilings_lines()),
+        ]
+        return "\n".join([f"# {self.title}", "", *facts, "", *(table.markdown() for table in self.tables)])
+
+    def _ceilings_lines(self) -> list[str]:
+        if self.ceilings is None:
+            return []
+        copy, matmul = self.ceilings.bytes_per_s / 1e12, self.ceilings.flops_per_s / 1e12
+        return [f"ceilings in this run: copy {number(copy)} TB/s (read + write), matmul {number(matmul)} TFLOP/s"]
+
+
+def circumstances(program: str, argv: Sequence[str] | None, device: torch.device | None) -> dict[str, Any]:
+    """Date, command, commit, versions and machine."""
+    found = provenance(command_line(program, argv))
+    versions = {"tercet": found["tercet_version"], "torch": str(torch.__version__)}
+    for package in ("triton", "transformers"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    found["versions"] = versions
+    found["device"] = None if device is None else str(device)
+    if device is not None and device.type == "cuda":
+        found["hardware"]["gpus"] = [torch.cuda.get_device_name(device)]
+        found["versions"]["CUDA" if torch.version.hip is None else "ROCm"] = torch.version.cuda or torch.version.hip
+    found["compute_threads"] = torch.get_num_threads()
+    return found
+
+
+def hardware_text(where: dict[str, Any]) -> str:
+    machine = where["hardware"]
+    gpus = "".join(f"{gpu}, " for gpu in machine["gpus"])
+    return f"{gpus}{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """So many significant digits, and never fewer than the whole number has; "-" for what was not measured."""
+    if value is None:
+        return "-"
+    if abs(value) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def add_results_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--results", metavar="DIR", type=Path, help="write the result there, as .md and .json")
+
+
+def finish(result: Result, args: argparse.Namespace) -> None:
+    """Shows the tables, writes the files that are asked for, and ends with the JSON line."""
+    sys.stdout.write(result.text() + "\n")
+    if args.results is not None:
+        for path in write(result, args.results):
+            sys.stdout.write(f"written: {path}\n")
+    sys.stdout.write(json_line(result.as_json()))
+    sys.stdout.flush()
+
+
+def write(result: Result, folder: Path) -> tuple[Path, Path]:
+    """The two files; what has the same name is replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    where = result.where
+    machine = where["hardware"]
+    hardware = machine["gpus"][0] if where["device"] and where["device"].startswith("cuda") else machine["cpu"]
+    stem = f"{where['date'][:10]}-{_slug(hardware)}-{_slug(result.name)}"
+    # Not with_suffix: a model's name has dots.
+    markdown, plain = folder / f"{stem}.md", folder / f"{stem}.json"
+    markdown.write_text(result.markdown(), encoding="utf-8")
+    plain.write_text(json_line(result.as_json()), encoding="utf-8")
+    return markdown, plain
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")

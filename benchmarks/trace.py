@@ -1,0 +1,57 @@
+"""What a torch profiler trace says about the device: how long it worked, and how long it stood still."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
+"""Categories of events that keep the device busy, in the traces that torch writes for CUDA and ROCm."""
+
+
+@dataclass(frozen=True)
+class DeviceActivity:
+    """Of one stretch of a trace, from the first device operation's start to the last one's end."""
+
+    busy_s: float
+    """at least one operation ran"""
+    span_s: float
+    num_operations: int
+    by_name_s: dict[str, float]
+    """seconds of each kernel, the longest first; overlapping ones count twice"""
+
+    @property
+    def idle_share(self) -> float:
+        return 1 - self.busy_s / self.span_s
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace that `export_chrome_trace` wrote, compressed or not."""
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        data = gzip.decompress(data)
+    events: list[dict[str, Any]] = json.loads(data)["traceEvents"]
+    return events
+
+
+def device_activity(events: Iterable[Mapping[str, Any]]) -> DeviceActivity | None:
+    """None when the device did nothing, which is so on a CPU."""
+    work = sorted(
+        (float(event["ts"]), float(event["ts"]) + float(event["dur"]), str(event["name"]))
+        for event in events
+        if event.get("ph") == "X" and event.get("cat") in _DEVICE_WORK
+    )
+    if not work:
+        return None
+    by_name: dict[str, float] = {}
+    busy, end = 0.0, work[0][0]
+    for start, stop, name in work:
+        by_name[name] = by_name.get(name, 0.0) + (stop - start) / 1e6
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    longest = dict(sorted(by_name.items(), key=lambda item: -item[1]))
+    return DeviceActivity(busy / 1e6, max(end - work[0][0], 1e-9) / 1e6, len(work), longest)
