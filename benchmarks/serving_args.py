@@ -84,7 +84,12 @@ def _add_dataset_flags(group: argparse._ArgumentGroup) -> None:
         group.add_argument(flag, default=None, help=help_text + shown, **kwargs)
 
     group.add_argument("--dataset-name", choices=DATASETS, default="random", help="default: random")
-    add("--dataset-path", "file of the dataset; with random: another text, or a ShareGPT .json", metavar="FILE")
+    add(
+        "--dataset-path",
+        "file of the dataset; with random: another text, or a ShareGPT .json",
+        metavar="FILE",
+        type=Path,
+    )
     group.add_argument("--num-prompts", type=_positive, help=f"default: {_DEFAULT_NUM_PROMPTS}; all of a shared prefix")
     group.add_argument("--tokenize-prompt", action="store_true", help="send token ids instead of text")
     add("--random-input-len", "most tokens of a prompt", type=_positive)

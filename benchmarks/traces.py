@@ -46,9 +46,10 @@ def custom(
         is_ids = isinstance(prompt, list) and all(type(one) is int and one >= 0 for one in prompt)
         if not (isinstance(prompt, str) or is_ids) or not prompt:
             raise ValueError(f"{where}: prompt must be a text or a list of token ids")
-        answer = line.get("output_len", line.get("completion"))
-        if not (answer is None or isinstance(answer, str) or (type(answer) is int and answer >= 1)):
-            raise ValueError(f"{where}: output_len must be a number from 1 on, completion a text")
+        completion = line.get("completion")
+        if not (completion is None or isinstance(completion, str)):
+            raise ValueError(f"{where}: completion must be a text")
+        answer = _natural(line, "output_len", where) if "output_len" in line else completion
         if answer is None and output_len is None:
             raise ValueError(f"{where}: neither output_len nor completion, and no --sharegpt-output-len")
         lines.append((prompt, answer))

@@ -17,7 +17,7 @@ Prompt: TypeAlias = str | list[int]
 """Text, or token ids."""
 
 BUNDLED_TEXT = Path(__file__).with_name("data") / "pride_and_prejudice.txt"
-_ROUNDS = 8
+_ROUNDS = 32
 
 
 class Stream(IntEnum):
@@ -88,17 +88,18 @@ class PromptMaker:
         if self.as_ids:
             return draw(count), count
         wanted = max(1, count - self.num_added)
-        text, off_by = "", wanted
+        text, length = "", None
         ids = draw(wanted)
         for _ in range(_ROUNDS):
             candidate = self.tokenizer.decode(ids)
             ids = self.tokenizer.encode(candidate, add_special_tokens=False)
-            if abs(len(ids) - wanted) < off_by:
-                text, off_by = candidate, abs(len(ids) - wanted)
-            if off_by == 0:
+            if length is None or abs(len(ids) - wanted) < abs(length - wanted):
+                text, length = candidate, len(ids)
+            if length == wanted:
                 break
             ids = ids[:wanted] + (draw(wanted - len(ids)) if len(ids) < wanted else [])
-        return text, len(self.tokenizer.encode(text))
+        assert length is not None
+        return text, length + self.num_added
 
     def whole(self, text: str) -> tuple[Prompt, int]:
         """This very text."""
