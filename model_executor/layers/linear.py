@@ -7,12 +7,31 @@ import torch.nn.functional as F
 
 
 class Linear:
-    """x [T, in] -> x @ weight.T + bias [T, out]; weight: [out, in], bias: [out] or None."""
+    """x [T, in] -> x @ weight.T + bias [T, out]; weight: [out, in], bias: [out] or None.
+
+    On a CPU the weight is packed once into the layout that oneDNN multiplies with, instead of at every call. A row of
+    the result is then the same, bit for bit, however many rows are multiplied at once; `F.linear` in float32 does not
+    keep to that (docs/log.md).
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         assert weight.dim() == 2 and (bias is None or bias.shape == weight.shape[:1])
-        self.weight = weight
         self.bias = bias
+        self.is_packed = can_pack(weight)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach()) if self.is_packed else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether oneDNN multiplies this type natively on this processor."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if weight.dtype == torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return weight.dtype == torch.float32
