@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-import torch
-
-DEFAULT_GPU_FRACTION = 0.88
+GPU_MARGIN = 0.02
+"""of a GPU's memory stays free by default: for what allocators round up, and for neighbours that grow a little"""
 DEFAULT_CPU_BYTES = 4 << 30
 DEFAULT_CPU_SHARE = 0.25
 """of the memory that is available: a server on somebody's own machine takes no more unless it is told to"""
@@ -32,46 +31,41 @@ def num_kv_tokens(
     mem_fraction_static: float | None,
     max_total_tokens: int | None,
     on_cpu: bool,
+    reserve: int = 0,
 ) -> int:
     """Tokens of the KV pool, a multiple of the page size. `memory` is as it is after the weights were loaded.
 
+    `reserve` bytes are left for steps (activations, graphs); what is left after that always bounds the pool.
     `max_total_tokens` decides where it is given. Otherwise `mem_fraction_static` of the total memory is for weights and
-    keys and values together. Raises ValueError when that leaves less than two pages, or when the tokens asked for do
-    not fit.
+    keys and values together; without it the pool is all that is left of a GPU but a margin, and modest on a CPU. Raises
+    ValueError when that leaves less than two pages, or when the tokens asked for do not fit.
     """
+    available = memory.available - reserve
     # One page more is allocated than is served: the dummy that padded writes hit.
-    fits = (memory.available // bytes_per_token - page_size) // page_size * page_size
+    fits = (available // bytes_per_token - page_size) // page_size * page_size
     if max_total_tokens is not None:
         if max_total_tokens > fits:
             raise ValueError(
                 f"max_total_tokens {max_total_tokens} needs {_gib(max_total_tokens * bytes_per_token)}, "
-                f"but only {_gib(memory.available)} are available ({max(fits, 0)} tokens)"
+                f"but only {_gib(available)} are available ({max(fits, 0)} tokens)"
             )
         num_tokens = max_total_tokens // page_size * page_size
     else:
-        if mem_fraction_static is None and on_cpu:
+        if mem_fraction_static is not None:
+            budget = memory.available - int(memory.total * (1 - mem_fraction_static))
+        elif on_cpu:
             wanted = max(DEFAULT_CPU_BYTES, context_len * bytes_per_token)
-            budget = min(wanted, int(memory.available * DEFAULT_CPU_SHARE))
+            budget = min(wanted, int(available * DEFAULT_CPU_SHARE))
         else:
-            fraction = DEFAULT_GPU_FRACTION if mem_fraction_static is None else mem_fraction_static
-            budget = memory.available - int(memory.total * (1 - fraction))
+            budget = available - int(memory.total * GPU_MARGIN)
         num_tokens = min(fits, budget // bytes_per_token // page_size * page_size)
     if num_tokens < 2 * page_size:
         raise ValueError(
             f"no room for keys and values: {_gib(memory.available)} of {_gib(memory.total)} are available after the "
-            f"weights were loaded, and a token takes {bytes_per_token} bytes; raise mem_fraction_static"
+            f"weights were loaded, {_gib(reserve)} are for steps, and a token takes {bytes_per_token} bytes; raise "
+            "mem_fraction_static if it was given, else serve with shorter steps (max_prefill_tokens) or fewer requests"
         )
     return num_tokens
-
-
-def device_memory(device: torch.device) -> Memory:
-    """What the device has now."""
-    if device.type == "cuda":
-        available, total = torch.cuda.mem_get_info(device)
-        # What torch has cached but does not use is ours as well.
-        available += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return Memory(total, available)
-    return host_memory()
 
 
 def host_memory(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> Memory:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from .forward_batch import Int32Array, NewRow
-from .sampling_state import Column, SamplingState, send
+from .sampling_state import Column, SamplingState
 
 
 class LazyRowTable:
@@ -66,7 +66,6 @@ class LogitEdits:
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, state: SamplingState) -> None:
         self._vocab_size = vocab_size
-        self._device = device
         self._state = state
         # 2 * (times in the output) + (is in the prompt); the prompt only where a repetition penalty wants it.
         self._counts = LazyRowTable(num_rows, vocab_size, torch.int32, device)
@@ -82,8 +81,8 @@ class LogitEdits:
         if repetition or params.frequency_penalty != 0 or params.presence_penalty != 0:
             line = self._counts.assign(row)
             if repetition:
-                line.index_fill_(0, send(self._known_ids(new_row.prompt_ids), self._device), 1)
-            output_ids = send(self._known_ids(new_row.output_ids), self._device)
+                line.index_fill_(0, self._state.send(self._known_ids(new_row.prompt_ids)), 1)
+            output_ids = self._state.send(self._known_ids(new_row.output_ids))
             line.index_add_(0, output_ids, torch.full_like(output_ids, 2, dtype=torch.int32))
         else:
             self._counts.release(row)
@@ -92,7 +91,7 @@ class LogitEdits:
             values = np.array(list(params.logit_bias.values()), np.float32)
             known = ids < self._vocab_size
             line = self._bias.assign(row)
-            line.index_copy_(0, send(ids[known], self._device), send(values[known], self._device))
+            line.index_copy_(0, self._state.send(ids[known]), self._state.send(values[known]))
         else:
             self._bias.release(row)
         self._stop_ids[row] = self._known_ids(np.array(new_row.stop_ids, np.int64))
@@ -113,13 +112,13 @@ class LogitEdits:
         self._penalise(x, rows)
         biased = np.flatnonzero(self._bias.lines(rows) >= 0)
         if len(biased):
-            lines = send(np.stack((biased, self._bias.lines(rows[biased]))), self._device)
+            lines = self._state.send(np.stack((biased, self._bias.lines(rows[biased]))))
             x.index_add_(0, lines[0], self._bias.table.index_select(0, lines[1]))
         early = np.flatnonzero(seq_lens < self._stops_from[rows])
         stop_ids = [self._stop_ids[row] for row in rows[early]]
         if any(map(len, stop_ids)):
             at = np.stack((np.repeat(early, [len(ids) for ids in stop_ids]), np.concatenate(stop_ids)))
-            index = tuple(send(at, self._device))
+            index = tuple(self._state.send(at))
             # A clamp rather than a fill: NaN stays NaN, so that broken logits are still seen as such.
             x.index_put_(index, x[index].clamp(max=-torch.inf))
 
@@ -128,7 +127,7 @@ class LogitEdits:
         counted = np.flatnonzero(self._counts.lines(rows) >= 0)
         if not len(counted):
             return
-        at = send(np.stack((counted, self._counts.lines(rows[counted]))), self._device)
+        at = self._state.send(np.stack((counted, self._counts.lines(rows[counted]))))
         token = tokens.index_select(0, at[0])
         flat = at[1] * self._vocab_size + token.clamp(min=0)
         self._counts.table.view(-1).index_add_(0, flat, 2 * (token >= 0).to(torch.int32))
@@ -139,7 +138,7 @@ class LogitEdits:
         if not len(counted):
             return
         params = self._state.host[rows[counted]]
-        at = send(np.stack((counted, self._counts.lines(rows[counted]), rows[counted])), self._device)
+        at = self._state.send(np.stack((counted, self._counts.lines(rows[counted]), rows[counted])))
         counts = self._counts.table.index_select(0, at[1])
         y = x.index_select(0, at[0])
         if (params[:, Column.REPETITION] != 1).any():

@@ -14,8 +14,9 @@ class LogitsProcessor:
     def __init__(self, lm_head: Linear) -> None:
         self.lm_head = lm_head
 
-    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """hidden [T, hidden_size] -> float32 logits [num_sampled, vocab]"""
+    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [T, hidden_size] -> float32 logits [num_sampled, vocab], in `out` where that is given"""
         if batch.logits_indices is not None:
             hidden = hidden[batch.logits_indices]
-        return self.lm_head(hidden).float()
+        logits = self.lm_head(hidden)
+        return logits.float() if out is None else out.copy_(logits)

@@ -14,10 +14,11 @@ import numpy.typing as npt
 import torch
 
 from .counter_rng import uniform
+from .device_buffers import Uploads
 from .forward_batch import Int32Array, NewRow
 from .joint_sampling import MAX_VOCAB_SIZE, choose_open, choose_ranked, gaps_below_best, weigh
 from .logit_edits import LogitEdits
-from .sampling_state import Column, SamplingState, send
+from .sampling_state import Column, SamplingState
 
 BLOCK_ELEMENTS = 2**22
 """Rows are sampled in blocks of about this many logits, which bounds the memory of the steps in between."""
@@ -60,20 +61,28 @@ class Sampler:
         num_rows: rows that requests may hold, 1..num_rows
         vocab_size: width of the logits, at most MAX_VOCAB_SIZE
         device: where the logits will be
+        uploads: the way there; default: one of its own
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, num_rows: int, vocab_size: int, device: torch.device | str, uploads: Uploads | None = None
+    ) -> None:
         assert 0 < vocab_size <= MAX_VOCAB_SIZE, vocab_size
         self._num_rows = num_rows
         self._vocab_size = vocab_size
         self._device = torch.device(device)
-        self._state = SamplingState(num_rows, vocab_size, self._device)
+        self._state = SamplingState(num_rows, vocab_size, self._device, uploads)
         self._edits = LogitEdits(num_rows, vocab_size, self._device, self._state)
         self._block_rows = max(1, BLOCK_ELEMENTS // vocab_size)
         # A CPU finds top-p's tokens among a few hundred, mostly, and may look at the result before it tries
         # more. Elsewhere looking would mean waiting, so the whole vocabulary is sorted at once.
         on_cpu = self._device.type == "cpu"
         self._top_p_widths = (*(w for w in CPU_WIDTHS if on_cpu and w < vocab_size), vocab_size)
+
+    @property
+    def most_table_bytes(self) -> int:
+        """Device memory that penalties and biases take when every row asks for them."""
+        return self._num_rows * self._vocab_size * (4 + 4)
 
     @torch.inference_mode()
     def set_row(self, new_row: NewRow) -> None:
@@ -103,7 +112,7 @@ class Sampler:
         groups = self._state.group(host_rows)
         tokens = torch.empty(n, dtype=torch.int64, device=self._device)
         if len(groups.greedy):
-            at = send(groups.greedy, self._device)
+            at = self._state.send(groups.greedy)
             tokens.index_copy_(0, at, _argmax(x if len(groups.greedy) == n else x.index_select(0, at)))
         if len(groups.greedy) < n:
             batch = _Batch(x, peak, host_rows, uniform(self._state.seeds(host_rows), positions))
@@ -127,7 +136,7 @@ class Sampler:
         edited = np.flatnonzero(self._edits.needed(rows, positions))
         x = logits.detach().to(torch.float32, copy=len(edited) > 0)
         for block in self._blocks(edited):
-            at = send(block, self._device)
+            at = self._state.send(block)
             part = x.index_select(0, at)
             self._edits.apply(part, rows[block], positions[block])
             x.index_copy_(0, at, part)
@@ -135,7 +144,7 @@ class Sampler:
 
     def _take(self, batch: _Batch, at: npt.NDArray[np.int64]) -> _Block:
         rows = batch.rows[at]
-        packed = send(np.stack((at, rows, batch.draws[at].view(np.int64))), self._device)
+        packed = self._state.send(np.stack((at, rows, batch.draws[at].view(np.int64))))
         at_device, rows_device, draw = packed[0], packed[1], packed[2].view(torch.float64).unsqueeze(1)
         temperature = self._state.on_device(rows_device, Column.TEMPERATURE).float()
         x, peak = batch.x.index_select(0, at_device), batch.peak.index_select(0, at_device)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from .accelerator import make_accelerator
+from .device_buffers import Uploads
 from .forward_batch import NewRow
 
 SMALL_TOP_K = 1024
@@ -52,13 +55,13 @@ class Groups:
 class SamplingState:
     """Parameters of rows 0..num_rows (row 0 is the padding row, greedy)."""
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, uploads: Uploads | None = None) -> None:
         self._vocab_size = vocab_size
-        self._device = device
+        self._uploads = uploads or Uploads(device, make_accelerator(device))
         # float64 holds every column exactly, top-k included.
         self.host = np.zeros((num_rows + 1, len(Column)), np.float64)
         self.host[:] = (1.0, vocab_size, 1.0, math.inf, 1.0, 0.0, 0.0)
-        self._device_table = send(self.host.copy(), device)
+        self._device_table = self.send(self.host.copy())
         self._seeds = np.zeros(num_rows + 1, np.int64)
         self._greedy = np.ones(num_rows + 1, np.bool_)
         self._changed: set[int] = set()
@@ -89,8 +92,12 @@ class SamplingState:
         rows = np.fromiter(self._changed, np.int64, len(self._changed))
         self._changed.clear()
         # The row number travels as one more float64 column: exact, and one copy instead of two.
-        packed = send(np.column_stack((rows.astype(np.float64), self.host[rows])), self._device)
+        packed = self.send(np.column_stack((rows.astype(np.float64), self.host[rows])))
         self._device_table.index_copy_(0, packed[:, 0].long(), packed[:, 1:])
+
+    def send(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """The array on the device, without waiting for the device. The caller gives it away."""
+        return self._uploads.send(array)[0]
 
     def on_device(self, rows: torch.Tensor, column: Column) -> torch.Tensor:
         """One parameter of some rows, float64 [n, 1]; rows: int64 [n] on the device."""
@@ -112,14 +119,3 @@ class SamplingState:
             few=few_positions[np.argsort(top_k[few_positions], kind="stable")],
             many=np.flatnonzero(many),
         )
-
-
-def send(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """A tensor of the array's values on the device, without waiting for the device.
-
-    The caller gives the array away: on a CPU the tensor shares its memory.
-    """
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":  # a copy from pageable memory would wait
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

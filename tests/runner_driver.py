@@ -15,8 +15,10 @@ class RunnerDriver:
     def __init__(self, runner, seed=0, own_table=False):
         """own_table: the runner keeps a table of its own as on a GPU, though it is on a CPU."""
         self.runner = runner
-        runner._shares_table = not own_table
         self.table = np.zeros((runner.num_rows + 1, runner.context_len), np.int32)
+        if own_table:
+            runner._shares_table = False
+            runner._table = torch.zeros(self.table.shape, dtype=torch.int32)
         runner.bind(self.table)
         # Slots of nobody hold a NaN: attending to one by mistake shows.
         for buffer in (*runner.kv_pool.k_buffer, *runner.kv_pool.v_buffer):

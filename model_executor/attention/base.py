@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
@@ -30,6 +32,15 @@ class AttentionBackend(ABC):
         self.scale = config.head_dim**-0.5
         self.sliding_windows = config.sliding_windows
         """one per layer; None: the layer sees everything"""
+
+    def num_splits(self, seq_lens: npt.NDArray[np.int32]) -> int | None:
+        """Units of attention work that decoding requests of these lengths are (host, int32 [B]).
+
+        A backend that answers promises that a DECODE step may be recorded in a CUDA graph: `plan` takes from
+        `seq_lens_host` only how many units to make room for, and the recorded work then serves any lengths that are no
+        more units than that. None: steps of this backend cannot be recorded.
+        """
+        return None
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 
 class RMSNorm:
-    """x [..., n] -> x / rms(x) * weight, computed in float32 and returned in x's dtype; weight: [n]."""
+    """x [T, n] -> x / rms(x) * weight, computed in float32 and returned in x's dtype; weight: [n]."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         assert weight.dim() == 1
@@ -15,7 +15,10 @@ class RMSNorm:
         self.eps = eps
         self._shape = (weight.shape[0],)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """With a residual ([T, n], contiguous): residual += x, in place, and the result is the norm of that."""
+        if residual is not None:
+            x = residual.add_(x)
         return F.rms_norm(x, self._shape, self.weight, self.eps)
 
 

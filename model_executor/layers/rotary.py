@@ -11,8 +11,8 @@ from ...srt.rope_config import FrequencyDivisors, LinearScaling, Llama3Scaling, 
 
 
 class CosSin(NamedTuple):
-    """One step's rotation, float32 [T, 1, head_dim] each: both halves of cos are the same, those of sin differ in
-    sign (-, +), so that rotating is x * cos + swapped_halves(x) * sin."""
+    """One step's rotation, float32. `RotaryEmbedding` makes it [T, 1, head_dim] each: both halves of cos are the same,
+    those of sin differ in sign (-, +), so that rotating is x * cos + swapped_halves(x) * sin."""
 
     cos: torch.Tensor
     sin: torch.Tensor

@@ -3,84 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ...srt.model_config import ModelConfig
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
-from ..layers.activation import silu_and_mul
+from ..layers.attention import QKNorm
 from ..layers.embedding import Embedding
-from ..layers.layernorm import HeadNorm, RMSNorm
+from ..layers.kinds import LayerKinds
+from ..layers.layernorm import RMSNorm
 from ..layers.linear import Linear
-from ..layers.rotary import CosSin, RotaryEmbedding, rotate
 
 Parameters = Mapping[str, torch.Tensor]
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+    """residual += attention(norm(residual)), then residual += feed_forward(norm(residual)).
 
-    def __init__(self, config: ModelConfig, layer_id: int, params: Parameters, attention: AttentionBackend) -> None:
+    The sum is left to the norm that follows it, in the next layer or after the last, which does both in one pass.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer_id: int, params: Parameters, backend: AttentionBackend, layers: LayerKinds
+    ) -> None:
         def linear(name: str) -> Linear:
             return Linear(params[f"{prefix}{name}.weight"], params.get(f"{prefix}{name}.bias"))
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(params[f"{prefix}{name}.weight"], config.rms_norm_eps)
+            return layers.norm(params[f"{prefix}{name}.weight"], config.rms_norm_eps)
 
         prefix = f"layers.{layer_id}."
-        self.layer_id = layer_id
-        self.attention = attention
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        qk_norm = None
+        if config.qk_norm:
+            weights = params[f"{prefix}q_norm.weight"], params[f"{prefix}k_norm.weight"]
+            qk_norm = QKNorm(*weights, config.rms_norm_eps)
         self.input_norm = norm("input_norm")
         self.qkv_proj = linear("qkv_proj")
-        self.head_norm = (
-            HeadNorm(
-                params[f"{prefix}q_norm.weight"],
-                params[f"{prefix}k_norm.weight"],
-                config.num_heads,
-                config.num_kv_heads,
-                config.rms_norm_eps,
-            )
-            if config.qk_norm
-            else None
-        )
+        self.attention = layers.attention(layer_id, backend, qk_norm)
         self.o_proj = linear("o_proj")
         self.post_attention_norm = norm("post_attention_norm")
         self.gate_up_proj = linear("gate_up_proj")
+        self.silu_and_mul = layers.silu_and_mul
         self.down_proj = linear("down_proj")
 
-    def __call__(self, x: torch.Tensor, cos_sin: CosSin, batch: ForwardBatch) -> torch.Tensor:
-        """x: [T, hidden], changed in place"""
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(self.input_norm(x)).view(-1, heads + 2 * kv_heads, self.head_dim)
-        qk = qkv[:, : heads + kv_heads]
-        if self.head_norm is not None:
-            qk = self.head_norm(qk)
-        qk = rotate(qk, cos_sin)
-        attended = self.attention.forward(
-            qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :], self.layer_id, batch
-        )
-        x += self.o_proj(attended)
-        x += self.down_proj(silu_and_mul(self.gate_up_proj(self.post_attention_norm(x))))
-        return x
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Any, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x, residual), [T, hidden] each, to the same: x has yet to be added to the residual, which is changed in
+        place. The first layer has no residual: x becomes it."""
+        normed = self.input_norm(x, residual)
+        residual = x if residual is None else residual
+        x = self.o_proj(self.attention(self.qkv_proj(normed), rotation, batch))
+        normed = self.post_attention_norm(x, residual)
+        return self.down_proj(self.silu_and_mul(self.gate_up_proj(normed))), residual
 
 
 class Decoder:
     """Token ids to hidden states. `lm_head` is the embedding matrix itself where the model ties them."""
 
-    def __init__(self, config: ModelConfig, params: Parameters, attention: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Parameters,
+        backend: AttentionBackend,
+        layers: LayerKinds,
+        context_len: int,
+    ) -> None:
         embedding = params["embed_tokens.weight"]
         self.embed_tokens = Embedding(embedding)
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, embedding.device)
-        self.layers = [DecoderLayer(config, index, params, attention) for index in range(config.num_layers)]
-        self.norm = RMSNorm(params["norm.weight"], config.rms_norm_eps)
+        self.rotary = layers.rotary(config.rope, config.head_dim, context_len, embedding.device)
+        self.layers = [DecoderLayer(config, index, params, backend, layers) for index in range(config.num_layers)]
+        self.norm = layers.norm(params["norm.weight"], config.rms_norm_eps)
         self.lm_head = Linear(embedding if config.tie_word_embeddings else params["lm_head.weight"])
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """input_ids, positions: int64 [T] -> normalised hidden states [T, hidden]"""
-        x = self.embed_tokens(input_ids)
-        cos_sin = self.rotary(positions)
+        x, residual = self.embed_tokens(input_ids), None
+        rotation = self.rotary(positions)
         for layer in self.layers:
-            x = layer(x, cos_sin, batch)
-        return self.norm(x)
+            x, residual = layer(x, residual, rotation, batch)
+        return self.norm(x, residual)

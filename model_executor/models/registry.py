@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...srt.errors import ModelNotSupported
 from ...srt.model_config import ModelConfig
 from ..attention.base import AttentionBackend
+from ..layers.kinds import layers_for
 from .decoder import Decoder, Parameters
 
 MODELS: dict[str, type[Decoder]] = {
@@ -15,10 +16,10 @@ MODELS: dict[str, type[Decoder]] = {
 }
 
 
-def create_model(config: ModelConfig, params: Parameters, attention: AttentionBackend) -> Decoder:
-    """Raises ModelNotSupported for an architecture without a class."""
+def create_model(config: ModelConfig, params: Parameters, attention: AttentionBackend, context_len: int) -> Decoder:
+    """context_len: positions are below it. Raises ModelNotSupported for an architecture without a class."""
     if config.architecture not in MODELS:
         raise ModelNotSupported(
             f"architecture {config.architecture!r} is not supported; supported: {', '.join(MODELS)}"
         )
-    return MODELS[config.architecture](config, params, attention)
+    return MODELS[config.architecture](config, params, attention, layers_for(attention.name), context_len)

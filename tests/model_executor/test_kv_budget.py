@@ -32,7 +32,20 @@ def test_a_fraction_is_of_the_whole_memory_with_the_weights():
     memory = Memory(100 * GIB, 70 * GIB)
     for on_cpu in (True, False):
         assert tokens(memory, mem_fraction_static=0.8, on_cpu=on_cpu) == pytest.approx(50 * GIB >> 15, rel=1e-6)
-    assert tokens(memory, on_cpu=False) == pytest.approx(58 * GIB >> 15, rel=1e-6)
+
+
+def test_a_gpu_gives_all_that_steps_leave():
+    memory = Memory(100 * GIB, 70 * GIB)
+    assert tokens(memory, on_cpu=False) == pytest.approx(68 * GIB >> 15, rel=1e-6)
+    assert tokens(memory, on_cpu=False, reserve=5 * GIB) == pytest.approx(63 * GIB >> 15, rel=1e-6)
+    # A fraction that was asked for may not take what steps need.
+    assert tokens(memory, on_cpu=False, reserve=5 * GIB, mem_fraction_static=0.9) == pytest.approx(60 * GIB >> 15)
+    most = (65 * GIB >> 15) - 1
+    assert tokens(memory, on_cpu=False, reserve=5 * GIB, mem_fraction_static=0.99) == most
+    with pytest.raises(ValueError, match=f"{most} tokens"):
+        tokens(memory, on_cpu=False, reserve=5 * GIB, max_total_tokens=most + 1)
+    with pytest.raises(ValueError, match=r"30.00 GiB are for steps"):
+        tokens(Memory(100 * GIB, 30 * GIB), on_cpu=False, reserve=30 * GIB)
 
 
 def test_tokens_asked_for():

@@ -1,0 +1,59 @@
+"""The layers of a decoder on our Triton kernels: fewer launches and fewer passes over memory than plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from ...srt.rope_config import RopeConfig
+from ..attention.base import AttentionBackend
+from ..forward_batch import ForwardBatch
+from ..kernels.activation import act_and_mul
+from ..kernels.rmsnorm import rmsnorm
+from ..kernels.rotary import rotary
+from .attention import QKNorm
+from .kinds import LayerKinds
+from .layernorm import RMSNorm
+from .rotary import CosSin, rope_frequencies
+
+
+class TritonRMSNorm(RMSNorm):
+    """Sum and norm in one kernel."""
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return rmsnorm(x, self.weight, self.eps, residual)
+
+
+class RotaryTable:
+    """Cosine and sine of every position of the context, computed once: a step looks its own up in one operation."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> None:
+        frequencies, factor = rope_frequencies(rope, head_dim)
+        angles = torch.arange(context_len, dtype=torch.float32, device=device)[:, None] * frequencies.to(device)
+        self._table = torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1)
+        """float32 [context_len, 2, head_dim / 2]"""
+
+    def __call__(self, positions: torch.Tensor) -> CosSin:
+        """positions: int64 [T] -> [T, head_dim / 2] each"""
+        cos, sin = self._table.index_select(0, positions).unbind(1)
+        return CosSin(cos, sin)
+
+
+class TritonAttention:
+    """Norm of heads and rotation in one kernel, in place. As `Attention` otherwise."""
+
+    def __init__(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> None:
+        self.layer_id = layer_id
+        self.backend = backend
+        self.num_heads, self.num_kv_heads, self.head_dim = backend.num_heads, backend.num_kv_heads, backend.head_dim
+        self._norm = {} if qk_norm is None else qk_norm._asdict()
+
+    def __call__(self, qkv: torch.Tensor, cos_sin: CosSin, batch: ForwardBatch) -> torch.Tensor:
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        qkv = qkv.view(-1, heads + 2 * kv_heads, self.head_dim)
+        cos, sin = cos_sin
+        rotary(qkv, heads, kv_heads, cos, sin, **self._norm)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        return self.backend.forward(q, k, v, self.layer_id, batch)
+
+
+TRITON_LAYERS = LayerKinds(TritonRMSNorm, RotaryTable, TritonAttention, act_and_mul)

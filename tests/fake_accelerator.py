@@ -1,0 +1,243 @@
+"""A stand-in for a GPU on the CPU that is late and forgets nothing: copies happen when their event passes, and pinned
+memory that is written to before the device has read it fails the test. Graphs are tapes of the very operations, with
+the very tensors, that were recorded; whatever Python does when one is replayed has no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tercet.model_executor.attention.torch_backend import TorchAttentionBackend
+from tercet.model_executor.kv_budget import Memory
+
+
+class FakeEvent:
+    """Passes after `lag` more calls of the accelerator, or when somebody waits for it."""
+
+    def __init__(self, accelerator: FakeAccelerator, on_pass: Callable[[], None]) -> None:
+        self._accelerator = accelerator
+        self._on_pass: Callable[[], None] | None = on_pass
+        self._at = accelerator.now + accelerator.lag
+        accelerator.pending.append(self)
+
+    @property
+    def is_due(self) -> bool:
+        return self._accelerator.now >= self._at
+
+    def finish(self) -> None:
+        if self._on_pass is not None:
+            self._on_pass()
+            self._on_pass = None
+
+    def query(self) -> bool:
+        self._accelerator.tick()
+        return self._on_pass is None
+
+    def synchronize(self) -> None:
+        self._accelerator.num_waits += self._on_pass is not None
+        self._accelerator.finish_until(self)
+
+
+class FakeAccelerator:
+    """The methods of `Accelerator`. Work is done at once; copies home and the reading of pinned memory are late."""
+
+    def __init__(self, lag: int = 0, memory: Memory = Memory(1 << 34, 1 << 33)) -> None:
+        self.lag = lag
+        self.now = 0
+        self.pending: list[FakeEvent] = []
+        self.num_waits = 0
+        self.num_replays = 0
+        self.recorded: list[FakeGraph] = []
+        self.uploads: list[torch.Tensor] = []
+        """pinned memory, but for what copies home go to"""
+        self._memory = memory
+        self._seen: dict[int, np.ndarray] = {}
+
+    def tick(self) -> None:
+        self.now += 1
+        while self.pending and self.pending[0].is_due:
+            self.pending.pop(0).finish()
+
+    def finish_until(self, event: FakeEvent) -> None:
+        """A device passes events in order."""
+        while event in self.pending:
+            self.pending.pop(0).finish()
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        buffer = torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
+        self.uploads.append(buffer)
+        self._seen[id(buffer)] = _content(buffer).copy()
+        return buffer
+
+    def mark(self) -> FakeEvent:
+        self.tick()
+        staged = []
+        for buffer in self.uploads:
+            if not np.array_equal(self._seen[id(buffer)], _content(buffer)):
+                self._seen[id(buffer)] = _content(buffer).copy()
+                staged.append((buffer, self._seen[id(buffer)]))
+
+        def check() -> None:
+            for buffer, copy in staged:
+                assert np.array_equal(_content(buffer), copy), (
+                    "pinned memory was written to while the device still read it"
+                )
+
+        return FakeEvent(self, check)
+
+    def fetch(self, source: torch.Tensor, target: torch.Tensor) -> FakeEvent:
+        self.tick()
+        self.uploads = [
+            b for b in self.uploads if b.untyped_storage().data_ptr() != target.untyped_storage().data_ptr()
+        ]
+        target.fill_(-77)
+        return FakeEvent(self, lambda: np.copyto(target.numpy(), source.numpy()))
+
+    def record(self, work: Callable[[], object]) -> FakeGraph:
+        work()
+        self.recorded.append(FakeGraph(self, work))
+        return self.recorded[-1]
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        work()
+        return 1 << 20
+
+    def memory(self) -> Memory:
+        return self._memory
+
+
+def _content(buffer: torch.Tensor) -> np.ndarray:
+    return buffer.numpy().view(np.int64)  # compared eight bytes at a time
+
+
+class FakeGraph:
+    """Recorded by doing the work, after which everything it allocated is spoilt: results come from replays alone."""
+
+    def __init__(self, accelerator: FakeAccelerator, work: Callable[[], object]) -> None:
+        self._accelerator = accelerator
+        self.tape = Tape()
+        with self.tape, recorded_kernels(self.tape):
+            work()
+        self.tape.spoil()
+
+    def replay(self) -> None:
+        self._accelerator.num_replays += 1
+        with torch.inference_mode():
+            self.tape.play()
+
+
+class Tape(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], None]] = []
+        self._kept: list[Any] = []
+        self._own: dict[int, torch.Tensor] = {}
+        """by storage: tensors that were made while recording"""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._kept.append((args, kwargs, out))
+        taken = {_storage(t) for t in _tensors((args, kwargs))}
+        for tensor in _tensors(out):
+            if _storage(tensor) not in taken:
+                self._own.setdefault(_storage(tensor), tensor)
+        if func not in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default):
+            self.calls.append(lambda: _again(func, args, kwargs, out))
+        return out
+
+    def spoil(self) -> None:
+        for tensor in self._own.values():
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+            elif tensor.dtype != torch.bool:
+                tensor.fill_(torch.iinfo(tensor.dtype).max // 2)
+
+    def play(self) -> None:
+        self.spoil()
+        for call in self.calls:
+            call()
+
+
+def _again(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    for new, old in zip(_tensors(func(*args, **kwargs)), _tensors(out), strict=True):
+        if new is not old and new.data_ptr() != old.data_ptr():
+            old.copy_(new)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@contextmanager
+def recorded_kernels(tape: Tape):
+    """Within, launches of interpreted Triton kernels are put on the tape, too."""
+    import sys
+
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        yield
+        return
+    call = interpreter.GridExecutor.__call__
+
+    def recording(executor: Any, *args: Any, **kwargs: Any) -> None:
+        tape.calls.append(lambda: call(executor, *args, **kwargs))
+        with torch._C._DisableTorchDispatch():  # the interpreter's own copies of arguments
+            call(executor, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = recording
+    try:
+        yield
+    finally:
+        interpreter.GridExecutor.__call__ = call
+
+
+class RecordableAttention(TorchAttentionBackend):
+    """Plain torch that, decoding, looks at no length on the host: every row has the width of the whole table."""
+
+    name = "recordable"
+    split = 8
+
+    def num_splits(self, seq_lens):
+        return int((-(-seq_lens // self.split)).sum())
+
+    def plan(self, batch):
+        if batch.extend_lens_host is not None:
+            super().plan(batch)
+
+    def forward(self, q, k, v, layer_id, batch):
+        if batch.extend_lens_host is not None:
+            return super().forward(q, k, v, layer_id, batch)
+        self.kv_pool.set_kv(layer_id, batch.out_cache_loc, k, v)
+        positions = torch.arange(batch.req_to_token.shape[1])
+        seen = positions < batch.seq_lens[:, None]
+        if self.sliding_windows[layer_id] is not None:
+            seen &= positions >= batch.seq_lens[:, None] - self.sliding_windows[layer_id]
+        slots = torch.where(seen, batch.req_to_token[batch.rows], 0).long()
+        group = self.num_heads // self.num_kv_heads
+        keys = self.kv_pool.k_buffer[layer_id][slots].repeat_interleave(group, 2).transpose(1, 2)
+        values = self.kv_pool.v_buffer[layer_id][slots].repeat_interleave(group, 2).transpose(1, 2)
+        scores = (q[:, :, None] @ keys.transpose(2, 3)).squeeze(2) * self.scale
+        weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+        return (weights[:, :, None] @ values).flatten(1)
+
+
+def use_fake(monkeypatch, accelerator: FakeAccelerator, attention: type | None = RecordableAttention) -> None:
+    """Runners made from now on believe that they are on this accelerator."""
+    target = "tercet.model_executor.model_runner."
+    monkeypatch.setattr(target + "make_accelerator", lambda device: accelerator)
+    # A GPU has no oneDNN; weights that are packed for it cannot be told apart on a tape.
+    monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False, raising=False)
+    if attention is not None:
+        monkeypatch.setattr(target + "create_attention_backend", lambda name, config, pool: attention(config, pool))
