@@ -1,0 +1,238 @@
+"""Attention kernels over the shapes that serving has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..model_executor.kernels.decode_attention import decode_attention, decode_attention_ref
+from ..model_executor.kernels.extend_attention import extend_attention, extend_attention_ref
+from ..model_executor.kernels.tuning import arch_of, decode_tile, extend_tile
+from ..model_executor.kernels.work_map import query_tile_map, split_map
+from .kernel_case import Case, CaseMaker, num_sets, poisoned, relative_error
+from .limits import causal_pairs
+from .timing import Call
+
+_FP8_SCALE = 0.02
+# Tokens of each request, and how many of them are new: across tiles and splits, with prefix and without.
+_CHECK_LENS, _CHECK_NEW = (1, 17, 300, 513), (1, 17, 44, 200)
+_CHECK_LENS_CPU, _CHECK_NEW_CPU = (1, 17, 44), (1, 17, 20)
+"""for the interpreter, whose tiles are small too"""
+_GPU_BACKENDS = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of one model. `dtype`: of queries; `fp8`: whether K and V are stored as float8_e4m3fn."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    fp8: bool = False
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.fp8 else self.dtype
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
+
+    @property
+    def query_bytes(self) -> int:
+        """of one token's queries; its output is as large"""
+        return self.num_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def label(self) -> str:
+        kv = " fp8 KV" if self.fp8 else ""
+        return f"{self.name} {self.num_heads}/{self.num_kv_heads}x{self.head_dim}{kv}"
+
+
+class _Pool:
+    """Requests of these lengths with random keys and values, each in slots of its own, one after the other."""
+
+    def __init__(self, heads: Heads, lens: Sequence[int]) -> None:
+        self.heads = heads
+        device = heads.device
+        shape = (1 + sum(lens), heads.num_kv_heads, heads.head_dim)
+        self.k, self.v = (torch.randn(shape, dtype=heads.dtype, device=device) for _ in range(2))
+        self.scales: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0}
+        if heads.fp8:
+            self.scales = {"k_scale": _FP8_SCALE, "v_scale": _FP8_SCALE}
+            self.k, self.v = ((x / _FP8_SCALE).clamp(-448, 448).to(heads.kv_dtype) for x in (self.k, self.v))
+        self.table = torch.zeros(len(lens) + 1, max(lens), dtype=torch.int32, device=device)
+        start = 1
+        for row, length in enumerate(lens, 1):
+            self.table[row, :length] = torch.arange(start, start + length, device=device)
+            start += length
+        self.rows = torch.arange(1, len(lens) + 1, device=device)
+        self.lens = torch.tensor(lens, device=device)
+
+    def queries(self, num_tokens: int) -> torch.Tensor:
+        heads = self.heads
+        return torch.randn(num_tokens, heads.num_heads, heads.head_dim, dtype=heads.dtype, device=heads.device)
+
+    def doubles(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, K, V and table for the twin, in float64 on the CPU."""
+        return q.double().cpu(), self.k.double().cpu(), self.v.double().cpu(), self.table.cpu()
+
+
+# Decode
+
+
+def decode_cases(heads: Heads, batch_by_context: Sequence[tuple[int, int]]) -> list[CaseMaker]:
+    return [
+        CaseMaker(
+            "decode attention",
+            f"{heads.label}, {batch} x {context}",
+            partial(_decode_case, heads, batch, context),
+            partial(_check_decode, heads),
+        )
+        for batch, context in batch_by_context
+    ]
+
+
+def _decode_call(pool: _Pool, rows: slice, q: torch.Tensor, out: torch.Tensor, lens: Sequence[int]) -> Call:
+    """`rows`: which of the pool's requests; `lens`: theirs."""
+    heads = pool.heads
+    tile = decode_tile(arch_of(heads.device), heads.head_dim)
+    capacity = sum(-(-length // tile.split) for length in lens)
+    seq_lens, table_rows = pool.lens[rows], pool.rows[rows]
+    work = split_map(seq_lens, tile.split, capacity)
+    return lambda: decode_attention(
+        q, pool.k, pool.v, pool.table, table_rows, seq_lens, work, out,
+        sm_scale=heads.head_dim**-0.5, tile=tile, **pool.scales,
+    )  # fmt: skip
+
+
+def _decode_case(heads: Heads, batch: int, context: int) -> Case:
+    num_bytes = batch * (context * heads.kv_bytes_per_token + 2 * heads.query_bytes)
+    sets = num_sets(num_bytes, heads.device)
+    pool = _Pool(heads, [context] * (batch * sets))
+    calls, rivals = [], []
+    for i in range(sets):
+        q = pool.queries(batch)
+        rows = slice(i * batch, (i + 1) * batch)
+        calls.append(_decode_call(pool, rows, q, torch.empty_like(q), [context] * batch))
+        if not heads.fp8:
+            span = slice(1 + rows.start * context, 1 + rows.stop * context)
+            shape = (batch, context, heads.num_kv_heads, heads.head_dim)
+            k, v = (x[span].view(shape).transpose(1, 2) for x in (pool.k, pool.v))
+            rivals.append(partial(_sdpa, q[:, :, None], k, v))
+    return Case(
+        num_bytes=num_bytes,
+        flops=4 * batch * context * heads.num_heads * heads.head_dim,
+        calls=calls,
+        rivals=_by_backend(rivals, heads.device),
+    )
+
+
+def _check_decode(heads: Heads) -> float:
+    check_lens = _CHECK_LENS_CPU if heads.device.type == "cpu" else _CHECK_LENS
+    pool = _Pool(heads, check_lens)
+    q = pool.queries(len(check_lens))
+    out = poisoned(q.shape, heads.dtype, heads.device)
+    _decode_call(pool, slice(None), q, out, check_lens)()
+    rows, lens = pool.rows.cpu(), pool.lens.cpu()
+    return relative_error(
+        out, decode_attention_ref(*pool.doubles(q), rows, lens, sm_scale=heads.head_dim**-0.5, **pool.scales)
+    )
+
+
+# Extend
+
+
+def extend_cases(heads: Heads, shapes: Sequence[tuple[int, int, int]]) -> list[CaseMaker]:
+    """shapes: (requests, cached prefix of each, new tokens of each)."""
+    return [
+        CaseMaker(
+            "extend attention",
+            f"{heads.label}, {requests} x {new} new" + (f" after {prefix}" if prefix else ""),
+            partial(_extend_case, heads, requests, prefix, new),
+            partial(_check_extend, heads),
+        )
+        for requests, prefix, new in shapes
+    ]
+
+
+def _extend_call(pool: _Pool, new: Sequence[int], q: torch.Tensor, out: torch.Tensor) -> Call:
+    heads = pool.heads
+    tile = extend_tile(arch_of(heads.device), heads.head_dim, heads.fp8)
+    new_lens = torch.tensor(new, device=heads.device)
+    starts = F.pad(new_lens.cumsum(0), (1, 0))
+    work = query_tile_map(starts, heads.num_heads // heads.num_kv_heads, tile.block_m, q.shape[0])
+    prefix_lens = pool.lens - new_lens
+    return lambda: extend_attention(
+        q, pool.k, pool.v, pool.table, pool.rows, starts, prefix_lens, work, out,
+        sm_scale=heads.head_dim**-0.5, tile=tile, **pool.scales,
+    )  # fmt: skip
+
+
+def _extend_case(heads: Heads, requests: int, prefix: int, new: int) -> Case:
+    pool = _Pool(heads, [prefix + new] * requests)
+    q = pool.queries(requests * new)
+    rivals: list[Callable[[], object]] = []
+    if prefix == 0 and not heads.fp8:
+        k, v = (x[1:].view(requests, new, *x.shape[1:]).transpose(1, 2) for x in (pool.k, pool.v))
+        rivals.append(partial(_sdpa, q.view(requests, new, *q.shape[1:]).transpose(1, 2), k, v, is_causal=True))
+    pairs = causal_pairs(prefix + new, prefix)
+    return Case(
+        num_bytes=requests * ((prefix + new) * heads.kv_bytes_per_token + 2 * new * heads.query_bytes),
+        flops=4 * requests * pairs * heads.num_heads * heads.head_dim,
+        calls=[_extend_call(pool, [new] * requests, q, torch.empty_like(q))],
+        rivals=_by_backend(rivals, heads.device),
+    )
+
+
+def _check_extend(heads: Heads) -> float:
+    on_cpu = heads.device.type == "cpu"
+    check_lens, check_new = (_CHECK_LENS_CPU, _CHECK_NEW_CPU) if on_cpu else (_CHECK_LENS, _CHECK_NEW)
+    pool = _Pool(heads, check_lens)
+    q = pool.queries(sum(check_new))
+    out = poisoned(q.shape, heads.dtype, heads.device)
+    _extend_call(pool, check_new, q, out)()
+    new = torch.tensor(check_new)
+    starts = F.pad(new.cumsum(0), (1, 0))
+    reference = extend_attention_ref(
+        *pool.doubles(q), pool.rows.cpu(), starts, pool.lens.cpu() - new, sm_scale=heads.head_dim**-0.5, **pool.scales
+    )
+    assert check_new[0] == 1
+    several = slice(1, None)  # a request of one new token is the decode kernel's
+    return relative_error(out[several], reference[several])
+
+
+# torch's own
+
+
+def _sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, backend: SDPBackend | None = None, is_causal: bool = False
+) -> torch.Tensor:
+    """q: [B, heads, new, D]; k, v: [B, kv heads, length, D], dense already: the gathering is not part of it."""
+    if backend is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+
+
+def _by_backend(calls: Sequence[Callable[..., object]], device: torch.device) -> dict[str, Sequence[Call]]:
+    if not calls:
+        return {}
+    if device.type != "cuda":
+        return {"SDPA": calls}
+    return {
+        f"SDPA {name}": [partial(call, backend=backend) for call in calls] for name, backend in _GPU_BACKENDS.items()
+    }

@@ -1,0 +1,175 @@
+"""How many tokens a second the whole engine makes of many requests that come at once.
+
+    python -m tercet.benchmarks.bench_offline_throughput --model-path qwen3-0.6b --num-prompts 256
+    python -m tercet.benchmarks.bench_offline_throughput --model-path llama-3.1-8b --num-prompts 32 \\
+        --input-len 32 --output-len 8192 --compare transformers
+
+The engine's three processes, driven by `tercet.Engine`, greedily, on random token ids. A peer gets the same ids in the
+same run, in alternating order. The first run of each side is a warm-up, outside the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from ..model_executor.dtypes import resolve_dtype
+from ..model_executor.model_runner import resolve_device
+from ..model_executor.weights import checkpoint_dtype
+from ..srt.entrypoints.engine import Engine
+from ..srt.model_config import load_model_config
+from ..srt.server_args import ServerArgs
+from .ceilings import measure_ceilings
+from .engine_args import add_engine_arguments, engine_args
+from .limits import ModelCost, workload_s
+from .offline_workloads import Span, random_requests
+from .presets import model_name
+from .results import Result, add_results_arguments, finish, number, percent
+from .rounds import Round, Side, TercetSide, in_turns, median_seconds, warmups
+from .workloads import Request
+
+_FRACTION_BESIDE_PEER = 0.45
+"""of a GPU's memory, where a peer's model and cache have to fit too"""
+
+T = TypeVar("T")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    server_args = engine_args(parser, args)
+    config = load_model_config(server_args.model_path, server_args.load_format)
+    name = model_name(server_args.model_path)
+    try:
+        device = resolve_device(server_args.device)
+        dtype = resolve_dtype(server_args.dtype, checkpoint_dtype(config), device)
+        requests = random_requests(args.num_prompts, args.input_len, args.output_len, args.seed, config.vocab_size)
+    except ValueError as error:
+        parser.error(str(error))
+    title = f"{args.num_prompts} requests at once: {name}"
+    result = Result(f"offline-{name}-{args.num_prompts}x{args.output_len.high}", title, parser.prog, argv, device)
+    result.ceilings = measure_ceilings(device, dtype, small=args.small_ceilings)
+    least = workload_s(
+        ModelCost.of(config, dtype.itemsize),
+        [one.prompt_len for one in requests],
+        [one.output_len for one in requests],
+        result.ceilings,
+    )
+    if args.compare and device.type == "cuda" and server_args.mem_fraction_static is None:
+        server_args = dataclasses.replace(server_args, mem_fraction_static=_FRACTION_BESIDE_PEER)
+    try:
+        rounds, notes = _run(args, server_args, requests, device, dtype)
+    except ValueError as error:
+        parser.error(str(error))
+    _report(result, name, requests, rounds, least, notes)
+    result.values.update(dtype=str(dtype).removeprefix("torch."), seed=args.seed, compared=args.compare)
+    finish(result, args)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tercet.benchmarks.bench_offline_throughput",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--num-prompts", type=_positive, default=256, help="requests (default: 256)")
+    parser.add_argument("--input-len", type=Span.parse, default=Span(100, 1024), help="N or A-B (default: 100-1024)")
+    parser.add_argument("--output-len", type=Span.parse, default=Span(100, 1024), help="N or A-B (default: 100-1024)")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests (default: 0)")
+    parser.add_argument("--rounds", type=_positive, default=1, help="rounds; the median counts (default: 1)")
+    parser.add_argument("--compare", choices=("transformers",), help="a peer that gets the same requests")
+    parser.add_argument("--small-ceilings", action="store_true", help="measure ceilings with sizes that prove nothing")
+    add_results_arguments(parser)
+    add_engine_arguments(parser)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _run(
+    args: argparse.Namespace,
+    server_args: ServerArgs,
+    requests: Sequence[Request],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[dict[str, list[Round]], list[str]]:
+    """Rounds by side, and what has to be said about them."""
+    notes = []
+    with contextlib.ExitStack() as stack:
+        engine, seconds = _timed(lambda: stack.enter_context(Engine(server_args=server_args)))
+        notes.append(f"Tercet was ready after {number(seconds)} s.")
+        sides: dict[str, Side] = {"Tercet": TercetSide(engine)}
+        if args.compare == "transformers":
+            # Imported here: it takes seconds, and most runs do not need it.
+            from .transformers_peer import TransformersSide
+
+            peer, seconds = _timed(lambda: TransformersSide(server_args.model_path, device, dtype, requests))
+            stack.callback(peer.close)
+            notes.append(f"transformers was ready after {number(seconds)} s, attention {peer.attention!r}.")
+            sides["transformers"] = peer
+        for side in sides.values():
+            side.run(warmups(requests))
+        return in_turns(sides, requests, args.rounds), notes
+
+
+def _timed(make: Callable[[], T]) -> tuple[T, float]:
+    start = time.perf_counter()
+    return make(), time.perf_counter() - start
+
+
+def _report(
+    result: Result,
+    name: str,
+    requests: Sequence[Request],
+    rounds: dict[str, list[Round]],
+    least: float,
+    notes: Sequence[str],
+) -> None:
+    num_in, num_out = sum(one.prompt_len for one in requests), sum(one.output_len for one in requests)
+    title = f"{name}: {len(requests)} requests, {num_in:,} tokens in, {num_out:,} out"
+    table = result.table(title, ["engine", "s", "output tok/s", "all tok/s", "requests/s", "of the limit", "x Tercet"])
+    ours = median_seconds(rounds["Tercet"])
+    for side, done in rounds.items():
+        seconds = median_seconds(done)
+        table.row(
+            side,
+            number(seconds),
+            number(num_out / seconds),
+            number((num_in + num_out) / seconds),
+            number(len(requests) / seconds),
+            percent(least / seconds),
+            number(ours / seconds),
+        )
+    table.row("limit", number(least), number(num_out / least), number((num_in + num_out) / least), "-", "100 %", "-")
+    table.notes.append(f"{len(rounds['Tercet'])} rounds, medians. {' '.join(notes)}")
+    retractions = sum(one.num_retractions for one in rounds["Tercet"])
+    if retractions:
+        table.notes.append(f"Tercet retracted requests {retractions} times: its KV pool was too small for all of them.")
+    result.values.update(
+        model=name,
+        num_prompts=len(requests),
+        input_tokens=num_in,
+        output_tokens=num_out,
+        limit_s=least,
+        output_tok_s=num_out / ours,
+        seconds={side: [one.seconds for one in done] for side, done in rounds.items()},
+        num_retractions=retractions,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

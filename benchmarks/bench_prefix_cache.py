@@ -1,0 +1,135 @@
+"""What the prefix cache is worth: groups of prompts that begin alike, with the cache and without.
+
+    python -m tercet.benchmarks.bench_prefix_cache --model-path qwen3-0.6b --num-groups 32 --prompts-per-group 8
+
+Two engines in turns in the same run; each round starts with an empty cache. All requests come at once, shuffled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from ..model_executor.model_runner import resolve_device
+from ..srt.entrypoints.engine import Engine
+from ..srt.model_config import load_model_config
+from ..srt.server_args import ServerArgs
+from .engine_args import add_engine_arguments, engine_args
+from .offline_workloads import shared_prefix_requests
+from .presets import model_name
+from .results import Result, add_results_arguments, finish, number, percent
+from .rounds import Round, Side, TercetSide, in_turns, median_seconds, warmups
+from .workloads import Request
+
+_ON, _OFF = "with the cache", "without"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    server_args = engine_args(parser, args)
+    if server_args.disable_radix_cache:
+        parser.error("--disable-radix-cache is what is compared here: leave it out")
+    config = load_model_config(server_args.model_path, server_args.load_format)
+    name = model_name(server_args.model_path)
+    requests = shared_prefix_requests(
+        args.num_groups,
+        args.prompts_per_group,
+        args.shared_len,
+        args.own_len,
+        args.output_len,
+        args.seed,
+        config.vocab_size,
+    )
+    if server_args.max_total_tokens is None:
+        # Both engines are alive at once, so neither may take all the memory; this is room for every request.
+        page = server_args.page_size
+        needed = sum(-(-(one.prompt_len + one.output_len) // page) * page for one in requests)
+        server_args = dataclasses.replace(server_args, max_total_tokens=needed + page)
+    try:
+        result = Result(
+            f"prefix-cache-{name}", f"Prefix cache: {name}", parser.prog, argv, resolve_device(server_args.device)
+        )
+        rounds = _run(server_args, requests, args.rounds)
+    except ValueError as error:
+        parser.error(str(error))
+    _report(result, args, name, requests, rounds)
+    finish(result, args)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tercet.benchmarks.bench_prefix_cache",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--num-groups", type=int, default=32, help="prompts that begin alike form one (default: 32)")
+    parser.add_argument("--prompts-per-group", type=int, default=8, help="(default: 8)")
+    parser.add_argument("--shared-len", type=int, default=896, help="tokens that a group shares (default: 896)")
+    parser.add_argument("--own-len", type=int, default=128, help="tokens of each prompt after them (default: 128)")
+    parser.add_argument("--output-len", type=int, default=64, help="tokens of each answer (default: 64)")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests (default: 0)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; the median counts (default: 3)")
+    add_results_arguments(parser)
+    add_engine_arguments(parser)
+    return parser
+
+
+def _run(server_args: ServerArgs, requests: Sequence[Request], num_rounds: int) -> dict[str, list[Round]]:
+    with contextlib.ExitStack() as stack:
+        sides: dict[str, Side] = {}
+        for name, disabled in ((_ON, False), (_OFF, True)):
+            settings = dataclasses.replace(server_args, disable_radix_cache=disabled)
+            sides[name] = TercetSide(stack.enter_context(Engine(server_args=settings)))
+            sides[name].run(warmups(requests))
+        return in_turns(sides, requests, num_rounds)
+
+
+def _report(
+    result: Result, args: argparse.Namespace, name: str, requests: Sequence[Request], rounds: dict[str, list[Round]]
+) -> None:
+    num_in, num_out = sum(one.prompt_len for one in requests), sum(one.output_len for one in requests)
+    best = (args.prompts_per_group - 1) * args.shared_len / (args.prompts_per_group * (args.shared_len + args.own_len))
+    title = (
+        f"{name}: {args.num_groups} groups of {args.prompts_per_group}, {args.shared_len} shared + {args.own_len} own "
+        f"tokens in, {args.output_len} out"
+    )
+    table = result.table(title, ["engine", "s", "output tok/s", "prompt tok/s", "hit rate", "speed-up"])
+    without = median_seconds(rounds[_OFF])
+    hit_rates = {}
+    for side, done in rounds.items():
+        seconds = median_seconds(done)
+        hit_rates[side] = sum(one.cached_tokens for one in done) / (num_in * len(done))
+        table.row(
+            side,
+            number(seconds),
+            number(num_out / seconds),
+            number(num_in / seconds),
+            percent(hit_rates[side]),
+            number(without / seconds),
+        )
+    same = sum(a == b for a, b in zip(rounds[_ON][0].output_ids, rounds[_OFF][0].output_ids, strict=True))
+    table.notes.append(
+        f"At best {percent(best)} of the prompt tokens can be found in the cache. "
+        f"{same} of {len(requests)} answers are the same with the cache and without. {args.rounds} rounds, medians."
+    )
+    result.values.update(
+        model=name,
+        num_prompts=len(requests),
+        input_tokens=num_in,
+        output_tokens=num_out,
+        hit_rate=hit_rates[_ON],
+        best_hit_rate=best,
+        speed_up=without / median_seconds(rounds[_ON]),
+        same_answers=same,
+        seconds={side: [one.seconds for one in done] for side, done in rounds.items()},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
