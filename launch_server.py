@@ -1,8 +1,9 @@
-"""The command line: `tercet serve`, `tercet chat`, and `python -m tercet.launch_server` for the first of them."""
+"""The command line: `tercet serve`, `tercet chat`, `tercet bench`; `python -m tercet.launch_server` is the first."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,9 @@ from .srt.server_args import ServerArgs
 
 _SERVE = "Serve a model over HTTP: OpenAI's endpoints and SGLang's /generate."
 _CHAT = "Talk to a running server, or to a model right here."
+_BENCH = "Measure a running server, or the engine right here."
+_BENCHMARKS = {"serving": "bench_serving", "one-batch": "bench_one_batch"}
+"""What comes after `tercet bench`, and the module in benchmarks/ whose `main` it is."""
 _MODEL = (
     f"Hugging Face directory or .gguf file; without one: {DEFAULT_MODEL_NAME}, if it is installed ({HOW_TO_GET_IT})"
 )
@@ -27,8 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_serve_arguments(serve)
     chat = commands.add_parser("chat", help=_CHAT, description=_CHAT)
     _add_chat_arguments(chat)
+    bench = commands.add_parser("bench", help=_BENCH, description=_BENCH)
+    bench.add_argument("benchmark", choices=_BENCHMARKS, help="its own --help lists its flags")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="go to the benchmark")
     namespace = parser.parse_args(argv)
     try:
+        if namespace.command == "bench":
+            return _bench(namespace.benchmark, namespace.arguments)
         return _chat(namespace) if namespace.command == "chat" else _serve(serve, namespace)
     except KeyboardInterrupt:
         return 130
@@ -100,6 +109,13 @@ def _chat(namespace: argparse.Namespace) -> int:
         temperature=namespace.temperature,
         max_tokens=namespace.max_tokens,
     )
+
+
+def _bench(name: str, arguments: Sequence[str]) -> int:
+    # By name: benchmarks stand above everything, and nothing imports them.
+    module = importlib.import_module(f".benchmarks.{_BENCHMARKS[name]}", __package__)
+    exit_code: int = module.main(arguments)
+    return exit_code
 
 
 if __name__ == "__main__":

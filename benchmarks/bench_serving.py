@@ -29,9 +29,9 @@ from .backends import BACKENDS, Dialect, Output, Wish, error_text
 from .http_client import HttpClient, HttpError
 from .metrics import Measured, measure
 from .provenance import command_line, provenance
+from .recorded_workloads import custom, first_questions, mooncake, sharegpt
 from .report import json_line, table
 from .serving_args import DATASET_FLAGS, parse
-from .traces import custom, first_questions, mooncake, sharegpt
 from .traffic import drive
 from .workloads import PromptMaker, Request, Stream, random_stream
 
@@ -43,15 +43,15 @@ class BenchError(Exception):
     """There is nothing to measure; the message says why."""
 
 
-def main(argv: Sequence[str] | None = None, program: str = _PROGRAM) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; the exit code: 0 when every request succeeded, 1 when one failed or nothing could be
     measured or written, 130 when interrupted."""
-    options = parse(program, argv)
+    options = parse(_PROGRAM, argv)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             run = runner.run(_run(options))
         result = {**_settings(options, run.wish), **run.measured.figures, "server_info": run.server_info}
-        result.update(provenance(command_line(program, argv)))
+        result.update(provenance(command_line(_PROGRAM, argv)))
         sys.stdout.write(table(result))
         if options.output_file is not None:
             details = _details(run) if options.output_details else {}
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None, program: str = _PROGRAM) -> int:
         _plot(options, run.measured)
         sys.stdout.write(json_line(result))
     except (BenchError, HttpError, ValueError, OSError) as error:
-        sys.stderr.write(f"{program}: {error}\n")
+        sys.stderr.write(f"{_PROGRAM}: {error}\n")
         return 1
     except KeyboardInterrupt:
         return 130

@@ -44,8 +44,6 @@ STARTS_PROCESSES = "srt.entrypoints.processes"
 MOST_LINES = 400
 
 IMPORT_NAMES = {"pyyaml": "yaml", "pyzmq": "zmq"}
-IMPORTED_BY_OTHERS = {"httptools"}
-"""Declared for a library that takes it if it is there: uvicorn's parser."""
 
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNPICKLING_METHODS = {"recv_pyobj", "send_pyobj", "recv_serialized"}
@@ -201,7 +199,7 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
         if not item.internal and item.target.split(".")[0] not in sys.stdlib_module_names
     }
     assert {name: where for name, where in imported.items() if name not in declared} == {}
-    assert declared - set(imported) == IMPORTED_BY_OTHERS
+    assert declared - set(imported) == set()
 
 
 def test_constraints_are_exact_and_cover_what_is_declared() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from bench_tokenizers import bytes_only, merging
 
-from tercet.benchmarks.traces import MOONCAKE_BLOCK, custom, first_questions, mooncake, sharegpt
+from tercet.benchmarks.recorded_workloads import MOONCAKE_BLOCK, custom, first_questions, mooncake, sharegpt
 from tercet.benchmarks.workloads import PromptMaker
 
 TEXTS = PromptMaker(bytes_only(), as_ids=False)
