@@ -2,7 +2,9 @@
 
 Triton reads the variable when it is imported and when a kernel is defined, so one process can either interpret or
 compile. A conftest.py hands its folder's files to `InterpretedFile`; the process that it starts collects as usual.
-To work on one test: TRITON_INTERPRET=1 python -m pytest FILE -k NAME
+
+One test by itself:           TRITON_INTERPRET=1 python -m pytest FILE -k NAME
+2000 cases in every test:     KERNEL_CASES=2000 python -m pytest --timeout=0 tests/model_executor/kernels
 """
 
 from __future__ import annotations
@@ -21,19 +23,17 @@ import pytest
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def examples(usual: int) -> int:
+    """How many cases a test draws: `usual`, or what the environment asks for."""
+    return int(os.environ.get("KERNEL_CASES", usual))
+
+
 class InterpretedRun(pytest.Item):
     def runtest(self) -> None:
+        # No time limit in there: this process has one, and kills that one at it.
+        options = ["-q", "-p", "no:cacheprovider", "--timeout=0", f"--rootdir={self.config.rootpath}"]
         ran = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                f"--rootdir={self.config.rootpath}",
-                self.path,
-            ],
+            [sys.executable, "-m", "pytest", *options, self.path],
             env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
             cwd=self.config.rootpath,
             capture_output=True,

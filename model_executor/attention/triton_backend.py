@@ -54,7 +54,7 @@ class TritonAttentionBackend(AttentionBackend):
     def plan(self, batch: ForwardBatch) -> None:
         """Numbers the units of work on the device; the host's copy of the lengths only sizes the buffers."""
         if batch.mode is ForwardMode.DECODE:
-            self._plan = self.plan_decode(batch.seq_lens, self.num_splits(batch.seq_lens_host))
+            self.plan_decode(batch.seq_lens, self.num_splits(batch.seq_lens_host))
             return
         assert batch.extend_start_loc is not None and batch.extend_lens_host is not None
         single = batch.extend_lens_host == 1
@@ -68,9 +68,13 @@ class TritonAttentionBackend(AttentionBackend):
             extend = query_tile_map(batch.extend_start_loc, group, self._extend_tile.block_m, num_tokens)
         self._plan = _Plan(decode, extend, batch.extend_start_loc[:-1])
 
-    def plan_decode(self, seq_lens: torch.Tensor, capacity: int) -> _Plan:
-        """A decode step with room for `capacity` units of work."""
-        return _Plan(split_map(seq_lens, self._decode_tile.split, capacity), None, None)
+    def plan_decode(self, seq_lens: torch.Tensor, capacity: int) -> None:
+        """`plan` for a decode step with room for `capacity` units of work, whatever the lengths will be.
+
+        For a CUDA graph: captured, this and `forward` follow the contents of seq_lens (int64 [B]) at every replay. The
+        host has to see that `num_splits` of the step's lengths is at most `capacity`, and not replay otherwise.
+        """
+        self._plan = _Plan(split_map(seq_lens, self._decode_tile.split, capacity), None, None)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ForwardBatch

@@ -65,7 +65,7 @@ _DECODE = {
 _EXTEND = {
     "sm_80": {
         64: ExtendTile(128, 64, 8, 5),
-        128: ExtendTile(128, 32, 8, 5),
+        128: ExtendTile(128, 32, 8, 7),
         256: ExtendTile(64, 32, 8, 5),
     },
     "sm_90": {
@@ -83,7 +83,8 @@ _EXTEND = {
 # Decoding fp8 takes registers: where the tile above would spill with it, a smaller one.
 _EXTEND_FP8 = {
     ("sm_80", 128): ExtendTile(64, 64, 8, 5),
-    ("sm_90", 256): ExtendTile(64, 64, 8, 5),
+    ("sm_80", 256): ExtendTile(32, 32, 4, 3),
+    ("sm_90", 256): ExtendTile(32, 32, 4, 3),
 }
 _MAX_HEAD_DIM = 256
 

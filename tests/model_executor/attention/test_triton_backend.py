@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton_interpreter import examples
 
 from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 from tercet.model_executor.attention.base import AttentionBackend
@@ -76,7 +77,7 @@ def pool(dtype: torch.dtype) -> MHATokenToKVPool:
     return MHATokenToKVPool(NUM_SLOTS, 1, 2, 2, 16, dtype, "cpu")
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     seed=st.integers(0, 2**31),
     group=st.sampled_from([1, 3, 4]),

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 from triton_interpreter import INTERPRETING, InterpretedFile, let_scalars_be_indices
 
 COMPILES = "test_compile_"
 """Files of this name compile kernels and cannot run where they are interpreted."""
-
-# Cases drawn per test: KERNEL_CASES=2000 python -m pytest tests/model_executor/kernels draws 2000 for every one.
-if "KERNEL_CASES" in os.environ:
-    settings.register_profile("many", settings.get_profile("tercet"), max_examples=int(os.environ["KERNEL_CASES"]))
-    settings.load_profile("many")
 
 if INTERPRETING:
     let_scalars_be_indices()

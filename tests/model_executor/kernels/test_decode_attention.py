@@ -6,6 +6,7 @@ import torch
 from attention_cases import Case, Problem, assert_close, build, cases, poisoned
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from triton_interpreter import examples
 
 from tercet.model_executor.kernels.decode_attention import decode_attention, decode_attention_ref
 from tercet.model_executor.kernels.tuning import DecodeTile
@@ -38,7 +39,7 @@ def expected(p: Problem) -> torch.Tensor:
     )  # fmt: skip
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(case=cases(), tile=st.sampled_from(TILES))
 @example(case=PLAIN, tile=TILES[0])
 @example(case=dataclasses.replace(PLAIN, lens=(1,)), tile=TILES[0])
@@ -50,7 +51,7 @@ def test_agrees_with_the_float64_twin(case: Case, tile: DecodeTile) -> None:
     assert_close(run(problem, tile), expected(problem))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(case=cases(max_len=60, max_requests=4), tile=st.sampled_from(TILES), data=st.data())
 def test_a_request_does_not_depend_on_the_batch(case: Case, tile: DecodeTile, data: st.DataObject) -> None:
     problem = build(case)

@@ -6,7 +6,7 @@ import torch
 from attention_cases import Case, Problem, assert_close, build, cases, poisoned
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from triton_interpreter import dots_by_rows
+from triton_interpreter import dots_by_rows, examples
 
 from tercet.model_executor.kernels.decode_attention import decode_attention
 from tercet.model_executor.kernels.extend_attention import extend_attention, extend_attention_ref
@@ -46,7 +46,7 @@ def expected(p: Problem) -> torch.Tensor:
     )  # fmt: skip
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(case=cases(max_len=60), tile=st.sampled_from(TILES))
 @example(case=PLAIN, tile=TILES[0])
 @example(case=dataclasses.replace(PLAIN, lens=(2,), extend_lens=(2,)), tile=TILES[0])
@@ -57,7 +57,7 @@ def test_agrees_with_the_float64_twin(case: Case, tile: ExtendTile) -> None:
     assert_close(run(problem, tile), expected(problem))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(case=cases(max_len=50, max_requests=4), tile=st.sampled_from(TILES), data=st.data())
 def test_a_request_does_not_depend_on_the_batch(case: Case, tile: ExtendTile, data: st.DataObject) -> None:
     problem = build(case)
@@ -72,7 +72,7 @@ def test_a_request_does_not_depend_on_the_batch(case: Case, tile: ExtendTile, da
     assert torch.equal(out, torch.cat([everyone[i] for i in pick]))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(case=cases(max_len=60, max_requests=1), tile=st.sampled_from(TILES), cut=st.integers(2, 58))
 def test_a_token_does_not_depend_on_the_chunk(case: Case, tile: ExtendTile, cut: int) -> None:
     length = case.lens[0]

@@ -3,11 +3,12 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton_interpreter import examples
 
 from tercet.model_executor.kernels.logprobs import logprobs, logprobs_ref
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     seed=st.integers(0, 2**31),
     n=st.integers(0, 4),

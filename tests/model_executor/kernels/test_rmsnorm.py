@@ -4,11 +4,12 @@ import torch
 from attention_cases import TOLERANCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton_interpreter import examples
 
 from tercet.model_executor.kernels.rmsnorm import rmsnorm, rmsnorm_ref
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     seed=st.integers(0, 2**31),
     num_tokens=st.integers(0, 5),

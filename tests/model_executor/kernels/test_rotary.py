@@ -4,6 +4,7 @@ import torch
 from attention_cases import TOLERANCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton_interpreter import examples
 
 from tercet.model_executor.kernels.rotary import rotary, rotary_ref
 from tercet.model_executor.kernels.store_kv import store_kv
@@ -11,7 +12,7 @@ from tercet.model_executor.layers.rotary import RotaryEmbedding, rotate
 from tercet.srt.rope_config import RopeConfig
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(
     seed=st.integers(0, 2**31),
     num_tokens=st.integers(1, 4),

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton_interpreter import examples
 
 from tercet.model_executor.kernels.sampling import sample_open, sample_ranked, sample_ref
 
@@ -51,14 +52,14 @@ class Rows:
 KINDS = st.sampled_from(["random", "ties", "flat", "banned", "bf16"])
 
 
-@settings(max_examples=45)
+@settings(max_examples=examples(45))
 @given(seed=st.integers(0, 2**31), vocab=st.integers(1, 300), kind=KINDS, candidates=st.sampled_from([8, 64, 4096]))
 def test_the_ranked_draw_is_the_sorting_twins(seed: int, vocab: int, kind: str, candidates: int) -> None:
     rows = Rows(seed, 2, vocab, kind)
     assert torch.equal(rows.ranked(num_candidates=candidates), rows.expected(ranked=True))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(seed=st.integers(0, 2**31), vocab=st.integers(1, 5000), kind=KINDS)
 def test_the_open_draw_is_the_twins(seed: int, vocab: int, kind: str) -> None:
     rows = Rows(seed, 2, vocab, kind)

@@ -3,11 +3,12 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton_interpreter import examples
 
 from tercet.model_executor.kernels.store_kv import store_kv, store_kv_ref
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     seed=st.integers(0, 2**31),
     num_tokens=st.integers(1, 9),

@@ -3,11 +3,12 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton_interpreter import examples
 
 from tercet.model_executor.kernels.work_map import query_tile_map, query_tile_map_ref, split_map, split_map_ref
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     lens=st.lists(st.tuples(st.integers(0, 700), st.integers(1, 40)), min_size=1, max_size=40),
     split=st.sampled_from([16, 32, 256]),
@@ -24,7 +25,7 @@ def test_splits_are_the_twins(lens, split, mixed, dtype, room) -> None:
     assert torch.equal(work.starts, reference.starts) and torch.equal(work.rows[:total], reference.rows)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     new=st.lists(st.integers(0, 100), min_size=1, max_size=40),
     group=st.integers(1, 9),
