@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             run = runner.run(_run(options))
-        result = {**_settings(options, run.wish), **run.measured.figures, "server_info": run.server_info}
-        result.update(provenance(command_line(_PROGRAM, argv)))
+        result = {**_settings(options, run.wish), **run.measured.figures, "client_cpu_seconds": run.client_cpu_s}
+        result.update(server_info=run.server_info, **provenance(command_line(_PROGRAM, argv)))
         sys.stdout.write(table(result))
         if options.output_file is not None:
             details = _details(run) if options.output_details else {}
@@ -67,9 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if result["failed"] else 0
 
 
-def make_requests(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Request]:
+def make_requests(options: argparse.Namespace, maker: PromptMaker) -> list[Request]:
     """The dataset that the options name. Raises ValueError."""
-    maker = PromptMaker(tokenizer, options.tokenize_prompt)
     count, path, seed = options.num_prompts, options.dataset_path, options.seed
     sizes = options.random_input_len, options.random_output_len, options.random_range_ratio
     match options.dataset_name:
@@ -113,6 +112,8 @@ class _Run:
     requests: list[Request]
     outputs: list[Output]
     measured: Measured
+    client_cpu_s: float
+    """What this client took from a server on the same cores, while requests were under way."""
     server_info: dict[str, Any] | None
 
 
@@ -123,7 +124,8 @@ async def _run(options: argparse.Namespace) -> _Run:
         await _wait_until_ready(client, options.ready_check_timeout_sec)
         server = await _ask_server(client)
         tokenizer = _tokenizer(options, server)
-        requests = make_requests(options, tokenizer)
+        maker = PromptMaker(tokenizer, options.tokenize_prompt)
+        requests = make_requests(options, maker)
         wish = Wish(
             model=options.served_model_name or options.model or server.model or "default",
             stream=not options.disable_stream,
@@ -138,19 +140,21 @@ async def _run(options: argparse.Namespace) -> _Run:
         times = _times(options, requests)
         bodies = [dialect.encode(one) for one in requests]
 
-        await _warm_up(client, dialect, options, PromptMaker(tokenizer, options.tokenize_prompt), requests)
+        await _warm_up(client, dialect, options, maker, requests)
         if options.flush_cache:
             answer = await client.request("POST", backend.flush_path)
             if answer.status != 200:
                 raise BenchError(f"--flush-cache: {answer.status} {answer.reason}: {error_text(answer.body)}")
         with tqdm(total=len(bodies), disable=options.disable_tqdm, unit="req", dynamic_ncols=True) as bar:
+            cpu_s = time.process_time()
             outputs, duration_s = await drive(
                 client, dialect, bodies, times, options.max_concurrency, lambda output: bar.update()
             )
+            cpu_s = time.process_time() - cpu_s
     finally:
         await client.close()
     measured = measure(requests, outputs, duration_s, tokenizer, options.goodput)
-    return _Run(wish, requests, outputs, measured, server.info)
+    return _Run(wish, requests, outputs, measured, cpu_s, server.info)
 
 
 async def _wait_until_ready(client: HttpClient, timeout_s: float) -> None:
@@ -161,12 +165,15 @@ async def _wait_until_ready(client: HttpClient, timeout_s: float) -> None:
     told = False
     while True:
         try:
-            answer = await client.request("GET", "/v1/models")
+            async with asyncio.timeout(deadline - time.monotonic()):
+                answer = await client.request("GET", "/v1/models")
             if answer.status < 500:
                 return
             why = f"{answer.status} {answer.reason}: {error_text(answer.body)}"
         except HttpError as error:
             why = str(error)
+        except TimeoutError:
+            why = "no answer"
         if time.monotonic() + _POLL_S > deadline:
             raise BenchError(f"the server is not ready after {timeout_s:g} s: {why}")
         if not told:

@@ -87,6 +87,7 @@ def measure(
         "failed": len(outputs) - len(good),
         "errors_by_message": dict(Counter(one.error for one in outputs if one.error is not None).most_common()),
         "total_input_tokens": total_in,
+        "total_input_text_tokens": total_in,
         "total_input_tokens_by_client": sum(requests[i].prompt_len for i in good),
         "total_output_tokens": total_out,
         "total_output_tokens_retokenized": sum(retokenized[i] for i in good),

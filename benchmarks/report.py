@@ -41,7 +41,7 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
         yield _row("Failed requests:", result["failed"])
     yield _row("Benchmark duration (s):", result["duration"])
     yield _row("Total input tokens:", result["total_input_tokens"])
-    yield _row("Total input text tokens:", result["total_input_tokens"])
+    yield _row("Total input text tokens:", result["total_input_text_tokens"])
     if result["total_input_tokens"] != result["total_input_tokens_by_client"]:
         yield _row("Total input tokens (by this client):", result["total_input_tokens_by_client"])
     if result["total_cached_tokens"] is not None:

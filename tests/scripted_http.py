@@ -70,6 +70,7 @@ class ScriptedServer:
         self.failures: list[BaseException] = []
         """What the script raised."""
         self.url = ""
+        self.listener: asyncio.Server
         self._connections = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -107,7 +108,7 @@ def scripted_server(script: Script) -> Iterator[ScriptedServer]:
         stopping = asyncio.Event()
         stop.append(lambda: loop.call_soon_threadsafe(stopping.set))
         loop = asyncio.get_running_loop()
-        listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+        server.listener = listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
         port = listener.sockets[0].getsockname()[1]
         server.url = f"http://127.0.0.1:{port}"
         started.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +103,3 @@ def test_a_png(tmp_path: Path) -> None:
     path = tmp_path / "plot.png"
     plots.save_png(path, "title", *some())
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
-
-
-def test_plots_load_no_library() -> None:
-    assert "matplotlib.pyplot" not in sys.modules
