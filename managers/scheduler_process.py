@@ -12,7 +12,7 @@ from ..mem_cache.base_prefix_cache import BasePrefixCache
 from ..mem_cache.chunk_cache import ChunkCache
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
-from ..model_executor.model_runner import ModelRunner
+from ..model_executor.model_runner import DEFAULT_PREFILL_TOKENS, ModelRunner
 from ..srt.io_struct import SchedulerReady, ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.model_config import ModelConfig
@@ -55,6 +55,9 @@ def run_scheduler(
         context_len=_context_len(server_args, model_config),
         mem_fraction_static=server_args.mem_fraction_static,
         max_total_tokens=server_args.max_total_tokens,
+        max_prefill_tokens=server_args.max_prefill_tokens,
+        disable_cuda_graph=server_args.disable_cuda_graph,
+        cuda_graph_max_bs=server_args.cuda_graph_max_bs,
         seed=server_args.random_seed,
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -102,7 +105,7 @@ def build_scheduler(
 def _limits(server_args: ServerArgs, runner: ModelRunner) -> PlanLimits:
     on_cpu = runner.device.type == "cpu"
     return PlanLimits(
-        max_prefill_tokens=server_args.max_prefill_tokens or (2048 if on_cpu else 16384),
+        max_prefill_tokens=server_args.max_prefill_tokens or (2048 if on_cpu else DEFAULT_PREFILL_TOKENS),
         chunked_prefill_size=server_args.chunked_prefill_size or (1024 if on_cpu else 8192),
         enable_mixed_chunk=server_args.enable_mixed_chunk,
         schedule_policy=server_args.schedule_policy,
@@ -150,6 +153,7 @@ def _facts(server_args: ServerArgs, runner: ModelRunner, model_config: ModelConf
         attention_backend=runner.attention_backend,
         weight_bytes=runner.weight_bytes,
         kv_bytes=runner.kv_bytes,
+        graph_bytes=runner.graph_bytes,
     )
     logger.info(
         "Model loaded: %s on %s, %.0f MiB of weights, KV pool of %d tokens (%.0f MiB), context %d, %s attention",

@@ -110,11 +110,13 @@ class Sampler:
         x = self._edited(logits, host_rows, positions)
         peak = x.amax(dim=-1, keepdim=True)
         groups = self._state.group(host_rows)
-        tokens = torch.empty(n, dtype=torch.int64, device=self._device)
-        if len(groups.greedy):
-            at = self._state.send(groups.greedy)
-            tokens.index_copy_(0, at, _argmax(x if len(groups.greedy) == n else x.index_select(0, at)))
-        if len(groups.greedy) < n:
+        if len(groups.greedy) == n:
+            tokens = _argmax(x)
+        else:
+            tokens = torch.empty(n, dtype=torch.int64, device=self._device)
+            if len(groups.greedy):
+                at = self._state.send(groups.greedy)
+                tokens.index_copy_(0, at, _argmax(x.index_select(0, at)))
             batch = _Batch(x, peak, host_rows, uniform(self._state.seeds(host_rows), positions))
             for group, choose in (
                 (groups.open, self._sample_open),

@@ -209,6 +209,8 @@ class SchedulerReady(msgspec.Struct, frozen=True, tag="scheduler_ready"):
     attention_backend: str
     weight_bytes: int
     kv_bytes: int
+    graph_bytes: int = 0
+    """Device memory of CUDA graphs; 0 where there are none."""
 
 
 class DetokenizerReady(msgspec.Struct, frozen=True, tag="detokenizer_ready"):

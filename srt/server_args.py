@@ -66,11 +66,13 @@ class ServerArgs:
     ] = False
     device: Annotated[Literal["auto", "cpu", "cuda"], Setting("Where the model runs")] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "torch", "triton"], Setting("Attention; auto: triton on a GPU, torch on a CPU")
+        Literal["auto", "torch", "triton"], Setting("Attention and layers; auto: triton on a GPU, torch on a CPU")
     ] = "auto"
     mem_fraction_static: Annotated[
         float | None,
-        Setting("Share of the memory for weights and KV; default: 0.88 of a GPU, a modest pool on a CPU"),
+        Setting(
+            "Share of the memory for weights and KV; default: all that steps leave of a GPU, a modest pool on a CPU"
+        ),
     ] = None
     max_total_tokens: Annotated[int | None, Setting("Tokens of the KV pool; default: from the memory")] = None
     max_running_requests: Annotated[int, Setting("Requests that may run at once")] = 256
@@ -95,6 +97,10 @@ class ServerArgs:
     ] = "lru"
     disable_radix_cache: Annotated[bool, Setting("Share no prefixes")] = False
     disable_overlap_schedule: Annotated[bool, Setting("Plan a step only when the last one's tokens are home")] = False
+    disable_cuda_graph: Annotated[bool, Setting("On a GPU: launch every kernel of a decode step by itself")] = False
+    cuda_graph_max_bs: Annotated[
+        int | None, Setting("Requests of the largest decode step recorded as a CUDA graph; default: 256")
+    ] = None
     random_seed: Annotated[int, Setting("Seed of the seeds of requests that bring none, and of dummy weights")] = 0
     watchdog_timeout: Annotated[float, Setting("Seconds of one step after which the engine counts as hung")] = 300.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Setting("Least level logged")] = "info"
@@ -110,6 +116,7 @@ class ServerArgs:
             "chunked_prefill_size",
             "max_prefill_tokens",
             "page_size",
+            "cuda_graph_max_bs",
             "decode_log_interval",
         ):
             value = getattr(self, name)

@@ -48,7 +48,7 @@ class FakeEvent:
 class FakeAccelerator:
     """The methods of `Accelerator`. Work is done at once; copies home and the reading of pinned memory are late."""
 
-    def __init__(self, lag: int = 0, memory: Memory = Memory(1 << 34, 1 << 33)) -> None:
+    def __init__(self, lag: int = 0, memory: Memory | None = None) -> None:
         self.lag = lag
         self.now = 0
         self.pending: list[FakeEvent] = []
@@ -57,7 +57,7 @@ class FakeAccelerator:
         self.recorded: list[FakeGraph] = []
         self.uploads: list[torch.Tensor] = []
         """pinned memory, but for what copies home go to"""
-        self._memory = memory
+        self._memory = memory or Memory(total=1 << 34, available=1 << 33)
         self._seen: dict[int, np.ndarray] = {}
 
     def tick(self) -> None:

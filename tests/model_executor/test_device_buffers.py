@@ -1,4 +1,4 @@
-"""Uploads and downloads on a device that is late: nothing is overwritten too early, nothing waits, little is allocated."""
+"""Uploads and downloads on a device that is late: nothing is overwritten early, nothing waits."""
 
 from __future__ import annotations
 

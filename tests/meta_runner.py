@@ -1,0 +1,186 @@
+"""A whole ModelRunner whose device memory holds no values: whatever would wait for one raises.
+
+Tensors on torch's meta device have shapes only, so `.item()`, `.tolist()`, `nonzero`, a boolean index, a branch on a
+tensor and every copy back to the host fail there. What meta lets pass and CUDA would wait for is refused by
+`NoWaiting`: host memory that goes to the device by any other road than from pinned memory, without blocking.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from unittest import mock
+
+import numpy as np
+import torch
+from fake_accelerator import FakeAccelerator, FakeEvent
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tercet.model_executor import model_runner
+from tercet.model_executor.attention.base import AttentionBackend
+from tercet.model_executor.forward_batch import FROM_DEVICE, ForwardMode, NewRow, StepInputs, TableUpdate
+from tercet.model_executor.models.parameters import decoder_parameters
+from tercet.srt.sampling_params import SamplingParams
+
+EVERY_SAMPLING = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, logit_bias={"3": 2.0}, min_new_tokens=5),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, min_p=0.1),
+    SamplingParams(temperature=1.0, top_k=5, presence_penalty=0.5),
+    SamplingParams(temperature=1.0, top_p=0.9, frequency_penalty=0.5),
+)
+
+
+class WaitingForTheDeviceError(AssertionError):
+    pass
+
+
+def _refuse(*args, **kwargs):
+    raise WaitingForTheDeviceError("a tensor made from Python numbers is copied from pageable memory")
+
+
+class NoWaiting(TorchDispatchMode):
+    def __init__(self, accelerator: MetaAccelerator) -> None:
+        super().__init__()
+        self._accelerator = accelerator
+        self.num_uploads = 0
+        self._patches = ExitStack()
+
+    def __enter__(self):
+        # Made from Python numbers, a tensor's way to the device passes the dispatcher by.
+        for name in ("tensor", "as_tensor", "asarray"):
+            self._patches.enter_context(mock.patch.object(torch, name, _refuse))
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        self._patches.close()
+        return super().__exit__(*exception)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+        on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+        if on_host and len(on_host) < len(tensors):
+            pinned = {buffer.untyped_storage().data_ptr() for buffer in self._accelerator.all_pinned}
+            from_pinned = all(tensor.untyped_storage().data_ptr() in pinned for tensor in on_host)
+            non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            if func is not torch.ops.aten.copy_.default or not from_pinned or not non_blocking:
+                raise WaitingForTheDeviceError(f"{func} mixes pageable host memory with the device's")
+            self.num_uploads += 1
+        return out
+
+
+class MetaAccelerator(FakeAccelerator):
+    """Copies home bring zeros. A replay runs nothing, as the host sees it."""
+
+    def __init__(self) -> None:
+        super().__init__(lag=20)
+        self.all_pinned: list[torch.Tensor] = []
+
+    def pinned(self, num_bytes):
+        self.all_pinned.append(super().pinned(num_bytes))
+        return self.all_pinned[-1]
+
+    def fetch(self, source, target):
+        assert source.device.type == "meta" and source.shape == target.shape and source.dtype == target.dtype
+        return FakeEvent(self, lambda: target.numpy().fill(0))
+
+    def record(self, work):
+        with NoWaiting(self) as watched:
+            work()
+        assert watched.num_uploads == 0, "a graph would replay this upload from memory that has changed since"
+        return self
+
+    def replay(self) -> None:
+        self.num_replays += 1
+
+
+class MetaAttention(AttentionBackend):
+    name = "meta"
+
+    def num_splits(self, seq_lens):
+        return int(seq_lens.sum())
+
+    def plan(self, batch):
+        for tensor in (batch.rows, batch.seq_lens, batch.input_ids, batch.positions, batch.out_cache_loc):
+            assert tensor.device.type == "meta" and tensor.dtype == torch.int64
+
+    def forward(self, q, k, v, layer_id, batch):
+        return q.new_empty(q.shape[0], self.num_heads * self.head_dim)
+
+
+def make_meta_runner(monkeypatch, config, attention=MetaAttention, **options):
+    accelerator = MetaAccelerator()
+    meta = torch.device("meta")
+    monkeypatch.setattr(model_runner, "make_accelerator", lambda device: accelerator)
+    monkeypatch.setattr(model_runner, "resolve_device", lambda name: meta)
+    monkeypatch.setattr(
+        model_runner,
+        "load_parameters",
+        lambda config, dtype, device, seed: {
+            parameter.name: torch.empty(parameter.shape, dtype=dtype, device=device)
+            for parameter in decoder_parameters(config)
+        },
+    )
+    if attention is not None:
+        monkeypatch.setattr(
+            model_runner, "create_attention_backend", lambda name, config, pool: attention(config, pool)
+        )
+    options = {"dtype": "bfloat16", "max_running_requests": 8, "max_total_tokens": 256} | options
+    runner = model_runner.ModelRunner(config, **options)
+    runner.bind(np.zeros((runner.num_rows + 1, runner.context_len), np.int32))
+    return runner, accelerator
+
+
+def every_kind_of_step():
+    """Prefills, chunks, decodes, both mixed, with and without rows to sample and table updates."""
+    rows = np.arange(1, len(EVERY_SAMPLING) + 1, dtype=np.int32)
+    n = len(rows)
+    none = np.empty(0, np.int32)
+    prompt = np.array([4, 5, 6], np.int32)
+    new = [
+        NewRow(int(row), params, 7, prompt, prompt[:1], (2,)) for row, params in zip(rows, EVERY_SAMPLING, strict=True)
+    ]
+
+    def extend(lens, extend_lens, ids, sampled, updates, new_rows=()):
+        total = int(np.sum(extend_lens))
+        return StepInputs(
+            ForwardMode.EXTEND,
+            rows,
+            np.array(lens, np.int32),
+            np.arange(1, total + 1, dtype=np.int32),
+            list(new_rows),
+            updates,
+            np.array(extend_lens, np.int32),
+            np.array(ids, np.int32),
+            np.array(sampled),
+        )
+
+    def decode(count, length, updates=()):
+        slots = np.arange(1, count + 1, dtype=np.int32)
+        return StepInputs(ForwardMode.DECODE, rows[:count], np.full(count, length, np.int32), slots, [], list(updates))
+
+    updates = [TableUpdate(int(row), 0, 3) for row in rows]
+    yield extend([3] * n, [3] * n, [5] * 3 * n, [False] * n, updates, new)
+    yield extend([4] * n, [1] * n, [5] * n, [True] * n, [TableUpdate(1, 3, 4)])
+    mixed = [FROM_DEVICE] * 2 + [5] * (2 * (n - 2))
+    yield extend([5, 5] + [6] * (n - 2), [1, 1] + [2] * (n - 2), mixed, [True] * n, updates)
+    yield decode(n, 7)
+    yield decode(3, 8, [TableUpdate(2, 0, 5)])
+    yield decode(1, 9)
+    assert len(none) == 0
+
+
+def launch_all(runner, accelerator):
+    """Every kind of step, one after the other without reading a token; then they are read."""
+    waits = accelerator.num_waits
+    results = []
+    for step in every_kind_of_step():
+        with NoWaiting(accelerator) as watched:
+            results.append((runner.launch(step), step.num_sampled))
+        assert watched.num_uploads > 0
+    assert accelerator.num_waits == waits, "a launch waited for an event"
+    for result, count in results:
+        assert len(result.wait()) == count
