@@ -15,7 +15,13 @@ from .srt.server_args import ServerArgs
 _SERVE = "Serve a model over HTTP: OpenAI's endpoints and SGLang's /generate."
 _CHAT = "Talk to a running server, or to a model right here."
 _BENCH = "Measure a running server, or the engine right here."
-_BENCHMARKS = {"serving": "bench_serving", "one-batch": "bench_one_batch"}
+_BENCHMARKS = {
+    "serving": "bench_serving",
+    "offline": "bench_offline_throughput",
+    "one-batch": "bench_one_batch",
+    "prefix": "bench_prefix_cache",
+    "kernels": "bench_kernels",
+}
 """What comes after `tercet bench`, and the module in benchmarks/ whose `main` it is."""
 _MODEL = (
     f"Hugging Face directory or .gguf file; without one: {DEFAULT_MODEL_NAME}, if it is installed ({HOW_TO_GET_IT})"

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(args.seed)
     result = Result("kernels", "Kernels", parser.prog, argv, device)
     result.ceilings = measure_ceilings(device, small=args.tiny)
-    bench = _Bench(result, result.ceilings, device, check_only=args.check_only)
+    bench = KernelBench(result, result.ceilings, device, check_only=args.check_only)
     try:
         makers = list(_makers(args, device, only))
     except ValueError as error:
@@ -81,7 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tercet.benchmarks.bench_kernels", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tercet.benchmarks.bench_kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--only", default=",".join(_GROUPS), help=f"groups, of {', '.join(_GROUPS)} (default: all)")
     parser.add_argument(
@@ -120,7 +124,7 @@ def _makers(args: argparse.Namespace, device: torch.device, only: Sequence[str])
             yield from linear_cases(sizes, tokens)
 
 
-class _Bench:
+class KernelBench:
     """A table a kernel. One case at a time is in memory."""
 
     def __init__(self, result: Result, ceilings: Ceilings, device: torch.device, *, check_only: bool) -> None:

@@ -67,7 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tercet.benchmarks.bench_one_batch", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tercet.benchmarks.bench_one_batch",
+        usage="%(prog)s --model-path MODEL [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--batch-size", type=_numbers, default=[1, 32], help="of decode steps (default: 1,32)")
     parser.add_argument("--context-len", type=_numbers, default=[1024], help="tokens each attends to (default: 1024)")
     parser.add_argument("--prefill-len", type=_numbers, default=[4096], help="tokens of a prefill (default: 4096)")

@@ -84,8 +84,7 @@ class LocalEngine:
         self.config = config
         self.server_args = server_args
         settings = _shared_settings(server_args)
-        if disable_cuda_graph:
-            settings["disable_cuda_graph"] = True
+        settings["disable_cuda_graph"] = disable_cuda_graph or settings.get("disable_cuda_graph", False)
         self.runner = ModelRunner(
             config, context_len=server_args.context_length, seed=server_args.random_seed, **settings
         )

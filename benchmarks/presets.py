@@ -1,6 +1,6 @@
 """Shapes of published models, for benchmarks with random weights: config.json files, without weights or tokenizer.
 
-A benchmark's `--model` takes a preset's name or a path. A preset's path is a model path like any other:
+A benchmark's `--model-path` takes a preset's name or a path. A preset's path is a model path like any other:
 
     tercet serve "$(python -m tercet.benchmarks.presets qwen3-0.6b)" --load-format dummy --skip-tokenizer-init
 """
@@ -22,14 +22,16 @@ def model_path(model: str) -> str:
     if model in PRESETS:
         return str(_FOLDER / f"{model}.json")
     if not Path(model).exists():
-        raise ValueError(f"--model must be a path or one of {', '.join(PRESETS)}, got {model!r}")
+        raise ValueError(f"--model-path must be a path or one of {', '.join(PRESETS)}, got {model!r}")
     return model
 
 
 def model_name(model: str) -> str:
     """What a table calls it."""
     path = Path(model)
-    return path.parent.name if path.name == "config.json" else path.stem if path.suffix in (".json", ".gguf") else model
+    if path.name == "config.json":
+        return path.parent.name
+    return path.stem if path.suffix in (".json", ".gguf") else path.name
 
 
 def load_shape(model: str) -> ModelConfig:

@@ -1,0 +1,334 @@
+"""What scripts/gpu runs: parts in order of what they are worth, each in a process of its own.
+
+A part that fails, hangs or does not fit into the budget does not keep the others from running. At the end there are
+three files of one name: all tables (.md), all JSON lines (.json), and all that was said (.log).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BENCH = [sys.executable, "-m"]
+_GRACE_S = 15
+"""between the request to end and the end"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command. `needs_s`: it is not started with less than that left; `limit_s`: it is ended after that."""
+
+    name: str
+    what: str
+    command: list[str]
+    needs_s: int
+    limit_s: int
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    part: Part
+    state: str
+    """"passed", or why not"""
+    seconds: float = 0.0
+    output: str = ""
+    tables: str = ""
+    json_line: dict[str, object] | None = None
+
+
+def bench(name: str, what: str, module: str, arguments: str, needs_s: int, limit_s: int) -> Part:
+    return Part(name, what, [*BENCH, f"tercet.benchmarks.{module}", *shlex.split(arguments)], needs_s, limit_s)
+
+
+def parts(quick: bool) -> list[Part]:
+    """In order of importance: first whether it is right, then what nobody has measured yet."""
+    one_batch = "--context-len 1024 --num-steps 64" if quick else "--context-len 1024,8192 --num-steps 128"
+    big_batch = "1024" if quick else "8192"
+    batch_of_32 = f"--model-path llama-3.1-8b --num-prompts 32 --input-len 32 --output-len {big_batch}"
+    return [
+        Part(
+            "tests",
+            "correctness on the device",
+            [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *_test_folders()],
+            20,
+            150 if quick else 300,
+        ),
+        bench("check", "kernels against their twins", "bench_kernels", "--check-only", 20, 120),
+        bench(
+            "one-batch-1b",
+            "Llama-3.2-1B: decode with and without CUDA graphs, device idle time",
+            "bench_one_batch",
+            f"--model-path llama-3.2-1b --batch-size 1,32 {one_batch} --prefill-len 4096 --cuda-graph both",
+            30,
+            180,
+        ),
+        bench(
+            "one-batch-8b",
+            "Llama-3.1-8B: decode, prefill of 4,096 tokens",
+            "bench_one_batch",
+            f"--model-path llama-3.1-8b --batch-size 1,32 {one_batch} --prefill-len 4096,16384",
+            40,
+            180,
+        ),
+        bench(
+            "offline-0.6b",
+            "Qwen3-0.6B: 256 requests, 100-1024 in and out",
+            "bench_offline_throughput",
+            f"--model-path qwen3-0.6b --num-prompts 256 --rounds {1 if quick else 3}",
+            40,
+            180,
+        ),
+        bench("kernels", "kernels against the ceilings", "bench_kernels", "--quick" if quick else "", 40, 240),
+        bench(
+            "offline-8b",
+            f"Llama-3.1-8B: batch 32, {big_batch} new tokens each",
+            "bench_offline_throughput",
+            batch_of_32,
+            60 if quick else 150,
+            300,
+        ),
+        bench(
+            "prefix",
+            "Qwen3-0.6B: shared prefixes, with the cache and without",
+            "bench_prefix_cache",
+            f"--model-path qwen3-0.6b --num-groups 32 --prompts-per-group 8 --rounds {1 if quick else 3}",
+            45,
+            150,
+        ),
+        bench(
+            "peer-0.6b",
+            "Qwen3-0.6B: 256 requests, beside transformers",
+            "bench_offline_throughput",
+            "--model-path qwen3-0.6b --num-prompts 256 --compare transformers",
+            90,
+            300,
+        ),
+        bench(
+            "peer-8b",
+            f"Llama-3.1-8B: batch 32, {big_batch} new tokens each, beside transformers",
+            "bench_offline_throughput",
+            f"{batch_of_32} --compare transformers",
+            120 if quick else 420,
+            580,
+        ),
+    ]
+
+
+def tiny_parts(folder: Path) -> list[Part]:
+    """The same programs on made-up sizes, to try this script on a machine without a GPU. No number means anything."""
+    model = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 131,
+        "max_position_embeddings": 512, "use_sliding_window": False, "eos_token_id": 2, "tie_word_embeddings": True,
+    }  # fmt: skip
+    path = folder / "toy.json"
+    path.write_text(json.dumps(model), encoding="utf-8")
+    common = f"--model-path {shlex.quote(str(path))} --device cpu --dtype float32 --max-total-tokens 2000"
+    return [
+        Part(
+            "check",
+            "kernels in the interpreter",
+            [*BENCH, "tercet.benchmarks.bench_kernels", "--tiny", "--check-only", "--only", "extend", "--model-path",
+             str(path)],
+            1,
+            120,
+            {"TRITON_INTERPRET": "1"},
+        ),
+        bench(
+            "one-batch",
+            "one batch",
+            "bench_one_batch",
+            f"{common} --small-ceilings --batch-size 2 --context-len 16 --prefill-len 32 --num-steps 2 --rounds 1",
+            1,
+            120,
+        ),
+        bench(
+            "offline",
+            "requests at once",
+            "bench_offline_throughput",
+            f"{common} --small-ceilings --num-prompts 4 --input-len 4-8 --output-len 4",
+            1,
+            120,
+        ),
+        bench("fails", "a part that fails", "bench_offline_throughput", "--model-path nowhere", 1, 60),
+    ]  # fmt: skip
+
+
+def _test_folders() -> list[str]:
+    return [folder for folder in ("tests/gpu", "tests/model_executor") if (ROOT / folder).is_dir()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/gpu", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few sizes")
+    parser.add_argument("--tiny", action="store_true", help="try this script without a GPU; one part is made to fail")
+    parser.add_argument("--budget-s", type=float, default=3600, help="seconds for all parts (default: 3600)")
+    parser.add_argument("--only", metavar="NAMES", help="parts to run, separated by commas")
+    parser.add_argument("--skip", metavar="NAMES", default="", help="parts to leave out")
+    parser.add_argument("--output", metavar="DIR", type=Path, default=RESULTS, help="default: benchmarks/results")
+    parser.add_argument("--list", action="store_true", help="name the parts and stop")
+    parser.add_argument("--commit", metavar="HASH", help="what is measured, where the checkout does not know it")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        return session(parser, args, Path(scratch))
+
+
+def session(parser: argparse.ArgumentParser, args: argparse.Namespace, scratch: Path) -> int:
+    end = time.monotonic() + args.budget_s
+    known = tiny_parts(scratch) if args.tiny else parts(args.quick)
+    names = [part.name for part in known]
+    only = names if args.only is None else args.only.split(",")
+    skip = [name for name in args.skip.split(",") if name]
+    for name in (*only, *skip):
+        if name not in names:
+            parser.error(f"there is no part {name!r}; there are: {', '.join(names)}")
+    chosen = [part for part in known if part.name in only and part.name not in skip]
+    if args.list:
+        say("".join(f"{part.name:14} {part.what}\n" for part in chosen))
+        return 0
+    report = Report(args)
+    outcomes: list[Outcome] = []
+    for part in chosen:
+        outcomes.append(run(part, end, scratch))
+        report.write(outcomes)  # after each: whoever is cut off keeps what there is
+    say("\n" + summary(outcomes))
+    for file in report.files:
+        say(f"written: {file}\n")
+    line = {outcome.part.name: {"state": outcome.state, "seconds": round(outcome.seconds, 1)} for outcome in outcomes}
+    say(json.dumps({"benchmark": "gpu", "parts": line}) + "\n")
+    return 0 if all(outcome.state == "passed" for outcome in outcomes) else 1
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def run(part: Part, end: float, scratch: Path) -> Outcome:
+    """What it says is shown when it is over."""
+    left = end - time.monotonic()
+    if left < part.needs_s:
+        say(f"\n== {part.name}: not started, {left:.0f} s are left and it needs {part.needs_s}\n")
+        return Outcome(part, "not started: no time left")
+    limit = min(part.limit_s, left)
+    command = list(part.command)
+    results = scratch / part.name
+    if "pytest" not in command:
+        command += ["--results", str(results)]
+    say(f"\n== {part.name}: {part.what} (at most {limit:.0f} s)\n{shlex.join(part.command)}\n")
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | part.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that what it starts can be ended with it
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+        state = "passed" if process.returncode == 0 else f"failed with exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        output = stop(process)
+        state = f"stopped after {limit:.0f} s"
+    seconds = time.monotonic() - start
+    # The JSON line is for the file; the end of a long output is what tells most.
+    shown = [line for line in output.splitlines() if not line.startswith('{"benchmark"')]
+    say("\n".join(line[:300] for line in shown[-60:]) + f"\n== {part.name}: {state}, {seconds:.1f} s\n")
+    outcome = Outcome(part, state, seconds, output)
+    for file in sorted(results.glob("*.md")):
+        outcome.tables += file.read_text(encoding="utf-8")
+    for file in sorted(results.glob("*.json")):
+        outcome.json_line = json.loads(file.read_text(encoding="utf-8"))
+    return outcome
+
+
+def stop(process: subprocess.Popen[str]) -> str:
+    """Ends the part and what it started; what it had said."""
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, signum)
+        except ProcessLookupError:
+            break
+        try:
+            return process.communicate(timeout=_GRACE_S)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    return process.communicate()[0]
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    rows = [["part", "what", "state", "s"], ["---"] * 4]
+    rows += [[one.part.name, one.part.what, one.state, f"{one.seconds:.0f}"] for one in outcomes]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+class Report:
+    """The session's three files."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.hardware = hardware()
+        self._start = datetime.now(UTC)
+        self._command = shlex.join(["scripts/gpu", *without_output(sys.argv[1:])])
+        self._commit = args.commit
+        slug = "".join(c if c.isalnum() or c == "." else "-" for c in self.hardware.lower())
+        stem = f"{self._start:%Y-%m-%d-%H%M}-{slug}-{'tiny' if args.tiny else 'gpu'}"
+        args.output.mkdir(parents=True, exist_ok=True)
+        # Not with_suffix: the hardware's name may have dots.
+        self.files = [args.output / f"{stem}.{suffix}" for suffix in ("md", "json", "log")]
+
+    def write(self, outcomes: list[Outcome]) -> None:
+        commit = f"\n\nCommit {self._commit}." if self._commit else ""
+        head = f"# {self.hardware}, {self._start:%Y-%m-%d %H:%M} UTC\n\nBy `{self._command}`.{commit}\n\n"
+        # The parts' own titles go one level down, under this file's.
+        tables = [one.tables.replace("\n### ", "\n#### ").replace("# ", "## ", 1) for one in outcomes if one.tables]
+        values = {one.part.name: one.json_line or {"state": one.state} for one in outcomes}
+        whole = {"commit": self._commit, "command": self._command, "hardware": self.hardware, "parts": values}
+        log = [
+            f"== {one.part.name}: {one.state}, {one.seconds:.1f} s\n{shlex.join(one.part.command)}\n{one.output}\n"
+            for one in outcomes
+        ]
+        texts = (head + summary(outcomes) + "\n" + "\n".join(tables), json.dumps(whole, indent=1) + "\n", "".join(log))
+        for file, text in zip(self.files, texts, strict=True):
+            file.write_text(text, encoding="utf-8")
+
+
+def hardware() -> str:
+    """The GPU's name, or the processor's."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.split("\n")
+        return names[0].strip()
+    except (OSError, subprocess.SubprocessError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "cpu")
+
+
+def without_output(argv: list[str]) -> list[str]:
+    """Where the files went is of no interest in them."""
+    kept, skipping = [], False
+    for word in argv:
+        if not skipping and word != "--output" and not word.startswith("--output="):
+            kept.append(word)
+        skipping = word == "--output"
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from bench_models import json_of, tiny_flags
+
+from tercet.benchmarks import bench_one_batch
+
+SMALL = ["--small-ceilings", "--num-steps", "2", "--rounds", "2"]
+
+
+def test_every_size_is_measured_against_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--batch-size", "1,3", "--context-len", "8,20", "--prefill-len", "5,40"]
+    assert bench_one_batch.main([*tiny_flags(tmp_path), *SMALL, *sizes, "--results", str(tmp_path / "out")]) == 0
+    found = json_of(capsys)
+    assert [one["tokens"] for one in found["prefill"]] == [5, 40]
+    decodes = [(one["batch_size"], one["context_len"], one["driver"]) for one in found["decode"]]
+    assert decodes == [(b, c, d) for b in (1, 3) for c in (8, 20) for d in ("runner", "scheduler")]
+    assert all(one["step_s"] > 0 and one["limit_s"] > 0 for one in found["decode"])
+    assert found["failed"] == [] and found["idle"] == []
+    assert found["attention_backend"] == "torch" and found["dtype"] == "float32"
+    assert len(list((tmp_path / "out").iterdir())) == 2
+
+
+def test_what_does_not_fit_is_told_and_costs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--batch-size", "1", "--context-len", "10,4000", "--prefill-len", ""]
+    assert bench_one_batch.main([*tiny_flags(tmp_path), *SMALL, *sizes]) == 1
+    found = json_of(capsys)
+    assert [one["context_len"] for one in found["decode"]] == [10, 10]
+    assert len(found["failed"]) == 2 and all("1 x 4000" in line for line in found["failed"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "1"], "port is a setting of the HTTP server"),
+        (["--batch-size", "0"], "numbers must be at least 1"),
+        (["--page-size", "0"], "--page-size must be at least 1"),
+        (["--model-path", "gpt-5"], "one of llama-3.1-8b"),
+    ],
+)
+def test_wrong_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        bench_one_batch.main([*tiny_flags(tmp_path), *flags])
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_one_batch.main([])
+    assert "--model-path is needed" in capsys.readouterr().err

@@ -1,0 +1,58 @@
+"""scripts/gpu on a machine without a GPU: its --tiny parts, of which one is made to fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu"
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    # As on a machine where nothing of ours is installed.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHON": sys.executable}
+    return subprocess.run([str(SCRIPT), *flags], env=env, capture_output=True, text=True)
+
+
+def test_a_part_that_fails_costs_the_others_nothing(tmp_path: Path) -> None:
+    ran = run("--tiny", "--only", "one-batch,fails", "--output", str(tmp_path), "--commit", "abc123")
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    last = json.loads(ran.stdout.splitlines()[-1])
+    assert last["parts"]["one-batch"]["state"] == "passed"
+    assert last["parts"]["fails"]["state"] == "failed with exit code 2"
+    files = {path.suffix: path.read_text() for path in tmp_path.iterdir()}
+    assert set(files) == {".md", ".json", ".log"}
+    assert "## One batch: tiny" in files[".md"].replace("toy", "tiny") and "Commit abc123." in files[".md"]
+    assert str(tmp_path) not in files[".md"].splitlines()[2]
+    assert json.loads(files[".json"])["parts"]["one-batch"]["decode"]
+    assert "--model-path must be a path or one of" in files[".log"]
+
+
+def test_without_time_nothing_is_started(tmp_path: Path) -> None:
+    ran = run("--tiny", "--only", "one-batch", "--budget-s", "0", "--output", str(tmp_path))
+    assert ran.returncode == 1
+    assert json.loads(ran.stdout.splitlines()[-1])["parts"]["one-batch"]["state"] == "not started: no time left"
+
+
+def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("gpu_session", SCRIPT.with_name("gpu_session.py"))
+    assert spec is not None and spec.loader is not None
+    session = sys.modules["gpu_session"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(session)
+    child = "import time; print('child', flush=True); time.sleep(600)"
+    code = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    part = session.Part("hangs", "", [sys.executable, "-c", code, "pytest"], needs_s=0, limit_s=3)
+    outcome = session.run(part, time.monotonic() + 3600, tmp_path)
+    assert outcome.state == "stopped after 3 s" and outcome.output.startswith("begun")
+
+
+def test_the_parts_have_names(tmp_path: Path) -> None:
+    listed = run("--list", "--skip", "peer-8b").stdout.split("\n")
+    assert [line.split(" ")[0] for line in listed[:2]] == ["tests", "check"]
+    assert not any(line.startswith("peer-8b") for line in listed)
+    assert "there is no part 'nothing'" in run("--only", "nothing").stderr

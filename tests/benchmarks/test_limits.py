@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from tercet.benchmarks.limits import Ceilings, ModelCost, causal_pairs, decode_step_s, prefill_s, workload_s
+from tercet.benchmarks.presets import load_shape
+from tercet.srt.model_config import ModelConfig
+
+H200 = Ceilings(bytes_per_s=4.3e12, flops_per_s=790e12)
+TOY = ModelConfig(
+    architecture="LlamaForCausalLM",
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    vocab_size=50,
+    context_len=100,
+)
+
+
+def test_a_toy_model_counted_by_hand() -> None:
+    q, kv = 4 * 6, 2 * 6
+    in_a_layer = 8 * (q + 2 * kv) + q * 8 + 8 * 2 * 12 + 12 * 8
+    cost = ModelCost.of(TOY, 2)
+    assert cost.layer_flops_per_token == 2 * 3 * in_a_layer
+    assert cost.head_flops_per_token == 2 * 50 * 8
+    assert cost.weight_bytes == 2 * (3 * (in_a_layer + 2 * 8) + 8 + 50 * 8)  # norms, and the head but no embedding
+    assert cost.kv_bytes_per_token == 3 * 2 * kv * 2
+    assert ModelCost.of(TOY, 2, kv_dtype_bytes=1).kv_bytes_per_token == 3 * 2 * kv
+    assert cost.attention_flops_per_pair == 3 * 4 * q  # a multiplication and an addition for each of q k and p v
+
+
+def test_pairs_are_what_a_causal_mask_shows() -> None:
+    for end in range(6):
+        for start in range(end + 1):
+            assert causal_pairs(end, start) == sum(position + 1 for position in range(start, end))
+
+
+def test_cached_tokens_cost_no_products_but_are_attended_to() -> None:
+    cost = ModelCost.of(TOY, 2)
+    whole, first = cost.prefill_flops([10]), cost.prefill_flops([6])
+    rest = cost.prefill_flops([10], [6])
+    assert whole == first + rest - cost.head_flops_per_token  # two samplings instead of one
+
+
+@pytest.mark.parametrize(("model", "tokens_per_s"), [("llama-3.2-1b", 1740), ("llama-3.1-8b", 286)])
+def test_single_stream_decode_of_the_published_shapes(model: str, tokens_per_s: float) -> None:
+    seconds = decode_step_s(ModelCost.of(load_shape(model), 2), [1], H200)
+    assert 1 / seconds == pytest.approx(tokens_per_s, rel=0.005)
+
+
+def test_prefill_of_the_published_shape() -> None:
+    cost = ModelCost.of(load_shape("llama-3.1-8b"), 2)
+    assert 4096 / prefill_s(cost, [4096], H200) == pytest.approx(52_600, rel=0.005)
+    assert prefill_s(cost, [1], H200) == cost.weight_bytes / H200.bytes_per_s
+
+
+def test_a_workload_is_its_prefill_and_its_steps() -> None:
+    cost = ModelCost.of(TOY, 2)
+    prompts, outputs = [5, 9, 2], [4, 1, 3]
+    expected = prefill_s(cost, prompts, H200)
+    for step in range(1, max(outputs)):
+        lens = [prompt + step for prompt, output in zip(prompts, outputs, strict=True) if step < output]
+        expected += decode_step_s(cost, lens, H200)
+    assert workload_s(cost, prompts, outputs, H200) == pytest.approx(expected)
+
+
+def test_the_long_batch_of_the_table() -> None:
+    cost = ModelCost.of(load_shape("llama-3.1-8b"), 2)
+    assert workload_s(cost, [1] * 32, [8192] * 32, H200) == pytest.approx(61.3, rel=0.005)

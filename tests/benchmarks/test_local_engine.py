@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bench_models import tiny_flags
+from runner_driver import RunnerDriver
+
+from tercet.benchmarks.local_engine import DirectBatch, LocalEngine
+from tercet.model_executor.model_runner import ModelRunner
+from tercet.srt.model_config import load_model_config
+from tercet.srt.server_args import ServerArgs
+
+
+@pytest.fixture
+def engine(tmp_path: Path, request: pytest.FixtureRequest) -> LocalEngine:
+    path = tiny_flags(tmp_path)[1]
+    args = ServerArgs(
+        model_path=path,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        device="cpu",
+        dtype="float32",
+        max_total_tokens=400,
+        max_running_requests=4,
+        page_size=getattr(request, "param", 1),
+    )
+    return LocalEngine(args, load_model_config(path, "dummy"))
+
+
+@pytest.mark.parametrize("engine", [1, 16], indirect=True)
+def test_a_direct_batch_computes_what_the_runner_does(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    random_ids = engine.random_ids
+    monkeypatch.setattr(engine, "random_ids", lambda count: given.append(random_ids(count)) or given[-1])
+    with DirectBatch.of(engine, 2, 20, 3) as batch:
+        assert batch.prefill() > 0
+        assert batch.decode(3) > 0
+        tokens = np.stack(batch.tokens[1:])
+    prompts = given[-1].reshape(2, 20)
+    runner = ModelRunner(engine.config, max_running_requests=2, dtype="float32", max_total_tokens=100, seed=0)
+    driver = RunnerDriver(runner)
+    driver.extend({1: prompts[0], 2: prompts[1]}, new_rows=[driver.add(1), driver.add(2)])
+    expected = np.stack([driver.decode([1, 2]) for _ in range(3)])
+    np.testing.assert_array_equal(tokens, expected)
+
+
+def test_everything_is_given_back(engine: LocalEngine) -> None:
+    kv = engine.scheduler.kv
+    with DirectBatch.of(engine, 4, 50, 2) as batch:
+        assert kv.allocator.num_free < 400 - 4 * 50
+        batch.decode(2)
+    kv.audit([])
+    assert kv.allocator.num_free == 400
+    assert engine.run_decode(3, 10, 4) > 0
+    kv.audit([])
+
+
+def test_the_cached_context_is_random_and_not_zero(engine: LocalEngine) -> None:
+    with DirectBatch.of(engine, 1, 30, 0):
+        slots = engine.scheduler.kv.req_to_token_pool.req_to_token[1, :29].astype(np.int64)
+        for buffer in (*engine.runner.kv_pool.k_buffer, *engine.runner.kv_pool.v_buffer):
+            assert buffer[slots].std() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_tokens", "message"),
+    [
+        (5, 10, "batch 5 is more than --max-running-requests 4"),
+        (1, 257, "257 tokens are more than the context of 256"),
+        (4, 101, r"4 x 101 tokens are more than the KV pool's 400"),
+    ],
+)
+def test_what_does_not_fit_is_refused(engine: LocalEngine, batch_size: int, num_tokens: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.check_room(batch_size, num_tokens)
+
+
+def test_the_window_is_around_the_timed_steps_only(engine: LocalEngine) -> None:
+    launched = []
+    launch = engine.runner.launch
+    engine.runner.launch = lambda step: launched.append(step.mode.value) or launch(step)  # type: ignore[method-assign]
+
+    class Window:
+        def __enter__(self) -> None:
+            launched.append("open")
+
+        def __exit__(self, *_: object) -> None:
+            launched.append("close")
+
+    engine.run_decode(2, 10, 5, Window)
+    inside = launched[launched.index("open") + 1 : launched.index("close")]
+    assert inside == ["decode"] * 5

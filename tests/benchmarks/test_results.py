@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tercet.benchmarks.limits import Ceilings
+from tercet.benchmarks.results import Result, finish, number, percent
+
+
+def made() -> Result:
+    result = Result("some-model-1.5b", "Some benchmark", "python -m some", ["--flag", "a b"], torch.device("cpu"))
+    result.ceilings = Ceilings(4.3e12, 790e12)
+    table = result.table("A table", ["what", "how much"])
+    table.row("this", "1")
+    table.notes.append("A note.")
+    result.values["seconds"] = float("inf")
+    return result
+
+
+def test_the_last_line_is_json_that_names_the_circumstances(capsys: pytest.CaptureFixture[str]) -> None:
+    finish(made(), argparse.Namespace(results=None))
+    lines = capsys.readouterr().out.splitlines()
+    found = json.loads(lines[-1])
+    assert found["benchmark"] == "some-model-1.5b" and found["command"] == "python -m some --flag 'a b'"
+    assert found["versions"]["torch"] == torch.__version__ and found["hardware"]["cores"] >= 1
+    assert found["ceilings"] == {"bytes_per_s": 4.3e12, "flops_per_s": 790e12}
+    assert found["seconds"] == "inf"
+    assert {"what  how much", "this  1", "A note."} <= set(lines)
+
+
+def test_files_are_called_after_date_hardware_and_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = made()
+    result.where["date"] = "2030-01-02T03:04:05+00:00"
+    result.where["hardware"]["cpu"] = "Some CPU (TM) @ 3.1GHz"
+    finish(result, argparse.Namespace(results=tmp_path / "new" / "folder"))
+    stem = "2030-01-02-some-cpu-tm-3.1ghz-some-model-1.5b"
+    markdown, plain = (tmp_path / "new" / "folder" / f"{stem}.{suffix}" for suffix in ("md", "json"))
+    assert json.loads(plain.read_text())["benchmark"] == "some-model-1.5b"
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == json.loads(plain.read_text())
+    text = markdown.read_text()
+    for part in (
+        "# Some benchmark",
+        "Some CPU",
+        "2030-01-02T03:04:05",
+        "--flag 'a b'",
+        "| this | 1 |",
+        "copy 4.3 TB/s",
+    ):
+        assert part in text
+
+
+def test_a_row_has_a_cell_for_every_heading() -> None:
+    with pytest.raises(AssertionError, match="1 cells under 2 headings"):
+        made().tables[0].row("alone")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(1234567.8, "1,234,568"), (123.4, "123"), (12.34, "12.3"), (0.001234, "0.00123"), (0, "0"), (None, "-")],
+)
+def test_numbers_have_three_digits(value: float | None, shown: str) -> None:
+    assert number(value) == shown
+
+
+def test_shares() -> None:
+    assert percent(0.1234) == "12.3 %" and percent(None) == "-"
