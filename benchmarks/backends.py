@@ -190,10 +190,8 @@ class Native(Dialect[NativeChunk]):
         output.prompt_tokens = meta.prompt_tokens
         output.completion_tokens = meta.completion_tokens
         output.cached_tokens = meta.cached_tokens
-        if self.wish.incremental or now is None:
+        if self.wish.incremental or finish is not None:  # where text is all there is so far, only the last is read
             output.texts.append(msgspec.json.decode(chunk.text, type=str))
-        elif finish is not None:
-            output.texts = [msgspec.json.decode(chunk.text, type=str)]  # all so far: only the last is read
         return finish is not None
 
 

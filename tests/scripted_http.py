@@ -69,6 +69,8 @@ class ScriptedServer:
         self.seen: list[Exchange] = []
         self.failures: list[BaseException] = []
         """What the script raised."""
+        self.left: list[int] = []
+        """Connections that have ended."""
         self.url = ""
         self.listener: asyncio.Server
         self._connections = 0
@@ -90,6 +92,7 @@ class ScriptedServer:
         except Exception as error:
             self.failures.append(error)
         finally:
+            self.left.append(connection)
             writer.close()
 
 

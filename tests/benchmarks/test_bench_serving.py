@@ -181,6 +181,7 @@ def test_headers_and_the_key_are_sent(bench: Bench, monkeypatch: pytest.MonkeyPa
 
 def test_the_cache_is_flushed_before_the_clock_starts(bench: Bench) -> None:
     paths: list[str] = []
+    tells_secrets = False
 
     async def script(exchange: Exchange) -> None:
         paths.append(exchange.path)
@@ -189,15 +190,19 @@ def test_the_cache_is_flushed_before_the_clock_starts(bench: Bench) -> None:
             await exchange.stream([{"text": "x", "meta_info": meta}])
         elif exchange.path == "/v1/models" or exchange.path.startswith("/flush_cache"):
             await exchange.answer({"data": [{"id": "m"}]})
+        elif exchange.path == "/server_info" and tells_secrets:
+            await exchange.answer({"api_key": "secret", "version": "1"})
         else:
             await exchange.answer({"error": "no such page"}, "404 Not Found")
 
     with scripted_server(script) as server:
         result = bench(server.url, "--flush-cache", "--warmup-requests", "2", "--random-output-len", "1")
         assert result["server_info"] is None
+        tells_secrets = True
+        assert bench(server.url)["server_info"] == {"version": "1"}
         message = bench.fails(server.url, "--flush-cache", "--backend", "vllm", "--warmup-requests", "0")
     flushed = paths.index("/flush_cache?timeout=30")
-    assert paths[:flushed].count("/generate") == 2 and paths[flushed:].count("/generate") == 6
+    assert paths[:flushed].count("/generate") == 2 and paths[flushed:].count("/generate") == 6 + 7
     assert "--flush-cache: 404 Not Found: no such page" in message and "/reset_prefix_cache" in paths
 
 
