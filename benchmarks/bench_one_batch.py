@@ -9,6 +9,7 @@ Decode steps are driven on the runner, past the scheduler ("runner"), and throug
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import statistics
 import sys
@@ -26,6 +27,7 @@ from ..model_executor.dtypes import resolve_dtype
 from ..model_executor.model_runner import resolve_device
 from ..model_executor.weights import checkpoint_dtype
 from ..srt.model_config import load_model_config
+from ..srt.server_args import ServerArgs
 from .ceilings import measure_ceilings
 from .engine_args import add_engine_arguments, engine_args
 from .limits import ModelCost, decode_step_s, prefill_s
@@ -53,9 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         result.ceilings = measure_ceilings(device, dtype, small=args.small_ceilings)
         bench = _Bench(args, result, ModelCost.of(config, dtype.itemsize))
         result.values.update(model=name, dtype=str(dtype).removeprefix("torch."), page_size=server_args.page_size)
-        settings = ["on", "off"] if args.cuda_graph == "both" else [args.cuda_graph]
-        for graphs in ["none"] if device.type == "cpu" else settings:
-            bench.run(LocalEngine(server_args, config, disable_cuda_graph=graphs == "off"), graphs)
+        for graphs in _graph_settings(args, server_args, device):
+            settings = dataclasses.replace(server_args, disable_cuda_graph=graphs == "off")
+            with bench.or_failed(f"all with CUDA graphs {graphs}"):
+                bench.run(LocalEngine(settings, config), graphs)
             if device.type == "cuda":
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -82,13 +85,21 @@ def _parser() -> argparse.ArgumentParser:
         "--idle-steps", type=int, default=100, help="steps traced for idle time, on a GPU (default: 100)"
     )
     parser.add_argument(
-        "--cuda-graph", choices=("on", "off", "both"), default="on", help="CUDA graphs of decode steps (default: on)"
+        "--compare-cuda-graph", action="store_true", help="on a GPU: decode without CUDA graphs as well; same tokens?"
     )
     parser.add_argument("--trace", metavar="FILE", type=Path, help="keep the trace there (.json or .json.gz)")
     parser.add_argument("--small-ceilings", action="store_true", help="measure ceilings with sizes that prove nothing")
     add_results_arguments(parser)
     add_engine_arguments(parser)
     return parser
+
+
+def _graph_settings(args: argparse.Namespace, server_args: ServerArgs, device: torch.device) -> list[str]:
+    if device.type == "cpu":
+        return ["none"]
+    if server_args.disable_cuda_graph:
+        return ["off"]
+    return ["on", "off"] if args.compare_cuda_graph else ["on"]
 
 
 def _numbers(text: str) -> list[int]:
@@ -121,17 +132,17 @@ class _Bench:
         self._result.values["attention_backend"] = engine.runner.attention_backend
         if not self._result.values["prefill"]:  # no graph has a part in it
             for length in self._args.prefill_len:
-                with self._or_failed(f"prefill of {length} tokens"):
+                with self.or_failed(f"prefill of {length} tokens"):
                     self._prefill(engine, length)
         for batch_size in self._args.batch_size:
             for context_len in self._args.context_len:
                 what = f"decode of {batch_size} x {context_len}, graphs {graphs}"
-                with self._or_failed(f"{what}, by the runner"):
+                with self.or_failed(f"{what}, by the runner"):
                     self._on_runner(engine, graphs, batch_size, context_len)
-                with self._or_failed(f"{what}, by the scheduler"):
+                with self.or_failed(f"{what}, by the scheduler"):
                     self._on_scheduler(engine, graphs, batch_size, context_len)
         if self._args.idle_steps and engine.device.type != "cpu":
-            with self._or_failed(f"device idle time, graphs {graphs}"):
+            with self.or_failed(f"device idle time, graphs {graphs}"):
                 self._idle(engine, graphs)
 
     def close(self) -> None:
@@ -224,12 +235,13 @@ class _Bench:
         )
 
     @contextmanager
-    def _or_failed(self, what: str) -> Iterator[None]:
-        """One thing that does not fit must not cost the others."""
+    def or_failed(self, what: str) -> Iterator[None]:
+        """One thing that does not fit, or that a compiler or driver refuses, must not cost the others."""
         try:
             yield
-        except (ValueError, torch.OutOfMemoryError) as error:
-            self._failed.append(f"{what}: {error}")
+        except Exception as error:
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            self._failed.append(f"{what}: {kind}{str(error)[:300]}")
 
 
 def _tracing(path: Path) -> Callable[[], AbstractContextManager[Any]]:

@@ -77,16 +77,15 @@ class _Nobody:
 class LocalEngine:
     """A loaded model with its scheduler. Raises ValueError for settings that do not fit."""
 
-    def __init__(
-        self, server_args: ServerArgs, config: ModelConfig, *, disable_cuda_graph: bool = False, seed: int = 0
-    ) -> None:
+    def __init__(self, server_args: ServerArgs, config: ModelConfig, seed: int = 0) -> None:
         """`seed`: of prompts and made-up contexts."""
         self.config = config
         self.server_args = server_args
-        settings = _shared_settings(server_args)
-        settings["disable_cuda_graph"] = disable_cuda_graph or settings.get("disable_cuda_graph", False)
         self.runner = ModelRunner(
-            config, context_len=server_args.context_length, seed=server_args.random_seed, **settings
+            config,
+            context_len=server_args.context_length,
+            seed=server_args.random_seed,
+            **_shared_settings(server_args),
         )
         self.device = self.runner.device
         self._inbox, self._outbox = _Inbox(), _Refusals()

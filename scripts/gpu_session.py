@@ -71,7 +71,7 @@ def parts(quick: bool) -> list[Part]:
             "one-batch-1b",
             "Llama-3.2-1B: decode with and without CUDA graphs, device idle time",
             "bench_one_batch",
-            f"--model-path llama-3.2-1b --batch-size 1,32 {one_batch} --prefill-len 4096 --cuda-graph both",
+            f"--model-path llama-3.2-1b --batch-size 1,32 {one_batch} --prefill-len 4096 --compare-cuda-graph",
             30,
             180,
         ),
