@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from tercet.model_executor.attention.torch_backend import TorchAttentionBackend
@@ -193,7 +193,7 @@ def recorded_kernels(tape: Tape):
 
     def recording(executor: Any, *args: Any, **kwargs: Any) -> None:
         tape.calls.append(lambda: call(executor, *args, **kwargs))
-        with torch._C._DisableTorchDispatch():  # the interpreter's own copies of arguments
+        with _disable_current_modes():  # what the interpreter does with its arguments is no part of the tape
             call(executor, *args, **kwargs)
 
     interpreter.GridExecutor.__call__ = recording

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,7 @@ from tercet.mem_cache.allocator import make_allocator
 from tercet.mem_cache.chunk_cache import ChunkCache
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
+from tercet.model_executor.forward_batch import Runner
 from tercet.srt.io_struct import AbortReq, FinishReason, GenerateReq, TokenOut, pack_ids
 from tercet.srt.sampling_params import SamplingParams
 
@@ -63,12 +65,18 @@ class Rig:
         vocab_size: int = 97,
         stream_interval: int = 1,
         audit: bool = True,
+        conservativeness: float = 1.0,
+        make_runner: Callable[[np.ndarray], Runner] | None = None,
     ) -> None:
+        """make_runner: takes the table of slots; default: a FakeRunner"""
         pool = ReqToTokenPool(max_running, context_len)
         allocator = make_allocator(pool_size, page_size)
         cache = RadixCache(allocator, page_size, eviction) if radix else ChunkCache(page_size)
         self.kv = KVCacheManager(pool, allocator, cache)
-        self.runner = FakeRunner(pool.req_to_token, pool_size, page_size, vocab_size)
+        if make_runner is None:
+            self.runner = FakeRunner(pool.req_to_token, pool_size, page_size, vocab_size)
+        else:
+            self.runner = make_runner(pool.req_to_token)
         self.inbox = FakeInbox()
         self.detokenizer = FakeOutbox()
         self.tokenizer = FakeOutbox()
@@ -81,6 +89,7 @@ class Rig:
                 chunked_prefill_size=chunked_prefill_size,
                 enable_mixed_chunk=mixed,
                 schedule_policy=policy,
+                schedule_conservativeness=conservativeness,
             ),
             self.runner,
             self.kv,

@@ -1,0 +1,115 @@
+"""The whole runner on Triton, launched and from graphs, gives the torch path's logits and tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from fake_accelerator import FakeAccelerator, use_fake
+from meta_runner import launch_all, make_meta_runner
+from runner_driver import RunnerDriver, relative_error
+from triton.runtime import interpreter
+
+from tercet.model_executor.layers.kinds import TORCH_LAYERS, layers_for
+from tercet.model_executor.layers.triton_layers import TRITON_LAYERS
+from tercet.model_executor.model_runner import ModelRunner
+from tercet.srt.model_config import ModelConfig
+from tercet.srt.rope_config import Llama3Scaling, RopeConfig
+
+LLAMA = ModelConfig(
+    architecture="LlamaForCausalLM",
+    hidden_size=32,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=99,
+    context_len=96,
+    tie_word_embeddings=True,
+    rope=RopeConfig(10000.0, Llama3Scaling(8.0, 1.0, 4.0, 32)),
+)
+QWEN = dataclasses.replace(
+    LLAMA,
+    architecture="Qwen3ForCausalLM",
+    qk_norm=True,
+    num_heads=6,
+    sliding_windows=(None, 6),
+    rope=RopeConfig(5000.0),
+)
+
+
+def make_runner(config, backend, **options):
+    return ModelRunner(
+        config,
+        dtype="float32",
+        max_running_requests=6,
+        max_total_tokens=400,
+        attention_backend=backend,
+        max_prefill_tokens=6,
+        **options,
+    )
+
+
+def play(driver):
+    """Prefill, chunk, mixed step and decodes; the tokens, and the logits of every step."""
+    rng = np.random.default_rng(5)
+    ids = {row: rng.integers(0, 99, length) for row, length in {1: 12, 2: 1, 3: 7, 4: 18, 5: 5}.items()}
+    new = [driver.add(row) for row in ids]
+    tokens = [driver.extend({1: ids[1], 2: ids[2], 4: ids[4][:9]}, sampled=[True, True, False], new_rows=new)]
+    tokens.append(driver.extend({2: None, 4: ids[4][9:], 3: ids[3], 1: None, 5: ids[5]}))
+    for rows in ([5, 1, 3], [1, 2, 3, 4, 5], [4]):
+        tokens.append(driver.decode(rows))
+    return [step.tolist() for step in tokens], driver.logits
+
+
+def test_layers_are_chosen_by_the_backend():
+    assert layers_for("triton") is TRITON_LAYERS and layers_for("torch") is TORCH_LAYERS
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"])
+def test_tokens_and_logits_are_the_torch_paths(config, monkeypatch):
+    # weights large enough that attention is far from uniform
+    monkeypatch.setattr("tercet.model_executor.weights._DUMMY_STD", 0.3)
+    config = dataclasses.replace(config, load_format="dummy")
+    expected, expected_logits = play(RunnerDriver(make_runner(config, "torch")))
+    launched, launched_logits = play(RunnerDriver(make_runner(config, "triton"), own_table=True))
+    accelerator = FakeAccelerator(lag=3)
+    use_fake(monkeypatch, accelerator, attention=None)
+    runner = make_runner(config, "triton", cuda_graph_max_bs=4)
+    replayed, replayed_logits = play(RunnerDriver(runner))
+    assert accelerator.num_replays == 2 and len(accelerator.recorded) == 3
+    assert expected == launched == replayed
+    for want, launch, replay in zip(expected_logits, launched_logits, replayed_logits, strict=True):
+        assert relative_error(launch, want) < 1e-4 and relative_error(replay, want) < 1e-4
+
+
+def test_a_replay_follows_the_lengths_it_is_given(monkeypatch):
+    """One graph for every length: rows of 1 and of 33 tokens, of one unit of work and of two."""
+    accelerator = FakeAccelerator()
+    use_fake(monkeypatch, accelerator, attention=None)
+    drivers = [
+        RunnerDriver(make_runner(LLAMA, "triton", disable_cuda_graph=disabled, cuda_graph_max_bs=4))
+        for disabled in (False, True)
+    ]
+    for driver in drivers:
+        ids = {1: [3], 2: list(range(33))}
+        driver.extend(ids, new_rows=[driver.add(row) for row in ids])
+    for rows in ([1, 2], [1], [2], [2, 1]):
+        tokens = [driver.decode(rows).tolist() for driver in drivers]
+        assert tokens[0] == tokens[1]
+        assert torch.allclose(drivers[0].logits[-1], drivers[1].logits[-1], rtol=1e-4, atol=1e-5)
+    assert accelerator.num_replays == 4
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"])
+def test_a_launch_on_triton_waits_for_nothing(config, monkeypatch):
+    """The wrappers of kernels, too, look at no value; the kernels themselves are not run."""
+    launches = []
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self, *args, **kwargs: launches.append(self))
+    runner, accelerator = make_meta_runner(monkeypatch, config, attention=None, attention_backend="triton")
+    assert runner.attention.name == "triton"
+    launch_all(runner, accelerator)
+    assert launches and accelerator.num_replays == 3
