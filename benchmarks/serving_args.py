@@ -53,7 +53,9 @@ def parse(program: str, argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program, description="Measure a running server: throughput, latencies, goodput."
+        prog=program,
+        usage="%(prog)s [options]",
+        description="Measure a running server: throughput, latencies, goodput.",
     )
     _add_server_flags(parser.add_argument_group("server"))
     _add_dataset_flags(parser.add_argument_group("requests"))
