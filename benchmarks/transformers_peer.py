@@ -19,7 +19,7 @@ from .rounds import Round
 from .workloads import Request
 
 _PAGE = 256
-"""its default"""
+"""tokens; its default (the name of the setting differs between versions)"""
 _NO_TOKEN = -1
 """As the end of a sequence: none ends early."""
 
@@ -46,9 +46,7 @@ class TransformersSide:
         self._manager = self._stack.enter_context(
             model.continuous_batching_context_manager(
                 generation_config=GenerationConfig(do_sample=False, eos_token_id=_NO_TOKEN, max_new_tokens=1),
-                continuous_batching_config=ContinuousBatchingConfig(
-                    page_size=_PAGE, num_blocks=num_blocks, allow_block_sharing=False
-                ),
+                continuous_batching_config=ContinuousBatchingConfig(num_blocks=num_blocks, allow_block_sharing=False),
                 workload_hints=hints,
             )
         )
