@@ -7,6 +7,9 @@ A graph is recorded for each of a few batch sizes, and a step runs on the smalle
 From there on nothing is needed from the host: the newest tokens, the table of slots and the numbering of attention
 work are read and written inside the graph. Choosing the next tokens is not part of it: that depends on what requests
 ask for.
+
+A step that no graph has room for, or any step where graphs are switched off, is padded to the same size and launched
+kernel by kernel: libraries choose their kernels by the size of the batch, so the bits are those of the graph.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ def batch_sizes(largest: int) -> list[int]:
 
 
 class CudaGraphRunner:
-    """Records on construction. Steps that no graph holds are for the caller to run without."""
+    """Runs decode steps of up to the largest size. Records on construction."""
 
     def __init__(
         self,
@@ -70,40 +73,47 @@ class CudaGraphRunner:
         pool_tokens: int,
         context_len: int,
         logits: torch.Tensor,
+        record: bool = True,
     ) -> None:
         """
         Args:
+            decode: queues a step; must do so with nothing from the host but what it is given
             attention: of `decode`; one whose steps may be recorded (`num_splits`)
             sizes: batch sizes, ascending
             pool_tokens: of the KV pool; with context_len it bounds the work that a graph has room for
-            logits: float32 [largest size, vocab], where all graphs leave theirs
+            logits: float32 [largest size, vocab], where all steps leave theirs
+            record: False launches every step kernel by kernel
         """
         self._uploads = uploads
+        self._decode = decode
         self._attention = attention
         self._sizes = list(sizes)
         self._logits = logits
         self._inputs = torch.zeros(3 * self._sizes[-1], dtype=torch.int64, device=logits.device)
         self._graphs: dict[int, Graph] = {}
         self._room: dict[int, int] = {}
+        self.num_bytes = 0
+        """device memory that the graphs took"""
+        if not record:
+            return
         started, available = time.monotonic(), accelerator.memory().available
         # The largest first: what it takes of the shared memory is enough for all the others.
         for size in reversed(self._sizes):
-            self._record(size, accelerator, decode, longest_lens(size, pool_tokens, context_len))
+            self._record(size, accelerator, longest_lens(size, pool_tokens, context_len))
         self.num_bytes = max(0, available - accelerator.memory().available)
-        """device memory that the graphs took"""
         logger.info(
             "Recorded %d CUDA graphs for up to %d requests in %.1f s, %.0f MiB",
             len(self._sizes), self._sizes[-1], time.monotonic() - started, self.num_bytes / 2**20,
         )  # fmt: skip
 
-    def _record(self, size: int, accelerator: Accelerator, decode: Decode, lens: Int32Array) -> None:
+    def _record(self, size: int, accelerator: Accelerator, lens: Int32Array) -> None:
         inputs = self._inputs_of(size)
         # Recording does the work once for real: as padding.
         inputs.rows.zero_()
         inputs.seq_lens.fill_(1)
         inputs.slots.zero_()
         self._room[size] = self._work(lens)
-        self._graphs[size] = accelerator.record(lambda: decode(inputs, lens, self._logits[:size]))
+        self._graphs[size] = accelerator.record(lambda: self._decode(inputs, lens, self._logits[:size]))
 
     def _work(self, seq_lens: Int32Array) -> int:
         num_splits = self._attention.num_splits(seq_lens)
@@ -114,14 +124,9 @@ class CudaGraphRunner:
         """Where the graph of this batch size reads: next to one another, so that one copy fills them."""
         return DecodeInputs(*self._inputs[: 3 * size].view(3, size))
 
-    def size_for(self, seq_lens: Int32Array) -> int | None:
-        """The batch size whose graph can run requests of these lengths, or None."""
-        count = len(seq_lens)
-        if count > self._sizes[-1]:
-            return None
-        size = next(size for size in self._sizes if size >= count)
-        work = self._work(seq_lens) + (size - count)
-        return size if work <= self._room[size] else None
+    def size_for(self, count: int) -> int | None:
+        """The batch size at which so many requests run; None when they are too many."""
+        return next((size for size in self._sizes if size >= count), None)
 
     def run(self, size: int, rows: Int32Array, seq_lens: Int32Array, slots: Int32Array) -> DecodeOutputs:
         """Queues the step; `size` is what `size_for` said."""
@@ -129,10 +134,14 @@ class CudaGraphRunner:
         packed = np.zeros((3, size), np.int64)
         packed[1, count:] = 1
         packed[:, :count] = rows, seq_lens, slots
-        # The last step's graph has read its inputs before this copy arrives: both are on one stream.
+        # The step before has read its inputs when this copy arrives: both are on one stream.
         self._uploads.send_to(self._inputs[: 3 * size], packed.reshape(-1))
-        self._graphs[size].replay()
-        return DecodeOutputs(self._logits[:count], self._inputs_of(size).rows[:count])
+        inputs, lens = self._inputs_of(size), packed[1].astype(np.int32)
+        if size in self._graphs and self._work(lens) <= self._room[size]:
+            self._graphs[size].replay()
+        else:
+            self._decode(inputs, lens, self._logits[:size])
+        return DecodeOutputs(self._logits[:count], inputs.rows[:count])
 
 
 def longest_lens(size: int, pool_tokens: int, context_len: int) -> Int32Array:

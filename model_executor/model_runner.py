@@ -82,7 +82,7 @@ class ModelRunner:
         if not self._shares_table:
             self._table = torch.zeros((self.num_rows + 1, self.context_len), dtype=torch.int32, device=self.device)
 
-        self._graphs: CudaGraphRunner | None = None
+        self._decodes: CudaGraphRunner | None = None
         sizes, reserve = self._plan_memory(params, max_prefill_tokens, disable_cuda_graph, cuda_graph_max_bs)
         self.max_total_num_tokens = num_kv_tokens(
             host_memory() if self._accelerator is None else self._accelerator.memory(),
@@ -96,8 +96,8 @@ class ModelRunner:
         )
         self.kv_bytes = self.max_total_num_tokens * self._bytes_per_token
         self._build(params, self.max_total_num_tokens)
-        self._graphs = self._record_graphs(sizes)
-        self.graph_bytes = 0 if self._graphs is None else self._graphs.num_bytes
+        self._decodes = self._make_decodes(sizes, record=not disable_cuda_graph)
+        self.graph_bytes = 0 if self._decodes is None else self._decodes.num_bytes
 
     @property
     def _bytes_per_token(self) -> int:
@@ -123,7 +123,7 @@ class ModelRunner:
     def _plan_memory(
         self, params: Parameters, max_prefill_tokens: int | None, disable_graphs: bool, graph_max_bs: int | None
     ) -> tuple[list[int], int]:
-        """Batch sizes to record graphs for, and bytes that must stay free beside weights and KV.
+        """Batch sizes to pad decode steps to, and bytes that must stay free beside weights and KV.
 
         Found by doing the largest steps on a pool of hardly more than the dummy page: nothing is known about what
         libraries and compilers take until they are asked. This compiles what serving needs, too.
@@ -136,9 +136,11 @@ class ModelRunner:
         for step in largest_steps(self.num_rows, self.context_len, max_prefill_tokens or DEFAULT_PREFILL_TOKENS):
             step_bytes = max(step_bytes, accelerator.peak_bytes(partial(self._rehearse, step)))
         reserve = step_bytes + self.sampler.most_table_bytes
-        if disable_graphs or self.attention.num_splits(np.ones(1, np.int32)) is None:
+        if self.attention.num_splits(np.ones(1, np.int32)) is None:
             return [], reserve
         sizes = batch_sizes(min(self.num_rows, graph_max_bs or DEFAULT_GRAPH_MAX_BS))
+        if disable_graphs:
+            return sizes, reserve
         most_tokens = accelerator.memory().available // self._bytes_per_token
         # Graphs keep what they allocate apart from everybody else: as much as the largest of them.
         reserve += accelerator.peak_bytes(partial(self._decode_padding, sizes[-1], most_tokens))
@@ -158,7 +160,7 @@ class ModelRunner:
         return torch.empty((size, self.config.vocab_size), dtype=torch.float32, device=self.device)
 
     @torch.inference_mode()
-    def _record_graphs(self, sizes: list[int]) -> CudaGraphRunner | None:
+    def _make_decodes(self, sizes: list[int], *, record: bool) -> CudaGraphRunner | None:
         if not sizes:
             return None
         assert self._accelerator is not None
@@ -171,6 +173,7 @@ class ModelRunner:
             pool_tokens=self.max_total_num_tokens,
             context_len=self.context_len,
             logits=self._logits_buffer(sizes[-1]),
+            record=record,
         )
 
     def bind(self, req_to_token: Int32Array) -> None:
@@ -214,9 +217,9 @@ class ModelRunner:
         """Logits, and the rows (int64) that are sampled: all of the step's."""
         if step.table_updates and not self._shares_table:
             self._update_table(*self._uploads.send(*self._table_updates(step)))
-        size = None if self._graphs is None else self._graphs.size_for(step.seq_lens)
-        if self._graphs is not None and size is not None:
-            return self._graphs.run(size, step.rows, step.seq_lens, step.out_cache_loc)
+        size = None if self._decodes is None else self._decodes.size_for(len(step.rows))
+        if self._decodes is not None and size is not None:
+            return self._decodes.run(size, step.rows, step.seq_lens, step.out_cache_loc)
         inputs = DecodeInputs(*self._uploads.send(*map(_int64, (step.rows, step.seq_lens, step.out_cache_loc))))
         return self._decode(inputs, step.seq_lens), inputs.rows
 

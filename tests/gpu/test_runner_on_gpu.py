@@ -1,0 +1,150 @@
+"""The runner on a real GPU: nothing waits, graphs change nothing, the tokens are the CPU's, the memory is enough."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from meta_runner import every_kind_of_step
+from runner_driver import RunnerDriver, relative_error
+
+from tercet.model_executor.forward_batch import ForwardMode, StepInputs
+from tercet.model_executor.model_runner import ModelRunner
+from tercet.srt.model_config import ModelConfig
+from tercet.srt.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+LLAMA = ModelConfig(
+    architecture="LlamaForCausalLM",
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=4099,
+    context_len=2048,
+)
+QWEN = dataclasses.replace(
+    LLAMA, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=128, sliding_windows=(None, 300, None)
+)
+CONFIGS = pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"])
+
+
+@pytest.fixture(autouse=True)
+def visible_attention(monkeypatch):
+    """Random weights so large that attention is far from uniform."""
+    monkeypatch.setattr("tercet.model_executor.weights._DUMMY_STD", 0.1)
+
+
+def make_runner(config, device="cuda", **options):
+    options = {"dtype": "bfloat16", "max_running_requests": 40, "max_total_tokens": 20_000} | options
+    return ModelRunner(config, device=device, max_prefill_tokens=2048, **options)
+
+
+@contextmanager
+def waiting_is_an_error():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def play(driver, seed=0, num_steps=40):
+    """Random prefills, chunks beside decodes, and decodes, greedy and sampled; tokens of every step."""
+    rng = np.random.default_rng(seed)
+    kinds = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1))
+    tokens = []
+    for _ in range(num_steps):
+        idle = [row for row in range(1, driver.runner.num_rows + 1) if row not in driver.lens]
+        if idle and rng.random() < 0.3:
+            rows = rng.permutation(idle)[: rng.integers(1, 6)].tolist()
+            chunks = {row: rng.integers(0, 4099, rng.integers(1, 300)) for row in rows}
+            new = [driver.add(row, kinds[row % 2]) for row in rows]
+            if tokens and rng.random() < 0.5:
+                chunks |= {row: None for row in driver.lens if row not in rows}
+            tokens.append(driver.extend(chunks, new_rows=new).tolist())
+        elif driver.lens:
+            rows = rng.permutation(sorted(driver.lens))[: rng.integers(1, len(driver.lens) + 1)].tolist()
+            tokens.append(driver.decode(rows).tolist())
+    return tokens
+
+
+@CONFIGS
+@pytest.mark.parametrize("disable_cuda_graph", [False, True])
+def test_no_launch_waits(config, disable_cuda_graph):
+    runner = make_runner(config, disable_cuda_graph=disable_cuda_graph)
+    runner.bind(np.zeros((runner.num_rows + 1, runner.context_len), np.int32))
+    for _ in range(3):
+        results = []
+        with waiting_is_an_error():
+            for step in every_kind_of_step():
+                results.append((runner.launch(step), step.num_sampled))
+        for result, count in results:
+            assert len(result.wait()) == count
+
+
+@CONFIGS
+def test_graphs_change_no_token_and_no_logit(config):
+    drivers = [RunnerDriver(make_runner(config, disable_cuda_graph=disabled)) for disabled in (False, True)]
+    assert drivers[0].runner.graph_bytes >= 0 and drivers[1].runner.graph_bytes == 0
+    tokens = [play(driver) for driver in drivers]
+    assert tokens[0] == tokens[1]
+    for graphed, plain in zip(drivers[0].logits, drivers[1].logits, strict=True):
+        assert torch.equal(graphed, plain)
+
+
+@CONFIGS
+def test_logits_are_the_cpus(config):
+    rng = np.random.default_rng(3)
+    ids = rng.integers(0, 4099, 400)
+    on_gpu = RunnerDriver(make_runner(config, dtype="float32", max_running_requests=4))
+    on_cpu = RunnerDriver(make_runner(config, device="cpu", dtype="float32", max_running_requests=4))
+    chunks = [100, 1, 250]
+    found, expected = (driver.logits_along(1, ids, chunks) for driver in (on_gpu, on_cpu))
+    assert found.keys() == expected.keys() and len(found) > 50
+    for position, logits in expected.items():
+        assert relative_error(found[position].cpu(), logits) < 1e-3, position
+
+
+def test_many_steps_may_be_launched_before_a_token_is_read():
+    runner = make_runner(LLAMA)
+    driver = RunnerDriver(runner)
+    rows = list(range(1, 21))
+    driver.extend({row: [row, row + 1] for row in rows}, new_rows=[driver.add(row) for row in rows])
+    steps = []
+    for _ in range(100):
+        slots = np.concatenate([driver._grow(row, 1) for row in rows]).astype(np.int32)
+        lens = np.array([driver.lens[row] for row in rows], np.int32)
+        steps.append(StepInputs(ForwardMode.DECODE, np.array(rows, np.int32), lens, slots))
+    with waiting_is_an_error():
+        results = [runner.launch(step) for step in steps]
+    tokens = np.stack([result.wait() for result in results])
+    assert tokens.min() >= 0 and tokens[-1].tolist() == runner.future_tokens[1:21].tolist()
+    again = RunnerDriver(make_runner(LLAMA))
+    again.extend({row: [row, row + 1] for row in rows}, new_rows=[again.add(row) for row in rows])
+    assert tokens.tolist() == [again.decode(rows).tolist() for _ in range(100)]
+
+
+def test_the_pool_leaves_room_for_the_largest_steps():
+    """Sized by what is left, the runner does the largest prefill and decode without running out of memory."""
+    runner = ModelRunner(
+        dataclasses.replace(LLAMA, num_layers=16, num_kv_heads=8),
+        device="cuda",
+        dtype="bfloat16",
+        max_running_requests=256,
+        max_prefill_tokens=16384,
+    )
+    _, total = torch.cuda.mem_get_info()
+    assert runner.kv_bytes > 0.8 * (total - runner.weight_bytes)
+    driver = RunnerDriver(runner)
+    rows = list(range(1, 257))
+    sampled = SamplingParams(temperature=1.0, top_p=0.9, frequency_penalty=0.1)
+    driver.extend({row: [row] * 64 for row in rows}, new_rows=[driver.add(row, sampled) for row in rows])
+    driver.decode(rows)
