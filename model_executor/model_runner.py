@@ -73,7 +73,8 @@ class ModelRunner:
         self.weight_bytes = sum(tensor.nbytes for tensor in params.values())
         self._uploads = Uploads(self.device, self._accelerator)
         self._downloads = Downloads(self.num_rows, self._accelerator)
-        self.sampler = Sampler(self.num_rows, config.vocab_size, self.device, self._uploads)
+        use_kernels = self.attention_backend == "triton"
+        self.sampler = Sampler(self.num_rows, config.vocab_size, self.device, self._uploads, use_kernels=use_kernels)
         self.future_tokens = torch.zeros(self.num_rows + 1, dtype=torch.int64, device=self.device)
         """newest token of each row; the next step reads it here, so the host need not know it yet"""
         self._shares_table = self._accelerator is None

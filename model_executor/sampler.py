@@ -7,8 +7,6 @@ nothing to wait for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -16,40 +14,15 @@ import torch
 from .counter_rng import uniform
 from .device_buffers import Uploads
 from .forward_batch import Int32Array, NewRow
-from .joint_sampling import MAX_VOCAB_SIZE, choose_open, choose_ranked, gaps_below_best, weigh
+from .joint_sampling import MAX_VOCAB_SIZE
 from .logit_edits import LogitEdits
-from .sampling_state import Column, SamplingState
+from .sampling_state import SamplingState
+from .token_choice import INVALID_TOKEN, Block, TokenChoice, TorchChoice
+
+__all__ = ["INVALID_TOKEN", "Sampler"]
 
 BLOCK_ELEMENTS = 2**22
 """Rows are sampled in blocks of about this many logits, which bounds the memory of the steps in between."""
-CPU_WIDTHS = (256, 4096)
-INVALID_TOKEN = -1
-
-
-@dataclass(slots=True, frozen=True)
-class _Batch:
-    x: torch.Tensor
-    """float32 [n, vocab] logits, edited"""
-    peak: torch.Tensor
-    """float32 [n, 1] the largest of each line"""
-    rows: npt.NDArray[np.int64]
-    draws: npt.NDArray[np.float64]
-
-
-@dataclass(slots=True, frozen=True)
-class _Block:
-    """Some positions of a batch, on the device."""
-
-    at: torch.Tensor
-    """int64 [b] positions in the batch"""
-    rows: torch.Tensor
-    """int64 [b]"""
-    gap: torch.Tensor
-    """float32 [b, vocab], see `gaps_below_best`"""
-    draw: torch.Tensor
-    """float64 [b, 1]"""
-    params: npt.NDArray[np.float64]
-    """[b, columns], on the host"""
 
 
 class Sampler:
@@ -62,10 +35,17 @@ class Sampler:
         vocab_size: width of the logits, at most MAX_VOCAB_SIZE
         device: where the logits will be
         uploads: the way there; default: one of its own
+        use_kernels: choose on Triton kernels
     """
 
     def __init__(
-        self, num_rows: int, vocab_size: int, device: torch.device | str, uploads: Uploads | None = None
+        self,
+        num_rows: int,
+        vocab_size: int,
+        device: torch.device | str,
+        uploads: Uploads | None = None,
+        *,
+        use_kernels: bool = False,
     ) -> None:
         assert 0 < vocab_size <= MAX_VOCAB_SIZE, vocab_size
         self._num_rows = num_rows
@@ -74,10 +54,7 @@ class Sampler:
         self._state = SamplingState(num_rows, vocab_size, self._device, uploads)
         self._edits = LogitEdits(num_rows, vocab_size, self._device, self._state)
         self._block_rows = max(1, BLOCK_ELEMENTS // vocab_size)
-        # A CPU finds top-p's tokens among a few hundred, mostly, and may look at the result before it tries
-        # more. Elsewhere looking would mean waiting, so the whole vocabulary is sorted at once.
-        on_cpu = self._device.type == "cpu"
-        self._top_p_widths = (*(w for w in CPU_WIDTHS if on_cpu and w < vocab_size), vocab_size)
+        self._choice = _make_choice(self._state, vocab_size, self._device, use_kernels)
 
     @property
     def most_table_bytes(self) -> int:
@@ -108,26 +85,21 @@ class Sampler:
         host_rows, positions = rows.astype(np.int64), seq_lens.astype(np.int64)
         self._state.flush()
         x = self._edited(logits, host_rows, positions)
-        peak = x.amax(dim=-1, keepdim=True)
-        groups = self._state.group(host_rows)
+        groups, choice = self._state.group(host_rows), self._choice
         if len(groups.greedy) == n:
-            tokens = _argmax(x)
+            tokens = choice.greedy(x)
         else:
             tokens = torch.empty(n, dtype=torch.int64, device=self._device)
             if len(groups.greedy):
                 at = self._state.send(groups.greedy)
-                tokens.index_copy_(0, at, _argmax(x.index_select(0, at)))
-            batch = _Batch(x, peak, host_rows, uniform(self._state.seeds(host_rows), positions))
-            for group, choose in (
-                (groups.open, self._sample_open),
-                (groups.few, self._sample_few),
-                (groups.many, self._sample_many),
-            ):
-                for positions_of_block in self._blocks(group):
-                    block = self._take(batch, positions_of_block)
-                    tokens.index_copy_(0, block.at, choose(block))
-        # peak is NaN where any logit is.
-        tokens.masked_fill_(~(peak.squeeze(1) > -torch.inf), INVALID_TOKEN)
+                tokens.index_copy_(0, at, choice.greedy(x.index_select(0, at)))
+            draws = uniform(self._state.seeds(host_rows), positions)
+            for group, choose in ((groups.open, choice.open), (groups.few, choice.few), (groups.many, choice.many)):
+                for block in self._blocks(group):
+                    packed = self._state.send(np.stack((block, host_rows[block], draws[block].view(np.int64))))
+                    at, block_rows, draw = packed[0], packed[1], packed[2].view(torch.float64)
+                    taken = Block(x.index_select(0, at), block_rows, draw, self._state.host[host_rows[block]])
+                    tokens.index_copy_(0, at, choose(taken))
         self._edits.count(host_rows, tokens)
         return tokens
 
@@ -144,41 +116,13 @@ class Sampler:
             x.index_copy_(0, at, part)
         return x
 
-    def _take(self, batch: _Batch, at: npt.NDArray[np.int64]) -> _Block:
-        rows = batch.rows[at]
-        packed = self._state.send(np.stack((at, rows, batch.draws[at].view(np.int64))))
-        at_device, rows_device, draw = packed[0], packed[1], packed[2].view(torch.float64).unsqueeze(1)
-        temperature = self._state.on_device(rows_device, Column.TEMPERATURE).float()
-        x, peak = batch.x.index_select(0, at_device), batch.peak.index_select(0, at_device)
-        return _Block(at_device, rows_device, gaps_below_best(x, peak, temperature), draw, self._state.host[rows])
-
-    def _sample_open(self, block: _Block) -> torch.Tensor:
-        has_min_p = bool((block.params[:, Column.MAX_GAP] < np.inf).any())
-        max_gap = self._state.on_device(block.rows, Column.MAX_GAP).float() if has_min_p else None
-        return choose_open(block.gap, block.draw, max_gap)
-
-    def _sample_few(self, block: _Block) -> torch.Tensor:
-        return self._sample_ranked(block, (int(block.params[:, Column.TOP_K].max()),))
-
-    def _sample_many(self, block: _Block) -> torch.Tensor:
-        return self._sample_ranked(block, self._top_p_widths)
-
-    def _sample_ranked(self, block: _Block, widths: tuple[int, ...]) -> torch.Tensor:
-        top_k = self._state.on_device(block.rows, Column.TOP_K).long()
-        if (block.params[:, Column.TOP_P] < 1).any():
-            top_p = self._state.on_device(block.rows, Column.TOP_P)
-            mass = (weigh(block.gap).sum(dim=-1, keepdim=True) * top_p).ceil().long()
-        else:
-            mass = torch.full_like(top_k, torch.iinfo(torch.int64).max)
-        max_gap = self._state.on_device(block.rows, Column.MAX_GAP).float()
-        return choose_ranked(widths, block.gap, block.draw, top_k, mass, max_gap)
-
     def _blocks(self, positions: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
         return [positions[i : i + self._block_rows] for i in range(0, len(positions), self._block_rows)]
 
 
-def _argmax(x: torch.Tensor) -> torch.Tensor:
-    """The first of the largest: int64 [n] from [n, vocab]."""
-    if x.device.type == "cpu":  # numpy's argmax is vectorised, torch's is not: a factor of 20
-        return torch.from_numpy(x.numpy().argmax(axis=-1))
-    return x.argmax(dim=-1)
+def _make_choice(state: SamplingState, vocab_size: int, device: torch.device, use_kernels: bool) -> TokenChoice:
+    if not use_kernels:
+        return TorchChoice(state, vocab_size, on_cpu=device.type == "cpu")
+    from .triton_choice import TritonChoice  # Triton takes half a second to import
+
+    return TritonChoice(state)

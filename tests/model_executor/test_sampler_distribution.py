@@ -31,7 +31,7 @@ def any_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Blocks of a few rows, and a top-p search that starts with few tokens: with a small vocabulary too."""
     if request.param != "as it is":
         monkeypatch.setattr(sampler_module, "BLOCK_ELEMENTS", 200)
-        monkeypatch.setattr(sampler_module, "CPU_WIDTHS", (2, 9))
+        monkeypatch.setattr("tercet.model_executor.token_choice.CPU_WIDTHS", (2, 9))
 
 
 def draw_many(logits: np.ndarray, seeds: np.ndarray, position: int = 5, **params: float) -> np.ndarray:

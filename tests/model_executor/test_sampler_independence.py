@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sampling_reference import new_row
 
 from tercet.model_executor import sampler as sampler_module
+from tercet.model_executor import token_choice
 from tercet.model_executor.sampler import Sampler
 
 VOCAB_SIZE = 1003
@@ -65,7 +66,7 @@ def test_a_row_alone_and_in_any_batch(
     rows = np.array(data.draw(st.permutations(range(1, 13)))[:n], np.int32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler_module, "BLOCK_ELEMENTS", data.draw(st.sampled_from([1, 3000, 2**22])))
-        patch.setattr(sampler_module, "CPU_WIDTHS", data.draw(st.sampled_from([(), (3, 40), (256, 4096)])))
+        patch.setattr(token_choice, "CPU_WIDTHS", data.draw(st.sampled_from([(), (3, 40), (256, 4096)])))
         sampler = Sampler(12, VOCAB_SIZE, "cpu")
     for row, request in zip(rows, requests, strict=True):
         place(sampler, int(row), request, [])

@@ -1,0 +1,97 @@
+"""How tokens are chosen from logits, in plain torch. triton_choice.py has the same on kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .joint_sampling import choose_open, choose_ranked, gaps_below_best, weigh
+from .sampling_state import Column, SamplingState
+
+CPU_WIDTHS = (256, 4096)
+INVALID_TOKEN = -1
+
+
+@dataclass(slots=True, frozen=True)
+class Block:
+    """Some rows of a batch that are sampled alike."""
+
+    x: torch.Tensor
+    """float32 [b, vocab] logits, edited; the choice may spoil them"""
+    rows: torch.Tensor
+    """int64 [b], on the device"""
+    draw: torch.Tensor
+    """float64 [b] in [0, 1), on the device"""
+    params: npt.NDArray[np.float64]
+    """[b, columns] of SamplingState, on the host"""
+
+
+class TokenChoice(Protocol):
+    """Each answers int64 [b]: INVALID_TOKEN where logits hold a NaN or leave no token possible."""
+
+    def greedy(self, x: torch.Tensor) -> torch.Tensor:
+        """The first of the largest; x: float32 [b, vocab]."""
+
+    def open(self, block: Block) -> torch.Tensor:
+        """From the whole vocabulary, or from what min_p leaves of it."""
+
+    def few(self, block: Block) -> torch.Tensor:
+        """With a small top-k, and perhaps top-p."""
+
+    def many(self, block: Block) -> torch.Tensor:
+        """With top-p or a large top-k."""
+
+
+class TorchChoice:
+    """See TokenChoice."""
+
+    def __init__(self, state: SamplingState, vocab_size: int, *, on_cpu: bool) -> None:
+        self._state = state
+        # A CPU finds top-p's tokens among a few hundred, mostly, and may look at the result before it tries
+        # more. Elsewhere looking would mean waiting, so the whole vocabulary is sorted at once.
+        self._top_p_widths = (*(w for w in CPU_WIDTHS if on_cpu and w < vocab_size), vocab_size)
+
+    def greedy(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type == "cpu":  # numpy's argmax is vectorised, torch's is not: a factor of 20
+            tokens = torch.from_numpy(x.numpy().argmax(axis=-1))
+        else:
+            tokens = x.argmax(dim=-1)
+        return _valid(tokens, x.amax(dim=-1))
+
+    def open(self, block: Block) -> torch.Tensor:
+        peak, gap = self._gaps(block)
+        has_min_p = bool((block.params[:, Column.MAX_GAP] < np.inf).any())
+        max_gap = self._state.on_device(block.rows, Column.MAX_GAP).float() if has_min_p else None
+        return _valid(choose_open(gap, block.draw.unsqueeze(1), max_gap), peak)
+
+    def few(self, block: Block) -> torch.Tensor:
+        return self._ranked(block, (int(block.params[:, Column.TOP_K].max()),))
+
+    def many(self, block: Block) -> torch.Tensor:
+        return self._ranked(block, self._top_p_widths)
+
+    def _ranked(self, block: Block, widths: tuple[int, ...]) -> torch.Tensor:
+        peak, gap = self._gaps(block)
+        top_k = self._state.on_device(block.rows, Column.TOP_K).long()
+        if (block.params[:, Column.TOP_P] < 1).any():
+            top_p = self._state.on_device(block.rows, Column.TOP_P)
+            mass = (weigh(gap).sum(dim=-1, keepdim=True) * top_p).ceil().long()
+        else:
+            mass = torch.full_like(top_k, torch.iinfo(torch.int64).max)
+        max_gap = self._state.on_device(block.rows, Column.MAX_GAP).float()
+        return _valid(choose_ranked(widths, gap, block.draw.unsqueeze(1), top_k, mass, max_gap), peak)
+
+    def _gaps(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest logit of each row, [b], and `gaps_below_best`."""
+        peak = block.x.amax(dim=-1, keepdim=True)
+        temperature = self._state.on_device(block.rows, Column.TEMPERATURE).float()
+        return peak.squeeze(1), gaps_below_best(block.x, peak, temperature)
+
+
+def _valid(tokens: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
+    # The largest is NaN where any logit is.
+    return tokens.masked_fill_(~(peak > -torch.inf), INVALID_TOKEN)
