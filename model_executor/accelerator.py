@@ -36,7 +36,7 @@ class Accelerator:
 
     def __init__(self, device: torch.device) -> None:
         # Triton launches on the current device, whatever device its tensors are on.
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device.index)
         self._copies = torch.cuda.Stream(device)
         self._recording = torch.cuda.Stream(device)
         self._graph_pool = torch.cuda.graph_pool_handle()

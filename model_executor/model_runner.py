@@ -136,7 +136,7 @@ class ModelRunner:
         step_bytes = 0
         for step in largest_steps(self.num_rows, self.context_len, max_prefill_tokens or DEFAULT_PREFILL_TOKENS):
             step_bytes = max(step_bytes, accelerator.peak_bytes(partial(self._rehearse, step)))
-        reserve = step_bytes + self.sampler.most_table_bytes
+        reserve = step_bytes + self.sampler.most_edit_bytes
         if self.attention.num_splits(np.ones(1, np.int32)) is None:
             return [], reserve
         sizes = batch_sizes(min(self.num_rows, graph_max_bs or DEFAULT_GRAPH_MAX_BS))

@@ -57,9 +57,10 @@ class Sampler:
         self._choice = _make_choice(self._state, vocab_size, self._device, use_kernels)
 
     @property
-    def most_table_bytes(self) -> int:
-        """Device memory that penalties and biases take when every row asks for them."""
-        return self._num_rows * self._vocab_size * (4 + 4)
+    def most_edit_bytes(self) -> int:
+        """Device memory that edits of logits take when every row asks for all of them: counts, biases, one of the two
+        while it grows, and the edited copy."""
+        return self._num_rows * self._vocab_size * 4 * 4
 
     @torch.inference_mode()
     def set_row(self, new_row: NewRow) -> None:
