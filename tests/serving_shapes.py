@@ -19,6 +19,10 @@ class Shape:
     soft_cap: float | None = None
     window: int | None = None
 
+    @property
+    def fp32(self) -> bool:
+        return self.dtype == torch.float32
+
     def __str__(self) -> str:
         kind = "fp8" if self.fp8 else str(self.dtype).removeprefix("torch.")
         options = ("-cap" if self.soft_cap else "") + ("-window" if self.window else "")
@@ -36,6 +40,9 @@ SHAPES = [
     Shape(192),
     Shape(256, 8, 4, soft_cap=50.0, window=4096),  # Gemma 2
     Shape(128, dtype=torch.float16),
+    Shape(64, 9, 3, dtype=torch.float32),
+    Shape(128, dtype=torch.float32),
+    Shape(256, dtype=torch.float32),
     Shape(64, fp8=True),
     Shape(128, fp8=True),
     Shape(256, fp8=True),

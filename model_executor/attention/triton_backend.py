@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
@@ -43,18 +44,19 @@ class TritonAttentionBackend(AttentionBackend):
     def __init__(self, config: ModelConfig, kv_pool: MHATokenToKVPool) -> None:
         super().__init__(config, kv_pool)
         arch = arch_of(kv_pool.k_buffer[0].device)
-        self._decode_tile = decode_tile(arch, self.head_dim)
-        self._extend_tile = extend_tile(arch, self.head_dim, kv_pool.dtype == torch.float8_e4m3fn)
+        fp32, fp8 = kv_pool.dtype == torch.float32, kv_pool.dtype == torch.float8_e4m3fn
+        self._decode_tile = decode_tile(arch, self.head_dim, fp32=fp32)
+        self._extend_tile = extend_tile(arch, self.head_dim, fp8, fp32=fp32)
         self._plan: _Plan | None = None
 
-    def num_splits(self, seq_lens: np.ndarray) -> int:
-        """Units of decode work for requests of these lengths (host): what `plan` must have room for."""
+    def num_splits(self, seq_lens: npt.NDArray[np.int32]) -> int:
         return int((-(-seq_lens // self._decode_tile.split)).sum())
 
     def plan(self, batch: ForwardBatch) -> None:
         """Numbers the units of work on the device; the host's copy of the lengths only sizes the buffers."""
         if batch.mode is ForwardMode.DECODE:
-            self.plan_decode(batch.seq_lens, self.num_splits(batch.seq_lens_host))
+            capacity = self.num_splits(batch.seq_lens_host)
+            self._plan = _Plan(split_map(batch.seq_lens, self._decode_tile.split, capacity), None, None)
             return
         assert batch.extend_start_loc is not None and batch.extend_lens_host is not None
         single = batch.extend_lens_host == 1
@@ -67,14 +69,6 @@ class TritonAttentionBackend(AttentionBackend):
             num_tokens = batch.input_ids.shape[0]
             extend = query_tile_map(batch.extend_start_loc, group, self._extend_tile.block_m, num_tokens)
         self._plan = _Plan(decode, extend, batch.extend_start_loc[:-1])
-
-    def plan_decode(self, seq_lens: torch.Tensor, capacity: int) -> None:
-        """`plan` for a decode step with room for `capacity` units of work, whatever the lengths will be.
-
-        For a CUDA graph: captured, this and `forward` follow the contents of seq_lens (int64 [B]) at every replay. The
-        host has to see that `num_splits` of the step's lengths is at most `capacity`, and not replay otherwise.
-        """
-        self._plan = _Plan(split_map(seq_lens, self._decode_tile.split, capacity), None, None)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ForwardBatch

@@ -229,7 +229,8 @@ def decode_attention(
     assert k_buffer.dtype == v_buffer.dtype and (fp8 or k_buffer.dtype == q.dtype)
 
     arch = arch_of(q.device)
-    tile = tile or decode_tile(arch, head_dim)
+    tile = tile or decode_tile(arch, head_dim, fp32=q.dtype == torch.float32)
+    assert work.tile == tile.split
     group = num_heads // num_kv_heads
     # 16 rows are the least that tl.dot takes.
     block_h = min(max(16, triton.next_power_of_2(group)), _MAX_HEAD_BLOCK)

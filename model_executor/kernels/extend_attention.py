@@ -223,7 +223,8 @@ def extend_attention(
     assert k_buffer.dtype == v_buffer.dtype and (fp8 or k_buffer.dtype == q.dtype)
 
     arch = arch_of(q.device)
-    tile = tile or extend_tile(arch, head_dim, fp8)
+    tile = tile or extend_tile(arch, head_dim, fp8, fp32=q.dtype == torch.float32)
+    assert work.tile == tile.block_m
     _extend_kernel[(work.capacity, num_kv_heads)](
         q,
         as_kernel_operand(k_buffer),

@@ -86,6 +86,21 @@ _EXTEND_FP8 = {
     ("sm_80", 256): ExtendTile(32, 32, 4, 3),
     ("sm_90", 256): ExtendTile(32, 32, 4, 3),
 }
+# fp32 products do not go to matrix units on NVIDIA: operands and sums are all in registers. For tests and small models.
+_DECODE_FP32 = {
+    (arch, width): tile
+    for arch in ("sm_80", "sm_90")
+    for width, tile in ((128, DecodeTile(256, 32, 4, 5, 2)), (256, DecodeTile(256, 32, 8, 3, 2)))
+}
+_EXTEND_FP32 = {
+    (arch, width): tile
+    for arch in ("sm_80", "sm_90")
+    for width, tile in (
+        (64, ExtendTile(64, 32, 8, 1)),
+        (128, ExtendTile(32, 16, 8, 1)),
+        (256, ExtendTile(16, 32, 8, 1)),
+    )
+}
 _MAX_HEAD_DIM = 256
 
 
@@ -130,15 +145,18 @@ def _known(arch: str) -> str:
     return "gfx942" if arch.startswith("gfx") else "sm_80"
 
 
-def decode_tile(arch: str, head_dim: int) -> DecodeTile:
-    return _DECODE[_known(arch)][padded_head_dim(head_dim)]
-
-
-def extend_tile(arch: str, head_dim: int, fp8: bool = False) -> ExtendTile:
-    """`fp8`: whether the KV is."""
+def decode_tile(arch: str, head_dim: int, *, fp32: bool = False) -> DecodeTile:
+    """`fp32`: whether queries and KV are."""
     arch, width = _known(arch), padded_head_dim(head_dim)
-    plain = _EXTEND[arch][width]
-    return _EXTEND_FP8.get((arch, width), plain) if fp8 else plain
+    plain = _DECODE[arch][width]
+    return _DECODE_FP32.get((arch, width), plain) if fp32 else plain
+
+
+def extend_tile(arch: str, head_dim: int, fp8: bool = False, *, fp32: bool = False) -> ExtendTile:
+    """`fp8`: whether the KV is; `fp32`: whether queries and KV are."""
+    arch, width = _known(arch), padded_head_dim(head_dim)
+    special = _EXTEND_FP8 if fp8 else _EXTEND_FP32 if fp32 else {}
+    return special.get((arch, width), _EXTEND[arch][width])
 
 
 def row_warps(block: int) -> int:

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 
 _FILL = 128
+_BATCH_BLOCK = 1024
+"""One size for every batch that is not larger, so that no step has to wait for a compiler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class WorkMap:
 
     starts: torch.Tensor
     rows: torch.Tensor
+    tile: int
+    """what a unit is"""
 
     @property
     def capacity(self) -> int:
@@ -88,11 +92,11 @@ def _launch(
         tile,
         capacity,
         SELECT=select,
-        BLOCK_B=triton.next_power_of_2(batch),
+        BLOCK_B=max(_BATCH_BLOCK, triton.next_power_of_2(batch)),
         FILL=_FILL,
         num_warps=4,
     )
-    return WorkMap(starts, rows)
+    return WorkMap(starts, rows, tile)
 
 
 def split_map(
@@ -125,17 +129,17 @@ def split_map_ref(seq_lens: torch.Tensor, split: int, extend_start_loc: torch.Te
     units = torch.ceil(seq_lens / split).to(torch.int32)
     if extend_start_loc is not None:
         units = torch.where(extend_start_loc.diff() == 1, units, 0)
-    return _map_of_units(units)
+    return _map_of_units(units, split)
 
 
 def query_tile_map_ref(extend_start_loc: torch.Tensor, group: int, block_m: int) -> WorkMap:
     """`query_tile_map` in plain torch, with exactly the capacity that is needed."""
     new = extend_start_loc.diff()
     units = torch.ceil(torch.where(new == 1, 0, new) * group / block_m).to(torch.int32)
-    return _map_of_units(units)
+    return _map_of_units(units, block_m)
 
 
-def _map_of_units(units: torch.Tensor) -> WorkMap:
+def _map_of_units(units: torch.Tensor, tile: int) -> WorkMap:
     starts = torch.nn.functional.pad(units.cumsum(0), (1, 0)).to(torch.int32)
     rows = torch.repeat_interleave(torch.arange(len(units), device=units.device), units).to(torch.int32)
-    return WorkMap(starts, rows)
+    return WorkMap(starts, rows, tile)

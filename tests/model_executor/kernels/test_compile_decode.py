@@ -16,7 +16,7 @@ from tercet.model_executor.kernels.work_map import split_map
 def test_decode(arch: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_module, "arch_of", lambda device: arch)
     with recorded() as launches:
-        work = split_map(meta(BATCH), decode_tile(arch, shape.head_dim).split, 1000)
+        work = split_map(meta(BATCH), decode_tile(arch, shape.head_dim, fp32=shape.fp32).split, 1000)
         q, *kv = operands(shape, BATCH)
         out = meta(*q.shape, dtype=q.dtype)
         decode_module.decode_attention(q, *kv, meta(BATCH), meta(BATCH), work, out, **options(shape))

@@ -16,7 +16,7 @@ from tercet.model_executor.kernels.work_map import query_tile_map
 def test_extend(arch: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extend_module, "arch_of", lambda device: arch)
     with recorded() as launches:
-        tile = extend_tile(arch, shape.head_dim, shape.fp8)
+        tile = extend_tile(arch, shape.head_dim, shape.fp8, fp32=shape.fp32)
         work = query_tile_map(meta(BATCH + 1), shape.num_heads // shape.num_kv_heads, tile.block_m, TOKENS)
         q, *kv = operands(shape, TOKENS)
         out = meta(*q.shape, dtype=q.dtype)
