@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Tests run beside each other: threads that wait for one another at every operation would wait for the other tests too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and with them every process they start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A slow machine is not a failing test; the example that failed is printed so that anybody can replay it.
 settings.register_profile("tercet", deadline=None, print_blob=True)
