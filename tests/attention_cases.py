@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
 
+from tercet.model_executor.kernels.decode_attention import decode_attention, decode_attention_ref
+from tercet.model_executor.kernels.extend_attention import extend_attention, extend_attention_ref
 from tercet.model_executor.kernels.store_kv import store_kv_ref
+from tercet.model_executor.kernels.tuning import DecodeTile, ExtendTile
+from tercet.model_executor.kernels.work_map import query_tile_map, split_map
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -85,7 +90,7 @@ def cases(draw: st.DrawFn, max_len: int = 80, max_requests: int = 3) -> Case:
     )
 
 
-def build(case: Case) -> Problem:
+def build(case: Case, device: str = "cpu") -> Problem:
     g = torch.Generator().manual_seed(case.seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -116,19 +121,64 @@ def build(case: Case) -> Problem:
     starts = torch.nn.functional.pad(extend_lens.cumsum(0), (1, 0))
 
     def queries(num_tokens: int) -> torch.Tensor:
-        fused = torch.full((num_tokens, case.num_heads + 2 * case.num_kv_heads, case.head_dim), torch.nan).to(
-            case.dtype
-        )
+        """A view of a fused projection whose other heads are NaN."""
+        fused = torch.full((num_tokens, case.num_heads + 2 * case.num_kv_heads, case.head_dim), torch.nan)
         fused[:, : case.num_heads] = random(num_tokens, case.num_heads, case.head_dim)
-        return fused[:, : case.num_heads]
+        return fused.to(device, case.dtype)[:, : case.num_heads]
 
     decode, extend = queries(len(lens)), queries(int(starts[-1]))
-    return Problem(case, k_buffer, v_buffer, table, rows, lens, starts, lens - extend_lens, decode, extend)
+    tensors = k_buffer, v_buffer, table, rows, lens, starts, lens - extend_lens
+    return Problem(case, *(t.to(device) for t in tensors), decode, extend)
+
+
+def run_decode(p: Problem, tile: DecodeTile, pick: Sequence[int] | None = None) -> torch.Tensor:
+    """Requests `pick`, in that order; all of them by default."""
+    at = list(range(len(p.case.lens)) if pick is None else pick)
+    seq_lens, rows, q = p.seq_lens[at], p.rows[at], p.q_decode[at]
+    capacity = int((-(-seq_lens // tile.split)).sum())
+    work = split_map(seq_lens, tile.split, capacity)
+    out = poisoned(q)
+    decode_attention(q, p.k_buffer, p.v_buffer, p.req_to_token, rows, seq_lens, work, out, tile=tile, **p.options)
+    return out
+
+
+def expected_decode(p: Problem) -> torch.Tensor:
+    return decode_attention_ref(
+        p.q_decode.double(), *p.pools64(), p.req_to_token, p.rows, p.seq_lens, **p.options
+    )  # fmt: skip
+
+
+def run_extend(
+    p: Problem,
+    tile: ExtendTile,
+    decode_tile: DecodeTile,
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    extend_lens: torch.Tensor,
+    prefix_lens: torch.Tensor,
+) -> torch.Tensor:
+    """As the backend does it: requests of one new token by the decode kernel, the others by the extend kernel."""
+    starts = torch.nn.functional.pad(extend_lens.cumsum(0), (1, 0))
+    seq_lens = prefix_lens + extend_lens
+    out = poisoned(q)
+    kv = p.k_buffer, p.v_buffer, p.req_to_token, rows
+    work = query_tile_map(starts, p.case.group, tile.block_m, q.shape[0])
+    extend_attention(q, *kv, starts, prefix_lens, work, out, tile=tile, **p.options)
+    capacity = int((-(-seq_lens // decode_tile.split)).sum())
+    splits = split_map(seq_lens, decode_tile.split, capacity, starts)
+    decode_attention(q, *kv, seq_lens, splits, out, tile=decode_tile, q_loc=starts[:-1], **p.options)
+    return out
+
+
+def expected_extend(p: Problem) -> torch.Tensor:
+    return extend_attention_ref(
+        p.q_extend.double(), *p.pools64(), p.req_to_token, p.rows, p.extend_start_loc, p.prefix_lens, **p.options
+    )  # fmt: skip
 
 
 def poisoned(like: torch.Tensor) -> torch.Tensor:
     """An output that shows what was not written."""
-    return torch.full(like.shape, torch.nan, dtype=like.dtype)
+    return torch.full(like.shape, torch.nan, dtype=like.dtype, device=like.device)
 
 
 def assert_close(out: torch.Tensor, reference: torch.Tensor) -> None:

@@ -282,9 +282,9 @@ def extend_attention_ref(
     starts = extend_start_loc.tolist()
     for b, prefix in enumerate(prefix_lens.tolist()):
         new = slice(starts[b], starts[b + 1])
-        q_pos = prefix + torch.arange(starts[b + 1] - starts[b])
+        q_pos = prefix + torch.arange(starts[b + 1] - starts[b], device=q.device)
         slots = req_to_token[rows[b], : prefix + len(q_pos)].long()
-        k_pos = torch.arange(len(slots))
+        k_pos = torch.arange(len(slots), device=q.device)
         k = (k_buffer[slots].to(q.dtype) * k_scale).repeat_interleave(group, 1)
         v = (v_buffer[slots].to(q.dtype) * v_scale).repeat_interleave(group, 1)
         scores = torch.einsum("thd,nhd->htn", q[new], k) * sm_scale

@@ -331,19 +331,19 @@ def sample_ref(
     weigh: Callable[[torch.Tensor], torch.Tensor] = weigh_ref,
 ) -> torch.Tensor:
     """Both in plain torch, with a sort; without top_k and top_p in order of id. `weigh`: whose exp is meant."""
-    out = torch.full((x.shape[0],), -1, dtype=torch.int64)
+    out = torch.full((x.shape[0],), -1, dtype=torch.int64, device=x.device)
     for row in range(x.shape[0]):
         if not peak[row] > -torch.inf:
             continue
         best = peak[row].clamp(max=torch.finfo(torch.float32).max)
         gap = (best - x[row].float()).clamp(min=0) / temperature[row]
         weights = weigh(gap)
-        order = torch.arange(len(gap))
+        rank = order = torch.arange(len(gap), device=x.device)
         kept = gap <= max_gap[row]
         if top_k is not None and top_p is not None:
             gap, order = gap.sort(stable=True)
             weights = weights[order]
-            kept = (gap <= max_gap[row]) & (order.new_tensor(range(len(gap))) < top_k[row])
+            kept = (gap <= max_gap[row]) & (rank < top_k[row])
             if top_p[row] < 1:
                 mass = torch.ceil(weights.sum() * top_p[row])
                 strictly_better = torch.searchsorted(gap, gap)

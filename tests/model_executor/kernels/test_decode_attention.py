@@ -3,14 +3,12 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from attention_cases import Case, Problem, assert_close, build, cases, poisoned
+from attention_cases import Case, assert_close, build, cases, expected_decode, run_decode
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from triton_interpreter import examples
 
-from tercet.model_executor.kernels.decode_attention import decode_attention, decode_attention_ref
 from tercet.model_executor.kernels.tuning import DecodeTile
-from tercet.model_executor.kernels.work_map import split_map
 
 TILES = [
     DecodeTile(split=16, block_n=16, num_warps=1, num_stages=1, programs=1),
@@ -18,25 +16,6 @@ TILES = [
     DecodeTile(split=64, block_n=32, num_warps=1, num_stages=1, programs=100),
 ]
 PLAIN = Case(0, torch.float32, False, 1, 3, 64, 1, (70,), (1,), None, None, 0.125)
-
-
-def run(p: Problem, tile: DecodeTile, pick: list[int] | None = None) -> torch.Tensor:
-    """Requests `pick` in that order; all of them by default."""
-    pick = list(range(len(p.case.lens))) if pick is None else pick
-    seq_lens, rows, q = p.seq_lens[pick], p.rows[pick], p.q_decode[pick]
-    capacity = int((-(-seq_lens // tile.split)).sum())
-    work = split_map(seq_lens, tile.split, capacity)
-    out = poisoned(q)
-    decode_attention(
-        q, p.k_buffer, p.v_buffer, p.req_to_token, rows, seq_lens, work, out, tile=tile, **p.options
-    )  # fmt: skip
-    return out
-
-
-def expected(p: Problem) -> torch.Tensor:
-    return decode_attention_ref(
-        p.q_decode.double(), *p.pools64(), p.req_to_token, p.rows, p.seq_lens, **p.options
-    )  # fmt: skip
 
 
 @settings(max_examples=examples(100))
@@ -48,27 +27,27 @@ def expected(p: Problem) -> torch.Tensor:
 @example(case=dataclasses.replace(PLAIN, group=71, lens=(20,)), tile=TILES[1])  # two blocks of heads
 def test_agrees_with_the_float64_twin(case: Case, tile: DecodeTile) -> None:
     problem = build(case)
-    assert_close(run(problem, tile), expected(problem))
+    assert_close(run_decode(problem, tile), expected_decode(problem))
 
 
 @settings(max_examples=examples(25))
 @given(case=cases(max_len=60, max_requests=4), tile=st.sampled_from(TILES), data=st.data())
 def test_a_request_does_not_depend_on_the_batch(case: Case, tile: DecodeTile, data: st.DataObject) -> None:
     problem = build(case)
-    everyone = run(problem, tile)
+    everyone = run_decode(problem, tile)
     pick = data.draw(
         st.permutations(range(len(case.lens))).flatmap(lambda p: st.integers(1, len(p)).map(lambda n: p[:n]))
     )
-    assert torch.equal(run(problem, tile, list(pick)), everyone[list(pick)])
+    assert torch.equal(run_decode(problem, tile, list(pick)), everyone[list(pick)])
 
 
 def test_the_number_of_programs_does_not_matter() -> None:
     problem = build(dataclasses.replace(PLAIN, lens=(70, 1, 33), extend_lens=(1, 1, 1)))
-    outs = [run(problem, dataclasses.replace(TILES[1], programs=n)) for n in (1, 2, 5, 100)]
+    outs = [run_decode(problem, dataclasses.replace(TILES[1], programs=n)) for n in (1, 2, 5, 100)]
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 def test_a_row_without_kv_gets_zeros() -> None:
     problem = build(PLAIN)
     problem.seq_lens.zero_()
-    assert torch.equal(run(problem, TILES[0]), torch.zeros_like(problem.q_decode))
+    assert torch.equal(run_decode(problem, TILES[0]), torch.zeros_like(problem.q_decode))

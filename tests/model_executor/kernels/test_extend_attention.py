@@ -3,47 +3,24 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from attention_cases import Case, Problem, assert_close, build, cases, poisoned
+from attention_cases import Case, Problem, assert_close, build, cases, expected_extend, run_extend
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from triton_interpreter import dots_by_rows, examples
 
-from tercet.model_executor.kernels.decode_attention import decode_attention
-from tercet.model_executor.kernels.extend_attention import extend_attention, extend_attention_ref
 from tercet.model_executor.kernels.tuning import DecodeTile, ExtendTile
-from tercet.model_executor.kernels.work_map import query_tile_map, split_map
 
 TILES = [ExtendTile(16, 16, 1, 1), ExtendTile(32, 16, 1, 1), ExtendTile(64, 32, 1, 1)]
 DECODE_TILE = DecodeTile(32, 16, 1, 1, 2)
 PLAIN = Case(0, torch.float32, False, 1, 3, 64, 1, (70,), (20,), None, None, 0.125)
 
 
-def attend(p: Problem, q: torch.Tensor, rows, extend_lens, prefix_lens, tile: ExtendTile) -> torch.Tensor:
-    """As the backend does it: requests of one new token by the decode kernel, the others by the extend kernel."""
-    starts = torch.nn.functional.pad(extend_lens.cumsum(0), (1, 0))
-    seq_lens = prefix_lens + extend_lens
-    out = poisoned(q)
-    work = query_tile_map(starts, p.case.group, tile.block_m, q.shape[0])
-    extend_attention(
-        q, p.k_buffer, p.v_buffer, p.req_to_token, rows, starts, prefix_lens, work, out, tile=tile, **p.options
-    )  # fmt: skip
-    capacity = int((-(-seq_lens // DECODE_TILE.split)).sum())
-    splits = split_map(seq_lens, DECODE_TILE.split, capacity, starts)
-    decode_attention(
-        q, p.k_buffer, p.v_buffer, p.req_to_token, rows, seq_lens, splits, out, tile=DECODE_TILE, q_loc=starts[:-1],
-        **p.options,
-    )  # fmt: skip
-    return out
+def attend(p: Problem, tile: ExtendTile, *arguments: torch.Tensor) -> torch.Tensor:
+    return run_extend(p, tile, DECODE_TILE, *arguments)
 
 
 def run(p: Problem, tile: ExtendTile) -> torch.Tensor:
-    return attend(p, p.q_extend, p.rows, p.extend_start_loc.diff(), p.prefix_lens, tile)
-
-
-def expected(p: Problem) -> torch.Tensor:
-    return extend_attention_ref(
-        p.q_extend.double(), *p.pools64(), p.req_to_token, p.rows, p.extend_start_loc, p.prefix_lens, **p.options
-    )  # fmt: skip
+    return attend(p, tile, p.q_extend, p.rows, p.extend_start_loc.diff(), p.prefix_lens)
 
 
 @settings(max_examples=examples(80))
@@ -54,7 +31,7 @@ def expected(p: Problem) -> torch.Tensor:
 @example(case=dataclasses.replace(PLAIN, lens=(40, 33, 9), extend_lens=(40, 1, 5)), tile=TILES[1])
 def test_agrees_with_the_float64_twin(case: Case, tile: ExtendTile) -> None:
     problem = build(case)
-    assert_close(run(problem, tile), expected(problem))
+    assert_close(run(problem, tile), expected_extend(problem))
 
 
 @settings(max_examples=examples(20))
@@ -66,8 +43,8 @@ def test_a_request_does_not_depend_on_the_batch(case: Case, tile: ExtendTile, da
     order = data.draw(st.permutations(range(len(case.lens))))
     pick = list(order[: data.draw(st.integers(1, len(order)))])
     out = attend(
-        problem, torch.cat([queries[i] for i in pick]), problem.rows[pick], problem.extend_start_loc.diff()[pick],
-        problem.prefix_lens[pick], tile,
+        problem, tile, torch.cat([queries[i] for i in pick]), problem.rows[pick],
+        problem.extend_start_loc.diff()[pick], problem.prefix_lens[pick],
     )  # fmt: skip
     assert torch.equal(out, torch.cat([everyone[i] for i in pick]))
 
@@ -83,6 +60,6 @@ def test_a_token_does_not_depend_on_the_chunk(case: Case, tile: ExtendTile, cut:
     chunks = torch.tensor([cut]), torch.tensor([length - cut])
     with dots_by_rows():
         whole = run(problem, tile)
-        first = attend(problem, problem.q_extend[:cut], problem.rows, chunks[0], torch.tensor([0]), tile)
-        rest = attend(problem, problem.q_extend[cut:], problem.rows, chunks[1], chunks[0], tile)
+        first = attend(problem, tile, problem.q_extend[:cut], problem.rows, chunks[0], torch.tensor([0]))
+        rest = attend(problem, tile, problem.q_extend[cut:], problem.rows, chunks[1], chunks[0])
     assert torch.equal(torch.cat([first, rest]), whole)
