@@ -4,7 +4,7 @@ Triton reads the variable when it is imported and when a kernel is defined, so o
 compile. A conftest.py hands its folder's files to `InterpretedFile`; the process that it starts collects as usual.
 
 One test by itself:           TRITON_INTERPRET=1 python -m pytest FILE -k NAME
-2000 cases in every test:     KERNEL_CASES=2000 python -m pytest --timeout=0 tests/model_executor/kernels
+2000 cases in every test:     TERCET_KERNEL_CASES=2000 python -m pytest --timeout=0 tests/model_executor/kernels
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 def examples(usual: int) -> int:
     """How many cases a test draws: `usual`, or what the environment asks for."""
-    return int(os.environ.get("KERNEL_CASES", usual))
+    return int(os.environ.get("TERCET_KERNEL_CASES", usual))
 
 
 class InterpretedRun(pytest.Item):

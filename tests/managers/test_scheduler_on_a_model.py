@@ -1,6 +1,6 @@
 """The scheduler on a real, tiny model: token streams are the same in both loops, launched or from graphs.
 
-SCHEDULES=500 python -m pytest tests/managers/test_scheduler_on_a_model.py plays that many random schedules.
+TERCET_SCHEDULES=500 python -m pytest tests/managers/test_scheduler_on_a_model.py plays that many random schedules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tercet.model_executor.model_runner import ModelRunner
 from tercet.srt.io_struct import AbortFinish, LengthFinish
 from tercet.srt.model_config import ModelConfig
 
-NUM_SCHEDULES = int(os.environ.get("SCHEDULES", "24"))
+NUM_SCHEDULES = int(os.environ.get("TERCET_SCHEDULES", "24"))
 VOCAB_SIZE, CONTEXT_LEN, MOST_SLOTS = 41, 128, 320
 EOS_IDS = frozenset({7})
 TOY = ModelConfig(
