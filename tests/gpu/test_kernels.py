@@ -1,0 +1,200 @@
+"""The kernels on a GPU, with the tiles that serving uses: against float64 twins, and bit by bit against themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from attention_cases import (
+    TOLERANCE,
+    Case,
+    Problem,
+    assert_close,
+    build,
+    expected_decode,
+    expected_extend,
+    run_decode,
+    run_extend,
+)
+
+from tercet.model_executor.kernels.activation import act_and_mul, act_and_mul_ref
+from tercet.model_executor.kernels.argmax import argmax, argmax_ref
+from tercet.model_executor.kernels.logprobs import logprobs, logprobs_ref
+from tercet.model_executor.kernels.rmsnorm import rmsnorm, rmsnorm_ref
+from tercet.model_executor.kernels.rotary import rotary, rotary_ref
+from tercet.model_executor.kernels.sampling import sample_open, sample_ranked, sample_ref
+from tercet.model_executor.kernels.store_kv import store_kv, store_kv_ref
+from tercet.model_executor.kernels.tuning import DecodeTile, ExtendTile, arch_of, decode_tile, extend_tile
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+LENS, NEW = (1, 17, 300, 513, 2049, 700), (1, 17, 44, 200, 1000, 1)
+
+
+def case(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, **options) -> Case:
+    plain = Case(
+        seed=head_dim, dtype=dtype, fp8=False, num_kv_heads=kv_heads, group=heads // kv_heads, head_dim=head_dim,
+        page_size=16, lens=LENS, extend_lens=NEW, window=None, soft_cap=None, sm_scale=head_dim**-0.5,
+    )  # fmt: skip
+    return dataclasses.replace(plain, **options)
+
+
+CASES = {
+    "llama-8b": case(BF16, 32, 8, 128),
+    "llama-1b": case(BF16, 32, 8, 64),
+    "qwen3-0.6b": case(BF16, 16, 8, 128, page_size=1),
+    "qwen3-14b-window": case(BF16, 40, 8, 128, window=257),
+    "smollm2": case(BF16, 9, 3, 64),
+    "many-heads": case(BF16, 71, 1, 64),
+    "80": case(F16, 8, 8, 80),
+    "96-cap": case(BF16, 8, 8, 96, soft_cap=30.0),
+    "192": case(BF16, 8, 2, 192),
+    "256-cap-window": case(BF16, 8, 4, 256, soft_cap=50.0, window=100),
+    "fp32": case(F32, 9, 3, 64),
+    "fp32-128-window-cap": case(F32, 8, 2, 128, window=300, soft_cap=20.0),
+    "fp8": case(BF16, 32, 8, 128, fp8=True),
+    "fp8-64": case(F16, 9, 3, 64, fp8=True, window=700),
+}
+
+
+@pytest.fixture(params=CASES, scope="module")
+def problem(request: pytest.FixtureRequest) -> Problem:
+    return build(CASES[request.param], DEVICE)
+
+
+def tiles(p: Problem) -> tuple[DecodeTile, ExtendTile]:
+    arch, fp32 = arch_of(p.q_decode.device), p.case.dtype == F32
+    return decode_tile(arch, p.case.head_dim, fp32=fp32), extend_tile(arch, p.case.head_dim, p.case.fp8, fp32=fp32)
+
+
+def extend(p: Problem, pick: list[int]) -> list[torch.Tensor]:
+    """Requests `pick` in that order: the output of each."""
+    new = [p.case.extend_lens[i] for i in pick]
+    queries = p.q_extend.split(p.case.extend_lens)
+    decode, tile = tiles(p)
+    out = run_extend(
+        p, tile, decode, torch.cat([queries[i] for i in pick]), p.rows[pick], p.extend_start_loc.diff()[pick],
+        p.prefix_lens[pick],
+    )  # fmt: skip
+    return list(out.split(new))
+
+
+def test_decode_agrees_with_the_float64_twin(problem: Problem) -> None:
+    assert_close(run_decode(problem, tiles(problem)[0]), expected_decode(problem))
+
+
+def test_extend_agrees_with_the_float64_twin(problem: Problem) -> None:
+    assert_close(torch.cat(extend(problem, list(range(len(LENS))))), expected_extend(problem))
+
+
+def test_a_decoding_request_does_not_depend_on_the_batch(problem: Problem) -> None:
+    tile = tiles(problem)[0]
+    everyone = run_decode(problem, tile)
+    for pick in ([4], [5, 3, 0], [2, 4, 1, 0, 5, 3]):
+        assert torch.equal(run_decode(problem, tile, pick), everyone[pick])
+
+
+def test_an_extending_request_does_not_depend_on_the_batch(problem: Problem) -> None:
+    everyone = extend(problem, list(range(len(LENS))))
+    for pick in ([4], [3, 5, 1], [5, 4, 3, 2, 1, 0]):
+        for i, out in zip(pick, extend(problem, pick), strict=True):
+            assert torch.equal(out, everyone[i])
+
+
+def test_a_token_does_not_depend_on_the_chunk(problem: Problem) -> None:
+    at, length, new = 4, LENS[4], NEW[4]
+    whole = extend(problem, [at])[0]
+    q = problem.q_extend.split(NEW)[at]
+    decode, tile = tiles(problem)
+    done, parts = 0, []
+    for size in (2, 129, 500, new - 631):
+        prefix = torch.tensor([length - new + done], device=q.device)
+        parts.append(
+            run_extend(
+                problem, tile, decode, q[done : done + size], problem.rows[[at]], torch.full_like(prefix, size), prefix
+            )
+        )
+        done += size
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((out.double() - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_rows(dtype: torch.dtype) -> None:
+    g = torch.Generator(DEVICE).manual_seed(0)
+    for width in (576, 4096, 5120):
+        x, residual, weight = (
+            torch.randn(*shape, generator=g, device=DEVICE).to(dtype) for shape in ((33, width), (33, width), (width,))
+        )
+        before = residual.double()
+        out = rmsnorm(x, weight, 1e-5, residual)
+        assert relative_error(residual, before + x.double()) < TOLERANCE[dtype]
+        assert relative_error(out, rmsnorm_ref(residual.double(), weight.double(), 1e-5)) < TOLERANCE[dtype]
+        gate_up = torch.randn(33, 2 * width, generator=g, device=DEVICE).to(dtype)
+        for activation in ("silu", "gelu", "gelu_tanh"):
+            reference = act_and_mul_ref(gate_up.double(), activation)
+            assert relative_error(act_and_mul(gate_up, activation), reference) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rotary_and_store(neox: bool, fp8: bool) -> None:
+    g = torch.Generator(DEVICE).manual_seed(1)
+    heads, kv_heads, dim, tokens = 32, 8, 128, 50
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=g, device=DEVICE).to(BF16)
+    angles = torch.rand(tokens, dim // 2, generator=g, device=DEVICE) * 1000
+    cos, sin = angles.cos(), angles.sin()
+    weights = [torch.randn(dim, generator=g, device=DEVICE).to(BF16) for _ in range(2)]
+    slots = torch.randperm(99, generator=g, device=DEVICE)[:tokens] + 1
+    pools = [torch.zeros(100, kv_heads, dim, device=DEVICE).to(torch.float8_e4m3fn if fp8 else BF16) for _ in range(4)]
+    scales = {"k_scale": 0.03, "v_scale": 0.02} if fp8 else {}
+    fused, apart, reference = qkv.clone(), qkv.clone(), qkv.double()
+    norm = {"q_weight": weights[0], "k_weight": weights[1], "eps": 1e-6, "neox": neox}
+    rotary(fused, heads, kv_heads, cos, sin, k_buffer=pools[0], v_buffer=pools[1], slots=slots, **scales, **norm)
+    rotary(apart, heads, kv_heads, cos, sin, **norm)
+    store_kv(apart[:, heads : heads + kv_heads], apart[:, heads + kv_heads :], pools[2], pools[3], slots, **scales)
+    wide = norm | {"q_weight": weights[0].double(), "k_weight": weights[1].double()}
+    rotary_ref(reference, heads, kv_heads, cos.double(), sin.double(), **wide)
+    assert torch.equal(fused[:, :heads], apart[:, :heads])
+    assert relative_error(apart, reference) < TOLERANCE[BF16]
+    for a, b in zip(pools[:2], pools[2:], strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    wanted = [torch.zeros_like(pools[0]) for _ in range(2)]
+    store_kv_ref(apart[:, heads : heads + kv_heads], apart[:, heads + kv_heads :], *wanted, slots, **scales)
+    for a, b in zip(pools[2:], wanted, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("vocab", [300, 49152, 151936])
+def test_choosing_tokens(vocab: int) -> None:
+    g = torch.Generator(DEVICE).manual_seed(2)
+    n = 24
+    x = torch.randn(n, vocab, generator=g, device=DEVICE) * torch.linspace(0.1, 5, n, device=DEVICE)[:, None]
+    x[: n // 2] = x[: n // 2].bfloat16().float()  # equal logits
+    assert torch.equal(argmax(x), argmax_ref(x)) and torch.equal(argmax(x.bfloat16()), argmax_ref(x.bfloat16()))
+    tokens = torch.randint(vocab, (n, 3), generator=g, device=DEVICE)
+    assert torch.allclose(logprobs(x, tokens).double(), logprobs_ref(x.double(), tokens), atol=2e-5)
+
+    def uniform(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.rand(n, generator=g, device=DEVICE, dtype=dtype)
+
+    peak, temperature, draw = x.amax(-1), uniform() + 0.3, uniform(torch.float64)
+    off = uniform() < 0.4
+    max_gap = torch.where(uniform() < 0.5, torch.inf, uniform() * 5)
+    top_k = torch.where(off, vocab, torch.randint(1, min(vocab, 5000), (n,), generator=g, device=DEVICE))
+    top_p = torch.where(uniform() < 0.4, 1.0, uniform(torch.float64))
+    ranked = sample_ranked(x, peak, temperature, top_k, top_p, max_gap, draw)
+    # Another exp moves a boundary between two tokens by a millionth: hardly ever across a draw.
+    wanted = sample_ref(x, peak, temperature, top_k, top_p, max_gap, draw)
+    assert int((ranked != wanted).sum()) <= 1
+    alone = [
+        sample_ranked(*(t[i : i + 1] for t in (x, peak, temperature, top_k, top_p, max_gap, draw))) for i in range(n)
+    ]
+    assert torch.equal(torch.cat(alone), ranked)
+    opened = sample_open(x, peak, temperature, max_gap, draw)
+    assert int((opened != sample_ref(x, peak, temperature, None, None, max_gap, draw)).sum()) <= 1
