@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ TARGETS = {
 }
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
 """Bytes of shared memory a block may have. Sources: CUDA C++ programming guide, compute capabilities; CDNA3 ISA."""
+_ASSEMBLY = {"cuda": "ptx", "hip": "amdgcn"}
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -45,6 +46,8 @@ class Resources:
     shared: int
     registers: int
     spilled: int
+    assembly: str = field(repr=False)
+    """PTX or amdgcn"""
 
 
 @contextmanager
@@ -77,7 +80,9 @@ def compile_launch(launch: Launch, arch: str) -> Resources:
     compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=parsed.__dict__)
     read = _nvidia if target.backend == "cuda" else _amd
     registers, spilled = read(compiled)
-    return Resources(kernel.fn.__name__, compiled.metadata.shared, registers, spilled)
+    return Resources(
+        kernel.fn.__name__, compiled.metadata.shared, registers, spilled, compiled.asm[_ASSEMBLY[target.backend]]
+    )
 
 
 def assert_fits(resources: Resources, arch: str) -> None:

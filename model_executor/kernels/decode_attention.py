@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .primitives import LOG2_E, as_kernel_operand, decode_kv, dot, is_interpreted, kv_format, tanh
+from .primitives import as_kernel_operand, decode_kv, dot, is_interpreted, kv_format, score_scales, tanh
 from .tuning import DecodeTile, arch_of, decode_tile, num_multiprocessors, padded_head_dim
 from .work_map import WorkMap
 
@@ -42,8 +42,8 @@ def _decode_split_kernel(
     stride_qh,
     stride_slot,
     stride_table,
-    qk_scale,
-    cap,
+    scale,
+    cap_scale,
     v_scale,
     window,
     NUM_HEADS: tl.constexpr,
@@ -110,15 +110,15 @@ def _decode_split_kernel(
                     other=0.0,
                 )
                 zero = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
-                scores = dot(q, decode_kv(k, KV_FORMAT, compute), zero, WIDEN) * qk_scale
+                scores = dot(q, decode_kv(k, KV_FORMAT, compute), zero, WIDEN)
                 if HAS_CAP:
-                    scores = cap * tanh(scores)
+                    scores = tanh(scores * cap_scale)
                 if HAS_WINDOW:
                     seen &= position >= first
                 scores = tl.where(seen[None, :], scores, float("-inf"))
-                new_top = tl.maximum(top, tl.max(scores, axis=1))
+                new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
                 fade = tl.exp2(top - new_top)
-                p = tl.exp2(scores - new_top[:, None])
+                p = tl.exp2(tl.fma(scores, scale, -new_top[:, None]))
                 total = total * fade + tl.sum(p, axis=1)
                 v = tl.load(
                     v_head_ptr + slots[:, None] * stride_slot + offs_d[None, :],
@@ -256,16 +256,14 @@ def decode_attention(
         q.stride(1),
         k_buffer.stride(0),
         req_to_token.stride(0),
-        # With a cap: into tanh, and out of it in base 2.
-        sm_scale * k_scale / soft_cap if soft_cap else sm_scale * k_scale * LOG2_E,
-        soft_cap * LOG2_E if soft_cap else 0.0,
+        *score_scales(sm_scale * k_scale, soft_cap),
         v_scale,
         window or 0,
         NUM_HEADS=num_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         HAS_Q_LOC=q_loc is not None,
-        HAS_CAP=bool(soft_cap),
+        HAS_CAP=soft_cap is not None,
         HAS_WINDOW=window is not None,
         KV_FORMAT=kv_format(k_buffer.dtype, arch),
         WIDEN=is_interpreted(_decode_split_kernel) and q.dtype == torch.bfloat16,

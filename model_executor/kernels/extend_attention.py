@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .primitives import LOG2_E, as_kernel_operand, decode_kv, dot, is_interpreted, kv_format, tanh
+from .primitives import as_kernel_operand, decode_kv, dot, is_interpreted, kv_format, score_scales, tanh
 from .tuning import ExtendTile, arch_of, extend_tile, padded_head_dim
 from .work_map import WorkMap
 
@@ -31,8 +31,8 @@ def _attend(
     v_head_ptr,
     row_ptr,
     stride_slot,
-    qk_scale,
-    cap,
+    scale,
+    cap_scale,
     window,
     HEAD_DIM: tl.constexpr,
     MASKED: tl.constexpr,
@@ -62,18 +62,19 @@ def _attend(
         else:
             k = tl.load(k_head_ptr + k_offsets, mask=mask_d[:, None], other=0.0)
     zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    scores = dot(q, decode_kv(k, KV_FORMAT, compute), zero, WIDEN) * qk_scale
+    scores = dot(q, decode_kv(k, KV_FORMAT, compute), zero, WIDEN)
     if HAS_CAP:
-        scores = cap * tanh(scores)
+        scores = tanh(scores * cap_scale)
     if MASKED:
         scores = tl.where(position[None, :] <= q_pos[:, None], scores, float("-inf"))
     if HAS_WINDOW:
         scores = tl.where(position[None, :] > q_pos[:, None] - window, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
     # Before its window begins a query has seen nothing: keep exp2(-inf - -inf) from being NaN.
     pivot = tl.where(new_top == float("-inf"), 0.0, new_top) if HAS_WINDOW else new_top
     fade = tl.exp2(top - pivot)
-    p = tl.exp2(scores - pivot[:, None])
+    # Said in one operation: left to the compiler, masked and unmasked tiles would be rounded differently.
+    p = tl.exp2(tl.fma(scores, scale, -pivot[:, None]))
     total = total * fade + tl.sum(p, axis=1)
     v_offsets = slots[:, None] * stride_slot + offs_d[None, :]
     if MASKED:
@@ -107,8 +108,8 @@ def _extend_kernel(
     stride_qh,
     stride_slot,
     stride_table,
-    qk_scale,
-    cap,
+    scale,
+    cap_scale,
     v_scale,
     window,
     NUM_HEADS: tl.constexpr,
@@ -167,13 +168,13 @@ def _extend_kernel(
     for start in range(begin, diagonal, BLOCK_N):
         top, total, acc = _attend(
             q, top, total, acc, start, end, q_pos,
-            k_head_ptr, v_head_ptr, row_ptr, stride_slot, qk_scale, cap, window,
+            k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
             HEAD_DIM, False, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     for start in range(tl.maximum(begin, diagonal), end, BLOCK_N):
         top, total, acc = _attend(
             q, top, total, acc, start, end, q_pos,
-            k_head_ptr, v_head_ptr, row_ptr, stride_slot, qk_scale, cap, window,
+            k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
             HEAD_DIM, True, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     if HAS_WINDOW:
@@ -241,15 +242,13 @@ def extend_attention(
         q.stride(1),
         k_buffer.stride(0),
         req_to_token.stride(0),
-        # With a cap: into tanh, and out of it in base 2.
-        sm_scale * k_scale / soft_cap if soft_cap else sm_scale * k_scale * LOG2_E,
-        soft_cap * LOG2_E if soft_cap else 0.0,
+        *score_scales(sm_scale * k_scale, soft_cap),
         v_scale,
         window or 0,
         NUM_HEADS=num_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
-        HAS_CAP=bool(soft_cap),
+        HAS_CAP=soft_cap is not None,
         HAS_WINDOW=window is not None,
         KV_FORMAT=kv_format(k_buffer.dtype, arch),
         WIDEN=is_interpreted(_extend_kernel) and q.dtype == torch.bfloat16,

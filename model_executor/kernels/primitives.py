@@ -43,6 +43,15 @@ def has_dense_rows(x: torch.Tensor) -> bool:
     return x.stride(-1) == 1 or x.shape[-1] == 1 or not x.numel()
 
 
+def score_scales(sm_scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """(scale, cap_scale): the score in base 2 is q @ k * scale, and with a cap tanh(q @ k * cap_scale) * scale."""
+    assert sm_scale > 0, "the largest product has to be the largest score"
+    if soft_cap is None:
+        return sm_scale * LOG2_E, 0.0
+    assert soft_cap > 0
+    return soft_cap * LOG2_E, sm_scale / soft_cap
+
+
 @triton.jit
 def dot(a, b, acc, WIDEN: tl.constexpr):
     """acc + a @ b in fp32. WIDEN: bf16 operands go through fp32, exactly, as the interpreter's numpy has no bf16."""

@@ -100,7 +100,7 @@ _EXTEND_FP32 = {
         (128, ExtendTile(32, 16, 8, 1)),
         (256, ExtendTile(16, 32, 8, 1)),
     )
-}
+} | {("gfx942", 128): ExtendTile(64, 32, 8, 1)}
 _MAX_HEAD_DIM = 256
 
 

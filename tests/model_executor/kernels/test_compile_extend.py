@@ -10,6 +10,9 @@ from tercet.model_executor.kernels import extend_attention as extend_module
 from tercet.model_executor.kernels.tuning import ExtendTile, extend_tile
 from tercet.model_executor.kernels.work_map import query_tile_map
 
+MATRIX_INSTRUCTION = {"sm_80": "mma.sync.aligned.m16n8k16", "sm_90": "wgmma.mma_async", "gfx942": "v_mfma_f32_"}
+"""What the products of 16-bit operands have to be made of."""
+
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("arch", TARGETS)
@@ -24,7 +27,10 @@ def test_extend(arch: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> Non
             q, *kv, meta(BATCH), meta(BATCH + 1), meta(BATCH), work, out, **options(shape)
         )  # fmt: skip
     for launch in launches:
-        assert_fits(compile_launch(launch, arch), arch)
+        resources = compile_launch(launch, arch)
+        assert_fits(resources, arch)
+    if not shape.fp32:
+        assert MATRIX_INSTRUCTION[arch] in resources.assembly or shape.fp8 and shape.head_dim == 256
 
 
 def test_a_spill_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
