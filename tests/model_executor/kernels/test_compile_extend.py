@@ -30,7 +30,7 @@ def test_extend(arch: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> Non
         resources = compile_launch(launch, arch)
         assert_fits(resources, arch)
     if not shape.fp32:
-        assert MATRIX_INSTRUCTION[arch] in resources.assembly or shape.fp8 and shape.head_dim == 256
+        assert MATRIX_INSTRUCTION[arch] in resources.assembly or (shape.fp8 and shape.head_dim == 256)
 
 
 def test_a_spill_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
