@@ -230,7 +230,7 @@ def decode_attention(
 
     arch = arch_of(q.device)
     tile = tile or decode_tile(arch, head_dim, fp32=q.dtype == torch.float32)
-    assert work.tile == tile.split
+    assert work.tile == tile.split and tile.split % tile.block_n == 0
     group = num_heads // num_kv_heads
     # 16 rows are the least that tl.dot takes.
     block_h = min(max(16, triton.next_power_of_2(group)), _MAX_HEAD_BLOCK)
