@@ -216,10 +216,9 @@ class RecordableAttention(TorchAttentionBackend):
         if batch.extend_lens_host is not None:
             super().plan(batch)
 
-    def forward(self, q, k, v, layer_id, batch):
+    def attend(self, q, layer_id, batch):
         if batch.extend_lens_host is not None:
-            return super().forward(q, k, v, layer_id, batch)
-        self.kv_pool.set_kv(layer_id, batch.out_cache_loc, k, v)
+            return super().attend(q, layer_id, batch)
         positions = torch.arange(batch.req_to_token.shape[1])
         seen = positions < batch.seq_lens[:, None]
         if self.sliding_windows[layer_id] is not None:

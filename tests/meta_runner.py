@@ -107,7 +107,7 @@ class MetaAttention(AttentionBackend):
         for tensor in (batch.rows, batch.seq_lens, batch.input_ids, batch.positions, batch.out_cache_loc):
             assert tensor.device.type == "meta" and tensor.dtype == torch.int64
 
-    def forward(self, q, k, v, layer_id, batch):
+    def attend(self, q, layer_id, batch):
         return q.new_empty(q.shape[0], self.num_heads * self.head_dim)
 
 

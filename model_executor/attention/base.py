@@ -14,12 +14,12 @@ from ..forward_batch import ForwardBatch
 
 
 class AttentionBackend(ABC):
-    """Stores the new keys and values of a layer and attends to all that the request has by then.
+    """Attends to all keys and values of a layer that a request has, those of this step included.
 
     The model's caller calls `plan(batch)` once per step, then the model calls `forward` for layer 0, 1, ... in
-    order. A token at position p of a request attends to positions 0..p of that request, or to the last `window`
-    of them (itself included) in a layer with a sliding window. A backend may keep what it planned, never what it
-    computed.
+    order; layers that store K and V themselves call `attend` instead. A token at position p of a request attends to
+    positions 0..p of that request, or to the last `window` of them (itself included) in a layer with a sliding
+    window. A backend may keep what it planned, never what it computed.
     """
 
     name: str
@@ -47,9 +47,14 @@ class AttentionBackend(ABC):
         """Prepares what all layers of this step share. Must not wait for the device."""
 
     @abstractmethod
+    def attend(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
+        """q: [T, num_heads, head_dim], rotated; head_dim is contiguous, the other strides are free (a view of the fused
+        projection). The new tokens' K and V stand at `batch.out_cache_loc` of the pool. Returns
+        [T, num_heads * head_dim]."""
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ForwardBatch
     ) -> torch.Tensor:
-        """q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim], rotated; head_dim is contiguous, the other
-        strides are free (they are views of one fused projection). Stores k, v at `batch.out_cache_loc`, then
-        attends. Returns [T, num_heads * head_dim]."""
+        """Stores k, v ([T, num_kv_heads, head_dim], strides as of q; k rotated) where the batch says, then attends."""
+        self.kv_pool.set_kv(layer_id, batch.out_cache_loc, k, v)
+        return self.attend(q, layer_id, batch)

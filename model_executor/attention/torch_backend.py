@@ -128,10 +128,7 @@ class TorchAttentionBackend(AttentionBackend):
             mask &= keys > queries - window
         return _Span(start, end, slots, mask)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ForwardBatch
-    ) -> torch.Tensor:
-        self.kv_pool.set_kv(layer_id, batch.out_cache_loc, k, v)
+    def attend(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
         plan = self._plans[self.sliding_windows[layer_id]]
         keys, values = self._keys[layer_id], self._values[layer_id]
         if len(plan.rectangles) == 1 and plan.rectangles[0].tokens is None:

@@ -73,10 +73,14 @@ class TritonAttentionBackend(AttentionBackend):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ForwardBatch
     ) -> torch.Tensor:
+        pool = self.kv_pool
+        store_kv(k, v, pool.k_buffer[layer_id], pool.v_buffer[layer_id], batch.out_cache_loc)
+        return self.attend(q, layer_id, batch)
+
+    def attend(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
         plan = self._plan
         assert plan is not None, "plan() comes first"
         k_buffer, v_buffer = self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id]
-        store_kv(k, v, k_buffer, v_buffer, batch.out_cache_loc)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         window = self.sliding_windows[layer_id]
         if plan.decode is not None:
