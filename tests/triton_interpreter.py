@@ -67,6 +67,14 @@ def let_scalars_be_indices() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def poison_new_tensors() -> None:
+    """What torch.empty gives holds NaN, or the largest integer: a kernel that leaves some of its output out is seen."""
+    import torch  # only here: the outer process need not wait for it
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
 @contextmanager
 def dots_by_rows() -> Iterator[None]:
     """Within, a row of a dot product has the same bits wherever it stands in its tile, as on a GPU's matrix units.
