@@ -141,7 +141,8 @@ def rotary(
         assert k_buffer is not None and v_buffer is not None and slots is not None
         fp8 = k_buffer.dtype == torch.float8_e4m3fn
         assert k_buffer.is_contiguous() and v_buffer.is_contiguous() and k_buffer.shape == v_buffer.shape
-        assert k_buffer.shape[1:] == (num_kv_heads, head_dim) and slots.shape == (num_tokens,)
+        assert k_buffer.shape[1:] == (num_kv_heads, head_dim)
+        assert slots.shape == (num_tokens,) and slots.is_contiguous()
         assert k_buffer.dtype == v_buffer.dtype and (fp8 or k_buffer.dtype == qkv.dtype)
     total_heads = num_heads + (2 if store else 1) * num_kv_heads
     if not num_tokens:

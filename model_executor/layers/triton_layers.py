@@ -39,7 +39,7 @@ class RotaryTable:
 
 
 class TritonAttention:
-    """Norm of heads and rotation in one kernel, in place. As `Attention` otherwise."""
+    """Norm of heads, rotation and the store of K and V in one kernel. As `Attention` otherwise."""
 
     def __init__(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> None:
         self.layer_id = layer_id
@@ -48,12 +48,13 @@ class TritonAttention:
         self._norm = {} if qk_norm is None else qk_norm._asdict()
 
     def __call__(self, qkv: torch.Tensor, cos_sin: CosSin, batch: ForwardBatch) -> torch.Tensor:
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = qkv.view(-1, heads + 2 * kv_heads, self.head_dim)
-        cos, sin = cos_sin
-        rotary(qkv, heads, kv_heads, cos, sin, **self._norm)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        return self.backend.forward(q, k, v, self.layer_id, batch)
+        qkv = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        pool = self.backend.kv_pool
+        rotary(
+            qkv, self.num_heads, self.num_kv_heads, *cos_sin, **self._norm, slots=batch.out_cache_loc,
+            k_buffer=pool.k_buffer[self.layer_id], v_buffer=pool.v_buffer[self.layer_id],
+        )  # fmt: skip
+        return self.backend.attend(qkv[:, : self.num_heads], self.layer_id, batch)
 
 
 TRITON_LAYERS = LayerKinds(TritonRMSNorm, RotaryTable, TritonAttention, act_and_mul)

@@ -1,4 +1,4 @@
-"""The Triton backend against the torch backend, over random steps of random requests."""
+"""The Triton backend against the torch backend, over random steps of random requests; the layer that stores itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from tercet.model_executor.attention.base import AttentionBackend
 from tercet.model_executor.attention.torch_backend import TorchAttentionBackend
 from tercet.model_executor.attention.triton_backend import TritonAttentionBackend
 from tercet.model_executor.forward_batch import ForwardBatch, ForwardMode
+from tercet.model_executor.kernels.rotary import rotary
+from tercet.model_executor.layers.attention import Attention, QKNorm
+from tercet.model_executor.layers.rotary import RotaryEmbedding
+from tercet.model_executor.layers.triton_layers import RotaryTable, TritonAttention
 from tercet.srt.model_config import ModelConfig
+from tercet.srt.rope_config import RopeConfig
 
 NUM_SLOTS = 400
 CONTEXT = 120
@@ -131,3 +136,43 @@ def test_a_decoding_row_has_the_same_bits_beside_a_prompt() -> None:
     for layer in range(2):
         assert torch.equal(first[layer][0], alone[layer][0])
         assert torch.equal(last[layer][12], alone[layer][0])
+
+
+@settings(max_examples=examples(10))
+@given(
+    seed=st.integers(0, 2**31),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    pool_dtype=st.sampled_from([None, torch.float8_e4m3fn]),
+    norm=st.booleans(),
+    extend_lens=st.sampled_from([[1, 1], [5, 1], [4, 7]]),
+)
+def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(seed, dtype, pool_dtype, norm, extend_lens) -> None:
+    g = torch.Generator().manual_seed(seed)
+    cfg, device = config(3, None), torch.device("cpu")
+    table = (torch.randperm(NUM_SLOTS, generator=g)[: 3 * CONTEXT].reshape(3, CONTEXT) + 1).int()
+    batch = make_batch([Row(1, 33), Row(2, 7)], extend_lens, table, decode=extend_lens == [1, 1])
+    num_tokens = len(batch.positions)
+    qkv = torch.randn(num_tokens, (cfg.num_heads + 4) * 16, generator=g).to(dtype)
+    old = [torch.randn(NUM_SLOTS + 1, 2, 16, generator=g).to(pool_dtype or dtype) for _ in range(2)]
+    qk_norm = QKNorm(*(torch.randn(16, generator=g).to(dtype) for _ in range(2)), 1e-6) if norm else None
+
+    def backend(kind: type[AttentionBackend]) -> AttentionBackend:
+        made = kind(cfg, pool(pool_dtype or dtype))
+        for buffer, kept in zip((made.kv_pool.k_buffer[1], made.kv_pool.v_buffer[1]), old, strict=True):
+            buffer.copy_(kept)
+        made.plan(batch)
+        return made
+
+    fused, apart, reference = map(backend, (TritonAttentionBackend, TritonAttentionBackend, TorchAttentionBackend))
+    cos_sin = RotaryTable(RopeConfig(), 16, CONTEXT, device)(batch.positions)
+    out = TritonAttention(1, fused, qk_norm)(qkv.clone(), cos_sin, batch)
+    heads = qkv.clone().view(num_tokens, -1, 16)
+    rotary(heads, cfg.num_heads, 2, *cos_sin, **({} if qk_norm is None else qk_norm._asdict()))
+    assert torch.equal(out, apart.forward(*heads.split((cfg.num_heads, 2, 2), 1), 1, batch))
+    for name in ("k_buffer", "v_buffer"):
+        pools = [getattr(b.kv_pool, name)[1].view(torch.uint8) for b in (fused, apart)]
+        assert torch.equal(*pools)
+    want = Attention(1, reference, qk_norm)(qkv, RotaryEmbedding(RopeConfig(), 16, device)(batch.positions), batch)
+    # One step of fp8 is an eighth, and the two round different last bits of bf16 to it.
+    limit = 5e-2 if pool_dtype else {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[dtype]
+    assert (out.double() - want.double()).norm() / want.double().norm() < limit

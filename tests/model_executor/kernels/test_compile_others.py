@@ -27,10 +27,19 @@ def store(heads: int, head_dim: int, dtype: torch.dtype, pool_dtype: torch.dtype
     store_kv(qkv[:, 4 * heads : 5 * heads], qkv[:, 5 * heads :], pool, pool, meta(TOKENS))
 
 
-def rotate(heads: int, kv_heads: int, head_dim: int, pool_dtype: torch.dtype | None, norm: bool, neox: bool) -> None:
-    qkv = meta(TOKENS, heads + 2 * kv_heads, head_dim, dtype=BF16)
-    angles = meta(TOKENS, 1, head_dim, dtype=F32)[:, 0, : head_dim // 2]
-    weight = meta(head_dim, dtype=BF16) if norm else None
+def rotate(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    pool_dtype: torch.dtype | None = None,
+    *,
+    dtype: torch.dtype = BF16,
+    norm: bool = False,
+    neox: bool = True,
+) -> None:
+    qkv = meta(TOKENS, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    angles = meta(TOKENS, 2, head_dim // 2, dtype=F32)[:, 0]
+    weight = meta(head_dim, dtype=dtype) if norm else None
     pool = None if pool_dtype is None else meta(SLOTS, kv_heads, head_dim, dtype=pool_dtype)
     slots = None if pool is None else meta(TOKENS)
     rotary(
@@ -57,10 +66,15 @@ CASES: dict[str, Callable[[], object]] = {
     "store-8x128": lambda: store(8, 128, BF16, BF16),
     "store-3x64-fp16": lambda: store(3, 64, F16, F16),
     "store-8x128-fp8": lambda: store(8, 128, BF16, FP8),
-    "rotary-32x8x128-store": lambda: rotate(32, 8, 128, BF16, False, True),
-    "rotary-16x8x128-norm-fp8": lambda: rotate(16, 8, 128, FP8, True, True),
-    "rotary-32x32x80": lambda: rotate(32, 32, 80, None, False, True),
-    "rotary-16x16x256-gptj": lambda: rotate(16, 16, 256, BF16, False, False),
+    "rotary-32x8x128-store": lambda: rotate(32, 8, 128, BF16),
+    "rotary-32x8x128-fp8": lambda: rotate(32, 8, 128, FP8),
+    "rotary-16x8x128-norm-store": lambda: rotate(16, 8, 128, BF16, norm=True),
+    "rotary-16x8x128-norm-fp8": lambda: rotate(16, 8, 128, FP8, norm=True),
+    "rotary-9x3x64-fp16-store": lambda: rotate(9, 3, 64, F16, dtype=F16),
+    "rotary-9x3x64-fp32-store": lambda: rotate(9, 3, 64, F32, dtype=F32),
+    "rotary-16x8x256-fp32-norm-store": lambda: rotate(16, 8, 256, F32, dtype=F32, norm=True),
+    "rotary-32x32x80": lambda: rotate(32, 32, 80),
+    "rotary-16x16x256-gptj": lambda: rotate(16, 16, 256, BF16, neox=False),
     "rmsnorm-576": lambda: norm(576, BF16, False),
     "rmsnorm-4096-fused": lambda: norm(4096, BF16, True),
     "rmsnorm-16384-fused": lambda: norm(16384, F16, True),

@@ -72,16 +72,34 @@ def test_it_takes_the_layers_angles() -> None:
     assert torch.allclose(qkv[:, :3], wanted, atol=1e-6)
 
 
-def test_the_fused_store_leaves_the_bytes_of_the_separate_one() -> None:
-    qkv = torch.randn(5, 8, 64) * 100
-    angles = torch.rand(5, 32) * 10
-    slots = torch.tensor([3, 1, 6, 2, 5])
-    fused = [torch.zeros(7, 2, 64).to(torch.float8_e4m3fn) for _ in range(2)]
+@settings(max_examples=examples(60))
+@given(
+    seed=st.integers(0, 2**31),
+    num_tokens=st.integers(1, 5),
+    heads=st.sampled_from([(4, 2), (9, 3), (16, 1)]),
+    head_dim=st.sampled_from([16, 64, 80]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    fp8=st.booleans(),
+    norm=st.booleans(),
+)
+def test_the_fused_store_leaves_the_bytes_of_the_separate_one(
+    seed, num_tokens, heads, head_dim, dtype, fp8, norm
+) -> None:
+    """Bit by bit: the same operations in the same order, and one rounding to the activations' dtype in between."""
+    g = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads = heads
+    qkv = (torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=g) * 100).to(dtype)
+    angles = torch.rand(num_tokens, head_dim // 2, generator=g) * 10
+    slots = torch.randperm(8, generator=g)[:num_tokens] + 1
+    fused = [torch.zeros(9, num_kv_heads, head_dim).to(torch.float8_e4m3fn if fp8 else dtype) for _ in range(2)]
     apart = [pool.clone() for pool in fused]
     copy = qkv.clone()
-    scales = {"k_scale": 0.7, "v_scale": 0.3}
-    rotary(qkv, 4, 2, angles.cos(), angles.sin(), k_buffer=fused[0], v_buffer=fused[1], slots=slots, **scales)
-    rotary(copy, 4, 2, angles.cos(), angles.sin())
-    store_kv(copy[:, 4:6], copy[:, 6:], *apart, slots, **scales)
+    options = {"q_weight": torch.randn(head_dim), "k_weight": torch.randn(head_dim), "eps": 1e-6} if norm else {}
+    scales = {"k_scale": 0.7, "v_scale": 0.3} if fp8 else {}
+    pools = {"k_buffer": fused[0], "v_buffer": fused[1], "slots": slots}
+    rotary(qkv, *heads, angles.cos(), angles.sin(), **pools, **scales, **options)
+    rotary(copy, *heads, angles.cos(), angles.sin(), **options)
+    store_kv(*copy[:, num_heads:].split(num_kv_heads, 1), *apart, slots, **scales)
+    assert torch.equal(qkv[:, :num_heads], copy[:, :num_heads])
     for a, b in zip(fused, apart, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
