@@ -16,7 +16,6 @@ import triton.language as tl
 
 _FILL = 128
 _BATCH_BLOCK = 1024
-"""One size for every batch that is not larger, so that no step has to wait for a compiler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +51,25 @@ def _work_map_kernel(
     FILL: tl.constexpr,
 ):
     b = tl.program_id(0)
-    i = tl.arange(0, BLOCK_B)
-    live = i < batch
-    if SELECT == 0:
-        length = tl.load(lens_ptr + i, mask=live, other=0).to(tl.int32)
-    else:
-        new = tl.load(extend_start_ptr + i + 1, mask=live, other=0) - tl.load(extend_start_ptr + i, mask=live, other=0)
-        new = new.to(tl.int32)
-        if SELECT == 1:
+    start = 0
+    count = 0
+    # Blocks of one size for any batch: no step has to wait for a compiler.
+    for first in range(0, b + 1, BLOCK_B):
+        i = first + tl.arange(0, BLOCK_B)
+        live = i < batch
+        if SELECT == 0:
             length = tl.load(lens_ptr + i, mask=live, other=0).to(tl.int32)
-            length = tl.where(new == 1, length, 0)
         else:
-            length = tl.where(new == 1, 0, new)
-    units = (length * scale + tile - 1) // tile
-    start = tl.sum(tl.where(i < b, units, 0), axis=0)
-    count = tl.sum(tl.where(i == b, units, 0), axis=0)
+            new = tl.load(extend_start_ptr + i + 1, mask=live, other=0)
+            new = (new - tl.load(extend_start_ptr + i, mask=live, other=0)).to(tl.int32)
+            if SELECT == 1:
+                length = tl.load(lens_ptr + i, mask=live, other=0).to(tl.int32)
+                length = tl.where(new == 1, length, 0)
+            else:
+                length = tl.where(new == 1, 0, new)
+        units = (length * scale + tile - 1) // tile
+        start += tl.sum(tl.where(i < b, units, 0), axis=0)
+        count += tl.sum(tl.where(i == b, units, 0), axis=0)
     tl.store(starts_ptr + b, start)
     if b == batch - 1:
         tl.store(starts_ptr + batch, start + count)
@@ -92,7 +95,7 @@ def _launch(
         tile,
         capacity,
         SELECT=select,
-        BLOCK_B=max(_BATCH_BLOCK, triton.next_power_of_2(batch)),
+        BLOCK_B=_BATCH_BLOCK,
         FILL=_FILL,
         num_warps=4,
     )

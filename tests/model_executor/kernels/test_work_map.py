@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_interpreter import examples
 
+from tercet.model_executor.kernels import work_map
 from tercet.model_executor.kernels.work_map import query_tile_map, query_tile_map_ref, split_map, split_map_ref
 
 
@@ -15,13 +18,15 @@ from tercet.model_executor.kernels.work_map import query_tile_map, query_tile_ma
     mixed=st.booleans(),
     dtype=st.sampled_from([torch.int32, torch.int64]),
     room=st.integers(0, 5),
+    block=st.sampled_from([16, 1024]),
 )
-def test_splits_are_the_twins(lens, split, mixed, dtype, room) -> None:
+def test_splits_are_the_twins(lens, split, mixed, dtype, room, block) -> None:
     seq_lens = torch.tensor([prefix for prefix, _ in lens], dtype=dtype)
     starts = torch.nn.functional.pad(torch.tensor([new for _, new in lens]).cumsum(0), (1, 0)) if mixed else None
     reference = split_map_ref(seq_lens, split, starts)
     total = len(reference.rows)
-    work = split_map(seq_lens, split, total + room, starts)
+    with mock.patch.object(work_map, "_BATCH_BLOCK", block):
+        work = split_map(seq_lens, split, total + room, starts)
     assert torch.equal(work.starts, reference.starts) and torch.equal(work.rows[:total], reference.rows)
 
 
