@@ -140,12 +140,10 @@ class ModelRunner:
         if self.attention.num_splits(np.ones(1, np.int32)) is None:
             return [], reserve
         sizes = batch_sizes(min(self.num_rows, graph_max_bs or DEFAULT_GRAPH_MAX_BS))
-        if disable_graphs:
-            return sizes, reserve
         most_tokens = accelerator.memory().available // self._bytes_per_token
-        # Graphs keep what they allocate apart from everybody else: as much as the largest of them.
+        # What decode steps keep, apart from everybody else: the logits, and in graphs as much as the largest takes.
         reserve += accelerator.peak_bytes(partial(self._decode_padding, sizes[-1], most_tokens))
-        return sizes, reserve + len(sizes) * _BYTES_OF_A_GRAPH
+        return sizes, reserve + (0 if disable_graphs else len(sizes) * _BYTES_OF_A_GRAPH)
 
     def _rehearse(self, step: StepInputs) -> None:
         self.launch(step).wait()

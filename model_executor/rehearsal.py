@@ -10,7 +10,8 @@ from .forward_batch import ForwardMode, Int32Array, NewRow, StepInputs
 
 def largest_steps(num_rows: int, context_len: int, max_prefill_tokens: int) -> list[StepInputs]:
     """A prefill of so many tokens with as many requests as there can be, all sampled in the way that takes the most
-    memory; then a small greedy one in which a request of one token meets one of two.
+    memory; then small ones for what else is compiled at its first use: one that samples from the whole vocabulary, and
+    a greedy one in which a request of one token meets one of two.
 
     All write to the dummy slot, as the rows' tables must be zeros. Rows are left to owners who know nothing of them.
     """
@@ -19,6 +20,7 @@ def largest_steps(num_rows: int, context_len: int, max_prefill_tokens: int) -> l
     mixed = np.array([1, min(2, context_len)][:num_rows], np.int32)
     return [
         _prefill(lens, SamplingParams(temperature=1.0, top_p=0.9)),
+        _prefill(mixed[:1], SamplingParams(temperature=1.0)),
         _prefill(mixed, SamplingParams(temperature=0.0)),
     ]
 

@@ -87,13 +87,12 @@ class Sampler:
         self._state.flush()
         x = self._edited(logits, host_rows, positions)
         groups, choice = self._state.group(host_rows), self._choice
-        if len(groups.greedy) == n:
+        if len(groups.greedy):
+            # Of all rows: leaving the sampled ones out would mean to copy the others.
             tokens = choice.greedy(x)
         else:
             tokens = torch.empty(n, dtype=torch.int64, device=self._device)
-            if len(groups.greedy):
-                at = self._state.send(groups.greedy)
-                tokens.index_copy_(0, at, choice.greedy(x.index_select(0, at)))
+        if len(groups.greedy) < n:
             draws = uniform(self._state.seeds(host_rows), positions)
             for group, choose in ((groups.open, choice.open), (groups.few, choice.few), (groups.many, choice.many)):
                 for block in self._blocks(group):

@@ -67,13 +67,24 @@ def recorded() -> Iterator[list[Launch]]:
         JITFunction.run = run
 
 
+def what_is_compiled(launch: Launch, arch: str) -> tuple[str, str, str]:
+    """Launches that are alike in this run the same machine code; another one waits for the compiler."""
+    _, specialization, options = _bind(launch, make_backend(TARGETS[arch]))
+    return launch.kernel.fn.__name__, str(specialization), str(options)
+
+
+def _bind(launch: Launch, backend: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
+    """Arguments by name; what Triton specialises on: types, constants, multiples of 16; options such as num_warps."""
+    bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
+    return bind(*launch.args, **launch.kwargs)
+
+
 def compile_launch(launch: Launch, arch: str) -> Resources:
     """Raises what the compiler raises."""
     target = TARGETS[arch]
     backend = make_backend(target)
     kernel = launch.kernel
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, options = bind(*launch.args, **launch.kwargs)
+    bound, specialization, options = _bind(launch, backend)
     parsed, signature, constexprs, attrs = kernel._pack_args(
         backend, dict(launch.kwargs), bound, specialization, options
     )

@@ -199,11 +199,11 @@ def test_memory_is_left_for_steps_and_graphs(make_runner):
     accelerator = FakeAccelerator(memory=Memory(total=1 << 30, available=1 << 29))
     runner = make_runner(accelerator, max_total_tokens=None, max_running_requests=8)
     per_token = 2 * 2 * 2 * 8 * 4
-    steps = graphs = 1 << 20  # what the stand-in says that any work takes
-    reserve = steps + graphs + 8 * 99 * 16 + 4 * (8 << 20)
+    steps = decodes = 1 << 20  # what the stand-in says that any work takes
+    reserve = steps + decodes + 8 * 99 * 16 + 4 * (8 << 20)
     assert runner.max_total_num_tokens == ((1 << 29) - reserve - int((1 << 30) * 0.02)) // per_token
     without = make_runner(accelerator, max_total_tokens=None, max_running_requests=8, disable_cuda_graph=True)
-    assert without.max_total_num_tokens - runner.max_total_num_tokens == (graphs + 4 * (8 << 20)) // per_token
+    assert without.max_total_num_tokens - runner.max_total_num_tokens == 4 * (8 << 20) // per_token
 
 
 def test_the_step_before_may_still_be_running(make_runner):

@@ -1,0 +1,67 @@
+"""The runner compiles every kernel before it serves: no step waits for the compiler.
+
+Launches are noted and not run, so what they would have written are zeros.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fake_accelerator import FakeAccelerator, use_fake
+from meta_runner import EVERY_SAMPLING
+from runner_driver import RunnerDriver
+from triton_aot import TARGETS, recorded, what_is_compiled
+
+from tercet.model_executor.model_runner import ModelRunner
+from tercet.srt.model_config import ModelConfig
+
+TWO_KINDS_OF_LAYER = ModelConfig(
+    architecture="LlamaForCausalLM",
+    hidden_size=32,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=9000,
+    context_len=96,
+    sliding_windows=(None, 8),
+    load_format="dummy",
+)
+
+
+def serve(runner: ModelRunner, rng: np.random.Generator) -> None:
+    """Prompts, both kinds of row in one step, and decodes; some rows sampled and some not, alike or each its own."""
+    driver = RunnerDriver(runner)
+    rows = rng.permutation(np.arange(1, runner.num_rows + 1))[: rng.integers(1, runner.num_rows + 1)].tolist()
+    sampling = rng.choice(len(EVERY_SAMPLING), len(rows) if rng.random() < 0.5 else 1)
+    kinds = [EVERY_SAMPLING[k] for k in np.resize(sampling, len(rows))]
+    new_rows = [driver.add(row, kind) for row, kind in zip(rows, kinds, strict=True)]
+    driver.extend({row: [5] * int(rng.integers(1, 10)) for row in rows}, rng.random(len(rows)) < 0.8, new_rows=new_rows)
+    some = rows[: rng.integers(1, len(rows) + 1)]
+    driver.extend({row: [5] * 3 if i % 2 else None for i, row in enumerate(some)})
+    driver.decode(some)
+    driver.decode(rows[-1:])
+
+
+@pytest.mark.parametrize("disable_cuda_graph", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 37, 1100])
+def test_no_step_waits_for_the_compiler(
+    num_rows: int, disable_cuda_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    use_fake(monkeypatch, FakeAccelerator(), attention=None)
+    with recorded() as launches:
+        runner = ModelRunner(
+            TWO_KINDS_OF_LAYER, dtype="bfloat16", attention_backend="triton", max_running_requests=num_rows,
+            max_total_tokens=20 * num_rows, max_prefill_tokens=64, cuda_graph_max_bs=5,
+            disable_cuda_graph=disable_cuda_graph,
+        )  # fmt: skip
+        before = len(launches)
+        rng = np.random.default_rng(1)
+        for _ in range(3 if num_rows > 100 else 30):
+            serve(runner, rng)
+    for arch in TARGETS:
+        keys = [what_is_compiled(launch, arch) for launch in launches]
+        assert set(keys[before:]) <= set(keys[:before])
