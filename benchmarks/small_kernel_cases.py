@@ -14,7 +14,7 @@ from ..model_executor.kernels.argmax import argmax, argmax_ref
 from ..model_executor.kernels.logprobs import logprobs, logprobs_ref
 from ..model_executor.kernels.rmsnorm import rmsnorm
 from ..model_executor.kernels.rotary import rotary, rotary_ref
-from ..model_executor.kernels.sampling import sample_ranked, sample_ref
+from ..model_executor.kernels.sampling import sample_open, sample_ranked, sample_ref
 from ..model_executor.kernels.store_kv import store_kv, store_kv_ref
 from ..srt.model_config import ModelConfig
 from .kernel_case import Case, CaseMaker, num_sets, relative_error
@@ -58,9 +58,10 @@ def small_cases(sizes: Sizes, token_counts: Sequence[int]) -> list[CaseMaker]:
             ("store KV", _store_case, _check_store, 0.0),
             ("greedy argmax", _argmax_case, _check_argmax, 0.0),
             ("sample top-k top-p min-p", _sample_case, _check_sample, 0.0),
+            ("sample from all", _open_case, _check_open, 0.0),
             ("log-probabilities", _logprobs_case, _check_logprobs, 1e-5),
         ):
-            over_vocab = make in (_argmax_case, _sample_case, _logprobs_case)
+            over_vocab = make in (_argmax_case, _sample_case, _open_case, _logprobs_case)
             if over_vocab and num_tokens > 512:
                 continue  # nobody samples that many at once
             makers.append(CaseMaker(kernel, label, partial(make, sizes, num_tokens), partial(check, sizes), tolerance))
@@ -261,6 +262,35 @@ def _check_sample(sizes: Sizes) -> float:
     x, peak, temperature, top_k, top_p, gap, draw = (tensor.cpu() for tensor in inputs)
     reference = sample_ref(x, peak, temperature, top_k, top_p, gap, draw)
     return float((sample_ranked(*inputs).cpu() != reference).sum()) / _CHECK_TOKENS
+
+
+def _open_inputs(sizes: Sizes, num_rows: int) -> list[torch.Tensor]:
+    """Logits, then what `sample_open` takes after the largest of them."""
+    x, _, temperature, _, _, gap, draw = _sampling_inputs(sizes, num_rows)
+    return [x, temperature, torch.full_like(gap, torch.inf), draw]
+
+
+def _draw_open(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    return sample_open(x, x.amax(-1), *parameters)
+
+
+def _open_case(sizes: Sizes, num_rows: int) -> Case:
+    num_bytes = num_rows * sizes.config.vocab_size * _LOGIT_BYTES
+
+    def plain() -> Call:
+        x = _logits(sizes, num_rows)
+        return lambda: torch.multinomial((x / 0.8).softmax(-1), 1)
+
+    ours = sizes.repeat(num_bytes, lambda: partial(_draw_open, *_open_inputs(sizes, num_rows)))
+    return Case(num_bytes, 0, ours, {"torch": sizes.repeat(num_bytes, plain)})
+
+
+def _check_open(sizes: Sizes) -> float:
+    """The share of draws on which kernel and twin differ."""
+    inputs = _open_inputs(sizes, _CHECK_TOKENS)
+    x, temperature, gap, draw = (tensor.cpu() for tensor in inputs)
+    reference = sample_ref(x, x.amax(-1), temperature, None, None, gap, draw)
+    return float((_draw_open(*inputs).cpu() != reference).sum()) / _CHECK_TOKENS
 
 
 def _logprobs_case(sizes: Sizes, num_rows: int) -> Case:
