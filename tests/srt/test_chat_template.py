@@ -55,7 +55,7 @@ CHATS = [
         {
             "role": "assistant",
             "content": None,
-            "reasoning": "hm",
+            "reasoning_content": "hm",
             "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": "é", "y": [1, None]}}}],
         },
     ],
@@ -87,6 +87,15 @@ def test_renders_as_transformers_does(template, chat, tools, prompt, kwargs):
             compiled.render(chat, tools=tools, add_generation_prompt=prompt, **kwargs)
         assert str(wanted) in str(caught.value)
     assert chat == before, "the caller's messages are not touched"
+
+
+@pytest.mark.parametrize("name", ["reasoning", "thinking"])
+def test_reasoning_has_several_names(name):
+    """transformers knows them since a release later than the oldest that we run on."""
+    template = ChatTemplate(TOOLS, SPECIAL)
+    wanted = template.render([{"role": "assistant", "content": "x", "reasoning_content": "hm"}])
+    assert "<think>hm</think>" in wanted
+    assert template.render([{"role": "assistant", "content": "x", name: "hm"}]) == wanted
 
 
 @pytest.mark.parametrize("template", [CHATML, STRICT])
