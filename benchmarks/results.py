@@ -7,19 +7,22 @@ command.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from .limits import Ceilings
 from .provenance import command_line, provenance
 from .report import json_line
+
+if TYPE_CHECKING:  # what measures servers from outside loads no torch
+    import torch
+
+    from .limits import Ceilings
 
 
 @dataclass
@@ -96,15 +99,17 @@ class Result:
 def circumstances(program: str, argv: Sequence[str] | None, device: torch.device | None) -> dict[str, Any]:
     """Date, command, commit, versions and machine."""
     found = provenance(command_line(program, argv))
-    versions = {"tercet": found["tercet_version"], "torch": str(torch.__version__)}
-    for package in ("triton", "transformers"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    found["versions"] = versions
+    found["versions"] = {"tercet": found["tercet_version"]}
+    for package in ("torch", "triton", "transformers"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found["versions"][package] = metadata.version(package)
     found["device"] = None if device is None else str(device)
-    if device is not None and device.type == "cuda":
+    if device is None:
+        return found
+    # Imported here: what measures servers from outside has no device.
+    import torch
+
+    if device.type == "cuda":
         found["hardware"]["gpus"] = [torch.cuda.get_device_name(device)]
         found["versions"]["CUDA" if torch.version.hip is None else "ROCm"] = torch.version.cuda or torch.version.hip
     found["compute_threads"] = torch.get_num_threads()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 
 def child_environment(compute_threads: int | None) -> dict[str, str]:
@@ -16,6 +17,11 @@ def child_environment(compute_threads: int | None) -> dict[str, str]:
     if compute_threads is not None:
         env.setdefault("OMP_NUM_THREADS", str(compute_threads))
     return env
+
+
+def with_added(added: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program that is not the engine's: this one's, and what is added."""
+    return {**os.environ, **added}
 
 
 def api_key() -> str | None:

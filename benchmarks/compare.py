@@ -1,0 +1,297 @@
+"""Tercet beside other servers: `tercet bench compare`, or `python -m tercet.benchmarks.compare`.
+
+One after the other, on the same machine and model files, driven by the same client with the same token ids; the order
+is reversed from round to round. benchmarks/peers/README.md says how to install the others. Linux only.
+
+Every server is started anew for each round and model. Kept, they would have to share the memory, and a stopped process
+wakes up to timers that ran out meanwhile; so nobody else is there, no cache has seen the prompts, and there are as many
+starts to take the median of. It costs a slow starter's time, outside the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shlex
+import signal
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from .peers.comparison import Comparison, Peer, Plan
+from .peers.engines import ENGINES, OWN_PYTHON, TERCET, find_on_path, locate
+from .peers.model_files import DEFAULT, TOY, model_files
+from .peers.server import ServerFailed, run_to_end
+from .peers.workload import WORKLOADS, Workload
+from .results import Result, add_results_arguments, finish, number, percent
+
+_PROGRAM = "python -m tercet.benchmarks.compare"
+_MAKE_MODELS = [str(OWN_PYTHON), "-m", "tercet.benchmarks.peers.models"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0 when everybody did everything, 1 when something failed, 130 when interrupted; what was measured
+    is shown in any case."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        peers = _peers(args)
+        for name in (DEFAULT, TOY):
+            if not model_files(name, args.models).complete:
+                _say(f"making the models in {args.models}")
+                run_to_end([*_MAKE_MODELS, str(args.models)])
+    except ValueError as error:
+        parser.error(str(error))
+    except ServerFailed as error:
+        sys.stderr.write(f"{_PROGRAM}: {error}\n")
+        return 1
+    with contextlib.ExitStack() as stack:
+        logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tercet-compare-")))
+        logs.mkdir(parents=True, exist_ok=True)
+        comparison = Comparison(_plan(args, peers, logs), _say)
+        interrupted = _run(comparison)
+    result = Result("compare", "Tercet beside other servers", _PROGRAM, argv, None)
+    _fill(result, comparison)
+    finish(result, args)
+    return 130 if interrupted else 1 if comparison.failures else 0
+
+
+def _run(comparison: Comparison) -> bool:
+    """True: it was interrupted, by Ctrl-C or SIGTERM."""
+
+    async def run() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        for signum in (signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
+        await comparison.run()
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(run())
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return True
+    return False
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="Measure Tercet and other servers side by side, each started in turn on the same model files.",
+    )
+    parser.add_argument(
+        "--models", metavar="DIR", type=Path, required=True, help="where the model files are; made if they are not"
+    )
+    parser.add_argument(
+        "--peer",
+        metavar="NAME=PATH",
+        action="append",
+        type=_named,
+        default=[],
+        help=f"a server ({', '.join(ENGINES)}): its program or the environment that it is in; "
+        "default: those on PATH (vllm, llama-server)",
+    )
+    parser.add_argument(
+        "--args", metavar="NAME=FLAGS", action="append", type=_named, default=[], help="further flags for that server"
+    )
+    parser.add_argument(
+        "--workloads", metavar="NAMES", type=_workloads, default=list(WORKLOADS.values()), help="default: W1,W2,W3,W4"
+    )
+    parser.add_argument("--rounds", type=_positive, help="default: 5; with --quick: 1")
+    parser.add_argument("--quick", action="store_true", help="few, short requests: does it all work?")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts; default: 0")
+    parser.add_argument("--ready-timeout-s", type=float, default=300.0, help="for a start; default: 300")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="for one measurement; default: 600")
+    parser.add_argument(
+        "--max-other-load",
+        metavar="SHARE",
+        type=float,
+        default=0.05,
+        help="a measurement is repeated, twice at most, when other processes took more of the cores; default: 0.05",
+    )
+    parser.add_argument("--logs", metavar="DIR", type=Path, help="keep what the servers say")
+    add_results_arguments(parser)
+    return parser
+
+
+def _plan(args: argparse.Namespace, peers: Sequence[Peer], logs: Path) -> Plan:
+    workloads = [one.quick() if args.quick else one for one in args.workloads]
+    return Plan(
+        peers=peers,
+        workloads=workloads,
+        models={name: model_files(name, args.models) for name in dict.fromkeys(one.model for one in workloads)},
+        num_rounds=args.rounds or (1 if args.quick else 5),
+        seed=args.seed,
+        ready_timeout_s=args.ready_timeout_s,
+        timeout_s=args.timeout_s,
+        max_other_load=1.0 if args.quick else args.max_other_load,
+        logs=logs,
+    )
+
+
+def _peers(args: argparse.Namespace) -> list[Peer]:
+    """Tercet first. Raises ValueError."""
+    places = {TERCET: OWN_PYTHON, **(dict(args.peer) or find_on_path())}
+    flags = dict(args.args)
+    for name in {*places, *flags} - ENGINES.keys():
+        raise ValueError(f"there is no server {name!r}; known are {', '.join(ENGINES)}")
+    for name in flags.keys() - places.keys():
+        raise ValueError(f"--args for {name}, which takes no part")
+    return [
+        Peer(name, ENGINES[name], locate(ENGINES[name], Path(place)), shlex.split(flags.get(name, "")))
+        for name, place in places.items()
+    ]
+
+
+def _fill(result: Result, comparison: Comparison) -> None:
+    plan = comparison.plan
+    for workload in plan.workloads:
+        _add_workload(result, comparison, workload)
+    _add_starts(result, comparison)
+    result.values = {
+        "peers": {peer.name: {"version": peer.engine.version(peer.program)} for peer in plan.peers},
+        "num_rounds": plan.num_rounds,
+        "seed": plan.seed,
+        "starts": comparison.starts,
+        "runs": comparison.runs,
+        "failures": [
+            {"peer": peer, "workload": workload, "message": one.message, "log": one.log}
+            for (peer, workload), one in comparison.failures.items()
+        ],
+    }
+
+
+def _add_workload(result: Result, comparison: Comparison, workload: Workload) -> None:
+    table = result.table(
+        f"{workload.title}: medians",
+        ["server", "output tok/s", "Tercet's / its", "TTFT ms", "TPOT ms", "server CPU s", "client CPU s", "rounds"],
+    )
+    most_other = 0.0
+    for peer in comparison.plan.peers:
+        runs = _runs(comparison, peer, workload)
+        failure = comparison.failures.get((peer.name, workload.name))
+        if failure is not None:
+            table.row(peer.name, "failed", *["-"] * 5, str(len(runs)))
+            table.notes.append(_failure_note(peer.name, failure.message, failure.log))
+            continue
+        if not runs:
+            table.row(peer.name, *["-"] * 6, "0")
+            continue
+        most_other = max(most_other, *(one["others_share"] for one in runs))
+        speeds = [one["output_throughput"] for one in runs]
+        table.row(
+            peer.name,
+            f"{number(_median(speeds))} ({number(min(speeds))}-{number(max(speeds))})",
+            number(_ratio(comparison, peer, workload)),
+            *(
+                number(_median(one[name] for one in runs))
+                for name in ("median_ttft_ms", "median_tpot_ms", "server_cpu_s", "client_cpu_s")
+            ),
+            str(len(runs)),
+        )
+        table.notes.extend(_cpu_note(peer.name, runs))
+    table.notes.append(f"Other processes took at most {percent(most_other)} of the cores during a measurement.")
+
+
+def _add_starts(result: Result, comparison: Comparison) -> None:
+    table = result.table(
+        "Starts and memory: medians",
+        ["server", "version", "model", "exec to first token s", "PSS then GiB", "PSS after work GiB", "KV pool GiB"],
+    )
+    plan = comparison.plan
+    for model in plan.models:
+        for peer in plan.peers:
+            starts = [one for one in comparison.starts if one["peer"] == peer.name and one["model"] == model]
+            if not starts:
+                continue
+            pools = [one["kv_bytes"] for one in starts if one["kv_bytes"] is not None]
+            worked = [
+                one["pss_bytes"]
+                for workload in plan.workloads
+                if workload.model == model
+                for one in _runs(comparison, peer, workload)
+            ]
+            table.row(
+                peer.name,
+                peer.engine.version(peer.program) or "-",
+                model,
+                number(_median(one["ready_s"] for one in starts)),
+                _gib([one["pss_bytes"] for one in starts]),
+                _gib(worked),
+                _gib(pools),
+            )
+    table.notes.append("PSS: memory of all processes of a server; of its KV pool, only pages that were written to.")
+
+
+def _runs(comparison: Comparison, peer: Peer, workload: Workload) -> list[dict[str, Any]]:
+    return [one for one in comparison.runs if (one["peer"], one["workload"]) == (peer.name, workload.name)]
+
+
+def _ratio(comparison: Comparison, peer: Peer, workload: Workload) -> float | None:
+    """Tercet's output tokens a second over the peer's: the median of the rounds that both have."""
+    own = {one["round"]: one["output_throughput"] for one in _runs(comparison, comparison.plan.peers[0], workload)}
+    theirs = {one["round"]: one["output_throughput"] for one in _runs(comparison, peer, workload)}
+    ratios = [own[round_] / theirs[round_] for round_ in own.keys() & theirs.keys()]
+    return statistics.median(ratios) if ratios else None
+
+
+def _cpu_note(name: str, runs: Sequence[dict[str, Any]]) -> list[str]:
+    """How a server of several processes shares out its processor time, all rounds together."""
+    used: Counter[str] = Counter()
+    for one in runs:
+        used.update(one["server_cpu_s_by_name"])
+    total = sum(used.values())
+    if len(used) < 2 or not total:
+        return []
+    shares = ", ".join(f"{process} {percent(seconds / total)}" for process, seconds in used.most_common())
+    return [f"Processor time of {name}: {shares}."]
+
+
+def _failure_note(name: str, message: str, log: str) -> str:
+    return f"{name} failed: {message}" + (f"\n\n```\n{log}\n```" if log else "")
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [one for one in values if one is not None]
+    return statistics.median(known) if known else None
+
+
+def _gib(sizes: Sequence[int]) -> str:
+    return f"{statistics.median(sizes) / 2**30:.2f}" if sizes else "-"
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def _named(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not sign or not value:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    return name, value
+
+
+def _workloads(text: str) -> list[Workload]:
+    names = text.split(",")
+    for name in names:
+        if name not in WORKLOADS:
+            raise argparse.ArgumentTypeError(f"there is no workload {name!r}; known are {', '.join(WORKLOADS)}")
+    return [WORKLOADS[name] for name in dict.fromkeys(names)]
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
