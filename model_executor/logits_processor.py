@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from .forward_batch import ForwardBatch
-from .layers.linear import Linear
+from .layers.kinds import Layer
 
 
 class LogitsProcessor:
     """Only the tokens at `batch.logits_indices` go through the head: it is the largest matrix of a small model."""
 
-    def __init__(self, lm_head: Linear) -> None:
+    def __init__(self, lm_head: Layer) -> None:
         self.lm_head = lm_head
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:

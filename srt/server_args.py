@@ -66,7 +66,8 @@ class ServerArgs:
     ] = False
     device: Annotated[Literal["auto", "cpu", "cuda"], Setting("Where the model runs")] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "torch", "triton"], Setting("Attention and layers; auto: triton on a GPU, torch on a CPU")
+        Literal["auto", "cpu", "torch", "triton"],
+        Setting("Attention and layers; auto: triton on a GPU, on a CPU its compiled operations (cpu), else torch"),
     ] = "auto"
     mem_fraction_static: Annotated[
         float | None,

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-NOT_PACKAGES = {"tests", "scripts", "docs", "build", "dist"}
+NOT_PACKAGES = {"tests", "scripts", "docs", "build", "dist", "setup"}
 
 
 class When(Enum):

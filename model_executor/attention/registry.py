@@ -8,23 +8,35 @@ import torch
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
 from ...srt.model_config import ModelConfig
+from .. import cpu_extension
 from .base import AttentionBackend
 
 _PACKAGE = __package__
 # Named rather than imported: the Triton backend costs half a second of imports that a CPU server does not need.
 _BACKENDS = {
     "torch": ("torch_backend", "TorchAttentionBackend"),
+    "cpu": ("cpu_backend", "CpuAttentionBackend"),
     "triton": ("triton_backend", "TritonAttentionBackend"),
 }
 BACKEND_NAMES = tuple(_BACKENDS)
 
 
 def resolve_attention_backend(name: str, device: torch.device) -> str:
-    """`auto` is triton on a GPU and torch elsewhere. Raises ValueError for a name that is not known."""
+    """`auto` is triton on a GPU, and on a CPU the compiled operations where they were built, else torch.
+
+    Raises ValueError for a name that is not known, or a backend that cannot run on this device.
+    """
     if name == "auto":
-        return "triton" if device.type == "cuda" else "torch"
+        if device.type == "cuda":
+            return "triton"
+        return "cpu" if cpu_extension.load() else "torch"
     if name not in _BACKENDS:
         raise ValueError(f"attention backend must be auto, {', '.join(BACKEND_NAMES)}, got {name!r}")
+    if name == "cpu" and (device.type != "cpu" or not cpu_extension.load()):
+        raise ValueError(
+            "attention backend cpu needs a CPU and its compiled operations, which are built when tercet is installed "
+            "where there is a C++ compiler (pip install --no-build-isolation)"
+        )
     return name
 
 

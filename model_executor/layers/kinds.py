@@ -1,4 +1,7 @@
-"""Which layers a decoder is made of: plain torch, or our Triton kernels. Chosen once, when the model is built."""
+"""Which layers a decoder is made of: plain torch, our Triton kernels, or a CPU's compiled operations.
+
+Chosen once, when the model is built.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ...srt.rope_config import RopeConfig
-from .activation import silu_and_mul
 from .attention import Attention
+from .embedding import Embedding
 from .layernorm import RMSNorm
+from .linear import GatedLinear, Linear
 from .rotary import RotaryEmbedding
+
+Layer = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LayerKinds(NamedTuple):
@@ -21,20 +27,32 @@ class LayerKinds(NamedTuple):
     rotary: Callable[..., Callable[[torch.Tensor], Any]]
     """(rope config, head_dim, context_len, device) -> (positions -> what `attention` takes as the rotation)"""
     attention: Callable[..., Callable[..., torch.Tensor]]
-    silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
+    linear: Callable[[torch.Tensor, torch.Tensor | None], Layer] = Linear
+    """(weight, bias)"""
+    gated_linear: Callable[[torch.Tensor, torch.Tensor | None], Layer] = GatedLinear
+    """(weight, bias) of gate and up projection, to silu(gate) * up"""
+    head: Callable[[torch.Tensor], Layer] = Linear
+    """weight -> (hidden states -> logits)"""
+    tied_embedding: Callable[[torch.Tensor, Any], Layer] = lambda weight, head: Embedding(weight)
+    """(weight, the head made of it) -> (ids -> vectors)"""
 
 
 def _angles_anew(rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> RotaryEmbedding:
     return RotaryEmbedding(rope, head_dim, device)
 
 
-TORCH_LAYERS = LayerKinds(RMSNorm, _angles_anew, Attention, silu_and_mul)
+TORCH_LAYERS = LayerKinds(RMSNorm, _angles_anew, Attention)
 
 
-def layers_for(attention_backend: str) -> LayerKinds:
+def layers_for(attention_backend: str, dtype: torch.dtype) -> LayerKinds:
     """Kernels beside kernels: the layers that run where this attention backend does."""
-    if attention_backend != "triton":
-        return TORCH_LAYERS
-    from .triton_layers import TRITON_LAYERS  # Triton takes half a second to import
+    match attention_backend:
+        case "triton":
+            from .triton_layers import TRITON_LAYERS  # Triton takes half a second to import
 
-    return TRITON_LAYERS
+            return TRITON_LAYERS
+        case "cpu":
+            from .cpu_layers import cpu_layers  # its operations exist where the backend does
+
+            return cpu_layers(dtype)
+    return TORCH_LAYERS

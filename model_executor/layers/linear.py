@@ -1,9 +1,13 @@
-"""A matrix that activations are multiplied with."""
+"""Matrices that activations are multiplied with."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+
+from .activation import silu_and_mul
 
 
 class Linear:
@@ -24,6 +28,23 @@ class Linear:
         if self.is_packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
+
+
+class GatedLinear:
+    """x [T, in] -> activation(x @ weight.T + bias) [T, out]; weight: [2 * out, in], the gate's rows first."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        activation: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
+    ) -> None:
+        self._linear = Linear(weight, bias)
+        self._activation = activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._activation(self._linear(x))
 
 
 def can_pack(weight: torch.Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ...srt.rope_config import RopeConfig
@@ -13,6 +15,7 @@ from ..kernels.rotary import rotary
 from .attention import QKNorm
 from .kinds import LayerKinds
 from .layernorm import RMSNorm
+from .linear import GatedLinear
 from .rotary import CosSin, rope_frequencies
 
 
@@ -57,4 +60,6 @@ class TritonAttention:
         return self.backend.attend(qkv[:, : self.num_heads], self.layer_id, batch)
 
 
-TRITON_LAYERS = LayerKinds(TritonRMSNorm, RotaryTable, TritonAttention, act_and_mul)
+TRITON_LAYERS = LayerKinds(
+    TritonRMSNorm, RotaryTable, TritonAttention, gated_linear=partial(GatedLinear, activation=act_and_mul)
+)

@@ -14,7 +14,6 @@ from ..layers.attention import QKNorm
 from ..layers.embedding import Embedding
 from ..layers.kinds import LayerKinds
 from ..layers.layernorm import RMSNorm
-from ..layers.linear import Linear
 
 Parameters = Mapping[str, torch.Tensor]
 
@@ -28,8 +27,8 @@ class DecoderLayer:
     def __init__(
         self, config: ModelConfig, layer_id: int, params: Parameters, backend: AttentionBackend, layers: LayerKinds
     ) -> None:
-        def linear(name: str) -> Linear:
-            return Linear(params[f"{prefix}{name}.weight"], params.get(f"{prefix}{name}.bias"))
+        def weights(name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return params[f"{prefix}{name}.weight"], params.get(f"{prefix}{name}.bias")
 
         def norm(name: str) -> RMSNorm:
             return layers.norm(params[f"{prefix}{name}.weight"], config.rms_norm_eps)
@@ -37,16 +36,14 @@ class DecoderLayer:
         prefix = f"layers.{layer_id}."
         qk_norm = None
         if config.qk_norm:
-            weights = params[f"{prefix}q_norm.weight"], params[f"{prefix}k_norm.weight"]
-            qk_norm = QKNorm(*weights, config.rms_norm_eps)
+            qk_norm = QKNorm(params[f"{prefix}q_norm.weight"], params[f"{prefix}k_norm.weight"], config.rms_norm_eps)
         self.input_norm = norm("input_norm")
-        self.qkv_proj = linear("qkv_proj")
+        self.qkv_proj = layers.linear(*weights("qkv_proj"))
         self.attention = layers.attention(layer_id, backend, qk_norm)
-        self.o_proj = linear("o_proj")
+        self.o_proj = layers.linear(*weights("o_proj"))
         self.post_attention_norm = norm("post_attention_norm")
-        self.gate_up_proj = linear("gate_up_proj")
-        self.silu_and_mul = layers.silu_and_mul
-        self.down_proj = linear("down_proj")
+        self.gate_up_proj = layers.gated_linear(*weights("gate_up_proj"))
+        self.down_proj = layers.linear(*weights("down_proj"))
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Any, batch: ForwardBatch
@@ -57,7 +54,7 @@ class DecoderLayer:
         residual = x if residual is None else residual
         x = self.o_proj(self.attention(self.qkv_proj(normed), rotation, batch))
         normed = self.post_attention_norm(x, residual)
-        return self.down_proj(self.silu_and_mul(self.gate_up_proj(normed))), residual
+        return self.down_proj(self.gate_up_proj(normed)), residual
 
 
 class Decoder:
@@ -72,11 +69,15 @@ class Decoder:
         context_len: int,
     ) -> None:
         embedding = params["embed_tokens.weight"]
-        self.embed_tokens = Embedding(embedding)
         self.rotary = layers.rotary(config.rope, config.head_dim, context_len, embedding.device)
         self.layers = [DecoderLayer(config, index, params, backend, layers) for index in range(config.num_layers)]
         self.norm = layers.norm(params["norm.weight"], config.rms_norm_eps)
-        self.lm_head = Linear(embedding if config.tie_word_embeddings else params["lm_head.weight"])
+        if config.tie_word_embeddings:
+            self.lm_head = layers.head(embedding)
+            self.embed_tokens = layers.tied_embedding(embedding, self.lm_head)
+        else:
+            self.lm_head = layers.head(params["lm_head.weight"])
+            self.embed_tokens = Embedding(embedding)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """input_ids, positions: int64 [T] -> normalised hidden states [T, hidden]"""

@@ -22,4 +22,5 @@ def create_model(config: ModelConfig, params: Parameters, attention: AttentionBa
         raise ModelNotSupported(
             f"architecture {config.architecture!r} is not supported; supported: {', '.join(MODELS)}"
         )
-    return MODELS[config.architecture](config, params, attention, layers_for(attention.name), context_len)
+    layers = layers_for(attention.name, attention.kv_pool.dtype)
+    return MODELS[config.architecture](config, params, attention, layers, context_len)

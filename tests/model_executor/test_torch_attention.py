@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention.registry import (
     BACKEND_NAMES,
     create_attention_backend,
@@ -129,9 +130,12 @@ def test_groups_hold_similar_lengths_and_everybody_once(lengths):
 
 
 def test_names():
-    assert resolve_attention_backend("auto", torch.device("cpu")) == "torch"
     assert resolve_attention_backend("auto", torch.device("cuda")) == "triton"
     for name in BACKEND_NAMES:
-        assert resolve_attention_backend(name, torch.device("cpu")) == name
-    with pytest.raises(ValueError, match=r"torch, triton.*flash"):
+        if name != "cpu" or cpu_extension.load():
+            assert resolve_attention_backend(name, torch.device("cpu")) == name
+    assert resolve_attention_backend("auto", torch.device("cpu")) == ("cpu" if cpu_extension.load() else "torch")
+    with pytest.raises(ValueError, match="compiled operations"):
+        resolve_attention_backend("cpu", torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"cpu, triton.*flash"):
         resolve_attention_backend("flash", torch.device("cpu"))

@@ -74,7 +74,7 @@ def play(driver):
 
 
 def test_layers_are_chosen_by_the_backend():
-    assert layers_for("triton") is TRITON_LAYERS and layers_for("torch") is TORCH_LAYERS
+    assert layers_for("triton", torch.float32) is TRITON_LAYERS and layers_for("torch", torch.float32) is TORCH_LAYERS
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"])

@@ -1,0 +1,145 @@
+// Products of small matrices, a 32-bit word at a time: a word is one float or two bfloat16.
+//
+// `Dot<T>` says what a word holds and how a vector of sums grows by the products of one word of a row, broadcast, with a
+// vector of words of a panel. Everything that multiplies matrices is written once over it: linear layers over panels
+// of weights, attention over panels of keys and values.
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace tercet {
+
+using Vec = at::vec::Vectorized<float>;
+constexpr int64_t kLanes = Vec::size();
+/// As many floats as a register holds. A plain vector type: compilers keep arrays of it in registers.
+typedef float Floats __attribute__((vector_size(kLanes * sizeof(float))));
+
+/// Columns of a panel: two vectors of sums.
+constexpr int64_t kPanel = 2 * kLanes;
+/// Rows that share one pass over a panel: as many as there are registers for their sums, beside two vectors of the
+/// panel and one of the row.
+constexpr int64_t kMaxRows = kLanes == 16 ? 12 : 6;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+inline Floats load_floats(const float* from) {
+  Floats loaded;
+  std::memcpy(&loaded, from, sizeof(loaded));
+  return loaded;
+}
+
+inline void store_floats(float* to, Floats floats) { std::memcpy(to, &floats, sizeof(floats)); }
+
+template <typename T>
+struct Dot;
+
+template <>
+struct Dot<float> {
+  using Words = Floats;
+  static constexpr int64_t kPerWord = 1;
+  static Words load(const float* words) { return load_floats(words); }
+  static Words broadcast(const float* word) { return Floats{} + *word; }
+  static void add(Floats& sums, Words row, Words panel) { sums += row * panel; }
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Dot<at::BFloat16> {
+  using Words = __m512i;
+  static constexpr int64_t kPerWord = 2;
+  static Words load(const at::BFloat16* words) { return _mm512_loadu_si512(words); }
+  static Words broadcast(const at::BFloat16* word) {
+    int bits;
+    std::memcpy(&bits, word, sizeof(bits));
+    return _mm512_set1_epi32(bits);
+  }
+  static void add(Floats& sums, Words row, Words panel) {
+    sums = _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(row), reinterpret_cast<__m512bh>(panel));
+  }
+};
+#endif
+
+/// sums[r] += row r of `a` times a panel. a: kRows rows of `words` words, a_stride numbers apart; panel: `words` rows
+/// of kPanel words, panel_stride numbers apart. A row's sums grow in the order of its words, whatever is beside it.
+template <typename T, int kRows>
+inline void multiply_panel(
+    const T* a, int64_t a_stride, const T* panel, int64_t panel_stride, int64_t words, Floats (&sums)[kRows][2]) {
+  using D = Dot<T>;
+  for (int64_t k = 0; k < words; ++k) {
+    const auto left = D::load(panel + k * panel_stride);
+    const auto right = D::load(panel + k * panel_stride + kLanes * D::kPerWord);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const auto word = D::broadcast(a + r * a_stride + k * D::kPerWord);
+      D::add(sums[r][0], word, left);
+      D::add(sums[r][1], word, right);
+    }
+  }
+}
+
+/// Calls f(first row, std::integral_constant<int, rows>) for pieces of [0, total) of at most kMaxRows, as even as they
+/// come: the compiler knows how many rows are in registers.
+template <typename F>
+inline void in_pieces(int64_t total, const F& f) {
+  const int64_t pieces = ceil_div(total, kMaxRows);
+  for (int64_t i = 0, begin = 0, end; i < pieces; ++i, begin = end) {
+    end = total * (i + 1) / pieces;
+    switch (end - begin) {
+#define TERCET_PIECE(n)                                                            \
+  case n:                                                                          \
+    if constexpr (n <= kMaxRows) f(begin, std::integral_constant<int, n>());       \
+    break;
+      TERCET_PIECE(1) TERCET_PIECE(2) TERCET_PIECE(3) TERCET_PIECE(4) TERCET_PIECE(5) TERCET_PIECE(6)
+      TERCET_PIECE(7) TERCET_PIECE(8) TERCET_PIECE(9) TERCET_PIECE(10) TERCET_PIECE(11) TERCET_PIECE(12)
+#undef TERCET_PIECE
+    }
+  }
+}
+
+/// The first `count` numbers at `from`, as floats; count <= kLanes.
+template <typename T>
+inline Vec load_as_floats(const T* from, int64_t count = kLanes) {
+  if constexpr (std::is_same_v<T, float>) {
+    return Vec::loadu(from, count);
+  } else {
+    return std::get<0>(at::vec::convert_to_float(at::vec::Vectorized<T>::loadu(from, count)));
+  }
+}
+
+/// The first `count` floats of `x`, rounded to T; count <= kLanes.
+template <typename T>
+inline void store_rounded(T* to, Vec x, int64_t count = kLanes) {
+  if constexpr (std::is_same_v<T, float>) {
+    x.store(to, count);
+  } else {
+    at::vec::convert_from_float<T>(x, x).store(to, count);
+  }
+}
+
+/// The first `columns` floats of a panel's row, rounded to T; columns <= kPanel.
+template <typename T>
+inline void store_rounded(T* to, Vec left, Vec right, int64_t columns) {
+  if constexpr (std::is_same_v<T, float>) {
+    left.store(to, std::min(columns, kLanes));
+    if (columns > kLanes) right.store(to + kLanes, columns - kLanes);
+  } else {
+    at::vec::convert_from_float<T>(left, right).store(to, columns);
+  }
+}
+
+inline float sum_of(Vec x) {
+  return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, x);
+}
+
+inline float max_of(Vec x) {
+  return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return at::vec::maximum(a, b); }, x);
+}
+
+}  // namespace tercet

@@ -1,0 +1,65 @@
+// x @ weight.T + bias over a weight that has been packed into panels.
+#pragma once
+
+#include "dot.h"
+#include "pool.h"
+
+namespace tercet {
+
+/// Bytes of x that stay in a core's cache while panels pass by.
+constexpr int64_t kBlockBytes = 160 * 1024;
+
+/// packed: [panels, k / kPerWord, kPanel, kPerWord], zeros beyond the last column; k is a multiple of kPerWord.
+template <typename T>
+struct Packed {
+  const T* panels;
+  /// [panels, kPanel] or nullptr
+  const float* bias;
+  int64_t k;
+
+  const T* panel(int64_t index) const { return panels + index * kPanel * k; }
+};
+
+/// For every row and panel: finish(row, panel, left sums, right sums).
+template <typename T, typename Finish>
+void multiply(const T* x, int64_t rows, const Packed<T>& weight, int64_t num_panels, const Finish& finish) {
+  const int64_t k = weight.k, words = k / Dot<T>::kPerWord;
+  const int64_t blocks = ceil_div(rows * k * sizeof(T), kBlockBytes);
+  Pool::get().run(blocks * num_panels, [&](int64_t item) {
+    const int64_t block = item / num_panels, panel = item % num_panels;
+    const int64_t first = rows * block / blocks, end = rows * (block + 1) / blocks;
+    Floats bias[2] = {};
+    if (weight.bias) {
+      bias[0] = load_floats(weight.bias + panel * kPanel);
+      bias[1] = load_floats(weight.bias + panel * kPanel + kLanes);
+    }
+    in_pieces(end - first, [&](int64_t at, auto count) {
+      Floats sums[count][2] = {};
+      multiply_panel<T, count>(
+          x + (first + at) * k, k, weight.panel(panel), kPanel * Dot<T>::kPerWord, words, sums);
+      for (int r = 0; r < count; ++r)
+        finish(first + at + r, panel, Vec(sums[r][0] + bias[0]), Vec(sums[r][1] + bias[1]));
+    });
+  });
+}
+
+/// x [rows, k] -> out [rows, n]
+template <typename T, typename Out>
+void linear(const T* x, int64_t rows, const Packed<T>& weight, int64_t n, Out* out) {
+  multiply(x, rows, weight, ceil_div(n, kPanel), [=](int64_t row, int64_t panel, Vec left, Vec right) {
+    const int64_t column = panel * kPanel;
+    store_rounded(out + row * n + column, left, right, std::min(kPanel, n - column));
+  });
+}
+
+/// x [rows, k] -> silu(x @ gate.T) * (x @ up.T) [rows, n]; a panel has kLanes columns of gate, then the same of up.
+template <typename T>
+void linear_silu_mul(const T* x, int64_t rows, const Packed<T>& weight, int64_t n, T* out) {
+  multiply(x, rows, weight, ceil_div(n, kLanes), [=](int64_t row, int64_t panel, Vec gate, Vec up) {
+    const int64_t column = panel * kLanes;
+    const Vec silu = gate / (Vec(1.f) + gate.neg().exp());
+    store_rounded(out + row * n + column, silu * up, std::min(kLanes, n - column));
+  });
+}
+
+}  // namespace tercet

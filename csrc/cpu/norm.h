@@ -1,0 +1,50 @@
+// Root-mean-square normalisation (arXiv 1910.07467), with the sum before it.
+#pragma once
+
+#include "dot.h"
+#include "pool.h"
+
+namespace tercet {
+
+/// Calls f(first row, last row) for blocks of rows that are worth another thread's while.
+template <typename F>
+void in_row_blocks(int64_t rows, int64_t row_numbers, const F& f) {
+  constexpr int64_t kNumbers = 16 * 1024;
+  const int64_t blocks = std::max<int64_t>(1, rows * row_numbers / kNumbers);
+  Pool::get().run(blocks, [&](int64_t block) { f(rows * block / blocks, rows * (block + 1) / blocks); });
+}
+
+/// 1 / rms of n numbers whose squares add up to `squares`
+inline float inverse_rms(float squares, int64_t n, double eps) {
+  return 1.f / std::sqrt(squares / n + static_cast<float>(eps));
+}
+
+/// out = norm(x) * weight, or with a residual: residual += x, out = norm(residual) * weight; all [rows, n].
+template <typename T>
+void rms_norm(const T* x, T* residual, const T* weight, double eps, int64_t rows, int64_t n, T* out) {
+  in_row_blocks(rows, n, [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; ++row) {
+      const T* source = x + row * n;
+      Vec squares(0.f);
+      for (int64_t i = 0; i < n; i += kLanes) {
+        const int64_t count = std::min(kLanes, n - i);
+        Vec value = load_as_floats(source + i, count);
+        if (residual) {
+          T* sum = residual + row * n + i;
+          store_rounded(sum, value + load_as_floats(sum, count), count);
+          value = load_as_floats(sum, count);  // rounded, as everybody else will see it
+        }
+        squares = at::vec::fmadd(value, value, squares);
+      }
+      const Vec scale(inverse_rms(sum_of(squares), n, eps));
+      if (residual) source = residual + row * n;
+      for (int64_t i = 0; i < n; i += kLanes) {
+        const int64_t count = std::min(kLanes, n - i);
+        store_rounded(
+            out + row * n + i, load_as_floats(source + i, count) * scale * load_as_floats(weight + i, count), count);
+      }
+    }
+  });
+}
+
+}  // namespace tercet

@@ -1,0 +1,211 @@
+// The operations as torch knows them: shapes are checked here and nowhere else. What each does is said beside its twin,
+// in model_executor/cpu_ops.py.
+#include <ATen/Dispatch.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "argmax.h"
+#include "attention.h"
+#include "linear.h"
+#include "norm.h"
+#include "rotary.h"
+
+namespace tercet {
+namespace {
+
+using at::Tensor;
+using std::optional;
+
+#define TERCET_ANY_FLOAT(type, ...)                                              \
+  AT_DISPATCH_SWITCH(                                                            \
+      type, "tercet", AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__)                  \
+                          AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__)           \
+                              AT_DISPATCH_CASE(at::kHalf, __VA_ARGS__))
+
+// Types that `Dot` multiplies.
+#ifdef __AVX512BF16__
+#define TERCET_DOT_FLOAT(type, ...)                                              \
+  AT_DISPATCH_SWITCH(                                                            \
+      type, "tercet", AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__)                  \
+                          AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__))
+#else
+#define TERCET_DOT_FLOAT(type, ...) AT_DISPATCH_SWITCH(type, "tercet", AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__))
+#endif
+
+void check(const Tensor& tensor, const char* name, at::ScalarType type, at::IntArrayRef shape) {
+  TORCH_CHECK(tensor.device().is_cpu() && tensor.is_contiguous(), name, " must be contiguous and on the CPU");
+  TORCH_CHECK(tensor.scalar_type() == type, name, " must be ", type, ", got ", tensor.scalar_type());
+  TORCH_CHECK(tensor.sizes() == shape, name, " must have shape ", shape, ", got ", tensor.sizes());
+}
+
+template <typename T>
+const T* data_or_null(const optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr<T>() : nullptr;
+}
+
+template <typename T>
+Packed<T> packed_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns) {
+  const int64_t k = x.size(1), per_word = Dot<T>::kPerWord, panels = ceil_div(columns, kPanel);
+  TORCH_CHECK(k % per_word == 0, "rows of x must be whole words");
+  check(packed, "packed", x.scalar_type(), {panels, k / per_word, kPanel, per_word});
+  if (bias) check(*bias, "bias", at::kFloat, {panels, kPanel});
+  return {packed.const_data_ptr<T>(), data_or_null<float>(bias), k};
+}
+
+Tensor linear_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, bool to_float) {
+  check(x, "x", x.scalar_type(), {x.size(0), x.size(1)});
+  auto out = at::empty({x.size(0), n}, to_float ? x.options().dtype(at::kFloat) : x.options());
+  TERCET_DOT_FLOAT(x.scalar_type(), [&] {
+    const auto weight = packed_weight<scalar_t>(x, packed, bias, n);
+    if (to_float)
+      linear(x.const_data_ptr<scalar_t>(), x.size(0), weight, n, out.data_ptr<float>());
+    else
+      linear(x.const_data_ptr<scalar_t>(), x.size(0), weight, n, out.data_ptr<scalar_t>());
+  });
+  return out;
+}
+
+Tensor linear_silu_mul_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n) {
+  check(x, "x", x.scalar_type(), {x.size(0), x.size(1)});
+  auto out = at::empty({x.size(0), n}, x.options());
+  TERCET_DOT_FLOAT(x.scalar_type(), [&] {
+    const auto weight = packed_weight<scalar_t>(x, packed, bias, 2 * round_up(n, kLanes));
+    linear_silu_mul(x.const_data_ptr<scalar_t>(), x.size(0), weight, n, out.data_ptr<scalar_t>());
+  });
+  return out;
+}
+
+Tensor rms_norm_op(const Tensor& x, const optional<Tensor>& residual, const Tensor& weight, double eps) {
+  const int64_t rows = x.size(0), n = x.size(1);
+  check(x, "x", x.scalar_type(), {rows, n});
+  if (residual) check(*residual, "residual", x.scalar_type(), {rows, n});
+  check(weight, "weight", x.scalar_type(), {n});
+  auto out = at::empty({rows, n}, x.options());
+  TERCET_ANY_FLOAT(x.scalar_type(), [&] {
+    rms_norm(
+        x.const_data_ptr<scalar_t>(),
+        residual ? residual->data_ptr<scalar_t>() : nullptr,
+        weight.const_data_ptr<scalar_t>(),
+        eps,
+        rows,
+        n,
+        out.data_ptr<scalar_t>());
+  });
+  return out;
+}
+
+void rotate_and_store_op(
+    const Tensor& qkv,
+    const Tensor& positions,
+    const Tensor& slots,
+    const Tensor& cos_sin,
+    const optional<Tensor>& q_norm,
+    const optional<Tensor>& k_norm,
+    double eps,
+    const Tensor& k_pool,
+    const Tensor& v_pool) {
+  const auto type = qkv.scalar_type();
+  const int64_t tokens = qkv.size(0), kv_heads = k_pool.size(1), dim = k_pool.size(2);
+  const int64_t heads = qkv.size(1) / dim - 2 * kv_heads;
+  TORCH_CHECK(heads > 0 && heads % kv_heads == 0 && dim % 2 == 0, "qkv does not fit the pool");
+  check(qkv, "qkv", type, {tokens, (heads + 2 * kv_heads) * dim});
+  check(positions, "positions", at::kLong, {tokens});
+  check(slots, "slots", at::kLong, {tokens});
+  check(cos_sin, "cos_sin", at::kFloat, {cos_sin.size(0), dim});
+  check(k_pool, "k_pool", type, k_pool.sizes());
+  check(v_pool, "v_pool", type, k_pool.sizes());
+  TORCH_CHECK(q_norm.has_value() == k_norm.has_value(), "a norm of queries without one of keys, or the reverse");
+  if (q_norm) check(*q_norm, "q_norm", type, {dim});
+  if (k_norm) check(*k_norm, "k_norm", type, {dim});
+  TERCET_ANY_FLOAT(type, [&] {
+    const Heads<scalar_t> shape{
+        heads, kv_heads, dim, cos_sin.const_data_ptr<float>(), data_or_null<scalar_t>(q_norm),
+        data_or_null<scalar_t>(k_norm), eps};
+    rotate_and_store(
+        qkv.data_ptr<scalar_t>(),
+        tokens,
+        positions.const_data_ptr<int64_t>(),
+        slots.const_data_ptr<int64_t>(),
+        shape,
+        k_pool.data_ptr<scalar_t>(),
+        v_pool.data_ptr<scalar_t>());
+  });
+}
+
+Tensor attention_op(
+    const Tensor& q,
+    const Tensor& k_pool,
+    const Tensor& v_pool,
+    const Tensor& slot_table,
+    const Tensor& rows,
+    const Tensor& seq_lens,
+    const optional<Tensor>& starts,
+    optional<int64_t> window,
+    double scale) {
+  const auto type = q.scalar_type();
+  const int64_t tokens = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = k_pool.size(1);
+  const int64_t num_requests = rows.size(0);
+  TORCH_CHECK(q.device().is_cpu() && q.stride(2) == 1 && q.stride(1) == dim, "heads of q must be contiguous");
+  TORCH_CHECK(heads % kv_heads == 0, "heads must be a multiple of kv_heads");
+  check(k_pool, "k_pool", type, {k_pool.size(0), kv_heads, dim});
+  check(v_pool, "v_pool", type, k_pool.sizes());
+  check(slot_table, "slot_table", at::kInt, slot_table.sizes());
+  check(rows, "rows", at::kLong, {num_requests});
+  check(seq_lens, "seq_lens", at::kLong, {num_requests});
+  if (starts)
+    check(*starts, "starts", at::kLong, {num_requests + 1});
+  else
+    TORCH_CHECK(tokens == num_requests, "without starts every request has one new token");
+  auto out = at::empty({tokens, heads * dim}, q.options());
+  constexpr int64_t kEverything = std::numeric_limits<int32_t>::max();
+  TERCET_ANY_FLOAT(type, [&] {
+    Attention<scalar_t>({
+        .q = q.const_data_ptr<scalar_t>(),
+        .q_stride = q.stride(0),
+        .k_pool = k_pool.const_data_ptr<scalar_t>(),
+        .v_pool = v_pool.const_data_ptr<scalar_t>(),
+        .slot_table = slot_table.const_data_ptr<int32_t>(),
+        .context = slot_table.size(1),
+        .rows = rows.const_data_ptr<int64_t>(),
+        .seq_lens = seq_lens.const_data_ptr<int64_t>(),
+        .starts = data_or_null<int64_t>(starts),
+        .num_requests = num_requests,
+        .heads = heads,
+        .kv_heads = kv_heads,
+        .head_dim = dim,
+        .window = window.value_or(kEverything),
+        .scale = static_cast<float>(scale),
+        .out = out.data_ptr<scalar_t>(),
+    }).run();
+  });
+  return out;
+}
+
+Tensor argmax_op(const Tensor& logits) {
+  check(logits, "logits", at::kFloat, {logits.size(0), logits.size(1)});
+  auto tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
+  argmax(logits.const_data_ptr<float>(), logits.size(0), logits.size(1), tokens.data_ptr<int64_t>());
+  return tokens;
+}
+
+int64_t lanes() { return kLanes; }
+
+}  // namespace
+
+TORCH_LIBRARY(tercet_cpu, m) {
+  m.def("lanes() -> int", &lanes);
+  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, bool to_float=False) -> Tensor", &linear_op);
+  m.def("linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_silu_mul_op);
+  m.def("rms_norm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> Tensor", &rms_norm_op);
+  m.def(
+      "rotate_and_store(Tensor(a!) qkv, Tensor positions, Tensor slots, Tensor cos_sin, Tensor? q_norm, "
+      "Tensor? k_norm, float eps, Tensor(b!) k_pool, Tensor(c!) v_pool) -> ()",
+      &rotate_and_store_op);
+  m.def(
+      "attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor slot_table, Tensor rows, Tensor seq_lens, "
+      "Tensor? starts, int? window, float scale) -> Tensor",
+      &attention_op);
+  m.def("argmax(Tensor logits) -> Tensor", &argmax_op);
+}
+
+}  // namespace tercet

@@ -1,0 +1,132 @@
+// Threads that share the items of one job after another.
+//
+// Cores that serve a model on a small machine are shared with the processes around it, so a thread may be late or be
+// taken off its core at any time. Items are claimed one by one, and the caller waits for claimed items only, never for
+// threads: one that has not woken up costs nothing. (OpenMP's barriers wait for every thread; with one other busy
+// process on two cores, a decode step took 60 times as long.)
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+namespace tercet {
+
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Pool {
+ public:
+  /// The one of this process. Its threads start with the first job, as many as torch computes with, less the caller.
+  static Pool& get() {
+    static Pool pool;
+    return pool;
+  }
+
+  /// f(item) for every item of [0, count), each once, on any thread and in any order; returns when all are done.
+  /// f must not throw. Another caller at the same time does its items alone.
+  template <typename F>
+  void run(int64_t count, const F& f) {
+    std::unique_lock<std::mutex> lock(caller_, std::try_to_lock);
+    if (count <= 1 || !lock.owns_lock() || !start_threads()) {
+      for (int64_t item = 0; item < count; ++item) f(item);
+      return;
+    }
+    call_ = [](const void* context, int64_t item) { (*static_cast<const F*>(context))(item); };
+    context_ = &f;
+    count_ = count;
+    unfinished_.store(count, std::memory_order_relaxed);
+    ++job_;
+    // Everything above is seen by whoever sees this.
+    unclaimed_.store(ticket(count), std::memory_order_release);
+    epoch_.fetch_add(1, std::memory_order_release);
+    if (sleepers_.load() > 0) epoch_.notify_all();
+    while (do_one()) {
+    }
+    while (unfinished_.load(std::memory_order_acquire) > 0) relax();
+  }
+
+ private:
+  // How long an idle thread looks for the next job before it sleeps: the pause between two operations of a step, some
+  // microseconds, should not cost a wake-up; the pause between two steps should not cost a core.
+  static constexpr int kSpins = 2000;
+
+  ~Pool() { stop_threads(); }
+
+  /// Number of the job above, unclaimed items below: a claim cannot mistake one job for the next.
+  uint64_t ticket(int64_t unclaimed) const { return static_cast<uint64_t>(job_) << 32 | static_cast<uint64_t>(unclaimed); }
+
+  bool do_one() {
+    uint64_t seen = unclaimed_.load(std::memory_order_acquire);
+    while (seen & 0xFFFFFFFF) {
+      if (unclaimed_.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
+        // The job stays as it is while one of its items is claimed and not finished.
+        call_(context_, count_ - static_cast<int64_t>(seen & 0xFFFFFFFF));
+        unfinished_.fetch_sub(1, std::memory_order_acq_rel);
+        return true;
+      }
+    }
+    return false;
+  }
+
+  void work() {
+    uint32_t seen = epoch_.load();
+    while (!stop_.load()) {
+      while (do_one()) {
+      }
+      int spins = 0;
+      while (epoch_.load(std::memory_order_acquire) == seen && ++spins < kSpins) relax();
+      if (spins == kSpins) {
+        sleepers_.fetch_add(1);
+        epoch_.wait(seen);
+        sleepers_.fetch_sub(1);
+      }
+      seen = epoch_.load();
+    }
+  }
+
+  bool start_threads() {
+    const size_t wanted = at::get_num_threads() - 1;
+    if (threads_.size() != wanted) {
+      stop_threads();
+      stop_ = false;
+      for (size_t i = 0; i < wanted; ++i) threads_.emplace_back([this] { work(); });
+    }
+    return wanted > 0;
+  }
+
+  void stop_threads() {
+    stop_ = true;
+    epoch_.fetch_add(1);
+    epoch_.notify_all();
+    for (auto& thread : threads_) thread.join();
+    threads_.clear();
+  }
+
+  std::mutex caller_;
+  std::vector<std::thread> threads_;
+  void (*call_)(const void*, int64_t) = nullptr;
+  const void* context_ = nullptr;
+  int64_t count_ = 0;
+  uint32_t job_ = 0;
+  alignas(64) std::atomic<uint64_t> unclaimed_{0};
+  alignas(64) std::atomic<int64_t> unfinished_{0};
+  alignas(64) std::atomic<uint32_t> epoch_{0};
+  std::atomic<int> sleepers_{0};
+  std::atomic<bool> stop_{false};
+};
+
+}  // namespace tercet

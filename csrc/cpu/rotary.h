@@ -1,0 +1,70 @@
+// Rotary position embedding (arXiv 2104.09864) of queries and keys, and K and V stored where they belong.
+#pragma once
+
+#include <vector>
+
+#include "norm.h"
+
+namespace tercet {
+
+template <typename T>
+struct Heads {
+  int64_t heads, kv_heads, head_dim;
+  /// [context, head_dim]: cosines of a position's angles, then sines
+  const float* cos_sin;
+  /// [head_dim] each: RMSNorm of every head (Qwen 3); nullptr: none
+  const T* q_norm;
+  const T* k_norm;
+  double eps;
+};
+
+/// One head, normalised if `norm` is given and rotated: component i turns with component i + head_dim / 2.
+template <typename T>
+void rotate_head(const T* x, const T* norm, const float* cos_sin, const Heads<T>& h, float* scratch, T* out) {
+  const int64_t dim = h.head_dim, half = dim / 2;
+  Vec squares(0.f);
+  for (int64_t i = 0; i < dim; i += kLanes) {
+    const int64_t count = std::min(kLanes, dim - i);
+    const Vec value = load_as_floats(x + i, count);
+    squares = at::vec::fmadd(value, value, squares);
+    value.store(scratch + i, count);
+  }
+  if (norm) {
+    const Vec scale(inverse_rms(sum_of(squares), dim, h.eps));
+    for (int64_t i = 0; i < dim; i += kLanes) {
+      const int64_t count = std::min(kLanes, dim - i);
+      (Vec::loadu(scratch + i, count) * scale * load_as_floats(norm + i, count)).store(scratch + i, count);
+    }
+  }
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t count = std::min(kLanes, half - i);
+    const Vec cos = Vec::loadu(cos_sin + i, count), sin = Vec::loadu(cos_sin + half + i, count);
+    const Vec first = Vec::loadu(scratch + i, count), second = Vec::loadu(scratch + half + i, count);
+    store_rounded(out + i, first * cos - second * sin, count);
+    store_rounded(out + half + i, second * cos + first * sin, count);
+  }
+}
+
+/// qkv [tokens, heads + 2 * kv_heads, head_dim]: queries are rotated in place; rotated keys, and values, go to their
+/// slots of k_pool and v_pool [slots, kv_heads, head_dim].
+template <typename T>
+void rotate_and_store(
+    T* qkv, int64_t tokens, const int64_t* positions, const int64_t* slots, const Heads<T>& h, T* k_pool, T* v_pool) {
+  const int64_t dim = h.head_dim, row = (h.heads + 2 * h.kv_heads) * dim, kv_row = h.kv_heads * dim;
+  in_row_blocks(tokens, row, [&](int64_t first, int64_t end) {
+    std::vector<float> scratch(dim);
+    for (int64_t token = first; token < end; ++token) {
+      const float* cos_sin = h.cos_sin + positions[token] * dim;
+      T* q = qkv + token * row;
+      for (int64_t head = 0; head < h.heads; ++head)
+        rotate_head(q + head * dim, h.q_norm, cos_sin, h, scratch.data(), q + head * dim);
+      const T* k = q + h.heads * dim;
+      T* k_slot = k_pool + slots[token] * kv_row;
+      for (int64_t head = 0; head < h.kv_heads; ++head)
+        rotate_head(k + head * dim, h.k_norm, cos_sin, h, scratch.data(), k_slot + head * dim);
+      std::memcpy(v_pool + slots[token] * kv_row, k + kv_row, kv_row * sizeof(T));
+    }
+  });
+}
+
+}  // namespace tercet

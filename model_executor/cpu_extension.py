@@ -1,0 +1,60 @@
+"""The compiled operations of a CPU (csrc/cpu), in the build that suits this processor.
+
+They are built when the package is installed, once for each kind of processor that `VARIANTS` names. Where none was
+built, or none suits, everything runs on plain torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+_FOLDER = Path(__file__).parent
+
+
+class Variant(NamedTuple):
+    """A build of csrc/cpu; setup.py has the compiler's flags for each name."""
+
+    name: str
+    runs_here: Callable[[], bool]
+    bfloat16: bool
+    """Whether its linear layers multiply bfloat16."""
+
+
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+VARIANTS = (
+    Variant("avx512_bf16", torch.cpu._is_avx512_bf16_supported, True),
+    Variant("avx2", torch.cpu._is_avx2_supported, False),
+    Variant("generic", lambda: not _is_x86(), False),
+)
+"""The fastest first."""
+
+
+@functools.cache
+def load() -> Variant | None:
+    """Makes `torch.ops.tercet_cpu` known; None where there is no build for this processor."""
+    for variant in VARIANTS:
+        path = next(_FOLDER.glob(f"_cpu_{variant.name}.*so"), None)
+        if path is not None and variant.runs_here():
+            torch.ops.load_library(str(path))
+            return variant
+    return None
+
+
+def lanes() -> int:
+    """Floats of a vector register: a panel of a packed matrix is twice as wide."""
+    return int(torch.ops.tercet_cpu.lanes())
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether linear layers of this type run on the compiled operations."""
+    variant = load()
+    return variant is not None and (dtype == torch.float32 or (dtype == torch.bfloat16 and variant.bfloat16))

@@ -1,0 +1,146 @@
+"""The layers of a decoder on the compiled operations of a CPU (csrc/cpu): about nine of them a layer and step."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ...srt.rope_config import RopeConfig
+from .. import cpu_extension
+from ..attention.base import AttentionBackend
+from ..forward_batch import ForwardBatch
+from .attention import QKNorm
+from .kinds import LayerKinds
+from .layernorm import RMSNorm
+from .rotary import rope_frequencies
+
+_ops = torch.ops.tercet_cpu
+
+
+class CpuRMSNorm(RMSNorm):
+    """Sum and norm in one pass."""
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return _ops.rms_norm(x, residual, self.weight, self.eps)
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """weight [n, k] -> panels [ceil(n / width), k / per_word, width, per_word], zeros beyond n.
+
+    A panel holds as many columns of the product as two vector registers hold floats, word by word of 32 bits: those of
+    one step of a row's dot products lie side by side.
+    """
+    width, per_word = 2 * cpu_extension.lanes(), 4 // weight.itemsize
+    n, k = weight.shape
+    assert k % per_word == 0, (n, k)
+    weight = F.pad(weight, (0, 0, 0, -n % width))
+    return weight.view(-1, width, k // per_word, per_word).transpose(1, 2).contiguous()
+
+
+def _pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
+    if bias is None:
+        return None
+    width = 2 * cpu_extension.lanes()
+    return F.pad(bias.float(), (0, -len(bias) % width)).view(-1, width)
+
+
+class CpuLinear:
+    """As `Linear`; `to_float`: the result is float32 whatever x is."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, to_float: bool = False) -> None:
+        self.num_out = weight.shape[0]
+        self.packed = pack(weight)
+        self.bias = _pack_bias(bias)
+        self._to_float = to_float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _ops.linear(x, self.packed, self.bias, self.num_out, self._to_float)
+
+
+class CpuGatedLinear:
+    """As `GatedLinear`: the two halves of a panel are what one vector of the result is made of."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.num_out = weight.shape[0] // 2
+        self.packed = pack(_interleave(weight))
+        self.bias = None if bias is None else _pack_bias(_interleave(bias))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _ops.linear_silu_mul(x, self.packed, self.bias, self.num_out)
+
+
+def _interleave(gate_up: torch.Tensor) -> torch.Tensor:
+    """[2 * n, ...]: a vector's worth of rows of the first half, the same of the second, the next of the first ..."""
+    lanes = cpu_extension.lanes()
+    halves = gate_up.view(2, -1, *gate_up.shape[1:])
+    padding = (0, 0) * (gate_up.dim() - 1) + (0, -halves.shape[1] % lanes)
+    halves = F.pad(halves, padding).view(2, -1, lanes, *gate_up.shape[1:])
+    return halves.transpose(0, 1).reshape(-1, *gate_up.shape[1:])
+
+
+class PackedEmbedding:
+    """As `Embedding`, out of the packed output head of a model that ties the two."""
+
+    def __init__(self, head: CpuLinear) -> None:
+        self._head = head
+        self._width = head.packed.shape[2]
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        panels = self._head.packed
+        return panels[ids // self._width, :, ids % self._width].view(len(ids), -1)
+
+
+class Rotation(NamedTuple):
+    """Where a step's tokens look up their angles."""
+
+    cos_sin: torch.Tensor
+    positions: torch.Tensor
+
+
+class CpuRotary:
+    """Cosines and sines of every position, float32 [context_len, head_dim]."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> None:
+        frequencies, factor = rope_frequencies(rope, head_dim)
+        angles = torch.arange(context_len, dtype=torch.float32)[:, None] * frequencies
+        self._cos_sin = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=1)
+
+    def __call__(self, positions: torch.Tensor) -> Rotation:
+        """positions: int64 [T]"""
+        return Rotation(self._cos_sin, positions)
+
+
+class CpuAttention:
+    """Norm of heads, rotation and the store of K and V in one operation. As `Attention` otherwise."""
+
+    def __init__(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> None:
+        self.layer_id = layer_id
+        self.backend = backend
+        self._norm = (None, None, 0.0) if qk_norm is None else qk_norm
+        self._k, self._v = backend.kv_pool.k_buffer[layer_id], backend.kv_pool.v_buffer[layer_id]
+
+    def __call__(self, qkv: torch.Tensor, rotation: Rotation, batch: ForwardBatch) -> torch.Tensor:
+        cos_sin, positions = rotation
+        _ops.rotate_and_store(qkv, positions, batch.out_cache_loc, cos_sin, *self._norm, self._k, self._v)
+        q = qkv.view(qkv.shape[0], -1, self.backend.head_dim)[:, : self.backend.num_heads]
+        return self.backend.attend(q, self.layer_id, batch)
+
+
+_FLOAT_LAYERS = LayerKinds(
+    CpuRMSNorm,
+    CpuRotary,
+    CpuAttention,
+    linear=CpuLinear,
+    gated_linear=CpuGatedLinear,
+    head=partial(CpuLinear, to_float=True),
+    tied_embedding=lambda weight, head: PackedEmbedding(head),
+)
+_OTHER_LAYERS = LayerKinds(CpuRMSNorm, CpuRotary, CpuAttention)
+
+
+def cpu_layers(dtype: torch.dtype) -> LayerKinds:
+    """Linear layers are torch's where this processor's build does not multiply the type."""
+    return _FLOAT_LAYERS if cpu_extension.multiplies(dtype) else _OTHER_LAYERS

@@ -1,0 +1,290 @@
+"""The compiled operations of a CPU against the same written out in float64, in every build that runs here."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tercet.model_executor import cpu_extension
+from tercet.model_executor.attention.registry import resolve_attention_backend
+from tercet.model_executor.layers.layernorm import HeadNorm
+from tercet.model_executor.layers.rotary import RotaryEmbedding, rotate
+from tercet.srt.rope_config import RopeConfig
+
+pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+DTYPES = list(TOLERANCE)
+ops = torch.ops.tercet_cpu
+
+
+def layers():
+    from tercet.model_executor.layers import cpu_layers  # needs the operations
+
+    return cpu_layers
+
+
+def assert_close(actual, expected, dtype):
+    assert actual.shape == expected.shape
+    error = (actual.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+    assert error < TOLERANCE[dtype], error.item()
+
+
+@st.composite
+def matrices(draw):
+    """x, weight, bias"""
+    dtype = draw(st.sampled_from([t for t in DTYPES if cpu_extension.multiplies(t)]))
+    rows, n, k = draw(st.integers(1, 70)), draw(st.integers(1, 150)), 2 * draw(st.integers(1, 150))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rows, k), (n, k), (n,)))
+    return x, weight, bias if draw(st.booleans()) else None
+
+
+@settings(max_examples=80)
+@given(matrices(), st.booleans())
+def test_linear(drawn, to_float):
+    x, weight, bias = drawn
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    out = layers().CpuLinear(weight, bias, to_float=to_float)(x)
+    assert out.dtype == (torch.float32 if to_float else x.dtype)
+    assert_close(out, expected, x.dtype)
+
+
+@settings(max_examples=80)
+@given(matrices())
+def test_gated_linear(drawn):
+    x, weight, bias = drawn
+    if len(weight) % 2:
+        weight, bias = torch.cat((weight, weight[:1])), None if bias is None else torch.cat((bias, bias[:1]))
+    gate, up = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).chunk(2, -1)
+    assert_close(layers().CpuGatedLinear(weight, bias)(x), F.silu(gate) * up, x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype):
+    if not cpu_extension.multiplies(dtype):
+        pytest.skip("torch multiplies this type here")
+    x, weight = torch.randn(600, 576).to(dtype), torch.randn(100, 576).to(dtype)
+    for make in (layers().CpuLinear, layers().CpuGatedLinear):
+        linear = make(weight)
+        everything = linear(x)
+        for rows in (*range(1, 65), 100, 255, 600):
+            assert torch.equal(linear(x[-rows:].contiguous()), everything[-rows:]), rows
+
+
+def test_embedding_out_of_the_packed_head():
+    weight = torch.randn(77, 64)
+    ids = torch.tensor([0, 76, 31, 32, 33, 5, 5])
+    assert torch.equal(layers().PackedEmbedding(layers().CpuLinear(weight))(ids), weight[ids])
+
+
+@settings(max_examples=60)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 90),
+    n=st.integers(1, 700),
+    summed=st.booleans(),
+    seed=st.integers(),
+)
+def test_rms_norm(dtype, rows, n, summed, seed):
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    x, residual = torch.randn(2, rows, n, generator=generator).to(dtype)
+    weight = torch.randn(n, generator=generator).to(dtype)
+    total = (x + residual) if summed else x
+    expected = F.rms_norm(total.double(), (n,), weight.double(), 1e-5)
+    out = ops.rms_norm(x, residual if summed else None, weight, 1e-5)
+    assert_close(out, expected, dtype)
+    if summed:
+        assert torch.equal(residual, total)
+
+
+@settings(max_examples=60)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    tokens=st.integers(1, 40),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    head_dim=st.sampled_from([8, 64, 80, 96, 128]),
+    normed=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_rotate_and_store(dtype, tokens, kv_heads, group, head_dim, normed, seed):
+    generator = torch.Generator().manual_seed(seed)
+    heads, pool_size = kv_heads * group, 50
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator).to(dtype)
+    norms = [torch.randn(head_dim, generator=generator).to(dtype) if normed else None for _ in range(2)]
+    positions = torch.randint(0, 99, (tokens,), generator=generator)
+    slots = torch.randperm(pool_size, generator=generator)[:tokens]
+    rope = RopeConfig(theta=1e4)
+    rotary = layers().CpuRotary(rope, head_dim, 99, torch.device("cpu"))
+    expected = qkv.double()
+    qk, v = expected.split((heads + kv_heads, kv_heads), 1)
+    if normed:
+        qk = HeadNorm(norms[0].double(), norms[1].double(), heads, kv_heads, 1e-5)(qk)
+    qk = rotate(qk, RotaryEmbedding(rope, head_dim, torch.device("cpu"))(positions))
+
+    pools = [torch.full((pool_size, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
+    ops.rotate_and_store(qkv.view(tokens, -1), positions, slots, rotary(positions).cos_sin, *norms, 1e-5, *pools)
+    # angles in float32: a hundred radians are off by 1e-5
+    assert ((qkv[:, :heads].double() - qk[:, :heads]).abs().max() / qk.abs().max()) < TOLERANCE[dtype] + 2e-5
+    assert ((pools[0][slots].double() - qk[:, heads:]).abs().max() / qk.abs().max()) < TOLERANCE[dtype] + 2e-5
+    assert torch.equal(pools[1][slots], v.to(dtype))
+    untouched = torch.ones(pool_size, dtype=torch.bool).index_fill_(0, slots, False)
+    assert (pools[0][untouched] == 7).all() and (pools[1][untouched] == 7).all()
+
+
+class Problem:
+    """Requests with their keys and values scattered over a pool in which everything else is NaN."""
+
+    def __init__(self, dtype, kv_heads, group, head_dim, lens, seed):
+        generator = torch.Generator().manual_seed(seed)
+        size, context = sum(lens) + 40, max(lens) + 3
+        self.k, self.v = (torch.full((size, kv_heads, head_dim), math.nan).to(dtype) for _ in range(2))
+        self.table = torch.zeros(len(lens) + 2, context, dtype=torch.int32)
+        self.rows = torch.randperm(len(lens) + 1, generator=generator)[: len(lens)] + 1
+        self.lens = lens
+        free = torch.randperm(size, generator=generator)
+        self.q = []
+        for row, length in zip(self.rows, lens, strict=True):
+            slots, free = free[:length], free[length:]
+            self.table[row, :length] = slots.int()
+            self.k[slots] = torch.randn(length, kv_heads, head_dim, generator=generator).to(dtype)
+            self.v[slots] = torch.randn(length, kv_heads, head_dim, generator=generator).to(dtype)
+            self.q.append(torch.randn(length, kv_heads * group, head_dim, generator=generator).mul(2).to(dtype))
+        self.scale = head_dim**-0.5
+
+    def attend(self, requests, starts, ends, window=None):
+        """Tokens [start, end) of some requests in one call: a list of [end - start, heads * head_dim]."""
+        q = torch.cat([self.q[r][a:b] for r, a, b in zip(requests, starts, ends, strict=True)])
+        counts = torch.tensor([0, *(b - a for a, b in zip(starts, ends, strict=True))])
+        # queries are part of a wider projection
+        wide = torch.full((len(q), q.shape[1] + 2, q.shape[2]), math.nan).to(q.dtype)
+        wide[:, :-2] = q
+        out = ops.attention(
+            wide[:, :-2],
+            self.k,
+            self.v,
+            self.table,
+            self.rows[requests],
+            torch.tensor(ends),
+            None if (counts[1:] == 1).all() and counts[1:].sum() % 2 else counts.cumsum(0),
+            window,
+            self.scale,
+        )
+        return out.split(counts[1:].tolist())
+
+    def expected(self, request, start, end, window):
+        out = []
+        group = self.q[0].shape[1] // self.k.shape[1]
+        for position in range(start, end):
+            first = 0 if window is None else max(0, position + 1 - window)
+            slots = self.table[self.rows[request], first : position + 1].long()
+            k, v = (pool[slots].double().repeat_interleave(group, 1) for pool in (self.k, self.v))
+            scores = torch.einsum("hd,nhd->hn", self.q[request][position].double(), k) * self.scale
+            out.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), v).flatten())
+        return torch.stack(out)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_attention(data):
+    dtype = data.draw(st.sampled_from(DTYPES))
+    kv_heads, group = data.draw(st.sampled_from([(1, 1), (2, 1), (2, 3), (1, 8), (3, 17)]))
+    head_dim = data.draw(st.sampled_from([8, 64, 80, 96, 128]))
+    window = data.draw(st.sampled_from([None, None, 1, 33, 64, 300]))
+    lens = data.draw(st.lists(st.one_of(st.integers(1, 70), st.integers(1, 900)), min_size=1, max_size=4))
+    starts = [max(0, n - data.draw(st.sampled_from([1, 1, 5, 40, 150]))) for n in lens]
+    problem = Problem(dtype, kv_heads, group, head_dim, lens, data.draw(st.integers(0, 2**31)))
+    requests = list(range(len(lens)))
+    for request, out in enumerate(problem.attend(requests, starts, lens, window)):
+        assert_close(out, problem.expected(request, starts[request], lens[request], window), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_token_has_the_same_bits_in_any_step(dtype, window):
+    """Alone, decoded beside others, in chunks of any size."""
+    lens = [620, 1, 300, 64, 257, 513]
+    problem = Problem(dtype, 3, 3, 64, lens, 3)
+    whole = [problem.attend([r], [0], [n], window)[0] for r, n in enumerate(lens)]
+    for request, position in ((0, 619), (0, 255), (0, 256), (2, 299), (4, 256), (5, 0)):
+        alone = problem.attend([request], [position], [position + 1], window)[0]
+        assert torch.equal(alone[0], whole[request][position]), (request, position)
+    requests = [5, 0, 2, 4, 1, 3]
+    ends = [lens[r] for r in requests]
+    for out, request in zip(problem.attend(requests, [n - 1 for n in ends], ends, window), requests, strict=True):
+        assert torch.equal(out[0], whole[request][-1])
+    for chunk in (1, 7, 33, 100, 512):
+        starts = [max(0, n - chunk) for n in ends]
+        for out, request, start in zip(problem.attend(requests, starts, ends, window), requests, starts, strict=True):
+            assert torch.equal(out, whole[request][start:]), (chunk, request)
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 1000, 49152])
+def test_argmax(vocab):
+    x = torch.randint(0, 50, (9, vocab)).float()  # ties
+    expected = torch.from_numpy(x.numpy().argmax(-1))
+    x[1], expected[1] = -math.inf, -1
+    x[2, vocab // 2], expected[2] = math.nan, -1
+    x[3, -1], expected[3] = math.nan, -1
+    x[4, -1], expected[4] = math.inf, vocab - 1
+    assert torch.equal(ops.argmax(x), expected)
+
+
+def test_wrong_shapes_are_refused():
+    x, weight = torch.randn(3, 64), torch.randn(40, 64)
+    packed = layers().pack(weight)
+    for bad_x, bad_packed, n in ((x[:, :32].contiguous(), packed, 40), (x.t(), packed, 40), (x, packed, 4000)):
+        with pytest.raises(RuntimeError, match="must"):
+            ops.linear(bad_x, bad_packed, None, n)
+    with pytest.raises(RuntimeError, match="must have"):
+        ops.rms_norm(x, x[:1].contiguous(), torch.ones(64), 1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_any_number_of_threads_gives_the_same(threads):
+    x, linear = torch.randn(40, 576), layers().CpuLinear(torch.randn(960, 576))
+    expected, before = linear(x), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(200):
+            assert torch.equal(linear(x), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_without_a_build_everything_runs_on_torch(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_extension, "_FOLDER", tmp_path)
+    cpu_extension.load.cache_clear()
+    try:
+        assert cpu_extension.load() is None and not cpu_extension.multiplies(torch.float32)
+        assert resolve_attention_backend("auto", torch.device("cpu")) == "torch"
+        with pytest.raises(ValueError, match="compiled operations"):
+            resolve_attention_backend("cpu", torch.device("cpu"))
+    finally:
+        cpu_extension.load.cache_clear()
+
+
+RUN_WITH_A_SLOWER_BUILD = """
+import sys, pytest
+from tercet.model_executor import cpu_extension
+cpu_extension.VARIANTS = cpu_extension.VARIANTS[int(sys.argv[1]):]
+assert cpu_extension.load() is not None
+sys.exit(pytest.main([sys.argv[2], "-q", "-x", "-p", "no:cacheprovider", "-k", "not slower_build"]))
+"""
+
+
+def test_slower_builds_that_run_here_do_the_same():
+    fastest = cpu_extension.VARIANTS.index(cpu_extension.load())
+    for index, variant in enumerate(cpu_extension.VARIANTS):
+        if index > fastest and variant.runs_here():
+            arguments = [sys.executable, "-c", RUN_WITH_A_SLOWER_BUILD, str(index), __file__]
+            done = subprocess.run(arguments, capture_output=True, text=True, timeout=250)
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
