@@ -21,6 +21,7 @@ _BENCHMARKS = {
     "one-batch": "bench_one_batch",
     "prefix": "bench_prefix_cache",
     "kernels": "bench_kernels",
+    "linears": "bench_linears",
     "compare": "compare",
 }
 """What comes after `tercet bench`, and the module in benchmarks/ whose `main` it is."""

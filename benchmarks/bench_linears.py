@@ -1,0 +1,250 @@
+"""The matrix products of one decode step on a CPU, in every form that weights are packed in here, against oneDNN's.
+
+    python -m tercet.benchmarks.bench_linears [--model-path smollm2-135m] [--batch-size 1,4,16,64] [--kinds bf16,...]
+
+A step is every linear layer of the model once, one after the other, then the output head; nothing between them. Every
+kind multiplies the same random weights with the same random numbers, in turns. The ceilings are what torch reaches in
+the same run: reading memory, and products of large matrices of the kind's numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..model_executor import cpu_extension
+from ..model_executor.layers.kinds import TORCH_LAYERS, Layer, LayerKinds, layers_for
+from ..model_executor.layers.linear import can_pack
+from ..model_executor.models.parameters import decoder_parameters
+from ..srt.model_config import ModelConfig
+from .kernel_case import relative_error
+from .presets import PRESETS, load_shape, model_name
+from .results import Result, add_results_arguments, finish, number, percent
+from .timing import median_s
+
+_CPU = torch.device("cpu")
+_WEIGHT_STD = 0.02
+_CHECK_ROWS = 7
+_HEAD = "lm_head.weight"
+_HEADER = ["batch", "kind", "ms a step", "GB/s", "TOP/s", "limit ms", "of the limit", "error"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One form of weights and the layers that multiply with it."""
+
+    name: str
+    layers: LayerKinds
+    dtype: torch.dtype
+    """of activations"""
+    weight_bits: int
+    """read for each weight"""
+    multiplied: torch.dtype
+    """numbers whose products are the work"""
+
+
+def kinds_here() -> dict[str, Kind]:
+    """Those that run on this processor."""
+    float32, bfloat16 = torch.float32, torch.bfloat16
+    kinds = []
+    if cpu_extension.multiplies(float32):
+        kinds.append(Kind("fp32", layers_for("cpu", float32), float32, 32, float32))
+    if cpu_extension.multiplies(bfloat16):
+        kinds.append(Kind("bf16", layers_for("cpu", bfloat16), bfloat16, 16, bfloat16))
+    kinds += [
+        Kind(f"oneDNN {name}", TORCH_LAYERS, dtype, 8 * dtype.itemsize, dtype)
+        for name, dtype in (("fp32", float32), ("bf16", bfloat16))
+        if can_pack(torch.empty(1, 1, dtype=dtype))
+    ]
+    return {kind.name: kind for kind in kinds}
+
+
+class Step:
+    """All linears of a model in one kind."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.num_weights = 0
+        self.error = math.nan
+        """relative, of the product with the first weight"""
+        self._layers: list[tuple[int, Layer]] = []
+        self._inputs: dict[int, torch.Tensor] = {}
+
+    @property
+    def widths(self) -> set[int]:
+        return {width for width, _ in self._layers}
+
+    def add(self, name: str, weight: torch.Tensor) -> None:
+        """weight: float32 [n, k]"""
+        layers, rounded = self.kind.layers, weight.to(self.kind.dtype)
+        if name.endswith("gate_up_proj.weight"):
+            layer = layers.gated_linear(rounded, None)
+        elif name == _HEAD:
+            layer = layers.head(rounded)
+        else:
+            layer = layers.linear(rounded, None)
+        if not self._layers:
+            x = torch.randn(_CHECK_ROWS, weight.shape[1]).to(self.kind.dtype)
+            self.error = relative_error(layer(x), F.linear(x.double(), weight.double()))
+        self._layers.append((weight.shape[1], layer))
+        self.num_weights += weight.numel()
+
+    def take(self, inputs: dict[int, torch.Tensor]) -> None:
+        """inputs: width -> float32 [rows, width]"""
+        self._inputs = {width: x.to(self.kind.dtype) for width, x in inputs.items()}
+
+    def seconds(self) -> float:
+        start = time.perf_counter()
+        for width, layer in self._layers:
+            layer(self._inputs[width])
+        return time.perf_counter() - start
+
+
+def weight_shapes(config: ModelConfig) -> list[tuple[str, int, int]]:
+    """(name, n, k) of every matrix that a step multiplies with, in the step's order."""
+    shapes = {p.name: p.shape for p in decoder_parameters(config) if len(p.shape) == 2}
+    embedding = shapes.pop("embed_tokens.weight")
+    shapes.setdefault(_HEAD, embedding)
+    return [(name, *shape) for name, shape in shapes.items()]
+
+
+def make_steps(config: ModelConfig, kinds: Sequence[Kind]) -> list[Step]:
+    steps = [Step(kind) for kind in kinds]
+    for name, n, k in weight_shapes(config):
+        weight = torch.randn(n, k) * _WEIGHT_STD
+        for step in steps:
+            step.add(name, weight)
+    return steps
+
+
+class CpuCeilings(NamedTuple):
+    read_bytes_per_s: float
+    ops_per_s: dict[torch.dtype, float]
+
+    def limit_s(self, step: Step, batch_size: int) -> float:
+        kind = step.kind
+        by_bytes = step.num_weights * kind.weight_bits / 8 / self.read_bytes_per_s
+        return max(by_bytes, 2 * batch_size * step.num_weights / self.ops_per_s[kind.multiplied])
+
+    def best(self, other: CpuCeilings) -> CpuCeilings:
+        """Whoever else is on the machine lowers what is measured, never raises it."""
+        ops = {dtype: max(mine, other.ops_per_s[dtype]) for dtype, mine in self.ops_per_s.items()}
+        return CpuCeilings(max(self.read_bytes_per_s, other.read_bytes_per_s), ops)
+
+
+def measure_cpu(kinds: Sequence[Kind], *, small: bool) -> CpuCeilings:
+    """`small`: sizes that prove nothing, for tests."""
+    values = torch.randn(1 << (16 if small else 26))
+    read = values.nbytes / median_s([values.amax], _CPU)
+    size = 128 if small else 2048
+    return CpuCeilings(read, {dtype: _ops_per_s(dtype, size) for dtype in {kind.multiplied for kind in kinds}})
+
+
+def _ops_per_s(dtype: torch.dtype, size: int) -> float:
+    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return 2 * size**3 / median_s([lambda: torch.mm(a, b)], _CPU)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    here = kinds_here()
+    names = list(here) if args.kinds is None else args.kinds.split(",")
+    if not set(names) <= set(here):
+        parser.error(f"--kinds takes some of {', '.join(here)} on this processor, got {args.kinds}")
+    if min(args.batch_size) < 1:
+        parser.error("--batch-size must be at least 1")
+    try:
+        config = load_shape(args.model_path)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    torch.manual_seed(args.seed)
+    kinds = [here[name] for name in names]
+    model = model_name(args.model_path)
+    result = Result(f"linears-{model}", f"Linear layers: {model}", parser.prog, argv, _CPU)
+    with torch.inference_mode():
+        ceilings = measure_cpu(kinds, small=args.small_ceilings)
+        steps = make_steps(config, kinds)
+        seconds = {batch_size: in_turns(steps, batch_size, args.rounds) for batch_size in args.batch_size}
+        ceilings = ceilings.best(measure_cpu(kinds, small=args.small_ceilings))
+    report(result, steps, seconds, ceilings)
+    finish(result, args)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tercet.benchmarks.bench_linears",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model-path", default="smollm2-135m", help=f"shape: a path, or a preset ({', '.join(PRESETS)})"
+    )
+    parser.add_argument("--batch-size", type=_numbers, default=[1, 4, 16, 64, 256], help="rows (default: 1,4,...,256)")
+    parser.add_argument("--kinds", help="separated by commas (default: all that run on this processor)")
+    parser.add_argument("--rounds", type=int, default=7, help="the median counts (default: 7)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random data (default: 0)")
+    parser.add_argument("--small-ceilings", action="store_true", help="measure ceilings with sizes that prove nothing")
+    add_results_arguments(parser)
+    return parser
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def in_turns(steps: Sequence[Step], batch_size: int, rounds: int) -> list[float]:
+    """Seconds of each: the order is reversed from round to round, the median counts."""
+    inputs = {width: torch.randn(batch_size, width) for width in steps[0].widths}
+    for step in steps:
+        step.take(inputs)
+        step.seconds()
+    times: dict[str, list[float]] = {step.kind.name: [] for step in steps}
+    for turn in range(rounds):
+        for step in steps[:: -1 if turn % 2 else 1]:
+            times[step.kind.name].append(step.seconds())
+    return [statistics.median(times[step.kind.name]) for step in steps]
+
+
+def report(result: Result, steps: Sequence[Step], seconds: dict[int, list[float]], ceilings: CpuCeilings) -> None:
+    """seconds: batch size -> of each step"""
+    table = result.table("Linear layers of one decode step", _HEADER)
+    products = [f"{_name(dtype)} {number(ops / 1e12)} TOP/s" for dtype, ops in ceilings.ops_per_s.items()]
+    reading = f"reading {number(ceilings.read_bytes_per_s / 1e9)} GB/s"
+    table.notes.append(f"ceilings in this run: {reading}, products of {', '.join(products)}")
+    result.values.update(cases=[], read_bytes_per_s=ceilings.read_bytes_per_s)
+    result.values["ops_per_s"] = {_name(dtype): ops for dtype, ops in ceilings.ops_per_s.items()}
+    for batch_size, all_seconds in seconds.items():
+        for step, one in zip(steps, all_seconds, strict=True):
+            limit = ceilings.limit_s(step, batch_size)
+            table.row(
+                str(batch_size),
+                step.kind.name,
+                number(one * 1e3),
+                number(step.num_weights * step.kind.weight_bits / 8 / one / 1e9),
+                number(2 * batch_size * step.num_weights / one / 1e12),
+                number(limit * 1e3),
+                percent(limit / one),
+                f"{step.error:.1e}",
+            )
+            case = {"batch_size": batch_size, "kind": step.kind.name, "seconds": one, "limit_s": limit}
+            result.values["cases"].append(case | {"relative_error": step.error})
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
