@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from . import cpu_extension
 from .counter_rng import uniform
+from .cpu_choice import CpuChoice
 from .device_buffers import Uploads
 from .forward_batch import Int32Array, NewRow
 from .joint_sampling import MAX_VOCAB_SIZE
@@ -121,8 +123,11 @@ class Sampler:
 
 
 def _make_choice(state: SamplingState, vocab_size: int, device: torch.device, use_kernels: bool) -> TokenChoice:
-    if not use_kernels:
-        return TorchChoice(state, vocab_size, on_cpu=device.type == "cpu")
-    from .triton_choice import TritonChoice  # Triton takes half a second to import
+    if use_kernels:
+        from .triton_choice import TritonChoice  # Triton takes half a second to import
 
-    return TritonChoice(state)
+        return TritonChoice(state)
+    on_cpu = device.type == "cpu"
+    if on_cpu and cpu_extension.load() is not None:
+        return CpuChoice(state, vocab_size, on_cpu=on_cpu)
+    return TorchChoice(state, vocab_size, on_cpu=on_cpu)
