@@ -101,19 +101,25 @@ class Attention {
  private:
   /// Memory of one thread.
   struct Scratch {
-    std::vector<C> q, k, v, k_panels, v_panels, p;
+    std::vector<C> q, rows, k_panels, v_panels, p;
     std::vector<float> scores, split, all;
+    std::vector<T> zeros;
 
-    void resize(int64_t rows, int64_t width) {
-      q.resize(rows * width);
-      k.resize(kTile * width);
-      v.resize(kTile * width);
-      k_panels.resize(kTile * width);
-      v_panels.resize(kTile * width);
-      p.resize(rows * kTile);
-      scores.resize(rows * kTile);
-      split.resize(rows * (width + 2));
-      all.resize(rows * (width + 2));
+    void make_room(int64_t num_rows, int64_t width) {
+      grow(q, num_rows * width);
+      grow(zeros, width);
+      grow(rows, kLanes * width);
+      grow(k_panels, kTile * width);
+      grow(v_panels, kTile * width);
+      grow(p, num_rows * kTile);
+      grow(scores, num_rows * kTile);
+      grow(split, num_rows * (width + 2));
+      grow(all, num_rows * (width + 2));
+    }
+
+    template <typename N>
+    static void grow(std::vector<N>& numbers, size_t size) {
+      if (numbers.size() < size) numbers.resize(size);
     }
   };
 
@@ -154,7 +160,7 @@ class Attention {
   void attend(const Work& work) const {
     static thread_local Scratch scratch;
     const int64_t group = in_.group(), rows = work.num_tokens * group;
-    scratch.resize(rows, width_);
+    scratch.make_room(rows, width_);
     gather_queries(work, scratch.q.data());
     const Partial all = partial(scratch.all.data(), rows), one = partial(scratch.split.data(), rows);
     for (int64_t split = work.first_split; split < work.end_split; ++split) {
@@ -189,14 +195,16 @@ class Attention {
   void copy_row(const T* from, C* to) const {
     const int64_t dim = in_.head_dim;
     if constexpr (std::is_same_v<T, C>) {
-      std::memcpy(to, from, dim * sizeof(T));
+      using Chunk = at::vec::Vectorized<T>;
+      for (int64_t d = 0; d < dim; d += Chunk::size())
+        if (dim - d >= Chunk::size())
+          Chunk::loadu(from + d).store(to + d);
+        else
+          std::memcpy(to + d, from + d, (dim - d) * sizeof(T));
     } else {
-      for (int64_t d = 0; d < dim; d += kLanes) {
-        const int64_t count = std::min(kLanes, dim - d);
-        load_as_floats(from + d, count).store(to + d, count);
-      }
+      for (int64_t d = 0; d < dim; d += kPanel) store_pair(to + d, load_pair(from + d, dim - d), dim - d);
     }
-    std::fill(to + dim, to + width_, C(0.f));
+    if (dim < width_) std::fill(to + dim, to + width_, C(0.f));
   }
 
   void attend_split(const Work& work, int64_t split, Scratch& s, Partial into) const {
@@ -208,66 +216,88 @@ class Attention {
     std::fill_n(into.l, rows, 0.f);
     std::fill_n(into.acc, rows * width_, 0.f);
     for (int64_t tile = from; tile < end; tile += kTile) {
-      const int64_t keys = std::min(kTile, end - tile);
-      gather_tile(work, tile, keys, s);
+      const int64_t keys = std::min(kTile, end - tile), padded = round_up(keys, kPanel);
+      pack_keys(rows_of(in_.k_pool, work, tile, keys, s), padded, s);
+      pack_values(rows_of(in_.v_pool, work, tile, keys, s), padded, s);
+      if (const int64_t left = std::min(kTile, end - tile - kTile); left > 0) {
+        prefetch(rows_of(in_.k_pool, work, tile + kTile, left, s));
+        prefetch(rows_of(in_.v_pool, work, tile + kTile, left, s));
+      }
       score(rows, keys, s);
       weigh(work, prefix, tile, keys, s, into);
       add_values(rows, keys, s, into.acc);
     }
   }
 
-  /// K as panels [tile / kPanel][width / kPerWord][kPanel], V as panels [width / kPanel][tile / kPerWord][kPanel].
-  void gather_tile(const Work& work, int64_t tile, int64_t keys, Scratch& s) const {
+  /// Where the tile's rows of a pool are; rows beyond the last key are zeros.
+  struct TileRows {
+    const T* row[kTile];
+  };
+
+  TileRows rows_of(const T* pool, const Work& work, int64_t tile, int64_t keys, const Scratch& s) const {
     const int32_t* slots = in_.slot_table + in_.rows[work.request] * in_.context + tile;
-    const int64_t slot_stride = in_.kv_heads * in_.head_dim, head = work.kv_head * in_.head_dim;
-    const int64_t padded = round_up(keys, kPanel);
-    for (int64_t i = 0; i < keys; ++i) {
-      copy_row(in_.k_pool + slots[i] * slot_stride + head, s.k.data() + i * width_);
-      copy_row(in_.v_pool + slots[i] * slot_stride + head, s.v.data() + i * width_);
-    }
-    std::fill_n(s.k.data() + keys * width_, (padded - keys) * width_, C(0.f));
-    std::fill_n(s.v.data() + keys * width_, (padded - keys) * width_, C(0.f));
-    // Transposing words, whatever is in them.
-    const int64_t words = width_ / kPerWord;
-    const auto* k_words = reinterpret_cast<const float*>(s.k.data());
-    auto* panel_words = reinterpret_cast<float*>(s.k_panels.data());
-    for (int64_t i = 0; i < padded; i += kLanes)
-      for (int64_t w = 0; w < words; w += kLanes)
-        at::vec::transpose_mxn<float, kLanes, kLanes>(
-            k_words + i * words + w,
-            words,
-            panel_words + (i / kPanel * words + w) * kPanel + i % kPanel,
-            kPanel);
-#ifdef __AVX512BF16__
-    if constexpr (kPerWord == 2) pair_values(padded, s);
-#endif
+    const int64_t stride = in_.kv_heads * in_.head_dim;
+    const T* head = pool + work.kv_head * in_.head_dim;
+    TileRows rows;
+    for (int64_t i = 0; i < kTile; ++i) rows.row[i] = i < keys ? head + slots[i] * stride : s.zeros.data();
+    return rows;
   }
 
-#ifdef __AVX512BF16__
-  /// Words of the values of two neighbouring positions.
-  void pair_values(int64_t padded, Scratch& s) const {
-    alignas(64) static constexpr auto kOrder = [] {
-      struct Order {
-        uint16_t low[32], high[32];
-      } order{};
-      for (int i = 0; i < 32; ++i) {
-        order.low[i] = i / 2 + i % 2 * 32;
-        order.high[i] = 16 + i / 2 + i % 2 * 32;
-      }
-      return order;
-    }();
-    const __m512i low = _mm512_loadu_si512(kOrder.low), high = _mm512_loadu_si512(kOrder.high);
-    for (int64_t d = 0; d < width_; d += kPanel) {
-      for (int64_t i = 0; i < padded; i += 2) {
-        const __m512i even = _mm512_loadu_si512(s.v.data() + i * width_ + d);
-        const __m512i odd = _mm512_loadu_si512(s.v.data() + (i + 1) * width_ + d);
-        C* word = s.v_panels.data() + d * kTile + i * kPanel;
-        _mm512_storeu_si512(word, _mm512_permutex2var_epi16(even, low, odd));
-        _mm512_storeu_si512(word + kPanel, _mm512_permutex2var_epi16(even, high, odd));
-      }
+  /// The next tile is on its way from memory while this one is attended to.
+  void prefetch(const TileRows& rows) const {
+    for (const T* row : rows.row)
+      for (int64_t d = 0; d < in_.head_dim; d += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + d);
+  }
+
+  /// Keys as panels [tile / kPanel][width / kPerWord][kPanel].
+  void pack_keys(const TileRows& keys, int64_t padded, Scratch& s) const {
+    const int64_t words = width_ / kPerWord;
+    // Words are transposed, whatever is in them.
+    const auto* rows = reinterpret_cast<const float*>(s.rows.data());
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      copy_rows(keys.row + i, kLanes, s.rows.data());
+      auto* panel = reinterpret_cast<float*>(s.k_panels.data()) + i / kPanel * words * kPanel + i % kPanel;
+      for (int64_t w = 0; w < words; w += kLanes)
+        at::vec::transpose_mxn<float, kLanes, kLanes>(rows + w, words, panel + w * kPanel, kPanel);
     }
   }
+
+  /// Values as panels [width / kPanel][tile / kPerWord][kPanel]; as they are, [tile, width], where a word is one number.
+  void pack_values(const TileRows& values, int64_t padded, Scratch& s) const {
+#ifdef __AVX512BF16__
+    if constexpr (kPerWord == 2) {
+      alignas(64) static constexpr auto kOrder = [] {
+        struct Order {
+          uint16_t low[32], high[32];
+        } order{};
+        for (int i = 0; i < 32; ++i) {
+          order.low[i] = i / 2 + i % 2 * 32;
+          order.high[i] = 16 + i / 2 + i % 2 * 32;
+        }
+        return order;
+      }();
+      const __m512i low = _mm512_load_si512(kOrder.low), high = _mm512_load_si512(kOrder.high);
+      const int64_t width = width_;
+      for (int64_t d = 0; d < width; d += kPanel) {
+        const int64_t left = in_.head_dim - d;
+        const __mmask32 valid = left >= kPanel ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
+        C* words = s.v_panels.data() + d * kTile;
+        for (int64_t i = 0; i < padded; i += 2, words += 2 * kPanel) {
+          const __m512i even = _mm512_maskz_loadu_epi16(valid, values.row[i] + d);
+          const __m512i odd = _mm512_maskz_loadu_epi16(valid, values.row[i + 1] + d);
+          _mm512_storeu_si512(words, _mm512_permutex2var_epi16(even, low, odd));
+          _mm512_storeu_si512(words + kPanel, _mm512_permutex2var_epi16(even, high, odd));
+        }
+      }
+      return;
+    }
 #endif
+    copy_rows(values.row, padded, s.v_panels.data());
+  }
+
+  void copy_rows(const T* const* rows, int64_t count, C* to) const {
+    for (int64_t i = 0; i < count; ++i) copy_row(rows[i], to + i * width_);
+  }
 
   /// scores [rows, kTile] = q k'
   void score(int64_t rows, int64_t keys, Scratch& s) const {
@@ -320,7 +350,7 @@ class Attention {
         const Vec left = exp_of(at::vec::fmsub(Vec::loadu(scores + i), scale, Vec(m)));
         const Vec right = exp_of(at::vec::fmsub(Vec::loadu(scores + i + kLanes), scale, Vec(m)));
         sum = sum + (left + right);
-        store_rounded(p + i, left, right, kPanel);
+        store_pair(p + i, {left, right});
       }
       into.l[r] = into.l[r] * shrink + sum_of(sum);
       into.m[r] = m;
@@ -343,7 +373,7 @@ class Attention {
         multiply_panel<C, count>(
             s.p.data() + first * kTile,
             kTile,
-            kPaired ? s.v_panels.data() + d * kTile : s.v.data() + d,
+            s.v_panels.data() + (kPaired ? d * kTile : d),
             kPaired ? kPanel * kPerWord : width_,
             ceil_div(keys, kPerWord),
             sums);
@@ -359,8 +389,8 @@ class Attention {
     for (int64_t r = 0; r < work.num_tokens * group; ++r) {
       T* out = in_.out + ((work.token + r / group) * in_.heads + work.kv_head * group + r % group) * dim;
       const Vec inverse(1.f / result.l[r]);
-      for (int64_t d = 0; d < dim; d += kLanes)
-        store_rounded(out + d, Vec::loadu(result.acc + r * width_ + d) * inverse, std::min(kLanes, dim - d));
+      for (int64_t d = 0; d < dim; d += kPanel)
+        store_pair(out + d, load_pair(result.acc + r * width_ + d) * inverse, dim - d);
     }
   }
 

@@ -103,34 +103,40 @@ inline void in_pieces(int64_t total, const F& f) {
   }
 }
 
-/// The first `count` numbers at `from`, as floats; count <= kLanes.
+/// Two vectors of floats, as many as a panel has columns.
+struct FloatPair {
+  Vec left, right;
+
+  FloatPair operator+(FloatPair other) const { return {left + other.left, right + other.right}; }
+  FloatPair operator-(FloatPair other) const { return {left - other.left, right - other.right}; }
+  FloatPair operator*(FloatPair other) const { return {left * other.left, right * other.right}; }
+  FloatPair operator*(Vec factor) const { return {left * factor, right * factor}; }
+};
+
+/// The first `count` numbers at `from`, as floats, zeros beyond; count <= kPanel.
 template <typename T>
-inline Vec load_as_floats(const T* from, int64_t count = kLanes) {
+inline FloatPair load_pair(const T* from, int64_t count = kPanel) {
   if constexpr (std::is_same_v<T, float>) {
-    return Vec::loadu(from, count);
+    if (count >= kPanel) return {Vec::loadu(from), Vec::loadu(from + kLanes)};
+    return {
+        Vec::loadu(from, std::min(count, kLanes)), Vec::loadu(from + kLanes, std::max<int64_t>(count - kLanes, 0))};
   } else {
-    return std::get<0>(at::vec::convert_to_float(at::vec::Vectorized<T>::loadu(from, count)));
+    using Chunk = at::vec::Vectorized<T>;
+    const auto [left, right] = at::vec::convert_to_float(count >= kPanel ? Chunk::loadu(from) : Chunk::loadu(from, count));
+    return {left, right};
   }
 }
 
-/// The first `count` floats of `x`, rounded to T; count <= kLanes.
+/// The first `count` floats of a pair, rounded to T; count <= kPanel.
 template <typename T>
-inline void store_rounded(T* to, Vec x, int64_t count = kLanes) {
+inline void store_pair(T* to, FloatPair x, int64_t count = kPanel) {
   if constexpr (std::is_same_v<T, float>) {
-    x.store(to, count);
+    x.left.store(to, std::min(count, kLanes));
+    if (count > kLanes) x.right.store(to + kLanes, std::min(count, kPanel) - kLanes);
+  } else if (count >= kPanel) {
+    at::vec::convert_from_float<T>(x.left, x.right).store(to);
   } else {
-    at::vec::convert_from_float<T>(x, x).store(to, count);
-  }
-}
-
-/// The first `columns` floats of a panel's row, rounded to T; columns <= kPanel.
-template <typename T>
-inline void store_rounded(T* to, Vec left, Vec right, int64_t columns) {
-  if constexpr (std::is_same_v<T, float>) {
-    left.store(to, std::min(columns, kLanes));
-    if (columns > kLanes) right.store(to + kLanes, columns - kLanes);
-  } else {
-    at::vec::convert_from_float<T>(left, right).store(to, columns);
+    at::vec::convert_from_float<T>(x.left, x.right).store(to, count);
   }
 }
 

@@ -48,7 +48,7 @@ template <typename T, typename Out>
 void linear(const T* x, int64_t rows, const Packed<T>& weight, int64_t n, Out* out) {
   multiply(x, rows, weight, ceil_div(n, kPanel), [=](int64_t row, int64_t panel, Vec left, Vec right) {
     const int64_t column = panel * kPanel;
-    store_rounded(out + row * n + column, left, right, std::min(kPanel, n - column));
+    store_pair(out + row * n + column, {left, right}, n - column);
   });
 }
 
@@ -58,7 +58,7 @@ void linear_silu_mul(const T* x, int64_t rows, const Packed<T>& weight, int64_t 
   multiply(x, rows, weight, ceil_div(n, kLanes), [=](int64_t row, int64_t panel, Vec gate, Vec up) {
     const int64_t column = panel * kLanes;
     const Vec silu = gate / (Vec(1.f) + gate.neg().exp());
-    store_rounded(out + row * n + column, silu * up, std::min(kLanes, n - column));
+    store_pair(out + row * n + column, {silu * up, Vec(0.f)}, std::min(kLanes, n - column));
   });
 }
 

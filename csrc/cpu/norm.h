@@ -24,25 +24,20 @@ template <typename T>
 void rms_norm(const T* x, T* residual, const T* weight, double eps, int64_t rows, int64_t n, T* out) {
   in_row_blocks(rows, n, [&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row) {
-      const T* source = x + row * n;
-      Vec squares(0.f);
-      for (int64_t i = 0; i < n; i += kLanes) {
-        const int64_t count = std::min(kLanes, n - i);
-        Vec value = load_as_floats(source + i, count);
+      const T* source = residual ? residual + row * n : x + row * n;
+      FloatPair squares{Vec(0.f), Vec(0.f)};
+      for (int64_t i = 0; i < n; i += kPanel) {
+        // A sum counts as everybody else will see it: rounded.
         if (residual) {
           T* sum = residual + row * n + i;
-          store_rounded(sum, value + load_as_floats(sum, count), count);
-          value = load_as_floats(sum, count);  // rounded, as everybody else will see it
+          store_pair(sum, load_pair(x + row * n + i, n - i) + load_pair(sum, n - i), n - i);
         }
-        squares = at::vec::fmadd(value, value, squares);
+        const FloatPair value = load_pair(source + i, n - i);
+        squares = squares + value * value;
       }
-      const Vec scale(inverse_rms(sum_of(squares), n, eps));
-      if (residual) source = residual + row * n;
-      for (int64_t i = 0; i < n; i += kLanes) {
-        const int64_t count = std::min(kLanes, n - i);
-        store_rounded(
-            out + row * n + i, load_as_floats(source + i, count) * scale * load_as_floats(weight + i, count), count);
-      }
+      const Vec scale(inverse_rms(sum_of(squares.left + squares.right), n, eps));
+      for (int64_t i = 0; i < n; i += kPanel)
+        store_pair(out + row * n + i, load_pair(source + i, n - i) * scale * load_pair(weight + i, n - i), n - i);
     }
   });
 }

@@ -22,26 +22,23 @@ struct Heads {
 template <typename T>
 void rotate_head(const T* x, const T* norm, const float* cos_sin, const Heads<T>& h, float* scratch, T* out) {
   const int64_t dim = h.head_dim, half = dim / 2;
-  Vec squares(0.f);
-  for (int64_t i = 0; i < dim; i += kLanes) {
-    const int64_t count = std::min(kLanes, dim - i);
-    const Vec value = load_as_floats(x + i, count);
-    squares = at::vec::fmadd(value, value, squares);
-    value.store(scratch + i, count);
+  FloatPair squares{Vec(0.f), Vec(0.f)};
+  for (int64_t i = 0; i < dim; i += kPanel) {
+    const FloatPair value = load_pair(x + i, dim - i);
+    squares = squares + value * value;
+    store_pair(scratch + i, value, dim - i);
   }
   if (norm) {
-    const Vec scale(inverse_rms(sum_of(squares), dim, h.eps));
-    for (int64_t i = 0; i < dim; i += kLanes) {
-      const int64_t count = std::min(kLanes, dim - i);
-      (Vec::loadu(scratch + i, count) * scale * load_as_floats(norm + i, count)).store(scratch + i, count);
-    }
+    const Vec scale(inverse_rms(sum_of(squares.left + squares.right), dim, h.eps));
+    for (int64_t i = 0; i < dim; i += kPanel)
+      store_pair(scratch + i, load_pair(scratch + i, dim - i) * scale * load_pair(norm + i, dim - i), dim - i);
   }
-  for (int64_t i = 0; i < half; i += kLanes) {
-    const int64_t count = std::min(kLanes, half - i);
-    const Vec cos = Vec::loadu(cos_sin + i, count), sin = Vec::loadu(cos_sin + half + i, count);
-    const Vec first = Vec::loadu(scratch + i, count), second = Vec::loadu(scratch + half + i, count);
-    store_rounded(out + i, first * cos - second * sin, count);
-    store_rounded(out + half + i, second * cos + first * sin, count);
+  for (int64_t i = 0; i < half; i += kPanel) {
+    const int64_t count = half - i;
+    const FloatPair cos = load_pair(cos_sin + i, count), sin = load_pair(cos_sin + half + i, count);
+    const FloatPair first = load_pair(scratch + i, count), second = load_pair(scratch + half + i, count);
+    store_pair(out + i, first * cos - second * sin, count);
+    store_pair(out + half + i, second * cos + first * sin, count);
   }
 }
 
