@@ -44,7 +44,8 @@ def test_facts():
     assert runner.kv_bytes == 128 * 2 * 2 * 2 * 8 * 4
     assert runner.weight_bytes == sum(4 * n for n in (99 * 32, 32, *2 * (32, 32, 64 * 32, 32 * 32, 96 * 32, 32 * 48)))
     assert runner.context_len == 64 and make_runner(context_len=32).context_len == 32
-    assert runner.attention_backend == ("cpu" if cpu_extension.load() else "torch") and runner.device == torch.device("cpu")
+    assert runner.attention_backend == ("cpu" if cpu_extension.load() else "torch")
+    assert runner.device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["mistral_window", "qwen3"])
