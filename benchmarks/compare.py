@@ -25,7 +25,7 @@ from typing import Any
 
 import uvloop
 
-from .peers.comparison import Comparison, Peer, Plan
+from .peers.comparison import SAMPLE, Comparison, Peer, Plan
 from .peers.engines import ENGINES, OWN_PYTHON, TERCET, find_on_path, locate
 from .peers.model_files import DEFAULT, TOY, model_files
 from .peers.server import ServerFailed, run_to_end
@@ -229,7 +229,17 @@ def _add_starts(result: Result, comparison: Comparison) -> None:
                 _gib(worked),
                 _gib(pools),
             )
+        table.notes.extend(_samples_notes(comparison, model))
     table.notes.append("PSS: memory of all processes of a server; of its KV pool, only pages that were written to.")
+
+
+def _samples_notes(comparison: Comparison, model: str) -> list[str]:
+    """Who says what: the same weights say the same, but for what rounding does."""
+    said: dict[str, list[str]] = {}
+    for start in comparison.starts:
+        if start["model"] == model and start["peer"] not in (names := said.setdefault(start["sample"], [])):
+            names.append(start["peer"])
+    return [f"{model} model, greedily after {SAMPLE!r}: {text!r} ({', '.join(names)})." for text, names in said.items()]
 
 
 def _runs(comparison: Comparison, peer: Peer, workload: Workload) -> list[dict[str, Any]]:

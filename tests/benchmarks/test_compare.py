@@ -98,6 +98,7 @@ def test_a_comparison_measures_everybody_and_says_what_it_cost(bench: Bench, tmp
     for start in result["starts"]:
         assert start["ready_s"] > 0 and start["kv_bytes"] == 3 << 29 and start["sample"].startswith("word word ")
     assert result["failures"] == []
+    assert re.search(r"after 'The capital of France is': 'word (word )+' \(tercet, vllm\)\.", bench.out)
 
     (markdown,) = (tmp_path / "results").glob("*-compare.md")
     text = markdown.read_text(encoding="utf-8")
@@ -136,6 +137,13 @@ def test_a_bad_server_is_a_row_of_the_table(bench: Bench, trouble: str, says: st
     assert re.search(r"^vllm +failed ", bench.out, re.MULTILINE)
     assert log is None or (log in failure["log"] and log in bench.out)
     assert {one["peer"] for one in result["runs"]} == {"tercet"}
+
+
+def test_who_cannot_read_a_model_has_an_empty_row(bench: Bench) -> None:
+    engine = Engine("python", lambda python, model, room, port: None)
+    result = bench("--quick", "--workloads", "W3", vllm=engine)
+    assert result["failures"] == [] and {one["peer"] for one in result["starts"]} == {"tercet"}
+    assert re.search(r"^vllm +-( +-)+ +0$", bench.out, re.MULTILINE)
 
 
 def test_after_a_failure_the_server_is_started_afresh_and_the_others_go_on(bench: Bench) -> None:
