@@ -89,7 +89,10 @@ class Attention {
 
  public:
   explicit Attention(const AttentionInputs<T>& in)
-      : in_(in), width_(round_up(in.head_dim, kPanel)), partial_size_(in.group() * (width_ + 2)) {}
+      : in_(in),
+        width_(round_up(in.head_dim, kPanel)),
+        partial_size_(in.group() * (width_ + 2)),
+        zeros_(in.head_dim) {}
 
   void run() {
     plan();
@@ -101,14 +104,11 @@ class Attention {
  private:
   /// Memory of one thread.
   struct Scratch {
-    std::vector<C> q, rows, k_panels, v_panels, p;
+    std::vector<C> q, k_panels, v_panels, p;
     std::vector<float> scores, split, all;
-    std::vector<T> zeros;
 
     void make_room(int64_t num_rows, int64_t width) {
       grow(q, num_rows * width);
-      grow(zeros, width);
-      grow(rows, kLanes * width);
       grow(k_panels, kTile * width);
       grow(v_panels, kTile * width);
       grow(p, num_rows * kTile);
@@ -215,14 +215,20 @@ class Attention {
     std::fill_n(into.m, rows, kNothing);
     std::fill_n(into.l, rows, 0.f);
     std::fill_n(into.acc, rows * width_, 0.f);
+    TileRows k_rows, v_rows;
+    const auto find_rows = [&](int64_t tile) {
+      const int64_t keys = std::min(kTile, end - tile);
+      k_rows = rows_of(in_.k_pool, work, tile, keys);
+      v_rows = rows_of(in_.v_pool, work, tile, keys);
+      prefetch(k_rows, keys);
+      prefetch(v_rows, keys);
+    };
+    find_rows(from);
     for (int64_t tile = from; tile < end; tile += kTile) {
       const int64_t keys = std::min(kTile, end - tile), padded = round_up(keys, kPanel);
-      pack_keys(rows_of(in_.k_pool, work, tile, keys, s), padded, s);
-      pack_values(rows_of(in_.v_pool, work, tile, keys, s), padded, s);
-      if (const int64_t left = std::min(kTile, end - tile - kTile); left > 0) {
-        prefetch(rows_of(in_.k_pool, work, tile + kTile, left, s));
-        prefetch(rows_of(in_.v_pool, work, tile + kTile, left, s));
-      }
+      pack_keys(k_rows, padded, s.k_panels.data());
+      pack_values(v_rows, padded, s.v_panels.data());
+      if (tile + kTile < end) find_rows(tile + kTile);
       score(rows, keys, s);
       weigh(work, prefix, tile, keys, s, into);
       add_values(rows, keys, s, into.acc);
@@ -234,69 +240,83 @@ class Attention {
     const T* row[kTile];
   };
 
-  TileRows rows_of(const T* pool, const Work& work, int64_t tile, int64_t keys, const Scratch& s) const {
+  TileRows rows_of(const T* pool, const Work& work, int64_t tile, int64_t keys) const {
     const int32_t* slots = in_.slot_table + in_.rows[work.request] * in_.context + tile;
     const int64_t stride = in_.kv_heads * in_.head_dim;
     const T* head = pool + work.kv_head * in_.head_dim;
     TileRows rows;
-    for (int64_t i = 0; i < kTile; ++i) rows.row[i] = i < keys ? head + slots[i] * stride : s.zeros.data();
+    for (int64_t i = 0; i < keys; ++i) rows.row[i] = head + slots[i] * stride;
+    std::fill(rows.row + keys, rows.row + kTile, zeros_.data());
     return rows;
   }
 
-  /// The next tile is on its way from memory while this one is attended to.
-  void prefetch(const TileRows& rows) const {
-    for (const T* row : rows.row)
-      for (int64_t d = 0; d < in_.head_dim; d += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + d);
+  /// So that rows are on their way from memory while something else is done.
+  void prefetch(const TileRows& rows, int64_t keys) const {
+    for (int64_t i = 0; i < keys; ++i)
+      for (int64_t d = 0; d < in_.head_dim; d += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(rows.row[i] + d);
+  }
+
+  /// Numbers d, d + 1, ... of a row that fill a vector, zeros beyond head_dim, as words of whatever kind.
+  Floats load_words(const T* row, int64_t d) const {
+    constexpr int64_t kNumbers = kLanes * kPerWord;
+    Floats words{};
+    if constexpr (std::is_same_v<T, C>) {
+      if (d + kNumbers <= in_.head_dim)
+        words = load_floats(reinterpret_cast<const float*>(row + d));
+      else if (d < in_.head_dim)
+        std::memcpy(&words, row + d, (in_.head_dim - d) * sizeof(T));
+    } else {
+      Vec loaded(0.f);
+      if (d < in_.head_dim) loaded = load_pair(row + d, std::min(kLanes, in_.head_dim - d)).left;
+      std::memcpy(&words, &loaded, sizeof(words));
+    }
+    return words;
   }
 
   /// Keys as panels [tile / kPanel][width / kPerWord][kPanel].
-  void pack_keys(const TileRows& keys, int64_t padded, Scratch& s) const {
+  void pack_keys(const TileRows& keys, int64_t padded, C* panels) const {
     const int64_t words = width_ / kPerWord;
-    // Words are transposed, whatever is in them.
-    const auto* rows = reinterpret_cast<const float*>(s.rows.data());
     for (int64_t i = 0; i < padded; i += kLanes) {
-      copy_rows(keys.row + i, kLanes, s.rows.data());
-      auto* panel = reinterpret_cast<float*>(s.k_panels.data()) + i / kPanel * words * kPanel + i % kPanel;
-      for (int64_t w = 0; w < words; w += kLanes)
-        at::vec::transpose_mxn<float, kLanes, kLanes>(rows + w, words, panel + w * kPanel, kPanel);
+      float* panel = reinterpret_cast<float*>(panels) + i / kPanel * words * kPanel + i % kPanel;
+      for (int64_t w = 0; w < words; w += kLanes) {
+        Floats block[kLanes];
+#pragma GCC unroll 16
+        for (int64_t r = 0; r < kLanes; ++r) block[r] = load_words(keys.row[i + r], w * kPerWord);
+        transpose(block);
+#pragma GCC unroll 16
+        for (int64_t r = 0; r < kLanes; ++r) store_floats(panel + (w + r) * kPanel, block[r]);
+      }
     }
   }
 
-  /// Values as panels [width / kPanel][tile / kPerWord][kPanel]; as they are, [tile, width], where a word is one number.
-  void pack_values(const TileRows& values, int64_t padded, Scratch& s) const {
-#ifdef __AVX512BF16__
-    if constexpr (kPerWord == 2) {
-      alignas(64) static constexpr auto kOrder = [] {
-        struct Order {
-          uint16_t low[32], high[32];
-        } order{};
-        for (int i = 0; i < 32; ++i) {
-          order.low[i] = i / 2 + i % 2 * 32;
-          order.high[i] = 16 + i / 2 + i % 2 * 32;
-        }
-        return order;
-      }();
-      const __m512i low = _mm512_load_si512(kOrder.low), high = _mm512_load_si512(kOrder.high);
-      const int64_t width = width_;
-      for (int64_t d = 0; d < width; d += kPanel) {
-        const int64_t left = in_.head_dim - d;
-        const __mmask32 valid = left >= kPanel ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
-        C* words = s.v_panels.data() + d * kTile;
-        for (int64_t i = 0; i < padded; i += 2, words += 2 * kPanel) {
-          const __m512i even = _mm512_maskz_loadu_epi16(valid, values.row[i] + d);
-          const __m512i odd = _mm512_maskz_loadu_epi16(valid, values.row[i + 1] + d);
-          _mm512_storeu_si512(words, _mm512_permutex2var_epi16(even, low, odd));
-          _mm512_storeu_si512(words + kPanel, _mm512_permutex2var_epi16(even, high, odd));
+  /// Values as panels [width / kPanel][tile / kPerWord][kPanel].
+  void pack_values(const TileRows& values, int64_t padded, C* panels) const {
+    for (int64_t d = 0; d < width_; d += kPanel) {
+      float* words = reinterpret_cast<float*>(panels) + d * kTile / kPerWord;
+      for (int64_t i = 0; i < padded; i += kPerWord, words += kPanel) {
+        if constexpr (kPerWord == 1) {
+          store_floats(words, load_words(values.row[i], d));
+          store_floats(words + kLanes, load_words(values.row[i], d + kLanes));
+        } else {
+          // A word is the value of two neighbouring positions.
+          typedef uint16_t Numbers __attribute__((vector_size(kPanel * sizeof(uint16_t))));
+          const auto even = reinterpret_cast<Numbers>(load_words(values.row[i], d));
+          const auto odd = reinterpret_cast<Numbers>(load_words(values.row[i + 1], d));
+          const auto pairs = interleave(even, odd, std::make_index_sequence<kPanel>());
+          store_floats(words, reinterpret_cast<Floats>(pairs.first));
+          store_floats(words + kLanes, reinterpret_cast<Floats>(pairs.second));
         }
       }
-      return;
     }
-#endif
-    copy_rows(values.row, padded, s.v_panels.data());
   }
 
-  void copy_rows(const T* const* rows, int64_t count, C* to) const {
-    for (int64_t i = 0; i < count; ++i) copy_row(rows[i], to + i * width_);
+  /// a[0], b[0], a[1], b[1] ...
+  template <typename V, size_t... kAt>
+  static std::pair<V, V> interleave(V a, V b, std::index_sequence<kAt...>) {
+    constexpr int kSize = sizeof...(kAt);
+    return {
+        __builtin_shufflevector(a, b, static_cast<int>(kAt / 2 + kAt % 2 * kSize)...),
+        __builtin_shufflevector(a, b, static_cast<int>(kSize / 2 + kAt / 2 + kAt % 2 * kSize)...)};
   }
 
   /// scores [rows, kTile] = q k'
@@ -362,7 +382,6 @@ class Attention {
 
   /// acc += p v
   void add_values(int64_t rows, int64_t keys, const Scratch& s, float* acc) const {
-    constexpr bool kPaired = kPerWord == 2;
     for (int64_t d = 0; d < width_; d += kPanel)
       in_pieces(rows, [&](int64_t first, auto count) {
         Floats sums[count][2];
@@ -373,8 +392,8 @@ class Attention {
         multiply_panel<C, count>(
             s.p.data() + first * kTile,
             kTile,
-            s.v_panels.data() + (kPaired ? d * kTile : d),
-            kPaired ? kPanel * kPerWord : width_,
+            s.v_panels.data() + d * kTile,
+            kPanel * kPerWord,
             ceil_div(keys, kPerWord),
             sums);
         for (int r = 0; r < count; ++r) {
@@ -397,6 +416,7 @@ class Attention {
   const AttentionInputs<T> in_;
   const int64_t width_;  // head_dim, padded to whole panels
   const int64_t partial_size_;
+  const std::vector<T> zeros_;
   std::vector<Work> work_, merges_;
   int64_t num_partials_ = 0;
   mutable std::vector<float> partials_;

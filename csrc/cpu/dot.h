@@ -103,6 +103,30 @@ inline void in_pieces(int64_t total, const F& f) {
   }
 }
 
+/// Of two vectors, blocks of kBlock numbers in turn: the even ones of both, or (kOdd) the odd ones.
+template <int64_t kBlock, bool kOdd, typename V, size_t... kAt>
+inline V every_other_block(V a, V b, std::index_sequence<kAt...>) {
+  constexpr int64_t kSize = sizeof...(kAt);
+  return __builtin_shufflevector(
+      a, b, static_cast<int>((kAt / kBlock % 2 ? kSize - kBlock : 0) + kAt + (kOdd ? kBlock : 0))...);
+}
+
+/// Rows become columns. Blocks of two sizes are swapped in place: of one number, of two, of four ...
+template <int64_t kBlock = 1>
+inline void transpose(Floats (&x)[kLanes]) {
+  if constexpr (kBlock < kLanes) {
+    constexpr auto kAll = std::make_index_sequence<kLanes>();
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kLanes; ++i) {
+      if (i & kBlock) continue;
+      const Floats a = x[i], b = x[i + kBlock];
+      x[i] = every_other_block<kBlock, false>(a, b, kAll);
+      x[i + kBlock] = every_other_block<kBlock, true>(a, b, kAll);
+    }
+    transpose<2 * kBlock>(x);
+  }
+}
+
 /// Two vectors of floats, as many as a panel has columns.
 struct FloatPair {
   Vec left, right;

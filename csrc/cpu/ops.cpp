@@ -9,6 +9,7 @@
 #include "linear.h"
 #include "norm.h"
 #include "rotary.h"
+#include "sampling.h"
 
 namespace tercet {
 namespace {
@@ -188,6 +189,44 @@ Tensor argmax_op(const Tensor& logits) {
   return tokens;
 }
 
+/// One number for each of n draws, any stride.
+at::TensorAccessor<const double, 1> column(const Tensor& tensor, const char* name, int64_t n) {
+  TORCH_CHECK(tensor.device().is_cpu() && tensor.scalar_type() == at::kDouble, name, " must be float64 on the CPU");
+  TORCH_CHECK(tensor.sizes() == at::IntArrayRef{n}, name, " must have shape [", n, "], got ", tensor.sizes());
+  return tensor.accessor<const double, 1>();
+}
+
+Tensor sample_op(
+    const Tensor& logits,
+    const Tensor& lines,
+    const Tensor& temperature,
+    const Tensor& top_k,
+    const Tensor& top_p,
+    const Tensor& max_gap,
+    const Tensor& draw) {
+  const int64_t n = lines.size(0), vocab = logits.size(1);
+  check(logits, "logits", at::kFloat, {logits.size(0), vocab});
+  check(lines, "lines", at::kLong, {n});
+  const auto temperatures = column(temperature, "temperature", n), top_ks = column(top_k, "top_k", n);
+  const auto top_ps = column(top_p, "top_p", n), max_gaps = column(max_gap, "max_gap", n);
+  const auto draws = column(draw, "draw", n);
+  const float* all = logits.const_data_ptr<float>();
+  const int64_t* line = lines.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < n; ++i) {
+    TORCH_CHECK(0 <= line[i] && line[i] < logits.size(0), "lines must be lines of logits, got ", line[i]);
+    TORCH_CHECK(top_ks[i] >= 1 && max_gaps[i] >= 0, "top_k must be positive and max_gap not negative");
+  }
+  auto tokens = at::empty({n}, lines.options());
+  int64_t* chosen = tokens.data_ptr<int64_t>();
+  Pool::get().run(n, [&](int64_t i) {
+    const Selection selection{
+        static_cast<float>(temperatures[i]), static_cast<int64_t>(top_ks[i]), top_ps[i],
+        static_cast<float>(max_gaps[i])};
+    chosen[i] = Distribution(all + line[i] * vocab, vocab, selection).sample(draws[i]);
+  });
+  return tokens;
+}
+
 int64_t lanes() { return kLanes; }
 
 }  // namespace
@@ -206,6 +245,10 @@ TORCH_LIBRARY(tercet_cpu, m) {
       "Tensor? starts, int? window, float scale) -> Tensor",
       &attention_op);
   m.def("argmax(Tensor logits) -> Tensor", &argmax_op);
+  m.def(
+      "sample(Tensor logits, Tensor lines, Tensor temperature, Tensor top_k, Tensor top_p, Tensor max_gap, "
+      "Tensor draw) -> Tensor",
+      &sample_op);
 }
 
 }  // namespace tercet
