@@ -1,4 +1,4 @@
-// Products of small matrices, a 32-bit word at a time: a word is one float or two bfloat16.
+// Products of small matrices, a 32-bit word at a time: a word is one float, two bfloat16 or (quantized.h) four integers.
 //
 // `Dot<T>` says what a word holds and how a vector of sums grows by the products of one word of a row, broadcast, with a
 // vector of words of a panel. Everything that multiplies matrices is written once over it: linear layers over panels
@@ -37,14 +37,33 @@ inline Floats load_floats(const float* from) {
 
 inline void store_floats(float* to, Floats floats) { std::memcpy(to, &floats, sizeof(floats)); }
 
+inline Floats floats_of(Vec x) {
+  Floats floats;
+  static_assert(sizeof(x) == sizeof(floats));
+  std::memcpy(&floats, &x, sizeof(floats));
+  return floats;
+}
+
+inline Vec vec_of(Floats x) {
+  Vec vec;
+  std::memcpy(&vec, &x, sizeof(vec));
+  return vec;
+}
+
 template <typename T>
 struct Dot;
 
 template <>
 struct Dot<float> {
+  using Row = float;
+  using Panel = float;
   using Words = Floats;
+  using Sums = Floats;
   static constexpr int64_t kPerWord = 1;
-  static Words load(const float* words) { return load_floats(words); }
+  static void load(const float* words, Words& left, Words& right) {
+    left = load_floats(words);
+    right = load_floats(words + kLanes);
+  }
   static Words broadcast(const float* word) { return Floats{} + *word; }
   static void add(Floats& sums, Words row, Words panel) { sums += row * panel; }
 };
@@ -52,9 +71,15 @@ struct Dot<float> {
 #ifdef __AVX512BF16__
 template <>
 struct Dot<at::BFloat16> {
+  using Row = at::BFloat16;
+  using Panel = at::BFloat16;
   using Words = __m512i;
+  using Sums = Floats;
   static constexpr int64_t kPerWord = 2;
-  static Words load(const at::BFloat16* words) { return _mm512_loadu_si512(words); }
+  static void load(const at::BFloat16* words, Words& left, Words& right) {
+    left = _mm512_loadu_si512(words);
+    right = _mm512_loadu_si512(words + kLanes * kPerWord);
+  }
   static Words broadcast(const at::BFloat16* word) {
     int bits;
     std::memcpy(&bits, word, sizeof(bits));
@@ -68,13 +93,17 @@ struct Dot<at::BFloat16> {
 
 /// sums[r] += row r of `a` times a panel. a: kRows rows of `words` words, a_stride numbers apart; panel: `words` rows
 /// of kPanel words, panel_stride numbers apart. A row's sums grow in the order of its words, whatever is beside it.
-template <typename T, int kRows>
+template <typename T, int kRows, typename D = Dot<T>>
 inline void multiply_panel(
-    const T* a, int64_t a_stride, const T* panel, int64_t panel_stride, int64_t words, Floats (&sums)[kRows][2]) {
-  using D = Dot<T>;
+    const typename D::Row* a,
+    int64_t a_stride,
+    const typename D::Panel* panel,
+    int64_t panel_stride,
+    int64_t words,
+    typename D::Sums (&sums)[kRows][2]) {
   for (int64_t k = 0; k < words; ++k) {
-    const auto left = D::load(panel + k * panel_stride);
-    const auto right = D::load(panel + k * panel_stride + kLanes * D::kPerWord);
+    typename D::Words left, right;
+    D::load(panel + k * panel_stride, left, right);
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const auto word = D::broadcast(a + r * a_stride + k * D::kPerWord);
@@ -84,17 +113,17 @@ inline void multiply_panel(
   }
 }
 
-/// Calls f(first row, std::integral_constant<int, rows>) for pieces of [0, total) of at most kMaxRows, as even as they
+/// Calls f(first row, std::integral_constant<int, rows>) for pieces of [0, total) of at most kMost, as even as they
 /// come: the compiler knows how many rows are in registers.
-template <typename F>
+template <int64_t kMost = kMaxRows, typename F>
 inline void in_pieces(int64_t total, const F& f) {
-  const int64_t pieces = ceil_div(total, kMaxRows);
+  const int64_t pieces = ceil_div(total, kMost);
   for (int64_t i = 0, begin = 0, end; i < pieces; ++i, begin = end) {
     end = total * (i + 1) / pieces;
     switch (end - begin) {
 #define TERCET_PIECE(n)                                                            \
   case n:                                                                          \
-    if constexpr (n <= kMaxRows) f(begin, std::integral_constant<int, n>());       \
+    if constexpr (n <= kMost) f(begin, std::integral_constant<int, n>());          \
     break;
       TERCET_PIECE(1) TERCET_PIECE(2) TERCET_PIECE(3) TERCET_PIECE(4) TERCET_PIECE(5) TERCET_PIECE(6)
       TERCET_PIECE(7) TERCET_PIECE(8) TERCET_PIECE(9) TERCET_PIECE(10) TERCET_PIECE(11) TERCET_PIECE(12)
