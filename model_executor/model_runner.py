@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
@@ -16,12 +17,15 @@ from .cuda_graph_runner import CudaGraphRunner, DecodeInputs, batch_sizes, longe
 from .device_buffers import Downloads, StepTokens, Uploads
 from .dtypes import resolve_dtype
 from .forward_batch import FROM_DEVICE, ForwardBatch, ForwardMode, Int32Array, StepInputs
-from .kv_budget import host_memory, num_kv_tokens
+from .heap import trim_heap
+from .kv_budget import Memory, host_memory, num_kv_tokens
 from .logits_processor import LogitsProcessor
 from .models.decoder import Parameters
+from .models.parameters import decoder_parameters
 from .models.registry import create_model
 from .rehearsal import largest_steps
 from .sampler import Sampler
+from .weight_cache import open_weight_cache
 from .weights import checkpoint_dtype, load_parameters
 
 DEFAULT_GRAPH_MAX_BS = 256
@@ -46,6 +50,7 @@ class ModelRunner:
         max_running_requests: int,
         device: str = "cpu",
         dtype: str = "auto",
+        weight_cache: str = "off",
         attention_backend: str = "auto",
         page_size: int = 1,
         context_len: int | None = None,
@@ -69,8 +74,8 @@ class ModelRunner:
         self.context_len = context_len or config.context_len
         self.attention_backend = resolve_attention_backend(attention_backend, self.device)
         self._page_size = page_size
-        params = load_parameters(config, self.dtype, self.device, seed)
-        self.weight_bytes = sum(tensor.nbytes for tensor in params.values())
+        params = load_parameters(config, self.dtype, self.device, seed, open_weight_cache(weight_cache))
+        self.weight_bytes = self.dtype.itemsize * sum(math.prod(one.shape) for one in decoder_parameters(config))
         self._uploads = Uploads(self.device, self._accelerator)
         self._downloads = Downloads(self.num_rows, self._accelerator)
         use_kernels = self.attention_backend == "triton"
@@ -86,7 +91,7 @@ class ModelRunner:
         self._decodes: CudaGraphRunner | None = None
         sizes, reserve = self._plan_memory(params, max_prefill_tokens, disable_cuda_graph, cuda_graph_max_bs)
         self.max_total_num_tokens = num_kv_tokens(
-            host_memory() if self._accelerator is None else self._accelerator.memory(),
+            self._memory_beside_weights(),
             self._bytes_per_token,
             page_size=page_size,
             context_len=self.context_len,
@@ -97,6 +102,8 @@ class ModelRunner:
         )
         self.kv_bytes = self.max_total_num_tokens * self._bytes_per_token
         self._build(params, self.max_total_num_tokens)
+        del params
+        trim_heap()
         self._decodes = self._make_decodes(sizes, record=not disable_cuda_graph)
         self.graph_bytes = 0 if self._decodes is None else self._decodes.num_bytes
 
@@ -104,6 +111,13 @@ class ModelRunner:
     def _bytes_per_token(self) -> int:
         config = self.config
         return MHATokenToKVPool.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype)
+
+    def _memory_beside_weights(self) -> Memory:
+        """On a CPU the weights have yet to be read, by the layers that are made of them."""
+        if self._accelerator is not None:
+            return self._accelerator.memory()
+        memory = host_memory()
+        return Memory(memory.total, max(memory.available - self.weight_bytes, 0))
 
     def _build(self, params: Parameters, pool_tokens: int) -> None:
         """The model over a pool of this size."""

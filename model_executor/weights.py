@@ -1,25 +1,21 @@
 """Parameters from a checkpoint, or random ones.
 
-Each tensor of a checkpoint is read where the file is mapped and copied once, into its place in the parameter it is a
-part of, converted to the wanted dtype on the way. Nothing else of the checkpoint is ever in memory.
+On a CPU, a parameter is read when a layer asks for it and is held by that layer alone: one that packs what it is given
+leaves nothing of the checkpoint in memory.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ..srt.model_config import ModelConfig
-from .gguf_weights import GGUFCheckpoint
 from .models.parameters import EMBEDDING, LM_HEAD, Parameter, decoder_parameters
+from .safetensors_weights import SafetensorsCheckpoint
+from .weight_cache import WeightCache
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 # Tensors that old checkpoints carry and every implementation computes anew.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _DUMMY_STD = 0.02
@@ -31,59 +27,7 @@ class Checkpoint(Protocol):
     names: frozenset[str]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """On the CPU, any floating dtype; read when asked for."""
-
-
-class SafetensorsCheckpoint:
-    """The safetensors files of a Hugging Face directory, mapped. Raises ValueError, FileNotFoundError."""
-
-    def __init__(self, folder: str) -> None:
-        self._files = {}
-        self._file_of: dict[str, str] = {}
-        wanted = None
-        index_path = os.path.join(folder, _INDEX)
-        if os.path.exists(index_path):
-            with open(index_path, encoding="utf-8") as file:
-                wanted = json.load(file)["weight_map"]
-            filenames = sorted(set(wanted.values()))
-        else:
-            filenames = _safetensors_without_index(folder)
-        for filename in filenames:
-            path = os.path.join(folder, filename)
-            if not os.path.exists(path):
-                raise FileNotFoundError(f"{path!r} is missing, but {_INDEX} names it")
-            try:
-                self._files[filename] = safe_open(path, framework="pt", device="cpu")
-            except SafetensorError as error:
-                raise ValueError(f"{path!r} is not a valid safetensors file: {error}") from None
-            names = self._files[filename].keys()
-            for name in names:
-                if self._file_of.setdefault(name, filename) != filename:
-                    raise ValueError(f"tensor {name!r} is in both {self._file_of[name]!r} and {filename!r}")
-        if wanted is not None:
-            _refuse("missing from the files that the index names", set(wanted) - set(self._file_of))
-        self.names = frozenset(self._file_of)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
-        return tensor
-
-
-def _safetensors_without_index(folder: str) -> list[str]:
-    present = sorted(os.listdir(folder))
-    if _SINGLE in present:
-        return [_SINGLE]
-    # Mistral's own format lies beside the Hugging Face one under this name, with other tensor names.
-    found = [name for name in present if name.endswith(".safetensors") and not name.startswith("consolidated")]
-    if found:
-        return found
-    pickled = [name for name in present if name.endswith((".bin", ".pt", ".pth"))]
-    if pickled:
-        raise ValueError(
-            f"{folder!r} has weights in pickle files only ({', '.join(pickled[:3])}), which may run code when loaded; "
-            "only safetensors and GGUF are read: convert them first"
-        )
-    raise FileNotFoundError(f"{folder!r} has no *.safetensors file")
+        """On the CPU, any floating dtype; read when asked for. Raises ValueError for another dtype."""
 
 
 def checkpoint_dtype(config: ModelConfig) -> str | None:
@@ -91,53 +35,80 @@ def checkpoint_dtype(config: ModelConfig) -> str | None:
     if config.dtype is not None or config.load_format != "safetensors":
         return config.dtype
     checkpoint = SafetensorsCheckpoint(config.model_path)
-    return str(checkpoint.tensor(EMBEDDING).dtype).removeprefix("torch.") if EMBEDDING in checkpoint.names else None
+    return str(checkpoint.dtype(EMBEDDING)).removeprefix("torch.") if EMBEDDING in checkpoint.names else None
 
 
 def load_parameters(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0
-) -> dict[str, torch.Tensor]:
-    """Name -> tensor, as `decoder_parameters` lists them. `seed` is for dummy weights.
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0, cache: WeightCache | None = None
+) -> Mapping[str, torch.Tensor]:
+    """Name -> tensor, as `decoder_parameters` lists them. `seed` is for dummy weights, `cache` for dequantised ones.
 
-    Raises ValueError naming tensors that are missing, unexpected, or of another shape than the config implies.
+    Raises ValueError naming tensors that are missing or unexpected; on a CPU one that is of another shape than the
+    config implies, or quantized, raises it when it is asked for.
     """
-    parameters = decoder_parameters(config)
     if config.load_format == "dummy":
-        return _dummy(parameters, dtype, device, seed)
+        return _dummy(decoder_parameters(config), dtype, device, seed)
     if config.load_format == "gguf":
-        return _from_checkpoint(GGUFCheckpoint(config), config, parameters, dtype, device)
-    return _from_checkpoint(SafetensorsCheckpoint(config.model_path), config, parameters, dtype, device)
+        stored = _from_gguf(config, dtype, cache)
+    else:
+        stored = StoredParameters(SafetensorsCheckpoint(config.model_path), config, dtype)
+    return stored if device.type == "cpu" else {name: tensor.to(device) for name, tensor in stored.items()}
 
 
-def _from_checkpoint(
-    checkpoint: Checkpoint, config: ModelConfig, parameters: list[Parameter], dtype: torch.dtype, device: torch.device
-) -> dict[str, torch.Tensor]:
-    needed = {part.name for parameter in parameters for part in parameter.parts}
-    _refuse("missing", needed - checkpoint.names)
-    extra = {name for name in checkpoint.names - needed if not name.endswith(_IGNORED_SUFFIXES)}
-    if config.tie_word_embeddings and LM_HEAD in extra:
-        # Some savers write the tied matrix twice. If the copies differ, the config is wrong.
-        if not torch.equal(checkpoint.tensor(LM_HEAD), checkpoint.tensor(EMBEDDING)):
-            raise ValueError(f"tie_word_embeddings is set, but the checkpoint's {LM_HEAD} differs from {EMBEDDING}")
-        extra.discard(LM_HEAD)
-    _refuse("unexpected", extra)
+def _from_gguf(config: ModelConfig, dtype: torch.dtype, cache: WeightCache | None) -> Mapping[str, torch.Tensor]:
+    def dequantized() -> StoredParameters:
+        from .gguf_weights import GGUFCheckpoint  # gguf takes a tenth of a second to import
 
-    loaded = {}
-    for parameter in parameters:
-        whole = torch.empty(parameter.shape, dtype=dtype, device=device)
+        return StoredParameters(GGUFCheckpoint(config), config, dtype)
+
+    if cache is None:
+        return dequantized()
+    return cache.parameters(config.model_path, decoder_parameters(config), dtype, dequantized)
+
+
+class StoredParameters(Mapping[str, torch.Tensor]):
+    """The parameters of a checkpoint. Each is read whenever it is asked for, and not kept.
+
+    A parameter that the checkpoint has as it is, mapped and of the wanted dtype, is a view of the file; others are put
+    together, part by part.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._parameters = {parameter.name: parameter for parameter in decoder_parameters(config)}
+        needed = {part.name for parameter in self._parameters.values() for part in parameter.parts}
+        _refuse("missing", needed - checkpoint.names)
+        extra = {name for name in checkpoint.names - needed if not name.endswith(_IGNORED_SUFFIXES)}
+        if config.tie_word_embeddings and LM_HEAD in extra:
+            # Some savers write the tied matrix twice. If the copies differ, the config is wrong.
+            if not torch.equal(checkpoint.tensor(LM_HEAD), checkpoint.tensor(EMBEDDING)):
+                raise ValueError(f"tie_word_embeddings is set, but the checkpoint's {LM_HEAD} differs from {EMBEDDING}")
+            extra.discard(LM_HEAD)
+        _refuse("unexpected", extra)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        parameter = self._parameters[name]
+        if len(parameter.parts) == 1:
+            return self._part(*parameter.parts[0]).to(self._dtype)
+        whole = torch.empty(parameter.shape, dtype=self._dtype)
         row = 0
         for part in parameter.parts:
-            tensor = checkpoint.tensor(part.name)
-            if tuple(tensor.shape) != part.shape:
-                raise ValueError(
-                    f"tensor {part.name!r} has shape {tuple(tensor.shape)}, the config implies {part.shape}"
-                )
-            if not tensor.is_floating_point():
-                raise ValueError(f"tensor {part.name!r} has dtype {tensor.dtype}: quantized weights are not supported")
-            whole[row : row + part.shape[0]].copy_(tensor)
+            whole[row : row + part.shape[0]] = self._part(*part)
             row += part.shape[0]
-        loaded[parameter.name] = whole
-    return loaded
+        return whole
+
+    def _part(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._checkpoint.tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the config implies {shape}")
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
 
 def _dummy(parameters: list[Parameter], dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 
 def child_environment(compute_threads: int | None) -> dict[str, str]:
@@ -32,6 +33,14 @@ def api_key() -> str | None:
 def base_url() -> str | None:
     """TERCET_BASE_URL: the server that `tercet chat` talks to by default."""
     return os.environ.get("TERCET_BASE_URL") or None
+
+
+def cache_folder() -> Path | None:
+    """`tercet` in XDG_CACHE_HOME, or else in ~/.cache: what may be removed at any time. None where there is no home."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # which the XDG specification says to ignore
+        base = os.path.expanduser("~/.cache")
+    return Path(base) / "tercet" if os.path.isabs(base) else None
 
 
 def triton_interpreted() -> bool:

@@ -48,6 +48,9 @@ class ServerArgs:
         Literal["auto", "bfloat16", "float16", "float32"],
         Setting("Type of weights, activations and KV; auto: the model's, on a CPU bfloat16 where it is native"),
     ] = "auto"
+    weight_cache: Annotated[
+        str, Setting("Folder that keeps dequantised GGUF weights for the next start; auto: ~/.cache/tercet; off: none")
+    ] = "auto"
     chat_template: Annotated[str | None, Setting("Jinja chat template: a file, or the text itself")] = None
     served_model_name: Annotated[str | None, _server("Name that clients use; default: model-path")] = None
     host: Annotated[str, _server("Address to listen on")] = "127.0.0.1"

@@ -68,10 +68,10 @@ class Decoder:
         layers: LayerKinds,
         context_len: int,
     ) -> None:
-        embedding = params["embed_tokens.weight"]
-        self.rotary = layers.rotary(config.rope, config.head_dim, context_len, embedding.device)
-        self.layers = [DecoderLayer(config, index, params, backend, layers) for index in range(config.num_layers)]
         self.norm = layers.norm(params["norm.weight"], config.rms_norm_eps)
+        self.rotary = layers.rotary(config.rope, config.head_dim, context_len, self.norm.weight.device)
+        self.layers = [DecoderLayer(config, index, params, backend, layers) for index in range(config.num_layers)]
+        embedding = params["embed_tokens.weight"]
         if config.tie_word_embeddings:
             self.lm_head = layers.head(embedding)
             self.embed_tokens = layers.tied_embedding(embedding, self.lm_head)

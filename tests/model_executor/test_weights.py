@@ -30,7 +30,7 @@ def edit(folder, change):
 
 
 def load(folder, dtype=torch.float32):
-    return load_parameters(load_model_config(folder), dtype, CPU)
+    return dict(load_parameters(load_model_config(folder), dtype, CPU))
 
 
 def test_fused_parameters_are_the_parts_in_order(folder):
@@ -75,7 +75,7 @@ def test_wrong_shapes_and_dtypes_are_named(folder):
     with pytest.raises(ValueError, match=r"model\.norm\.weight.*\(63,\).*\(64,\)"):
         load(folder)
     edit(folder, quantized)
-    with pytest.raises(ValueError, match=r"model\.norm\.weight.*int8"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight.*I8"):
         load(folder)
 
 
