@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable
 
@@ -68,8 +67,6 @@ def run_scheduler(
     tokenizer_link: Sender[ToTokenizer] = Sender(context, run_dir.tokenizer)
     io = SchedulerIO(inbox, detokenizer_link, tokenizer_link)
     scheduler = build_scheduler(server_args, model_config, runner, tokenizer, io)
-    # What was imported and loaded stays: looking through it for garbage takes a tenth of a second each time.
-    gc.freeze()
     on_ready(_facts(server_args, runner, model_config))
     scheduler.run(should_stop)
     inbox.close()

@@ -68,10 +68,7 @@ class GGUFFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        with open(self.path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < 24:
-                raise ValueError(f"{self.path} is not a GGUF file: it is shorter than a header")
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._bytes = _Bytes(self.path)
         self.metadata: Mapping[str, MetadataValue]
         self.tensors: list[GGUFTensor]
         try:
@@ -80,7 +77,7 @@ class GGUFFile:
             raise ValueError(f"{self.path} is cut short: its header runs past the end of the file") from error
 
     def _read_header(self) -> None:
-        data = self._map
+        data = self._bytes.map
         if data[:4] != _MAGIC:
             raise ValueError(f"{self.path} is not a GGUF file: it starts with {data[:4]!r} instead of {_MAGIC!r}")
         (self.version,) = _U32.unpack_from(data, 4)
@@ -94,17 +91,17 @@ class GGUFFile:
         entries: dict[str, tuple[int, int]] = {}
         pos = 24
         for _ in range(num_entries):
-            key, pos = self._string(pos)
+            key, pos = self._bytes.string(pos)
             (value_type,) = _U32.unpack_from(data, pos)
             if key in entries:
                 raise ValueError(f"{self.path} has the metadata key {key!r} twice")
             entries[key] = (value_type, pos + 4)
-            pos = self._skip(key, value_type, pos + 4)
-        self.metadata = _Metadata(self, entries)
+            pos = self._bytes.skip(key, value_type, pos + 4)
+        self.metadata = _Metadata(self._bytes, entries)
 
         described: list[tuple[str, tuple[int, ...], int, int]] = []
         for _ in range(num_tensors):
-            name, pos = self._string(pos)
+            name, pos = self._bytes.string(pos)
             (num_dims,) = _U32.unpack_from(data, pos)
             if num_dims > _MAX_DIMS:
                 raise ValueError(f"{self.path}: tensor {name!r} has {num_dims} dimensions, at most {_MAX_DIMS} exist")
@@ -128,21 +125,30 @@ class GGUFFile:
 
     def tensor_bytes(self, tensor: GGUFTensor, num_bytes: int) -> npt.NDArray[np.uint8]:
         """A read-only view (uint8[num_bytes], no copy) of a tensor's data; ValueError when the file ends before."""
-        if tensor.offset + num_bytes > len(self._map):
+        if tensor.offset + num_bytes > len(self._bytes.map):
             raise ValueError(f"{self.path} is cut short: tensor {tensor.name!r} runs past the end of the file")
-        return np.frombuffer(self._map, np.uint8, num_bytes, tensor.offset)
+        return np.frombuffer(self._bytes.map, np.uint8, num_bytes, tensor.offset)
 
-    # Each step below takes a position in the file and returns the position behind what it read.
 
-    def _string(self, pos: int) -> tuple[str, int]:
-        (length,) = _U64.unpack_from(self._map, pos)
+class _Bytes:
+    """A file's bytes, and how to read them. A step takes a position and returns the position behind what it read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < 24:
+                raise ValueError(f"{path} is not a GGUF file: it is shorter than a header")
+            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def string(self, pos: int) -> tuple[str, int]:
+        (length,) = _U64.unpack_from(self.map, pos)
         end = pos + 8 + length
-        if end > len(self._map):
+        if end > len(self.map):
             raise IndexError(end)
-        return self._map[pos + 8 : end].decode("utf-8"), end
+        return self.map[pos + 8 : end].decode("utf-8"), end
 
-    def _skip(self, key: str, value_type: int, pos: int) -> int:
-        data = self._map
+    def skip(self, key: str, value_type: int, pos: int) -> int:
+        data = self.map
         if value_type == _STRING:
             return int(pos + 8 + _U64.unpack_from(data, pos)[0])
         if value_type != _ARRAY:
@@ -165,10 +171,10 @@ class GGUFFile:
             raise ValueError(f"{self.path}: metadata key {key!r} has value type {value_type}, which is not supported")
         return _SCALARS[value_type]
 
-    def _decode(self, key: str, value_type: int, pos: int) -> MetadataValue:
-        data = self._map
+    def decode(self, key: str, value_type: int, pos: int) -> MetadataValue:
+        data = self.map
         if value_type == _STRING:
-            return self._string(pos)[0]
+            return self.string(pos)[0]
         if value_type != _ARRAY:
             value = self._scalar(key, value_type)[0].unpack_from(data, pos)[0]
             assert isinstance(value, bool | int | float)
@@ -189,16 +195,16 @@ class GGUFFile:
 
 
 class _Metadata(Mapping[str, MetadataValue]):
-    """The metadata of one file, decoded on access."""
+    """The metadata of one file, decoded on access. Holds no GGUFFile: the two would keep one another, and the map."""
 
-    def __init__(self, file: GGUFFile, entries: dict[str, tuple[int, int]]) -> None:
+    def __init__(self, file: _Bytes, entries: dict[str, tuple[int, int]]) -> None:
         self._file = file
         self._entries = entries
         self._decoded: dict[str, MetadataValue] = {}
 
     def __getitem__(self, key: str) -> MetadataValue:
         if key not in self._decoded:
-            self._decoded[key] = self._file._decode(key, *self._entries[key])
+            self._decoded[key] = self._file.decode(key, *self._entries[key])
         return self._decoded[key]
 
     def __iter__(self) -> Iterator[str]:

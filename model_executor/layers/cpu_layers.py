@@ -36,15 +36,20 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     width, per_word = 2 * cpu_extension.lanes(), 4 // weight.itemsize
     n, k = weight.shape
     assert k % per_word == 0, (n, k)
-    weight = F.pad(weight, (0, 0, 0, -n % width))
-    return weight.view(-1, width, k // per_word, per_word).transpose(1, 2).contiguous()
+    return _padded(weight, 0, width).view(-1, width, k // per_word, per_word).transpose(1, 2).contiguous()
+
+
+def _padded(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
+    """Zeros at the end of that dimension; x itself, not a copy, where its length is a multiple already."""
+    missing = -x.shape[dim] % multiple
+    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
 
 
 def _pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
     if bias is None:
         return None
     width = 2 * cpu_extension.lanes()
-    return F.pad(bias.float(), (0, -len(bias) % width)).view(-1, width)
+    return _padded(bias.float(), 0, width).view(-1, width)
 
 
 class CpuLinear:
@@ -75,9 +80,7 @@ class CpuGatedLinear:
 def _interleave(gate_up: torch.Tensor) -> torch.Tensor:
     """[2 * n, ...]: a vector's worth of rows of the first half, the same of the second, the next of the first ..."""
     lanes = cpu_extension.lanes()
-    halves = gate_up.view(2, -1, *gate_up.shape[1:])
-    padding = (0, 0) * (gate_up.dim() - 1) + (0, -halves.shape[1] % lanes)
-    halves = F.pad(halves, padding).view(2, -1, lanes, *gate_up.shape[1:])
+    halves = _padded(gate_up.view(2, -1, *gate_up.shape[1:]), 1, lanes).view(2, -1, lanes, *gate_up.shape[1:])
     return halves.transpose(0, 1).reshape(-1, *gate_up.shape[1:])
 
 
