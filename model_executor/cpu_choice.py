@@ -1,15 +1,38 @@
-"""How tokens are chosen from logits on a CPU, by its compiled operations (csrc/cpu)."""
+"""How tokens are chosen from logits on a CPU, by its compiled operations: no sort of the vocabulary, no copy of it."""
 
 from __future__ import annotations
 
 import torch
 
-from .token_choice import TorchChoice
+from .sampling_state import Column
+from .token_choice import Block
 
 
-class CpuChoice(TorchChoice):
+class CpuChoice:
     """See TokenChoice."""
 
     def greedy(self, x: torch.Tensor) -> torch.Tensor:
         tokens: torch.Tensor = torch.ops.tercet_cpu.argmax(x.contiguous())
+        return tokens
+
+    def open(self, block: Block) -> torch.Tensor:
+        return self._sample(block)
+
+    def few(self, block: Block) -> torch.Tensor:
+        return self._sample(block)
+
+    def many(self, block: Block) -> torch.Tensor:
+        return self._sample(block)
+
+    def _sample(self, block: Block) -> torch.Tensor:
+        columns = torch.from_numpy(block.params.T)
+        tokens: torch.Tensor = torch.ops.tercet_cpu.sample(
+            block.logits.contiguous(),
+            block.lines,
+            columns[Column.TEMPERATURE],
+            columns[Column.TOP_K],
+            columns[Column.TOP_P],
+            columns[Column.MAX_GAP],
+            block.draw,
+        )
         return tokens

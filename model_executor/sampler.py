@@ -99,9 +99,9 @@ class Sampler:
             for group, choose in ((groups.open, choice.open), (groups.few, choice.few), (groups.many, choice.many)):
                 for block in self._blocks(group):
                     packed = self._state.send(np.stack((block, host_rows[block], draws[block].view(np.int64))))
-                    at, block_rows, draw = packed[0], packed[1], packed[2].view(torch.float64)
-                    taken = Block(x.index_select(0, at), block_rows, draw, self._state.host[host_rows[block]])
-                    tokens.index_copy_(0, at, choose(taken))
+                    lines, block_rows, draw = packed[0], packed[1], packed[2].view(torch.float64)
+                    chosen = choose(Block(x, lines, block_rows, draw, self._state.host[host_rows[block]]))
+                    tokens.index_copy_(0, lines, chosen)
         self._edits.count(host_rows, tokens)
         return tokens
 
@@ -129,5 +129,5 @@ def _make_choice(state: SamplingState, vocab_size: int, device: torch.device, us
         return TritonChoice(state)
     on_cpu = device.type == "cpu"
     if on_cpu and cpu_extension.load() is not None:
-        return CpuChoice(state, vocab_size, on_cpu=on_cpu)
+        return CpuChoice()
     return TorchChoice(state, vocab_size, on_cpu=on_cpu)

@@ -1,4 +1,4 @@
-"""How tokens are chosen from logits, in plain torch. triton_choice.py has the same on kernels."""
+"""How tokens are chosen from logits, in plain torch. triton_choice.py and cpu_choice.py do the same on kernels."""
 
 from __future__ import annotations
 
@@ -18,16 +18,22 @@ INVALID_TOKEN = -1
 
 @dataclass(slots=True, frozen=True)
 class Block:
-    """Some rows of a batch that are sampled alike."""
+    """Some lines of a batch that are sampled alike."""
 
-    x: torch.Tensor
-    """float32 [b, vocab] logits, edited; the choice may spoil them"""
+    logits: torch.Tensor
+    """float32 [n, vocab] of the whole batch, edited"""
+    lines: torch.Tensor
+    """int64 [b], which of them, on the device"""
     rows: torch.Tensor
     """int64 [b], on the device"""
     draw: torch.Tensor
     """float64 [b] in [0, 1), on the device"""
     params: npt.NDArray[np.float64]
     """[b, columns] of SamplingState, on the host"""
+
+    def take(self) -> torch.Tensor:
+        """A copy of the lines: float32 [b, vocab]."""
+        return self.logits.index_select(0, self.lines)
 
 
 class TokenChoice(Protocol):
@@ -87,9 +93,10 @@ class TorchChoice:
 
     def _gaps(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest logit of each row, [b], and `gaps_below_best`."""
-        peak = block.x.amax(dim=-1, keepdim=True)
+        x = block.take()
+        peak = x.amax(dim=-1, keepdim=True)
         temperature = self._state.on_device(block.rows, Column.TEMPERATURE).float()
-        return peak.squeeze(1), gaps_below_best(block.x, peak, temperature)
+        return peak.squeeze(1), gaps_below_best(x, peak, temperature)
 
 
 def _valid(tokens: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:

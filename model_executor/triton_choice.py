@@ -20,9 +20,10 @@ class TritonChoice:
         return argmax(x)
 
     def open(self, block: Block) -> torch.Tensor:
+        x = block.take()
         return sample_open(
-            block.x,
-            block.x.amax(dim=-1),
+            x,
+            x.amax(dim=-1),
             self._column(block, Column.TEMPERATURE).float(),
             self._column(block, Column.MAX_GAP).float(),
             block.draw,
@@ -32,9 +33,10 @@ class TritonChoice:
         return self.many(block)
 
     def many(self, block: Block) -> torch.Tensor:
+        x = block.take()
         return sample_ranked(
-            block.x,
-            block.x.amax(dim=-1),
+            x,
+            x.amax(dim=-1),
             self._column(block, Column.TEMPERATURE).float(),
             self._column(block, Column.TOP_K).int(),
             self._column(block, Column.TOP_P),

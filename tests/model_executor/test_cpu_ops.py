@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -277,7 +278,7 @@ import sys, pytest
 from tercet.model_executor import cpu_extension
 cpu_extension.VARIANTS = cpu_extension.VARIANTS[int(sys.argv[1]):]
 assert cpu_extension.load() is not None
-sys.exit(pytest.main([sys.argv[2], "-q", "-x", "-p", "no:cacheprovider", "-k", "not slower_build"]))
+sys.exit(pytest.main([*sys.argv[2:], "-q", "-x", "-p", "no:cacheprovider", "-k", "not slower_build"]))
 """
 
 
@@ -285,6 +286,7 @@ def test_slower_builds_that_run_here_do_the_same():
     fastest = cpu_extension.VARIANTS.index(cpu_extension.load())
     for index, variant in enumerate(cpu_extension.VARIANTS):
         if index > fastest and variant.runs_here():
-            arguments = [sys.executable, "-c", RUN_WITH_A_SLOWER_BUILD, str(index), __file__]
+            tests = [__file__, str(Path(__file__).with_name("test_cpu_choice.py"))]
+            arguments = [sys.executable, "-c", RUN_WITH_A_SLOWER_BUILD, str(index), *tests]
             done = subprocess.run(arguments, capture_output=True, text=True, timeout=250)
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -11,6 +11,8 @@ from sampling_reference import new_row
 
 from tercet.model_executor.sampler import INVALID_TOKEN, Sampler
 
+pytestmark = pytest.mark.usefixtures("each_cpu_choice")
+
 ONE = np.ones(1, np.int32)
 EVERY_KIND = [
     {"temperature": 0.0},

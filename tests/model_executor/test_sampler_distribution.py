@@ -14,6 +14,8 @@ from tercet.model_executor.counter_rng import uniform
 from tercet.model_executor.sampler import Sampler
 from tercet.srt.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("each_cpu_choice")
+
 PARAMS = st.fixed_dictionaries(
     {
         "temperature": st.floats(0.05, 5),

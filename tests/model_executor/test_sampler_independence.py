@@ -15,6 +15,8 @@ from tercet.model_executor import sampler as sampler_module
 from tercet.model_executor import token_choice
 from tercet.model_executor.sampler import Sampler
 
+pytestmark = pytest.mark.usefixtures("each_cpu_choice")
+
 VOCAB_SIZE = 1003
 PARAMS = st.fixed_dictionaries(
     {},
