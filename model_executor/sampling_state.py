@@ -76,7 +76,8 @@ class SamplingState:
             1.0 if greedy else min(params.temperature, _FLOAT32_MAX),
             self._vocab_size if params.top_k == -1 else min(params.top_k, self._vocab_size),
             params.top_p,
-            math.inf if params.min_p == 0 else -math.log(params.min_p),
+            # Not -0.0 for a min_p of 1: kernels compare gaps by their bits.
+            math.inf if params.min_p == 0 else abs(math.log(params.min_p)),
             params.repetition_penalty,
             params.frequency_penalty,
             params.presence_penalty,

@@ -15,6 +15,8 @@ KINDS = (
     {"temperature": 0.0, "repetition_penalty": 1.5},
     {},
     {"temperature": 0.6, "min_p": 0.1},
+    {"min_p": 1.0},
+    {"min_p": 1.0, "top_p": 0.9},
     {"top_k": 3},
     {"temperature": 2.0, "top_k": 7, "top_p": 0.7},
     {"top_p": 0.8},
