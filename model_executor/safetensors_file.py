@@ -22,10 +22,12 @@ DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class SafetensorsFile(Mapping[str, torch.Tensor]):
-    """Name -> tensor: a view of the file's pages, which are read when they are touched.
+    """Name -> tensor: a matrix is a view of the file's pages, which are read when they are touched; a vector is copied,
+    being less than a page.
 
-    The tensor may be written to, which changes it alone; what happens to the file may change the tensor. Raises
-    ValueError for a file that is not safetensors or not whole, and for a tensor that is not floating point; OSError.
+    A tensor may be written to, which changes it alone. A file that is changed in place, instead of being replaced,
+    changes the matrices that are still in use, or ends the process. Raises ValueError for a file that is not
+    safetensors or not whole, and for a tensor that is not floating point; OSError.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -59,8 +61,8 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
             return torch.empty(shape, dtype=dtype)
         page_begin = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         pages = mmap.mmap(self._file.fileno(), end - page_begin, access=mmap.ACCESS_COPY, offset=page_begin)
-        # The tensor holds the map.
-        return torch.frombuffer(pages, dtype=torch.uint8, offset=begin - page_begin).view(dtype).view(shape)
+        tensor = torch.frombuffer(pages, dtype=torch.uint8, offset=begin - page_begin).view(dtype).view(shape)
+        return tensor if tensor.dim() > 1 else tensor.clone()  # the view holds the map
 
     def data_crc32(self) -> int:
         """Checksum of all that comes after the header."""

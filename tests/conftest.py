@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 
 import pytest
 from hypothesis import settings
 
 # Inherited by the servers that tests start: a model that is not on disk is a failure, not a download.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# What the servers keep on disk goes with the tests.
+_caches = tempfile.TemporaryDirectory(prefix="tercet-tests-", ignore_cleanup_errors=True)
+os.environ["XDG_CACHE_HOME"] = _caches.name
 
 # Tests run beside each other: threads that wait for one another at every operation would wait for the other tests too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -9,7 +9,8 @@ import torch
 from runner_driver import RunnerDriver
 from tiny_models import CONFIGS
 
-from tercet.model_executor import cpu_extension
+from tercet.model_executor import cpu_extension, model_runner
+from tercet.model_executor.kv_budget import DEFAULT_CPU_SHARE, Memory
 from tercet.model_executor.model_runner import ModelRunner, _ranges, resolve_device
 from tercet.model_executor.models.registry import MODELS
 from tercet.srt.model_config import FAMILIES, ModelConfig, load_model_config
@@ -46,6 +47,16 @@ def test_facts():
     assert runner.context_len == 64 and make_runner(context_len=32).context_len == 32
     assert runner.attention_backend == ("cpu" if cpu_extension.load() else "torch")
     assert runner.device == torch.device("cpu")
+
+
+def test_a_pool_on_a_cpu_leaves_room_for_the_weights(monkeypatch):
+    weight_bytes, bytes_per_token = make_runner().weight_bytes, 2 * 2 * 2 * 8 * 4
+    available = weight_bytes + 4096 * bytes_per_token
+    monkeypatch.setattr(model_runner, "host_memory", lambda: Memory(1 << 40, available))
+    assert make_runner(max_total_tokens=None).max_total_num_tokens == 4096 * DEFAULT_CPU_SHARE
+    monkeypatch.setattr(model_runner, "host_memory", lambda: Memory(1 << 40, weight_bytes - 1))
+    with pytest.raises(ValueError, match="no room"):
+        make_runner(max_total_tokens=None)
 
 
 @pytest.mark.parametrize("name", ["mistral_window", "qwen3"])

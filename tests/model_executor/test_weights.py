@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, save
 
+from tercet.model_executor import cpu_extension, weights
 from tercet.model_executor.dtypes import cpu_multiplies_bfloat16, resolve_dtype
+from tercet.model_executor.model_runner import ModelRunner
 from tercet.model_executor.models.parameters import decoder_parameters
 from tercet.model_executor.weights import checkpoint_dtype, load_parameters
 from tercet.srt.model_config import load_model_config
@@ -143,6 +146,46 @@ def test_other_formats_are_refused(folder):
     (folder / "model.safetensors").write_bytes(b"not at all a safetensors file")
     with pytest.raises(ValueError, match="not a valid safetensors"):
         load(folder)
+
+
+def mapped_files():
+    with open("/proc/self/maps", encoding="utf-8") as lines:
+        return {line.split(maxsplit=5)[5].strip() for line in lines if len(line.split()) > 5}
+
+
+def test_matrices_of_the_wanted_dtype_are_mapped_for_as_long_as_they_are_held(folder):
+    path = str(folder / "model.safetensors")
+    loaded = load_parameters(load_model_config(folder), torch.float32, CPU)
+    norm, fused = loaded["norm.weight"], loaded["layers.0.qkv_proj.weight"]
+    assert path not in mapped_files()
+    one, other = loaded["layers.0.o_proj.weight"], loaded["layers.0.o_proj.weight"]
+    assert path in mapped_files()
+    one += 1
+    assert torch.equal(other, load(folder)["layers.0.o_proj.weight"]), "written to the file or to another's tensor"
+    del one, other
+    assert path not in mapped_files()
+    converted = load_parameters(load_model_config(folder), torch.bfloat16, CPU)["layers.0.o_proj.weight"]
+    assert path not in mapped_files() and len({*norm.shape, *fused.shape, *converted.shape}) > 1
+
+
+@pytest.mark.skipif(not cpu_extension.multiplies(torch.float32), reason="no compiled operations for this processor")
+def test_a_runner_holds_nothing_that_it_has_packed(tmp_path, monkeypatch):
+    save(make_model("llama_31_tied"), tmp_path)
+    given = {}
+
+    class Watched(weights.StoredParameters):
+        def __getitem__(self, name):
+            tensor = super().__getitem__(name)
+            given[name] = weakref.ref(tensor)
+            return tensor
+
+    monkeypatch.setattr(weights, "StoredParameters", Watched)
+    config = load_model_config(tmp_path)
+    runner = ModelRunner(config, dtype="float32", max_running_requests=1, max_total_tokens=64)
+    held = {name for name, tensor in given.items() if tensor() is not None}
+    assert held == {name for name in given if name.endswith("norm.weight")}
+    assert given.keys() >= {one.name for one in decoder_parameters(config)}
+    assert str(tmp_path / "model.safetensors") not in mapped_files() and runner.weight_bytes > 0
 
 
 def test_dummy_weights_are_seeded_and_finite(folder):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import struct
+import weakref
 
 import gguf
 import numpy as np
@@ -124,3 +126,16 @@ def test_damaged_bytes_never_do_worse_than_a_value_error(tmp_path, data):
             file.metadata[key]
     except ValueError:
         pass
+
+
+def test_a_file_that_nobody_holds_is_closed_at_once(tmp_path):
+    path = write_file(tmp_path / "x.gguf")
+    gc.disable()
+    try:
+        file = GGUFFile(path)
+        assert file.metadata
+        gone = weakref.ref(file)
+        del file
+        assert gone() is None, "only a garbage collection would find it"
+    finally:
+        gc.enable()

@@ -1,0 +1,77 @@
+"""GGUF files made of small transformers models."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import torch
+
+Kind = gguf.GGMLQuantizationType
+HF_TO_GGUF = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name):
+    stem, suffix = name.rsplit(".", 1)
+    if stem.startswith("model.layers."):
+        _, _, index, rest = stem.split(".", 3)
+        return f"blk.{index}.{HF_TO_GGUF[rest]}.{suffix}"
+    return f"{HF_TO_GGUF[stem]}.{suffix}"
+
+
+def interleave_halves(array, num_heads):
+    """What llama.cpp's converter does to q and k of Llama models: row i of a half goes beside row i of the other."""
+    heads = array.reshape(num_heads, 2, -1, *array.shape[1:])
+    return np.stack([heads[:, 0], heads[:, 1]], axis=2).reshape(array.shape)
+
+
+def write_gguf(path, model, arch, *, kind=Kind.F32, drop=(), beside=None):
+    config = model.config
+    writer = gguf.GGUFWriter(str(path), arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if config.rope_parameters["rope_type"] == "llama3":
+        plain = 1 / config.rope_parameters["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    tensors = {
+        name: tensor.numpy()
+        for name, tensor in model.state_dict().items()
+        if not (name == "lm_head.weight" and config.tie_word_embeddings) and name not in drop
+    }
+    for name, array in tensors.items():
+        if arch == "llama" and "q_proj" in name:
+            array = interleave_halves(array, config.num_attention_heads)
+        if arch == "llama" and "k_proj" in name:
+            array = interleave_halves(array, config.num_key_value_heads)
+        used = kind if array.ndim == 2 else Kind.F32
+        writer.add_tensor(gguf_name(name), gguf.quantize(array, used), raw_dtype=used)
+    for name, array in (beside or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

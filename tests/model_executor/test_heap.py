@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import pytest
+
+from tercet.model_executor import heap
+
+_PIECE = 64 << 10
+"""bytes: less than what the allocator maps by itself"""
+
+
+def resident_bytes():
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(heap._trim is None, reason="only glibc keeps freed memory, and can be told to give it back")
+def test_freed_memory_goes_back():
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    pieces = [libc.malloc(_PIECE) for _ in range(1024)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, _PIECE)
+    for index, piece in enumerate(pieces):
+        if index % 16:  # what is left over keeps the heap from shrinking by itself
+            libc.free(ctypes.c_void_p(piece))
+    before = resident_bytes()
+    heap.trim_heap()
+    assert before - resident_bytes() > 1024 * _PIECE // 2
+    for piece in pieces[::16]:
+        libc.free(ctypes.c_void_p(piece))
+
+
+def test_another_c_library(monkeypatch):
+    monkeypatch.setattr(heap, "_trim", None)
+    heap.trim_heap()
