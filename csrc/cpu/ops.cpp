@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "norm.h"
+#include "quantized.h"
 #include "rotary.h"
 #include "sampling.h"
 
@@ -72,6 +73,43 @@ Tensor linear_silu_mul_op(const Tensor& x, const Tensor& packed, const optional<
   TERCET_DOT_FLOAT(x.scalar_type(), [&] {
     const auto weight = packed_weight<scalar_t>(x, packed, bias, 2 * round_up(n, kLanes));
     linear_silu_mul(x.const_data_ptr<scalar_t>(), x.size(0), weight, n, out.data_ptr<scalar_t>());
+  });
+  return out;
+}
+
+/// f(rows of x, weight) with the kind of weight that was packed
+template <typename F>
+void with_quantized(
+    const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, int64_t bits, const F& f) {
+  const int64_t rows = x.size(0), k = x.size(1), panels = ceil_div(columns, kPanel);
+  check(x, "x", x.scalar_type(), {rows, k});
+  TORCH_CHECK(k % kGroup == 0, "rows of x must be whole groups");
+  TORCH_CHECK(bits == 4 || bits == 8, "weights must have 4 or 8 bits");
+  if (bias) check(*bias, "bias", at::kFloat, {panels, kPanel});
+  const auto scratch = at::empty({rows, QuantizedRows::row_bytes(k)}, x.options().dtype(at::kByte));
+  const QuantizedRows quantized{scratch.data_ptr<uint8_t>(), k};
+  TERCET_ANY_FLOAT(x.scalar_type(), [&] { quantize_rows(x.const_data_ptr<scalar_t>(), rows, quantized); });
+  const auto call = [&](auto weight) {
+    check(packed, "packed", at::kByte, {panels, k / kGroup, weight.kGroupBytes});
+    f(quantized, decltype(weight){packed.const_data_ptr<uint8_t>(), data_or_null<float>(bias), k});
+  };
+  bits == 4 ? call(QuantizedPacked<Int4Weights>()) : call(QuantizedPacked<Int8Weights>());
+}
+
+Tensor quantized_linear_op(
+    const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, int64_t bits, bool to_float) {
+  auto out = at::empty({x.size(0), n}, to_float ? x.options().dtype(at::kFloat) : x.options());
+  with_quantized(x, packed, bias, n, bits, [&](const auto& rows, const auto& weight) {
+    TERCET_ANY_FLOAT(out.scalar_type(), [&] { linear(rows, x.size(0), weight, n, out.data_ptr<scalar_t>()); });
+  });
+  return out;
+}
+
+Tensor quantized_linear_silu_mul_op(
+    const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, int64_t bits) {
+  auto out = at::empty({x.size(0), n}, x.options());
+  with_quantized(x, packed, bias, 2 * round_up(n, kLanes), bits, [&](const auto& rows, const auto& weight) {
+    TERCET_ANY_FLOAT(x.scalar_type(), [&] { linear_silu_mul(rows, x.size(0), weight, n, out.data_ptr<scalar_t>()); });
   });
   return out;
 }
@@ -214,7 +252,9 @@ Tensor sample_op(
   const int64_t* line = lines.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < n; ++i) {
     TORCH_CHECK(0 <= line[i] && line[i] < logits.size(0), "lines must be lines of logits, got ", line[i]);
-    TORCH_CHECK(top_ks[i] >= 1 && max_gaps[i] >= 0, "top_k must be positive and max_gap not negative");
+    TORCH_CHECK(
+        temperatures[i] > 0 && top_ks[i] >= 1 && top_ps[i] > 0 && max_gaps[i] >= 0 && 0 <= draws[i] && draws[i] < 1,
+        "temperature, top_k and top_p must be positive, max_gap not negative, and draw in [0, 1)");
   }
   auto tokens = at::empty({n}, lines.options());
   int64_t* chosen = tokens.data_ptr<int64_t>();
@@ -235,6 +275,12 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def("lanes() -> int", &lanes);
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, bool to_float=False) -> Tensor", &linear_op);
   m.def("linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_silu_mul_op);
+  m.def(
+      "quantized_linear(Tensor x, Tensor packed, Tensor? bias, int n, int bits, bool to_float=False) -> Tensor",
+      &quantized_linear_op);
+  m.def(
+      "quantized_linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n, int bits) -> Tensor",
+      &quantized_linear_silu_mul_op);
   m.def("rms_norm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps) -> Tensor", &rms_norm_op);
   m.def(
       "rotate_and_store(Tensor(a!) qkv, Tensor positions, Tensor slots, Tensor cos_sin, Tensor? q_norm, "

@@ -119,9 +119,9 @@ class Distribution {
     return total;
   }
 
-  /// Where a draw falls among tokens of this weight.
+  /// Where a draw falls among tokens of this weight. Below 2**53 the product with a draw below 1 is less than weight.
   static int64_t point_of(double draw, int64_t weight) {
-    return std::min(static_cast<int64_t>(draw * static_cast<double>(weight)), weight - 1);
+    return static_cast<int64_t>(draw * static_cast<double>(weight));
   }
 
   /// From all tokens that min-p leaves, in order of id.

@@ -150,6 +150,22 @@ def test_mass_that_is_met_exactly_needs_no_further_token() -> None:
     one_more = 1 - 1.5 * 2.0**-34
     assert sample(logits, [JUST_BELOW_1], top_p=one_more) == [2]
     assert sample(logits, [JUST_BELOW_1], top_p=one_more, top_k=2) == [0]
+    # Too close for float32 to weigh them differently, and yet one is more probable.
+    assert sample(torch.tensor([[-(2.0**-30), 0.0]]), [JUST_BELOW_1], top_p=0.5) == [1]
+
+
+def test_a_draw_that_passes_the_best_token_exactly_takes_the_second() -> None:
+    # Weights 2**34, 1 and 1.
+    logits = torch.tensor([[-0.2, 24.0, 0.0]])
+    draws = [(2**34 + place) / (2**34 + 2) for place in (-0.5, 0.5, 1.5)]
+    assert sample(logits, draws, lines=[0, 0, 0], top_p=1 - 2.0**-36) == [1, 2, 0]
+
+
+def test_a_token_on_the_edge_of_min_p_is_kept() -> None:
+    logits = torch.tensor([[0.0, 0.5, -0.001]])
+    for max_gap, open_draw, ranked_draw in ((0.502, 2, 0), (0.5, 1, 0), (0.499, 1, 1)):
+        assert sample(logits, [JUST_BELOW_1], max_gap=max_gap) == [open_draw]
+        assert sample(logits, [JUST_BELOW_1], max_gap=max_gap, top_k=2) == [ranked_draw]
 
 
 @pytest.mark.parametrize("ranked", [{}, {"top_k": MAX_VOCAB_SIZE - 1}, {"top_p": 0.9}])
@@ -174,9 +190,12 @@ def test_what_does_not_fit_is_refused() -> None:
     for lines in ([2], [-1]):
         with pytest.raises(RuntimeError, match="lines of logits"):
             sample(logits, [0.5], lines=lines)
-    for wrong in ({"top_k": 0}, {"max_gap": -1.0}):
-        with pytest.raises(RuntimeError, match="top_k must be positive"):
+    for wrong in ({"top_k": 0}, {"max_gap": -1.0}, {"top_p": 0.0}, {"top_p": INF - INF}, {"max_gap": INF - INF}):
+        with pytest.raises(RuntimeError, match="must be positive"):
             sample(logits, [0.5], **wrong)
+    for draw in (1.0, -0.1, INF - INF):
+        with pytest.raises(RuntimeError, match="draw in"):
+            sample(logits, [draw])
     with pytest.raises(RuntimeError, match="must have shape"):
         sample(logits, [0.5], lines=[0, 1])
     with pytest.raises(RuntimeError, match="logits must"):
