@@ -1,0 +1,187 @@
+// Linear layers over weights of 8 or 4 bits. As in ggml's Q8_0 and Q4_1, every 32 weights along k have a scale of their
+// own (those of 4 bits a minimum, too), and so has every 32 numbers of a row of x, which are rounded to 8 bits on the
+// way. The products of a group are summed as integers, exactly; the groups are summed as floats, one after the other.
+#pragma once
+
+#include <array>
+#include <limits>
+
+#include "linear.h"
+#include "norm.h"
+
+namespace tercet {
+
+/// Weights along k that share a scale.
+constexpr int64_t kGroup = 32;
+
+typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes * sizeof(int32_t))));
+
+/// sums[i] += bytes 4 * i to 4 * i + 3 of `panel`, unsigned, times those of `row`, signed.
+inline void add_products(Ints& sums, Ints row, Bytes panel) {
+#if defined(__AVX512VNNI__)
+  sums = (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)panel, (__m512i)row);
+#elif defined(__AVX2__)
+  const auto even = _mm256_and_si256((__m256i)panel, _mm256_set1_epi16(255));
+  const auto odd = _mm256_srli_epi16((__m256i)panel, 8);
+  const auto row_even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)row, 8), 8);
+  const auto row_odd = _mm256_srai_epi16((__m256i)row, 8);
+  sums += (Ints)_mm256_madd_epi16(even, row_even) + (Ints)_mm256_madd_epi16(odd, row_odd);
+#else
+  for (int shift = 0; shift < 32; shift += 8) sums += ((Ints)panel >> shift & 255) * (row << (24 - shift) >> 24);
+#endif
+}
+
+/// What the two kinds of weights have in common as operands of `multiply_panel`; a word is four numbers.
+struct IntegerDot {
+  using Row = int8_t;
+  using Panel = uint8_t;
+  using Words = Bytes;
+  using RowWord = Ints;
+  using Sums = Ints;
+  static constexpr int64_t kPerWord = 4;
+  static RowWord broadcast(const int8_t* word) {
+    int32_t bits;
+    std::memcpy(&bits, word, sizeof(bits));
+    return Ints{} + bits;
+  }
+  static void add(Ints& sums, RowWord row, Words panel) { add_products(sums, row, panel); }
+};
+
+/// Weight w is stored as the byte w + 128. A group of a panel: scales, float16 [kPanel]; bytes [kGroup / 4, kPanel, 4].
+struct Int8Weights;
+
+template <>
+struct Dot<Int8Weights> : IntegerDot {
+  static constexpr bool kHasMin = false;
+  static constexpr int64_t kHeaderBytes = 2 * kPanel, kWordBytes = 4 * kPanel;
+  static void load(const uint8_t* words, Bytes& left, Bytes& right) {
+    std::memcpy(&left, words, sizeof(left));
+    std::memcpy(&right, words + sizeof(left), sizeof(right));
+  }
+};
+
+/// Weight minimum + scale * q is stored as half a byte, q. A group of a panel: scales, minima, float16 [kPanel] each;
+/// bytes [kGroup / 4, kLanes, 4], of which the lower halves are the first kLanes columns, the upper halves the others.
+struct Int4Weights;
+
+template <>
+struct Dot<Int4Weights> : IntegerDot {
+  static constexpr bool kHasMin = true;
+  static constexpr int64_t kHeaderBytes = 4 * kPanel, kWordBytes = 2 * kPanel;
+  static void load(const uint8_t* words, Bytes& left, Bytes& right) {
+    Bytes both;
+    std::memcpy(&both, words, sizeof(both));
+    left = both & 15;
+    right = both >> 4;
+  }
+};
+
+/// x ~ scale * values, a group at a time.
+struct QuantizedRows {
+  struct Group {
+    float scale;
+    float sum;  // of scale * values
+    int32_t offset;  // -128 * sum of values: what weights stored as w + 128 have too much
+  };
+
+  uint8_t* rows;
+  int64_t k;
+
+  static int64_t row_bytes(int64_t k) { return k + k / kGroup * sizeof(Group); }
+  int8_t* values(int64_t row) const { return reinterpret_cast<int8_t*>(rows + row * row_bytes(k)); }
+  Group* groups(int64_t row) const { return reinterpret_cast<Group*>(rows + row * row_bytes(k) + k); }
+};
+
+/// x: whole numbers, at most 127 in magnitude
+inline void store_bytes(int8_t* to, Vec x) {
+  typedef int8_t Narrow __attribute__((vector_size(kLanes)));
+  const Narrow narrow = __builtin_convertvector(__builtin_convertvector(floats_of(x), Ints), Narrow);
+  std::memcpy(to, &narrow, sizeof(narrow));
+}
+
+/// A group of x to the nearest multiples of a 127th of its largest magnitude.
+template <typename T>
+inline QuantizedRows::Group quantize_group(const T* x, int8_t* values) {
+  constexpr int64_t kPairs = kGroup / kPanel;
+  const auto larger = [](Vec a, Vec b) { return at::vec::clamp_min(a, b); };
+  FloatPair parts[kPairs];
+  Vec largest(0.f);
+  for (int64_t i = 0; i < kPairs; ++i) {
+    parts[i] = load_pair(x + i * kPanel);
+    largest = larger(larger(largest, parts[i].left.abs()), parts[i].right.abs());
+  }
+  const float most = at::vec::vec_reduce_all<float>(larger, largest);
+  const Vec inverse(most > 1e-30f ? 127.f / most : 0.f);
+  Vec sums(0.f);
+  for (int64_t i = 0; i < kPairs; ++i) {
+    const FloatPair rounded{(parts[i].left * inverse).round(), (parts[i].right * inverse).round()};
+    store_bytes(values + i * kPanel, rounded.left);
+    store_bytes(values + i * kPanel + kLanes, rounded.right);
+    sums = sums + (rounded.left + rounded.right);
+  }
+  const float sum = sum_of(sums);
+  if (sum != sum) return {sum, sum, 0};  // there is a NaN or an infinity
+  const float scale = most / 127.f;
+  return {scale, scale * sum, -128 * static_cast<int32_t>(sum)};
+}
+
+/// x: [rows, k], k a multiple of kGroup.
+template <typename T>
+void quantize_rows(const T* x, int64_t rows, const QuantizedRows& to) {
+  in_row_blocks(rows, to.k, [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; ++row)
+      for (int64_t group = 0; group < to.k / kGroup; ++group)
+        to.groups(row)[group] = quantize_group(x + row * to.k + group * kGroup, to.values(row) + group * kGroup);
+  });
+}
+
+/// panels: [panels, k / kGroup], groups as `Dot<Weights>` has them.
+template <typename Weights>
+struct QuantizedPacked {
+  using D = Dot<Weights>;
+  static constexpr int64_t kGroupBytes = D::kHeaderBytes + kGroup / D::kPerWord * D::kWordBytes;
+  /// Their sums, as integers and as floats, have to fit into registers.
+  static constexpr int64_t kMaxRows = tercet::kMaxRows / 2;
+
+  const uint8_t* panels;
+  const float* bias;
+  int64_t k;
+
+  int64_t row_bytes() const { return QuantizedRows::row_bytes(k); }
+
+  template <int kRows>
+  void multiply(const QuantizedRows& x, int64_t first, int64_t panel, Floats (&sums)[kRows][2]) const {
+    const int64_t groups = k / kGroup;
+    const uint8_t* weights = panels + panel * groups * kGroupBytes;
+    const int8_t* values = x.values(first);
+    const QuantizedRows::Group* of[kRows];
+    for (int r = 0; r < kRows; ++r) of[r] = x.groups(first + r);
+    for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes) {
+      Ints products[kRows][2];
+      for (int r = 0; r < kRows; ++r) products[r][0] = products[r][1] = Ints{} + (D::kHasMin ? 0 : of[r][g].offset);
+      multiply_panel<Weights, kRows>(
+          values + g * kGroup, row_bytes(), weights + D::kHeaderBytes, D::kWordBytes, kGroup / D::kPerWord, products);
+      const auto* header = reinterpret_cast<const at::Half*>(weights);
+      const Columns scales = load_columns(header);
+      for (int r = 0; r < kRows; ++r)
+        for (int side = 0; side < 2; ++side)
+          sums[r][side] += scales[side] * of[r][g].scale * __builtin_convertvector(products[r][side], Floats);
+      if constexpr (D::kHasMin) {
+        const Columns minima = load_columns(header + kPanel);
+        for (int r = 0; r < kRows; ++r)
+          for (int side = 0; side < 2; ++side) sums[r][side] += minima[side] * of[r][g].sum;
+      }
+    }
+  }
+
+ private:
+  using Columns = std::array<Floats, 2>;
+
+  static Columns load_columns(const at::Half* from) {
+    const FloatPair pair = load_pair(from);
+    return {floats_of(pair.left), floats_of(pair.right)};
+  }
+};
+
+}  // namespace tercet
