@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_reference import new_row
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.cpu_choice import CpuChoice
 from tercet.model_executor.joint_sampling import MAX_VOCAB_SIZE
+from tercet.model_executor.sampler import Sampler
 from tercet.model_executor.sampling_state import SamplingState
 from tercet.model_executor.token_choice import Block, TokenChoice, TorchChoice
 
@@ -182,6 +185,37 @@ def test_lines_in_any_order_beside_any_others() -> None:
     assert len(set(together)) > 1
     for order in itertools.permutations(range(5), 3):
         assert sample(logits, [draws[i] for i in order], lines=list(order), top_p=0.95) == [together[i] for i in order]
+
+
+class OperationsOnLogits(TorchDispatchMode):
+    """Notes the operations of torch that are given a tensor as wide as the vocabulary."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self._vocab_size = vocab_size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if any(tensor.shape[-1:] == (self._vocab_size,) for tensor in tensors):
+            self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("edit", [{}, {"frequency_penalty": 1.0}])
+def test_torch_touches_logits_only_to_edit_them(edit: dict[str, float]) -> None:
+    """Its own threads for work on so many numbers would take the cores from those of the next step."""
+    kinds = [{"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}]
+    sampler = Sampler(len(kinds), 997, CPU)
+    for row, params in enumerate(kinds, start=1):
+        sampler.set_row(new_row(row, **params, **edit))
+    rows, seq_lens = np.arange(1, 6, dtype=np.int32), np.full(5, 4, np.int32)
+    with OperationsOnLogits(997) as seen:
+        sampler.sample(torch.randn(5, 997), rows, seq_lens)
+    ours = {"tercet_cpu.argmax.default", "tercet_cpu.sample.default"}
+    free_in_float32 = {"aten.detach.default", "aten.to.dtype"}
+    assert ours <= seen.names
+    assert (seen.names <= ours | free_in_float32) == (not edit), seen.names
 
 
 def test_what_does_not_fit_is_refused() -> None:
