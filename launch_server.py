@@ -22,6 +22,7 @@ _BENCHMARKS = {
     "prefix": "bench_prefix_cache",
     "kernels": "bench_kernels",
     "linears": "bench_linears",
+    "startup": "bench_startup",
     "compare": "compare",
 }
 """What comes after `tercet bench`, and the module in benchmarks/ whose `main` it is."""

@@ -1,0 +1,148 @@
+"""How soon a server is ready, and what memory it takes: from exec to the first 200 of /health, process by process.
+
+    python -m tercet.benchmarks.bench_startup --rounds 5 MODEL --dtype bfloat16
+
+Whatever is no flag of the benchmark goes to `tercet serve`. A start outside the clock comes first: it brings files into
+memory and fills the weight cache. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from ..srt.entrypoints.processes import Role
+from .http_client import HttpClient
+from .peers.linux_processes import Process, pss_bytes
+from .peers.server import Server, ServerFailed, free_port, last_lines
+from .results import Result, Table, add_results_arguments, finish, number
+
+_HOST = "127.0.0.1"
+_MOST_PROMPT_ID = 100
+_SETTLE_S = 0.5
+"""After it is ready, for threads to end and memory to go back."""
+_MIB = 1 << 20
+_CHILDREN = get_args(Role)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = _parser()
+    args, serve_flags = parser.parse_known_args(argv)
+    try:
+        starts = [asyncio.run(_start(args, serve_flags)) for _ in range(1 + args.rounds)][1:]
+    except ServerFailed as error:
+        sys.stderr.write(f"{parser.prog}: {error}\n{error.log}\n")
+        return 1
+    result = Result("startup", "Start-up and memory", parser.prog, argv, None)
+    _fill(result, args, starts)
+    finish(result, args)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tercet.benchmarks.bench_startup",
+        usage="%(prog)s [options] [MODEL] [flags of tercet serve]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="starts that are measured (default: 5)")
+    parser.add_argument("--num-requests", type=int, default=4, help="before memory is looked at again (default: 4)")
+    parser.add_argument("--input-len", type=int, default=256, help="tokens of each prompt (default: 256)")
+    parser.add_argument("--output-len", type=int, default=32, help="tokens of each answer (default: 32)")
+    parser.add_argument("--ready-timeout-s", type=float, default=300.0, help="for a start (default: 300)")
+    add_results_arguments(parser)
+    return parser
+
+
+async def _start(args: argparse.Namespace, serve_flags: Sequence[str]) -> dict[str, Any]:
+    """One server, from exec to its end. Raises ServerFailed."""
+    port = free_port()
+    argv = [sys.executable, "-m", "tercet", "serve", *serve_flags, "--host", _HOST, "--port", str(port)]
+    client = HttpClient(f"http://{_HOST}:{port}")
+    with tempfile.TemporaryDirectory(prefix="tercet-startup-") as folder:
+        log = Path(folder) / "log"
+        with Server(argv, {}, log) as server:
+            try:
+                await server.wait_until_healthy(client, args.ready_timeout_s)
+                ready_s = time.monotonic() - server.began_s
+                await asyncio.sleep(_SETTLE_S)
+                processes = server.processes()
+                pss_ready = _pss(processes)
+                state = (await _ask(client, "GET", "/server_info"))["internal_states"][0]
+                for _ in range(args.num_requests):
+                    await _ask(client, "POST", "/generate", _request(args))
+                return {
+                    "ready_s": ready_s,
+                    "cpu_s": sum(one.cpu_s for one in processes.values()),
+                    "pss_bytes_ready": pss_ready,
+                    "pss_bytes_used": _pss(server.processes()),
+                    "kv_bytes_per_token": state["kv_bytes"] / state["max_total_num_tokens"],
+                }
+            except ServerFailed as error:
+                error.log = last_lines(log)
+                raise
+            finally:
+                await client.close()
+
+
+def _request(args: argparse.Namespace) -> bytes:
+    ids = [random.randrange(_MOST_PROMPT_ID) for _ in range(args.input_len)]
+    sampling = {"max_new_tokens": args.output_len, "temperature": 0.0, "ignore_eos": True}
+    return json.dumps({"input_ids": ids, "sampling_params": sampling}).encode()
+
+
+async def _ask(client: HttpClient, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
+    answer = await client.request(method, path, body)
+    if answer.status != 200:
+        raise ServerFailed(f"{path} was answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
+    found: dict[str, Any] = json.loads(answer.body)
+    return found
+
+
+def _pss(processes: dict[int, Process]) -> dict[str, int]:
+    """Bytes by the processes' roles; the children are called by theirs."""
+    found: Counter[str] = Counter()
+    for pid, one in processes.items():
+        found[one.name if one.name in _CHILDREN else "http"] += pss_bytes(pid)
+    return dict(found)
+
+
+def _fill(result: Result, args: argparse.Namespace, starts: list[dict[str, Any]]) -> None:
+    times = [one["ready_s"] for one in starts]
+    table = result.table("Start: exec to /health 200", ["median s", "least s", "most s", "processor s"])
+    cpu_s = statistics.median(one["cpu_s"] for one in starts)
+    table.row(*map(number, (statistics.median(times), min(times), max(times), cpu_s)))
+    table = result.table("Memory (PSS): medians", ["MiB", "when ready", "after the requests"])
+    for name in sorted(starts[0]["pss_bytes_ready"]):
+        _memory_row(table, name, starts, lambda sizes, name=name: sizes.get(name, 0))
+    _memory_row(table, "all", starts, lambda sizes: sum(sizes.values()))
+    tokens = args.num_requests * (args.input_len + args.output_len)
+    table.notes.append(
+        f"Of that, {number(tokens * starts[0]['kv_bytes_per_token'] / _MIB)} MiB are the keys and values of "
+        f"{args.num_requests} requests, one after the other, of {args.input_len} tokens in and {args.output_len} out."
+    )
+    result.values = {"starts": starts}
+
+
+def _memory_row(table: Table, name: str, starts: list[dict[str, Any]], size_of: Any) -> None:
+    medians = (
+        statistics.median(size_of(one[when]) for one in starts) for when in ("pss_bytes_ready", "pss_bytes_used")
+    )
+    table.row(name, *(number(size / _MIB) for size in medians))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

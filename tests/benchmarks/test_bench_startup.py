@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from bench_models import json_of, tiny_flags
+
+from tercet.benchmarks import bench_startup
+
+pytestmark = pytest.mark.e2e
+
+_SIZES = ["--num-requests", "2", "--input-len", "5", "--output-len", "3"]
+
+
+def test_starts_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*tiny_flags(tmp_path), "--skip-tokenizer-init", "--load-format", "dummy"]
+    assert bench_startup.main(["--rounds", "2", *_SIZES, *flags]) == 0
+    starts = json_of(capsys)["starts"]
+    assert len(starts) == 2
+    for start in starts:
+        assert start["ready_s"] > 0 and start["cpu_s"] > 0
+        assert start["pss_bytes_ready"].keys() == start["pss_bytes_used"].keys() == {"http", "scheduler", "detokenizer"}
+        assert start["pss_bytes_ready"]["scheduler"] > start["pss_bytes_ready"]["detokenizer"] > 1 << 20
+        assert start["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
+
+
+def test_a_server_that_does_not_start_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_startup.main([str(tmp_path / "nothing.gguf")]) == 1
+    err = capsys.readouterr().err
+    assert "the server ended" in err and "nothing.gguf" in err
