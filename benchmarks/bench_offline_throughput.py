@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = Result(f"offline-{name}-{args.num_prompts}x{args.output_len.high}", title, parser.prog, argv, device)
     result.ceilings = measure_ceilings(device, dtype, small=args.small_ceilings)
     least = workload_s(
-        ModelCost.of(config, dtype.itemsize),
+        ModelCost.of(config, dtype.itemsize, quantization=server_args.quantization),
         [one.prompt_len for one in requests],
         [one.output_len for one in requests],
         result.ceilings,

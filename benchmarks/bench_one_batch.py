@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = Result(f"one-batch-{name}", f"One batch: {name}", parser.prog, argv, device)
         # First, while the memory is free: the KV pool takes what it finds.
         result.ceilings = measure_ceilings(device, dtype, small=args.small_ceilings)
-        bench = _Bench(args, result, ModelCost.of(config, dtype.itemsize))
+        bench = _Bench(args, result, ModelCost.of(config, dtype.itemsize, quantization=server_args.quantization))
         result.values.update(model=name, dtype=str(dtype).removeprefix("torch."), page_size=server_args.page_size)
         for graphs in _graph_settings(args, server_args, device):
             settings = dataclasses.replace(server_args, disable_cuda_graph=graphs == "off")

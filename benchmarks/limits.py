@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..model_executor.models.parameters import decoder_parameters
+from ..model_executor.quantization import parameter_bytes
 from ..srt.model_config import ModelConfig
 
 
@@ -30,15 +31,23 @@ class ModelCost:
     """of one query position and one key position that it sees"""
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype_bytes: int, kv_dtype_bytes: int | None = None) -> ModelCost:
+    def of(
+        cls,
+        config: ModelConfig,
+        dtype_bytes: int,
+        kv_dtype_bytes: int | None = None,
+        quantization: str | None = None,
+    ) -> ModelCost:
         shapes = {parameter.name: parameter.shape for parameter in decoder_parameters(config)}
         embedding = shapes.pop("embed_tokens.weight")
         head = shapes.pop("lm_head.weight", embedding)
         in_layers = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
-        everything = sum(math.prod(shape) for shape in shapes.values()) + math.prod(head)
+        num_bytes = parameter_bytes(config, dtype_bytes, quantization)
+        if not config.tie_word_embeddings:
+            del num_bytes["embed_tokens.weight"]
         kv_heads = config.num_layers * config.num_kv_heads * config.head_dim
         return cls(
-            weight_bytes=everything * dtype_bytes,
+            weight_bytes=sum(num_bytes.values()),
             kv_bytes_per_token=2 * kv_heads * (kv_dtype_bytes or dtype_bytes),
             layer_flops_per_token=2 * in_layers,
             head_flops_per_token=2 * math.prod(head),

@@ -50,6 +50,7 @@ def run_scheduler(
         max_running_requests=server_args.max_running_requests,
         device=server_args.device,
         dtype=server_args.dtype,
+        quantization=server_args.quantization,
         weight_cache=server_args.weight_cache,
         attention_backend=server_args.attention_backend,
         page_size=server_args.page_size,

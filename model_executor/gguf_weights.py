@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from functools import partial
 
 import gguf
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..srt.gguf_file import GGUFFile, GGUFTensor
 from ..srt.model_config import ModelConfig
+from .quantization import QuantizedWeight
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -53,8 +58,13 @@ def _scales(blocks: torch.Tensor, count: int) -> torch.Tensor:
     return blocks[:, : 2 * count].contiguous().view(torch.float16).float()  # [n, count]
 
 
+def _halves(blocks: torch.Tensor, index: int) -> torch.Tensor:
+    """The float16 at that place of every block."""
+    return blocks[..., 2 * index : 2 * index + 2].contiguous().view(torch.float16).squeeze(-1)
+
+
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    return torch.cat((packed & 15, packed >> 4), 1)
+    return torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
@@ -77,6 +87,23 @@ _FAST = {
 }
 
 
+# The forms of quantization.py that a type has already. The arguments are blocks of the type, uint8 [n, k / 32, bytes].
+_FORMS: dict[tuple[gguf.GGMLQuantizationType, str], Callable[[torch.Tensor], QuantizedWeight]] = {
+    (gguf.GGMLQuantizationType.Q8_0, "int8"): lambda blocks: QuantizedWeight(
+        blocks[..., 2:].flatten(1).view(torch.int8), _halves(blocks, 0), None
+    ),
+    (gguf.GGMLQuantizationType.Q4_0, "int8"): lambda blocks: QuantizedWeight(
+        _nibbles(blocks[..., 2:]).flatten(1).view(torch.int8) - 8, _halves(blocks, 0), None
+    ),
+    (gguf.GGMLQuantizationType.Q4_0, "int4"): lambda blocks: QuantizedWeight(
+        _nibbles(blocks[..., 2:]).flatten(1), _halves(blocks, 0), _halves(blocks, 0) * -8
+    ),
+    (gguf.GGMLQuantizationType.Q4_1, "int4"): lambda blocks: QuantizedWeight(
+        _nibbles(blocks[..., 4:]).flatten(1), _halves(blocks, 0), _halves(blocks, 1)
+    ),
+}
+
+
 class GGUFCheckpoint:
     """Implements weights.Checkpoint. Raises ValueError for a tensor whose quantisation cannot be undone."""
 
@@ -89,13 +116,28 @@ class GGUFCheckpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         """float32, float16 or bfloat16"""
-        tensor = self._dequantize(self._tensors[name])
+        return self._in_order(name)(self._dequantize(self._tensors[name]))
+
+    def quantized(self, name: str, form: str) -> QuantizedWeight | None:
+        """The very numbers of the file, if its type has such groups; else None."""
+        info = self._tensors[name]
+        kind, _, raw = self._blocks(info)
+        make = _FORMS.get((kind, form))
+        if make is None or len(info.shape) != 2:
+            return None
+        return make(torch.from_numpy(raw.copy()).view(*info.shape[:1], -1, raw.shape[1])).with_rows(
+            self._in_order(name)
+        )
+
+    def _in_order(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """From the order of rows in the file to Hugging Face's."""
         for projection, num_heads in self._permuted_heads.items():
             if projection in name:
-                return unpermute(tensor, num_heads)
-        return tensor
+                return partial(unpermute, num_heads=num_heads)
+        return lambda tensor: tensor
 
-    def _dequantize(self, info: GGUFTensor) -> torch.Tensor:
+    def _blocks(self, info: GGUFTensor) -> tuple[gguf.GGMLQuantizationType, int, npt.NDArray[np.uint8]]:
+        """The tensor's type, numbers of a block, and uint8 [blocks, bytes of a block], mapped."""
         try:
             kind = gguf.GGMLQuantizationType(info.type)
             block_len, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -106,17 +148,20 @@ class GGUFCheckpoint:
                 f"tensor {info.name!r} has rows of {info.shape[-1]}, {kind.name} has blocks of {block_len}"
             )
         raw = self._file.tensor_bytes(info, math.prod(info.shape) // block_len * block_bytes)
+        return kind, block_len, raw.reshape(-1, block_bytes)
+
+    def _dequantize(self, info: GGUFTensor) -> torch.Tensor:
+        kind, block_len, blocks = self._blocks(info)
         if kind in _PLAIN:
             # The file is mapped read-only, which torch has no notion of: hence the copy.
-            return torch.from_numpy(raw.copy()).view(_PLAIN[kind]).view(info.shape)
+            return torch.from_numpy(blocks.copy()).view(_PLAIN[kind]).view(info.shape)
         if kind in _FAST:
-            out = torch.empty(math.prod(info.shape) // block_len, block_len)
-            blocks = raw.reshape(-1, block_bytes)
+            out = torch.empty(len(blocks), block_len)
             for start in range(0, len(blocks), _CHUNK):
                 out[start : start + _CHUNK] = _FAST[kind](torch.from_numpy(blocks[start : start + _CHUNK].copy()))
             return out.view(info.shape)
         try:
-            values = gguf.dequantize(raw.reshape(math.prod(info.shape[:-1]), -1), kind)
+            values = gguf.dequantize(blocks.reshape(math.prod(info.shape[:-1]), -1), kind)
         except NotImplementedError:
             raise ValueError(f"tensor {info.name!r} is quantised as {kind.name}, which cannot be undone") from None
         return torch.from_numpy(values).view(info.shape)

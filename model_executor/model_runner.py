@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import numpy as np
@@ -21,8 +20,8 @@ from .heap import trim_heap
 from .kv_budget import Memory, host_memory, num_kv_tokens
 from .logits_processor import LogitsProcessor
 from .models.decoder import Parameters
-from .models.parameters import decoder_parameters
 from .models.registry import create_model
+from .quantization import check_quantization, parameter_bytes
 from .rehearsal import largest_steps
 from .sampler import Sampler
 from .weight_cache import open_weight_cache
@@ -50,6 +49,7 @@ class ModelRunner:
         max_running_requests: int,
         device: str = "cpu",
         dtype: str = "auto",
+        quantization: str | None = None,
         weight_cache: str = "off",
         attention_backend: str = "auto",
         page_size: int = 1,
@@ -74,8 +74,11 @@ class ModelRunner:
         self.context_len = context_len or config.context_len
         self.attention_backend = resolve_attention_backend(attention_backend, self.device)
         self._page_size = page_size
-        params = load_parameters(config, self.dtype, self.device, seed, open_weight_cache(weight_cache))
-        self.weight_bytes = self.dtype.itemsize * sum(math.prod(one.shape) for one in decoder_parameters(config))
+        self.quantization = quantization
+        check_quantization(quantization, self.attention_backend, self.device)
+        cache = open_weight_cache(weight_cache)
+        params = load_parameters(config, self.dtype, self.device, seed, cache, quantization)
+        self.weight_bytes = sum(parameter_bytes(config, self.dtype.itemsize, quantization).values())
         self._uploads = Uploads(self.device, self._accelerator)
         self._downloads = Downloads(self.num_rows, self._accelerator)
         use_kernels = self.attention_backend == "triton"
@@ -132,7 +135,8 @@ class ModelRunner:
             self.device,
         )
         self.attention = create_attention_backend(self.attention_backend, config, self.kv_pool)
-        self.model = create_model(config, params, self.attention, self.context_len)
+        quantized = self.quantization is not None
+        self.model = create_model(config, params, self.attention, self.context_len, quantized=quantized)
         self.logits_processor = LogitsProcessor(self.model.lm_head)
 
     def _plan_memory(

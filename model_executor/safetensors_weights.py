@@ -41,6 +41,9 @@ class SafetensorsCheckpoint:
     def tensor(self, name: str) -> torch.Tensor:
         return self._file_of[name][name]
 
+    def quantized(self, name: str, form: str) -> None:
+        """Nothing here is stored in groups."""
+
     def dtype(self, name: str) -> torch.dtype:
         return self._file_of[name].dtype(name)
 

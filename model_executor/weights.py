@@ -7,12 +7,13 @@ leaves nothing of the checkpoint in memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ..srt.model_config import ModelConfig
 from .models.parameters import EMBEDDING, LM_HEAD, Parameter, decoder_parameters
+from .quantization import QuantizedWeight, quantize, quantized_forms, stacked
 from .safetensors_weights import SafetensorsCheckpoint
 from .weight_cache import WeightCache
 
@@ -29,6 +30,9 @@ class Checkpoint(Protocol):
     def tensor(self, name: str) -> torch.Tensor:
         """On the CPU, any floating dtype; read when asked for. Raises ValueError for another dtype."""
 
+    def quantized(self, name: str, form: str) -> QuantizedWeight | None:
+        """Exactly as it is stored; None where that is another form."""
+
 
 def checkpoint_dtype(config: ModelConfig) -> str | None:
     """What the config says, else the dtype of the embedding in the files; None without files (dummy)."""
@@ -39,43 +43,57 @@ def checkpoint_dtype(config: ModelConfig) -> str | None:
 
 
 def load_parameters(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0, cache: WeightCache | None = None
-) -> Mapping[str, torch.Tensor]:
-    """Name -> tensor, as `decoder_parameters` lists them. `seed` is for dummy weights, `cache` for dequantised ones.
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    cache: WeightCache | None = None,
+    quantization: str | None = None,
+) -> Mapping[str, Any]:
+    """Name -> tensor, as `decoder_parameters` lists them, or QuantizedWeight where `quantized_forms` has it.
+
+    `seed` is for dummy weights, `cache` for dequantised ones.
 
     Raises ValueError naming tensors that are missing or unexpected; on a CPU one that is of another shape than the
     config implies, or quantized, raises it when it is asked for.
     """
+    forms = quantized_forms(config, quantization)
     if config.load_format == "dummy":
-        return _dummy(decoder_parameters(config), dtype, device, seed)
-    if config.load_format == "gguf":
-        stored = _from_gguf(config, dtype, cache)
+        return _dummy(decoder_parameters(config), dtype, device, seed, forms)
+
+    def stored() -> StoredParameters:
+        return StoredParameters(_open(config), config, dtype, forms)
+
+    # The cache keeps numbers of one dtype; what is quantized comes out of the file itself.
+    if config.load_format == "gguf" and cache is not None and not forms:
+        parameters = cache.parameters(config.model_path, decoder_parameters(config), dtype, stored)
     else:
-        stored = StoredParameters(SafetensorsCheckpoint(config.model_path), config, dtype)
-    return stored if device.type == "cpu" else {name: tensor.to(device) for name, tensor in stored.items()}
+        parameters = stored()
+    return parameters if device.type == "cpu" else {name: tensor.to(device) for name, tensor in parameters.items()}
 
 
-def _from_gguf(config: ModelConfig, dtype: torch.dtype, cache: WeightCache | None) -> Mapping[str, torch.Tensor]:
-    def dequantized() -> StoredParameters:
-        from .gguf_weights import GGUFCheckpoint  # gguf takes a tenth of a second to import
+def _open(config: ModelConfig) -> Checkpoint:
+    if config.load_format != "gguf":
+        return SafetensorsCheckpoint(config.model_path)
+    from .gguf_weights import GGUFCheckpoint  # gguf takes a tenth of a second to import
 
-        return StoredParameters(GGUFCheckpoint(config), config, dtype)
-
-    if cache is None:
-        return dequantized()
-    return cache.parameters(config.model_path, decoder_parameters(config), dtype, dequantized)
+    return GGUFCheckpoint(config)
 
 
-class StoredParameters(Mapping[str, torch.Tensor]):
+class StoredParameters(Mapping[str, Any]):
     """The parameters of a checkpoint. Each is read whenever it is asked for, and not kept.
 
     A parameter that the checkpoint has as it is, mapped and of the wanted dtype, is a view of the file; others are put
     together, part by part.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, forms: Mapping[str, str]
+    ) -> None:
+        """forms: of the parameters that are to be quantized"""
         self._checkpoint = checkpoint
         self._dtype = dtype
+        self._forms = forms
         self._parameters = {parameter.name: parameter for parameter in decoder_parameters(config)}
         needed = {part.name for parameter in self._parameters.values() for part in parameter.parts}
         _refuse("missing", needed - checkpoint.names)
@@ -87,8 +105,10 @@ class StoredParameters(Mapping[str, torch.Tensor]):
             extra.discard(LM_HEAD)
         _refuse("unexpected", extra)
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Any:
         parameter = self._parameters[name]
+        if name in self._forms:
+            return stacked(self._quantized_part(*part, self._forms[name]) for part in parameter.parts)
         if len(parameter.parts) == 1:
             return self._part(*parameter.parts[0]).to(self._dtype)
         whole = torch.empty(parameter.shape, dtype=self._dtype)
@@ -100,9 +120,15 @@ class StoredParameters(Mapping[str, torch.Tensor]):
 
     def _part(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._checkpoint.tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the config implies {shape}")
+        _check_shape(name, tensor.shape, shape)
         return tensor
+
+    def _quantized_part(self, name: str, shape: tuple[int, ...], form: str) -> QuantizedWeight:
+        as_stored = self._checkpoint.quantized(name, form)
+        if as_stored is None:
+            return quantize(self._part(name, shape), form)
+        _check_shape(name, as_stored.shape, shape)
+        return as_stored
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
@@ -111,9 +137,16 @@ class StoredParameters(Mapping[str, torch.Tensor]):
         return len(self._parameters)
 
 
-def _dummy(parameters: list[Parameter], dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
+def _check_shape(name: str, actual: torch.Size, implied: tuple[int, ...]) -> None:
+    if tuple(actual) != implied:
+        raise ValueError(f"tensor {name!r} has shape {tuple(actual)}, the config implies {implied}")
+
+
+def _dummy(
+    parameters: list[Parameter], dtype: torch.dtype, device: torch.device, seed: int, forms: Mapping[str, str]
+) -> dict[str, Any]:
     generator = torch.Generator(device).manual_seed(seed)
-    made = {}
+    made: dict[str, Any] = {}
     for parameter in parameters:
         tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
         if parameter.name.endswith("norm.weight"):
@@ -122,7 +155,8 @@ def _dummy(parameters: list[Parameter], dtype: torch.dtype, device: torch.device
             tensor.zero_()
         else:
             tensor.normal_(0, _DUMMY_STD, generator=generator)
-        made[parameter.name] = tensor
+        form = forms.get(parameter.name)
+        made[parameter.name] = tensor if form is None else quantize(tensor, form)
     return made
 
 

@@ -48,6 +48,12 @@ class ServerArgs:
         Literal["auto", "bfloat16", "float16", "float32"],
         Setting("Type of weights, activations and KV; auto: the model's, on a CPU bfloat16 where it is native"),
     ] = "auto"
+    quantization: Annotated[
+        Literal["int8", "int4"] | None,
+        Setting(
+            "On a CPU: weights of 8 or 4 bits, multiplied with activations of 8; default: weights as --dtype has them"
+        ),
+    ] = None
     weight_cache: Annotated[
         str, Setting("Folder that keeps dequantised GGUF weights for the next start; auto: ~/.cache/tercet; off: none")
     ] = "auto"
@@ -184,7 +190,7 @@ def _flags() -> list[_Flag]:
         annotated = hints[field.name]
         base, setting = get_args(annotated)
         optional = False
-        if isinstance(base, types.UnionType):
+        if get_origin(base) in (types.UnionType, typing.Union):  # of a Literal: the latter
             optional = True
             base = next(arg for arg in get_args(base) if arg is not type(None))
         choices = get_args(base) if get_origin(base) is Literal else None

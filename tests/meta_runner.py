@@ -119,7 +119,7 @@ def make_meta_runner(monkeypatch, config, attention=MetaAttention, **options):
     monkeypatch.setattr(
         model_runner,
         "load_parameters",
-        lambda config, dtype, device, seed: {
+        lambda config, dtype, device, *_: {
             parameter.name: torch.empty(parameter.shape, dtype=dtype, device=device)
             for parameter in decoder_parameters(config)
         },

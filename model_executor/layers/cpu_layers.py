@@ -36,20 +36,20 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     width, per_word = 2 * cpu_extension.lanes(), 4 // weight.itemsize
     n, k = weight.shape
     assert k % per_word == 0, (n, k)
-    return _padded(weight, 0, width).view(-1, width, k // per_word, per_word).transpose(1, 2).contiguous()
+    return padded(weight, 0, width).view(-1, width, k // per_word, per_word).transpose(1, 2).contiguous()
 
 
-def _padded(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
+def padded(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
     """Zeros at the end of that dimension; x itself, not a copy, where its length is a multiple already."""
     missing = -x.shape[dim] % multiple
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
 
 
-def _pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
+def pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
     if bias is None:
         return None
     width = 2 * cpu_extension.lanes()
-    return _padded(bias.float(), 0, width).view(-1, width)
+    return padded(bias.float(), 0, width).view(-1, width)
 
 
 class CpuLinear:
@@ -58,7 +58,7 @@ class CpuLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, to_float: bool = False) -> None:
         self.num_out = weight.shape[0]
         self.packed = pack(weight)
-        self.bias = _pack_bias(bias)
+        self.bias = pack_bias(bias)
         self._to_float = to_float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,17 +70,17 @@ class CpuGatedLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.num_out = weight.shape[0] // 2
-        self.packed = pack(_interleave(weight))
-        self.bias = None if bias is None else _pack_bias(_interleave(bias))
+        self.packed = pack(interleave(weight))
+        self.bias = None if bias is None else pack_bias(interleave(bias))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return _ops.linear_silu_mul(x, self.packed, self.bias, self.num_out)
 
 
-def _interleave(gate_up: torch.Tensor) -> torch.Tensor:
+def interleave(gate_up: torch.Tensor) -> torch.Tensor:
     """[2 * n, ...]: a vector's worth of rows of the first half, the same of the second, the next of the first ..."""
     lanes = cpu_extension.lanes()
-    halves = _padded(gate_up.view(2, -1, *gate_up.shape[1:]), 1, lanes).view(2, -1, lanes, *gate_up.shape[1:])
+    halves = padded(gate_up.view(2, -1, *gate_up.shape[1:]), 1, lanes).view(2, -1, lanes, *gate_up.shape[1:])
     return halves.transpose(0, 1).reshape(-1, *gate_up.shape[1:])
 
 

@@ -27,13 +27,13 @@ class LayerKinds(NamedTuple):
     rotary: Callable[..., Callable[[torch.Tensor], Any]]
     """(rope config, head_dim, context_len, device) -> (positions -> what `attention` takes as the rotation)"""
     attention: Callable[..., Callable[..., torch.Tensor]]
-    linear: Callable[[torch.Tensor, torch.Tensor | None], Layer] = Linear
-    """(weight, bias)"""
-    gated_linear: Callable[[torch.Tensor, torch.Tensor | None], Layer] = GatedLinear
+    linear: Callable[[Any, torch.Tensor | None], Layer] = Linear
+    """(weight, bias); a weight is a tensor, or a QuantizedWeight where layers of such are made"""
+    gated_linear: Callable[[Any, torch.Tensor | None], Layer] = GatedLinear
     """(weight, bias) of gate and up projection, to silu(gate) * up"""
-    head: Callable[[torch.Tensor], Layer] = Linear
+    head: Callable[[Any], Layer] = Linear
     """weight -> (hidden states -> logits)"""
-    tied_embedding: Callable[[torch.Tensor, Any], Layer] = lambda weight, head: Embedding(weight)
+    tied_embedding: Callable[[Any, Any], Layer] = lambda weight, head: Embedding(weight)
     """(weight, the head made of it) -> (ids -> vectors)"""
 
 
@@ -44,13 +44,18 @@ def _angles_anew(rope: RopeConfig, head_dim: int, context_len: int, device: torc
 TORCH_LAYERS = LayerKinds(RMSNorm, _angles_anew, Attention)
 
 
-def layers_for(attention_backend: str, dtype: torch.dtype) -> LayerKinds:
-    """Kernels beside kernels: the layers that run where this attention backend does."""
+def layers_for(attention_backend: str, dtype: torch.dtype, *, quantized: bool = False) -> LayerKinds:
+    """Kernels beside kernels: the layers that run where this attention backend does. Only `cpu` has quantized ones."""
+    assert not quantized or attention_backend == "cpu"
     match attention_backend:
         case "triton":
             from .triton_layers import TRITON_LAYERS  # Triton takes half a second to import
 
             return TRITON_LAYERS
+        case "cpu" if quantized:
+            from .quantized_layers import quantized_layers  # as below
+
+            return quantized_layers(dtype)
         case "cpu":
             from .cpu_layers import cpu_layers  # its operations exist where the backend does
 

@@ -15,7 +15,8 @@ from ..layers.embedding import Embedding
 from ..layers.kinds import LayerKinds
 from ..layers.layernorm import RMSNorm
 
-Parameters = Mapping[str, torch.Tensor]
+Parameters = Mapping[str, Any]
+"""Tensors; QuantizedWeights where layers of such are made."""
 
 
 class DecoderLayer:

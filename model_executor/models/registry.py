@@ -16,11 +16,16 @@ MODELS: dict[str, type[Decoder]] = {
 }
 
 
-def create_model(config: ModelConfig, params: Parameters, attention: AttentionBackend, context_len: int) -> Decoder:
-    """context_len: positions are below it. Raises ModelNotSupported for an architecture without a class."""
+def create_model(
+    config: ModelConfig, params: Parameters, attention: AttentionBackend, context_len: int, *, quantized: bool = False
+) -> Decoder:
+    """context_len: positions are below it; quantized: matrices in `params` are QuantizedWeights.
+
+    Raises ModelNotSupported for an architecture without a class.
+    """
     if config.architecture not in MODELS:
         raise ModelNotSupported(
             f"architecture {config.architecture!r} is not supported; supported: {', '.join(MODELS)}"
         )
-    layers = layers_for(attention.name, attention.kv_pool.dtype)
+    layers = layers_for(attention.name, attention.kv_pool.dtype, quantized=quantized)
     return MODELS[config.architecture](config, params, attention, layers, context_len)

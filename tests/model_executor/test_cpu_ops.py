@@ -286,7 +286,8 @@ def test_slower_builds_that_run_here_do_the_same():
     fastest = cpu_extension.VARIANTS.index(cpu_extension.load())
     for index, variant in enumerate(cpu_extension.VARIANTS):
         if index > fastest and variant.runs_here():
-            tests = [__file__, str(Path(__file__).with_name("test_cpu_choice.py"))]
+            others = ("test_cpu_choice.py", "test_quantized_layers.py")
+            tests = [__file__, *(str(Path(__file__).with_name(name)) for name in others)]
             arguments = [sys.executable, "-c", RUN_WITH_A_SLOWER_BUILD, str(index), *tests]
             done = subprocess.run(arguments, capture_output=True, text=True, timeout=250)
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

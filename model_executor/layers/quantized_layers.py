@@ -1,0 +1,89 @@
+"""Linear layers over weights of 8 or 4 bits, on the compiled operations of a CPU (csrc/cpu/quantized.h)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from .. import cpu_extension
+from ..quantization import GROUP, QuantizedWeight
+from .cpu_layers import cpu_layers, interleave, pack_bias, padded
+from .kinds import LayerKinds
+
+_ops = torch.ops.tercet_cpu
+_PER_WORD = 4
+"""numbers of a row that are multiplied at once"""
+
+
+def pack_quantized(weight: QuantizedWeight) -> torch.Tensor:
+    """weight [n, k] -> uint8 [ceil(n / width), k / GROUP, bytes of a group of a panel]; scales are zero beyond n.
+
+    A panel is as wide as one of floats (`pack`). What a group is made of: csrc/cpu/quantized.h.
+    """
+    lanes = cpu_extension.lanes()
+
+    def panels(x: torch.Tensor) -> torch.Tensor:
+        """[n, ...] -> [panels, width, ...]"""
+        return padded(x, 0, 2 * lanes).unflatten(0, (-1, 2 * lanes))
+
+    header = [panels(x).transpose(1, 2).contiguous().view(torch.uint8) for x in weight[1:] if x is not None]
+    values = weight.values if weight.bits == 4 else weight.values.view(torch.uint8) ^ 128
+    words = panels(values).unflatten(2, (-1, GROUP // _PER_WORD, _PER_WORD)).permute(0, 2, 3, 1, 4)
+    if weight.bits == 4:
+        words = words[..., :lanes, :] | words[..., lanes:, :] << 4
+    return torch.cat((*header, words.flatten(2)), 2)
+
+
+class QuantizedLinear:
+    """As `Linear`; `to_float`: the result is float32 whatever x is."""
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, to_float: bool = False) -> None:
+        self.num_out = weight.shape[0]
+        self.packed = pack_quantized(weight)
+        self.bias = pack_bias(bias)
+        self._options = weight.bits, to_float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _ops.quantized_linear(x, self.packed, self.bias, self.num_out, *self._options)
+
+
+class QuantizedGatedLinear:
+    """As `GatedLinear`: the two halves of a panel are what one vector of the result is made of."""
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+        self.num_out = weight.shape[0] // 2
+        self.packed = pack_quantized(weight.with_rows(interleave))
+        self.bias = None if bias is None else pack_bias(interleave(bias))
+        self._bits = weight.bits
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _ops.quantized_linear_silu_mul(x, self.packed, self.bias, self.num_out, self._bits)
+
+
+class QuantizedEmbedding:
+    """As `Embedding`, out of the output head of 8 bits of a model that ties the two."""
+
+    def __init__(self, weight: QuantizedWeight, head: QuantizedLinear, *, dtype: torch.dtype) -> None:
+        self._width = width = 2 * cpu_extension.lanes()
+        self._dtype = dtype
+        self._scales = head.packed[..., : 2 * width].view(torch.float16)
+        """[panels, k / GROUP, width]"""
+        self._words = head.packed[..., 2 * width :].unflatten(2, (-1, width, _PER_WORD))
+        """[panels, k / GROUP, words of a group, width, _PER_WORD]"""
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        panels, columns = ids // self._width, ids % self._width
+        groups = self._words[panels, :, :, columns].flatten(2).float() - 128
+        groups *= self._scales[panels, :, columns].unsqueeze(2)
+        return groups.flatten(1).to(self._dtype)
+
+
+def quantized_layers(dtype: torch.dtype) -> LayerKinds:
+    """For activations of that type; weights have the bits that they come with."""
+    return cpu_layers(dtype)._replace(
+        linear=QuantizedLinear,
+        gated_linear=QuantizedGatedLinear,
+        head=partial(QuantizedLinear, to_float=True),
+        tied_embedding=partial(QuantizedEmbedding, dtype=dtype),
+    )
