@@ -16,15 +16,18 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ..model_executor import cpu_extension
+from ..model_executor.dtypes import resolve_dtype
 from ..model_executor.layers.kinds import TORCH_LAYERS, Layer, LayerKinds, layers_for
 from ..model_executor.layers.linear import can_pack
 from ..model_executor.models.parameters import decoder_parameters
+from ..model_executor.quantization import BITS_PER_WEIGHT, GROUP, HEAD_FORM, quantize
 from ..srt.model_config import ModelConfig
 from .kernel_case import relative_error
 from .presets import PRESETS, load_shape, model_name
@@ -46,22 +49,28 @@ class Kind:
     layers: LayerKinds
     dtype: torch.dtype
     """of activations"""
-    weight_bits: int
-    """read for each weight"""
-    multiplied: torch.dtype
-    """numbers whose products are the work"""
+    form: str | None = None
+    """of weights; None: that of activations"""
+
+    @property
+    def multiplied(self) -> torch.dtype:
+        """Numbers whose products are the work."""
+        return self.dtype if self.form is None else torch.int8
 
 
-def kinds_here() -> dict[str, Kind]:
-    """Those that run on this processor."""
+def kinds_here(config: ModelConfig) -> dict[str, Kind]:
+    """Those that run on this processor, and with this model."""
     float32, bfloat16 = torch.float32, torch.bfloat16
     kinds = []
     if cpu_extension.multiplies(float32):
-        kinds.append(Kind("fp32", layers_for("cpu", float32), float32, 32, float32))
+        kinds.append(Kind("fp32", layers_for("cpu", float32), float32))
+        dtype = resolve_dtype("auto", None, _CPU)
+        if all(k % GROUP == 0 for _, _, k in weight_shapes(config)):
+            kinds += [Kind(form, layers_for("cpu", dtype, quantized=True), dtype, form) for form in BITS_PER_WEIGHT]
     if cpu_extension.multiplies(bfloat16):
-        kinds.append(Kind("bf16", layers_for("cpu", bfloat16), bfloat16, 16, bfloat16))
+        kinds.append(Kind("bf16", layers_for("cpu", bfloat16), bfloat16))
     kinds += [
-        Kind(f"oneDNN {name}", TORCH_LAYERS, dtype, 8 * dtype.itemsize, dtype)
+        Kind(f"oneDNN {name}", TORCH_LAYERS, dtype)
         for name, dtype in (("fp32", float32), ("bf16", bfloat16))
         if can_pack(torch.empty(1, 1, dtype=dtype))
     ]
@@ -74,6 +83,8 @@ class Step:
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self.num_weights = 0
+        self.num_bytes = 0.0
+        """of weights"""
         self.error = math.nan
         """relative, of the product with the first weight"""
         self._layers: list[tuple[int, Layer]] = []
@@ -85,7 +96,9 @@ class Step:
 
     def add(self, name: str, weight: torch.Tensor) -> None:
         """weight: float32 [n, k]"""
-        layers, rounded = self.kind.layers, weight.to(self.kind.dtype)
+        layers = self.kind.layers
+        form = HEAD_FORM if self.kind.form and name == _HEAD else self.kind.form
+        rounded = weight.to(self.kind.dtype) if form is None else quantize(weight, form)
         if name.endswith("gate_up_proj.weight"):
             layer = layers.gated_linear(rounded, None)
         elif name == _HEAD:
@@ -97,6 +110,7 @@ class Step:
             self.error = relative_error(layer(x), F.linear(x.double(), weight.double()))
         self._layers.append((weight.shape[1], layer))
         self.num_weights += weight.numel()
+        self.num_bytes += weight.numel() * (self.kind.dtype.itemsize if form is None else BITS_PER_WEIGHT[form] / 8)
 
     def take(self, inputs: dict[int, torch.Tensor]) -> None:
         """inputs: width -> float32 [rows, width]"""
@@ -131,9 +145,8 @@ class CpuCeilings(NamedTuple):
     ops_per_s: dict[torch.dtype, float]
 
     def limit_s(self, step: Step, batch_size: int) -> float:
-        kind = step.kind
-        by_bytes = step.num_weights * kind.weight_bits / 8 / self.read_bytes_per_s
-        return max(by_bytes, 2 * batch_size * step.num_weights / self.ops_per_s[kind.multiplied])
+        by_ops = 2 * batch_size * step.num_weights / self.ops_per_s[step.kind.multiplied]
+        return max(step.num_bytes / self.read_bytes_per_s, by_ops)
 
     def best(self, other: CpuCeilings) -> CpuCeilings:
         """Whoever else is on the machine lowers what is measured, never raises it."""
@@ -150,24 +163,27 @@ def measure_cpu(kinds: Sequence[Kind], *, small: bool) -> CpuCeilings:
 
 
 def _ops_per_s(dtype: torch.dtype, size: int) -> float:
-    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-    return 2 * size**3 / median_s([lambda: torch.mm(a, b)], _CPU)
+    a, b = (torch.randn(size, size) for _ in range(2))
+    if dtype == torch.int8:
+        a, b = (x.mul(40).clamp(-127, 127) for x in (a, b))
+    multiply = torch._int_mm if dtype == torch.int8 else torch.mm
+    return 2 * size**3 / median_s([partial(multiply, a.to(dtype), b.to(dtype))], _CPU)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
-    here = kinds_here()
-    names = list(here) if args.kinds is None else args.kinds.split(",")
-    if not set(names) <= set(here):
-        parser.error(f"--kinds takes some of {', '.join(here)} on this processor, got {args.kinds}")
     if min(args.batch_size) < 1:
         parser.error("--batch-size must be at least 1")
     try:
         config = load_shape(args.model_path)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    here = kinds_here(config)
+    names = list(here) if args.kinds is None else args.kinds.split(",")
+    if not set(names) <= set(here):
+        parser.error(f"--kinds takes some of {', '.join(here)} for this model and processor, got {args.kinds}")
     torch.manual_seed(args.seed)
     kinds = [here[name] for name in names]
     model = model_name(args.model_path)
@@ -232,7 +248,7 @@ def report(result: Result, steps: Sequence[Step], seconds: dict[int, list[float]
                 str(batch_size),
                 step.kind.name,
                 number(one * 1e3),
-                number(step.num_weights * step.kind.weight_bits / 8 / one / 1e9),
+                number(step.num_bytes / one / 1e9),
                 number(2 * batch_size * step.num_weights / one / 1e12),
                 number(limit * 1e3),
                 percent(limit / one),

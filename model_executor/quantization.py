@@ -20,7 +20,7 @@ GROUP = 32
 """weights along a row that share a scale"""
 BITS_PER_WEIGHT = {"int8": 8 + 16 / GROUP, "int4": 4 + 2 * 16 / GROUP}
 """with their share of scales and minima, which are float16"""
-_HEAD_FORM = "int8"
+HEAD_FORM = "int8"
 """of the output head, whatever the layers have: its errors are the logits' own"""
 _CHUNK_ROWS = 4096
 """worked on at once: what is in between takes several times their memory"""
@@ -50,7 +50,7 @@ def quantized_forms(config: ModelConfig, quantization: str | None) -> dict[str, 
     forms = {}
     for name, shape, _ in decoder_parameters(config):
         if name == ("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"):
-            forms[name] = _HEAD_FORM
+            forms[name] = HEAD_FORM
         elif len(shape) == 2 and name != "embed_tokens.weight":
             forms[name] = quantization
         if name in forms and shape[1] % GROUP:
