@@ -62,6 +62,11 @@ struct Work {
   int64_t partial;
 };
 
+/// Positions [from, end).
+struct Range {
+  int64_t from, end;
+};
+
 /// Softmax of query rows over some keys: m the largest score, l the sum of exp(score - m), acc the values weighed so.
 struct Partial {
   float* m;
@@ -207,28 +212,31 @@ class Attention {
     if (dim < width_) std::fill(to + dim, to + width_, C(0.f));
   }
 
+  /// Tokens of the request before those of this work.
+  int64_t prefix_of(const Work& work) const {
+    return in_.seq_lens[work.request] - (in_.start(work.request + 1) - work.token);
+  }
+
+  /// Positions of a split that some query of this work sees, from the start of a tile.
+  Range range_of(const Work& work, int64_t split) const {
+    const int64_t prefix = prefix_of(work);
+    return {
+        std::max(split * kSplit, (prefix + 1 - in_.window) / kTile * kTile),
+        std::min((split + 1) * kSplit, prefix + work.num_tokens)};
+  }
+
   void attend_split(const Work& work, int64_t split, Scratch& s, Partial into) const {
-    const int64_t rows = work.num_tokens * in_.group();
-    const int64_t prefix = in_.seq_lens[work.request] - (in_.start(work.request + 1) - work.token);
-    const int64_t from = std::max(split * kSplit, (prefix + 1 - in_.window) / kTile * kTile);
-    const int64_t end = std::min((split + 1) * kSplit, prefix + work.num_tokens);
+    const int64_t rows = work.num_tokens * in_.group(), prefix = prefix_of(work);
+    const Range range = range_of(work, split);
     std::fill_n(into.m, rows, kNothing);
     std::fill_n(into.l, rows, 0.f);
     std::fill_n(into.acc, rows * width_, 0.f);
-    TileRows k_rows, v_rows;
-    const auto find_rows = [&](int64_t tile) {
-      const int64_t keys = std::min(kTile, end - tile);
-      k_rows = rows_of(in_.k_pool, work, tile, keys);
-      v_rows = rows_of(in_.v_pool, work, tile, keys);
-      prefetch(k_rows, keys);
-      prefetch(v_rows, keys);
-    };
-    find_rows(from);
-    for (int64_t tile = from; tile < end; tile += kTile) {
-      const int64_t keys = std::min(kTile, end - tile), padded = round_up(keys, kPanel);
-      pack_keys(k_rows, padded, s.k_panels.data());
-      pack_values(v_rows, padded, s.v_panels.data());
-      if (tile + kTile < end) find_rows(tile + kTile);
+    Tile found = find_tile(work, range, range.from);
+    for (int64_t tile = range.from; tile < range.end; tile += kTile) {
+      const int64_t keys = found.num_keys, padded = round_up(keys, kPanel);
+      pack_keys(found.keys, padded, s.k_panels.data());
+      pack_values(found.values, padded, s.v_panels.data());
+      if (tile + kTile < range.end) found = find_tile(work, range, tile + kTile);
       score(rows, keys, s);
       weigh(work, prefix, tile, keys, s, into);
       add_values(rows, keys, s, into.acc);
@@ -240,20 +248,28 @@ class Attention {
     const T* row[kTile];
   };
 
-  TileRows rows_of(const T* pool, const Work& work, int64_t tile, int64_t keys) const {
+  struct Tile {
+    int64_t num_keys;
+    TileRows keys, values;
+  };
+
+  /// Finds the tile, and has it brought from memory while something else is done.
+  Tile find_tile(const Work& work, Range range, int64_t tile) const {
+    const int64_t num_keys = std::min(kTile, range.end - tile);
+    return {num_keys, find_rows(in_.k_pool, work, tile, num_keys), find_rows(in_.v_pool, work, tile, num_keys)};
+  }
+
+  TileRows find_rows(const T* pool, const Work& work, int64_t tile, int64_t num_keys) const {
     const int32_t* slots = in_.slot_table + in_.rows[work.request] * in_.context + tile;
     const int64_t stride = in_.kv_heads * in_.head_dim;
     const T* head = pool + work.kv_head * in_.head_dim;
     TileRows rows;
-    for (int64_t i = 0; i < keys; ++i) rows.row[i] = head + slots[i] * stride;
-    std::fill(rows.row + keys, rows.row + kTile, zeros_.data());
+    for (int64_t i = 0; i < num_keys; ++i) {
+      rows.row[i] = head + slots[i] * stride;
+      for (int64_t d = 0; d < in_.head_dim; d += 64 / static_cast<int64_t>(sizeof(T))) fetch_line(rows.row[i] + d);
+    }
+    std::fill(rows.row + num_keys, rows.row + kTile, zeros_.data());
     return rows;
-  }
-
-  /// So that rows are on their way from memory while something else is done.
-  void prefetch(const TileRows& rows, int64_t keys) const {
-    for (int64_t i = 0; i < keys; ++i)
-      for (int64_t d = 0; d < in_.head_dim; d += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(rows.row[i] + d);
   }
 
   /// Numbers d, d + 1, ... of a row that fill a vector, zeros beyond head_dim, as words of whatever kind.

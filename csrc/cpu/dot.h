@@ -91,17 +91,39 @@ struct Dot<at::BFloat16> {
 };
 #endif
 
+/// Has a line brought from memory into the second level of cache: the first is full of what is worked on, and fetching
+/// into that made decode attention slower, not faster.
+inline void fetch_line(const void* at) { __builtin_prefetch(at, 0, 2); }
+
+/// Brings what is needed next, some bytes with every word that is multiplied: at most two lines.
+struct Fetch {
+  const char* next;
+  int64_t bytes;
+
+  void operator()() {
+    fetch_line(next);
+    fetch_line(next + 64);
+    next += bytes;
+  }
+};
+
+struct FetchNothing {
+  void operator()() {}
+};
+
 /// sums[r] += row r of `a` times a panel. a: kRows rows of `words` words, a_stride numbers apart; panel: `words` rows
 /// of kPanel words, panel_stride numbers apart. A row's sums grow in the order of its words, whatever is beside it.
-template <typename T, int kRows, typename D = Dot<T>>
+template <typename T, int kRows, typename Meanwhile = FetchNothing, typename D = Dot<T>>
 inline void multiply_panel(
     const typename D::Row* a,
     int64_t a_stride,
     const typename D::Panel* panel,
     int64_t panel_stride,
     int64_t words,
-    typename D::Sums (&sums)[kRows][2]) {
+    typename D::Sums (&sums)[kRows][2],
+    Meanwhile&& meanwhile = {}) {
   for (int64_t k = 0; k < words; ++k) {
+    meanwhile();
     typename D::Words left, right;
     D::load(panel + k * panel_stride, left, right);
 #pragma GCC unroll 16

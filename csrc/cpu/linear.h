@@ -7,7 +7,7 @@
 namespace tercet {
 
 /// Bytes of x that stay in a core's cache while panels pass by.
-constexpr int64_t kBlockBytes = 160 * 1024;
+constexpr int64_t kBlockBytes = 80 * 1024;
 
 /// packed: [panels, k / kPerWord, kPanel, kPerWord], zeros beyond the last column; k is a multiple of kPerWord.
 template <typename T>
@@ -19,33 +19,46 @@ struct Packed {
 
   static constexpr int64_t kMaxRows = tercet::kMaxRows;
   int64_t row_bytes() const { return k * sizeof(T); }
+  int64_t panel_bytes() const { return kPanel * row_bytes(); }
+  int64_t words() const { return k / Dot<T>::kPerWord; }
 
   /// sums[r] += row (first + r) of x times a panel
   template <int kRows>
-  void multiply(const T* x, int64_t first, int64_t panel, Floats (&sums)[kRows][2]) const {
-    constexpr int64_t kPerWord = Dot<T>::kPerWord;
-    multiply_panel<T, kRows>(x + first * k, k, panels + panel * kPanel * k, kPanel * kPerWord, k / kPerWord, sums);
+  void multiply(const T* x, int64_t first, int64_t panel, Floats (&sums)[kRows][2], Fetch fetch) const {
+    const T* weights = panels + panel * kPanel * k;
+    multiply_panel<T, kRows>(x + first * k, k, weights, kPanel * Dot<T>::kPerWord, words(), sums, fetch);
   }
 };
 
 /// For every row and panel: finish(row, panel, left sums, right sums). X: what this kind of weight multiplies.
+///
+/// A thread takes a run of neighbouring panels for a block of rows. While it multiplies with one panel it brings the next
+/// from memory, evenly over all rows: with few rows memory is what limits, and it should never rest.
 template <typename X, typename Weight, typename Finish>
 void multiply(const X& x, int64_t rows, const Weight& weight, int64_t num_panels, const Finish& finish) {
+  constexpr int64_t kRunsOfThread = 3, kLongestRun = 8;
   const int64_t blocks = ceil_div(rows * weight.row_bytes(), kBlockBytes);
-  Pool::get().run(blocks * num_panels, [&](int64_t item) {
-    const int64_t block = item / num_panels, panel = item % num_panels;
-    const int64_t first = rows * block / blocks, end = rows * (block + 1) / blocks;
-    Floats bias[2] = {};
-    if (weight.bias) {
-      bias[0] = load_floats(weight.bias + panel * kPanel);
-      bias[1] = load_floats(weight.bias + panel * kPanel + kLanes);
+  const int64_t runs = std::min(
+      num_panels, std::max(kRunsOfThread * Pool::get().num_threads(), ceil_div(num_panels, kLongestRun)));
+  Pool::get().run(blocks * runs, [&](int64_t item) {
+    // All blocks meet the same panels one after the other: these are read from memory once.
+    const int64_t block = item % blocks, run = item / blocks;
+    const int64_t first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
+    for (int64_t panel = num_panels * run / runs; panel < num_panels * (run + 1) / runs; ++panel) {
+      Floats bias[2] = {};
+      if (weight.bias) {
+        bias[0] = load_floats(weight.bias + panel * kPanel);
+        bias[1] = load_floats(weight.bias + panel * kPanel + kLanes);
+      }
+      const char* next = reinterpret_cast<const char*>(weight.panels) + (panel + 1) * weight.panel_bytes();
+      in_pieces<Weight::kMaxRows>(count, [&](int64_t at, auto piece) {
+        const Fetch fetch{next + weight.panel_bytes() * at / count, weight.panel_bytes() / weight.words() * piece / count};
+        Floats sums[piece][2] = {};
+        weight.template multiply<piece>(x, first + at, panel, sums, fetch);
+        for (int r = 0; r < piece; ++r)
+          finish(first + at + r, panel, vec_of(sums[r][0] + bias[0]), vec_of(sums[r][1] + bias[1]));
+      });
     }
-    in_pieces<Weight::kMaxRows>(end - first, [&](int64_t at, auto count) {
-      Floats sums[count][2] = {};
-      weight.template multiply<count>(x, first + at, panel, sums);
-      for (int r = 0; r < count; ++r)
-        finish(first + at + r, panel, vec_of(sums[r][0] + bias[0]), vec_of(sums[r][1] + bias[1]));
-    });
   });
 }
 

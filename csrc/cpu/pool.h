@@ -9,6 +9,7 @@
 #include <ATen/Parallel.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <mutex>
 #include <thread>
@@ -36,6 +37,8 @@ class Pool {
     return pool;
   }
 
+  int64_t num_threads() const { return at::get_num_threads(); }
+
   /// f(item) for every item of [0, count), each once, on any thread and in any order; returns when all are done.
   /// f must not throw. Another caller at the same time does its items alone.
   template <typename F>
@@ -60,9 +63,10 @@ class Pool {
   }
 
  private:
-  // How long an idle thread looks for the next job before it sleeps: the pause between two operations of a step, some
-  // microseconds, should not cost a wake-up; the pause between two steps should not cost a core.
-  static constexpr int kSpins = 2000;
+  // How long an idle thread looks for the next job before it sleeps: the pauses within a step, tens of microseconds,
+  // should not cost a wake-up (of a virtual processor, often more than the operation); those between two steps should
+  // not cost a core.
+  static constexpr std::chrono::microseconds kPatience{200};
 
   ~Pool() { stop_threads(); }
 
@@ -87,15 +91,24 @@ class Pool {
     while (!stop_.load()) {
       while (do_one()) {
       }
-      int spins = 0;
-      while (epoch_.load(std::memory_order_acquire) == seen && ++spins < kSpins) relax();
-      if (spins == kSpins) {
+      if (!wait_for_other_than(seen)) {
         sleepers_.fetch_add(1);
         epoch_.wait(seen);
         sleepers_.fetch_sub(1);
       }
       seen = epoch_.load();
     }
+  }
+
+  bool wait_for_other_than(uint32_t seen) const {
+    const auto end = std::chrono::steady_clock::now() + kPatience;
+    do {
+      for (int i = 0; i < 50; ++i) {
+        if (epoch_.load(std::memory_order_acquire) != seen) return true;
+        relax();
+      }
+    } while (std::chrono::steady_clock::now() < end);
+    return false;
   }
 
   bool start_threads() {

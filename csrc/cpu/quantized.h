@@ -149,11 +149,13 @@ struct QuantizedPacked {
   int64_t k;
 
   int64_t row_bytes() const { return QuantizedRows::row_bytes(k); }
+  int64_t panel_bytes() const { return k / kGroup * kGroupBytes; }
+  int64_t words() const { return k / D::kPerWord; }
 
   template <int kRows>
-  void multiply(const QuantizedRows& x, int64_t first, int64_t panel, Floats (&sums)[kRows][2]) const {
+  void multiply(const QuantizedRows& x, int64_t first, int64_t panel, Floats (&sums)[kRows][2], Fetch fetch) const {
     const int64_t groups = k / kGroup;
-    const uint8_t* weights = panels + panel * groups * kGroupBytes;
+    const uint8_t* weights = panels + panel * panel_bytes();
     const int8_t* values = x.values(first);
     const QuantizedRows::Group* of[kRows];
     for (int r = 0; r < kRows; ++r) of[r] = x.groups(first + r);
@@ -161,7 +163,13 @@ struct QuantizedPacked {
       Ints products[kRows][2];
       for (int r = 0; r < kRows; ++r) products[r][0] = products[r][1] = Ints{} + (D::kHasMin ? 0 : of[r][g].offset);
       multiply_panel<Weights, kRows>(
-          values + g * kGroup, row_bytes(), weights + D::kHeaderBytes, D::kWordBytes, kGroup / D::kPerWord, products);
+          values + g * kGroup,
+          row_bytes(),
+          weights + D::kHeaderBytes,
+          D::kWordBytes,
+          kGroup / D::kPerWord,
+          products,
+          fetch);
       const auto* header = reinterpret_cast<const at::Half*>(weights);
       const Columns scales = load_columns(header);
       for (int r = 0; r < kRows; ++r)
