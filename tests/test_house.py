@@ -182,6 +182,13 @@ def test_the_lower_layers_know_no_torch() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_scheduler_loads_only_what_every_model_needs() -> None:
+    heavy = ["transformers", "triton", "gguf", "sympy", "torch._dynamo", "torch._inductor"]
+    code = f"import sys, tercet.managers.scheduler_process; print([name for name in {heavy} if name in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    assert out.stdout.strip() == "[]"
+
+
 def test_importing_tercet_loads_nothing_heavy() -> None:
     heavy = ["torch", "transformers", "numpy", "msgspec", "zmq", "asyncio"]
     code = f"import sys, tercet; tercet.__version__; print([name for name in {heavy} if name in sys.modules])"
