@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import subprocess
+import sys
 
 import pytest
 
@@ -33,6 +35,33 @@ def test_freed_memory_goes_back():
         libc.free(ctypes.c_void_p(piece))
 
 
+COUNT_FAULTS = """
+import resource, sys
+import torch
+from tercet.model_executor import heap
+if sys.argv[1] == "keep":
+    heap.keep_freed_memory()
+def step():
+    for _ in range(5):
+        a, b = torch.ones(4 << 20), torch.ones(4 << 20)
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(heap._set_option is None, reason="only glibc can be told to keep freed memory")
+def test_large_tensors_find_their_memory_again():
+    faults = {}
+    for how in ("keep", "leave"):
+        command = [sys.executable, "-c", COUNT_FAULTS, how]
+        faults[how] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert faults["keep"] * 10 < faults["leave"], faults
+
+
 def test_another_c_library(monkeypatch):
     monkeypatch.setattr(heap, "_trim", None)
+    monkeypatch.setattr(heap, "_set_option", None)
     heap.trim_heap()
+    heap.keep_freed_memory()
