@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 
 import torch
@@ -11,6 +12,7 @@ from ...srt.model_config import ModelConfig
 from .. import cpu_extension
 from .base import AttentionBackend
 
+logger = logging.getLogger(__name__)
 _PACKAGE = __package__
 # Named rather than imported: the Triton backend costs half a second of imports that a CPU server does not need.
 _BACKENDS = {
@@ -19,6 +21,7 @@ _BACKENDS = {
     "triton": ("triton_backend", "TritonAttentionBackend"),
 }
 BACKEND_NAMES = tuple(_BACKENDS)
+_REMEDY = "They are built when tercet is installed where there is a C++ compiler: pip install --no-build-isolation"
 
 
 def resolve_attention_backend(name: str, device: torch.device) -> str:
@@ -29,14 +32,14 @@ def resolve_attention_backend(name: str, device: torch.device) -> str:
     if name == "auto":
         if device.type == "cuda":
             return "triton"
-        return "cpu" if cpu_extension.load() else "torch"
+        if cpu_extension.load():
+            return "cpu"
+        logger.warning("No compiled operations for this processor: running on torch's, which is slower. %s", _REMEDY)
+        return "torch"
     if name not in _BACKENDS:
         raise ValueError(f"attention backend must be auto, {', '.join(BACKEND_NAMES)}, got {name!r}")
     if name == "cpu" and (device.type != "cpu" or not cpu_extension.load()):
-        raise ValueError(
-            "attention backend cpu needs a CPU and its compiled operations, which are built when tercet is installed "
-            "where there is a C++ compiler (pip install --no-build-isolation)"
-        )
+        raise ValueError(f"attention backend cpu needs a CPU and its compiled operations. {_REMEDY}")
     return name
 
 

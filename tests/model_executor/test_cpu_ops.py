@@ -261,12 +261,13 @@ def test_any_number_of_threads_gives_the_same(threads):
         torch.set_num_threads(before)
 
 
-def test_without_a_build_everything_runs_on_torch(tmp_path, monkeypatch):
+def test_without_a_build_everything_runs_on_torch(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(cpu_extension, "_FOLDER", tmp_path)
     cpu_extension.load.cache_clear()
     try:
         assert cpu_extension.load() is None and not cpu_extension.multiplies(torch.float32)
         assert resolve_attention_backend("auto", torch.device("cpu")) == "torch"
+        assert "No compiled operations" in caplog.text
         with pytest.raises(ValueError, match="compiled operations"):
             resolve_attention_backend("cpu", torch.device("cpu"))
     finally:
