@@ -13,6 +13,7 @@ import torch
 from fake_accelerator import FakeAccelerator, use_fake
 from scheduler_rig import Rig
 
+from tercet.model_executor import cpu_extension
 from tercet.model_executor.model_runner import ModelRunner
 from tercet.srt.io_struct import AbortFinish, LengthFinish
 from tercet.srt.model_config import ModelConfig
@@ -45,21 +46,32 @@ SAMPLING = (
 class Runners:
     """Runners by their number of rows: the same weights, and any pool of slots fits."""
 
-    def __init__(self, monkeypatch):
-        # Sums of another order differ by 1e-16: no draw and no best token will ever depend on that.
-        monkeypatch.setattr("tercet.model_executor.model_runner.resolve_dtype", lambda *_: torch.float64)
+    def __init__(self, monkeypatch, backend="torch"):
+        if backend == "torch":
+            # Sums of another order differ by 1e-16: no draw and no best token will ever depend on that.
+            monkeypatch.setattr("tercet.model_executor.model_runner.resolve_dtype", lambda *_: torch.float64)
         monkeypatch.setattr("tercet.model_executor.weights._DUMMY_STD", 0.5)
+        self._backend = backend
         self._made = {}
 
     def __call__(self, num_rows):
         if num_rows not in self._made:
-            self._made[num_rows] = ModelRunner(TOY, max_running_requests=num_rows, max_total_tokens=MOST_SLOTS)
+            self._made[num_rows] = ModelRunner(
+                TOY,
+                max_running_requests=num_rows,
+                max_total_tokens=MOST_SLOTS,
+                dtype="float32",
+                attention_backend=self._backend,
+            )
         return self._made[num_rows]
 
 
-@pytest.fixture
-def runners(monkeypatch):
-    return Runners(monkeypatch)
+@pytest.fixture(params=["torch", "cpu"])
+def runners(request, monkeypatch):
+    """The compiled operations of a CPU need no help from float64: what they compute has the same bits in any step."""
+    if request.param == "cpu" and cpu_extension.load() is None:
+        pytest.skip("no build of csrc/cpu for this processor")
+    return Runners(monkeypatch, request.param)
 
 
 @pytest.fixture
