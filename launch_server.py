@@ -22,6 +22,7 @@ _BENCHMARKS = {
     "prefix": "bench_prefix_cache",
     "kernels": "bench_kernels",
     "linears": "bench_linears",
+    "quantization": "bench_quantization",
     "startup": "bench_startup",
     "compare": "compare",
 }

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from ..model_executor.layers.linear import can_pack
 from ..model_executor.models.parameters import decoder_parameters
 from ..model_executor.quantization import BITS_PER_WEIGHT, GROUP, HEAD_FORM, quantize
 from ..srt.model_config import ModelConfig
+from .ceilings import matmul_flops_per_s
 from .kernel_case import relative_error
 from .presets import PRESETS, load_shape, model_name
 from .results import Result, add_results_arguments, finish, number, percent
@@ -159,15 +159,8 @@ def measure_cpu(kinds: Sequence[Kind], *, small: bool) -> CpuCeilings:
     values = torch.randn(1 << (16 if small else 26))
     read = values.nbytes / median_s([values.amax], _CPU)
     size = 128 if small else 2048
-    return CpuCeilings(read, {dtype: _ops_per_s(dtype, size) for dtype in {kind.multiplied for kind in kinds}})
-
-
-def _ops_per_s(dtype: torch.dtype, size: int) -> float:
-    a, b = (torch.randn(size, size) for _ in range(2))
-    if dtype == torch.int8:
-        a, b = (x.mul(40).clamp(-127, 127) for x in (a, b))
-    multiply = torch._int_mm if dtype == torch.int8 else torch.mm
-    return 2 * size**3 / median_s([partial(multiply, a.to(dtype), b.to(dtype))], _CPU)
+    multiplied = dict.fromkeys(kind.multiplied for kind in kinds)
+    return CpuCeilings(read, {dtype: matmul_flops_per_s(_CPU, dtype, size) for dtype in multiplied})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

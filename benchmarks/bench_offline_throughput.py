@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     title = f"{args.num_prompts} requests at once: {name}"
     result = Result(f"offline-{name}-{args.num_prompts}x{args.output_len.high}", title, parser.prog, argv, device)
-    result.ceilings = measure_ceilings(device, dtype, small=args.small_ceilings)
+    multiplied = dtype if server_args.quantization is None else torch.int8
+    result.ceilings = measure_ceilings(device, multiplied, small=args.small_ceilings)
     least = workload_s(
         ModelCost.of(config, dtype.itemsize, quantization=server_args.quantization),
         [one.prompt_len for one in requests],

@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtype = resolve_dtype(server_args.dtype, checkpoint_dtype(config), device)
         result = Result(f"one-batch-{name}", f"One batch: {name}", parser.prog, argv, device)
         # First, while the memory is free: the KV pool takes what it finds.
-        result.ceilings = measure_ceilings(device, dtype, small=args.small_ceilings)
+        multiplied = dtype if server_args.quantization is None else torch.int8
+        result.ceilings = measure_ceilings(device, multiplied, small=args.small_ceilings)
         bench = _Bench(args, result, ModelCost.of(config, dtype.itemsize, quantization=server_args.quantization))
         result.values.update(model=name, dtype=str(dtype).removeprefix("torch."), page_size=server_args.page_size)
         for graphs in _graph_settings(args, server_args, device):

@@ -25,7 +25,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype = torch.bfloat16, 
     copy_bytes = 1 << 22 if small else 1 << 32 if on_gpu else 1 << 28
     size = 128 if small else 8192 if on_gpu else 2048
     bytes_per_s = _copy_bytes_per_s(device, copy_bytes)
-    flops_per_s = _matmul_flops_per_s(device, dtype, size)
+    flops_per_s = matmul_flops_per_s(device, dtype, size)
     if on_gpu:
         torch.cuda.empty_cache()  # another process may want it
     return Ceilings(bytes_per_s, flops_per_s)
@@ -39,12 +39,16 @@ def _copy_bytes_per_s(device: torch.device, num_bytes: int) -> float:
     return 2 * num_bytes / seconds
 
 
-def _matmul_flops_per_s(device: torch.device, dtype: torch.dtype, size: int) -> float:
+def matmul_flops_per_s(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """A product of two square matrices of a floating dtype, or of int8 (operations on integers then)."""
     # Zeros run faster: less switches in the multipliers, and the clock stays up.
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    b = torch.randn(size, size, device=device, dtype=dtype)
-    out = torch.empty_like(a)
-    seconds = median_s([lambda: torch.mm(a, b, out=out)], device)
+    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+    if dtype == torch.int8:
+        a, b = (x.mul(40).clamp(-127, 127) for x in (a, b))
+    a, b = a.to(dtype), b.to(dtype)
+    multiply, sums = (torch._int_mm, torch.int32) if dtype == torch.int8 else (torch.mm, dtype)
+    out = torch.empty(size, size, device=device, dtype=sums)
+    seconds = median_s([lambda: multiply(a, b, out=out)], device)
     return 2 * size**3 / seconds
 
 

@@ -19,7 +19,7 @@ def test_every_size_is_measured_against_its_limit(tmp_path: Path, capsys: pytest
     assert decodes == [(b, c, d) for b in (1, 3) for c in (8, 20) for d in ("runner", "scheduler")]
     assert all(one["step_s"] > 0 and one["limit_s"] > 0 for one in found["decode"])
     assert found["failed"] == [] and found["idle"] == []
-    assert found["attention_backend"] == "torch" and found["dtype"] == "float32"
+    assert found["attention_backend"] in ("cpu", "torch") and found["dtype"] == "float32"
     assert len(list((tmp_path / "out").iterdir())) == 2
 
 

@@ -1,0 +1,185 @@
+"""What fewer bits a weight cost: how far a model's next-token distributions move, on a text.
+
+    python -m tercet.benchmarks.bench_quantization [--model-path MODEL] [--num-tokens 4096]
+
+The text is cut into windows that know nothing of one another. At every token of every window, the distribution of the
+next one is compared with that of the same model in float32: the Kullback-Leibler divergence from it, and whether the
+likeliest token is the same. The model is run as it is served, prefill only; activations have the type that they have by
+default. CPU only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..model_executor import cpu_extension
+from ..model_executor.forward_batch import ForwardBatch, ForwardMode
+from ..model_executor.model_runner import ModelRunner
+from ..model_executor.quantization import BITS_PER_WEIGHT
+from ..srt.default_model import find_default_model
+from ..srt.model_config import ModelConfig, load_model_config
+from ..srt.tokenizer import load_tokenizer
+from .presets import model_name
+from .results import Result, add_results_arguments, finish, number, percent
+from .workloads import BUNDLED_TEXT
+
+_REFERENCE = "float32"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        if args.model_path is None:
+            raise ValueError("--model-path is needed: the default model is not installed")
+        if not cpu_extension.load():
+            raise ValueError("there is no build of the compiled operations for this processor, and so no quantization")
+        config = load_model_config(args.model_path)
+        windows = read_windows(args, config)
+        measured = compare(config, windows)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    name = model_name(args.model_path)
+    result = Result(f"quantization-{name}", f"Quantization: {name}", parser.prog, argv, torch.device("cpu"))
+    report(result, measured, f"{args.text.name}, {windows.numel():,} tokens in windows of {windows.shape[1]}")
+    finish(result, args)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tercet.benchmarks.bench_quantization",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model-path", default=find_default_model(), help="with weights and a tokenizer (default: the default model)"
+    )
+    parser.add_argument("--text", metavar="FILE", type=Path, default=BUNDLED_TEXT, help="default: the bundled one")
+    parser.add_argument("--num-tokens", type=int, default=4096, help="of the text's start (default: 4096)")
+    parser.add_argument("--window", type=int, default=512, help="tokens that are read at once (default: 512)")
+    add_results_arguments(parser)
+    return parser
+
+
+def read_windows(args: argparse.Namespace, config: ModelConfig) -> torch.Tensor:
+    """int64 [windows, window]. Raises ValueError."""
+    if not 2 <= args.window <= config.context_len:
+        raise ValueError(f"--window must be in [2, {config.context_len}], got {args.window}")
+    num_windows = args.num_tokens // args.window
+    if num_windows < 1:
+        raise ValueError(f"--num-tokens must be at least --window {args.window}, got {args.num_tokens}")
+    ids = load_tokenizer(str(args.model_path)).encode(args.text.read_text(encoding="utf-8"))
+    if len(ids) < num_windows * args.window:
+        raise ValueError(f"{args.text} has {len(ids)} tokens, --num-tokens asks for {args.num_tokens}")
+    return torch.tensor(ids[: num_windows * args.window]).view(num_windows, args.window)
+
+
+@dataclass
+class Measured:
+    """One way to hold the weights, over all windows."""
+
+    name: str
+    runner: ModelRunner
+    divergences: list[torch.Tensor] = field(default_factory=list)
+    """nats, at every token"""
+    agreements: list[torch.Tensor] = field(default_factory=list)
+    """whether the likeliest next token is that of the reference, at every token"""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """nats, of every next token that the window has"""
+
+    def add(self, ids: torch.Tensor, reference: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """ids: int64 [T]; others: float32 [T, vocab]"""
+        self.divergences.append((reference.exp() * (reference - logprobs)).sum(1))
+        self.agreements.append(reference.argmax(1) == logprobs.argmax(1))
+        self.losses.append(-logprobs[:-1].gather(1, ids[1:, None]).squeeze(1))
+
+
+def compare(config: ModelConfig, windows: torch.Tensor) -> list[Measured]:
+    """The reference first."""
+    window = windows.shape[1]
+
+    def measured(name: str, dtype: str, quantization: str | None) -> Measured:
+        runner = ModelRunner(
+            config,
+            max_running_requests=1,
+            dtype=dtype,
+            quantization=quantization,
+            context_len=window,
+            max_total_tokens=window,
+        )
+        return Measured(name, runner)
+
+    everyone = [measured(name, name, None) for name in (_REFERENCE, "bfloat16")]
+    everyone += [measured(form, "auto", form) for form in BITS_PER_WEIGHT]
+    for ids in windows:
+        reference = next_token_logprobs(everyone[0].runner, ids)
+        for one in everyone:
+            logprobs = reference if one is everyone[0] else next_token_logprobs(one.runner, ids)
+            one.add(ids, reference, logprobs)
+    return everyone
+
+
+@torch.inference_mode()
+def next_token_logprobs(runner: ModelRunner, ids: torch.Tensor) -> torch.Tensor:
+    """ids: int64 [T], a whole request -> float32 [T, vocab], after every token"""
+    count = len(ids)
+    slots = torch.arange(1, count + 1)
+    lens = np.array([count], np.int32)
+    batch = ForwardBatch(
+        mode=ForwardMode.EXTEND,
+        rows=torch.tensor([0]),
+        seq_lens=torch.tensor([count]),
+        input_ids=ids,
+        positions=slots - 1,
+        out_cache_loc=slots,
+        req_to_token=slots[None].int(),
+        logits_indices=None,
+        extend_start_loc=torch.tensor([0, count]),
+        prefix_lens=torch.tensor([0]),
+        seq_lens_host=lens,
+        extend_lens_host=lens,
+    )
+    return runner.forward(batch).log_softmax(1)
+
+
+def report(result: Result, everyone: Sequence[Measured], text: str) -> None:
+    table = result.table(
+        "Next-token distributions against those of float32",
+        ["weights", "activations", "MiB of weights", "KL divergence, nats", "same likeliest token", "perplexity"],
+    )
+    table.notes.append(f"text: {text}")
+    rows = []
+    for one in everyone:
+        row: dict[str, Any] = {
+            "weights": one.name,
+            "activations": str(one.runner.dtype).removeprefix("torch."),
+            "weight_bytes": one.runner.weight_bytes,
+            "kl_divergence": torch.cat(one.divergences).double().mean().item(),
+            "same_likeliest_token": torch.cat(one.agreements).double().mean().item(),
+            "perplexity": math.exp(torch.cat(one.losses).double().mean().item()),
+        }
+        rows.append(row)
+        table.row(
+            one.name,
+            row["activations"],
+            number(one.runner.weight_bytes / 2**20),
+            f"{row['kl_divergence']:.4f}",
+            percent(row["same_likeliest_token"]),
+            f"{row['perplexity']:.2f}",
+        )
+    result.values.update(text=text, weights=rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
