@@ -175,7 +175,7 @@ def test_both_loops_stream_the_same_tokens(runners):
         seen["aborts"] += sum(isinstance(heard.finish, AbortFinish) for heard in normal.values())
         seen["stops"] += sum(not isinstance(h.finish, AbortFinish | LengthFinish) for h in normal.values())
         seen["tokens"] += sum(len(heard.ids) for heard in normal.values())
-    # The schedules were worth playing. Retractions are rare, and depend on what the model says: its weights in float32 are
+    # The schedules were worth playing. Retractions are rare, and depend on what the model says: its float32 weights are
     # other ones.
     assert min(count for what, count in seen.items() if what != "retractions" or runners.backend == "torch") > 0, seen
     assert seen["tokens"] > 50 * NUM_SCHEDULES, seen
