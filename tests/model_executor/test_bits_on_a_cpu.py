@@ -1,0 +1,94 @@
+"""A whole model on the compiled operations of a CPU: its logits have the same bits in any batch, chunk or cached prefix."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from runner_driver import RunnerDriver, relative_error
+
+from tercet.model_executor import cpu_extension
+from tercet.model_executor.model_runner import ModelRunner
+from tercet.srt.model_config import ModelConfig
+
+pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
+
+# Longer than a split of attention, with rows that fill no panel evenly.
+CONFIG = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    hidden_size=96,
+    intermediate_size=160,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=301,
+    context_len=320,
+    qk_norm=True,
+    tie_word_embeddings=True,
+    sliding_windows=(None, 70),
+    load_format="dummy",
+)
+VARIANTS = [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int4")]
+
+
+@pytest.fixture(params=VARIANTS, ids=lambda variant: "-".join(filter(None, variant)))
+def make_driver(request, monkeypatch):
+    dtype, quantization = request.param
+    if not cpu_extension.multiplies(getattr(torch, dtype)) and quantization is None:
+        pytest.skip("torch multiplies this type here")
+    monkeypatch.setattr("tercet.model_executor.weights._DUMMY_STD", 0.3)
+
+    def make(**options):
+        return RunnerDriver(
+            ModelRunner(
+                CONFIG,
+                max_running_requests=64,
+                max_total_tokens=8000,
+                dtype=dtype,
+                quantization=quantization,
+                attention_backend="cpu",
+                **options,
+            )
+        )
+
+    return make
+
+
+def test_batches_of_any_size(make_driver):
+    driver = make_driver()
+    rng = np.random.default_rng(1)
+    prompts = {row: rng.integers(0, 301, 1 + row * 7 % 90) for row in range(1, 65)}
+    alone = {}
+    for row, ids in prompts.items():
+        driver.extend({row: ids}, new_rows=[driver.add(row)])
+        driver.decode([row], [5])
+        alone[row] = driver.logits[-1][0]
+    for size in (2, 3, 7, 8, 16, 31, 64):
+        driver = make_driver()
+        rows = rng.permutation(np.arange(1, 65))[:size].tolist()
+        driver.extend({row: prompts[row] for row in rows}, new_rows=[driver.add(row) for row in rows])
+        driver.decode(rows, [5] * size)
+        for index, row in enumerate(rows):
+            assert torch.equal(driver.logits[-1][index], alone[row]), (size, row)
+
+
+def test_chunks_of_any_size_and_prefixes_that_are_there(make_driver):
+    driver = make_driver()
+    ids = np.random.default_rng(2).integers(0, 301, 300)
+    expected = driver.logits_along(1, ids, [300])[299]
+    for row, chunks in enumerate(([299], [1, 299], [64, 64, 172], [100, 57, 143], [256, 1, 42]), start=2):
+        found = driver.logits_along(row, ids, chunks)
+        assert torch.equal(found[299], expected), chunks
+
+
+@pytest.mark.parametrize("make_driver", VARIANTS[:1], indirect=True, ids=["float32"])
+def test_torch_says_the_same_but_for_rounding(make_driver):
+    driver = make_driver()
+    ids = np.random.default_rng(3).integers(0, 301, 90)
+    found = driver.logits_along(1, ids, [80])
+    reference = RunnerDriver(
+        ModelRunner(CONFIG, max_running_requests=4, max_total_tokens=400, dtype="float32", attention_backend="torch")
+    ).logits_along(1, ids, [80])
+    for position, logits in found.items():
+        assert relative_error(logits, reference[position]) < 1e-4, position
