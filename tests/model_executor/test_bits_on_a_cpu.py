@@ -1,4 +1,4 @@
-"""A whole model on the compiled operations of a CPU: its logits have the same bits in any batch, chunk or cached prefix."""
+"""A whole model on the compiled operations of a CPU: its logits have the same bits in any batch, chunk or prefix."""
 
 from __future__ import annotations
 
