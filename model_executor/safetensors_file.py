@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -38,6 +39,8 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
                 pass  # every number in the header has been checked
         except SafetensorError as error:
             raise ValueError(f"{self.path!r} is not a valid safetensors file: {error}") from None
+        except RuntimeError as error:  # torch opens it once more by its name, which may have gone meanwhile
+            raise FileNotFoundError(errno.ENOENT, str(error), self.path) from None
         length = self._file.read(8)
         self.header = length + self._file.read(int.from_bytes(length, "little"))
         """all that comes before the data"""

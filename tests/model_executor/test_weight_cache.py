@@ -274,3 +274,14 @@ def test_a_runner_keeps_nothing_unless_it_is_told_to(config, folder, monkeypatch
     assert not folder.exists()
     ModelRunner(config, **settings, weight_cache="auto")
     assert len(entries(folder / "tercet")) == 1
+
+
+def test_an_entry_that_goes_while_it_is_opened(config, folder, monkeypatch):
+    """Another server may make room at any moment."""
+
+    def gone(path, **options):
+        raise RuntimeError(f"unable to open file <{path}> in read-only mode: No such file or directory (2)")
+
+    monkeypatch.setattr("tercet.model_executor.safetensors_file.safe_open", gone)
+    driver = ModelRunner(config, max_running_requests=1, max_total_tokens=64, weight_cache=str(folder))
+    assert driver.weight_bytes > 0
