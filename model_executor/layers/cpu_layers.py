@@ -1,4 +1,4 @@
-"""The layers of a decoder on the compiled operations of a CPU (csrc/cpu): about nine of them a layer and step."""
+"""The layers of a decoder on the compiled operations of a CPU (csrc/cpu): eight of them a layer and step."""
 
 from __future__ import annotations
 
