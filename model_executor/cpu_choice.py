@@ -16,15 +16,6 @@ class CpuChoice:
         return tokens
 
     def open(self, block: Block) -> torch.Tensor:
-        return self._sample(block)
-
-    def few(self, block: Block) -> torch.Tensor:
-        return self._sample(block)
-
-    def many(self, block: Block) -> torch.Tensor:
-        return self._sample(block)
-
-    def _sample(self, block: Block) -> torch.Tensor:
         columns = torch.from_numpy(block.params.T)
         tokens: torch.Tensor = torch.ops.tercet_cpu.sample(
             block.logits.contiguous(),
@@ -36,3 +27,5 @@ class CpuChoice:
             block.draw,
         )
         return tokens
+
+    few = many = open  # one operation for all of them

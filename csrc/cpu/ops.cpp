@@ -1,5 +1,5 @@
-// The operations as torch knows them: shapes are checked here and nowhere else. What each does is said beside its twin,
-// in model_executor/cpu_ops.py.
+// The operations as torch knows them: shapes are checked here and nowhere else. What each does is said where it is
+// implemented; its twin in plain torch is the layer of the same name in model_executor/layers.
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

@@ -55,7 +55,8 @@ class Pool {
     ++job_;
     // Everything above is seen by whoever sees this.
     unclaimed_.store(ticket(count), std::memory_order_release);
-    epoch_.fetch_add(1, std::memory_order_release);
+    // In one order for all: either a thread that is about to sleep sees the new epoch, or it is seen to sleep.
+    epoch_.fetch_add(1);
     if (sleepers_.load() > 0) epoch_.notify_all();
     while (do_one()) {
     }
