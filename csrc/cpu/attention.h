@@ -1,27 +1,25 @@
 // Attention of new tokens to all that their requests have in the pool by then: prefill, decode and both at once.
 //
-// Keys and values come in tiles of kTile positions, tiles in splits of kSplit positions, both counted from position 0
-// of the request. A query's softmax runs over the tiles of a split (online, arXiv 1805.02867), and splits are merged in
-// order. None of this depends on the queries beside it, so a token's result has the same bits in a decode step, in a
-// chunk of any size and after a cache hit. What a query does not see weighs exactly zero.
+// Keys and values come in tiles, tiles in splits (attention_plan.h). A query's softmax runs over the tiles of a split
+// (online, arXiv 1805.02867), and splits are merged in order. None of this depends on the queries beside it, so a
+// token's result has the same bits in a decode step, in a chunk of any size and after a cache hit. What a query does
+// not see weighs exactly zero.
 #pragma once
 
-#include <cmath>
 #include <limits>
+#include <memory>
 #include <vector>
 
+#include "attention_plan.h"
 #include "dot.h"
 #include "pool.h"
 
 namespace tercet {
 
-constexpr int64_t kTile = 64;
-constexpr int64_t kSplit = 256;
-static_assert(kSplit % kTile == 0 && kTile % kPanel == 0);
-/// Query rows (tokens times the query heads of a KV head) that share one pass over keys and values.
-constexpr int64_t kQueryRows = 96;
 /// Less than any score, and finite: exp(kNothing - kNothing) is 1, not NaN.
 constexpr float kNothing = -1e30f;
+/// The score of a key that is not seen.
+constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 /// What T is multiplied as: bfloat16 where the processor can, else float.
 template <typename T>
@@ -37,34 +35,13 @@ struct ComputeOf<at::BFloat16> {
 
 template <typename T>
 struct AttentionInputs {
+  AttentionBatch batch;
   const T* q;                // token t, head h at q + t * q_stride + h * head_dim
   int64_t q_stride;
   const T* k_pool;           // [slots, kv_heads, head_dim]
   const T* v_pool;
-  const int32_t* slot_table;  // [rows, context]: slot of each position of each row
-  int64_t context;
-  const int64_t* rows;       // [B] row of each request
-  const int64_t* seq_lens;   // [B] its tokens, the new ones included
-  const int64_t* starts;     // [B + 1] its first new token; nullptr: one new token each
-  int64_t num_requests, heads, kv_heads, head_dim;
-  int64_t window;            // positions that a token sees, itself included
   float scale;
   T* out;                    // [tokens, heads * head_dim]
-
-  int64_t start(int64_t request) const { return starts ? starts[request] : request; }
-  int64_t group() const { return heads / kv_heads; }
-};
-
-/// Some new tokens of a request and a KV head, and the splits of keys and values to attend to.
-struct Work {
-  int64_t request, token, num_tokens, kv_head, first_split, end_split;
-  /// where the result waits to be merged with other splits; -1: this is all of it
-  int64_t partial;
-};
-
-/// Positions [from, end).
-struct Range {
-  int64_t from, end;
 };
 
 /// Softmax of query rows over some keys: m the largest score, l the sum of exp(score - m), acc the values weighed so.
@@ -74,16 +51,26 @@ struct Partial {
   float* acc;  // [rows, width]
 };
 
+/// acc [width] *= factor
+inline void shrink_row(float* acc, int64_t width, float factor) {
+  for (int64_t d = 0; d < width; d += kLanes) store_floats(acc + d, load_floats(acc + d) * factor);
+}
+
+/// Both have room for whole vectors of rows.
 inline void merge(Partial into, Partial from, int64_t rows, int64_t width) {
-  for (int64_t r = 0; r < rows; ++r) {
-    const float m = std::max(into.m[r], from.m[r]);
-    const float a = std::exp(into.m[r] - m), b = std::exp(from.m[r] - m);
-    into.m[r] = m;
-    into.l[r] = into.l[r] * a + from.l[r] * b;
-    for (int64_t d = 0; d < width; d += kLanes) {
-      float* sum = into.acc + r * width + d;
-      store_floats(sum, load_floats(sum) * a + load_floats(from.acc + r * width + d) * b);
-    }
+  for (int64_t first = 0; first < rows; first += kLanes) {
+    const Vec old = Vec::loadu(into.m + first), other = Vec::loadu(from.m + first);
+    const Vec m = at::vec::maximum(old, other), a = (old - m).exp(), b = (other - m).exp();
+    m.store(into.m + first);
+    (Vec::loadu(into.l + first) * a + Vec::loadu(from.l + first) * b).store(into.l + first);
+    float of_into[kLanes], of_from[kLanes];
+    a.store(of_into);
+    b.store(of_from);
+    for (int64_t r = first; r < std::min(rows, first + kLanes); ++r)
+      for (int64_t d = r * width; d < (r + 1) * width; d += kLanes)
+        store_floats(
+            into.acc + d,
+            load_floats(into.acc + d) * of_into[r - first] + load_floats(from.acc + d) * of_from[r - first]);
   }
 }
 
@@ -95,31 +82,49 @@ class Attention {
  public:
   explicit Attention(const AttentionInputs<T>& in)
       : in_(in),
-        width_(round_up(in.head_dim, kPanel)),
-        partial_size_(in.group() * (width_ + 2)),
-        zeros_(in.head_dim) {}
+        batch_(in_.batch),
+        group_(batch_.group()),
+        dim_(batch_.head_dim),
+        width_(round_up(dim_, kPanel)),
+        plan_(batch_, sizeof(T), Pool::get().num_threads()),
+        kept_size_(batch_.heads * (width_ + 2)),
+        kept_(std::make_unique_for_overwrite<float[]>(plan_.num_kept * kept_size_)),
+        zeros_(batch_.kv_heads * dim_) {}
 
   void run() {
-    plan();
-    partials_.resize(num_partials_ * partial_size_);
-    Pool::get().run(work_.size(), [&](int64_t i) { attend(work_[i]); });
-    if (num_partials_ > 0) Pool::get().run(merges_.size(), [&](int64_t i) { finish(merges_[i]); });
+    Pool& pool = Pool::get();
+    pool.run(plan_.shared.size(), [&](int64_t i) { attend(plan_.shared[i], true); });
+    pool.run(plan_.own.size(), [&](int64_t i) {
+      const Work& work = plan_.own[i];
+      attend(work, plan_.queries[work.queries.from].kept >= 0);
+    });
+    pool.run(plan_.in_parts.size(), [&](int64_t i) { finish(plan_.in_parts[i]); });
   }
 
  private:
-  /// Memory of one thread.
+  /// Where the tile's slots are in the pools; beyond the last key there are zeros.
+  struct Tile {
+    int64_t first, num_keys = 0;
+    const T* k[kTile];  // [kv_heads, head_dim]
+    const T* v[kTile];
+  };
+
+  /// Memory of one thread for one work.
   struct Scratch {
     std::vector<C> q, k_panels, v_panels, p;
     std::vector<float> scores, split, all;
+    Tile tiles[2];
 
-    void make_room(int64_t num_rows, int64_t width) {
-      grow(q, num_rows * width);
-      grow(k_panels, kTile * width);
-      grow(v_panels, kTile * width);
-      grow(p, num_rows * kTile);
-      grow(scores, num_rows * kTile);
-      grow(split, num_rows * (width + 2));
-      grow(all, num_rows * (width + 2));
+    static Scratch& with_room(int64_t heads, int64_t rows, int64_t width) {
+      static thread_local Scratch scratch;
+      scratch.grow(scratch.q, heads * rows * width);
+      scratch.grow(scratch.k_panels, kTile * width);
+      scratch.grow(scratch.v_panels, kTile * width);
+      scratch.grow(scratch.p, rows * kTile);
+      scratch.grow(scratch.scores, rows * kTile);
+      scratch.grow(scratch.split, heads * rows * (width + 2));
+      scratch.grow(scratch.all, heads * rows * (width + 2));
+      return scratch;
     }
 
     template <typename N>
@@ -128,148 +133,135 @@ class Attention {
     }
   };
 
-  Partial partial(float* memory, int64_t rows) const { return {memory, memory + rows, memory + 2 * rows}; }
+  int64_t rows_of(const Work& work) const { return work.queries.size() * group_; }
+  /// Rows that there is room for: whole vectors of m and l.
+  static int64_t room_of(int64_t rows) { return round_up(rows, kLanes); }
 
-  void plan() {
-    const int64_t block = std::max<int64_t>(1, kQueryRows / in_.group());
-    for (int64_t request = 0; request < in_.num_requests; ++request) {
-      const int64_t first = in_.start(request), end = in_.start(request + 1);
-      const int64_t prefix = in_.seq_lens[request] - (end - first);
-      const int64_t pieces = ceil_div(end - first, block);
-      for (int64_t kv_head = 0; kv_head < in_.kv_heads; ++kv_head) {
-        // The last tokens see most: they go first.
-        for (int64_t piece = pieces - 1; piece >= 0; --piece) {
-          const int64_t token = (end - first) * piece / pieces, next = (end - first) * (piece + 1) / pieces;
-          const int64_t first_split = std::max<int64_t>(0, prefix + token + 1 - in_.window) / kSplit;
-          const int64_t end_split = ceil_div(prefix + next, kSplit);
-          Work work{request, first + token, next - token, kv_head, first_split, end_split, -1};
-          if (work.num_tokens > 1 || end_split - first_split == 1) {
-            work_.push_back(work);
-            continue;
-          }
-          // One token with a long context: its splits are shared out.
-          work.partial = num_partials_;
-          merges_.push_back(work);
-          for (int64_t split = first_split; split < end_split; ++split) {
-            Work part = work;
-            part.first_split = split;
-            part.end_split = split + 1;
-            part.partial = num_partials_++;
-            work_.push_back(part);
-          }
+  /// Of the work's head `head`, in memory of a thread.
+  Partial partial(std::vector<float>& memory, int64_t rows, int64_t head) const {
+    const int64_t room = room_of(rows);
+    float* start = memory.data() + head * room * (width_ + 2);
+    return {start, start + room, start + 2 * room};
+  }
+
+  /// A query's rows of a KV head, where they wait to be merged.
+  Partial kept(const Query& query, int64_t split, int64_t kv_head) const {
+    const int64_t number = query.kept + split - query.splits.from;
+    float* start = kept_.get() + number * kept_size_ + kv_head * group_ * (width_ + 2);
+    return {start, start + group_, start + 2 * group_};
+  }
+
+  void copy_rows(Partial from, int64_t from_row, Partial to, int64_t to_row) const {
+    std::copy_n(from.m + from_row, group_, to.m + to_row);
+    std::copy_n(from.l + from_row, group_, to.l + to_row);
+    std::copy_n(from.acc + from_row * width_, group_ * width_, to.acc + to_row * width_);
+  }
+
+  void attend(const Work& work, bool keep) const {
+    const int64_t heads = work.kv_heads.size(), rows = rows_of(work);
+    Scratch& s = Scratch::with_room(heads, room_of(rows), width_);
+    for (int64_t head = 0; head < heads; ++head)
+      gather_queries(work, work.kv_heads.from + head, s.q.data() + head * rows * width_);
+    Tile *tile = &s.tiles[0], *next = &s.tiles[1];
+    find_tile(work, work.keys.from, *tile);
+    for (int64_t from = work.keys.from, end; from < work.keys.end; from = end) {
+      const int64_t split = from / kSplit;
+      end = std::min((split + 1) * kSplit, work.keys.end);
+      const bool first = keep || from == work.keys.from;
+      std::vector<float>& into = first ? s.all : s.split;
+      for (int64_t head = 0; head < heads; ++head) begin(work, from, head, partial(into, rows, head));
+      for (; from < end; from += kTile, std::swap(tile, next)) {
+        find_tile(work, from + kTile, *next);
+        for (int64_t head = 0; head < heads; ++head) {
+          const int64_t kv_head = work.kv_heads.from + head, padded = round_up(tile->num_keys, kPanel);
+          pack_keys(*tile, *next, kv_head, padded, s.k_panels.data());
+          pack_values(*tile, *next, kv_head, padded, s.v_panels.data());
+          const Partial result = partial(into, rows, head);
+          score(s.q.data() + head * rows * width_, rows, tile->num_keys, s);
+          weigh(work, *tile, s, result);
+          add_values(rows, tile->num_keys, s, result.acc);
         }
       }
+      for (int64_t head = 0; head < heads; ++head) {
+        const Partial result = partial(into, rows, head);
+        if (keep)
+          for (int64_t i = 0; i < work.queries.size(); ++i)
+            copy_rows(
+                result, i * group_, kept(plan_.queries[work.queries.from + i], split, work.kv_heads.from + head), 0);
+        else if (!first)
+          merge(partial(s.all, rows, head), result, rows, width_);
+      }
     }
+    if (!keep)
+      for (int64_t head = 0; head < heads; ++head)
+        write(work.queries, work.kv_heads.from + head, partial(s.all, rows, head));
   }
 
-  void attend(const Work& work) const {
-    static thread_local Scratch scratch;
-    const int64_t group = in_.group(), rows = work.num_tokens * group;
-    scratch.make_room(rows, width_);
-    gather_queries(work, scratch.q.data());
-    const Partial all = partial(scratch.all.data(), rows), one = partial(scratch.split.data(), rows);
-    for (int64_t split = work.first_split; split < work.end_split; ++split) {
-      const Partial into = split == work.first_split ? all : one;
-      attend_split(work, split, scratch, into);
-      if (split > work.first_split) merge(all, one, rows, width_);
-    }
-    if (work.partial < 0)
-      write(work, all);
+  /// What a work starts a split with: nothing, or what works of several requests have left.
+  void begin(const Work& work, int64_t from, int64_t head, Partial into) const {
+    const int64_t rows = rows_of(work), room = room_of(rows);
+    std::fill_n(into.m, room, kNothing);
+    std::fill_n(into.l, room, 0.f);
+    const Query& query = plan_.queries[work.queries.from];
+    if (from % kSplit > 0 && from == query.shared)
+      copy_rows(kept(query, from / kSplit, work.kv_heads.from + head), 0, into, 0);
     else
-      std::copy_n(scratch.all.data(), partial_size_, partials_.data() + work.partial * partial_size_);
+      std::fill_n(into.acc, rows * width_, 0.f);
   }
 
-  void finish(const Work& work) const {
-    const auto part = [&](int64_t index) {
-      return partial(partials_.data() + (work.partial + index) * partial_size_, in_.group());
-    };
-    for (int64_t i = 1; i < work.end_split - work.first_split; ++i) merge(part(0), part(i), in_.group(), width_);
-    write(work, part(0));
+  /// Merges the splits of a query.
+  void finish(int64_t index) const {
+    const Query& query = plan_.queries[index];
+    Scratch& s = Scratch::with_room(1, room_of(group_), width_);
+    const Partial all = partial(s.all, group_, 0), one = partial(s.split, group_, 0);
+    for (int64_t kv_head = 0; kv_head < batch_.kv_heads; ++kv_head) {
+      for (int64_t split = query.splits.from; split < query.splits.end; ++split) {
+        const bool first = split == query.splits.from;
+        copy_rows(kept(query, split, kv_head), 0, first ? all : one, 0);
+        if (!first) merge(all, one, group_, width_);
+      }
+      write({index, index + 1}, kv_head, all);
+    }
   }
 
-  /// Queries of the KV head, [num_tokens * group, width], zeros beyond head_dim.
-  void gather_queries(const Work& work, C* to) const {
-    const int64_t group = in_.group();
-    for (int64_t t = 0; t < work.num_tokens; ++t)
-      for (int64_t g = 0; g < group; ++g)
-        copy_row(
-            in_.q + (work.token + t) * in_.q_stride + (work.kv_head * group + g) * in_.head_dim,
-            to + (t * group + g) * width_);
+  /// Queries of the KV head, [num_queries * group, width], zeros beyond head_dim.
+  void gather_queries(const Work& work, int64_t kv_head, C* to) const {
+    for (int64_t i = work.queries.from; i < work.queries.end; ++i)
+      for (int64_t g = 0; g < group_; ++g, to += width_)
+        copy_row(in_.q + plan_.queries[i].token * in_.q_stride + (kv_head * group_ + g) * dim_, to);
   }
 
   void copy_row(const T* from, C* to) const {
-    const int64_t dim = in_.head_dim;
     if constexpr (std::is_same_v<T, C>) {
       using Chunk = at::vec::Vectorized<T>;
-      for (int64_t d = 0; d < dim; d += Chunk::size())
-        if (dim - d >= Chunk::size())
+      for (int64_t d = 0; d < dim_; d += Chunk::size())
+        if (dim_ - d >= Chunk::size())
           Chunk::loadu(from + d).store(to + d);
         else
-          std::memcpy(to + d, from + d, (dim - d) * sizeof(T));
+          std::memcpy(to + d, from + d, (dim_ - d) * sizeof(T));
     } else {
-      for (int64_t d = 0; d < dim; d += kPanel) store_pair(to + d, load_pair(from + d, dim - d), dim - d);
+      for (int64_t d = 0; d < dim_; d += kPanel) store_pair(to + d, load_pair(from + d, dim_ - d), dim_ - d);
     }
-    if (dim < width_) std::fill(to + dim, to + width_, C(0.f));
+    if (dim_ < width_) std::fill(to + dim_, to + width_, C(0.f));
   }
 
-  /// Tokens of the request before those of this work.
-  int64_t prefix_of(const Work& work) const {
-    return in_.seq_lens[work.request] - (in_.start(work.request + 1) - work.token);
-  }
-
-  /// Positions of a split that some query of this work sees, from the start of a tile.
-  Range range_of(const Work& work, int64_t split) const {
-    const int64_t prefix = prefix_of(work);
-    return {
-        std::max(split * kSplit, (prefix + 1 - in_.window) / kTile * kTile),
-        std::min((split + 1) * kSplit, prefix + work.num_tokens)};
-  }
-
-  void attend_split(const Work& work, int64_t split, Scratch& s, Partial into) const {
-    const int64_t rows = work.num_tokens * in_.group(), prefix = prefix_of(work);
-    const Range range = range_of(work, split);
-    std::fill_n(into.m, rows, kNothing);
-    std::fill_n(into.l, rows, 0.f);
-    std::fill_n(into.acc, rows * width_, 0.f);
-    Tile found = find_tile(work, range, range.from);
-    for (int64_t tile = range.from; tile < range.end; tile += kTile) {
-      const int64_t keys = found.num_keys, padded = round_up(keys, kPanel);
-      pack_keys(found.keys, padded, s.k_panels.data());
-      pack_values(found.values, padded, s.v_panels.data());
-      if (tile + kTile < range.end) found = find_tile(work, range, tile + kTile);
-      score(rows, keys, s);
-      weigh(work, prefix, tile, keys, s, into);
-      add_values(rows, keys, s, into.acc);
+  /// Keys from `first` to the end of a tile, as far as the work goes: none at its end.
+  void find_tile(const Work& work, int64_t first, Tile& tile) const {
+    const int64_t stride = batch_.kv_heads * dim_;
+    tile.first = first;
+    tile.num_keys = std::clamp<int64_t>(work.keys.end - first, 0, kTile);
+    const int32_t* slots = batch_.slots(work.request) + first;
+    for (int64_t i = 0; i < tile.num_keys; ++i) {
+      tile.k[i] = in_.k_pool + slots[i] * stride;
+      tile.v[i] = in_.v_pool + slots[i] * stride;
     }
+    std::fill(tile.k + tile.num_keys, tile.k + kTile, zeros_.data());
+    std::fill(tile.v + tile.num_keys, tile.v + kTile, zeros_.data());
   }
 
-  /// Where the tile's rows of a pool are; rows beyond the last key are zeros.
-  struct TileRows {
-    const T* row[kTile];
-  };
-
-  struct Tile {
-    int64_t num_keys;
-    TileRows keys, values;
-  };
-
-  /// Finds the tile, and has it brought from memory while something else is done.
-  Tile find_tile(const Work& work, Range range, int64_t tile) const {
-    const int64_t num_keys = std::min(kTile, range.end - tile);
-    return {num_keys, find_rows(in_.k_pool, work, tile, num_keys), find_rows(in_.v_pool, work, tile, num_keys)};
-  }
-
-  TileRows find_rows(const T* pool, const Work& work, int64_t tile, int64_t num_keys) const {
-    const int32_t* slots = in_.slot_table + in_.rows[work.request] * in_.context + tile;
-    const int64_t stride = in_.kv_heads * in_.head_dim;
-    const T* head = pool + work.kv_head * in_.head_dim;
-    TileRows rows;
-    for (int64_t i = 0; i < num_keys; ++i) {
-      rows.row[i] = head + slots[i] * stride;
-      for (int64_t d = 0; d < in_.head_dim; d += 64 / static_cast<int64_t>(sizeof(T))) fetch_line(rows.row[i] + d);
-    }
-    std::fill(rows.row + num_keys, rows.row + kTile, zeros_.data());
-    return rows;
+  /// Has a KV head's part of a slot brought from memory.
+  void fetch(const T* slot, int64_t kv_head) const {
+    for (int64_t d = 0; d < dim_; d += 64 / static_cast<int64_t>(sizeof(T))) fetch_line(slot + kv_head * dim_ + d);
   }
 
   /// Numbers d, d + 1, ... of a row that fill a vector, zeros beyond head_dim, as words of whatever kind.
@@ -277,27 +269,28 @@ class Attention {
     constexpr int64_t kNumbers = kLanes * kPerWord;
     Floats words{};
     if constexpr (std::is_same_v<T, C>) {
-      if (d + kNumbers <= in_.head_dim)
+      if (d + kNumbers <= dim_)
         words = load_floats(reinterpret_cast<const float*>(row + d));
-      else if (d < in_.head_dim)
-        std::memcpy(&words, row + d, (in_.head_dim - d) * sizeof(T));
+      else if (d < dim_)
+        std::memcpy(&words, row + d, (dim_ - d) * sizeof(T));
     } else {
       Vec loaded(0.f);
-      if (d < in_.head_dim) loaded = load_pair(row + d, std::min(kLanes, in_.head_dim - d)).left;
+      if (d < dim_) loaded = load_pair(row + d, std::min(kLanes, dim_ - d)).left;
       std::memcpy(&words, &loaded, sizeof(words));
     }
     return words;
   }
 
-  /// Keys as panels [tile / kPanel][width / kPerWord][kPanel].
-  void pack_keys(const TileRows& keys, int64_t padded, C* panels) const {
+  /// Keys as panels [tile / kPanel][width / kPerWord][kPanel]. Those of the next tile are on their way meanwhile.
+  void pack_keys(const Tile& tile, const Tile& next, int64_t kv_head, int64_t padded, C* panels) const {
     const int64_t words = width_ / kPerWord;
     for (int64_t i = 0; i < padded; i += kLanes) {
+      for (int64_t r = 0; r < kLanes; ++r) fetch(next.k[i + r], kv_head);
       float* panel = reinterpret_cast<float*>(panels) + i / kPanel * words * kPanel + i % kPanel;
       for (int64_t w = 0; w < words; w += kLanes) {
         Floats block[kLanes];
 #pragma GCC unroll 16
-        for (int64_t r = 0; r < kLanes; ++r) block[r] = load_words(keys.row[i + r], w * kPerWord);
+        for (int64_t r = 0; r < kLanes; ++r) block[r] = load_words(tile.k[i + r] + kv_head * dim_, w * kPerWord);
         transpose(block);
 #pragma GCC unroll 16
         for (int64_t r = 0; r < kLanes; ++r) store_floats(panel + (w + r) * kPanel, block[r]);
@@ -306,18 +299,19 @@ class Attention {
   }
 
   /// Values as panels [width / kPanel][tile / kPerWord][kPanel].
-  void pack_values(const TileRows& values, int64_t padded, C* panels) const {
+  void pack_values(const Tile& tile, const Tile& next, int64_t kv_head, int64_t padded, C* panels) const {
+    for (int64_t i = 0; i < padded; ++i) fetch(next.v[i], kv_head);
     for (int64_t d = 0; d < width_; d += kPanel) {
       float* words = reinterpret_cast<float*>(panels) + d * kTile / kPerWord;
       for (int64_t i = 0; i < padded; i += kPerWord, words += kPanel) {
         if constexpr (kPerWord == 1) {
-          store_floats(words, load_words(values.row[i], d));
-          store_floats(words + kLanes, load_words(values.row[i], d + kLanes));
+          store_floats(words, load_words(tile.v[i] + kv_head * dim_, d));
+          store_floats(words + kLanes, load_words(tile.v[i] + kv_head * dim_, d + kLanes));
         } else {
           // A word is the value of two neighbouring positions.
           typedef uint16_t Numbers __attribute__((vector_size(kPanel * sizeof(uint16_t))));
-          const auto even = reinterpret_cast<Numbers>(load_words(values.row[i], d));
-          const auto odd = reinterpret_cast<Numbers>(load_words(values.row[i + 1], d));
+          const auto even = reinterpret_cast<Numbers>(load_words(tile.v[i] + kv_head * dim_, d));
+          const auto odd = reinterpret_cast<Numbers>(load_words(tile.v[i + 1] + kv_head * dim_, d));
           const auto pairs = interleave(even, odd, std::make_index_sequence<kPanel>());
           store_floats(words, reinterpret_cast<Floats>(pairs.first));
           store_floats(words + kLanes, reinterpret_cast<Floats>(pairs.second));
@@ -336,12 +330,12 @@ class Attention {
   }
 
   /// scores [rows, kTile] = q k'
-  void score(int64_t rows, int64_t keys, Scratch& s) const {
+  void score(const C* q, int64_t rows, int64_t keys, Scratch& s) const {
     for (int64_t i = 0; i < keys; i += kPanel)
       in_pieces(rows, [&](int64_t first, auto count) {
         Floats sums[count][2] = {};
         multiply_panel<C, count>(
-            s.q.data() + first * width_,
+            q + first * width_,
             width_,
             s.k_panels.data() + i * width_,
             kPanel * kPerWord,
@@ -354,45 +348,63 @@ class Attention {
       });
   }
 
-  static Vec exp_of(Vec x) {
-    if constexpr (std::is_same_v<C, float>)
-      return x.exp();
-    else
-      return x.exp_u20();  // off by less than rounding to bfloat16 is
+  /// p [rows, kTile] = exp(score - m), after m, l and acc have been brought up to this tile's largest score.
+  void weigh(const Work& work, const Tile& tile, Scratch& s, Partial into) const {
+    const int64_t rows = rows_of(work), padded = round_up(tile.num_keys, kPanel);
+    hide(work, tile, padded, s.scores.data());
+    const Vec scale(in_.scale);
+    // As many rows at once as a vector has lanes: their largest scores and sums are then a vector each.
+    for (int64_t first = 0; first < rows; first += kLanes) {
+      const int64_t count = std::min(kLanes, rows - first);
+      float* scores = s.scores.data() + first * kTile;
+      Floats of_rows[kLanes];
+      for (int64_t r = 0; r < count; ++r) {
+        Vec most(kNever);
+        for (int64_t i = r * kTile; i < r * kTile + padded; i += kLanes)
+          most = at::vec::clamp_min(Vec::loadu(scores + i), most);
+        of_rows[r] = floats_of(most);
+      }
+      std::fill(of_rows + count, of_rows + kLanes, Floats{});
+      const Vec old = Vec::loadu(into.m + first);
+      const Vec most = in_lanes(of_rows, [](Vec a, Vec b) { return at::vec::clamp_min(a, b); });
+      const Vec m = at::vec::clamp_min(most * scale, old);
+      const Vec shrink = (old - m).exp();
+      m.store(into.m + first);
+      for (int64_t r = 0; r < count; ++r) {
+        const Vec m_of_row(into.m[first + r]);
+        Vec sum(0.f);
+        for (int64_t i = 0; i < padded; i += kPanel) {
+          const float* at = scores + r * kTile + i;
+          const Vec left = exp_for<C>(at::vec::fmsub(Vec::loadu(at), scale, m_of_row));
+          const Vec right = exp_for<C>(at::vec::fmsub(Vec::loadu(at + kLanes), scale, m_of_row));
+          sum = sum + (left + right);
+          store_pair(s.p.data() + (first + r) * kTile + i, {left, right});
+        }
+        of_rows[r] = floats_of(sum);
+      }
+      const Vec sums = in_lanes(of_rows, [](Vec a, Vec b) { return a + b; });
+      (Vec::loadu(into.l + first) * shrink + sums).store(into.l + first);
+      float factors[kLanes];
+      shrink.store(factors);
+      for (int64_t r = 0; r < count; ++r)
+        if (factors[r] != 1.f) shrink_row(into.acc + (first + r) * width_, width_, factors[r]);
+    }
   }
 
-  /// p [rows, kTile] = exp(score - m), after m, l and acc have been brought up to this tile's largest score.
-  void weigh(const Work& work, int64_t prefix, int64_t tile, int64_t keys, Scratch& s, Partial into) const {
-    const int64_t rows = work.num_tokens * in_.group(), padded = round_up(keys, kPanel);
-    const Vec scale(in_.scale);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t position = prefix + r / in_.group();
-      const int64_t seen_from = std::max<int64_t>(0, position + 1 - in_.window - tile);
-      const int64_t seen_to = std::min(keys, position + 1 - tile);
-      float* scores = s.scores.data() + r * kTile;
-      C* p = s.p.data() + r * kTile;
-      if (seen_from >= seen_to) {
-        std::fill_n(p, padded, C(0.f));
+  /// Scores of keys that a query does not see become kNever.
+  void hide(const Work& work, const Tile& tile, int64_t padded, float* scores) const {
+    for (int64_t i = work.queries.from; i < work.queries.end; ++i) {
+      const int64_t position = plan_.queries[i].position - tile.first;
+      const int64_t from = std::clamp<int64_t>(position + 1 - batch_.window, 0, padded);
+      const int64_t end = std::clamp<int64_t>(position + 1, 0, tile.num_keys);
+      if (from == 0 && end == padded) {
+        scores += group_ * kTile;
         continue;
       }
-      std::fill(scores, scores + seen_from, -std::numeric_limits<float>::infinity());
-      std::fill(scores + seen_to, scores + padded, -std::numeric_limits<float>::infinity());
-      Vec most(kNothing);
-      for (int64_t i = 0; i < padded; i += kLanes) most = at::vec::maximum(most, Vec::loadu(scores + i) * scale);
-      const float m = std::max(into.m[r], max_of(most));
-      const float shrink = std::exp(into.m[r] - m);
-      Vec sum(0.f);
-      for (int64_t i = 0; i < padded; i += kPanel) {
-        const Vec left = exp_of(at::vec::fmsub(Vec::loadu(scores + i), scale, Vec(m)));
-        const Vec right = exp_of(at::vec::fmsub(Vec::loadu(scores + i + kLanes), scale, Vec(m)));
-        sum = sum + (left + right);
-        store_pair(p + i, {left, right});
+      for (int64_t g = 0; g < group_; ++g, scores += kTile) {
+        std::fill(scores, scores + from, kNever);
+        std::fill(scores + end, scores + padded, kNever);
       }
-      into.l[r] = into.l[r] * shrink + sum_of(sum);
-      into.m[r] = m;
-      if (shrink != 1.f)
-        for (int64_t d = 0; d < width_; d += kLanes)
-          store_floats(into.acc + r * width_ + d, load_floats(into.acc + r * width_ + d) * shrink);
     }
   }
 
@@ -419,23 +431,24 @@ class Attention {
       });
   }
 
-  void write(const Work& work, Partial result) const {
-    const int64_t group = in_.group(), dim = in_.head_dim;
-    for (int64_t r = 0; r < work.num_tokens * group; ++r) {
-      T* out = in_.out + ((work.token + r / group) * in_.heads + work.kv_head * group + r % group) * dim;
-      const Vec inverse(1.f / result.l[r]);
-      for (int64_t d = 0; d < dim; d += kPanel)
-        store_pair(out + d, load_pair(result.acc + r * width_ + d) * inverse, dim - d);
-    }
+  void write(Range queries, int64_t kv_head, Partial result) const {
+    for (int64_t i = queries.from, row = 0; i < queries.end; ++i)
+      for (int64_t g = 0; g < group_; ++g, ++row) {
+        T* out = in_.out + (plan_.queries[i].token * batch_.heads + kv_head * group_ + g) * dim_;
+        const Vec inverse(1.f / result.l[row]);
+        for (int64_t d = 0; d < dim_; d += kPanel)
+          store_pair(out + d, load_pair(result.acc + row * width_ + d) * inverse, dim_ - d);
+      }
   }
 
   const AttentionInputs<T> in_;
+  const AttentionBatch& batch_;
+  const int64_t group_, dim_;
   const int64_t width_;  // head_dim, padded to whole panels
-  const int64_t partial_size_;
+  const AttentionPlan plan_;
+  const int64_t kept_size_;
+  const std::unique_ptr<float[]> kept_;
   const std::vector<T> zeros_;
-  std::vector<Work> work_, merges_;
-  int64_t num_partials_ = 0;
-  mutable std::vector<float> partials_;
 };
 
 }  // namespace tercet

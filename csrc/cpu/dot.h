@@ -178,6 +178,23 @@ inline void transpose(Floats (&x)[kLanes]) {
   }
 }
 
+/// What each of these vectors' lanes come to, all in one vector: lane i is that of x[i].
+template <int64_t kBlock = 1, typename F>
+inline Vec in_lanes(Floats (&x)[kLanes], const F& combine) {
+  if constexpr (kBlock < kLanes) {
+    constexpr auto kAll = std::make_index_sequence<kLanes>();
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kLanes; i += 2 * kBlock) {
+      const Floats even = every_other_block<kBlock, false>(x[i], x[i + kBlock], kAll);
+      const Floats odd = every_other_block<kBlock, true>(x[i], x[i + kBlock], kAll);
+      x[i] = floats_of(combine(vec_of(even), vec_of(odd)));
+    }
+    return in_lanes<2 * kBlock>(x, combine);
+  } else {
+    return vec_of(x[0]);
+  }
+}
+
 /// Two vectors of floats, as many as a panel has columns.
 struct FloatPair {
   Vec left, right;
@@ -213,6 +230,15 @@ inline void store_pair(T* to, FloatPair x, int64_t count = kPanel) {
   } else {
     at::vec::convert_from_float<T>(x.left, x.right).store(to, count);
   }
+}
+
+/// exp(x) for a result that is rounded to T: off by less than that rounding is.
+template <typename T>
+inline Vec exp_for(Vec x) {
+  if constexpr (std::is_same_v<T, float>)
+    return x.exp();
+  else
+    return x.exp_u20();
 }
 
 inline float sum_of(Vec x) {

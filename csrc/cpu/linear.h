@@ -76,7 +76,7 @@ template <typename X, typename Weight, typename Out>
 void linear_silu_mul(const X& x, int64_t rows, const Weight& weight, int64_t n, Out* out) {
   multiply(x, rows, weight, ceil_div(n, kLanes), [=](int64_t row, int64_t panel, Vec gate, Vec up) {
     const int64_t column = panel * kLanes;
-    const Vec silu = gate / (Vec(1.f) + gate.neg().exp());
+    const Vec silu = gate / (Vec(1.f) + exp_for<Out>(gate.neg()));
     store_pair(out + row * n + column, {silu * up, Vec(0.f)}, std::min(kLanes, n - column));
   });
 }

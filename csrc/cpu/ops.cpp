@@ -199,20 +199,23 @@ Tensor attention_op(
   constexpr int64_t kEverything = std::numeric_limits<int32_t>::max();
   TERCET_ANY_FLOAT(type, [&] {
     Attention<scalar_t>({
+        .batch =
+            {
+                .slot_table = slot_table.const_data_ptr<int32_t>(),
+                .context = slot_table.size(1),
+                .rows = rows.const_data_ptr<int64_t>(),
+                .seq_lens = seq_lens.const_data_ptr<int64_t>(),
+                .starts = data_or_null<int64_t>(starts),
+                .num_requests = num_requests,
+                .heads = heads,
+                .kv_heads = kv_heads,
+                .head_dim = dim,
+                .window = window.value_or(kEverything),
+            },
         .q = q.const_data_ptr<scalar_t>(),
         .q_stride = q.stride(0),
         .k_pool = k_pool.const_data_ptr<scalar_t>(),
         .v_pool = v_pool.const_data_ptr<scalar_t>(),
-        .slot_table = slot_table.const_data_ptr<int32_t>(),
-        .context = slot_table.size(1),
-        .rows = rows.const_data_ptr<int64_t>(),
-        .seq_lens = seq_lens.const_data_ptr<int64_t>(),
-        .starts = data_or_null<int64_t>(starts),
-        .num_requests = num_requests,
-        .heads = heads,
-        .kv_heads = kv_heads,
-        .head_dim = dim,
-        .window = window.value_or(kEverything),
         .scale = static_cast<float>(scale),
         .out = out.data_ptr<scalar_t>(),
     }).run();

@@ -142,9 +142,12 @@ def test_rotate_and_store(dtype, tokens, kv_heads, group, head_dim, normed, seed
 
 
 class Problem:
-    """Requests with their keys and values scattered over a pool in which everything else is NaN."""
+    """Requests with their keys and values scattered over a pool in which everything else is NaN.
 
-    def __init__(self, dtype, kv_heads, group, head_dim, lens, seed):
+    `shared`: for each request a request before it and how many of its tokens are its own first ones, too.
+    """
+
+    def __init__(self, dtype, kv_heads, group, head_dim, lens, seed, shared=None):
         generator = torch.Generator().manual_seed(seed)
         size, context = sum(lens) + 40, max(lens) + 3
         self.k, self.v = (torch.full((size, kv_heads, head_dim), math.nan).to(dtype) for _ in range(2))
@@ -153,12 +156,15 @@ class Problem:
         self.lens = lens
         free = torch.randperm(size, generator=generator)
         self.q = []
-        for row, length in zip(self.rows, lens, strict=True):
-            slots, free = free[:length], free[length:]
-            self.table[row, :length] = slots.int()
+        for row, length, (parent, common) in zip(self.rows, lens, shared or [(0, 0)] * len(lens), strict=True):
+            slots, free = free[: length - common], free[length - common :]
+            self.table[row, :common] = self.table[self.rows[parent], :common]
+            self.table[row, common:length] = slots.int()
+            length -= common
             self.k[slots] = torch.randn(length, kv_heads, head_dim, generator=generator).to(dtype)
             self.v[slots] = torch.randn(length, kv_heads, head_dim, generator=generator).to(dtype)
-            self.q.append(torch.randn(length, kv_heads * group, head_dim, generator=generator).mul(2).to(dtype))
+            q = torch.randn(length + common, kv_heads * group, head_dim, generator=generator)
+            self.q.append(q.mul(2).to(dtype))
         self.scale = head_dim**-0.5
 
     def attend(self, requests, starts, ends, window=None):
@@ -226,6 +232,28 @@ def test_a_token_has_the_same_bits_in_any_step(dtype, window):
         starts = [max(0, n - chunk) for n in ends]
         for out, request, start in zip(problem.attend(requests, starts, ends, window), requests, starts, strict=True):
             assert torch.equal(out, whole[request][start:]), (chunk, request)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_requests_that_share_keys(data):
+    """Decoded together their common tiles are packed once: no bit of a result may tell."""
+    dtype = data.draw(st.sampled_from(DTYPES))
+    kv_heads, group = data.draw(st.sampled_from([(1, 1), (3, 3), (2, 17)]))
+    lens, shared = [data.draw(st.integers(1, 700))], [(0, 0)]
+    for request in range(1, data.draw(st.sampled_from([2, 5, 14]))):
+        parent = data.draw(st.integers(0, request - 1))
+        common = data.draw(st.one_of(st.integers(0, lens[parent]), st.just(lens[parent] // 64 * 64)))
+        lens.append(max(1, common + data.draw(st.integers(0, 300))))
+        shared.append((parent, common))
+    window = data.draw(st.sampled_from([None, None, 200]))
+    problem = Problem(dtype, kv_heads, group, 64, lens, data.draw(st.integers(0, 2**31)), shared)
+    requests = data.draw(st.permutations(range(len(lens))))
+    ends = [lens[r] for r in requests]
+    starts = [n - data.draw(st.sampled_from([1, 1, 1, min(n, 9)])) for n in ends]
+    for out, request, start in zip(problem.attend(requests, starts, ends, window), requests, starts, strict=True):
+        assert torch.equal(out, problem.attend([request], [start], [lens[request]], window)[0])
+        assert_close(out, problem.expected(request, start, lens[request], window), dtype)
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 17, 1000, 49152])
