@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         multiplied = dtype if server_args.quantization is None else torch.int8
         result.ceilings = measure_ceilings(device, multiplied, small=args.small_ceilings)
         bench = _Bench(args, result, ModelCost.of(config, dtype.itemsize, quantization=server_args.quantization))
-        result.values.update(model=name, dtype=str(dtype).removeprefix("torch."), page_size=server_args.page_size)
+        result.values.update(model=name, dtype=str(dtype).removeprefix("torch."))
         for graphs in _graph_settings(args, server_args, device):
             settings = dataclasses.replace(server_args, disable_cuda_graph=graphs == "off")
             with bench.or_failed(f"all with CUDA graphs {graphs}"):
@@ -130,7 +130,8 @@ class _Bench:
 
     def run(self, engine: LocalEngine, graphs: str) -> None:
         """Measures all there is with one setting of CUDA graphs: "on", "off", or "none" on a CPU."""
-        self._result.values["attention_backend"] = engine.runner.attention_backend
+        runner = engine.runner
+        self._result.values.update(attention_backend=runner.attention_backend, page_size=runner.page_size)
         if not self._result.values["prefill"]:  # no graph has a part in it
             for length in self._args.prefill_len:
                 with self.or_failed(f"prefill of {length} tokens"):

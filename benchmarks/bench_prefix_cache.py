@@ -13,6 +13,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
+from ..model_executor.attention.registry import PAGE_OF_PANELS
 from ..model_executor.model_runner import resolve_device
 from ..srt.entrypoints.engine import Engine
 from ..srt.model_config import load_model_config
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if server_args.max_total_tokens is None:
         # Both engines are alive at once, so neither may take all the memory; this is room for every request.
-        page = server_args.page_size
+        page = server_args.page_size or PAGE_OF_PANELS
         needed = sum(-(-(one.prompt_len + one.output_len) // page) * page for one in requests)
         server_args = dataclasses.replace(server_args, max_total_tokens=needed + page)
     try:

@@ -228,10 +228,10 @@ class DirectBatch:
         """Zeros could run faster than real numbers do."""
         where = torch.from_numpy(slots.astype(np.int64)).to(self._engine.device)
         pool = self._runner.kv_pool
-        for buffer in (*pool.k_buffer, *pool.v_buffer):
-            random = torch.empty(len(slots), *buffer.shape[1:], device=buffer.device, dtype=self._runner.dtype)
-            random.normal_(generator=self._engine.random_numbers)
-            buffer[where] = random.to(buffer.dtype)
+        config = self._engine.config
+        kv = torch.empty(2, len(slots), config.num_kv_heads, config.head_dim, device=where.device, dtype=pool.dtype)
+        for layer in range(config.num_layers):
+            pool.set_kv(layer, where, *kv.normal_(generator=self._engine.random_numbers))
 
     def _first_step(self, context_len: int) -> StepInputs:
         """The last token of the context, through the model: rows and table are known to the device after it."""

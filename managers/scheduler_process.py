@@ -31,6 +31,9 @@ from .text_stream import StopStringChecker
 
 logger = logging.getLogger(__name__)
 
+_LEAST_FOR_PAGES = (2048, 128, 128)
+"""tokens of the KV pool, of a step's prompts and of a chunk with which pages of more than a token waste little"""
+
 
 def run_scheduler(
     server_args: ServerArgs,
@@ -54,7 +57,7 @@ def run_scheduler(
         quantization=server_args.quantization,
         weight_cache=server_args.weight_cache,
         attention_backend=server_args.attention_backend,
-        page_size=server_args.page_size,
+        page_size=_page_size(server_args),
         context_len=_context_len(server_args, model_config),
         mem_fraction_static=server_args.mem_fraction_static,
         max_total_tokens=server_args.max_total_tokens,
@@ -88,7 +91,7 @@ def build_scheduler(
     """The scheduler of a loaded model, with its pools and its cache."""
     pool = ReqToTokenPool(runner.num_rows, runner.context_len)
     runner.bind(pool.req_to_token)
-    allocator, cache = _memory(server_args, runner.max_total_num_tokens)
+    allocator, cache = _memory(server_args, runner)
     return Scheduler(
         _limits(server_args, runner),
         runner,
@@ -117,9 +120,16 @@ def _limits(server_args: ServerArgs, runner: ModelRunner) -> PlanLimits:
     )
 
 
-def _memory(server_args: ServerArgs, num_tokens: int) -> tuple[BaseAllocator, BasePrefixCache]:
-    page_size = server_args.page_size
-    allocator = make_allocator(num_tokens, page_size)
+def _page_size(server_args: ServerArgs) -> int | None:
+    """None leaves it to the attention backend, unless what was asked for is but a few of its pages."""
+    limits = server_args.max_total_tokens, server_args.max_prefill_tokens, server_args.chunked_prefill_size
+    few = any(limit is not None and limit < least for limit, least in zip(limits, _LEAST_FOR_PAGES, strict=True))
+    return server_args.page_size or (1 if few else None)
+
+
+def _memory(server_args: ServerArgs, runner: ModelRunner) -> tuple[BaseAllocator, BasePrefixCache]:
+    page_size = runner.page_size
+    allocator = make_allocator(runner.max_total_num_tokens, page_size)
     if server_args.disable_radix_cache:
         return allocator, ChunkCache(page_size)
     return allocator, RadixCache(allocator, page_size, server_args.radix_eviction_policy)
@@ -155,17 +165,20 @@ def _facts(server_args: ServerArgs, runner: ModelRunner, model_config: ModelConf
         dtype=str(runner.dtype).removeprefix("torch."),
         device=str(runner.device),
         attention_backend=runner.attention_backend,
+        page_size=runner.page_size,
         weight_bytes=runner.weight_bytes,
         kv_bytes=runner.kv_bytes,
         graph_bytes=runner.graph_bytes,
     )
     logger.info(
-        "Model loaded: %s on %s, %.0f MiB of weights, KV pool of %d tokens (%.0f MiB), context %d, %s attention",
+        "Model loaded: %s on %s, %.0f MiB of weights, KV pool of %d tokens (%.0f MiB) in pages of %d, context %d, "
+        "%s attention",
         facts.dtype,
         facts.device,
         facts.weight_bytes / 2**20,
         facts.max_total_num_tokens,
         facts.kv_bytes / 2**20,
+        facts.page_size,
         facts.context_len,
         facts.attention_backend,
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
+
+from ..srt.huge_pages import zeroed
 
 
 class MHATokenToKVPool:
@@ -14,6 +15,10 @@ class MHATokenToKVPool:
     `k_buffer[layer]`, `v_buffer[layer]`: [size + page_size, num_kv_heads, head_dim]; the first page is the
     dummy that padded entries write to. Everything starts as zeros: memory that was never written must not
     hold a NaN, since zero attention weight times NaN is NaN.
+
+    With a `panel` slots lie in blocks of so many as csrc/cpu/kv_panels.h has them, `n` numbers to a word of 32 bits:
+    k_buffer [blocks, num_kv_heads, head_dim / n, panel, n],
+    v_buffer [blocks, num_kv_heads, head_dim / panel, panel / n, panel, n].
     """
 
     def __init__(
@@ -25,16 +30,30 @@ class MHATokenToKVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        panel: int | None = None,
     ) -> None:
-        """`size`: tokens without the dummy page. Raises ValueError when it is no multiple of the page."""
+        """`size`: tokens without the dummy page. Raises ValueError when it is no multiple of the page.
+
+        A page is whole panels, and so is a head.
+        """
         if page_size < 1 or size < page_size or size % page_size:
             raise ValueError(f"pool size must be a positive multiple of page size {page_size}, got {size}")
         self.size = size
         self.page_size = page_size
         self.dtype = dtype
-        shape = (size + page_size, num_kv_heads, head_dim)
-        self.k_buffer = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
-        self.v_buffer = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
+        self._panel = panel
+        self._per_word = per_word = max(4 // dtype.itemsize, 1)
+        slots = size + page_size
+        k_shape: tuple[int, ...] = (slots, num_kv_heads, head_dim)
+        v_shape = k_shape
+        if panel is not None:
+            assert page_size % panel == head_dim % panel == 0, (page_size, head_dim, panel)
+            blocks = (slots // panel, num_kv_heads)
+            k_shape = (*blocks, head_dim // per_word, panel, per_word)
+            v_shape = (*blocks, head_dim // panel, panel // per_word, panel, per_word)
+        device = torch.device(device)
+        self.k_buffer = [_zeros(k_shape, dtype, device) for _ in range(num_layers)]
+        self.v_buffer = [_zeros(v_shape, dtype, device) for _ in range(num_layers)]
 
     @staticmethod
     def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -46,14 +65,30 @@ class MHATokenToKVPool:
 
         Slots are distinct but for the dummy, where whichever write comes last stays.
         """
-        self.k_buffer[layer][slots] = k.to(self.dtype)
-        self.v_buffer[layer][slots] = v.to(self.dtype)
+        k, v = k.to(self.dtype), v.to(self.dtype)
+        if self._panel is None:
+            self.k_buffer[layer][slots] = k
+            self.v_buffer[layer][slots] = v
+            return
+        tokens, heads, dim = k.shape
+        block, at = slots // self._panel, slots % self._panel
+        self.k_buffer[layer][block, :, :, at] = k.reshape(tokens, heads, dim // self._per_word, self._per_word)
+        word, half = at // self._per_word, at % self._per_word
+        self.v_buffer[layer][block, :, :, word, :, half] = v.reshape(tokens, heads, dim // self._panel, self._panel)
+
+    def get_kv(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """k, v: [T, num_kv_heads, head_dim] of slots: int64 [T]."""
+        k, v = self.k_buffer[layer], self.v_buffer[layer]
+        if self._panel is None:
+            return k[slots], v[slots]
+        block, at = slots // self._panel, slots % self._panel
+        word, half = at // self._per_word, at % self._per_word
+        return k[block, :, :, at].flatten(2), v[block, :, :, word, :, half].flatten(2)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy asks the kernel for zeroed pages and touches none of them: a pool costs memory only as it fills up, and no
-    # time at the start (1 GiB: 1.4 s with torch.zeros).
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    # Pages that nobody has touched: a pool costs memory only as it fills up, and no time at the start (1 GiB: 1.4 s
+    # with torch.zeros).
+    return torch.from_numpy(zeroed(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)

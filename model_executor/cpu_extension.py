@@ -58,3 +58,9 @@ def multiplies(dtype: torch.dtype) -> bool:
     """Whether linear layers of this type run on the compiled operations."""
     variant = load()
     return variant is not None and (dtype == torch.float32 or (dtype == torch.bfloat16 and variant.bfloat16))
+
+
+def kv_panel(dtype: torch.dtype, head_dim: int) -> int | None:
+    """Slots of a block of a KV pool in panels (csrc/cpu/kv_panels.h); None where keys have to be packed first."""
+    panel = 2 * lanes()
+    return panel if multiplies(dtype) and head_dim % panel == 0 else None

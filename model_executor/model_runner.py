@@ -11,7 +11,7 @@ import torch
 from ..mem_cache.token_to_kv_pool import MHATokenToKVPool
 from ..srt.model_config import ModelConfig
 from .accelerator import make_accelerator
-from .attention.registry import create_attention_backend, resolve_attention_backend
+from .attention.registry import create_attention_backend, default_page_size, kv_panel, resolve_attention_backend
 from .cuda_graph_runner import CudaGraphRunner, DecodeInputs, batch_sizes, longest_lens
 from .device_buffers import Downloads, StepTokens, Uploads
 from .dtypes import resolve_dtype
@@ -52,7 +52,7 @@ class ModelRunner:
         quantization: str | None = None,
         weight_cache: str = "off",
         attention_backend: str = "auto",
-        page_size: int = 1,
+        page_size: int | None = 1,
         context_len: int | None = None,
         mem_fraction_static: float | None = None,
         max_total_tokens: int | None = None,
@@ -63,6 +63,7 @@ class ModelRunner:
     ) -> None:
         """
         Args:
+            page_size: None: what suits the attention backend
             max_prefill_tokens: prompt tokens of the largest step, for which memory of a GPU is kept
             cuda_graph_max_bs: requests of the largest decode step that is recorded as a CUDA graph
         """
@@ -73,7 +74,7 @@ class ModelRunner:
         self.num_rows = max_running_requests
         self.context_len = context_len or config.context_len
         self.attention_backend = resolve_attention_backend(attention_backend, self.device)
-        self._page_size = page_size
+        self.page_size = page_size or default_page_size(self.attention_backend, config.head_dim, self.dtype)
         self.quantization = quantization
         check_quantization(quantization, self.attention_backend, self.device)
         cache = open_weight_cache(weight_cache)
@@ -96,7 +97,7 @@ class ModelRunner:
         self.max_total_num_tokens = num_kv_tokens(
             self._memory_beside_weights(),
             self._bytes_per_token,
-            page_size=page_size,
+            page_size=self.page_size,
             context_len=self.context_len,
             mem_fraction_static=mem_fraction_static,
             max_total_tokens=max_total_tokens,
@@ -127,12 +128,13 @@ class ModelRunner:
         config = self.config
         self.kv_pool = MHATokenToKVPool(
             pool_tokens,
-            self._page_size,
+            self.page_size,
             config.num_layers,
             config.num_kv_heads,
             config.head_dim,
             self.dtype,
             self.device,
+            kv_panel(self.attention_backend, self.page_size, config.head_dim, self.dtype),
         )
         self.attention = create_attention_backend(self.attention_backend, config, self.kv_pool)
         quantized = self.quantization is not None
@@ -150,7 +152,7 @@ class ModelRunner:
         accelerator = self._accelerator
         if accelerator is None:
             return [], 0
-        self._build(params, self._page_size)
+        self._build(params, self.page_size)
         step_bytes = 0
         for step in largest_steps(self.num_rows, self.context_len, max_prefill_tokens or DEFAULT_PREFILL_TOKENS):
             step_bytes = max(step_bytes, accelerator.peak_bytes(partial(self._rehearse, step)))

@@ -207,6 +207,7 @@ class SchedulerReady(msgspec.Struct, frozen=True, tag="scheduler_ready"):
     dtype: str
     device: str
     attention_backend: str
+    page_size: int
     weight_bytes: int
     kv_bytes: int
     graph_bytes: int = 0

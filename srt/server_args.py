@@ -101,7 +101,9 @@ class ServerArgs:
     schedule_conservativeness: Annotated[
         float, Setting("Above 1: reserve more KV for running requests, retract less")
     ] = 1.0
-    page_size: Annotated[int, Setting("Tokens of a KV page")] = 1
+    page_size: Annotated[
+        int | None, Setting("Tokens of a KV page; default: 1, or 32 on a CPU whose compiled operations suit the model")
+    ] = None
     radix_eviction_policy: Annotated[
         Literal["lru", "lfu", "fifo", "mru", "filo"], Setting("Which cached prefixes go first")
     ] = "lru"
@@ -132,11 +134,11 @@ class ServerArgs:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{_flag(name)} must be at least 1, got {value}")
-        if self.page_size > 1024:
+        if self.page_size is not None and self.page_size > 1024:
             raise ValueError(f"--page-size must be at most 1024, got {self.page_size}")
         for name, num_pages in (("chunked_prefill_size", 1), ("max_prefill_tokens", 1), ("max_total_tokens", 2)):
             value = getattr(self, name)
-            least = num_pages * self.page_size
+            least = num_pages * (self.page_size or 1)
             if value is not None and value < least:
                 raise ValueError(
                     f"{_flag(name)} must be at least {least} with --page-size {self.page_size}, got {value}"

@@ -49,6 +49,7 @@ FACTS = SchedulerReady(
     dtype="float32",
     device="cpu",
     attention_backend="torch",
+    page_size=1,
     weight_bytes=1,
     kv_bytes=2,
 )

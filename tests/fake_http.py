@@ -210,6 +210,7 @@ def make_manager(scheduler: FakeScheduler, **settings: Any) -> TokenizerManager:
         dtype="float32",
         device="cpu",
         attention_backend="torch",
+        page_size=1,
         weight_bytes=1,
         kv_bytes=1,
     )

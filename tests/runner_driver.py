@@ -10,7 +10,7 @@ from tercet.srt.sampling_params import SamplingParams
 
 
 class RunnerDriver:
-    """Every request has a row of its own, and slots in random order."""
+    """Every request has a row of its own, and pages in random order."""
 
     def __init__(self, runner, seed=0, own_table=False):
         """own_table: the runner keeps a table of its own as on a GPU, though it is on a CPU."""
@@ -21,9 +21,12 @@ class RunnerDriver:
             runner._table = torch.zeros(self.table.shape, dtype=torch.int32)
         runner.bind(self.table)
         # Slots of nobody hold a NaN: attending to one by mistake shows.
+        page = runner.page_size
+        pages = np.arange(page, runner.max_total_num_tokens + page).reshape(-1, page)
         for buffer in (*runner.kv_pool.k_buffer, *runner.kv_pool.v_buffer):
-            buffer[1:] = float("nan")
-        self.free = np.random.default_rng(seed).permutation(np.arange(1, runner.max_total_num_tokens + 1))
+            blocks = (runner.max_total_num_tokens + page) // len(buffer)
+            buffer[page // blocks :] = float("nan")
+        self.free = np.random.default_rng(seed).permutation(pages)
         self.lens = {}
         self.logits = []
         self._sample = runner.sampler.sample
@@ -47,12 +50,16 @@ class RunnerDriver:
         )
 
     def _grow(self, row, count):
-        start = self.lens[row]
-        assert count <= len(self.free)
-        taken, self.free = self.free[:count], self.free[count:]
-        self.table[row, start : start + count] = taken
-        self.lens[row] = start + count
-        return taken
+        start, page = self.lens[row], self.runner.page_size
+        end = start + count
+        first, num = -(-start // page), -(-end // page) - -(-start // page)
+        assert num <= len(self.free)
+        taken, self.free = self.free[:num], self.free[num:]
+        for at, slots in enumerate(taken, start=first):
+            room = self.table[row, at * page : (at + 1) * page]
+            room[:] = slots[: len(room)]
+        self.lens[row] = end
+        return self.table[row, start:end].copy()
 
     def extend(self, chunks, sampled=None, new_rows=()):
         """chunks: {row: token ids, or None for its newest token on the device}. Returns the tokens."""

@@ -12,6 +12,7 @@
 
 #include "attention_plan.h"
 #include "dot.h"
+#include "kv_panels.h"
 #include "pool.h"
 
 namespace tercet {
@@ -38,7 +39,7 @@ struct AttentionInputs {
   AttentionBatch batch;
   const T* q;                // token t, head h at q + t * q_stride + h * head_dim
   int64_t q_stride;
-  const T* k_pool;           // [slots, kv_heads, head_dim]
+  const T* k_pool;           // [slots, kv_heads, head_dim], or panels (kv_panels.h)
   const T* v_pool;
   float scale;
   T* out;                    // [tokens, heads * head_dim]
@@ -74,10 +75,12 @@ inline void merge(Partial into, Partial from, int64_t rows, int64_t width) {
   }
 }
 
-template <typename T>
+/// kInPanels: so are the pools (kv_panels.h), which T is then multiplied from as it is.
+template <typename T, bool kInPanels>
 class Attention {
   using C = typename ComputeOf<T>::type;
   static constexpr int64_t kPerWord = Dot<C>::kPerWord;
+  static_assert(!kInPanels || std::is_same_v<T, C>);
 
  public:
   explicit Attention(const AttentionInputs<T>& in)
@@ -102,11 +105,35 @@ class Attention {
   }
 
  private:
-  /// Where the tile's slots are in the pools; beyond the last key there are zeros.
+  static constexpr int64_t kPanels = kTile / kPanel;
+
+  /// Where a tile's slots are in the pools, all KV heads of one after the other; beyond the last key there are zeros.
+  /// Of a pool in panels only the first slot of each is looked up.
   struct Tile {
     int64_t first, num_keys = 0;
-    const T* k[kTile];  // [kv_heads, head_dim]
+    const T* k[kTile];
     const T* v[kTile];
+  };
+
+  struct Panel {
+    const C* numbers;
+    const C* next = nullptr;  // what to bring from memory meanwhile: packing has seen to it otherwise
+
+    /// A word's worth with every word from there on, for the first of the rows only.
+    auto fetch(int64_t number, int64_t first_row) const {
+      constexpr int64_t kBytes = kPanel * kPerWord * sizeof(C);
+      if constexpr (kInPanels)
+        return Fetch{reinterpret_cast<const char*>(next + number), first_row == 0 ? kBytes : 0};
+      else
+        return FetchNothing{};
+    }
+  };
+
+  /// A KV head's part of a tile, kPanel keys each: keys [width / kPerWord][kPanel][kPerWord], values
+  /// [width / kPanel][kPanel / kPerWord][kPanel][kPerWord].
+  struct Panels {
+    Panel k[kPanels];
+    Panel v[kPanels];
   };
 
   /// Memory of one thread for one work.
@@ -172,15 +199,8 @@ class Attention {
       for (int64_t head = 0; head < heads; ++head) begin(work, from, head, partial(into, rows, head));
       for (; from < end; from += kTile, std::swap(tile, next)) {
         find_tile(work, from + kTile, *next);
-        for (int64_t head = 0; head < heads; ++head) {
-          const int64_t kv_head = work.kv_heads.from + head, padded = round_up(tile->num_keys, kPanel);
-          pack_keys(*tile, *next, kv_head, padded, s.k_panels.data());
-          pack_values(*tile, *next, kv_head, padded, s.v_panels.data());
-          const Partial result = partial(into, rows, head);
-          score(s.q.data() + head * rows * width_, rows, tile->num_keys, s);
-          weigh(work, *tile, s, result);
-          add_values(rows, tile->num_keys, s, result.acc);
-        }
+        for (int64_t head = 0; head < heads; ++head)
+          attend_tile(work, *tile, *next, head, s, partial(into, rows, head));
       }
       for (int64_t head = 0; head < heads; ++head) {
         const Partial result = partial(into, rows, head);
@@ -195,6 +215,15 @@ class Attention {
     if (!keep)
       for (int64_t head = 0; head < heads; ++head)
         write(work.queries, work.kv_heads.from + head, partial(s.all, rows, head));
+  }
+
+  void attend_tile(
+      const Work& work, const Tile& tile, const Tile& next, int64_t head, Scratch& s, Partial result) const {
+    const int64_t rows = rows_of(work);
+    const Panels panels = panels_of(tile, next, work.kv_heads.from + head, s);
+    score(s.q.data() + head * rows * width_, rows, tile.num_keys, panels, s.scores.data());
+    weigh(work, tile, s, result);
+    add_values(s.p.data(), rows, tile.num_keys, panels, result.acc);
   }
 
   /// What a work starts a split with: nothing, or what works of several requests have left.
@@ -247,16 +276,36 @@ class Attention {
 
   /// Keys from `first` to the end of a tile, as far as the work goes: none at its end.
   void find_tile(const Work& work, int64_t first, Tile& tile) const {
-    const int64_t stride = batch_.kv_heads * dim_;
+    const int64_t slot_size = batch_.kv_heads * dim_, step = kInPanels ? kPanel : 1;
     tile.first = first;
     tile.num_keys = std::clamp<int64_t>(work.keys.end - first, 0, kTile);
     const int32_t* slots = batch_.slots(work.request) + first;
-    for (int64_t i = 0; i < tile.num_keys; ++i) {
-      tile.k[i] = in_.k_pool + slots[i] * stride;
-      tile.v[i] = in_.v_pool + slots[i] * stride;
+    for (int64_t i = 0; i < kTile; i += step) {
+      const bool there = i < tile.num_keys;
+      tile.k[i] = there ? in_.k_pool + slots[i] * slot_size : zeros_.data();
+      tile.v[i] = there ? in_.v_pool + slots[i] * slot_size : zeros_.data();
     }
-    std::fill(tile.k + tile.num_keys, tile.k + kTile, zeros_.data());
-    std::fill(tile.v + tile.num_keys, tile.v + kTile, zeros_.data());
+  }
+
+  /// A KV head's part of the tile: where it is in the pools, or packed from there into `s`.
+  Panels panels_of(const Tile& tile, const Tile& next, int64_t kv_head, Scratch& s) const {
+    Panels panels;
+    if constexpr (kInPanels) {
+      const int64_t offset = kv_head * kPanel * dim_;
+      for (int64_t i = 0; i < kPanels; ++i) {
+        panels.k[i] = {tile.k[i * kPanel] + offset, next.k[i * kPanel] + offset};
+        panels.v[i] = {tile.v[i * kPanel] + offset, next.v[i * kPanel] + offset};
+      }
+    } else {
+      const int64_t padded = round_up(tile.num_keys, kPanel);
+      pack_keys(tile, next, kv_head, padded, s.k_panels.data());
+      pack_values(tile, next, kv_head, padded, s.v_panels.data());
+      for (int64_t i = 0; i < kPanels; ++i) {
+        panels.k[i].numbers = s.k_panels.data() + i * kPanel * width_;
+        panels.v[i].numbers = s.v_panels.data() + i * kPanel * width_;
+      }
+    }
+    return panels;
   }
 
   /// Has a KV head's part of a slot brought from memory.
@@ -281,7 +330,7 @@ class Attention {
     return words;
   }
 
-  /// Keys as panels [tile / kPanel][width / kPerWord][kPanel]. Those of the next tile are on their way meanwhile.
+  /// Those of the next tile are on their way meanwhile.
   void pack_keys(const Tile& tile, const Tile& next, int64_t kv_head, int64_t padded, C* panels) const {
     const int64_t words = width_ / kPerWord;
     for (int64_t i = 0; i < padded; i += kLanes) {
@@ -298,26 +347,26 @@ class Attention {
     }
   }
 
-  /// Values as panels [width / kPanel][tile / kPerWord][kPanel].
   void pack_values(const Tile& tile, const Tile& next, int64_t kv_head, int64_t padded, C* panels) const {
     for (int64_t i = 0; i < padded; ++i) fetch(next.v[i], kv_head);
-    for (int64_t d = 0; d < width_; d += kPanel) {
-      float* words = reinterpret_cast<float*>(panels) + d * kTile / kPerWord;
-      for (int64_t i = 0; i < padded; i += kPerWord, words += kPanel) {
-        if constexpr (kPerWord == 1) {
-          store_floats(words, load_words(tile.v[i] + kv_head * dim_, d));
-          store_floats(words + kLanes, load_words(tile.v[i] + kv_head * dim_, d + kLanes));
-        } else {
-          // A word is the value of two neighbouring positions.
-          typedef uint16_t Numbers __attribute__((vector_size(kPanel * sizeof(uint16_t))));
-          const auto even = reinterpret_cast<Numbers>(load_words(tile.v[i] + kv_head * dim_, d));
-          const auto odd = reinterpret_cast<Numbers>(load_words(tile.v[i + 1] + kv_head * dim_, d));
-          const auto pairs = interleave(even, odd, std::make_index_sequence<kPanel>());
-          store_floats(words, reinterpret_cast<Floats>(pairs.first));
-          store_floats(words + kLanes, reinterpret_cast<Floats>(pairs.second));
+    for (int64_t panel = 0; panel < padded; panel += kPanel)
+      for (int64_t d = 0; d < width_; d += kPanel) {
+        float* words = reinterpret_cast<float*>(panels + panel * width_ + d * kPanel);
+        for (int64_t i = panel; i < panel + kPanel; i += kPerWord, words += kPanel) {
+          const auto value = [&](int64_t at, int64_t d) { return load_words(tile.v[at] + kv_head * dim_, d); };
+          if constexpr (kPerWord == 1) {
+            store_floats(words, value(i, d));
+            store_floats(words + kLanes, value(i, d + kLanes));
+          } else {
+            // A word is the value of two neighbouring positions.
+            typedef uint16_t Numbers __attribute__((vector_size(kPanel * sizeof(uint16_t))));
+            const auto even = reinterpret_cast<Numbers>(value(i, d)), odd = reinterpret_cast<Numbers>(value(i + 1, d));
+            const auto pairs = interleave(even, odd, std::make_index_sequence<kPanel>());
+            store_floats(words, reinterpret_cast<Floats>(pairs.first));
+            store_floats(words + kLanes, reinterpret_cast<Floats>(pairs.second));
+          }
         }
       }
-    }
   }
 
   /// a[0], b[0], a[1], b[1] ...
@@ -330,20 +379,21 @@ class Attention {
   }
 
   /// scores [rows, kTile] = q k'
-  void score(const C* q, int64_t rows, int64_t keys, Scratch& s) const {
+  void score(const C* q, int64_t rows, int64_t keys, const Panels& panels, float* scores) const {
     for (int64_t i = 0; i < keys; i += kPanel)
       in_pieces(rows, [&](int64_t first, auto count) {
         Floats sums[count][2] = {};
         multiply_panel<C, count>(
             q + first * width_,
             width_,
-            s.k_panels.data() + i * width_,
+            panels.k[i / kPanel].numbers,
             kPanel * kPerWord,
             width_ / kPerWord,
-            sums);
+            sums,
+            panels.k[i / kPanel].fetch(0, first));
         for (int r = 0; r < count; ++r) {
-          store_floats(s.scores.data() + (first + r) * kTile + i, sums[r][0]);
-          store_floats(s.scores.data() + (first + r) * kTile + i + kLanes, sums[r][1]);
+          store_floats(scores + (first + r) * kTile + i, sums[r][0]);
+          store_floats(scores + (first + r) * kTile + i + kLanes, sums[r][1]);
         }
       });
   }
@@ -409,7 +459,7 @@ class Attention {
   }
 
   /// acc += p v
-  void add_values(int64_t rows, int64_t keys, const Scratch& s, float* acc) const {
+  void add_values(const C* p, int64_t rows, int64_t keys, const Panels& panels, float* acc) const {
     for (int64_t d = 0; d < width_; d += kPanel)
       in_pieces(rows, [&](int64_t first, auto count) {
         Floats sums[count][2];
@@ -417,13 +467,15 @@ class Attention {
           sums[r][0] = load_floats(acc + (first + r) * width_ + d);
           sums[r][1] = load_floats(acc + (first + r) * width_ + d + kLanes);
         }
-        multiply_panel<C, count>(
-            s.p.data() + first * kTile,
-            kTile,
-            s.v_panels.data() + d * kTile,
-            kPanel * kPerWord,
-            ceil_div(keys, kPerWord),
-            sums);
+        for (int64_t i = 0; i < keys; i += kPanel)
+          multiply_panel<C, count>(
+              p + first * kTile + i,
+              kTile,
+              panels.v[i / kPanel].numbers + d * kPanel,
+              kPanel * kPerWord,
+              ceil_div(std::min(kPanel, keys - i), kPerWord),
+              sums,
+              panels.v[i / kPanel].fetch(d * kPanel, first));
         for (int r = 0; r < count; ++r) {
           store_floats(acc + (first + r) * width_ + d, sums[r][0]);
           store_floats(acc + (first + r) * width_ + d + kLanes, sums[r][1]);

@@ -9,7 +9,7 @@ namespace tercet {
 /// Calls f(first row, last row) for blocks of rows that are worth another thread's while.
 template <typename F>
 void in_row_blocks(int64_t rows, int64_t row_numbers, const F& f) {
-  constexpr int64_t kNumbers = 16 * 1024;
+  constexpr int64_t kNumbers = 4 * 1024;
   const int64_t blocks = std::max<int64_t>(1, rows * row_numbers / kNumbers);
   Pool::get().run(blocks, [&](int64_t block) { f(rows * block / blocks, rows * (block + 1) / blocks); });
 }

@@ -133,6 +133,27 @@ Tensor rms_norm_op(const Tensor& x, const optional<Tensor>& residual, const Tens
   return out;
 }
 
+/// Of a KV pool: plain [slots, kv_heads, head_dim], or in panels (kv_panels.h).
+struct PoolShape {
+  int64_t kv_heads, head_dim;
+  bool in_panels;
+};
+
+PoolShape check_pools(const Tensor& k_pool, const Tensor& v_pool, at::ScalarType type) {
+  const bool in_panels = k_pool.dim() != 3;
+  const int64_t per_word = 4 / c10::elementSize(type), slots = k_pool.size(0), kv_heads = k_pool.size(1);
+  const int64_t dim = k_pool.size(2) * (in_panels ? per_word : 1);
+  if (!in_panels) {
+    check(k_pool, "k_pool", type, {slots, kv_heads, dim});
+    check(v_pool, "v_pool", type, {slots, kv_heads, dim});
+  } else {
+    check(k_pool, "k_pool", type, {slots, kv_heads, dim / per_word, kPanel, per_word});
+    check(v_pool, "v_pool", type, {slots, kv_heads, dim / kPanel, kPanel / per_word, kPanel, per_word});
+    TORCH_CHECK(dim % kPanel == 0, "heads must be whole panels");
+  }
+  return {kv_heads, dim, in_panels};
+}
+
 void rotate_and_store_op(
     const Tensor& qkv,
     const Tensor& positions,
@@ -144,31 +165,33 @@ void rotate_and_store_op(
     const Tensor& k_pool,
     const Tensor& v_pool) {
   const auto type = qkv.scalar_type();
-  const int64_t tokens = qkv.size(0), kv_heads = k_pool.size(1), dim = k_pool.size(2);
+  const auto [kv_heads, dim, in_panels] = check_pools(k_pool, v_pool, type);
+  const int64_t tokens = qkv.size(0);
   const int64_t heads = qkv.size(1) / dim - 2 * kv_heads;
   TORCH_CHECK(heads > 0 && heads % kv_heads == 0 && dim % 2 == 0, "qkv does not fit the pool");
   check(qkv, "qkv", type, {tokens, (heads + 2 * kv_heads) * dim});
   check(positions, "positions", at::kLong, {tokens});
   check(slots, "slots", at::kLong, {tokens});
   check(cos_sin, "cos_sin", at::kFloat, {cos_sin.size(0), dim});
-  check(k_pool, "k_pool", type, k_pool.sizes());
-  check(v_pool, "v_pool", type, k_pool.sizes());
   TORCH_CHECK(q_norm.has_value() == k_norm.has_value(), "a norm of queries without one of keys, or the reverse");
   if (q_norm) check(*q_norm, "q_norm", type, {dim});
   if (k_norm) check(*k_norm, "k_norm", type, {dim});
-  TERCET_ANY_FLOAT(type, [&] {
-    const Heads<scalar_t> shape{
-        heads, kv_heads, dim, cos_sin.const_data_ptr<float>(), data_or_null<scalar_t>(q_norm),
-        data_or_null<scalar_t>(k_norm), eps};
-    rotate_and_store(
-        qkv.data_ptr<scalar_t>(),
+  const auto call = [&]<typename T>(T, const auto& function) {
+    const Heads<T> shape{
+        heads, kv_heads, dim, cos_sin.const_data_ptr<float>(), data_or_null<T>(q_norm), data_or_null<T>(k_norm), eps};
+    function(
+        qkv.data_ptr<T>(),
         tokens,
         positions.const_data_ptr<int64_t>(),
         slots.const_data_ptr<int64_t>(),
         shape,
-        k_pool.data_ptr<scalar_t>(),
-        v_pool.data_ptr<scalar_t>());
-  });
+        k_pool.data_ptr<T>(),
+        v_pool.data_ptr<T>());
+  };
+  if (in_panels)
+    TERCET_DOT_FLOAT(type, [&] { call(scalar_t(), rotate_and_store_in_panels<scalar_t>); });
+  else
+    TERCET_ANY_FLOAT(type, [&] { call(scalar_t(), rotate_and_store<scalar_t>); });
 }
 
 Tensor attention_op(
@@ -182,12 +205,12 @@ Tensor attention_op(
     optional<int64_t> window,
     double scale) {
   const auto type = q.scalar_type();
-  const int64_t tokens = q.size(0), heads = q.size(1), dim = q.size(2), kv_heads = k_pool.size(1);
+  const auto [kv_heads, dim, in_panels] = check_pools(k_pool, v_pool, type);
+  const int64_t tokens = q.size(0), heads = q.size(1);
   const int64_t num_requests = rows.size(0);
+  TORCH_CHECK(q.size(2) == dim, "heads of q must be as large as those of the pool");
   TORCH_CHECK(q.device().is_cpu() && q.stride(2) == 1 && q.stride(1) == dim, "heads of q must be contiguous");
   TORCH_CHECK(heads % kv_heads == 0, "heads must be a multiple of kv_heads");
-  check(k_pool, "k_pool", type, {k_pool.size(0), kv_heads, dim});
-  check(v_pool, "v_pool", type, k_pool.sizes());
   check(slot_table, "slot_table", at::kInt, slot_table.sizes());
   check(rows, "rows", at::kLong, {num_requests});
   check(seq_lens, "seq_lens", at::kLong, {num_requests});
@@ -197,8 +220,8 @@ Tensor attention_op(
     TORCH_CHECK(tokens == num_requests, "without starts every request has one new token");
   auto out = at::empty({tokens, heads * dim}, q.options());
   constexpr int64_t kEverything = std::numeric_limits<int32_t>::max();
-  TERCET_ANY_FLOAT(type, [&] {
-    Attention<scalar_t>({
+  const auto inputs = [&]<typename T>(T) {
+    return AttentionInputs<T>{
         .batch =
             {
                 .slot_table = slot_table.const_data_ptr<int32_t>(),
@@ -212,14 +235,18 @@ Tensor attention_op(
                 .head_dim = dim,
                 .window = window.value_or(kEverything),
             },
-        .q = q.const_data_ptr<scalar_t>(),
+        .q = q.const_data_ptr<T>(),
         .q_stride = q.stride(0),
-        .k_pool = k_pool.const_data_ptr<scalar_t>(),
-        .v_pool = v_pool.const_data_ptr<scalar_t>(),
+        .k_pool = k_pool.const_data_ptr<T>(),
+        .v_pool = v_pool.const_data_ptr<T>(),
         .scale = static_cast<float>(scale),
-        .out = out.data_ptr<scalar_t>(),
-    }).run();
-  });
+        .out = out.data_ptr<T>(),
+    };
+  };
+  if (in_panels)
+    TERCET_DOT_FLOAT(type, [&] { Attention<scalar_t, true>(inputs(scalar_t())).run(); });
+  else
+    TERCET_ANY_FLOAT(type, [&] { Attention<scalar_t, false>(inputs(scalar_t())).run(); });
   return out;
 }
 

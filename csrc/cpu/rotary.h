@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "kv_panels.h"
 #include "norm.h"
 
 namespace tercet {
@@ -42,25 +43,49 @@ void rotate_head(const T* x, const T* norm, const float* cos_sin, const Heads<T>
   }
 }
 
-/// qkv [tokens, heads + 2 * kv_heads, head_dim]: queries are rotated in place; rotated keys, and values, go to their
-/// slots of k_pool and v_pool [slots, kv_heads, head_dim].
-template <typename T>
-void rotate_and_store(
-    T* qkv, int64_t tokens, const int64_t* positions, const int64_t* slots, const Heads<T>& h, T* k_pool, T* v_pool) {
-  const int64_t dim = h.head_dim, row = (h.heads + 2 * h.kv_heads) * dim, kv_row = h.kv_heads * dim;
+/// qkv [tokens, heads + 2 * kv_heads, head_dim]: queries are rotated in place; rotated keys, and values, are handed to
+/// store(token, KV head, key, value).
+template <typename T, typename Store>
+void rotate(T* qkv, int64_t tokens, const int64_t* positions, const Heads<T>& h, const Store& store) {
+  const int64_t dim = h.head_dim, row = (h.heads + 2 * h.kv_heads) * dim;
   in_row_blocks(tokens, row, [&](int64_t first, int64_t end) {
     std::vector<float> scratch(dim);
+    std::vector<T> rotated(dim);
     for (int64_t token = first; token < end; ++token) {
       const float* cos_sin = h.cos_sin + positions[token] * dim;
       T* q = qkv + token * row;
       for (int64_t head = 0; head < h.heads; ++head)
         rotate_head(q + head * dim, h.q_norm, cos_sin, h, scratch.data(), q + head * dim);
       const T* k = q + h.heads * dim;
-      T* k_slot = k_pool + slots[token] * kv_row;
-      for (int64_t head = 0; head < h.kv_heads; ++head)
-        rotate_head(k + head * dim, h.k_norm, cos_sin, h, scratch.data(), k_slot + head * dim);
-      std::memcpy(v_pool + slots[token] * kv_row, k + kv_row, kv_row * sizeof(T));
+      for (int64_t head = 0; head < h.kv_heads; ++head, k += dim) {
+        rotate_head(k, h.k_norm, cos_sin, h, scratch.data(), rotated.data());
+        store(token, head, rotated.data(), k + h.kv_heads * dim);
+      }
     }
+  });
+}
+
+/// Keys and values go to their slots of k_pool and v_pool [slots, kv_heads, head_dim].
+template <typename T>
+void rotate_and_store(
+    T* qkv, int64_t tokens, const int64_t* positions, const int64_t* slots, const Heads<T>& h, T* k_pool, T* v_pool) {
+  rotate(qkv, tokens, positions, h, [&](int64_t token, int64_t head, const T* key, const T* value) {
+    const int64_t at = (slots[token] * h.kv_heads + head) * h.head_dim;
+    std::copy_n(key, h.head_dim, k_pool + at);
+    std::copy_n(value, h.head_dim, v_pool + at);
+  });
+}
+
+/// The same for pools in panels.
+template <typename T>
+void rotate_and_store_in_panels(
+    T* qkv, int64_t tokens, const int64_t* positions, const int64_t* slots, const Heads<T>& h, T* k_pool, T* v_pool) {
+  const KVPanels<T> panels{h.kv_heads, h.head_dim};
+  rotate(qkv, tokens, positions, h, [&](int64_t token, int64_t head, const T* key, const T* value) {
+    const int64_t slot = slots[token];
+    const bool alone = token + 1 == tokens || slots[token + 1] != slot + 1;
+    panels.store_key(key, slot, head, k_pool);
+    panels.store_value(value, slot, head, alone, v_pool);
   });
 }
 

@@ -21,6 +21,8 @@ _BACKENDS = {
     "triton": ("triton_backend", "TritonAttentionBackend"),
 }
 BACKEND_NAMES = tuple(_BACKENDS)
+PAGE_OF_PANELS = 32
+"""Tokens that are whole panels in every build of the compiled operations."""
 _REMEDY = "They are built when tercet is installed where there is a C++ compiler: pip install --no-build-isolation"
 
 
@@ -41,6 +43,17 @@ def resolve_attention_backend(name: str, device: torch.device) -> str:
     if name == "cpu" and (device.type != "cpu" or not cpu_extension.load()):
         raise ValueError(f"attention backend cpu needs a CPU and its compiled operations. {_REMEDY}")
     return name
+
+
+def kv_panel(backend: str, page_size: int, head_dim: int, dtype: torch.dtype) -> int | None:
+    """Slots of a block where the KV pool is to be kept in panels (`MHATokenToKVPool`); `backend` is resolved."""
+    panel = cpu_extension.kv_panel(dtype, head_dim) if backend == "cpu" else None
+    return panel if panel is not None and page_size % panel == 0 else None
+
+
+def default_page_size(backend: str, head_dim: int, dtype: torch.dtype) -> int:
+    """Tokens of a KV page: one, or what it takes to keep keys and values in panels; `backend` is resolved."""
+    return 1 if kv_panel(backend, PAGE_OF_PANELS, head_dim, dtype) is None else PAGE_OF_PANELS
 
 
 def create_attention_backend(name: str, config: ModelConfig, kv_pool: MHATokenToKVPool) -> AttentionBackend:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ...srt.huge_pages import Arena
 from ...srt.rope_config import RopeConfig
 from .. import cpu_extension
 from ..attention.base import AttentionBackend
@@ -36,7 +37,15 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     width, per_word = 2 * cpu_extension.lanes(), 4 // weight.itemsize
     n, k = weight.shape
     assert k % per_word == 0, (n, k)
-    return padded(weight, 0, width).view(-1, width, k // per_word, per_word).transpose(1, 2).contiguous()
+    return on_huge_pages(padded(weight, 0, width).view(-1, width, k // per_word, per_word).transpose(1, 2))
+
+
+_arena = Arena()
+
+
+def on_huge_pages(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy."""
+    return torch.from_numpy(_arena.take(x.nbytes)).view(x.dtype).view(x.shape).copy_(x)
 
 
 def padded(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from .. import cpu_extension
 from ..quantization import GROUP, QuantizedWeight
-from .cpu_layers import cpu_layers, interleave, pack_bias, padded
+from .cpu_layers import cpu_layers, interleave, on_huge_pages, pack_bias, padded
 from .kinds import LayerKinds
 
 _ops = torch.ops.tercet_cpu
@@ -32,7 +32,7 @@ def pack_quantized(weight: QuantizedWeight) -> torch.Tensor:
     words = panels(values).unflatten(2, (-1, GROUP // _PER_WORD, _PER_WORD)).permute(0, 2, 3, 1, 4)
     if weight.bits == 4:
         words = words[..., :lanes, :] | words[..., lanes:, :] << 4
-    return torch.cat((*header, words.flatten(2)), 2)
+    return on_huge_pages(torch.cat((*header, words.flatten(2)), 2))
 
 
 class QuantizedLinear:

@@ -166,6 +166,7 @@ async def collect_server_info(server: Server) -> dict[str, Any]:
         "dtype": facts.dtype,
         "device": facts.device,
         "attention_backend": facts.attention_backend,
+        "page_size": facts.page_size,
         "context_length": facts.context_len,
         "chunked_prefill_size": facts.chunked_prefill_size,
         "max_prefill_tokens": facts.max_prefill_tokens,

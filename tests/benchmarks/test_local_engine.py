@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from bench_models import tiny_flags
 from runner_driver import RunnerDriver
 
@@ -59,9 +60,10 @@ def test_everything_is_given_back(engine: LocalEngine) -> None:
 
 def test_the_cached_context_is_random_and_not_zero(engine: LocalEngine) -> None:
     with DirectBatch.of(engine, 1, 30, 0):
-        slots = engine.scheduler.kv.req_to_token_pool.req_to_token[1, :29].astype(np.int64)
-        for buffer in (*engine.runner.kv_pool.k_buffer, *engine.runner.kv_pool.v_buffer):
-            assert buffer[slots].std() > 0.5
+        slots = torch.from_numpy(engine.scheduler.kv.req_to_token_pool.req_to_token[1, :29].astype(np.int64))
+        for layer in range(engine.config.num_layers):
+            for kept in engine.runner.kv_pool.get_kv(layer, slots):
+                assert kept.std() > 0.5
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def test_after_forced_retraction(overlap: bool, expected: list[list[int]]) -> No
     assert len(chosen) >= 8
     engine = InProcessEngine(
         max_total_tokens=max(len(PROMPTS[index]) for index in chosen) + NEW_TOKENS + 24,
+        page_size=1,
         schedule_conservativeness=0.01,
         disable_overlap_schedule=not overlap,
     )

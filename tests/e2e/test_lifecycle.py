@@ -108,7 +108,7 @@ def test_a_killed_scheduler_ends_sixteen_streams_within_two_seconds(run_dirs: Pa
 SCRIPT = """
 import os, signal, sys
 import tercet
-engine = tercet.Engine(sys.argv[1], max_total_tokens=4096)
+engine = tercet.Engine(sys.argv[1], max_total_tokens=4096, page_size=1)
 sampling = {"max_new_tokens": 8, "temperature": 0}
 answer = engine.generate("The capital of France is", sampling)
 *_, last = engine.generate("The capital of France is", sampling, stream=True)

@@ -33,6 +33,27 @@ def test_set_kv_writes_one_layer_at_the_slots_and_casts() -> None:
     assert not pool.k_buffer[0].any() and not pool.v_buffer[0].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pool_in_panels_holds_the_same(dtype: torch.dtype) -> None:
+    sizes = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 32, "dtype": dtype, "device": "cpu"}
+    plain, panels = MHATokenToKVPool(96, 32, **sizes), MHATokenToKVPool(96, 32, **sizes, panel=16)
+    k, v = torch.randn(2, 5, 3, 32)
+    slots = torch.tensor([32, 127, 70, 71, 49])
+    for pool in (plain, panels):
+        pool.set_kv(1, slots, k, v)
+    everywhere = torch.arange(128)
+    for layer in (0, 1):
+        for ours, theirs in zip(panels.get_kv(layer, everywhere), plain.get_kv(layer, everywhere), strict=True):
+            assert torch.equal(ours, theirs)
+    assert sum(b.nbytes for b in panels.k_buffer + panels.v_buffer) == 128 * MHATokenToKVPool.bytes_per_token(
+        2, 3, 32, dtype
+    )
+    # numbers of a key that are multiplied together lie together, next to those of the next slot; so do two values
+    n = 4 // dtype.itemsize
+    assert torch.equal(panels.k_buffer[1][127 // 16, 2, 3, 127 % 16], k[1, 2, 3 * n : 4 * n].to(dtype))
+    assert torch.equal(panels.v_buffer[1][71 // 16, 2, 1, 71 % 16 // n, :, 71 % n], v[3, 2, 16:].to(dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bytes_per_token_is_what_the_buffers_take(dtype: torch.dtype) -> None:
     pool = make_pool(dtype=dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -29,28 +31,37 @@ CONFIG = ModelConfig(
     sliding_windows=(None, 70),
     load_format="dummy",
 )
-VARIANTS = [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int4")]
+VARIANTS = [
+    ("float32", None, 1),
+    ("bfloat16", None, 1),
+    ("float32", "int8", 1),
+    ("bfloat16", "int4", 1),
+    ("float32", None, 32),
+    ("bfloat16", None, 32),
+]
 
 
-@pytest.fixture(params=VARIANTS, ids=lambda variant: "-".join(filter(None, variant)))
+@pytest.fixture(params=VARIANTS, ids=lambda variant: "-".join(str(part) for part in variant if part))
 def make_driver(request, monkeypatch):
-    dtype, quantization = request.param
+    dtype, quantization, page_size = request.param
     if not cpu_extension.multiplies(getattr(torch, dtype)) and quantization is None:
         pytest.skip("torch multiplies this type here")
     monkeypatch.setattr("tercet.model_executor.weights._DUMMY_STD", 0.3)
 
-    def make(**options):
-        return RunnerDriver(
-            ModelRunner(
-                CONFIG,
-                max_running_requests=64,
-                max_total_tokens=8000,
-                dtype=dtype,
-                quantization=quantization,
-                attention_backend="cpu",
-                **options,
-            )
+    def make(page_size=page_size, **options):
+        runner = ModelRunner(
+            # whole panels of a head, where pages are
+            CONFIG if request.param[2] == 1 else replace(CONFIG, head_dim=32),
+            max_running_requests=64,
+            max_total_tokens=8000,
+            dtype=dtype,
+            quantization=quantization,
+            attention_backend="cpu",
+            page_size=page_size,
+            **options,
         )
+        assert (runner.kv_pool.k_buffer[0].dim() > 3) == (page_size > 1)
+        return RunnerDriver(runner)
 
     return make
 
@@ -80,6 +91,15 @@ def test_chunks_of_any_size_and_prefixes_that_are_there(make_driver):
     for row, chunks in enumerate(([299], [1, 299], [64, 64, 172], [100, 57, 143], [256, 1, 42]), start=2):
         found = driver.logits_along(row, ids, chunks)
         assert torch.equal(found[299], expected), chunks
+
+
+@pytest.mark.parametrize("make_driver", VARIANTS[4:], indirect=True, ids=["float32", "bfloat16"])
+def test_panels_change_no_bit(make_driver):
+    ids = np.random.default_rng(4).integers(0, 301, 300)
+    expected = make_driver(page_size=1).logits_along(1, ids, [50, 230])
+    found = make_driver().logits_along(1, ids, [50, 230])
+    for position, logits in expected.items():
+        assert torch.equal(found[position], logits), position
 
 
 @pytest.mark.parametrize("make_driver", VARIANTS[:1], indirect=True, ids=["float32"])

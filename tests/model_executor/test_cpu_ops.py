@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.attention.registry import resolve_attention_backend
+from tercet.model_executor.attention.registry import PAGE_OF_PANELS, resolve_attention_backend
 from tercet.model_executor.layers.layernorm import HeadNorm
 from tercet.model_executor.layers.rotary import RotaryEmbedding, rotate
 from tercet.srt.rope_config import RopeConfig
@@ -141,6 +143,39 @@ def test_rotate_and_store(dtype, tokens, kv_heads, group, head_dim, normed, seed
     assert (pools[0][untouched] == 7).all() and (pools[1][untouched] == 7).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 64, 96])
+def test_rotate_and_store_in_panels(dtype, head_dim):
+    panel = cpu_extension.kv_panel(dtype, head_dim)
+    if panel is None:
+        pytest.skip("keys of this type are packed to be multiplied")
+    heads, kv_heads, context = 4, 2, 200
+    page = torch.randperm(9)[:, None] * PAGE_OF_PANELS + torch.arange(PAGE_OF_PANELS)
+    # a prompt of some pages, single tokens at even and at odd slots
+    slots = torch.cat((page[:3].flatten()[:75], page[4, 6:7], page[5, 7:8], page[6, :2]))
+    qkv = torch.randn(len(slots), (heads + 2 * kv_heads) * head_dim).to(dtype)
+    positions = torch.arange(len(slots))
+    cos_sin = layers().CpuRotary(RopeConfig(theta=1e4), head_dim, context, torch.device("cpu"))(positions).cos_sin
+    plain, in_panels = (
+        MHATokenToKVPool(8 * PAGE_OF_PANELS, PAGE_OF_PANELS, 1, kv_heads, head_dim, dtype, "cpu", kind)
+        for kind in (None, panel)
+    )
+    for pool in (plain, in_panels):
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer.fill_(math.nan)
+        written = pool.k_buffer[0], pool.v_buffer[0]
+        ops.rotate_and_store(qkv.clone(), positions, slots, cos_sin, None, None, 0.0, *written)
+    for ours, theirs in zip(in_panels.get_kv(0, slots), plain.get_kv(0, slots), strict=True):
+        assert torch.equal(ours, theirs)
+    others = torch.ones(9 * PAGE_OF_PANELS, dtype=torch.bool).index_fill_(0, slots, False).nonzero().flatten()
+    k, v = in_panels.get_kv(0, others)
+    assert k.isnan().all()
+    # what shares a word with the last value of a request is zero: attention multiplies it
+    per_word = 4 // dtype.itemsize
+    is_zero = torch.isin(others - 1, slots) & (others % per_word > 0)
+    assert (v[is_zero] == 0).all() and v[~is_zero].isnan().all()
+
+
 class Problem:
     """Requests with their keys and values scattered over a pool in which everything else is NaN.
 
@@ -166,6 +201,36 @@ class Problem:
             q = torch.randn(length + common, kv_heads * group, head_dim, generator=generator)
             self.q.append(q.mul(2).to(dtype))
         self.scale = head_dim**-0.5
+        self.pools = self.k, self.v
+
+    def in_panels(self):
+        """The same requests over a pool in panels, as `rotate_and_store` leaves it."""
+        problem = copy.copy(self)
+        _, kv_heads, head_dim = self.k.shape
+        panel = cpu_extension.kv_panel(self.k.dtype, head_dim)
+        pages = -(-max(self.lens) // PAGE_OF_PANELS)
+        pool = MHATokenToKVPool(
+            pages * PAGE_OF_PANELS * len(self.lens), PAGE_OF_PANELS, 1, kv_heads, head_dim, self.k.dtype, "cpu", panel
+        )
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer.fill_(math.nan)
+        problem.table = torch.zeros(len(self.table), pages * PAGE_OF_PANELS, dtype=torch.int32)
+        order = torch.randperm(pages * len(self.lens)) + 1
+        page_of = {}
+        for row, length in zip(self.rows, self.lens, strict=True):
+            for start in range(0, length, PAGE_OF_PANELS):
+                old = self.table[row, start : min(length, start + PAGE_OF_PANELS)].long()
+                # whole pages that requests share stay shared
+                page = page_of.setdefault(
+                    tuple(old.tolist()) if len(old) == PAGE_OF_PANELS else (row, start), order[len(page_of)]
+                )
+                new = page * PAGE_OF_PANELS + torch.arange(PAGE_OF_PANELS)
+                problem.table[row, start : start + PAGE_OF_PANELS] = new.int()
+                after = new[len(old) : len(old) + len(old) % 2]
+                pool.set_kv(0, after, *torch.zeros(2, len(after), kv_heads, head_dim))
+                pool.set_kv(0, new[: len(old)], self.k[old], self.v[old])
+        problem.pools = pool.k_buffer[0], pool.v_buffer[0]
+        return problem
 
     def attend(self, requests, starts, ends, window=None):
         """Tokens [start, end) of some requests in one call: a list of [end - start, heads * head_dim]."""
@@ -176,8 +241,7 @@ class Problem:
         wide[:, :-2] = q
         out = ops.attention(
             wide[:, :-2],
-            self.k,
-            self.v,
+            *self.pools,
             self.table,
             self.rows[requests],
             torch.tensor(ends),
@@ -251,9 +315,13 @@ def test_requests_that_share_keys(data):
     requests = data.draw(st.permutations(range(len(lens))))
     ends = [lens[r] for r in requests]
     starts = [n - data.draw(st.sampled_from([1, 1, 1, min(n, 9)])) for n in ends]
-    for out, request, start in zip(problem.attend(requests, starts, ends, window), requests, starts, strict=True):
+    together = problem.attend(requests, starts, ends, window)
+    for out, request, start in zip(together, requests, starts, strict=True):
         assert torch.equal(out, problem.attend([request], [start], [lens[request]], window)[0])
         assert_close(out, problem.expected(request, start, lens[request], window), dtype)
+    if cpu_extension.kv_panel(dtype, 64):
+        in_panels = problem.in_panels().attend(requests, starts, ends, window)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(in_panels, together, strict=True))
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 17, 1000, 49152])

@@ -1,0 +1,51 @@
+"""Which page size a server takes that was told none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tercet.managers import scheduler_process
+from tercet.model_executor import cpu_extension
+from tercet.model_executor.attention import registry
+from tercet.srt.server_args import ServerArgs
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, None),
+        ({"max_total_tokens": 2048, "chunked_prefill_size": 128, "max_prefill_tokens": 128}, None),
+        ({"max_total_tokens": 2047}, 1),
+        ({"chunked_prefill_size": 127}, 1),
+        ({"max_prefill_tokens": 127}, 1),
+        ({"max_total_tokens": 64, "page_size": 16}, 16),
+    ],
+)
+def test_few_tokens_get_pages_of_one(settings: dict[str, Any], expected: int | None) -> None:
+    assert scheduler_process._page_size(ServerArgs(model_path="m", **settings)) == expected
+
+
+@pytest.mark.parametrize(
+    ("backend", "head_dim", "dtype", "expected"),
+    [
+        ("cpu", 64, BF16, 32),
+        ("cpu", 80, BF16, 1),
+        ("cpu", 64, FP16, 1),
+        ("torch", 64, BF16, 1),
+        ("triton", 64, BF16, 1),
+    ],
+)
+def test_pages_are_whole_panels_where_there_are_any(
+    backend: str, head_dim: int, dtype: torch.dtype, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_extension, "lanes", lambda: 16)
+    monkeypatch.setattr(cpu_extension, "multiplies", lambda dtype: dtype is not FP16)
+    assert registry.default_page_size(backend, head_dim, dtype) == expected
+    panel = registry.kv_panel(backend, 64, head_dim, dtype)
+    assert panel == (32 if expected > 1 else None)
+    assert registry.kv_panel(backend, 16, head_dim, dtype) is None
