@@ -33,24 +33,28 @@ struct Packed {
 /// For every row and panel: finish(row, panel, left sums, right sums). X: what this kind of weight multiplies.
 ///
 /// A thread takes a run of neighbouring panels for a block of rows. While it multiplies with one panel it brings the next
-/// from memory, evenly over all rows: with few rows memory is what limits, and it should never rest.
+/// from memory, evenly over all rows: with few rows memory is what limits, and it should never rest. After the last of a
+/// run that is the first of the run that this thread comes to if all are as fast.
 template <typename X, typename Weight, typename Finish>
 void multiply(const X& x, int64_t rows, const Weight& weight, int64_t num_panels, const Finish& finish) {
   constexpr int64_t kRunsOfThread = 3, kLongestRun = 8;
   const int64_t blocks = ceil_div(rows * weight.row_bytes(), kBlockBytes);
-  const int64_t runs = std::min(
-      num_panels, std::max(kRunsOfThread * Pool::get().num_threads(), ceil_div(num_panels, kLongestRun)));
+  const int64_t threads = Pool::get().num_threads();
+  const int64_t runs = std::min(num_panels, std::max(kRunsOfThread * threads, ceil_div(num_panels, kLongestRun)));
+  const auto first_panel = [=](int64_t run) { return num_panels * run / runs; };
   Pool::get().run(blocks * runs, [&](int64_t item) {
     // All blocks meet the same panels one after the other: these are read from memory once.
     const int64_t block = item % blocks, run = item / blocks;
     const int64_t first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
-    for (int64_t panel = num_panels * run / runs; panel < num_panels * (run + 1) / runs; ++panel) {
+    const int64_t end = first_panel(run + 1), later = first_panel(std::min(runs - 1, (item + threads) / blocks));
+    for (int64_t panel = first_panel(run); panel < end; ++panel) {
       Floats bias[2] = {};
       if (weight.bias) {
         bias[0] = load_floats(weight.bias + panel * kPanel);
         bias[1] = load_floats(weight.bias + panel * kPanel + kLanes);
       }
-      const char* next = reinterpret_cast<const char*>(weight.panels) + (panel + 1) * weight.panel_bytes();
+      const int64_t next_panel = panel + 1 < end ? panel + 1 : later;
+      const char* next = reinterpret_cast<const char*>(weight.panels) + next_panel * weight.panel_bytes();
       in_pieces<Weight::kMaxRows>(count, [&](int64_t at, auto piece) {
         const Fetch fetch{next + weight.panel_bytes() * at / count, weight.panel_bytes() / weight.words() * piece / count};
         Floats sums[piece][2] = {};
