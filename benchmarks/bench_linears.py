@@ -2,9 +2,10 @@
 
     python -m tercet.benchmarks.bench_linears [--model-path smollm2-135m] [--batch-size 1,4,16,64] [--kinds bf16,...]
 
-A step is every linear layer of the model once, one after the other, then the output head; nothing between them. Every
-kind multiplies the same random weights with the same random numbers, in turns. The ceilings are what torch reaches in
-the same run: reading memory, and products of large matrices of the kind's numbers.
+A step is every linear layer of the model once, one after the other, then the output head; nothing between them. With
+--prefill the rows are tokens of one prompt, and the head multiplies the last of them only. Every kind multiplies the
+same random weights with the same random numbers, in turns. The ceilings are what torch reaches in the same run: reading
+memory, and products of large matrices of the kind's numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 
 from ..model_executor import cpu_extension
 from ..model_executor.dtypes import resolve_dtype
+from ..model_executor.heap import keep_freed_memory
 from ..model_executor.layers.kinds import TORCH_LAYERS, Layer, LayerKinds, layers_for
 from ..model_executor.layers.linear import can_pack
 from ..model_executor.models.parameters import decoder_parameters
@@ -78,21 +80,27 @@ def kinds_here(config: ModelConfig) -> dict[str, Kind]:
 
 
 class Step:
-    """All linears of a model in one kind."""
+    """All linears of a model in one kind. `prefill`: the head multiplies one row."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind, *, prefill: bool = False) -> None:
         self.kind = kind
-        self.num_weights = 0
+        self._prefill = prefill
+        self._num_weights = 0
+        self._num_head_weights = 0
         self.num_bytes = 0.0
         """of weights"""
         self.error = math.nan
         """relative, of the product with the first weight"""
-        self._layers: list[tuple[int, Layer]] = []
+        self._layers: list[tuple[str, int, Layer]] = []
+        """name, width, layer"""
         self._inputs: dict[int, torch.Tensor] = {}
 
     @property
     def widths(self) -> set[int]:
-        return {width for width, _ in self._layers}
+        return {width for _, width, _ in self._layers}
+
+    def num_ops(self, rows: int) -> int:
+        return 2 * (rows * self._num_weights + (1 if self._prefill else rows) * self._num_head_weights)
 
     def add(self, name: str, weight: torch.Tensor) -> None:
         """weight: float32 [n, k]"""
@@ -108,8 +116,11 @@ class Step:
         if not self._layers:
             x = torch.randn(_CHECK_ROWS, weight.shape[1]).to(self.kind.dtype)
             self.error = relative_error(layer(x), F.linear(x.double(), weight.double()))
-        self._layers.append((weight.shape[1], layer))
-        self.num_weights += weight.numel()
+        self._layers.append((name, weight.shape[1], layer))
+        if name == _HEAD:
+            self._num_head_weights += weight.numel()
+        else:
+            self._num_weights += weight.numel()
         self.num_bytes += weight.numel() * (self.kind.dtype.itemsize if form is None else BITS_PER_WEIGHT[form] / 8)
 
     def take(self, inputs: dict[int, torch.Tensor]) -> None:
@@ -118,8 +129,9 @@ class Step:
 
     def seconds(self) -> float:
         start = time.perf_counter()
-        for width, layer in self._layers:
-            layer(self._inputs[width])
+        for name, width, layer in self._layers:
+            x = self._inputs[width]
+            layer(x[-1:] if self._prefill and name == _HEAD else x)
         return time.perf_counter() - start
 
 
@@ -131,8 +143,8 @@ def weight_shapes(config: ModelConfig) -> list[tuple[str, int, int]]:
     return [(name, *shape) for name, shape in shapes.items()]
 
 
-def make_steps(config: ModelConfig, kinds: Sequence[Kind]) -> list[Step]:
-    steps = [Step(kind) for kind in kinds]
+def make_steps(config: ModelConfig, kinds: Sequence[Kind], *, prefill: bool) -> list[Step]:
+    steps = [Step(kind, prefill=prefill) for kind in kinds]
     for name, n, k in weight_shapes(config):
         weight = torch.randn(n, k) * _WEIGHT_STD
         for step in steps:
@@ -145,7 +157,7 @@ class CpuCeilings(NamedTuple):
     ops_per_s: dict[torch.dtype, float]
 
     def limit_s(self, step: Step, batch_size: int) -> float:
-        by_ops = 2 * batch_size * step.num_weights / self.ops_per_s[step.kind.multiplied]
+        by_ops = step.num_ops(batch_size) / self.ops_per_s[step.kind.multiplied]
         return max(step.num_bytes / self.read_bytes_per_s, by_ops)
 
     def best(self, other: CpuCeilings) -> CpuCeilings:
@@ -178,12 +190,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not set(names) <= set(here):
         parser.error(f"--kinds takes some of {', '.join(here)} for this model and processor, got {args.kinds}")
     torch.manual_seed(args.seed)
+    keep_freed_memory()  # as a server does
     kinds = [here[name] for name in names]
     model = model_name(args.model_path)
     result = Result(f"linears-{model}", f"Linear layers: {model}", parser.prog, argv, _CPU)
     with torch.inference_mode():
         ceilings = measure_cpu(kinds, small=args.small_ceilings)
-        steps = make_steps(config, kinds)
+        steps = make_steps(config, kinds, prefill=args.prefill)
         seconds = {batch_size: in_turns(steps, batch_size, args.rounds) for batch_size in args.batch_size}
         ceilings = ceilings.best(measure_cpu(kinds, small=args.small_ceilings))
     report(result, steps, seconds, ceilings)
@@ -201,6 +214,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model-path", default="smollm2-135m", help=f"shape: a path, or a preset ({', '.join(PRESETS)})"
     )
     parser.add_argument("--batch-size", type=_numbers, default=[1, 4, 16, 64, 256], help="rows (default: 1,4,...,256)")
+    parser.add_argument("--prefill", action="store_true", help="rows are a prompt's: the head multiplies one of them")
     parser.add_argument("--kinds", help="separated by commas (default: all that run on this processor)")
     parser.add_argument("--rounds", type=int, default=7, help="the median counts (default: 7)")
     parser.add_argument("--seed", type=int, default=0, help="of the random data (default: 0)")
@@ -228,7 +242,7 @@ def in_turns(steps: Sequence[Step], batch_size: int, rounds: int) -> list[float]
 
 def report(result: Result, steps: Sequence[Step], seconds: dict[int, list[float]], ceilings: CpuCeilings) -> None:
     """seconds: batch size -> of each step"""
-    table = result.table("Linear layers of one decode step", _HEADER)
+    table = result.table("Linear layers of one step", _HEADER)
     products = [f"{_name(dtype)} {number(ops / 1e12)} TOP/s" for dtype, ops in ceilings.ops_per_s.items()]
     reading = f"reading {number(ceilings.read_bytes_per_s / 1e9)} GB/s"
     table.notes.append(f"ceilings in this run: {reading}, products of {', '.join(products)}")
@@ -242,7 +256,7 @@ def report(result: Result, steps: Sequence[Step], seconds: dict[int, list[float]
                 step.kind.name,
                 number(one * 1e3),
                 number(step.num_bytes / one / 1e9),
-                number(2 * batch_size * step.num_weights / one / 1e12),
+                number(step.num_ops(batch_size) / one / 1e12),
                 number(limit * 1e3),
                 percent(limit / one),
                 f"{step.error:.1e}",

@@ -19,6 +19,7 @@ class MHATokenToKVPool:
     With a `panel` slots lie in blocks of so many as csrc/cpu/kv_panels.h has them, `n` numbers to a word of 32 bits:
     k_buffer [blocks, num_kv_heads, head_dim / n, panel, n],
     v_buffer [blocks, num_kv_heads, head_dim / panel, panel / n, panel, n].
+    A block has all layers side by side, so that as many pages of memory are in use as there are tokens.
     """
 
     def __init__(
@@ -42,18 +43,19 @@ class MHATokenToKVPool:
         self.page_size = page_size
         self.dtype = dtype
         self._panel = panel
-        self._per_word = per_word = max(4 // dtype.itemsize, 1)
-        slots = size + page_size
-        k_shape: tuple[int, ...] = (slots, num_kv_heads, head_dim)
-        v_shape = k_shape
-        if panel is not None:
-            assert page_size % panel == head_dim % panel == 0, (page_size, head_dim, panel)
-            blocks = (slots // panel, num_kv_heads)
-            k_shape = (*blocks, head_dim // per_word, panel, per_word)
-            v_shape = (*blocks, head_dim // panel, panel // per_word, panel, per_word)
+        self._per_word = n = max(4 // dtype.itemsize, 1)
         device = torch.device(device)
-        self.k_buffer = [_zeros(k_shape, dtype, device) for _ in range(num_layers)]
-        self.v_buffer = [_zeros(v_shape, dtype, device) for _ in range(num_layers)]
+        layers, slots = range(num_layers), size + page_size
+        if panel is None:
+            shape = (slots, num_kv_heads, head_dim)
+            self.k_buffer = [_zeros(shape, dtype, device) for _ in layers]
+            self.v_buffer = [_zeros(shape, dtype, device) for _ in layers]
+            return
+        assert page_size % panel == head_dim % panel == 0, (page_size, head_dim, panel)
+        blocks = slots // panel, num_kv_heads
+        both = _zeros((blocks[0], num_layers, 2, num_kv_heads * panel * head_dim), dtype, device)
+        self.k_buffer = [both[:, layer, 0].view(*blocks, head_dim // n, panel, n) for layer in layers]
+        self.v_buffer = [both[:, layer, 1].view(*blocks, head_dim // panel, panel // n, panel, n) for layer in layers]
 
     @staticmethod
     def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -41,6 +41,7 @@ struct AttentionInputs {
   int64_t q_stride;
   const T* k_pool;           // [slots, kv_heads, head_dim], or panels (kv_panels.h)
   const T* v_pool;
+  int64_t block_stride;      // of panels
   float scale;
   T* out;                    // [tokens, heads * head_dim]
 };
@@ -75,7 +76,7 @@ inline void merge(Partial into, Partial from, int64_t rows, int64_t width) {
   }
 }
 
-/// kInPanels: so are the pools (kv_panels.h), which T is then multiplied from as it is.
+/// kInPanels: the pools are (kv_panels.h), and are multiplied from as they are.
 template <typename T, bool kInPanels>
 class Attention {
   using C = typename ComputeOf<T>::type;
@@ -184,6 +185,7 @@ class Attention {
     std::copy_n(from.acc + from_row * width_, group_ * width_, to.acc + to_row * width_);
   }
 
+  /// keep: what a split comes to waits to be merged (`finish`), and is not the end of it.
   void attend(const Work& work, bool keep) const {
     const int64_t heads = work.kv_heads.size(), rows = rows_of(work);
     Scratch& s = Scratch::with_room(heads, room_of(rows), width_);
@@ -276,14 +278,16 @@ class Attention {
 
   /// Keys from `first` to the end of a tile, as far as the work goes: none at its end.
   void find_tile(const Work& work, int64_t first, Tile& tile) const {
-    const int64_t slot_size = batch_.kv_heads * dim_, step = kInPanels ? kPanel : 1;
+    // A block begins with its first slot.
+    constexpr int64_t step = kInPanels ? kPanel : 1;
+    const int64_t stride = kInPanels ? in_.block_stride : batch_.kv_heads * dim_;
     tile.first = first;
     tile.num_keys = std::clamp<int64_t>(work.keys.end - first, 0, kTile);
     const int32_t* slots = batch_.slots(work.request) + first;
     for (int64_t i = 0; i < kTile; i += step) {
       const bool there = i < tile.num_keys;
-      tile.k[i] = there ? in_.k_pool + slots[i] * slot_size : zeros_.data();
-      tile.v[i] = there ? in_.v_pool + slots[i] * slot_size : zeros_.data();
+      tile.k[i] = there ? in_.k_pool + slots[i] / step * stride : zeros_.data();
+      tile.v[i] = there ? in_.v_pool + slots[i] / step * stride : zeros_.data();
     }
   }
 
@@ -330,7 +334,7 @@ class Attention {
     return words;
   }
 
-  /// Those of the next tile are on their way meanwhile.
+  /// Has the keys of the next tile brought from memory meanwhile.
   void pack_keys(const Tile& tile, const Tile& next, int64_t kv_head, int64_t padded, C* panels) const {
     const int64_t words = width_ / kPerWord;
     for (int64_t i = 0; i < padded; i += kLanes) {

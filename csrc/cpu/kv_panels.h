@@ -3,7 +3,7 @@
 //
 // Blocks of kPanel slots, [blocks, kv_heads, ...]: keys [head_dim / per word][kPanel][per word], values
 // [head_dim / kPanel][kPanel / per word][kPanel][per word]. A page is whole blocks, so a block has neighbouring
-// positions of one request.
+// positions of one request. From one block of a layer to the next it is as far as the pool says.
 #pragma once
 
 #include "dot.h"
@@ -14,11 +14,11 @@ template <typename T>
 struct KVPanels {
   static constexpr int64_t kPerWord = Dot<T>::kPerWord;
 
-  int64_t kv_heads, head_dim;
+  int64_t block_stride, head_dim;
 
   /// Where the block's numbers of a KV head begin.
   int64_t block(int64_t slot, int64_t kv_head) const {
-    return (slot / kPanel * kv_heads + kv_head) * kPanel * head_dim;
+    return slot / kPanel * block_stride + kv_head * kPanel * head_dim;
   }
 
   void store_key(const T* key, int64_t slot, int64_t kv_head, T* pool) const {

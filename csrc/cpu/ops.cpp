@@ -137,7 +137,16 @@ Tensor rms_norm_op(const Tensor& x, const optional<Tensor>& residual, const Tens
 struct PoolShape {
   int64_t kv_heads, head_dim;
   bool in_panels;
+  int64_t stride;  // from slot to slot, or from block to block
 };
+
+void check_blocks(const Tensor& pool, const char* name, at::ScalarType type, at::IntArrayRef shape) {
+  TORCH_CHECK(pool.device().is_cpu() && pool.scalar_type() == type, name, " must be ", type, " on the CPU");
+  TORCH_CHECK(pool.sizes() == shape, name, " must have shape ", shape, ", got ", pool.sizes());
+  int64_t stride = 1;
+  for (int64_t d = pool.dim() - 1; d > 0; stride *= shape[d--])
+    TORCH_CHECK(pool.stride(d) == stride, "blocks of ", name, " must be contiguous");
+}
 
 PoolShape check_pools(const Tensor& k_pool, const Tensor& v_pool, at::ScalarType type) {
   const bool in_panels = k_pool.dim() != 3;
@@ -147,11 +156,12 @@ PoolShape check_pools(const Tensor& k_pool, const Tensor& v_pool, at::ScalarType
     check(k_pool, "k_pool", type, {slots, kv_heads, dim});
     check(v_pool, "v_pool", type, {slots, kv_heads, dim});
   } else {
-    check(k_pool, "k_pool", type, {slots, kv_heads, dim / per_word, kPanel, per_word});
-    check(v_pool, "v_pool", type, {slots, kv_heads, dim / kPanel, kPanel / per_word, kPanel, per_word});
     TORCH_CHECK(dim % kPanel == 0, "heads must be whole panels");
+    check_blocks(k_pool, "k_pool", type, {slots, kv_heads, dim / per_word, kPanel, per_word});
+    check_blocks(v_pool, "v_pool", type, {slots, kv_heads, dim / kPanel, kPanel / per_word, kPanel, per_word});
+    TORCH_CHECK(v_pool.stride(0) == k_pool.stride(0), "blocks of both pools must be equally far apart");
   }
-  return {kv_heads, dim, in_panels};
+  return {kv_heads, dim, in_panels, k_pool.stride(0)};
 }
 
 void rotate_and_store_op(
@@ -165,7 +175,7 @@ void rotate_and_store_op(
     const Tensor& k_pool,
     const Tensor& v_pool) {
   const auto type = qkv.scalar_type();
-  const auto [kv_heads, dim, in_panels] = check_pools(k_pool, v_pool, type);
+  const auto [kv_heads, dim, in_panels, stride] = check_pools(k_pool, v_pool, type);
   const int64_t tokens = qkv.size(0);
   const int64_t heads = qkv.size(1) / dim - 2 * kv_heads;
   TORCH_CHECK(heads > 0 && heads % kv_heads == 0 && dim % 2 == 0, "qkv does not fit the pool");
@@ -176,22 +186,23 @@ void rotate_and_store_op(
   TORCH_CHECK(q_norm.has_value() == k_norm.has_value(), "a norm of queries without one of keys, or the reverse");
   if (q_norm) check(*q_norm, "q_norm", type, {dim});
   if (k_norm) check(*k_norm, "k_norm", type, {dim});
-  const auto call = [&]<typename T>(T, const auto& function) {
+  const auto call = [&]<typename T>(T, const auto&... panels) {
     const Heads<T> shape{
         heads, kv_heads, dim, cos_sin.const_data_ptr<float>(), data_or_null<T>(q_norm), data_or_null<T>(k_norm), eps};
-    function(
+    rotate_and_store(
         qkv.data_ptr<T>(),
         tokens,
         positions.const_data_ptr<int64_t>(),
         slots.const_data_ptr<int64_t>(),
         shape,
         k_pool.data_ptr<T>(),
-        v_pool.data_ptr<T>());
+        v_pool.data_ptr<T>(),
+        panels...);
   };
   if (in_panels)
-    TERCET_DOT_FLOAT(type, [&] { call(scalar_t(), rotate_and_store_in_panels<scalar_t>); });
+    TERCET_DOT_FLOAT(type, [&] { call(scalar_t(), KVPanels<scalar_t>{stride, dim}); });
   else
-    TERCET_ANY_FLOAT(type, [&] { call(scalar_t(), rotate_and_store<scalar_t>); });
+    TERCET_ANY_FLOAT(type, [&] { call(scalar_t()); });
 }
 
 Tensor attention_op(
@@ -205,7 +216,7 @@ Tensor attention_op(
     optional<int64_t> window,
     double scale) {
   const auto type = q.scalar_type();
-  const auto [kv_heads, dim, in_panels] = check_pools(k_pool, v_pool, type);
+  const auto [kv_heads, dim, in_panels, stride] = check_pools(k_pool, v_pool, type);
   const int64_t tokens = q.size(0), heads = q.size(1);
   const int64_t num_requests = rows.size(0);
   TORCH_CHECK(q.size(2) == dim, "heads of q must be as large as those of the pool");
@@ -239,6 +250,7 @@ Tensor attention_op(
         .q_stride = q.stride(0),
         .k_pool = k_pool.const_data_ptr<T>(),
         .v_pool = v_pool.const_data_ptr<T>(),
+        .block_stride = stride,
         .scale = static_cast<float>(scale),
         .out = out.data_ptr<T>(),
     };

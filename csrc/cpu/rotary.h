@@ -78,9 +78,9 @@ void rotate_and_store(
 
 /// The same for pools in panels.
 template <typename T>
-void rotate_and_store_in_panels(
-    T* qkv, int64_t tokens, const int64_t* positions, const int64_t* slots, const Heads<T>& h, T* k_pool, T* v_pool) {
-  const KVPanels<T> panels{h.kv_heads, h.head_dim};
+void rotate_and_store(
+    T* qkv, int64_t tokens, const int64_t* positions, const int64_t* slots, const Heads<T>& h, T* k_pool, T* v_pool,
+    const KVPanels<T>& panels) {
   rotate(qkv, tokens, positions, h, [&](int64_t token, int64_t head, const T* key, const T* value) {
     const int64_t slot = slots[token];
     const bool alone = token + 1 == tokens || slots[token + 1] != slot + 1;

@@ -33,6 +33,20 @@ def test_unknown_kinds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fp7" in capsys.readouterr().err
 
 
+def test_a_prompt_needs_the_head_once() -> None:
+    steps = [Step(Kind("k", TORCH_LAYERS, torch.float32), prefill=prefill) for prefill in (False, True)]
+    for step in steps:
+        heads: list[int] = []
+        step.add("w", torch.randn(10, 100))
+        step.add("lm_head.weight", torch.randn(7, 100))
+        name, width, head = step._layers[-1]
+        step._layers[-1] = name, width, lambda x, head=head, heads=heads: heads.append(len(x)) or head(x)
+        step.take({100: torch.randn(50, 100)})
+        assert step.seconds() > 0
+        assert step.num_ops(50) == 2 * (50 * 1000 + heads[0] * 700)
+        assert heads == [1 if step is steps[1] else 50]
+
+
 def test_the_nearer_ceiling_is_the_limit() -> None:
     step = Step(Kind("k", TORCH_LAYERS, torch.float32))
     step.add("w", torch.randn(10, 100))
