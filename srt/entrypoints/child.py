@@ -106,15 +106,17 @@ def _run(run: Run, spec: LaunchSpec, run_dir: RunDir) -> int:
         if is_ready:
             logger.exception("The process fails")
         else:
-            _report_failure(spec.ready_fd, error)
+            _report_failure(spec.ready_fd, error, run_dir)
         return 1
     return 0
 
 
-def _report_failure(ready_fd: int, error: Exception) -> None:
+def _report_failure(ready_fd: int, error: Exception, run_dir: RunDir) -> None:
     """Tells the parent why this process can't start; what is no user error leaves its traceback in the log."""
     user_error = isinstance(error, ValueError | OSError | TercetError)
-    logger.log(logging.DEBUG if user_error else logging.ERROR, "The process fails to start", exc_info=error)
+    # Without the directory of the sockets another process of this engine has failed before, and says why.
+    expected = user_error or not run_dir.path.exists()
+    logger.log(logging.DEBUG if expected else logging.ERROR, "The process fails to start", exc_info=error)
     message = str(error) if user_error else f"{type(error).__name__}: {error}"
     report: ToParent = StartFailed(message or type(error).__name__, user_error)
     write_frame(ready_fd, report)
