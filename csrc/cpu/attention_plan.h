@@ -81,12 +81,11 @@ class AttentionPlan {
   int64_t num_kept = 0;
 
  private:
-  int64_t add_query(int64_t request, int64_t index) {
+  void add_query(int64_t request, int64_t index) {
     const int64_t token = batch_.start(request) + index;
     const int64_t position = batch_.seq_lens[request] - (batch_.start(request + 1) - token);
     const int64_t from = std::max<int64_t>(0, position + 1 - batch_.window);
     queries.push_back({request, token, position, {from / kSplit, position / kSplit + 1}});
-    return queries.size() - 1;
   }
 
   /// Keys that a query sees and no work of several requests has seen to, from the start of a tile.

@@ -32,7 +32,7 @@ struct KVPanels {
     const int64_t word = slot % kPanel / kPerWord, at = slot % kPerWord;
     T* block_start = pool + block(slot, kv_head);
     for (int64_t d = 0; d < head_dim; d += kPanel, value += kPanel) {
-      T* to = block_start + (d * kPanel) + word * kPanel * kPerWord;
+      T* to = block_start + d * kPanel + word * kPanel * kPerWord;
       for (int64_t i = 0; i < kPanel; ++i) {
         to[i * kPerWord + at] = value[i];
         if (alone)
