@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -26,6 +28,15 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # A slow machine is not a failing test; the example that failed is printed so that anybody can replay it.
 settings.register_profile("tercet", deadline=None, print_blob=True)
 settings.load_profile("tercet")
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_it_was() -> Iterator[None]:
+    """A command run within a test sets up this process's logger: undone, or later tests would not see their lines."""
+    logger = logging.getLogger("tercet")
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
