@@ -12,6 +12,7 @@ from ..mem_cache.base_prefix_cache import BasePrefixCache
 from ..mem_cache.chunk_cache import ChunkCache
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
+from ..model_executor.cpu_extension import take_threads
 from ..model_executor.heap import keep_freed_memory
 from ..model_executor.model_runner import DEFAULT_PREFILL_TOKENS, ModelRunner
 from ..srt.io_struct import SchedulerReady, ToDetokenizer, ToScheduler, ToTokenizer
@@ -67,6 +68,8 @@ def run_scheduler(
         seed=server_args.random_seed,
     )
     keep_freed_memory()
+    if runner.runs_compiled:
+        take_threads()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Receiver[ToScheduler] = Receiver(context, run_dir.scheduler, ToScheduler)
     detokenizer_link: Sender[ToDetokenizer] = Sender(context, run_dir.detokenizer)

@@ -12,6 +12,7 @@ from ..mem_cache.token_to_kv_pool import MHATokenToKVPool
 from ..srt.model_config import ModelConfig
 from .accelerator import make_accelerator
 from .attention.registry import create_attention_backend, default_page_size, kv_panel, resolve_attention_backend
+from .cpu_graph_runner import CpuGraphRunner
 from .cuda_graph_runner import CudaGraphRunner, DecodeInputs, batch_sizes, longest_lens
 from .device_buffers import Downloads, StepTokens, Uploads
 from .dtypes import resolve_dtype
@@ -65,7 +66,8 @@ class ModelRunner:
         Args:
             page_size: None: what suits the attention backend
             max_prefill_tokens: prompt tokens of the largest step, for which memory of a GPU is kept
-            cuda_graph_max_bs: requests of the largest decode step that is recorded as a CUDA graph
+            disable_cuda_graph: record no decode steps; on a CPU neither
+            cuda_graph_max_bs: requests of the largest decode step that is recorded
         """
         self.config = config
         self.device = resolve_device(device)
@@ -92,7 +94,7 @@ class ModelRunner:
         if not self._shares_table:
             self._table = torch.zeros((self.num_rows + 1, self.context_len), dtype=torch.int32, device=self.device)
 
-        self._decodes: CudaGraphRunner | None = None
+        self._decodes: CudaGraphRunner | CpuGraphRunner | None = None
         sizes, reserve = self._plan_memory(params, max_prefill_tokens, disable_cuda_graph, cuda_graph_max_bs)
         self.max_total_num_tokens = num_kv_tokens(
             self._memory_beside_weights(),
@@ -109,7 +111,15 @@ class ModelRunner:
         del params
         trim_heap()
         self._decodes = self._make_decodes(sizes, record=not disable_cuda_graph)
+        self._record_rows = 0
+        if self.runs_compiled and not disable_cuda_graph:
+            self._record_rows = min(self.num_rows, cuda_graph_max_bs or DEFAULT_GRAPH_MAX_BS)
         self.graph_bytes = 0 if self._decodes is None else self._decodes.num_bytes
+
+    @property
+    def runs_compiled(self) -> bool:
+        """Whether the layers are a CPU's compiled operations."""
+        return self.model.compiled
 
     @property
     def _bytes_per_token(self) -> int:
@@ -204,8 +214,24 @@ class ModelRunner:
         table = torch.from_numpy(req_to_token)
         if self._shares_table:
             self._table = table
+            self._decodes = self._record_decodes()
         else:
             self._table.copy_(table)  # in place: graphs know where it is
+
+    @torch.inference_mode()
+    def _record_decodes(self) -> CpuGraphRunner | None:
+        """Where the table is shared: recorded steps know where it is."""
+        if not self._record_rows:
+            return None
+        return CpuGraphRunner(
+            self.model,
+            self.logits_processor,
+            most_rows=self._record_rows,
+            hidden_size=self.config.hidden_size,
+            dtype=self.dtype,
+            newest_tokens=self.future_tokens,
+            req_to_token=self._table,
+        )
 
     @torch.inference_mode()
     def launch(self, step: StepInputs) -> StepTokens:

@@ -109,10 +109,12 @@ class ServerArgs:
     ] = "lru"
     disable_radix_cache: Annotated[bool, Setting("Share no prefixes")] = False
     disable_overlap_schedule: Annotated[bool, Setting("Plan a step only when the last one's tokens are home")] = False
-    disable_cuda_graph: Annotated[bool, Setting("On a GPU: launch every kernel of a decode step by itself")] = False
-    cuda_graph_max_bs: Annotated[
-        int | None, Setting("Requests of the largest decode step recorded as a CUDA graph; default: 256")
-    ] = None
+    disable_cuda_graph: Annotated[
+        bool, Setting("Record no decode steps: launch every kernel or operation of one by itself")
+    ] = False
+    cuda_graph_max_bs: Annotated[int | None, Setting("Requests of the largest recorded decode step; default: 256")] = (
+        None
+    )
     random_seed: Annotated[int, Setting("Seed of the seeds of requests that bring none, and of dummy weights")] = 0
     watchdog_timeout: Annotated[float, Setting("Seconds of one step after which the engine counts as hung")] = 300.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Setting("Least level logged")] = "info"

@@ -84,13 +84,14 @@ class Attention {
   static_assert(!kInPanels || std::is_same_v<T, C>);
 
  public:
-  explicit Attention(const AttentionInputs<T>& in)
+  /// plan: of in.batch
+  Attention(const AttentionInputs<T>& in, const AttentionPlan& plan)
       : in_(in),
         batch_(in_.batch),
         group_(batch_.group()),
         dim_(batch_.head_dim),
         width_(round_up(dim_, kPanel)),
-        plan_(batch_, sizeof(T), Pool::get().num_threads()),
+        plan_(plan),
         kept_size_(batch_.heads * (width_ + 2)),
         kept_(std::make_unique_for_overwrite<float[]>(plan_.num_kept * kept_size_)),
         zeros_(batch_.kv_heads * dim_) {}
@@ -501,7 +502,7 @@ class Attention {
   const AttentionBatch& batch_;
   const int64_t group_, dim_;
   const int64_t width_;  // head_dim, padded to whole panels
-  const AttentionPlan plan_;
+  const AttentionPlan& plan_;
   const int64_t kept_size_;
   const std::unique_ptr<float[]> kept_;
   const std::vector<T> zeros_;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "dot.h"
@@ -33,6 +34,7 @@ struct AttentionBatch {
   int64_t num_requests, heads, kv_heads, head_dim;
   int64_t window;            // positions that a token sees, itself included
 
+  bool operator==(const AttentionBatch&) const = default;
   int64_t start(int64_t request) const { return starts ? starts[request] : request; }
   int64_t group() const { return heads / kv_heads; }
   const int32_t* slots(int64_t request) const { return slot_table + rows[request] * context; }
@@ -190,6 +192,33 @@ class AttentionPlan {
 
   const AttentionBatch& batch_;
   const int64_t most_tokens_;
+};
+
+/// The plan of a batch, made when it is first asked for.
+class StepPlan {
+ public:
+  StepPlan(const AttentionBatch& batch, int64_t bytes_per_number) : batch_(batch), bytes_per_number_(bytes_per_number) {}
+  StepPlan(const StepPlan&) = delete;  // the plan refers to the batch
+
+  bool is_for(const AttentionBatch& batch, int64_t bytes_per_number) const {
+    return batch_ == batch && bytes_per_number_ == bytes_per_number;
+  }
+
+  const AttentionPlan& get(int64_t num_requests, int64_t num_threads) {
+    if (!plan_) {
+      batch_.num_requests = num_requests;
+      plan_.emplace(batch_, bytes_per_number_, num_threads);
+    }
+    return *plan_;
+  }
+
+  /// The numbers that the batch points to have changed.
+  void forget() { plan_.reset(); }
+
+ private:
+  AttentionBatch batch_;
+  int64_t bytes_per_number_;
+  std::optional<AttentionPlan> plan_;
 };
 
 }  // namespace tercet

@@ -232,13 +232,31 @@ inline void store_pair(T* to, FloatPair x, int64_t count = kPanel) {
   }
 }
 
+#ifdef CPU_CAPABILITY_AVX512
+/// exp(x), off by (2e-7 + 1e-7 |x|) of it at most: t = x log2(e), 2^floor(t) by exponent, 2^(t - floor(t)) by the
+/// polynomial of degree 5 that is best on [0, 1) with 1 at 0. Half of the instructions of `exp_u20`; 0 for -inf, NaN for
+/// NaN.
+inline Vec short_exp(Vec x) {
+  const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+  const __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 power = _mm512_set1_ps(0.0018671303f);
+  for (const float c : {0.0090170298f, 0.0557999127f, 0.2401644439f, 0.6931512952f, 1.f})
+    power = _mm512_fmadd_ps(power, f, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(power, t);
+}
+#endif
+
 /// exp(x) for a result that is rounded to T: off by less than that rounding is.
 template <typename T>
 inline Vec exp_for(Vec x) {
   if constexpr (std::is_same_v<T, float>)
     return x.exp();
   else
+#ifdef CPU_CAPABILITY_AVX512
+    return short_exp(x);
+#else
     return x.exp_u20();
+#endif
 }
 
 inline float sum_of(Vec x) {

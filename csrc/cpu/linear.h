@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dot.h"
+#include "norm.h"
 #include "pool.h"
 
 namespace tercet {
@@ -82,6 +83,18 @@ void linear_silu_mul(const X& x, int64_t rows, const Weight& weight, int64_t n, 
     const int64_t column = panel * kLanes;
     const Vec silu = gate / (Vec(1.f) + exp_for<Out>(gate.neg()));
     store_pair(out + row * n + column, {silu * up, Vec(0.f)}, std::min(kLanes, n - column));
+  });
+}
+
+/// Columns of a packed weight [n, k], the rows of an embedding: out [count, k]. ids are below n.
+template <typename T>
+void unpack_rows(const int64_t* ids, int64_t count, const T* panels, int64_t k, T* out) {
+  constexpr int64_t kPerWord = Dot<T>::kPerWord;
+  in_row_blocks(count, k, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i) {
+      const T* from = panels + ids[i] / kPanel * kPanel * k + ids[i] % kPanel * kPerWord;
+      for (int64_t word = 0; word < k; word += kPerWord) std::copy_n(from + word * kPanel, kPerWord, out + i * k + word);
+    }
   });
 }
 

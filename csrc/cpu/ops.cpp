@@ -1,13 +1,13 @@
 // The operations as torch knows them: shapes are checked here and nowhere else. What each does is said where it is
 // implemented; its twin in plain torch is the layer of the same name in model_executor/layers.
 #include <ATen/Dispatch.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "argmax.h"
 #include "attention.h"
 #include "linear.h"
 #include "norm.h"
+#include "graph.h"
 #include "quantized.h"
 #include "rotary.h"
 #include "sampling.h"
@@ -56,60 +56,89 @@ Packed<T> packed_weight(const Tensor& x, const Tensor& packed, const optional<Te
 
 Tensor linear_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, bool to_float) {
   check(x, "x", x.scalar_type(), {x.size(0), x.size(1)});
-  auto out = at::empty({x.size(0), n}, to_float ? x.options().dtype(at::kFloat) : x.options());
+  const auto out = empty_result({x.size(0), n}, to_float ? x.options().dtype(at::kFloat) : x.options());
   TERCET_DOT_FLOAT(x.scalar_type(), [&] {
     const auto weight = packed_weight<scalar_t>(x, packed, bias, n);
-    if (to_float)
-      linear(x.const_data_ptr<scalar_t>(), x.size(0), weight, n, out.data_ptr<float>());
-    else
-      linear(x.const_data_ptr<scalar_t>(), x.size(0), weight, n, out.data_ptr<scalar_t>());
+    const auto to = [&](auto* numbers) {
+      perform(x.size(0), [=, x = x.const_data_ptr<scalar_t>()](int64_t rows) { linear(x, rows, weight, n, numbers); });
+    };
+    to_float ? to(out.data_ptr<float>()) : to(out.data_ptr<scalar_t>());
   });
   return out;
 }
 
 Tensor linear_silu_mul_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n) {
   check(x, "x", x.scalar_type(), {x.size(0), x.size(1)});
-  auto out = at::empty({x.size(0), n}, x.options());
+  const auto out = empty_result({x.size(0), n}, x.options());
   TERCET_DOT_FLOAT(x.scalar_type(), [&] {
     const auto weight = packed_weight<scalar_t>(x, packed, bias, 2 * round_up(n, kLanes));
-    linear_silu_mul(x.const_data_ptr<scalar_t>(), x.size(0), weight, n, out.data_ptr<scalar_t>());
+    perform(x.size(0), [=, x = x.const_data_ptr<scalar_t>(), out = out.data_ptr<scalar_t>()](int64_t rows) {
+      linear_silu_mul(x, rows, weight, n, out);
+    });
   });
   return out;
 }
 
-/// f(rows of x, weight) with the kind of weight that was packed
+Tensor embedding_op(const Tensor& ids, const Tensor& packed) {
+  const int64_t count = ids.size(0), k = packed.size(1) * packed.size(3), n = packed.size(0) * kPanel;
+  check(ids, "ids", at::kLong, {count});
+  check(packed, "packed", packed.scalar_type(), {n / kPanel, packed.size(1), kPanel, packed.size(3)});
+  const int64_t* id = ids.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; ++i) TORCH_CHECK(0 <= id[i] && id[i] < n, "there is no vector for id ", id[i]);
+  const auto out = empty_result({count, k}, packed.options());
+  TERCET_DOT_FLOAT(packed.scalar_type(), [&] {
+    perform(
+        count, [=, packed = packed.const_data_ptr<scalar_t>(), out = out.data_ptr<scalar_t>()](int64_t count) {
+          unpack_rows(id, count, packed, k, out);
+        });
+  });
+  return out;
+}
+
+/// f(rows of x, how many, weight) with the kind of weight that was packed
 template <typename F>
 void with_quantized(
     const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, int64_t bits, const F& f) {
-  const int64_t rows = x.size(0), k = x.size(1), panels = ceil_div(columns, kPanel);
-  check(x, "x", x.scalar_type(), {rows, k});
+  const int64_t k = x.size(1), panels = ceil_div(columns, kPanel);
+  check(x, "x", x.scalar_type(), {x.size(0), k});
   TORCH_CHECK(k % kGroup == 0, "rows of x must be whole groups");
   TORCH_CHECK(bits == 4 || bits == 8, "weights must have 4 or 8 bits");
   if (bias) check(*bias, "bias", at::kFloat, {panels, kPanel});
-  const auto scratch = at::empty({rows, QuantizedRows::row_bytes(k)}, x.options().dtype(at::kByte));
+  const auto scratch = empty_result({x.size(0), QuantizedRows::row_bytes(k)}, x.options().dtype(at::kByte));
   const QuantizedRows quantized{scratch.data_ptr<uint8_t>(), k};
-  TERCET_ANY_FLOAT(x.scalar_type(), [&] { quantize_rows(x.const_data_ptr<scalar_t>(), rows, quantized); });
+  TERCET_ANY_FLOAT(x.scalar_type(), [&] {
+    perform(x.size(0), [=, x = x.const_data_ptr<scalar_t>()](int64_t rows) { quantize_rows(x, rows, quantized); });
+  });
   const auto call = [&](auto weight) {
     check(packed, "packed", at::kByte, {panels, k / kGroup, weight.kGroupBytes});
-    f(quantized, decltype(weight){packed.const_data_ptr<uint8_t>(), data_or_null<float>(bias), k});
+    const decltype(weight) of_packed{packed.const_data_ptr<uint8_t>(), data_or_null<float>(bias), k};
+    perform(x.size(0), [=](int64_t rows) { f(quantized, rows, of_packed); });
   };
   bits == 4 ? call(QuantizedPacked<Int4Weights>()) : call(QuantizedPacked<Int8Weights>());
 }
 
 Tensor quantized_linear_op(
     const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, int64_t bits, bool to_float) {
-  auto out = at::empty({x.size(0), n}, to_float ? x.options().dtype(at::kFloat) : x.options());
-  with_quantized(x, packed, bias, n, bits, [&](const auto& rows, const auto& weight) {
-    TERCET_ANY_FLOAT(out.scalar_type(), [&] { linear(rows, x.size(0), weight, n, out.data_ptr<scalar_t>()); });
+  const auto out = empty_result({x.size(0), n}, to_float ? x.options().dtype(at::kFloat) : x.options());
+  TERCET_ANY_FLOAT(out.scalar_type(), [&] {
+    with_quantized(
+        x, packed, bias, n, bits,
+        [n, out = out.data_ptr<scalar_t>()](const auto& x, int64_t rows, const auto& weight) {
+          linear(x, rows, weight, n, out);
+        });
   });
   return out;
 }
 
 Tensor quantized_linear_silu_mul_op(
     const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, int64_t bits) {
-  auto out = at::empty({x.size(0), n}, x.options());
-  with_quantized(x, packed, bias, 2 * round_up(n, kLanes), bits, [&](const auto& rows, const auto& weight) {
-    TERCET_ANY_FLOAT(x.scalar_type(), [&] { linear_silu_mul(rows, x.size(0), weight, n, out.data_ptr<scalar_t>()); });
+  const auto out = empty_result({x.size(0), n}, x.options());
+  TERCET_ANY_FLOAT(x.scalar_type(), [&] {
+    with_quantized(
+        x, packed, bias, 2 * round_up(n, kLanes), bits,
+        [n, out = out.data_ptr<scalar_t>()](const auto& x, int64_t rows, const auto& weight) {
+          linear_silu_mul(x, rows, weight, n, out);
+        });
   });
   return out;
 }
@@ -119,16 +148,15 @@ Tensor rms_norm_op(const Tensor& x, const optional<Tensor>& residual, const Tens
   check(x, "x", x.scalar_type(), {rows, n});
   if (residual) check(*residual, "residual", x.scalar_type(), {rows, n});
   check(weight, "weight", x.scalar_type(), {n});
-  auto out = at::empty({rows, n}, x.options());
+  const auto out = empty_result({rows, n}, x.options());
   TERCET_ANY_FLOAT(x.scalar_type(), [&] {
-    rms_norm(
-        x.const_data_ptr<scalar_t>(),
-        residual ? residual->data_ptr<scalar_t>() : nullptr,
-        weight.const_data_ptr<scalar_t>(),
-        eps,
+    perform(
         rows,
-        n,
-        out.data_ptr<scalar_t>());
+        [=,
+         x = x.const_data_ptr<scalar_t>(),
+         residual = residual ? residual->data_ptr<scalar_t>() : nullptr,
+         weight = weight.const_data_ptr<scalar_t>(),
+         out = out.data_ptr<scalar_t>()](int64_t rows) { rms_norm(x, residual, weight, eps, rows, n, out); });
   });
   return out;
 }
@@ -189,15 +217,16 @@ void rotate_and_store_op(
   const auto call = [&]<typename T>(T, const auto&... panels) {
     const Heads<T> shape{
         heads, kv_heads, dim, cos_sin.const_data_ptr<float>(), data_or_null<T>(q_norm), data_or_null<T>(k_norm), eps};
-    rotate_and_store(
-        qkv.data_ptr<T>(),
+    perform(
         tokens,
-        positions.const_data_ptr<int64_t>(),
-        slots.const_data_ptr<int64_t>(),
-        shape,
-        k_pool.data_ptr<T>(),
-        v_pool.data_ptr<T>(),
-        panels...);
+        [=,
+         qkv = qkv.data_ptr<T>(),
+         positions = positions.const_data_ptr<int64_t>(),
+         slots = slots.const_data_ptr<int64_t>(),
+         k_pool = k_pool.data_ptr<T>(),
+         v_pool = v_pool.data_ptr<T>()](int64_t tokens) {
+          rotate_and_store(qkv, tokens, positions, slots, shape, k_pool, v_pool, panels...);
+        });
   };
   if (in_panels)
     TERCET_DOT_FLOAT(type, [&] { call(scalar_t(), KVPanels<scalar_t>{stride, dim}); });
@@ -229,23 +258,24 @@ Tensor attention_op(
     check(*starts, "starts", at::kLong, {num_requests + 1});
   else
     TORCH_CHECK(tokens == num_requests, "without starts every request has one new token");
-  auto out = at::empty({tokens, heads * dim}, q.options());
+  TORCH_CHECK(!starts || !Graph::recording(), "attention of prompts cannot be recorded");
+  const auto out = empty_result({tokens, heads * dim}, q.options());
   constexpr int64_t kEverything = std::numeric_limits<int32_t>::max();
-  const auto inputs = [&]<typename T>(T) {
-    return AttentionInputs<T>{
-        .batch =
-            {
-                .slot_table = slot_table.const_data_ptr<int32_t>(),
-                .context = slot_table.size(1),
-                .rows = rows.const_data_ptr<int64_t>(),
-                .seq_lens = seq_lens.const_data_ptr<int64_t>(),
-                .starts = data_or_null<int64_t>(starts),
-                .num_requests = num_requests,
-                .heads = heads,
-                .kv_heads = kv_heads,
-                .head_dim = dim,
-                .window = window.value_or(kEverything),
-            },
+  const AttentionBatch batch{
+      .slot_table = slot_table.const_data_ptr<int32_t>(),
+      .context = slot_table.size(1),
+      .rows = rows.const_data_ptr<int64_t>(),
+      .seq_lens = seq_lens.const_data_ptr<int64_t>(),
+      .starts = data_or_null<int64_t>(starts),
+      .num_requests = num_requests,
+      .heads = heads,
+      .kv_heads = kv_heads,
+      .head_dim = dim,
+      .window = window.value_or(kEverything),
+  };
+  const auto call = [&]<typename T, bool kInPanels>() {
+    const AttentionInputs<T> inputs{
+        .batch = batch,
         .q = q.const_data_ptr<T>(),
         .q_stride = q.stride(0),
         .k_pool = k_pool.const_data_ptr<T>(),
@@ -254,15 +284,19 @@ Tensor attention_op(
         .scale = static_cast<float>(scale),
         .out = out.data_ptr<T>(),
     };
+    perform(num_requests, [inputs, plan = step_plan(batch, sizeof(T))](int64_t requests) {
+      Attention<T, kInPanels>(inputs, plan->get(requests, Pool::get().num_threads())).run();
+    });
   };
   if (in_panels)
-    TERCET_DOT_FLOAT(type, [&] { Attention<scalar_t, true>(inputs(scalar_t())).run(); });
+    TERCET_DOT_FLOAT(type, [&] { call.template operator()<scalar_t, true>(); });
   else
-    TERCET_ANY_FLOAT(type, [&] { Attention<scalar_t, false>(inputs(scalar_t())).run(); });
+    TERCET_ANY_FLOAT(type, [&] { call.template operator()<scalar_t, false>(); });
   return out;
 }
 
 Tensor argmax_op(const Tensor& logits) {
+  TORCH_CHECK(!Graph::recording(), "the choice of a token cannot be recorded");
   check(logits, "logits", at::kFloat, {logits.size(0), logits.size(1)});
   auto tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
   argmax(logits.const_data_ptr<float>(), logits.size(0), logits.size(1), tokens.data_ptr<int64_t>());
@@ -314,9 +348,17 @@ int64_t lanes() { return kLanes; }
 }  // namespace
 
 TORCH_LIBRARY(tercet_cpu, m) {
+  m.class_<Graph>("Graph")
+      .def(torch::init<>())
+      .def("record", &Graph::record)
+      .def("finish", &Graph::finish)
+      .def("run", &Graph::run)
+      .def("num_operations", &Graph::num_operations);
   m.def("lanes() -> int", &lanes);
+  m.def("set_num_threads(int n) -> ()", [](int64_t n) { Pool::get().set_num_threads(n); });
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, bool to_float=False) -> Tensor", &linear_op);
   m.def("linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_silu_mul_op);
+  m.def("embedding(Tensor ids, Tensor packed) -> Tensor", &embedding_op);
   m.def(
       "quantized_linear(Tensor x, Tensor packed, Tensor? bias, int n, int bits, bool to_float=False) -> Tensor",
       &quantized_linear_op);

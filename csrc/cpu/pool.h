@@ -31,13 +31,15 @@ inline void relax() {
 
 class Pool {
  public:
-  /// The one of this process. Its threads start with the first job, as many as torch computes with, less the caller.
+  /// The one of this process. Its threads start with the first job.
   static Pool& get() {
     static Pool pool;
     return pool;
   }
 
-  int64_t num_threads() const { return at::get_num_threads(); }
+  /// The caller included: as many as torch computes with unless it was said (`set_num_threads`).
+  int64_t num_threads() const { return num_threads_ ? num_threads_ : at::get_num_threads(); }
+  void set_num_threads(int64_t n) { num_threads_ = n; }
 
   /// f(item) for every item of [0, count), each once, on any thread and in any order; returns when all are done.
   /// f must not throw. Another caller at the same time does its items alone.
@@ -113,7 +115,7 @@ class Pool {
   }
 
   bool start_threads() {
-    const size_t wanted = at::get_num_threads() - 1;
+    const size_t wanted = num_threads() - 1;
     if (threads_.size() != wanted) {
       stop_threads();
       stop_ = false;
@@ -131,6 +133,7 @@ class Pool {
   }
 
   std::mutex caller_;
+  int64_t num_threads_ = 0;
   std::vector<std::thread> threads_;
   void (*call_)(const void*, int64_t) = nullptr;
   const void* context_ = nullptr;

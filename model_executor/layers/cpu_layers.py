@@ -97,12 +97,10 @@ class PackedEmbedding:
     """As `Embedding`, out of the packed output head of a model that ties the two."""
 
     def __init__(self, head: CpuLinear) -> None:
-        self._head = head
-        self._width = head.packed.shape[2]
+        self._packed = head.packed
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        panels = self._head.packed
-        return panels[ids // self._width, :, ids % self._width].view(len(ids), -1)
+        return _ops.embedding(ids, self._packed)
 
 
 class Rotation(NamedTuple):
@@ -149,6 +147,7 @@ _FLOAT_LAYERS = LayerKinds(
     gated_linear=CpuGatedLinear,
     head=partial(CpuLinear, to_float=True),
     tied_embedding=lambda weight, head: PackedEmbedding(head),
+    compiled=True,
 )
 _OTHER_LAYERS = LayerKinds(CpuRMSNorm, CpuRotary, CpuAttention)
 

@@ -35,6 +35,8 @@ class LayerKinds(NamedTuple):
     """weight -> (hidden states -> logits)"""
     tied_embedding: Callable[[Any, Any], Layer] = lambda weight, head: Embedding(weight)
     """(weight, the head made of it) -> (ids -> vectors)"""
+    compiled: bool = False
+    """Between embedding and logits there is nothing but a CPU's compiled operations."""
 
 
 def _angles_anew(rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> RotaryEmbedding:

@@ -86,4 +86,5 @@ def quantized_layers(dtype: torch.dtype) -> LayerKinds:
         gated_linear=QuantizedGatedLinear,
         head=partial(QuantizedLinear, to_float=True),
         tied_embedding=partial(QuantizedEmbedding, dtype=dtype),
+        compiled=True,
     )

@@ -69,6 +69,7 @@ class Decoder:
         layers: LayerKinds,
         context_len: int,
     ) -> None:
+        self.compiled = layers.compiled
         self.norm = layers.norm(params["norm.weight"], config.rms_norm_eps)
         self.rotary = layers.rotary(config.rope, config.head_dim, context_len, self.norm.weight.device)
         self.layers = [DecoderLayer(config, index, params, backend, layers) for index in range(config.num_layers)]
@@ -82,7 +83,11 @@ class Decoder:
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """input_ids, positions: int64 [T] -> normalised hidden states [T, hidden]"""
-        x, residual = self.embed_tokens(input_ids), None
+        return self.transform(self.embed_tokens(input_ids), positions, batch)
+
+    def transform(self, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """x [T, hidden], embedded tokens, is overwritten; positions: int64 [T] -> normalised hidden states"""
+        residual = None
         rotation = self.rotary(positions)
         for layer in self.layers:
             x, residual = layer(x, residual, rotation, batch)

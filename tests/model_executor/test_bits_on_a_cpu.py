@@ -2,65 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
+from cpu_models import VARIANTS, make_cpu_runner
 from runner_driver import RunnerDriver, relative_error
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.model_runner import ModelRunner
-from tercet.srt.model_config import ModelConfig
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
-
-# Longer than a split of attention, with rows that fill no panel evenly.
-CONFIG = ModelConfig(
-    architecture="Qwen3ForCausalLM",
-    hidden_size=96,
-    intermediate_size=160,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=301,
-    context_len=320,
-    qk_norm=True,
-    tie_word_embeddings=True,
-    sliding_windows=(None, 70),
-    load_format="dummy",
-)
-VARIANTS = [
-    ("float32", None, 1),
-    ("bfloat16", None, 1),
-    ("float32", "int8", 1),
-    ("bfloat16", "int4", 1),
-    ("float32", None, 32),
-    ("bfloat16", None, 32),
-]
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda variant: "-".join(str(part) for part in variant if part))
 def make_driver(request, monkeypatch):
-    dtype, quantization, page_size = request.param
-    if not cpu_extension.multiplies(getattr(torch, dtype)) and quantization is None:
-        pytest.skip("torch multiplies this type here")
     monkeypatch.setattr("tercet.model_executor.weights._DUMMY_STD", 0.3)
 
-    def make(page_size=page_size, **options):
-        runner = ModelRunner(
-            # whole panels of a head, where pages are
-            CONFIG if request.param[2] == 1 else replace(CONFIG, head_dim=32),
-            max_running_requests=64,
-            max_total_tokens=8000,
-            dtype=dtype,
-            quantization=quantization,
-            attention_backend="cpu",
-            page_size=page_size,
-            **options,
-        )
-        assert (runner.kv_pool.k_buffer[0].dim() > 3) == (page_size > 1)
+    def make(**options):
+        runner = make_cpu_runner(request.param, **options)
+        assert (runner.kv_pool.k_buffer[0].dim() > 3) == (runner.page_size > 1)
         return RunnerDriver(runner)
 
     return make
@@ -108,7 +67,7 @@ def test_torch_says_the_same_but_for_rounding(make_driver):
     ids = np.random.default_rng(3).integers(0, 301, 90)
     found = driver.logits_along(1, ids, [80])
     reference = RunnerDriver(
-        ModelRunner(CONFIG, max_running_requests=4, max_total_tokens=400, dtype="float32", attention_backend="torch")
+        make_cpu_runner(max_running_requests=4, max_total_tokens=400, attention_backend="torch")
     ).logits_along(1, ids, [80])
     for position, logits in found.items():
         assert relative_error(logits, reference[position]) < 1e-4, position

@@ -335,6 +335,17 @@ def test_argmax(vocab):
     assert torch.equal(ops.argmax(x), expected)
 
 
+@pytest.mark.parametrize("dtype", [t for t in DTYPES if cpu_extension.multiplies(t)])
+def test_embedding_out_of_a_packed_head(dtype):
+    weight = torch.randn(75, 38).to(dtype)
+    packed = layers().pack(weight)
+    ids = torch.randint(0, 75, (300,))
+    assert torch.equal(ops.embedding(ids, packed), weight[ids])
+    for wrong in (-1, packed.shape[0] * packed.shape[2]):
+        with pytest.raises(RuntimeError, match=f"no vector for id {wrong}"):
+            ops.embedding(torch.tensor([3, wrong]), packed)
+
+
 def test_wrong_shapes_are_refused():
     x, weight = torch.randn(3, 64), torch.randn(40, 64)
     packed = layers().pack(weight)

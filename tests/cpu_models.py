@@ -1,0 +1,56 @@
+"""A small model on the compiled operations of a CPU, in every way that these have to run it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tercet.model_executor import cpu_extension
+from tercet.model_executor.model_runner import ModelRunner
+from tercet.srt.model_config import ModelConfig
+
+# Longer than a split of attention, with rows that fill no panel evenly.
+CONFIG = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    hidden_size=96,
+    intermediate_size=160,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=301,
+    context_len=320,
+    qk_norm=True,
+    tie_word_embeddings=True,
+    sliding_windows=(None, 70),
+    load_format="dummy",
+)
+VARIANTS = [
+    # dtype, quantization, page size
+    ("float32", None, 1),
+    ("bfloat16", None, 1),
+    ("float32", "int8", 1),
+    ("bfloat16", "int4", 1),
+    ("float32", None, 32),
+    ("bfloat16", None, 32),
+]
+
+
+def make_cpu_runner(variant=VARIANTS[0], config=CONFIG, **options):
+    """`variant`: of VARIANTS; `options`: of ModelRunner. Skips the test where torch multiplies such numbers."""
+    dtype, quantization, page_size = variant
+    if not cpu_extension.multiplies(getattr(torch, dtype)) and quantization is None:
+        pytest.skip("torch multiplies this type here")
+    settings = {
+        "max_running_requests": 64,
+        "max_total_tokens": 8000,
+        "dtype": dtype,
+        "quantization": quantization,
+        "attention_backend": "cpu",
+        "page_size": page_size,
+        **options,
+    }
+    # whole panels of a head, where pages are
+    return ModelRunner(config if page_size == 1 else replace(config, head_dim=32), **settings)
