@@ -117,6 +117,12 @@ class ModelRunner:
         self.graph_bytes = 0 if self._decodes is None else self._decodes.num_bytes
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether `launch` returns before the step is done. A CPU has computed it by then: overlapping steps would keep
+        every token back for one of them."""
+        return self._accelerator is not None
+
+    @property
     def runs_compiled(self) -> bool:
         """Whether the layers are a CPU's compiled operations."""
         return self.model.compiled

@@ -108,7 +108,9 @@ class ServerArgs:
         Literal["lru", "lfu", "fifo", "mru", "filo"], Setting("Which cached prefixes go first")
     ] = "lru"
     disable_radix_cache: Annotated[bool, Setting("Share no prefixes")] = False
-    disable_overlap_schedule: Annotated[bool, Setting("Plan a step only when the last one's tokens are home")] = False
+    disable_overlap_schedule: Annotated[
+        bool, Setting("Plan a step only when the last one's tokens are home, as a CPU always does")
+    ] = False
     disable_cuda_graph: Annotated[
         bool, Setting("Record no decode steps: launch every kernel or operation of one by itself")
     ] = False

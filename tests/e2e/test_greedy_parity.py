@@ -45,6 +45,8 @@ class InProcessEngine:
         self.outbox = FakeOutbox()
         io = SchedulerIO(self.inbox, self.outbox, FakeOutbox())
         self.scheduler = build_scheduler(args, config, runner, TOKENIZER, io)
+        # A CPU gains nothing by it, but has to get it right as well.
+        self.scheduler._enable_overlap = not args.disable_overlap_schedule
 
     def generate(self, batch: list[list[int]]) -> list[list[int]]:
         sampling = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, sampling_seed=0)
