@@ -2,7 +2,9 @@
 
 A decode step reads every weight once and the keys and values of every request once; a prefill multiplies every token
 with every weight. The embedding is a look-up: it counts only where it is the output head too. Small things (norms,
-activations, logits) are left out, so a limit is a little optimistic.
+activations, logits) are left out, so a limit is a little optimistic. On the other side, most of the last layer is not
+needed for tokens that nothing is sampled from (models/decoder.py), and counted as if it were: a model of two or three
+layers can come out better than its limit.
 """
 
 from __future__ import annotations

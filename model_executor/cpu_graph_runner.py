@@ -11,7 +11,6 @@ import torch
 
 from .cuda_graph_runner import DecodeOutputs
 from .forward_batch import ForwardBatch, ForwardMode, Int32Array
-from .logits_processor import LogitsProcessor
 from .models.decoder import Decoder
 
 
@@ -24,7 +23,6 @@ class CpuGraphRunner:
     def __init__(
         self,
         model: Decoder,
-        logits_processor: LogitsProcessor,
         *,
         most_rows: int,
         hidden_size: int,
@@ -59,12 +57,12 @@ class CpuGraphRunner:
             seq_lens_host=np.zeros(most_rows, np.int32),
             extend_lens_host=None,
         )
-        self._kept = model, logits_processor, batch
+        self._kept = model, batch
         """The graph knows addresses only."""
         self._graph = torch.classes.tercet_cpu.Graph()
         self._graph.record(most_rows)
         try:
-            self._logits = logits_processor(model.transform(self._x, positions, batch), batch)
+            self._logits = model.logits(model.transform(self._x, positions, batch))
         finally:
             self._graph.finish()
 

@@ -19,7 +19,6 @@ from .dtypes import resolve_dtype
 from .forward_batch import FROM_DEVICE, ForwardBatch, ForwardMode, Int32Array, StepInputs
 from .heap import trim_heap
 from .kv_budget import Memory, host_memory, num_kv_tokens
-from .logits_processor import LogitsProcessor
 from .models.decoder import Parameters
 from .models.registry import create_model
 from .quantization import check_quantization, parameter_bytes
@@ -155,7 +154,6 @@ class ModelRunner:
         self.attention = create_attention_backend(self.attention_backend, config, self.kv_pool)
         quantized = self.quantization is not None
         self.model = create_model(config, params, self.attention, self.context_len, quantized=quantized)
-        self.logits_processor = LogitsProcessor(self.model.lm_head)
 
     def _plan_memory(
         self, params: Parameters, max_prefill_tokens: int | None, disable_graphs: bool, graph_max_bs: int | None
@@ -231,7 +229,6 @@ class ModelRunner:
             return None
         return CpuGraphRunner(
             self.model,
-            self.logits_processor,
             most_rows=self._record_rows,
             hidden_size=self.config.hidden_size,
             dtype=self.dtype,
@@ -262,7 +259,7 @@ class ModelRunner:
         """float32 logits [num_sampled, vocab], in `out` where that is given"""
         self.attention.plan(batch)
         hidden = self.model.forward(batch.input_ids, batch.positions, batch)
-        return self.logits_processor(hidden, batch, out)
+        return self.model.logits(hidden, out)
 
     def _launch_decode(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits, and the rows (int64) that are sampled: all of the step's."""

@@ -46,16 +46,18 @@ class DecoderLayer:
         self.gate_up_proj = layers.gated_linear(*weights("gate_up_proj"))
         self.down_proj = layers.linear(*weights("down_proj"))
 
-    def __call__(
+    def attend(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Any, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x, residual), [T, hidden] each, to the same: x has yet to be added to the residual, which is changed in
-        place. The first layer has no residual: x becomes it."""
+        """(x, residual), [T, hidden] each, to what attention has found, [T, heads * head_dim], and the residual, to
+        which x has been added in place. The first layer has no residual: x becomes it."""
         normed = self.input_norm(x, residual)
-        residual = x if residual is None else residual
-        x = self.o_proj(self.attention(self.qkv_proj(normed), rotation, batch))
-        normed = self.post_attention_norm(x, residual)
-        return self.down_proj(self.gate_up_proj(normed)), residual
+        return self.attention(self.qkv_proj(normed), rotation, batch), x if residual is None else residual
+
+    def feed_forward(self, found: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """What has yet to be added to the residual, which is changed in place."""
+        normed = self.post_attention_norm(self.o_proj(found), residual)
+        return self.down_proj(self.gate_up_proj(normed))
 
 
 class Decoder:
@@ -82,13 +84,26 @@ class Decoder:
             self.embed_tokens = Embedding(embedding)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """input_ids, positions: int64 [T] -> normalised hidden states [T, hidden]"""
+        """input_ids, positions: int64 [T] -> normalised hidden states [num_sampled, hidden], those of the tokens whose
+        next token is wanted"""
         return self.transform(self.embed_tokens(input_ids), positions, batch)
 
     def transform(self, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """x [T, hidden], embedded tokens, is overwritten; positions: int64 [T] -> normalised hidden states"""
+        """The same from embedded tokens on: x [T, hidden], which is overwritten."""
         residual = None
         rotation = self.rotary(positions)
         for layer in self.layers:
-            x, residual = layer(x, residual, rotation, batch)
+            found, residual = layer.attend(x, residual, rotation, batch)
+            if layer is self.layers[-1] and batch.logits_indices is not None:
+                # The keys and values of all are stored: from here on nobody asks for the others.
+                found = found.index_select(0, batch.logits_indices)
+                residual = residual.index_select(0, batch.logits_indices)
+                if not len(residual):
+                    return residual
+            x = layer.feed_forward(found, residual)
         return self.norm(x, residual)
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [num_sampled, hidden_size] -> float32 [num_sampled, vocab], in `out` where that is given"""
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits.float() if out is None else out.copy_(logits)
