@@ -40,6 +40,8 @@ _CPU = torch.device("cpu")
 _WEIGHT_STD = 0.02
 _CHECK_ROWS = 7
 _HEAD = "lm_head.weight"
+_SETTLE_S = 0.02
+"""Threads of OpenMP spin for a while after a step of torch's: not beside the step of somebody else."""
 _HEADER = ["batch", "kind", "ms a step", "GB/s", "TOP/s", "limit ms", "of the limit", "error"]
 
 
@@ -236,6 +238,8 @@ def in_turns(steps: Sequence[Step], batch_size: int, rounds: int) -> list[float]
     times: dict[str, list[float]] = {step.kind.name: [] for step in steps}
     for turn in range(rounds):
         for step in steps[:: -1 if turn % 2 else 1]:
+            time.sleep(_SETTLE_S)
+            step.seconds()
             times[step.kind.name].append(step.seconds())
     return [statistics.median(times[step.kind.name]) for step in steps]
 
