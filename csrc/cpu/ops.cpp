@@ -79,19 +79,35 @@ Tensor linear_silu_mul_op(const Tensor& x, const Tensor& packed, const optional<
   return out;
 }
 
-Tensor embedding_op(const Tensor& ids, const Tensor& packed) {
-  const int64_t count = ids.size(0), k = packed.size(1) * packed.size(3), n = packed.size(0) * kPanel;
-  check(ids, "ids", at::kLong, {count});
-  check(packed, "packed", packed.scalar_type(), {n / kPanel, packed.size(1), kPanel, packed.size(3)});
+/// Their numbers, which are checked: they are of panels.
+const int64_t* rows_of_panels(const Tensor& ids, int64_t panels) {
+  TORCH_CHECK(!Graph::recording(), "looking up vectors cannot be recorded");
+  check(ids, "ids", at::kLong, {ids.size(0)});
   const int64_t* id = ids.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < count; ++i) TORCH_CHECK(0 <= id[i] && id[i] < n, "there is no vector for id ", id[i]);
-  const auto out = empty_result({count, k}, packed.options());
+  for (int64_t i = 0; i < ids.size(0); ++i)
+    TORCH_CHECK(0 <= id[i] && id[i] < panels * kPanel, "there is no vector for id ", id[i]);
+  return id;
+}
+
+Tensor embedding_op(const Tensor& ids, const Tensor& packed) {
+  const int64_t count = ids.size(0), k = packed.size(1) * packed.size(3);
+  check(packed, "packed", packed.scalar_type(), {packed.size(0), packed.size(1), kPanel, packed.size(3)});
+  const int64_t* id = rows_of_panels(ids, packed.size(0));
+  auto out = at::empty({count, k}, packed.options());
   TERCET_DOT_FLOAT(packed.scalar_type(), [&] {
-    perform(
-        count, [=, packed = packed.const_data_ptr<scalar_t>(), out = out.data_ptr<scalar_t>()](int64_t count) {
-          unpack_rows(id, count, packed, k, out);
-        });
+    unpack_rows(id, count, packed.const_data_ptr<scalar_t>(), k, out.data_ptr<scalar_t>());
   });
+  return out;
+}
+
+Tensor quantized_embedding_op(const Tensor& ids, const Tensor& packed, at::ScalarType type) {
+  using Weight = QuantizedPacked<Int8Weights>;
+  const int64_t count = ids.size(0), groups = packed.size(1);
+  check(packed, "packed", at::kByte, {packed.size(0), groups, Weight::kGroupBytes});
+  const int64_t* id = rows_of_panels(ids, packed.size(0));
+  auto out = at::empty({count, groups * kGroup}, packed.options().dtype(type));
+  const Weight weight{packed.const_data_ptr<uint8_t>(), nullptr, groups * kGroup};
+  TERCET_ANY_FLOAT(type, [&] { unpack_rows(id, count, weight, out.data_ptr<scalar_t>()); });
   return out;
 }
 
@@ -359,6 +375,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, bool to_float=False) -> Tensor", &linear_op);
   m.def("linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_silu_mul_op);
   m.def("embedding(Tensor ids, Tensor packed) -> Tensor", &embedding_op);
+  m.def("quantized_embedding(Tensor ids, Tensor packed, ScalarType dtype) -> Tensor", &quantized_embedding_op);
   m.def(
       "quantized_linear(Tensor x, Tensor packed, Tensor? bias, int n, int bits, bool to_float=False) -> Tensor",
       &quantized_linear_op);

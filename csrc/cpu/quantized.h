@@ -192,4 +192,22 @@ struct QuantizedPacked {
   }
 };
 
+/// As `unpack_rows` of floats (linear.h), out of weights of 8 bits.
+template <typename T>
+void unpack_rows(const int64_t* ids, int64_t count, const QuantizedPacked<Int8Weights>& weight, T* out) {
+  using D = Dot<Int8Weights>;
+  in_row_blocks(count, weight.k, [&](int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i) {
+      const int64_t panel = ids[i] / kPanel, column = ids[i] % kPanel;
+      const uint8_t* group = weight.panels + panel * weight.panel_bytes();
+      for (T* to = out + i * weight.k; to < out + (i + 1) * weight.k; group += weight.kGroupBytes) {
+        const float scale = reinterpret_cast<const at::Half*>(group)[column];
+        const uint8_t* word = group + D::kHeaderBytes + column * D::kPerWord;
+        for (int64_t w = 0; w < kGroup / D::kPerWord; ++w, word += D::kWordBytes)
+          for (int64_t b = 0; b < D::kPerWord; ++b) *to++ = static_cast<T>((word[b] - 128) * scale);
+      }
+    }
+  });
+}
+
 }  // namespace tercet

@@ -65,18 +65,11 @@ class QuantizedEmbedding:
     """As `Embedding`, out of the output head of 8 bits of a model that ties the two."""
 
     def __init__(self, weight: QuantizedWeight, head: QuantizedLinear, *, dtype: torch.dtype) -> None:
-        self._width = width = 2 * cpu_extension.lanes()
+        self._packed = head.packed
         self._dtype = dtype
-        self._scales = head.packed[..., : 2 * width].view(torch.float16)
-        """[panels, k / GROUP, width]"""
-        self._words = head.packed[..., 2 * width :].unflatten(2, (-1, width, _PER_WORD))
-        """[panels, k / GROUP, words of a group, width, _PER_WORD]"""
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        panels, columns = ids // self._width, ids % self._width
-        groups = self._words[panels, :, :, columns].flatten(2).float() - 128
-        groups *= self._scales[panels, :, columns].unsqueeze(2)
-        return groups.flatten(1).to(self._dtype)
+        return _ops.quantized_embedding(ids, self._packed, self._dtype)
 
 
 def quantized_layers(dtype: torch.dtype) -> LayerKinds:
