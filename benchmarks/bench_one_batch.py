@@ -56,10 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         result.ceilings = measure_ceilings(device, multiplied, small=args.small_ceilings)
         bench = _Bench(args, result, ModelCost.of(config, dtype.itemsize, quantization=server_args.quantization))
         result.values.update(model=name, dtype=str(dtype).removeprefix("torch."))
-        for graphs in _graph_settings(args, server_args, device):
+        for graphs in _graph_settings(args, server_args):
             settings = dataclasses.replace(server_args, disable_cuda_graph=graphs == "off")
-            with bench.or_failed(f"all with CUDA graphs {graphs}"):
-                bench.run(LocalEngine(settings, config), graphs)
+            with bench.or_failed(f"all with graphs {graphs}"):
+                engine = LocalEngine(settings, config)
+                bench.run(engine, graphs if device.type == "cuda" or engine.runner.runs_compiled else "none")
+                del engine
             if device.type == "cuda":
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -86,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "--idle-steps", type=int, default=100, help="steps traced for idle time, on a GPU (default: 100)"
     )
     parser.add_argument(
-        "--compare-cuda-graph", action="store_true", help="on a GPU: decode without CUDA graphs as well; same tokens?"
+        "--compare-cuda-graph", action="store_true", help="decode without recorded steps as well; same tokens?"
     )
     parser.add_argument("--trace", metavar="FILE", type=Path, help="keep the trace there (.json or .json.gz)")
     parser.add_argument("--small-ceilings", action="store_true", help="measure ceilings with sizes that prove nothing")
@@ -95,9 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _graph_settings(args: argparse.Namespace, server_args: ServerArgs, device: torch.device) -> list[str]:
-    if device.type == "cpu":
-        return ["none"]
+def _graph_settings(args: argparse.Namespace, server_args: ServerArgs) -> list[str]:
     if server_args.disable_cuda_graph:
         return ["off"]
     return ["on", "off"] if args.compare_cuda_graph else ["on"]
@@ -120,7 +120,7 @@ class _Bench:
         self._cost = cost
         self._failed: list[str] = []
         self._tokens: dict[tuple[int, int], bytes] = {}
-        """What a decode batch answered with the first setting of CUDA graphs."""
+        """What a decode batch answered with the first setting of graphs."""
         result.values.update(prefill=[], decode=[], idle=[], failed=self._failed)
         self._prefill_table = result.table(
             "Prefill of one prompt", ["tokens", "ms", "tok/s", "limit tok/s", "of the limit"]
@@ -129,7 +129,7 @@ class _Bench:
         self._decode_table = result.table("Decode steps", header)
 
     def run(self, engine: LocalEngine, graphs: str) -> None:
-        """Measures all there is with one setting of CUDA graphs: "on", "off", or "none" on a CPU."""
+        """Measures all there is with one setting of graphs: "on", "off", or "none" where layers are torch's."""
         runner = engine.runner
         self._result.values.update(attention_backend=runner.attention_backend, page_size=runner.page_size)
         if not self._result.values["prefill"]:  # no graph has a part in it
@@ -174,7 +174,7 @@ class _Bench:
         if graphs != "none":
             same = self._tokens.setdefault((batch_size, context_len), tokens) == tokens
             if not same:
-                self._failed.append(f"batch {batch_size}, context {context_len}: other tokens without CUDA graphs")
+                self._failed.append(f"batch {batch_size}, context {context_len}: other tokens without graphs")
         self._add_decode(graphs, "runner", batch_size, context_len, mean_len, seconds, same_tokens=same)
 
     def _on_scheduler(self, engine: LocalEngine, graphs: str, batch_size: int, context_len: int) -> None:

@@ -91,14 +91,15 @@ class LocalEngine:
         self._inbox, self._outbox = _Inbox(), _Refusals()
         io = SchedulerIO(self._inbox, self._outbox, _Nobody())
         self.scheduler = build_scheduler(server_args, config, self.runner, None, io)
+        self.seed = seed
         self._rng = np.random.default_rng(seed)
-        self.random_numbers = torch.Generator(self.device).manual_seed(seed)
         self._in_flight: InFlight | None = None
         self._num_submitted = 0
 
-    def random_ids(self, count: int) -> Int32Array:
+    def random_ids(self, count: int, rng: np.random.Generator | None = None) -> Int32Array:
+        """rng: None: one that gives other ids every time"""
         most = min(_MOST_PROMPT_ID, self.config.vocab_size)
-        return self._rng.integers(0, most, count, dtype=np.int32)
+        return (rng or self._rng).integers(0, most, count, dtype=np.int32)
 
     def check_room(self, batch_size: int, num_tokens: int) -> None:
         """Raises ValueError unless so many requests of so many tokens each can run at once."""
@@ -163,12 +164,14 @@ def _shared_settings(server_args: ServerArgs) -> dict[str, Any]:
 
 class DirectBatch:
     """`batch_size` rows with `context_len` tokens of KV each, of which all but the last are random numbers, and steps
-    for them, driven on the runner itself. Only while the scheduler has nothing to do."""
+    for them, driven on the runner itself. Only while the scheduler has nothing to do. Two of one size, of engines with
+    the same seed, have the same numbers."""
 
     def __init__(self, engine: LocalEngine, batch_size: int, context_len: int, num_steps: int) -> None:
         engine.check_room(batch_size, context_len + num_steps)
         self._engine = engine
         self._runner = engine.runner
+        self._rng = np.random.default_rng(engine.seed)
         kv = engine.scheduler.kv
         kv.flush()
         self._table = kv.req_to_token_pool.req_to_token
@@ -230,12 +233,13 @@ class DirectBatch:
         pool = self._runner.kv_pool
         config = self._engine.config
         kv = torch.empty(2, len(slots), config.num_kv_heads, config.head_dim, device=where.device, dtype=pool.dtype)
+        numbers = torch.Generator(where.device).manual_seed(self._engine.seed)
         for layer in range(config.num_layers):
-            pool.set_kv(layer, where, *kv.normal_(generator=self._engine.random_numbers))
+            pool.set_kv(layer, where, *kv.normal_(generator=numbers))
 
     def _first_step(self, context_len: int) -> StepInputs:
         """The last token of the context, through the model: rows and table are known to the device after it."""
-        step = self._extend_step(self.lens - 1, self.lens, self._engine.random_ids(len(self.rows)))
+        step = self._extend_step(self.lens - 1, self.lens, self._engine.random_ids(len(self.rows), self._rng))
         step.table_updates = [TableUpdate(int(row), 0, context_len) for row in self.rows]
         greedy = SamplingParams(temperature=0.0, ignore_eos=True)
         nothing = np.empty(0, dtype=np.int32)

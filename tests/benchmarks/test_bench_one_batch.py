@@ -6,6 +6,7 @@ import pytest
 from bench_models import json_of, tiny_flags
 
 from tercet.benchmarks import bench_one_batch
+from tercet.model_executor import cpu_extension
 
 SMALL = ["--small-ceilings", "--num-steps", "2", "--rounds", "2"]
 
@@ -21,6 +22,20 @@ def test_every_size_is_measured_against_its_limit(tmp_path: Path, capsys: pytest
     assert found["failed"] == [] and found["idle"] == []
     assert found["attention_backend"] in ("cpu", "torch") and found["dtype"] == "float32"
     assert len(list((tmp_path / "out").iterdir())) == 2
+
+
+@pytest.mark.skipif(cpu_extension.load() is None, reason="nothing is recorded without csrc/cpu")
+def test_recorded_steps_and_others_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--batch-size", "1,3", "--context-len", "20", "--prefill-len", "5", "--compare-cuda-graph"]
+    assert bench_one_batch.main([*tiny_flags(tmp_path), *SMALL, *sizes]) == 0
+    by_runner = [one for one in json_of(capsys)["decode"] if one["driver"] == "runner"]
+    assert [(one["batch_size"], one["cuda_graph"]) for one in by_runner] == [
+        (1, "on"),
+        (3, "on"),
+        (1, "off"),
+        (3, "off"),
+    ]
+    assert all(one["same_tokens"] for one in by_runner)
 
 
 def test_what_does_not_fit_is_told_and_costs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,12 +76,19 @@ def bench(models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     yield Bench(models, monkeypatch, capsys)
 
 
+_WORKER = ("PYTEST_XDIST_TESTRUNUID", "PYTEST_XDIST_WORKER")
+
+
 def fakes_running() -> list[str]:
     """Command lines of this test's processes that are not ended; a fake's children carry its name or sleep."""
     found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
+    for process in psutil.process_iter(["cmdline", "status", "environ"]):
         line = " ".join(process.info["cmdline"] or [])
-        if ("fake_peer" in line or "time.sleep(300)" in line) and process.info["status"] != psutil.STATUS_ZOMBIE:
+        environ = process.info["environ"] or {}
+        # Another worker, or another run on this machine, may be at the same tests.
+        ours = all(environ.get(name) == os.environ.get(name) for name in _WORKER)
+        alive = process.info["status"] != psutil.STATUS_ZOMBIE
+        if ours and alive and ("fake_peer" in line or "time.sleep(300)" in line):
             found.append(line)
     return found
 

@@ -34,7 +34,7 @@ def engine(tmp_path: Path, request: pytest.FixtureRequest) -> LocalEngine:
 def test_a_direct_batch_computes_what_the_runner_does(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
     random_ids = engine.random_ids
-    monkeypatch.setattr(engine, "random_ids", lambda count: given.append(random_ids(count)) or given[-1])
+    monkeypatch.setattr(engine, "random_ids", lambda *args: given.append(random_ids(*args)) or given[-1])
     with DirectBatch.of(engine, 2, 20, 3) as batch:
         assert batch.prefill() > 0
         assert batch.decode(3) > 0
