@@ -62,10 +62,10 @@ class Server:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    def check_alive(self) -> None:
-        """Raises ServerFailed."""
-        code = self._process.poll()
-        if code is not None:
+    def check_alive(self, within_s: float = 0.0) -> None:
+        """Raises ServerFailed if the process has ended, or ends within this time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(within_s)
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise ServerFailed(f"the server ended ({how})")
 
