@@ -17,9 +17,6 @@ from .models.decoder import Decoder
 class CpuGraphRunner:
     """Runs decode steps of up to `most_rows` requests. Records on construction."""
 
-    num_bytes = 0
-    """of device memory"""
-
     def __init__(
         self,
         model: Decoder,

@@ -65,7 +65,7 @@ class ModelRunner:
         Args:
             page_size: None: what suits the attention backend
             max_prefill_tokens: prompt tokens of the largest step, for which memory of a GPU is kept
-            disable_cuda_graph: record no decode steps; on a CPU neither
+            disable_cuda_graph: record no decode steps, on a GPU or a CPU
             cuda_graph_max_bs: requests of the largest decode step that is recorded
         """
         self.config = config

@@ -57,7 +57,6 @@ def test_what_would_not_be_performed_again_is_refused():
         compute(ops.rms_norm(x, weight, norm, 1e-5).view(2, 2, 32)[:, :1])
         with pytest.raises(RuntimeError, match="cannot be part of a recorded step: aten::"):
             graph.finish()
-    # What is on nobody's way any more can be recorded.
     graph = torch.classes.tercet_cpu.Graph()
     graph.record(4)
     with pytest.raises(RuntimeError, match="must have 4 rows, got 2"):
