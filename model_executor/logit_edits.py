@@ -143,7 +143,9 @@ class LogitEdits:
         y = x.index_select(0, at[0])
         if (params[:, Column.REPETITION] != 1).any():
             seen = counts.clamp(max=1).float()
-            factor = seen.mul_(self._parameter(at[2], Column.REPETITION) - 1).add_(1)
+            # The penalty where a token was seen, else 1. Both are exact, unlike seen * (penalty - 1) + 1.
+            factor = seen * self._parameter(at[2], Column.REPETITION)
+            factor += seen.neg_().add_(1)
             y = (y.clamp(max=0) * factor).add_(y.clamp_(min=0).div_(factor))
         if (params[:, Column.FREQUENCY] != 0).any() or (params[:, Column.PRESENCE] != 0).any():
             times = counts >> 1

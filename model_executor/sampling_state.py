@@ -22,6 +22,7 @@ from .forward_batch import NewRow
 SMALL_TOP_K = 1024
 """Up to this, the k most probable tokens are selected; above, the whole vocabulary is put in order."""
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
+_FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 
 
 class Column(IntEnum):
@@ -78,7 +79,8 @@ class SamplingState:
             params.top_p,
             # Not -0.0 for a min_p of 1: kernels compare gaps by their bits.
             math.inf if params.min_p == 0 else abs(math.log(params.min_p)),
-            params.repetition_penalty,
+            # Not 0 in float32: 0 / 0 is NaN.
+            max(params.repetition_penalty, _FLOAT32_TINY),
             params.frequency_penalty,
             params.presence_penalty,
         )

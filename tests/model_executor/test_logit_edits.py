@@ -26,7 +26,7 @@ IDS = st.integers(0, VOCAB_SIZE - 1)
         {
             "frequency_penalty": st.sampled_from([0.0, 0.5, -1.25, 2.0]),
             "presence_penalty": st.sampled_from([0.0, 0.75, -2.0]),
-            "repetition_penalty": st.sampled_from([1.0, 1.3, 0.2, 2.0]),
+            "repetition_penalty": st.sampled_from([1.0, 1.3, 0.2, 2.0, 1e-6, 3e-9, 1e-30]),
             "logit_bias": st.none() | st.dictionaries(IDS.map(str), st.floats(-100, 100), max_size=3),
             "min_new_tokens": st.integers(0, 9),
         }
@@ -56,6 +56,13 @@ def test_edits_equal_the_reference(
     np.testing.assert_allclose(x[0].numpy(), expected, rtol=2e-6, atol=2e-5)
     if not edits.needed(np.array([2]), seq_lens)[0]:
         np.testing.assert_array_equal(x[0].numpy(), logits)
+
+
+def test_the_smallest_repetition_penalty_makes_no_nan() -> None:
+    """1e-300 is 0 in float32, and 0 / 0 is NaN."""
+    sampler = Sampler(1, 4, "cpu")
+    sampler.set_row(new_row(1, prompt=(0, 2), temperature=0, repetition_penalty=1e-300))
+    assert greedy_steps(sampler, torch.tensor([[0.0, 1.0, 2.0, -1.0]]), 2, 1) == [2]
 
 
 def greedy_steps(sampler: Sampler, logits: torch.Tensor, start: int, steps: int) -> list[int]:
