@@ -22,7 +22,8 @@ def gaps_below_best(x: torch.Tensor, peak: torch.Tensor, temperature: torch.Tens
 
     Logits of +inf, should there be any, share the probability.
     """
-    best = peak.clamp(max=torch.finfo(torch.float32).max)
+    # Adding 0 turns -0.0 into 0.0. Every best token's gap is then 0.0, never -0.0, which other bits would rank apart.
+    best = peak.clamp(max=torch.finfo(torch.float32).max).add_(0.0)
     return x.neg_().add_(best).clamp_(min=0).div_(temperature)
 
 

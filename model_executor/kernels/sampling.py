@@ -38,6 +38,12 @@ def _weigh(gap):
 
 
 @triton.jit
+def _best(peak):
+    """The largest logit, finite, and 0.0 rather than -0.0: a gap of -0.0 has other bits than one of 0.0."""
+    return tl.where(peak == 0.0, 0.0, tl.minimum(peak, 3.4028234663852886e38))
+
+
+@triton.jit
 def _gaps(values_ptr, start, n, best, temperature, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
     """(gap, its bits, whether there is such a token) for positions start .. start + BLOCK."""
     i = start + tl.arange(0, BLOCK)
@@ -156,7 +162,7 @@ def _sample_ranked_kernel(
     row = tl.program_id(0).to(tl.int64)
     values = x_ptr + row * stride_x
     peak = tl.load(peak_ptr + row)
-    best = tl.minimum(peak, 3.4028234663852886e38)
+    best = _best(peak)
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row).to(tl.int32)
     max_gap_bits = tl.load(max_gap_ptr + row).to(tl.int32, bitcast=True)
@@ -219,7 +225,7 @@ def _sample_open_kernel(
     row = tl.program_id(0).to(tl.int64)
     values = x_ptr + row * stride_x
     peak = tl.load(peak_ptr + row)
-    best = tl.minimum(peak, 3.4028234663852886e38)
+    best = _best(peak)
     temperature = tl.load(temperature_ptr + row)
     limit = tl.load(max_gap_ptr + row).to(tl.int32, bitcast=True)
     draw = tl.load(draw_ptr + row)

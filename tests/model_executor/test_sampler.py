@@ -101,6 +101,15 @@ def test_infinite_logits_take_all_the_probability(params: dict[str, float]) -> N
     assert tokens == ({1} if params.get("temperature") == 0 else {1, 3})
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 1.0, "top_k": 3}])
+@given(signs=st.lists(st.sampled_from([0.0, -0.0]), min_size=5, max_size=5), seed=st.integers(0, 99))
+def test_the_sign_of_zero_makes_no_difference(params: dict[str, float], signs: list[float], seed: int) -> None:
+    sampler = Sampler(1, 6, "cpu")
+    sampler.set_row(new_row(1, seed=seed, **params))
+    signed, unsigned = torch.tensor([[*signs, -3.0]]), torch.tensor([[0.0] * 5 + [-3.0]])
+    assert sampler.sample(signed, ONE, ONE).tolist() == sampler.sample(unsigned, ONE, ONE).tolist()
+
+
 def test_a_row_takes_its_new_owners_parameters() -> None:
     logits = torch.tensor([[1.0, 1.1, 0.9]])
     sampler = Sampler(1, 3, "cpu")

@@ -27,6 +27,9 @@ class Rows:
             x = x * 0.01
         elif kind == "banned":
             x[:, 1:].masked_fill_(torch.rand(n, vocab - 1, generator=g) < 0.8, -torch.inf)
+        elif kind == "zeros":  # of both signs, and the best
+            x = x.clamp(max=0.0) * torch.tensor([1.0, 0.0])[torch.randint(0, 2, x.shape, generator=g)]
+            x = torch.where(torch.rand(n, vocab, generator=g) < 0.3, x.abs() * 0, x)
         elif kind == "bf16":
             x = x.bfloat16()
         self.x = x
@@ -49,7 +52,7 @@ class Rows:
         return sample_ref(self.x, self.peak, self.temperature, *top, self.max_gap, self.draw, numpys_weights)
 
 
-KINDS = st.sampled_from(["random", "ties", "flat", "banned", "bf16"])
+KINDS = st.sampled_from(["random", "ties", "flat", "banned", "zeros", "bf16"])
 
 
 @settings(max_examples=examples(45))
