@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ..srt.cgroups import ROOT, ControlGroup, control_groups, read_text
 
 GPU_MARGIN = 0.02
 """of a GPU's memory stays free by default: for what allocators round up, and for neighbours that grow a little"""
@@ -16,7 +19,7 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a device, or of this process's control group on a host."""
+    """Bytes of a device, or of what this process may use of a host."""
 
     total: int
     available: int
@@ -68,35 +71,39 @@ def num_kv_tokens(
     return num_tokens
 
 
-def host_memory(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> Memory:
-    """The machine's memory, or the control group's where that is less (containers)."""
-    lines = _read(os.path.join(proc, "meminfo")).splitlines()
+class _Files(NamedTuple):
+    """Names in a control group of one version."""
+
+    limits: tuple[str, ...]
+    usage: str
+    page_cache: tuple[str, ...]
+    """entries of memory.stat: file pages count as used, but the kernel drops them when memory is wanted"""
+
+
+_CGROUP_FILES = {
+    2: _Files(("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
+    1: _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+}
+
+
+def host_memory(proc: Path = Path("/proc"), cgroup_root: Path = ROOT) -> Memory:
+    """The machine's memory, or less where a control group of this process allows less (containers, systemd, Slurm)."""
+    lines = read_text(proc / "meminfo").splitlines()
     meminfo = {key: int(value.split()[0]) * 1024 for key, _, value in (line.partition(":") for line in lines)}
     total, available = meminfo["MemTotal"], meminfo["MemAvailable"]
-    for limit_file, usage_file, cache_key in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        limit_text = _read(os.path.join(cgroup, limit_file)).strip()
-        if not limit_text.isdigit() or int(limit_text) >= _UNLIMITED:
-            continue
-        limit = int(limit_text)
-        used = int(_read(os.path.join(cgroup, usage_file)).strip() or 0)
-        # File pages count as used, but the kernel drops them when memory is wanted.
-        stat = _read(os.path.join(cgroup, os.path.dirname(usage_file), "memory.stat"))
-        cached = sum(int(line.split()[1]) for line in stat.splitlines() if line.split()[0] == cache_key)
-        total = min(total, limit)
-        available = min(available, limit - max(used - cached, 0))
+    for group in control_groups("memory", cgroup_root, proc / "self" / "cgroup"):
+        files = _CGROUP_FILES[group.version]
+        limits = [limit for name in files.limits if (limit := group.number(name)) is not None and limit < _UNLIMITED]
+        if limits:
+            total = min(total, *limits)
+            available = min(available, min(limits) - _used(group, files))
     return Memory(total, max(available, 0))
 
 
-def _read(path: str) -> str:
-    """The file's text, or nothing where there is none."""
-    try:
-        with open(path, encoding="ascii") as file:
-            return file.read()
-    except OSError:
-        return ""
+def _used(group: ControlGroup, files: _Files) -> int:
+    """Bytes that the group cannot be rid of."""
+    stat = dict(line.split(maxsplit=1) for line in group.read("memory.stat").splitlines())
+    return max((group.number(files.usage) or 0) - sum(int(stat.get(name, 0)) for name in files.page_cache), 0)
 
 
 def _gib(num_bytes: int) -> str:

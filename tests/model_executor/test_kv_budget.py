@@ -73,42 +73,95 @@ def test_no_room():
 
 @pytest.fixture
 def host(tmp_path):
-    """A machine with 16 GiB, 12 of them available, and the control group's files that are given."""
+    """A machine with 16 GiB, 12 of them available, the control group's files that are given, and the process in the
+    groups that `own` names."""
 
-    def host(files):
-        (tmp_path / "proc").mkdir()
+    def host(files, own="0::/\n"):
+        (tmp_path / "proc" / "self").mkdir(parents=True)
         meminfo = f"MemTotal: {16 << 20} kB\nMemFree: 1 kB\nMemAvailable: {12 << 20} kB\n"
         (tmp_path / "proc" / "meminfo").write_text(meminfo)
+        (tmp_path / "proc" / "self" / "cgroup").write_text(own)
         for name, text in files.items():
             path = tmp_path / "cgroup" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return host_memory(str(tmp_path / "proc"), str(tmp_path / "cgroup"))
+        return host_memory(tmp_path / "proc", tmp_path / "cgroup")
 
     return host
 
 
+def group_2(limit, used, active=0, inactive=0, high="max"):
+    """Files of a control group of version 2, in GiB."""
+    limit, high = (value if value == "max" else value * GIB for value in (limit, high))
+    return {
+        "memory.max": f"{limit}\n",
+        "memory.high": f"{high}\n",
+        "memory.current": f"{used * GIB}\n",
+        "memory.stat": f"anon 1\ninactive_file {inactive * GIB}\nactive_file {active * GIB}\nfile_dirty 5\n",
+    }
+
+
+def group_1(limit, used, active=0, inactive=0):
+    """The same of version 1; the numbers without `total_` leave out the groups below."""
+    return {
+        "memory.limit_in_bytes": f"{limit * GIB}\n",
+        "memory.usage_in_bytes": f"{used * GIB}\n",
+        "memory.stat": f"inactive_file 3\ntotal_inactive_file {inactive * GIB}\ntotal_active_file {active * GIB}\n",
+    }
+
+
+def inside(folder, files):
+    return {f"{folder}/{name}": text for name, text in files.items()}
+
+
 def test_a_host_without_limits(host):
-    assert host({}) == Memory(16 * GIB, 12 * GIB)
+    assert host({}, own="") == Memory(16 * GIB, 12 * GIB)
 
 
 def test_an_unlimited_control_group(host):
-    assert host({"memory.max": "max\n", "memory.current": "77\n"}) == Memory(16 * GIB, 12 * GIB)
+    assert host(group_2("max", 15)) == Memory(16 * GIB, 12 * GIB)
 
 
 def test_control_group_version_2(host):
-    stat = f"anon 1\ninactive_file {GIB}\nactive_file 7\n"
-    files = {"memory.max": f"{8 * GIB}\n", "memory.current": f"{3 * GIB}\n", "memory.stat": stat}
-    assert host(files) == Memory(8 * GIB, 6 * GIB)
+    assert host(group_2(8, used=3)) == Memory(8 * GIB, 5 * GIB)
 
 
 def test_control_group_version_1(host):
-    files = {"memory/memory.limit_in_bytes": f"{4 * GIB}\n", "memory/memory.usage_in_bytes": f"{5 * GIB}\n"}
-    assert host(files) == Memory(4 * GIB, 0)
+    assert host(inside("memory", group_1(4, used=5))) == Memory(4 * GIB, 0)
 
 
 def test_version_1_without_a_limit(host):
     assert host({"memory/memory.limit_in_bytes": "9223372036854771712\n"}) == Memory(16 * GIB, 12 * GIB)
+
+
+@pytest.mark.parametrize("own", ["", "0::/elsewhere/on/the/host\n4:memory:/docker/0123\n", "0::/../../outside\n"])
+@pytest.mark.parametrize("files", [group_2(8, used=3), inside("memory", group_1(8, used=3))])
+def test_a_container_shows_its_own_group_at_the_mount_point(host, files, own):
+    assert host(files, own) == Memory(8 * GIB, 5 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("mount", "group", "own"),
+    [("", group_2, "0::/system.slice/llm.service\n"), ("memory/", group_1, "4:cpu,memory:/system.slice/llm.service\n")],
+)
+def test_the_tightest_limit_on_the_way_up_counts(host, mount, group, own):
+    """systemd's MemoryMax= and Slurm limit a group below the mount point, whose own limit may be none."""
+    files = {
+        **inside(f"{mount}system.slice/llm.service", group(6, used=1)),
+        **inside(f"{mount}system.slice", group(9, used=7)),
+        **inside(f"{mount}system.slice/other.service", group(1, used=1)),
+    }
+    assert host(files, own) == Memory(6 * GIB, 2 * GIB)
+
+
+def test_version_2_begins_to_reclaim_at_high(host):
+    assert host(group_2(8, used=3, high=5)) == Memory(5 * GIB, 2 * GIB)
+
+
+@pytest.mark.parametrize("files", [group_2(8, 7, 3, 2), inside("memory", group_1(8, 7, 3, 2))])
+def test_the_page_cache_is_available(host, files):
+    """Active pages, too: the weights of a server before this one are such."""
+    assert host(files) == Memory(8 * GIB, 6 * GIB)
 
 
 def test_this_host():

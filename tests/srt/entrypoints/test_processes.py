@@ -205,6 +205,7 @@ def test_a_report_may_come_in_pieces() -> None:
         ("0::/outside\n", {"cpu.max": "50000 100000"}, 0.5),
         ("1:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "200000", "cpu/x/cpu.cfs_period_us": "100000"}, 2.0),
         ("1:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("1:cpu,cpuacct:/x\n", {"cpu,cpuacct/x/cpu.cfs_quota_us": "7", "cpu,cpuacct/x/cpu.cfs_period_us": "2"}, 3.5),
         ("", {}, None),
     ],
 )

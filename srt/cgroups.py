@@ -1,0 +1,66 @@
+"""The control groups that limit this process: its own, and every group that contains it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+class ControlGroup(NamedTuple):
+    """One group: its folder and the version (1 or 2) of its files."""
+
+    folder: Path
+    version: int
+
+    def read(self, name: str) -> str:
+        """The text of one of its files; empty where there is none."""
+        return read_text(self.folder / name)
+
+    def number(self, name: str) -> int | None:
+        """A file that holds one number; None where there is no such file, or it says "max"."""
+        text = self.read(name).strip()
+        return int(text) if text.lstrip("-").isdigit() else None
+
+
+def control_groups(controller: str, root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> list[ControlGroup]:
+    """The groups that may limit `controller` ("cpu", "memory"), from this process' own up to the mount point.
+
+    The mount point is always among them: a container often shows its own group there, under a path that names another.
+    """
+    own_paths = dict(_own_paths(controller, own_groups))
+    groups = []
+    for version, mount in ((2, root), (1, _mount_of_version_1(controller, root))):
+        folder = mount / own_paths.get(version, "/").lstrip("/")
+        while folder != mount:
+            groups.append(ControlGroup(folder, version))
+            folder = folder.parent
+        groups.append(ControlGroup(mount, version))
+    return groups
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; empty where it cannot be read."""
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _own_paths(controller: str, own_groups: Path) -> Iterator[tuple[int, str]]:
+    """(version, path below the mount point), from lines of `hierarchy:controllers:path`."""
+    for line in read_text(own_groups).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield 2, path
+        elif controller in controllers.split(","):
+            yield 1, path
+
+
+def _mount_of_version_1(controller: str, root: Path) -> Path:
+    """Controllers that are mounted together ("cpu,cpuacct") have a link for each, but not everywhere."""
+    together = [mount for mount in sorted(root.glob(f"*{controller}*")) if controller in mount.name.split(",")]
+    return together[0] if together else root / controller
