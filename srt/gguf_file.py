@@ -18,6 +18,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from .model_files import open_file
+
 MetadataValue: TypeAlias = "bool | int | float | str | list[str] | npt.NDArray[np.generic]"
 
 _MAGIC = b"GGUF"
@@ -103,8 +105,8 @@ class GGUFFile:
         for _ in range(num_tensors):
             name, pos = self._bytes.string(pos)
             (num_dims,) = _U32.unpack_from(data, pos)
-            if num_dims > _MAX_DIMS:
-                raise ValueError(f"{self.path}: tensor {name!r} has {num_dims} dimensions, at most {_MAX_DIMS} exist")
+            if not 1 <= num_dims <= _MAX_DIMS:
+                raise ValueError(f"{self.path}: tensor {name!r} must have 1 to {_MAX_DIMS} dimensions, got {num_dims}")
             dims = struct.unpack_from(f"<{num_dims}Q", data, pos + 4)
             pos += 4 + 8 * num_dims
             (tensor_type,) = _U32.unpack_from(data, pos)
@@ -135,24 +137,35 @@ class _Bytes:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             if os.fstat(file.fileno()).st_size < 24:
                 raise ValueError(f"{path} is not a GGUF file: it is shorter than a header")
             self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def string(self, pos: int) -> tuple[str, int]:
-        (length,) = _U64.unpack_from(self.map, pos)
-        end = pos + 8 + length
+        end = self._end_of_string(pos)
+        try:
+            return self.map[pos + 8 : end].decode("utf-8"), end
+        except UnicodeDecodeError as error:
+            raise self._not_text(pos, error) from None
+
+    def _not_text(self, pos: int, error: UnicodeDecodeError) -> ValueError:
+        return ValueError(f"{self.path}: the string at byte {pos} must be UTF-8: {error}")
+
+    def _end_of_string(self, pos: int) -> int:
+        return self._inside(pos + 8 + _U64.unpack_from(self.map, pos)[0])
+
+    def _inside(self, end: int) -> int:
         if end > len(self.map):
             raise IndexError(end)
-        return self.map[pos + 8 : end].decode("utf-8"), end
+        return end
 
     def skip(self, key: str, value_type: int, pos: int) -> int:
         data = self.map
         if value_type == _STRING:
-            return int(pos + 8 + _U64.unpack_from(data, pos)[0])
+            return self._end_of_string(pos)
         if value_type != _ARRAY:
-            return pos + self._scalar(key, value_type)[0].size
+            return self._inside(pos + self._scalar(key, value_type)[0].size)
         (item_type,) = _U32.unpack_from(data, pos)
         (count,) = _U64.unpack_from(data, pos + 4)
         pos += 12
@@ -160,11 +173,8 @@ class _Bytes:
             unpack = _U64.unpack_from
             for _ in range(count):
                 pos += 8 + unpack(data, pos)[0]
-            return pos
-        end = pos + count * self._scalar(key, item_type)[0].size
-        if end > len(data):
-            raise IndexError(end)
-        return int(end)
+            return self._inside(pos)
+        return self._inside(pos + count * self._scalar(key, item_type)[0].size)
 
     def _scalar(self, key: str, value_type: int) -> tuple[struct.Struct, np.dtype[np.generic]]:
         if value_type not in _SCALARS:
@@ -187,10 +197,13 @@ class _Bytes:
             return np.frombuffer(data, self._scalar(key, item_type)[1], count, pos).copy()
         strings = []
         unpack = _U64.unpack_from
-        for _ in range(count):
-            end = pos + 8 + unpack(data, pos)[0]
-            strings.append(data[pos + 8 : end].decode("utf-8"))
-            pos = end
+        try:
+            for _ in range(count):
+                end = pos + 8 + unpack(data, pos)[0]
+                strings.append(data[pos + 8 : end].decode("utf-8"))
+                pos = end
+        except UnicodeDecodeError as error:
+            raise self._not_text(pos, error) from None
         return strings
 
 

@@ -20,8 +20,9 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 
-from .gguf_file import GGUFFile, MetadataValue
+from .gguf_file import GGUFFile
 from .gguf_pre_tokenizers import MERGES_ARE_OPTIONAL, PRE_TOKENIZERS, STARTS_WITH_BOS
+from .model_settings import Settings, quote
 from .tokenizer_parts import TokenizerParts
 
 _KEY = "tokenizer.ggml."
@@ -45,13 +46,13 @@ def read_gguf_tokenizer(path: Path) -> TokenizerParts:
     """ValueError when the file has no tokenizer, one of a kind that is not supported, or one that makes no sense."""
     metadata = GGUFFile(path).metadata
     try:
-        return _build(metadata)
+        return _build(Settings("metadata", metadata))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _build(metadata: Mapping[str, MetadataValue]) -> TokenizerParts:
-    kind = metadata.get(_KEY + "model")
+def _build(metadata: Settings) -> TokenizerParts:
+    kind = metadata.text(_KEY + "model")
     if kind not in ("gpt2", "llama"):
         raise ValueError(f"the tokenizer is of model {kind!r}; supported are gpt2, llama")
     # llama.cpp gives an empty token a name, so that ids and texts stay one to one.
@@ -69,9 +70,9 @@ def _build(metadata: Mapping[str, MetadataValue]) -> TokenizerParts:
     )
 
 
-def _byte_level_bpe(metadata: Mapping[str, MetadataValue], tokens: list[str]) -> tokenizers.Tokenizer:
-    name = metadata.get(_KEY + "pre", "default")
-    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
+def _byte_level_bpe(metadata: Settings, tokens: list[str]) -> tokenizers.Tokenizer:
+    name = metadata.text(_KEY + "pre") or "default"
+    if name not in PRE_TOKENIZERS:
         raise ValueError(f"the pre-tokenizer is {name!r}; supported are {', '.join(sorted(PRE_TOKENIZERS))}")
     backend = _bpe(
         tokens,
@@ -88,9 +89,7 @@ def _byte_level_bpe(metadata: Mapping[str, MetadataValue], tokens: list[str]) ->
     return backend
 
 
-def _sentencepiece_bpe(
-    metadata: Mapping[str, MetadataValue], tokens: list[str], ids: Mapping[str, int]
-) -> tokenizers.Tokenizer:
+def _sentencepiece_bpe(metadata: Settings, tokens: list[str], ids: Mapping[str, int]) -> tokenizers.Tokenizer:
     backend = _bpe(
         tokens,
         merges_by_score(tokens, _numbers(metadata, "scores", len(tokens)).tolist()),
@@ -100,7 +99,7 @@ def _sentencepiece_bpe(
     )
     spaces = normalizers.Replace(" ", _SPACE_MARK)
     decode = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get(_KEY + "add_space_prefix", True):
+    if metadata.flag(_KEY + "add_space_prefix", True):
         # As in sentencepiece and llama.cpp: at the start, and again behind every special token.
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), spaces])
         backend.decoder = decoders.Sequence([*decode, decoders.Strip(content=" ", left=1)])
@@ -119,17 +118,17 @@ def _bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> to
     return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
 
 
-def _strings(metadata: Mapping[str, MetadataValue], name: str) -> list[str]:
-    value = metadata.get(_KEY + name)
-    if not isinstance(value, list):
-        raise ValueError(f"{_KEY}{name} must be an array of strings, got {type(value).__name__}")
-    return value
+def _strings(metadata: Settings, name: str) -> list[str]:
+    texts = metadata.texts(_KEY + name)
+    if texts is None:
+        raise metadata.refusal(_KEY + name, "an array of strings", None)
+    return texts
 
 
-def _numbers(metadata: Mapping[str, MetadataValue], name: str, length: int) -> npt.NDArray[np.generic]:
+def _numbers(metadata: Settings, name: str, length: int) -> npt.NDArray[np.generic]:
     value = metadata.get(_KEY + name)
     if not isinstance(value, np.ndarray) or len(value) != length:
-        given = f"{len(value)}" if isinstance(value, np.ndarray) else type(value).__name__
+        given = f"{len(value)} numbers" if isinstance(value, np.ndarray) else quote(value)
         raise ValueError(f"{_KEY}{name} must be an array of {length} numbers, one a token, got {given}")
     return value
 
@@ -150,12 +149,14 @@ def merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tupl
     return [(left, right) for *_, left, right in found]
 
 
-def _ids(metadata: Mapping[str, MetadataValue], *, is_llama: bool, num_tokens: int) -> dict[str, int]:
+def _ids(metadata: Settings, *, is_llama: bool, num_tokens: int) -> dict[str, int]:
     # What llama.cpp assumes where the file is silent.
-    ids: dict[str, MetadataValue] = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} if is_llama else {}
-    ids.update((key, metadata[_KEY + key]) for key in (*_NAMED_IDS.values(), *_END_IDS) if _KEY + key in metadata)
+    ids = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} if is_llama else {}
+    for key in (*_NAMED_IDS.values(), *_END_IDS):
+        if _KEY + key in metadata:
+            ids[key] = metadata.integer(_KEY + key, minimum=-1, maximum=2**32 - 1)
     # An id beyond the vocabulary names no token; llama.cpp passes over it too.
-    return {key: index for key, index in ids.items() if isinstance(index, int) and 0 <= index < num_tokens}
+    return {key: index for key, index in ids.items() if 0 <= index < num_tokens}
 
 
 def _add_special_tokens(
@@ -171,13 +172,13 @@ def _add_special_tokens(
 
 
 def _add_bos_and_eos(
-    backend: tokenizers.Tokenizer, metadata: Mapping[str, MetadataValue], tokens: list[str], ids: Mapping[str, int]
+    backend: tokenizers.Tokenizer, metadata: Settings, tokens: list[str], ids: Mapping[str, int]
 ) -> None:
-    starts_with_bos = metadata[_KEY + "model"] == "llama" or metadata.get(_KEY + "pre") in STARTS_WITH_BOS
+    starts_with_bos = metadata.text(_KEY + "model") == "llama" or metadata.text(_KEY + "pre") in STARTS_WITH_BOS
     bos = eos = None
-    if metadata.get(_KEY + "add_bos_token", starts_with_bos):
+    if metadata.flag(_KEY + "add_bos_token", starts_with_bos):
         bos = ids.get("bos_token_id")
-    if metadata.get(_KEY + "add_eos_token", False):
+    if metadata.flag(_KEY + "add_eos_token"):
         eos = ids.get("eos_token_id")
     added = {tokens[index]: index for index in (bos, eos) if index is not None}
     if added:
@@ -190,8 +191,7 @@ def _add_bos_and_eos(
         )
 
 
-def _chat_templates(metadata: Mapping[str, MetadataValue]) -> dict[str, str]:
-    names = metadata.get("tokenizer.chat_templates")
-    keys = {"default": "tokenizer.chat_template"}
-    keys.update({name: f"tokenizer.chat_template.{name}" for name in (names if isinstance(names, list) else [])})
-    return {name: template for name, key in keys.items() if isinstance(template := metadata.get(key), str)}
+def _chat_templates(metadata: Settings) -> dict[str, str]:
+    names = metadata.texts("tokenizer.chat_templates") or []
+    keys = {"default": "tokenizer.chat_template"} | {name: f"tokenizer.chat_template.{name}" for name in names}
+    return {name: template for name, key in keys.items() if (template := metadata.text(key)) is not None}

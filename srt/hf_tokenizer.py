@@ -6,7 +6,6 @@ tokens are special and what they are called, `chat_template.jinja` (or the confi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,26 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from .model_files import read_json_object, read_text
+from .model_settings import Settings
 from .tokenizer_parts import NAMED_SPECIAL_TOKENS, TokenizerParts
 
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _OTHER_SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 
 
 def read_hf_directory(directory: Path) -> TokenizerParts:
     """ValueError when one of the files cannot be read."""
-    file = directory / "tokenizer.json"
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"cannot read {file}: {error}") from error
-    config = _read_json(directory / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:
-        older = _read_json(directory / "special_tokens_map.json")
-        config = {**config, **{name: older[name] for name in NAMED_SPECIAL_TOKENS if name in older}}
+    backend = _read_backend(directory / "tokenizer.json")
+    file = directory / "tokenizer_config.json"
+    values = _read_json(file)
+    if "added_tokens_decoder" not in values:
+        older = Settings(str(directory / "special_tokens_map.json"), _read_json(directory / "special_tokens_map.json"))
+        values = values | {name: _named_token(older, name) for name in NAMED_SPECIAL_TOKENS if name in older}
+    config = Settings(str(file), values)
 
     _add_tokens(backend, config)
-    special_tokens = {
-        name: token for name in NAMED_SPECIAL_TOKENS if (token := _token_text(config.get(name))) is not None
-    }
+    special_tokens = {name: token for name in NAMED_SPECIAL_TOKENS if (token := _named_token(config, name)) is not None}
     eos_id = backend.token_to_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
     return TokenizerParts(
         backend=backend,
@@ -42,6 +40,15 @@ def read_hf_directory(directory: Path) -> TokenizerParts:
         eos_token_ids=frozenset() if eos_id is None else frozenset({eos_id}),
         chat_templates=_chat_templates(directory, config),
     )
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(read_text(file))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, or panics, which is a BaseException
+        raise ValueError(f"cannot read {file}: {error}") from error
 
 
 def read_with_transformers(name_or_path: str) -> TokenizerParts:
@@ -66,34 +73,30 @@ def read_with_transformers(name_or_path: str) -> TokenizerParts:
             name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in NAMED_SPECIAL_TOKENS
         },
         eos_token_ids=frozenset() if eos_id is None else frozenset({eos_id}),
-        chat_templates=_named_templates(tokenizer.chat_template),
+        chat_templates=_named_templates(Settings(name_or_path, {"chat_template": tokenizer.chat_template})),
     )
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"cannot read {file}: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object, got {type(content).__name__}")
-    return content
+    return read_json_object(file) if file.exists() else {}
 
 
-def _token_text(token: Any) -> str | None:
+def _named_token(config: Settings, name: str) -> str | None:
     """A token is written as its text or as an object with its properties."""
+    token = config.get(name)
+    if token is None:
+        return None
     text = token.get("content") if isinstance(token, Mapping) else token
-    return text if isinstance(text, str) else None
+    if not isinstance(text, str):
+        raise config.refusal(name, "a string, or an object with a string as content", token)
+    return text
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+def _add_tokens(backend: tokenizers.Tokenizer, config: Settings) -> None:
     """Adds what the configuration names and tokenizer.json forgot, and makes special what it calls special."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    described = config.get("added_tokens_decoder") or {}
-    for _, fields in sorted(described.items(), key=lambda item: int(item[0])):
-        token = _added_token(fields)
+    described = config.nested("added_tokens_decoder") or Settings(config.source, {})
+    for token in _described_tokens(described):
         if repr(token) != repr(known.get(token.content)):
             backend.add_tokens([token])
             known.setdefault(token.content, token)
@@ -102,39 +105,58 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> Non
         backend.add_special_tokens(special)
 
 
-def _added_token(fields: Mapping[str, Any]) -> AddedToken:
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    return AddedToken(fields["content"], **{flag: fields[flag] for flag in flags if flag in fields})
+def _described_tokens(described: Settings) -> list[AddedToken]:
+    """From token id -> properties, in order of id."""
+    tokens = {}
+    for key in described.untaken():
+        if not (key.isascii() and key.isdigit()):
+            raise described.refusal(key, "left out, as only token ids are keys here", described.get(key))
+        fields = described.nested(key)
+        content = None if fields is None else fields.text("content")
+        if fields is None or content is None:
+            raise described.refusal(key, "an object with a string as content", described.get(key))
+        tokens[int(key)] = AddedToken(content, **{flag: fields.flag(flag) for flag in _FLAGS if flag in fields})
+    return [tokens[token_id] for token_id in sorted(tokens)]
 
 
-def _special_texts(config: Mapping[str, Any]) -> Iterator[str]:
-    values = [config.get(name) for name in NAMED_SPECIAL_TOKENS]
-    for name in _OTHER_SPECIAL_TOKENS:
-        others = config.get(name) or []
-        values.extend(others.values() if isinstance(others, dict) else others)
-    for value in values:
-        text = _token_text(value)
-        if text:
+def _special_texts(config: Settings) -> Iterator[str]:
+    for name in NAMED_SPECIAL_TOKENS:
+        if text := _named_token(config, name):
             yield text
+    for name in _OTHER_SPECIAL_TOKENS:
+        others = config.get(name)
+        if others is not None and not isinstance(others, list | Mapping):
+            raise config.refusal(name, "a list of tokens, or an object of such", others)
+        values = dict(others) if isinstance(others, Mapping) else dict(enumerate(others or []))
+        tokens = Settings(config.source, {f"{name}[{key}]": value for key, value in values.items()})
+        for key in tokens.untaken():
+            if text := _named_token(tokens, key):
+                yield text
 
 
-def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _chat_templates(directory: Path, config: Settings) -> dict[str, str]:
     """Files come before the configuration."""
     files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     default = directory / "chat_template.jinja"
-    if default.is_file():
+    if default.exists():
         files["default"] = default
     if files:
-        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    return _named_templates(config.get("chat_template"))
+        return {name: read_text(path) for name, path in files.items()}
+    return _named_templates(config)
 
 
-def _named_templates(value: Any) -> dict[str, str]:
+def _named_templates(config: Settings) -> dict[str, str]:
     """From any of the three ways to write them: one text, name -> text, or a list of objects with name and template."""
+    value = config.get("chat_template")
     if value is None:
         return {}
     if isinstance(value, str):
         return {"default": value}
+    named: list[tuple[Any, Any]] = [(None, None)]
     if isinstance(value, Mapping):
-        return dict(value)
-    return {entry["name"]: entry["template"] for entry in value}
+        named = list(value.items())
+    elif isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
+        named = [(entry.get("name"), entry.get("template")) for entry in value]
+    if not all(isinstance(text, str) for pair in named for text in pair):
+        raise config.refusal("chat_template", "a template, an object of templates, or a list of named ones", value)
+    return dict(named)

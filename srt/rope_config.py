@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
+
+from .model_settings import Settings, quote
+
+MOST_POSITIONS = 2**31 - 1
+"""of a context: positions are int32 on their way to the device"""
+_DEFAULT_THETA = 10000.0
 
 
 @dataclass(frozen=True)
@@ -61,134 +67,111 @@ class RopeConfig:
         return 0
 
 
-def rope_from_hf(config: Mapping[str, Any], context_len: int) -> RopeConfig:
+def rope_from_hf(config: Settings, context_len: int) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before) of a config.json, whose
     model has a context of `context_len`.
 
-    Raises ValueError naming the rope type or key that is unknown or missing.
+    Raises ValueError naming the rope type or key that is unknown, missing or out of range.
     """
-    params: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        given = config.get(key)
-        if given is None:
-            continue
-        if not isinstance(given, Mapping):
-            raise ValueError(f"config.json: {key} must be an object, got {given!r}")
-        if any(isinstance(value, Mapping) for value in given.values()):
-            raise ValueError(f"config.json: {key} differs by layer type, which is not supported")
-        params = {name: value for name, value in given.items() if value is not None}
-        break
-    old_type = params.pop("type", None)
-    rope_type = params.pop("rope_type", None) or old_type or "default"
-    theta = _number(params.pop("rope_theta", config.get("rope_theta")) or 10000.0, "rope_theta")
-    for partial in (params.pop("partial_rotary_factor", None), config.get("partial_rotary_factor")):
-        if partial not in (None, 1, 1.0):
-            raise ValueError(f"config.json: partial_rotary_factor {partial} is not supported, only 1.0")
+    params = config.nested("rope_scaling") or config.nested("rope_parameters") or Settings(config.source, {})
+    if any(isinstance(value, Mapping) for value in params.untaken().values()):
+        raise ValueError(f"{config.source}: rope settings differ by layer type, which is not supported")
+    old_type = params.text("type")
+    rope_type = params.text("rope_type") or old_type or "default"
+    theta_of = params if params.get("rope_theta") is not None else config
+    theta = theta_of.number("rope_theta", _DEFAULT_THETA, above=1)
+    for settings in (params, config):
+        if settings.number("partial_rotary_factor", 1.0) != 1:
+            raise settings.refusal("partial_rotary_factor", "1", settings.get("partial_rotary_factor"))
     if rope_type not in _FROM_HF:
-        raise ValueError(f"config.json: rope type {rope_type!r} is not supported; supported: {', '.join(_FROM_HF)}")
-    original = params.pop("original_max_position_embeddings", None)
+        raise ValueError(f"{config.source}: rope type {rope_type!r} is not supported; supported: {', '.join(_FROM_HF)}")
     # At the top of the file it wins, as in transformers.
-    original = config.get("original_max_position_embeddings") or original or context_len
-    original_context_len = int(_number(original, "original_max_position_embeddings"))
-    take = _Params(rope_type, params)
-    scaling = _FROM_HF[rope_type](take, original_context_len)
-    take.finish()
+    original = params.integer("original_max_position_embeddings", context_len)
+    original = config.integer("original_max_position_embeddings", original)
+    scaling = _FROM_HF[rope_type](params, original)
+    if unknown := params.untaken():
+        raise ValueError(
+            f"{config.source}: rope type {rope_type!r} has settings that are not supported: "
+            + ", ".join(f"{key}={quote(value)}" for key, value in unknown.items())
+        )
     return RopeConfig(theta, scaling)
 
 
-def rope_from_gguf(
-    metadata: Mapping[str, Any], architecture: str, divisors: tuple[float, ...] | None, context_len: int
-) -> RopeConfig:
-    """From `{architecture}.rope.*` of a GGUF file; `divisors` are the numbers of its `rope_freqs` tensor, if any."""
-    prefix = f"{architecture}.rope."
-    theta = _number(metadata.get(prefix + "freq_base", 10000.0), "rope.freq_base")
-    kind = metadata.get(prefix + "scaling.type", "none")
+def rope_from_gguf(config: Settings, divisors: tuple[float, ...] | None, context_len: int) -> RopeConfig:
+    """From the keys `rope.*` of a GGUF file; `divisors` are the numbers of its `rope_freqs` tensor, if any."""
+    theta = config.number("rope.freq_base", _DEFAULT_THETA, above=1)
+    kind = config.text("rope.scaling.type") or "none"
     # Files from before `scaling.factor` carry a linear scale alone.
-    factor = metadata.get(prefix + "scaling.factor", metadata.get(prefix + "scale_linear", 1.0))
+    factor = config.number("rope.scaling.factor", config.number("rope.scale_linear", 1.0))
     if kind not in ("none", "linear", "yarn"):
-        raise ValueError(f"{prefix}scaling.type {kind!r} is not supported; supported: none, linear, yarn")
+        raise config.refusal("rope.scaling.type", "none, linear or yarn", kind)
     if divisors is not None and kind != "none":
-        raise ValueError(f"{prefix}scaling.type {kind!r} together with a rope_freqs tensor is not supported")
+        raise ValueError(
+            f"{config.source}: rope.scaling.type {kind!r} together with a rope_freqs tensor is not supported"
+        )
     if divisors is not None:
         return RopeConfig(theta, FrequencyDivisors(divisors))
-    if kind == "linear" or (f"{prefix}scale_linear" in metadata and factor != 1):
-        return RopeConfig(theta, LinearScaling(_number(factor, "rope.scaling.factor")))
+    if kind == "linear" or ("rope.scale_linear" in config and factor != 1):
+        return RopeConfig(theta, LinearScaling(factor))
     if kind == "yarn":
-        original = int(metadata.get(prefix + "scaling.original_context_length", context_len))
-        factor = _number(factor, "rope.scaling.factor")
-        return RopeConfig(theta, YarnScaling(factor, original, 32.0, 1.0, _yarn_attention_factor(factor), True))
+        original = config.integer("rope.scaling.original_context_length", context_len)
+        return RopeConfig(theta, _yarn_scaling(config, factor, original))
     return RopeConfig(theta)
 
 
-class _Params:
-    """Takes the keys of a rope dictionary one by one; `finish` refuses what nobody took."""
-
-    def __init__(self, rope_type: str, values: dict[str, Any]) -> None:
-        self.rope_type = rope_type
-        self.values = values
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.values.pop(key, default)
-        if value is None:
-            raise ValueError(f"config.json: rope type {self.rope_type!r} needs {key}")
-        return _number(value, key)
-
-    def optional(self, key: str) -> float | None:
-        value = self.values.pop(key, None)
-        return None if value is None else _number(value, key)
-
-    def flag(self, key: str, default: bool) -> bool:
-        return bool(self.values.pop(key, default))
-
-    def finish(self) -> None:
-        if self.values:
-            raise ValueError(
-                f"config.json: rope type {self.rope_type!r} has settings that are not supported: "
-                + ", ".join(f"{key}={value!r}" for key, value in self.values.items())
-            )
-
-
-def _number(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{key} must be a positive number, got {value!r}")
-    return float(value)
-
-
-def _default(params: _Params, original_context_len: int) -> RopeScaling | None:
+def _default(params: Settings, original_context_len: int) -> RopeScaling | None:
     # transformers keeps a factor beside the default type without using it
-    params.optional("factor")
+    params.optional_number("factor")
     return None
 
 
-def _linear(params: _Params, original_context_len: int) -> RopeScaling:
+def _linear(params: Settings, original_context_len: int) -> RopeScaling:
     return LinearScaling(params.number("factor"))
 
 
-def _llama3(params: _Params, original_context_len: int) -> RopeScaling:
+def _llama3(params: Settings, original_context_len: int) -> RopeScaling:
     low, high = params.number("low_freq_factor"), params.number("high_freq_factor")
     if low == high:
-        raise ValueError(f"config.json: low_freq_factor and high_freq_factor must differ, both are {low}")
+        raise params.refusal("high_freq_factor", "another number than low_freq_factor", high)
     return Llama3Scaling(params.number("factor"), low, high, original_context_len)
 
 
-def _yarn(params: _Params, original_context_len: int) -> RopeScaling:
+def _yarn(params: Settings, original_context_len: int) -> RopeScaling:
     factor = params.number("factor")
-    given = params.optional("attention_factor")
-    mscale, mscale_all = params.optional("mscale"), params.optional("mscale_all_dim")
-    if given is not None:
-        attention_factor = given
-    elif mscale and mscale_all:
-        attention_factor = _yarn_attention_factor(factor, mscale) / _yarn_attention_factor(factor, mscale_all)
-    else:
-        attention_factor = _yarn_attention_factor(factor)
-    return YarnScaling(
+    given = params.optional_number("attention_factor")
+    mscale, mscale_all = params.optional_number("mscale"), params.optional_number("mscale_all_dim")
+    if given is None and mscale and mscale_all:
+        given = _yarn_attention_factor(factor, mscale) / _yarn_attention_factor(factor, mscale_all)
+    return _yarn_scaling(
+        params,
         factor,
         original_context_len,
         params.number("beta_fast", 32.0),
         params.number("beta_slow", 1.0),
-        attention_factor,
+        given,
         params.flag("truncate", True),
     )
+
+
+def _yarn_scaling(
+    source: Settings,
+    factor: float,
+    original_context_len: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    attention_factor: float | None = None,
+    truncate: bool = True,
+) -> YarnScaling:
+    context_len = original_context_len * factor
+    if not 1 <= context_len <= MOST_POSITIONS:
+        raise ValueError(
+            f"{source.source}: YaRN must extend the context to at most {MOST_POSITIONS} tokens, got a factor of "
+            f"{factor:g} and an original context of {original_context_len}"
+        )
+    attention_factor = attention_factor or _yarn_attention_factor(factor)
+    if not math.isfinite(attention_factor):
+        raise ValueError(f"{source.source}: YaRN's mscale must give a finite factor, got {attention_factor}")
+    return YarnScaling(factor, original_context_len, beta_fast, beta_slow, attention_factor, truncate)
 
 
 def _yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
@@ -196,7 +179,7 @@ def _yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 
 
 # "dynamic" is missing on purpose: its frequencies change with the length, so cached keys would be rotated wrongly.
-_FROM_HF: dict[str, Callable[[_Params, int], RopeScaling | None]] = {
+_FROM_HF: dict[str, Callable[[Settings, int], RopeScaling | None]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,

@@ -49,7 +49,7 @@ class TokenBytes:
         kinds = [step["type"] for step in steps]
         if kinds == ["ByteLevel"]:
             return cls(backend, byte_level=True)
-        spells_spaces = steps[0] == {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "}
+        spells_spaces = steps[:1] == [{"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "}]
         if spells_spaces and kinds[1:] in (["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"]):
             return cls(backend, byte_level=False)
         return None

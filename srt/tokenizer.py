@@ -138,7 +138,7 @@ def load_tokenizer(model_path: str, tokenizer_path: str | None = None, chat_temp
         parts = read_gguf_tokenizer(path)
     elif path.name == "tokenizer.json":
         parts = read_hf_directory(path.parent)
-    elif (path / "tokenizer.json").is_file():
+    elif (path / "tokenizer.json").exists():
         parts = read_hf_directory(path)
     else:
         parts = read_with_transformers(tokenizer_path or model_path)

@@ -10,7 +10,8 @@ import pytest
 from tiny_models import CONFIGS
 
 from tercet.srt.errors import ModelNotSupported
-from tercet.srt.model_config import FAMILIES, GenerationDefaults, ModelConfig, load_model_config
+from tercet.srt.generation_defaults import GenerationDefaults
+from tercet.srt.model_config import FAMILIES, ModelConfig, load_model_config
 from tercet.srt.rope_config import FrequencyDivisors, LinearScaling, Llama3Scaling, YarnScaling
 
 LLAMA = {
