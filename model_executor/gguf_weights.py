@@ -133,6 +133,9 @@ class GGUFCheckpoint:
         """From the order of rows in the file to Hugging Face's."""
         for projection, num_heads in self._permuted_heads.items():
             if projection in name:
+                rows = self._tensors[name].shape[0]
+                if rows % (2 * num_heads):
+                    raise ValueError(f"tensor {name!r} must have pairs of rows for {num_heads} heads, got {rows} rows")
                 return partial(unpermute, num_heads=num_heads)
         return lambda tensor: tensor
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..srt.model_files import open_file
+
 _TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -27,13 +29,13 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
     being less than a page.
 
     A tensor may be written to, which changes it alone. A file that is changed in place, instead of being replaced,
-    changes the matrices that are still in use, or ends the process. Raises ValueError for a file that is not
+    changes the matrices that are still in use, or ends the process. Raises ValueError for what is no regular file, not
     safetensors or not whole, and for a tensor that is not floating point; OSError.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._file = open(self.path, "rb")  # noqa: SIM115 (open for as long as there may be tensors to map)
+        self._file = open_file(self.path)  # open for as long as there may be tensors to map
         try:
             with safe_open(self.path, framework="pt"):
                 pass  # every number in the header has been checked

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import torch
 
+from ..srt.model_files import read_json_object
+from ..srt.model_settings import Settings
 from .safetensors_file import SafetensorsFile
 
 _INDEX = "model.safetensors.index.json"
@@ -18,14 +19,9 @@ class SafetensorsCheckpoint:
 
     def __init__(self, folder: str) -> None:
         self._file_of: dict[str, SafetensorsFile] = {}
-        wanted = None
         index_path = os.path.join(folder, _INDEX)
-        if os.path.exists(index_path):
-            with open(index_path, encoding="utf-8") as index:
-                wanted = json.load(index)["weight_map"]
-            filenames = sorted(set(wanted.values()))
-        else:
-            filenames = _without_index(folder)
+        wanted = _weight_map(index_path) if os.path.exists(index_path) else None
+        filenames = _without_index(folder) if wanted is None else sorted(set(wanted.values()))
         for filename in filenames:
             path = os.path.join(folder, filename)
             if not os.path.exists(path):
@@ -46,6 +42,15 @@ class SafetensorsCheckpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         return self._file_of[name].dtype(name)
+
+
+def _weight_map(index_path: str) -> dict[str, str]:
+    """Tensor -> name of its file."""
+    index = Settings(index_path, read_json_object(index_path))
+    files = index.get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(filename, str) for filename in files.values()):
+        raise index.refusal("weight_map", "an object of tensor names and file names", files)
+    return files
 
 
 def _without_index(folder: str) -> list[str]:

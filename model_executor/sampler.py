@@ -34,7 +34,7 @@ class Sampler:
 
     Args:
         num_rows: rows that requests may hold, 1..num_rows
-        vocab_size: width of the logits, at most MAX_VOCAB_SIZE
+        vocab_size: width of the logits; ValueError where it exceeds MAX_VOCAB_SIZE
         device: where the logits will be
         uploads: the way there; default: one of its own
         use_kernels: choose on Triton kernels
@@ -49,7 +49,8 @@ class Sampler:
         *,
         use_kernels: bool = False,
     ) -> None:
-        assert 0 < vocab_size <= MAX_VOCAB_SIZE, vocab_size
+        if not 0 < vocab_size <= MAX_VOCAB_SIZE:
+            raise ValueError(f"the vocabulary must have at most {MAX_VOCAB_SIZE} tokens, got {vocab_size}")
         self._num_rows = num_rows
         self._vocab_size = vocab_size
         self._device = torch.device(device)

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from ..srt import env
+from ..srt.model_files import open_file
 from .models.parameters import Parameter
 from .safetensors_file import DTYPE_NAMES, SafetensorsFile
 
@@ -67,7 +68,7 @@ class WeightCache:
 
         Where nothing can be written, which is logged, `make()` itself. Raises OSError when `source` cannot be read.
         """
-        with open(source, "rb") as file:
+        with open_file(source) as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
         entry = _Entry(self._folder, content, table, dtype)
         kept = entry.open()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from importlib import util
 from pathlib import Path
@@ -18,6 +19,8 @@ from tercet.model_executor.model_runner import ModelRunner
 from tercet.model_executor.weights import load_parameters
 from tercet.srt.gguf_file import GGUFFile
 from tercet.srt.model_config import load_model_config
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,13 @@ def test_dequantises_to_the_bits_of_gguf(kind, tmp_path):
         expected = gguf.dequantize(gguf.quantize(stored, kind), kind).astype(np.float32)
         actual = checkpoint.tensor(name).float().numpy()
         assert np.array_equal(actual, expected) and not np.array_equal(actual, stored)
+
+
+def test_rows_that_do_not_fit_the_heads_are_named(tmp_path):
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama"))
+    parameters = load_parameters(dataclasses.replace(config, num_heads=3, num_kv_heads=3), torch.float32, CPU)
+    with pytest.raises(ValueError, match=r"q_proj\.weight' must have pairs of rows for 3 heads, got 64 rows"):
+        parameters["layers.0.qkv_proj.weight"]
 
 
 def test_missing_unexpected_and_unknown_are_named(tmp_path):

@@ -135,6 +135,11 @@ def test_the_padding_row_is_greedy_and_an_empty_batch_is_empty() -> None:
     assert sampler.sample(logits[:0], empty, empty).shape == (0,)
 
 
+def test_a_vocabulary_too_large_for_exact_sums_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most 524288 tokens, got 524289"):
+        Sampler(1, 2**19 + 1, "cpu")
+
+
 def test_a_vocabulary_of_one_token() -> None:
     sampler = Sampler(len(EVERY_KIND), 1, "cpu")
     for i, params in enumerate(EVERY_KIND):

@@ -131,6 +131,11 @@ def nonsense(path):
     path.write_bytes(b"\xff" * path.stat().st_size)
 
 
+def a_named_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 def a_folder(path):
     path.unlink()
     path.mkdir()
@@ -138,7 +143,7 @@ def a_folder(path):
 
 @pytest.mark.parametrize(
     "harm",
-    [cut_short, emptied, flipped_bit, lost_page, other_numbers, other_tensors, nonsense],
+    [cut_short, emptied, flipped_bit, lost_page, other_numbers, other_tensors, nonsense, a_named_pipe],
     ids=lambda f: f.__name__,
 )
 def test_what_is_not_right_is_made_anew(harm, config, folder, said):

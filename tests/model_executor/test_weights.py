@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import weakref
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, save
 
@@ -126,6 +129,37 @@ def test_shards(tmp_path):
     shards[1].rename(shards[1].with_suffix(".gone"))
     with pytest.raises(ValueError, match="missing"):
         load(tmp_path / "many")
+
+
+@pytest.mark.parametrize(
+    "index", [{}, [], {"weight_map": []}, {"weight_map": {"a": None}}, {"weight_map": {"a": 5}}, 7]
+)
+def test_an_index_that_is_none_is_named(folder, index):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json.* must "):
+        load(folder)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda some: st.lists(some, max_size=2) | st.dictionaries(st.text(max_size=2), some, max_size=2),
+)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(index=json_values | st.fixed_dictionaries({"weight_map": json_values}))
+def test_any_index_is_read_or_refused(folder, index):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises((ValueError, OSError)):  # none of them names the model's tensors
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_named_pipe_is_not_waited_for(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=rf"{name}' must be a regular file, got a named pipe"):
+        load(folder)
 
 
 def test_a_missing_shard_is_named(tmp_path):
