@@ -113,12 +113,20 @@ def stacked(weights: Iterable[QuantizedWeight]) -> QuantizedWeight:
 def _quantize(groups: torch.Tensor, form: str) -> QuantizedWeight:
     """groups: float32 [n, k / GROUP, GROUP]"""
     if form == "int8":
-        scales = (groups.abs().amax(2) / 127).half()
+        scales = _float16_scales(groups.abs().amax(2) / 127)
         return QuantizedWeight(_steps(groups, scales).clamp_(-127, 127).to(torch.int8).flatten(1), scales, None)
     minima = groups.amin(2).half()
-    scales = ((groups.amax(2) - minima) / 15).half()
+    scales = _float16_scales((groups.amax(2) - minima) / 15)
     steps = _steps(groups - minima[..., None], scales).clamp_(0, 15)
     return QuantizedWeight(steps.to(torch.uint8).flatten(1), scales, minima)
+
+
+def _float16_scales(exact: torch.Tensor) -> torch.Tensor:
+    """Rounds to the nearest float16, or to the next larger one where the nearest is much too small: no multiple of it
+    would be near the largest weight of the group. That happens below 2**-14 only, where float16 has a fixed step."""
+    nearest = exact.half()
+    is_too_small = nearest.float() < exact * (1 - 2**-11)
+    return (nearest.view(torch.int16) + is_too_small).view(torch.float16)
 
 
 def _steps(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

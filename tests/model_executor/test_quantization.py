@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from gguf_models import Kind, write_gguf
+from hypothesis import given
+from hypothesis import strategies as st
 from runner_driver import RunnerDriver, relative_error
 from tiny_models import make_model, save
 
@@ -46,6 +48,23 @@ def test_every_weight_is_at_most_half_a_step_off(form: str, low: int, high: int)
     error = (made.dequantize() - weight).abs().unflatten(1, (-1, GROUP)).amax(2)
     assert (error <= allowed).all()
     assert same(quantize(weight.bfloat16(), form), quantize(weight.bfloat16().float(), form))
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@given(exponent=st.integers(-40, 10), seed=st.integers(0, 99))
+def test_small_groups_are_as_exact_as_float16_allows(form: str, exponent: int, seed: int) -> None:
+    """Scales of groups below 1e-2 are subnormal float16, which lie 2**-24 apart."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.rand(8, 2 * GROUP, generator=generator).mul(2).sub(1) * 2.0**exponent
+    made = quantize(weight, form)
+    most_steps = 127 if form == "int8" else 15 / 2
+    error = (made.dequantize() - weight).abs().amax()
+    assert error <= weight.abs().amax() * (0.5 / most_steps + 2**-10) + 2**-24
+
+
+def test_a_group_near_1e_5_keeps_its_magnitude() -> None:
+    made = quantize(torch.full((1, GROUP), 1e-5), "int8")
+    assert made.dequantize().tolist()[0] == pytest.approx([1e-5] * GROUP, rel=5e-3)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
