@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -152,6 +153,8 @@ _FLOAT_LAYERS = LayerKinds(
 _OTHER_LAYERS = LayerKinds(CpuRMSNorm, CpuRotary, CpuAttention)
 
 
-def cpu_layers(dtype: torch.dtype) -> LayerKinds:
-    """Linear layers are torch's where this processor's build does not multiply the type."""
-    return _FLOAT_LAYERS if cpu_extension.multiplies(dtype) else _OTHER_LAYERS
+def cpu_layers(dtype: torch.dtype, widths: Iterable[int] = ()) -> LayerKinds:
+    """Linear layers are torch's where this processor's build does not multiply the type, or a width is no whole number
+    of words (32 bits)."""
+    whole_words = all(width * dtype.itemsize % 4 == 0 for width in widths)
+    return _FLOAT_LAYERS if whole_words and cpu_extension.multiplies(dtype) else _OTHER_LAYERS

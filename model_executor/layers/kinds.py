@@ -5,7 +5,7 @@ Chosen once, when the model is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +46,13 @@ def _angles_anew(rope: RopeConfig, head_dim: int, context_len: int, device: torc
 TORCH_LAYERS = LayerKinds(RMSNorm, _angles_anew, Attention)
 
 
-def layers_for(attention_backend: str, dtype: torch.dtype, *, quantized: bool = False) -> LayerKinds:
-    """Kernels beside kernels: the layers that run where this attention backend does. Only `cpu` has quantized ones."""
+def layers_for(
+    attention_backend: str, dtype: torch.dtype, *, quantized: bool = False, widths: Iterable[int] = ()
+) -> LayerKinds:
+    """Kernels beside kernels: the layers that run where this attention backend does. Only `cpu` has quantized ones.
+
+    `widths`: of everything that linear layers multiply
+    """
     assert not quantized or attention_backend == "cpu"
     match attention_backend:
         case "triton":
@@ -61,5 +66,5 @@ def layers_for(attention_backend: str, dtype: torch.dtype, *, quantized: bool = 
         case "cpu":
             from .cpu_layers import cpu_layers  # its operations exist where the backend does
 
-            return cpu_layers(dtype)
+            return cpu_layers(dtype, widths)
     return TORCH_LAYERS

@@ -27,5 +27,6 @@ def create_model(
         raise ModelNotSupported(
             f"architecture {config.architecture!r} is not supported; supported: {', '.join(MODELS)}"
         )
-    layers = layers_for(attention.name, attention.kv_pool.dtype, quantized=quantized)
+    widths = config.hidden_size, config.intermediate_size  # heads are even, and so are all of them side by side
+    layers = layers_for(attention.name, attention.kv_pool.dtype, quantized=quantized, widths=widths)
     return MODELS[config.architecture](config, params, attention, layers, context_len)

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from runner_driver import RunnerDriver
+from runner_driver import RunnerDriver, relative_error
 from tiny_models import CONFIGS
 
 from tercet.model_executor import cpu_extension, model_runner
@@ -96,6 +96,22 @@ def test_seeded_sampling_does_not_depend_on_the_batch():
         return tokens + [driver.decode(list(ids))[-1] for _ in range(12)]
 
     assert run({}) == run({1: 30, 4: 2}) == run({2: 3})
+
+
+@pytest.mark.parametrize(
+    "odd", [{"intermediate_size": 47}, {"hidden_size": 33}, {"hidden_size": 33, "tie_word_embeddings": False}]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_odd_widths_are_served(odd, dtype):
+    """Compiled linear layers take whole words of 32 bits, which is two numbers of these types."""
+    config = dataclasses.replace(TOY, **odd)
+    plain, driver = (
+        RunnerDriver(make_runner(config, dtype=dtype, attention_backend=name)) for name in ("torch", "auto")
+    )
+    for one in (plain, driver):
+        one.extend({1: list(range(20))}, new_rows=[one.add(1)])
+        one.decode([1], [5])
+    assert relative_error(torch.cat(driver.logits), torch.cat(plain.logits)) < 0.05
 
 
 def test_a_row_can_be_reused():
