@@ -12,7 +12,6 @@ import itertools
 import logging
 import random
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -20,7 +19,6 @@ import msgspec
 
 from ..srt.errors import EngineDead, InvalidRequest, PromptTooLong
 from ..srt.io_struct import (
-    AbortFinish,
     AbortReq,
     BatchTextOut,
     FlushCacheReply,
@@ -40,13 +38,13 @@ from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.tokenizer import Tokenizer
 from .generation import Generation
+from .request_registry import Prompt, PromptSamples, Request, RequestRegistry
 
 logger = logging.getLogger(__name__)
 
 _TOKENISE_OFF_LOOP_CHARS = 20_000
 """A longer text is tokenised in a thread, so that it delays nobody's stream."""
-_MAX_RID_CHARS = 256
-_MAX_SALT_CHARS = 256
+_MAX_TOKENS_SHOWN = 5
 
 
 class SchedulerLink(Protocol):
@@ -71,16 +69,17 @@ class TokenizerManager:
         self.tokenizer = tokenizer
         self.facts = facts
         self.default_sampling = self._sampling_defaults()
+        self._max_total_tokens = min(facts.context_len, facts.max_total_num_tokens)
         self.draining = False
         """True: running requests finish, new ones are refused with 503."""
         self.failure: EngineDead | None = None
         self._scheduler = scheduler
-        self._generations: dict[str, Generation] = {}
-        self._by_rid: dict[str, list[Generation]] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count(1)
         self._seeds = random.Random(server_args.random_seed)
+        self._requests = RequestRegistry(self._send_abort, self._draw_seed)
         self._last_heartbeat = time.monotonic()
+        self._warn_of_tokens_without_rows()
 
     # Requests
 
@@ -102,67 +101,94 @@ class TokenizerManager:
             )
         return sampling
 
+    def open(self, prompts: Sequence[Prompt], *, name: str | None = None, stream: bool = True) -> Request:
+        """Accepts a request: from here on it has its names, can be aborted, fails with the engine, and is drained.
+
+        `name`: what several prompts are known by together; a single one is known by its `rid`.
+        `stream` False: only the whole output will be asked for, which saves the engine the increments.
+        Raises InvalidRequest (a name is in use, or too long), EngineDead. Whoever opens a request `start`s each of its
+        prompts, reads all samples, and closes it when anything fails.
+        """
+        self.check_accepting()
+        return self._requests.open(prompts, name, stream)
+
+    async def start(self, prompt: PromptSamples) -> None:
+        """`prepare`, then `send` of every sample."""
+        await self.prepare(prompt)
+        for generation in prompt.generations:
+            self.send(prompt, generation)
+
+    async def prepare(self, prompt: PromptSamples) -> None:
+        """Makes and checks the token ids of a prompt. Returns early when the samples end meanwhile.
+
+        Raises InvalidRequest (empty, invalid or too long), naming the request's field.
+        """
+        if prompt.is_over or prompt.prompt_ids:
+            return
+        try:
+            with prompt.unless_over():
+                prompt.prompt_ids = await self._prompt_ids(prompt.prompt)
+                prompt.packed_ids = pack_ids(prompt.prompt_ids)
+        except InvalidRequest as error:
+            if error.param in ("prompt", "input_ids", None):
+                error.param = prompt.prompt.param
+            raise
+
+    def send(self, prompt: PromptSamples, generation: Generation) -> None:
+        """Gives one sample of a prepared prompt to the scheduler, unless it has ended.
+
+        `max_new_tokens` is cut to what the context and the KV pool have room for.
+        """
+        if generation.is_over:
+            return
+        sampling = prompt.prompt.sampling
+        room = self._max_total_tokens - len(prompt.prompt_ids)
+        max_new = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
+        params = msgspec.structs.replace(
+            sampling,
+            n=1,
+            max_new_tokens=max_new,
+            min_new_tokens=min(sampling.min_new_tokens, max_new),
+            sampling_seed=_wrap_int64(prompt.first_seed + generation.index),
+        )
+        generation.mark_sent()
+        self._scheduler.send(
+            GenerateReq(generation.key, prompt.packed_ids, params, prompt.prompt.cache_salt, prompt.request.stream)
+        )
+
     async def submit(
         self,
-        prompt: str | Sequence[int],
+        content: str | Sequence[int],
         sampling: SamplingParams,
         *,
         rid: str | None = None,
         cache_salt: str = "",
-        add_special_tokens: bool = True,
         stream: bool = True,
     ) -> list[Generation]:
-        """Starts `sampling.n` samples of one prompt; the list has `n` Generations.
+        """Opens and starts a request with one prompt; the list has `sampling.n` Generations. Raises as those do."""
+        request = self.open([Prompt(content=content, sampling=sampling, rid=rid, cache_salt=cache_salt)], stream=stream)
+        (prompt,) = request.prompts
+        try:
+            await self.start(prompt)
+        except BaseException:
+            request.close()
+            raise
+        return prompt.generations
 
-        `stream` False: only `result()` will be asked for, which saves the engine the increments.
+    def abort(self, name: str) -> bool:
+        """Aborts the request of exactly this name, or one prompt of a request; whether there was one.
 
-        Raises InvalidRequest (empty or invalid prompt, `rid` in use), PromptTooLong, EngineDead.
-        `max_new_tokens` is cut to what the context and the KV pool have room for.
+        Its samples end with all tokens that they have.
         """
-        self.check_accepting()
-        if rid is not None:
-            self._check_rid(rid)
-        if len(cache_salt) > _MAX_SALT_CHARS:
-            raise InvalidRequest(f"cache_salt must have at most {_MAX_SALT_CHARS} characters", param="cache_salt")
-        ids = await self._prompt_ids(prompt, add_special_tokens)
-        room = min(self.facts.context_len, self.facts.max_total_num_tokens) - len(ids)
-        max_new = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
-        first_seed = sampling.sampling_seed
-        if first_seed is None:
-            first_seed = self._seeds.getrandbits(62)
-        rid = rid or uuid.uuid4().hex
-        if rid in self._by_rid:  # it may have come into use while this prompt was tokenised
-            self._check_rid(rid)
-        packed = pack_ids(ids)
-        group = [Generation(rid, index, ids, self._on_abort) for index in range(sampling.n)]
-        self._by_rid[rid] = list(group)
-        for generation in group:
-            seed = _wrap_int64(first_seed + generation.index)
-            params = msgspec.structs.replace(
-                sampling,
-                n=1,
-                max_new_tokens=max_new,
-                min_new_tokens=min(sampling.min_new_tokens, max_new),
-                sampling_seed=seed,
-            )
-            self._generations[generation.key] = generation
-            self._scheduler.send(GenerateReq(generation.key, packed, params, cache_salt, stream))
-        return group
-
-    def abort(self, rid: str) -> bool:
-        """Aborts the request of exactly this name; whether there was one."""
-        group = self._by_rid.get(rid)
-        for generation in list(group or ()):
-            generation.abort()
-        return group is not None
+        return self._requests.abort(name)
 
     def abort_all(self) -> None:
-        for generation in list(self._generations.values()):
-            generation.abort()
+        self._requests.abort_all()
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._generations)
+        """Samples of all open requests that have not ended."""
+        return len(self._requests)
 
     # The engine as a whole
 
@@ -197,9 +223,7 @@ class TokenizerManager:
         if self.failure is not None:
             return
         self.failure = EngineDead(message)
-        for generation in list(self._generations.values()):
-            self._forget(generation)
-            generation.fail(self.failure)
+        self._requests.fail(self.failure)
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(self.failure)
@@ -209,15 +233,9 @@ class TokenizerManager:
         self._last_heartbeat = time.monotonic()
         if isinstance(message, BatchTextOut):
             for out in message.outs:
-                generation = self._generations.get(out.rid)
-                if generation is None:
-                    continue  # aborted here; the scheduler's last words for it were already under way
-                if out.finish is not None:
-                    self._forget(generation)
-                    if isinstance(out.finish, AbortFinish) and self.failure is None:
-                        # It may have failed in the detokenizer, while the scheduler still works on it.
-                        self._scheduler.send(AbortReq(out.rid))
-                generation.push(out)
+                generation = self._requests.generation(out.rid)
+                if generation is not None:  # else it was closed here, while its last outputs were under way
+                    generation.push(out)
         elif isinstance(message, FlushCacheReply | StateReply):
             call = self._calls.get(message.call_id)
             if call is not None and not call.done():
@@ -238,46 +256,49 @@ class TokenizerManager:
         finally:
             del self._calls[call_id]
 
-    def _on_abort(self, generation: Generation) -> None:
-        self._forget(generation)
+    def _send_abort(self, key: str) -> None:
         if self.failure is None:
-            self._scheduler.send(AbortReq(generation.key))
+            self._scheduler.send(AbortReq(key))
 
-    def _forget(self, generation: Generation) -> None:
-        self._generations.pop(generation.key, None)
-        group = self._by_rid.get(generation.rid)
-        if group is not None and generation in group:
-            group.remove(generation)
-            if not group:
-                del self._by_rid[generation.rid]
+    def _draw_seed(self) -> int:
+        return self._seeds.getrandbits(62)
 
-    def _check_rid(self, rid: str) -> None:
-        if not 0 < len(rid) <= _MAX_RID_CHARS:
-            raise InvalidRequest(f"rid must have 1 to {_MAX_RID_CHARS} characters, got {len(rid)}", param="rid")
-        if rid in self._by_rid:
-            raise InvalidRequest(f"rid {rid!r} is in use by a request that has not finished", param="rid")
-
-    async def _prompt_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> Sequence[int]:
-        if isinstance(prompt, str):
-            ids: Sequence[int] = await self.encode(prompt, add_special_tokens)
+    async def _prompt_ids(self, prompt: Prompt) -> Sequence[int]:
+        content = prompt.content
+        if callable(content):
+            content = await content()
+        if isinstance(content, str):
+            ids: Sequence[int] = await self.encode(content, prompt.add_special_tokens)
         else:
-            ids = prompt
-            vocab_size = self.facts.vocab_size
-            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-                wrong = next(i for i in ids if not 0 <= i < vocab_size)
-                raise InvalidRequest(f"token ids must be in [0, {vocab_size}), got {wrong}", param="input_ids")
+            ids = content
         if not ids:
             raise InvalidRequest("the prompt is empty: at least one token is needed", param="prompt")
         limit = self.facts.max_req_input_len
         if len(ids) > limit:
-            if self.server_args.allow_auto_truncate:
-                return ids[-limit:]
-            raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens; at most {limit} fit (context {self.facts.context_len}, "
-                f"KV pool {self.facts.max_total_num_tokens} tokens)",
-                param="prompt",
-            )
+            if not self.server_args.allow_auto_truncate:
+                raise PromptTooLong(
+                    f"the prompt has {len(ids)} tokens; at most {limit} fit (context {self.facts.context_len}, "
+                    f"KV pool {self.facts.max_total_num_tokens} tokens)",
+                    param="prompt",
+                )
+            ids = ids[-limit:]
+        self._check_rows(ids, is_text=isinstance(content, str))
         return ids
+
+    def _check_rows(self, ids: Sequence[int], *, is_text: bool) -> None:
+        """Raises InvalidRequest for a token that the model has no embedding of. A tokenizer may know such tokens."""
+        vocab_size = self.facts.vocab_size
+        if 0 <= min(ids) <= max(ids) < vocab_size:
+            return
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        if not is_text:
+            raise InvalidRequest(f"token ids must be in [0, {vocab_size}), got {wrong}", param="input_ids")
+        assert self.tokenizer is not None
+        raise InvalidRequest(
+            f"the text has the token {self.tokenizer.id_to_token(wrong)!r} (id {wrong}), for which the model has no "
+            f"row: it has {vocab_size}",
+            param="prompt",
+        )
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; raises InvalidRequest without a tokenizer or on text that is not Unicode."""
@@ -292,6 +313,16 @@ class TokenizerManager:
             return tokenizer.encode(text, add_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(None, tokenizer.encode, text, add_special_tokens)
+
+    def _warn_of_tokens_without_rows(self) -> None:
+        tokens = self.tokenizer.tokens_beyond(self.facts.vocab_size) if self.tokenizer is not None else []
+        if tokens:
+            logger.warning(
+                "The tokenizer knows %d tokens that the model has no row for (%s%s): prompts that have one are refused",
+                len(tokens),
+                ", ".join(map(repr, tokens[:_MAX_TOKENS_SHOWN])),
+                ", ..." if len(tokens) > _MAX_TOKENS_SHOWN else "",
+            )
 
     def _sampling_defaults(self) -> dict[str, Any]:
         if self.server_args.sampling_defaults != "model":

@@ -66,6 +66,13 @@ class Tokenizer:
         except OverflowError as error:
             raise InvalidRequest("token ids must be in [0, 2**32)", param="tokens") from error
 
+    def tokens_beyond(self, num_rows: int) -> list[str]:
+        """Tokens whose id is `num_rows` or more, in the order of their ids."""
+        if self.vocab_size <= num_rows and max(self.backend.get_added_tokens_decoder(), default=0) < num_rows:
+            return []  # by far the most common case, which the whole vocabulary is not listed for
+        vocab = self.backend.get_vocab(with_added_tokens=True)
+        return sorted((token for token, token_id in vocab.items() if token_id >= num_rows), key=vocab.__getitem__)
+
     def id_to_token(self, token_id: int) -> str | None:
         return self.backend.id_to_token(token_id)
 

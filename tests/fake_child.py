@@ -15,6 +15,7 @@ import zmq
 
 from tercet.srt.entrypoints import child
 from tercet.srt.io_struct import (
+    AbortFinish,
     AbortReq,
     BatchTextOut,
     BatchTokenOut,
@@ -85,7 +86,9 @@ def run_scheduler(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
                 num_prompt = len(unpack_ids(message.input_ids))
                 running[message.rid] = Running(num_prompt, message.sampling.max_new_tokens or 1)
             elif isinstance(message, AbortReq):
-                running.pop(message.rid or "", None)
+                request = running.pop(message.rid or "", None)
+                if request is not None:
+                    detokenizer.send(BatchTokenOut([_aborted(message.rid or "", request)]))
             elif isinstance(message, FlushCacheReq):
                 tokenizer.send(FlushCacheReply(message.call_id, not running, len(running)))
             elif isinstance(message, StateReq):
@@ -107,6 +110,11 @@ def _step(rid: str, request: Running) -> TokenOut:
     if request.num_done >= request.max_new:
         finish = LengthFinish(request.num_done)
     return TokenOut(rid, [token], finish, request.num_prompt, request.num_done, 0, 0)
+
+
+def _aborted(rid: str, request: Running) -> TokenOut:
+    finish = AbortFinish("aborted by the client")
+    return TokenOut(rid, [], finish, request.num_prompt, request.num_done, 0, 0)
 
 
 def _state(num_running: int) -> SchedulerState:

@@ -17,6 +17,7 @@ import uvicorn
 from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.entrypoints.http_server import create_app
 from tercet.srt.io_struct import (
+    AbortFinish,
     AbortReq,
     BatchTextOut,
     FinishReason,
@@ -68,7 +69,9 @@ class FakeScheduler:
         self.fail: tuple[int, FinishReason] | None = None
         """Ends like this after so many tokens."""
         self.mute = False
-        """Accepts requests and says nothing."""
+        """Accepts requests and says nothing, but answers aborts."""
+        self.unsent = 0
+        """Tokens that an aborted request has made and not sent yet."""
         self.dead = False
         """Answers no calls."""
         self.delay_s = 0.0
@@ -78,6 +81,7 @@ class FakeScheduler:
         self._loop: asyncio.AbstractEventLoop
         self.received: list[GenerateReq] = []
         self.running: dict[str, GenerateReq] = {}
+        self._done: dict[str, int] = {}
         self.aborted: list[str | None] = []
 
     def send(self, message: ToScheduler) -> None:
@@ -88,7 +92,12 @@ class FakeScheduler:
             self._go_on(message, 0)
         elif isinstance(message, AbortReq):
             self.aborted.append(message.rid)
-            self.running.pop(message.rid or "", None)
+            request = self.running.pop(message.rid or "", None)
+            if request is not None and not self.dead:
+                done = self._done.pop(request.rid)
+                finish = AbortFinish("aborted by the client")
+                out = self._out(request, done, done + self.unsent, finish)
+                loop.call_soon(self.manager.on_message, BatchTextOut([out]))
         elif self.dead:
             return
         elif isinstance(message, FlushCacheReq):
@@ -103,6 +112,7 @@ class FakeScheduler:
         self._loop.call_soon_threadsafe(self._write, *self.held.pop(0))
 
     def _go_on(self, request: GenerateReq, done: int) -> None:
+        self._done[request.rid] = done
         if self.mute:
             return
         if self.gate:
@@ -121,22 +131,18 @@ class FakeScheduler:
             upto, finish = self.stop_after, StopFinish(EOS)
         if self.fail is not None and upto >= self.fail[0]:
             upto, finish = self.fail
-        prompt_tokens = len(request.input_ids) // 4
-        out = TextOut(
-            request.rid,
-            "".join(WORDS[i % len(WORDS)] for i in range(done, upto)),
-            [i % 256 for i in range(done, upto)],
-            finish,
-            prompt_tokens,
-            upto,
-            prompt_tokens - 1,
-            0,
-        )
+        out = self._out(request, done, upto, finish)
         if finish is not None:
             del self.running[request.rid]
         else:
             self._go_on(request, upto)
         self.manager.on_message(BatchTextOut([out]))
+
+    def _out(self, request: GenerateReq, done: int, upto: int, finish: FinishReason | None) -> TextOut:
+        prompt_tokens = len(request.input_ids) // 4
+        text = "".join(WORDS[i % len(WORDS)] for i in range(done, upto))
+        ids = [i % 256 for i in range(done, upto)]
+        return TextOut(request.rid, text, ids, finish, prompt_tokens, upto, prompt_tokens - 1, 0)
 
     def _state(self) -> SchedulerState:
         return SchedulerState(
@@ -165,8 +171,9 @@ class FakeScheduler:
         return [bytes(ids).decode() for ids in self.prompts()]
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Token i is byte i; 256 and 257 are special. What it encodes is the text's UTF-8."""
+def byte_tokenizer(*added: str) -> Tokenizer:
+    """Token i is byte i; 256 and 257 are special; `added` have the ids from 258 on, which the model has no rows for.
+    What it encodes is the text's UTF-8."""
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
@@ -175,7 +182,7 @@ def byte_tokenizer() -> Tokenizer:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={char: byte for byte, char in chars.items()}, merges=[]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<eos>", "<bos>"])
+    backend.add_special_tokens(["<eos>", "<bos>", *added])
     parts = TokenizerParts(
         backend, {"eos_token": "<eos>", "bos_token": "<bos>"}, frozenset({EOS}), {"default": TEMPLATE}
     )
@@ -185,7 +192,9 @@ def byte_tokenizer() -> Tokenizer:
 _TOKENIZER = byte_tokenizer()
 
 
-def make_manager(scheduler: FakeScheduler, **settings: Any) -> TokenizerManager:
+def make_manager(
+    scheduler: FakeScheduler, *, tokenizer: Tokenizer | None = _TOKENIZER, **settings: Any
+) -> TokenizerManager:
     """A manager on top of the fake scheduler; context 256, vocabulary 258, served as "tiny"."""
     args = ServerArgs(**{"model_path": "/models/tiny-1", "served_model_name": "tiny", **settings})
     config = ModelConfig(
@@ -214,7 +223,8 @@ def make_manager(scheduler: FakeScheduler, **settings: Any) -> TokenizerManager:
         weight_bytes=1,
         kv_bytes=1,
     )
-    tokenizer = None if args.skip_tokenizer_init else _TOKENIZER
+    if args.skip_tokenizer_init:
+        tokenizer = None
     scheduler.manager = TokenizerManager(args, config, tokenizer, facts, scheduler)
     return scheduler.manager
 

@@ -123,7 +123,7 @@ async def health_generate(server: Server, request: Request, body: None) -> ASGIA
     except TimeoutError:
         raise EngineDead(f"no token within {server.health_timeout_s:g} s") from None
     finally:
-        generation.abort()
+        generation.close()
     if isinstance(out.finish, AbortFinish):
         raise EngineDead("the probe's request was aborted")
     return json_response(Status("ok"))
@@ -263,9 +263,6 @@ async def abort_request(server: Server, request: Request, body: AbortBody) -> AS
     if body.rid is None:
         aborted = manager.num_unfinished > 0
         manager.abort_all()
-    elif body.rid in server.batches:
-        aborted = True
-        server.batches[body.rid].abort()
     else:
         aborted = manager.abort(body.rid)
     return json_response(AbortAnswer(aborted))

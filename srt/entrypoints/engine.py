@@ -6,6 +6,7 @@ with tercet.Engine(model_path="...") as engine:
 
 from __future__ import annotations
 
+import math
 import typing
 import weakref
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from ..sampling_params import SamplingParams
 from ..server_args import ServerArgs, Setting
 from ..tokenizer import Tokenizer
 from . import admin, native
-from .engine_request import AsyncEngineStream, EngineRequest, EngineStream
+from .engine_request import AsyncEngineStream, EngineRequest, EngineStream, make_room
 from .engine_thread import EngineThread
 from .processes import CHILD_MODULE
 from .routing import Server
@@ -49,7 +50,7 @@ class Engine:
         self.server_args = _server_args(model_path, server_args, settings)
         self._thread = EngineThread(self.server_args, self._child_module)
         self._server = Server(self._thread.core.tokenizer_manager, __version__)
-        self._open_batches: dict[str, EngineRequest] = {}
+        self._room = make_room(self.server_args)
         # Runs once: by shutdown(), when this object is garbage, or before the interpreter exits.
         self._finalizer = weakref.finalize(self, self._thread.stop)
 
@@ -160,14 +161,10 @@ class Engine:
     def _request(
         self, prompt: str | Sequence[str] | None, sampling: Sampling, request: Mapping[str, Any]
     ) -> EngineRequest:
-        return EngineRequest(self._server, self._open_batches, _body(prompt, sampling, request))
+        return EngineRequest(self._server, self._room, _body(prompt, sampling, request))
 
     async def _abort(self, rid: str) -> bool:
-        batch = self._open_batches.get(rid)
-        if batch is None:
-            return self._server.manager.abort(rid)
-        batch.abort()
-        return True
+        return self._server.manager.abort(rid)
 
     async def _flush(self, timeout_s: float) -> None:
         reply = await self._server.manager.flush_cache(timeout_s)
@@ -201,12 +198,13 @@ def _body(prompt: str | Sequence[str] | None, sampling: Sampling, request: Mappi
             raise InvalidRequest(f"{name} is an argument of generate(), not a further field", param=name)
     body = {"text": prompt, "sampling_params": _plain_sampling(sampling), **request}
     try:
-        encoded = msgspec.json.encode(body, enc_hook=_plain_value)
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"text must be valid Unicode: {error}", param="text") from error
+        plain = msgspec.to_builtins(body, str_keys=True, enc_hook=_plain_value)
     except (TypeError, NotImplementedError) as error:
         raise InvalidRequest(f"a request is made of what JSON can say: {error}") from error
-    return native.GENERATE_CODEC.decode(encoded)
+    for name, value in plain.items():
+        if name not in ("text", "input_ids"):  # prompts are checked when they are tokenised
+            _check_in_json(value, name)
+    return native.GENERATE_CODEC.convert(plain)
 
 
 def _plain_sampling(sampling: Sampling) -> Any:
@@ -224,3 +222,20 @@ def _plain_value(value: Any) -> Any:
     if tolist is None:
         raise NotImplementedError(f"{type(value).__name__} is not such")
     return tolist()
+
+
+def _check_in_json(value: Any, path: str) -> None:
+    """Raises InvalidRequest for a number that is not finite and for text that is not Unicode: JSON has neither."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest(f"{path} must be a finite number, got {value}", param=path)
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"{path} must be valid Unicode: {error}", param=path) from error
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            _check_in_json(one, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, one in enumerate(value):
+            _check_in_json(one, f"{path}[{i}]")

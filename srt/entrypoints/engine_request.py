@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import itertools
 import sys
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
@@ -16,13 +15,15 @@ from typing import Any, TypeAlias
 import msgspec
 from tqdm import tqdm
 
-from ...managers.generation import Generation, error_of
-from ..errors import EngineDead, InvalidRequest
+from ...managers.generation import Generation
+from ...managers.request_registry import PromptSamples, Request
+from ..errors import EngineDead
+from ..io_struct import TextOut
+from ..server_args import ServerArgs
 from . import native
 from .engine_thread import EngineThread
-from .job import Prompt, Sample, outputs
+from .job import Sample, outputs
 from .routing import Server
-from .wire import shown
 
 Answer: TypeAlias = dict[str, Any]
 """One sample: `text`, `output_ids`, `meta_info`; in a stream of several samples `index` too."""
@@ -30,118 +31,134 @@ Answer: TypeAlias = dict[str, Any]
 
 _PROGRESS_ABOVE = 16
 """Samples above which a progress bar is shown on a terminal."""
-_MOST_IN_FLIGHT = 1024
-"""Prompts of one call that the engine knows of at a time: a list of any length fits its queue."""
+_MAX_IN_FLIGHT = 1024
+
+
+def make_room(server_args: ServerArgs) -> asyncio.Semaphore:
+    """Counts the samples of an Engine that its scheduler may know of at a time: all of them may have to wait there."""
+    return asyncio.Semaphore(min(_MAX_IN_FLIGHT, server_args.max_queued_requests))
 
 
 class EngineRequest:
-    """Belongs to the engine's loop. `open_batches`: the calls with several prompts that are under way, by name."""
+    """Belongs to the engine's loop. `room`: what `make_room` gives; all calls of an Engine share it.
 
-    def __init__(self, server: Server, open_batches: dict[str, EngineRequest], body: native.GenerateBody) -> None:
+    The scheduler gets the samples one by one, as there is room. So a list may have any length, and no call fails
+    because others fill the queue.
+    """
+
+    def __init__(self, server: Server, room: asyncio.Semaphore, body: native.GenerateBody) -> None:
+        self._manager = server.manager
         self._server = server
-        self._open_batches = open_batches
+        self._room = room
         self._body = body
-        self._name = ""
-        self._prompts: list[Prompt] = []
+        self._request: Request | None = None
+        self._samples: list[Sample] = []
         self._several = False
-        self._first_index: list[int] = []
-        """Of each prompt's samples in the answer; the last entry is the number of all."""
-        self._generations: list[Generation] = []
-        self._is_aborted = False
+        self._feeder: asyncio.Task[None] | None = None
+        self._error: Exception | None = None
+        """Why a prompt could not be started."""
         self._answers: AsyncGenerator[Answer, None] | None = None
+        self._is_open = False
+        self._reading = asyncio.Lock()
 
     async def whole(self, progress: bool | None) -> Answer | list[Answer]:
         """The answer in one piece. `progress`: a bar on stderr; None: on a terminal, for many samples."""
-        self._begin()
-        num_samples = self._first_index[-1]
+        self._begin(stream=False)
+        self._feeder = asyncio.create_task(self._feed())
         if progress is None:
-            progress = num_samples > _PROGRESS_ABOVE and sys.stderr.isatty()
-        room = asyncio.Semaphore(_MOST_IN_FLIGHT)
-        with tqdm(total=num_samples, unit="sample", disable=not progress) as bar:
-
-            async def run(place: int) -> list[Sample]:
-                async with room:
-                    samples = await self._submit(place, stream=False)
-                    for sample in samples:
-                        await _collect(sample)
-                        bar.update()
-                    return samples
-
-            tasks = [asyncio.create_task(run(place)) for place in range(len(self._prompts))]
+            progress = len(self._samples) > _PROGRESS_ABOVE and sys.stderr.isatty()
+        with tqdm(total=len(self._samples), unit="sample", disable=not progress) as bar:
             try:
-                groups = await asyncio.gather(*tasks)
+                async for sample, out in self._outputs():
+                    sample.collect(out)
+                    if out.finish is not None:
+                        bar.update()
             finally:
-                for task in tasks:
-                    task.cancel()
                 self._end()
-        answers = [_answer(sample) for group in groups for sample in group]
+        answers = [_answer(sample) for sample in self._samples]
         return answers if self._several else answers[0]
 
     async def open(self) -> None:
-        """Starts a stream; what is wrong with the request is raised here."""
-        self._begin()
-        samples: list[Sample] = []
+        """Starts a stream; what is wrong with the request is raised here. A second call does nothing."""
+        async with self._reading:
+            await self._open()
+
+    async def next(self) -> Answer | None:
+        """The next answer of the stream, with all there is of its sample so far; None at the end, and after an error.
+        Opens the stream when nobody has."""
+        async with self._reading:
+            await self._open()
+            return None if self._answers is None else await anext(self._answers, None)
+
+    async def close(self) -> None:
+        """Ends the stream, and every sample that has not ended."""
+        self._end()
+
+    async def _open(self) -> None:
+        if self._is_open:
+            return
+        self._is_open = True
+        self._begin(stream=True)
+        assert self._request is not None
         try:
-            for place in range(len(self._prompts)):
-                samples += await self._submit(place, stream=True)
+            for prompt in self._request.prompts:
+                await self._manager.prepare(prompt)
         except BaseException:
             self._end()
             raise
-        self._answers = self._stream(samples)
+        self._feeder = asyncio.create_task(self._feed())
+        self._answers = self._stream()
 
-    async def next(self) -> Answer | None:
-        """The next answer of the stream, with all there is of its sample so far; None at the end."""
-        assert self._answers is not None, "open() comes first"
-        return await anext(self._answers, None)
-
-    async def close(self) -> None:
-        """Ends the stream and aborts what has not finished."""
-        self._end()
-
-    def abort(self) -> None:
-        """Ends every sample as its client would; the answer tells what there is of each."""
-        self._is_aborted = True
-        for generation in self._generations:
-            generation.abort()
-
-    def _begin(self) -> None:
-        self._prompts, self._name, is_list = native.prompts_of(self._server, self._body)
-        self._several = is_list or self._prompts[0].sampling.n > 1
-        self._first_index = [*itertools.accumulate((prompt.sampling.n for prompt in self._prompts), initial=0)]
-        if self._name in self._open_batches:
-            raise InvalidRequest(f"rid {shown(self._name)} is in use by a request that has not finished", param="rid")
-        if len(self._prompts) > 1:
-            self._open_batches[self._name] = self
+    def _begin(self, *, stream: bool) -> None:
+        prompts, name, is_list = native.prompts_of(self._server, self._body)
+        self._several = is_list or prompts[0].sampling.n > 1
+        self._request = self._manager.open(prompts, name=name, stream=stream)
+        for place, prompt in enumerate(self._request.prompts):
+            first = len(self._samples)
+            self._samples += [Sample(first + one.index, place, one) for one in prompt.generations]
 
     def _end(self) -> None:
-        self.abort()
-        if self._open_batches.get(self._name) is self:
-            del self._open_batches[self._name]
+        if self._feeder is not None:
+            self._feeder.cancel()
+        if self._request is not None:
+            self._request.close()
 
-    async def _submit(self, place: int, *, stream: bool) -> list[Sample]:
-        prompt = self._prompts[place]
+    async def _feed(self) -> None:
+        """Gives the samples to the scheduler as there is room for them. An error ends the request."""
+        assert self._request is not None
         try:
-            group = await self._server.manager.submit(
-                prompt.content,
-                prompt.sampling,
-                rid=prompt.rid,
-                cache_salt=prompt.cache_salt,
-                stream=stream,
-            )
-        except InvalidRequest as error:
-            if error.param in ("prompt", "input_ids", None):
-                error.param = prompt.param
-            raise
-        self._generations += group
-        if self._is_aborted:
-            for generation in group:
-                generation.abort()
-        return [Sample(self._first_index[place] + one.index, place, one) for one in group]
+            for prompt in self._request.prompts:
+                await self._manager.prepare(prompt)
+                for generation in prompt.generations:
+                    await self._send(prompt, generation)
+        except Exception as error:
+            self._error = error
+            self._request.close()
 
-    async def _stream(self, samples: list[Sample]) -> AsyncGenerator[Answer, None]:
-        incremental = self._server.manager.server_args.incremental_streaming_output
+    async def _send(self, prompt: PromptSamples, generation: Generation) -> None:
+        has_room = False
+        if not generation.is_over:
+            with prompt.unless_over():
+                has_room = await self._room.acquire()
+        if not has_room:
+            return
+        if generation.is_over:
+            self._room.release()
+            return
+        generation.on_end = self._room.release
+        self._manager.send(prompt, generation)
+
+    async def _outputs(self) -> AsyncIterator[tuple[Sample, TextOut]]:
+        """What job.outputs gives; raises the feeder's error too."""
+        async for sample, out in outputs(self._samples):
+            if self._error is not None:
+                raise self._error
+            yield sample, out
+
+    async def _stream(self) -> AsyncGenerator[Answer, None]:
+        incremental = self._manager.server_args.incremental_streaming_output
         try:
-            async for sample, out in outputs(samples):
+            async for sample, out in self._outputs():
                 if incremental:
                     sample.count(out)
                 else:
@@ -154,14 +171,6 @@ class EngineRequest:
                 yield answer
         finally:
             self._end()
-
-
-async def _collect(sample: Sample) -> None:
-    async for out in sample.generation:
-        error = error_of(out.finish)
-        if error is not None:
-            raise error
-        sample.collect(out)
 
 
 def _answer(sample: Sample) -> Answer:
@@ -200,7 +209,6 @@ class AsyncEngineStream(AsyncIterator[Answer]):
         self._engine = engine
         self._thread = thread
         self._request = request
-        self._is_open = False
         self._finalizer = weakref.finalize(self, _close, thread, request)
 
     def __await__(self) -> Generator[Any, None, AsyncEngineStream]:
@@ -209,7 +217,6 @@ class AsyncEngineStream(AsyncIterator[Answer]):
     async def __anext__(self) -> Answer:
         if not self._finalizer.alive:
             raise StopAsyncIteration
-        await self._open()
         answer = await self._thread.wait_async(self._request.next())
         if answer is None:
             raise StopAsyncIteration
@@ -220,9 +227,7 @@ class AsyncEngineStream(AsyncIterator[Answer]):
         self._finalizer()
 
     async def _open(self) -> AsyncEngineStream:
-        if not self._is_open:
-            self._is_open = True
-            await self._thread.wait_async(self._request.open())
+        await self._thread.wait_async(self._request.open())
         return self
 
 

@@ -1,39 +1,26 @@
-"""All that one HTTP request has started: its generations, and the watch over its client.
+"""One HTTP request under way: its prompts, and the watch over its client.
 
-The client is watched from the first moment, streaming or not: when it goes away, everything that it asked for is
-aborted, and the handler comes to its end by itself because its generations do.
+The client is watched from the first moment, streaming or not. When it goes away, everything that it asked for ends, and
+so does the handler, which reads the samples.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
 
 from starlette.types import Receive
 
-from ...managers.generation import Generation, error_of
+from ...managers.generation import Generation, error_of, merged
+from ...managers.request_registry import Prompt, Request
 from ...managers.tokenizer_manager import TokenizerManager
 from ..errors import InvalidRequest, RequestAborted
 from ..io_struct import FinishReason, TextOut
-from ..sampling_params import SamplingParams
 
 MAX_PROMPTS = 1024
 """Prompts of one request."""
 MAX_SEQUENCES = 4096
 """Prompts times samples of one request."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """One prompt of a request. `param`: the field that it came in, for errors."""
-
-    content: str | Sequence[int]
-    sampling: SamplingParams
-    rid: str | None
-    cache_salt: str = ""
-    add_special_tokens: bool = True
-    param: str = "prompt"
 
 
 class Sample:
@@ -44,7 +31,6 @@ class Sample:
         """Place in the answer: samples of the first prompt, then those of the second, ..."""
         self.prompt_index = prompt_index
         self.generation = generation
-        self.prompt_tokens = len(generation.prompt_ids)
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.num_retractions = 0
@@ -75,63 +61,45 @@ class Sample:
         return self._ids
 
     @property
+    def prompt_tokens(self) -> int:
+        return len(self.generation.prompt_ids)
+
+    @property
     def prompt_ids(self) -> list[int]:
         return list(self.generation.prompt_ids)
 
 
 class Job:
-    """Submits the prompts of one request and aborts them when its client is gone, or at `close`."""
+    """Starts the prompts of one HTTP request, and ends them when its client is gone, or at `close`."""
 
-    def __init__(self, manager: TokenizerManager, receive: Receive) -> None:
+    def __init__(self, manager: TokenizerManager, request: Request, receive: Receive) -> None:
         self._manager = manager
-        self._generations: list[Generation] = []
+        self._request = request
         self._gone = False
         self._watch = asyncio.create_task(self._watch_client(receive))
-        self.on_close: Callable[[], object] | None = None
 
-    async def submit(self, prompts: Sequence[Prompt], stream: bool) -> list[Sample]:
-        """Starts every prompt; raises what TokenizerManager.submit does, with `param` naming the prompt's field."""
-        check_amount(prompts)
+    async def start(self) -> list[Sample]:
+        """Starts every prompt; raises what TokenizerManager.start does."""
         samples: list[Sample] = []
-        for place, prompt in enumerate(prompts):
-            try:
-                group = await self._manager.submit(
-                    prompt.content,
-                    prompt.sampling,
-                    rid=prompt.rid,
-                    cache_salt=prompt.cache_salt,
-                    add_special_tokens=prompt.add_special_tokens,
-                    stream=stream,
-                )
-            except InvalidRequest as error:
-                if error.param in ("prompt", "input_ids", None):
-                    error.param = prompt.param
-                raise
-            self._generations.extend(group)
-            samples += [Sample(len(samples) + one.index, place, one) for one in group]
+        for place, prompt in enumerate(self._request.prompts):
+            if place:
+                await asyncio.sleep(0)  # a long list of prompts lets streams go on in between
+            await self._manager.start(prompt)
+            samples += [Sample(len(samples) + one.index, place, one) for one in prompt.generations]
             if self._gone:
                 raise RequestAborted("the client has gone away")
-            if place + 1 < len(prompts):
-                await asyncio.sleep(0)  # a long list of prompts lets streams go on in between
         return samples
 
-    def abort(self) -> None:
-        """Ends every generation; each still delivers its last output."""
-        for generation in self._generations:
-            generation.abort()
-
     def close(self) -> None:
+        """Ends what has not ended: nobody reads it any more."""
         self._watch.cancel()
-        self.abort()
-        if self.on_close is not None:
-            self.on_close()
-            self.on_close = None
+        self._request.close()
 
     async def _watch_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._gone = True
-        self.abort()
+        self._request.close()
 
 
 def check_amount(prompts: Sequence[Prompt]) -> None:
@@ -154,28 +122,9 @@ async def outputs(samples: Sequence[Sample]) -> AsyncIterator[tuple[Sample, Text
             _raise_failure(out)
             yield samples[0], out
         return
-    arrived: asyncio.Queue[tuple[Sample, TextOut | Exception]] = asyncio.Queue(maxsize=1)
-
-    async def pump(sample: Sample) -> None:
-        try:
-            async for out in sample.generation:
-                await arrived.put((sample, out))
-        except Exception as error:
-            await arrived.put((sample, error))
-
-    pumps = [asyncio.create_task(pump(sample)) for sample in samples]
-    try:
-        unfinished = len(samples)
-        while unfinished:
-            sample, came = await arrived.get()
-            if isinstance(came, Exception):
-                raise came
-            _raise_failure(came)
-            unfinished -= came.finish is not None
-            yield sample, came
-    finally:
-        for task in pumps:
-            task.cancel()
+    async for place, out in merged([sample.generation for sample in samples]):
+        _raise_failure(out)
+        yield samples[place], out
 
 
 def _raise_failure(out: TextOut) -> None:

@@ -11,10 +11,11 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from ...managers.request_registry import Prompt
 from ..errors import InvalidRequest
 from ..io_struct import FinishReason, TextOut
 from ..sampling_params import SamplingParams
-from .job import Prompt, Sample
+from .job import Sample
 from .routing import Server
 from .sse import Face, answer, event
 from .wire import BodyCodec, Int32, Int64, Wire, doc, only

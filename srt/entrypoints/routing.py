@@ -19,7 +19,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...managers.tokenizer_manager import TokenizerManager
 from ..errors import InvalidRequest, ModelNotFound, TercetError
 from .error_handlers import BodyTooLarge, error_response, internal_error
-from .job import Job
 from .wire import BodyCodec, shown
 
 logger = logging.getLogger(__name__)
@@ -39,8 +38,6 @@ class Server:
     """How long /health_generate waits for its token."""
     state_timeout_s: float = 5.0
     """How long an endpoint waits for the scheduler to tell its state."""
-    batches: dict[str, Job] = field(default_factory=dict)
-    """Requests with several prompts, by the name that the client knows; each of their prompts has a name of its own."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, model: str | None) -> str:

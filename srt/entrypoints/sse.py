@@ -6,7 +6,6 @@ What fails later is one error event, then `[DONE]`.
 
 from __future__ import annotations
 
-import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
@@ -16,12 +15,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import InvalidRequest, TercetError
+from ...managers.request_registry import Prompt
+from ..errors import TercetError
 from ..io_struct import TextOut
 from .error_handlers import envelope, internal_error
-from .job import Job, Prompt, Sample, outputs
+from .job import Job, Sample, check_amount, outputs
 from .routing import Server, json_response
-from .wire import shown
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +65,11 @@ async def answer(
 
     `name`: what the client may abort. A single prompt bears it as its rid; several prompts are known by it together.
     """
-    if name in server.batches:
-        raise InvalidRequest(f"rid {shown(name)} is in use by a request that has not finished", param="rid")
-    job = Job(server.manager, request.receive)
-    if len(prompts) > 1:
-        server.batches[name] = job
-        job.on_close = functools.partial(server.batches.pop, name)
+    check_amount(prompts)
+    opened = server.manager.open(prompts, name=name, stream=stream)
+    job = Job(server.manager, opened, request.receive)
     try:
-        samples = await job.submit(prompts, stream)
+        samples = await job.start()
         face.begin(samples)
         if stream:
             events = _stream(samples, face)

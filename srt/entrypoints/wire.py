@@ -107,6 +107,13 @@ class BodyCodec(Generic[T]):
         except RecursionError:
             raise InvalidRequest("the body is nested too deeply") from None
 
+    def convert(self, value: Any) -> T:
+        """The same from Python values, as JSON would decode to. They may be of any size."""
+        try:
+            return msgspec.convert(value, self.type)
+        except msgspec.ValidationError as error:
+            raise self._explain(error) from None
+
     def _explain(self, error: msgspec.ValidationError) -> InvalidRequest:
         text = str(error)
         path = ""

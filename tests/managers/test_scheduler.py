@@ -285,6 +285,20 @@ def test_without_streaming_only_the_first_token_and_the_end_are_told() -> None:
     assert len(rig.heard["r"].ids) == 30
 
 
+def test_an_abort_tells_what_was_not_told_yet() -> None:
+    rig = Rig()
+    rig.add("r", [1, 2, 3], stream=False, max_new_tokens=30)
+    for _ in range(10):
+        rig.turn()
+    assert len(rig.heard["r"].ids) == 1
+    rig.abort("r")
+    rig.run(max_turns=4)
+    heard = rig.heard["r"]
+    assert isinstance(heard.finish, AbortFinish)
+    assert heard.ids == expected_output([1, 2, 3], 1, 30, 97)[: len(heard.ids)]
+    assert len(heard.ids) >= 8
+
+
 def test_abort_all() -> None:
     rig = Rig(max_running=2)
     for index in range(5):

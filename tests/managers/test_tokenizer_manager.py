@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from fake_http import CONTEXT_LEN, VOCAB_SIZE, FakeScheduler, make_manager, text_of
+from fake_http import CONTEXT_LEN, VOCAB_SIZE, FakeScheduler, byte_tokenizer, make_manager, text_of
 
 from tercet.managers.generation import Generation, error_of
 from tercet.managers.tokenizer_manager import TokenizerManager
@@ -152,9 +152,78 @@ def test_abort_is_exact_and_ends_all_samples() -> None:
             assert isinstance(finish, AbortFinish) and error_of(finish) is None
         assert len(scheduler.aborted) == 2
         assert manager.num_unfinished == 1
-        other.abort()
+        other.close()
+        other.close()
         other.abort()
         assert len(scheduler.aborted) == 3
+
+    run(work())
+
+
+def test_an_abort_brings_all_tokens_so_far() -> None:
+    async def work() -> None:
+        scheduler = FakeScheduler()
+        scheduler.gate = True
+        scheduler.unsent = 4
+        manager = make_manager(scheduler)
+        (generation,) = await manager.submit("hi", params(), rid="mine", stream=False)
+        scheduler.release()
+        await asyncio.sleep(0)
+        assert manager.abort("mine") and manager.abort("mine")
+        assert manager.num_unfinished == 1, "until the scheduler has told what there is"
+        out = await generation.result()
+        assert isinstance(out.finish, AbortFinish) and error_of(out.finish) is None
+        assert (out.text, out.completion_tokens) == (text_of(5), 5)
+        assert len(scheduler.aborted) == 1
+        assert manager.num_unfinished == 0
+
+    run(work())
+
+
+def test_an_abort_that_nobody_answers_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.managers.generation.ABORT_TIMEOUT_S", 0.01)
+
+    async def work() -> None:
+        scheduler = FakeScheduler()
+        scheduler.mute = scheduler.dead = True
+        manager = make_manager(scheduler)
+        generation = await one(manager)
+        generation.abort()
+        assert isinstance((await generation.result()).finish, AbortFinish)
+        assert len(scheduler.aborted) == 1
+
+    run(work())
+
+
+def test_nobody_waits_for_what_nobody_reads() -> None:
+    async def work() -> None:
+        scheduler = FakeScheduler()
+        scheduler.mute = scheduler.dead = True
+        manager = make_manager(scheduler)
+        for aborted_before in (False, True):
+            generation = await one(manager)
+            if aborted_before:
+                generation.abort()
+            generation.close()
+            assert manager.num_unfinished == 0
+        assert len(scheduler.aborted) == 2
+
+    run(work())
+
+
+def test_text_with_a_token_that_the_model_has_no_row_for(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        scheduler = FakeScheduler()
+        manager = make_manager(scheduler)
+        assert "no row" not in caplog.text
+        manager = make_manager(scheduler, tokenizer=byte_tokenizer("[PAD]", "<image>"))
+        neighbour = await one(manager)
+        assert "2 tokens that the model has no row for ('[PAD]', '<image>')" in caplog.text
+        for text in ("[PAD]", "a<image>b"):
+            with pytest.raises(InvalidRequest, match=f"no row: it has {VOCAB_SIZE}"):
+                await manager.submit(text, params())
+        assert len(scheduler.received) == 1 and manager.num_unfinished == 1
+        assert (await neighbour.result()).text == text_of(8)
 
     run(work())
 

@@ -11,9 +11,10 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from ....managers.request_registry import Prompt
 from ...errors import InvalidRequest, UnsupportedField
 from ...io_struct import TextOut
-from ..job import Prompt, Sample
+from ..job import Sample
 from ..routing import Server
 from ..sse import Face, answer, event
 from ..wire import BodyCodec, shown
@@ -44,7 +45,8 @@ async def chat_completions(server: Server, request: Request, body: ChatBody) -> 
     check_stream_options(body)
     max_tokens, max_tokens_field = _max_tokens(body)
     sampling = sampling_of(server.manager, body, max_tokens, max_tokens_field)
-    text = await render_chat(
+    render = functools.partial(
+        render_chat,
         server,
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
@@ -52,7 +54,7 @@ async def chat_completions(server: Server, request: Request, body: ChatBody) -> 
         kwargs=body.chat_template_kwargs or {},
     )
     prompt = Prompt(
-        content=text,
+        content=render,
         sampling=sampling,
         rid=frame.id,
         cache_salt=body.cache_salt or "",

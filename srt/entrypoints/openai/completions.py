@@ -9,9 +9,10 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from ....managers.request_registry import Prompt
 from ...errors import InvalidRequest
 from ...io_struct import TextOut
-from ..job import Prompt, Sample
+from ..job import Sample
 from ..native import check_not_empty, split_ids
 from ..routing import Server
 from ..sse import Face, answer, event

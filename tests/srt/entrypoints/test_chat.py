@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -225,3 +227,42 @@ def test_a_failure_in_a_stream_is_one_event(site: Site) -> None:
 
 def test_chat_needs_a_tokenizer(no_tokenizer: Site) -> None:
     assert "--skip-tokenizer-init" in no_tokenizer.refused(PATH, {"messages": HI})["message"]
+
+
+def test_a_chat_that_is_being_rendered_can_be_aborted_and_is_drained(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long chat is rendered in a thread, before its prompt can be tokenised."""
+    entered, gate = threading.Event(), threading.Event()
+
+    def render(*args: object, **kwargs: object) -> str:
+        entered.set()
+        assert gate.wait(20)
+        return "a"
+
+    assert site.manager.tokenizer is not None
+    monkeypatch.setattr(site.manager.tokenizer, "apply_chat_template", render)
+
+    async def work() -> None:
+        body = {"messages": [{"role": "user", "content": "x" * 30_000}], "max_tokens": 2}
+        for ends in ("is aborted", "is drained"):
+            entered.clear()
+            gate.clear()
+            task = asyncio.ensure_future(site.client.post("/v1/chat/completions", json={**body, "rid": "mine"}))
+            await asyncio.to_thread(entered.wait, 20)
+            assert site.manager.num_unfinished == 1
+            if ends == "is aborted":
+                assert (await site.client.post("/abort_request", json={"rid": "mine"})).json() == {"aborted": True}
+                answer = await asyncio.wait_for(task, 10)
+                assert answer.json()["choices"][0]["finish_reason"] == "abort"
+                gate.set()
+            else:
+                site.manager.draining = True
+                gate.set()
+                assert (await task).json()["choices"][0]["message"]["content"] == text_of(2)
+
+    try:
+        site.run(work())
+    finally:
+        gate.set()
+    assert site.idle()

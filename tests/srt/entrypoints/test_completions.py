@@ -229,6 +229,41 @@ def test_a_failure_in_a_stream_is_one_event(site: Site) -> None:
     assert site.idle()
 
 
+def test_a_batch_that_is_being_submitted_is_aborted_whole(site: Site) -> None:
+    site.scheduler.mute = True
+    count = 50
+
+    async def abort_it() -> Any:
+        body = {"prompt": ["a"] * count, "rid": "all"}
+        task = asyncio.create_task(site.client.post("/v1/completions", json=body))
+        while not site.scheduler.received:
+            await asyncio.sleep(0)
+        aborted = await site.client.post("/abort_request", json={"rid": "all"})
+        assert aborted.json() == {"aborted": True}
+        return (await task).json()
+
+    answer = site.run(abort_it())
+    assert [one["finish_reason"] for one in answer["choices"]] == ["abort"] * count
+    assert len(site.scheduler.received) < count
+    assert site.idle()
+
+
+def test_a_batch_may_not_take_the_name_of_a_running_request(site: Site) -> None:
+    site.scheduler.mute = True
+
+    async def meet() -> list[Any]:
+        first = asyncio.create_task(site.client.post("/generate", json={"text": "a", "rid": "name"}))
+        while not site.scheduler.received:
+            await asyncio.sleep(0)
+        refused = await site.client.post("/v1/completions", json={"prompt": ["a", "b"], "rid": "name"})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "rid"
+        await site.client.post("/abort_request", json={"rid": "name"})
+        return (await first).json()
+
+    assert site.run(meet())["meta_info"]["finish_reason"]["type"] == "abort"
+    assert len(site.scheduler.received) == 1
+
+
 def test_a_batch_is_aborted_by_its_name(site: Site) -> None:
     site.scheduler.mute = True
     body = {"prompt": ["a", "bb"], "rid": "both", "max_tokens": 3}

@@ -125,14 +125,12 @@ def test_a_defect_in_a_stream_is_an_event_that_tells_nothing(
 
 
 def test_a_defect_while_an_output_is_awaited_reaches_the_client(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several samples are pumped by tasks of their own; one that breaks must not leave the client waiting."""
+    def broken(self: object) -> Any:
+        raise RuntimeError("secret")
 
-    class Broken:
-        def __aiter__(self) -> Any:
-            raise RuntimeError("secret")
-
-    monkeypatch.setattr("tercet.managers.tokenizer_manager.Generation.__aiter__", Broken.__aiter__)
-    assert site.post("/generate", {"text": "a", "sampling_params": {"n": 2}}).status_code == 500
+    monkeypatch.setattr("tercet.managers.generation.Generation.take", broken)
+    for n in (1, 2):
+        assert site.post("/generate", {"text": "a", "sampling_params": {"n": n}}).status_code == 500
 
 
 @pytest.mark.parametrize("cls", [one for one in BY_TYPE.values() if one.status != 499], ids=lambda one: one.__name__)

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_http import CONTEXT_LEN, EOS, Site, text_of
+from fake_http import CONTEXT_LEN, EOS, Site, byte_tokenizer, events_of, text_of
 
 from tercet.srt.io_struct import AbortFinish
 
@@ -251,3 +252,41 @@ async def _while_running(site: Site, request: Any, abort: dict[str, Any]) -> tup
         await asyncio.sleep(0)
     aborted = (await site.client.post("/abort_request", json=abort)).json()
     return await task, aborted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_aborted_request_keeps_its_text(site: Site, stream: bool) -> None:
+    site.scheduler.gate = True
+    site.scheduler.unsent = 4
+
+    async def work() -> bytes:
+        request = site.client.post("/generate", json={"text": "a", "rid": "mine", "stream": stream})
+        task = asyncio.ensure_future(request)
+        while not site.scheduler.held:
+            await asyncio.sleep(0)
+        site.scheduler.release()
+        await asyncio.sleep(0)
+        while not site.scheduler.held:
+            await asyncio.sleep(0)
+        assert (await site.client.post("/abort_request", json={"rid": "mine"})).json() == {"aborted": True}
+        return (await task).content
+
+    content = site.run(work())
+    last = events_of(content)[-1] if stream else json.loads(content)
+    assert last["text"] == text_of(5)
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    assert last["meta_info"]["completion_tokens"] == 5
+    assert site.idle()
+
+
+def test_a_text_with_a_token_that_the_model_has_no_row_for(site: Site) -> None:
+    site.manager.tokenizer = byte_tokenizer("[PAD]")
+    for path, body, param in (
+        ("/generate", {"text": ["a", "b[PAD]"]}, "text[1]"),
+        ("/v1/completions", {"prompt": "[PAD]"}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "[PAD]"}]}, "messages"),
+    ):
+        error = site.refused(path, body)
+        assert "'[PAD]' (id 258), for which the model has no row" in error["message"]
+        assert error["param"] == param
+    assert site.idle()

@@ -1,0 +1,215 @@
+"""The books of the client's side: every request that has not ended, by the names that clients know.
+
+A request is in here from before its first await until its last sample has ended. So an abort by name, the death of the
+engine and a server that drains find it, even while its prompt is rendered or tokenised. There is one namespace: a
+request with several prompts has a name, and each of its prompts has one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from ..srt.errors import InvalidRequest, TercetError
+from ..srt.sampling_params import SamplingParams
+from .generation import Generation
+
+_MAX_NAME_CHARS = 256
+_MAX_SALT_CHARS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt of a request."""
+
+    content: str | Sequence[int] | Callable[[], Awaitable[str]]
+    """A text, token ids, or what renders the text."""
+    sampling: SamplingParams
+    rid: str | None = None
+    """None: a name that nobody knows."""
+    cache_salt: str = ""
+    add_special_tokens: bool = True
+    param: str = "prompt"
+    """The request's field that it came in, for errors."""
+
+
+class PromptSamples:
+    """The samples of one prompt."""
+
+    def __init__(self, prompt: Prompt, rid: str, first_seed: int, request: Request) -> None:
+        self.prompt = prompt
+        self.rid = rid
+        self.first_seed = first_seed
+        """Seed of the first sample, as drawn or as given; sample i has `first_seed + i`."""
+        self.request = request
+        self.prompt_ids: Sequence[int] = ()
+        """Empty until the prompt has been tokenised, and for good when its samples ended before."""
+        self.packed_ids = b""
+        """The same, as they travel."""
+        self._registry = request.registry
+        self.generations = [Generation(self, i, self._registry.next_key()) for i in range(prompt.sampling.n)]
+        self._num_unfinished = len(self.generations)
+        self._waiter: UnlessOver | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._num_unfinished == 0
+
+    def abort(self) -> None:
+        """Asks the engine to stop; every sample still has its last output. See Generation.abort."""
+        for generation in self.generations:
+            generation.abort()
+
+    def close(self) -> None:
+        """Ends every sample without waiting for the engine."""
+        for generation in self.generations:
+            generation.close()
+
+    def unless_over(self) -> UnlessOver:
+        """`with`: a block that is left as soon as the last sample has ended. Check `is_over` after it."""
+        self._waiter = UnlessOver()
+        return self._waiter
+
+    def stop(self, generation: Generation) -> None:
+        self._registry.send_abort(generation.key)
+
+    def on_end(self, generation: Generation) -> None:
+        self._num_unfinished -= 1
+        self._registry.forget(generation)
+        if self.is_over:
+            self._registry.free(self.rid)
+            self.request.on_prompt_over()
+            if self._waiter is not None:
+                self._waiter.leave()
+
+
+class UnlessOver:
+    """Cancels the wait inside its block, and nothing else, when `leave` is called; as asyncio.timeout does."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[object] | None = None
+        self._num_cancelled = 0
+        self._is_left = False
+
+    def leave(self) -> None:
+        if self._task is not None and not self._is_left:
+            self._is_left = True
+            self._task.cancel()
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._num_cancelled = self._task.cancelling()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        task, self._task = self._task, None
+        assert task is not None
+        # Somebody else may have cancelled the task too: then the error goes on.
+        return self._is_left and task.uncancel() <= self._num_cancelled and kind is asyncio.CancelledError
+
+
+class Request:
+    """All that a client asked for at once: `n` samples of each of its prompts."""
+
+    def __init__(self, registry: RequestRegistry, name: str, prompts: Sequence[Prompt], stream: bool) -> None:
+        self.registry = registry
+        self.name = name
+        self.stream = stream
+        self.prompts: list[PromptSamples] = []
+        self._num_unfinished = len(prompts)
+
+    def abort(self) -> None:
+        """Asks the engine to stop; every sample still has its last output. See Generation.abort."""
+        for prompt in self.prompts:
+            prompt.abort()
+
+    def close(self) -> None:
+        """Ends every sample without waiting for the engine."""
+        for prompt in self.prompts:
+            prompt.close()
+
+    def on_prompt_over(self) -> None:
+        self._num_unfinished -= 1
+        if self._num_unfinished == 0 and len(self.prompts) > 1:
+            self.registry.free(self.name)
+
+
+class RequestRegistry:
+    """Owns the names of requests. `send_abort`: tells the engine to stop working on the sample of this key."""
+
+    def __init__(self, send_abort: Callable[[str], None], draw_seed: Callable[[], int]) -> None:
+        self.send_abort = send_abort
+        self._draw_seed = draw_seed
+        self._by_name: dict[str, Request | PromptSamples] = {}
+        self._generations: dict[str, Generation] = {}
+        self._keys = itertools.count()
+
+    def open(self, prompts: Sequence[Prompt], name: str | None, stream: bool) -> Request:
+        """Raises InvalidRequest when a name is in use, or too long; then nothing is taken."""
+        rids = [uuid.uuid4().hex if prompt.rid is None else prompt.rid for prompt in prompts]
+        name = uuid.uuid4().hex if name is None else name
+        self._check_names([name, *rids] if len(prompts) > 1 else rids)
+        for prompt in prompts:
+            if len(prompt.cache_salt) > _MAX_SALT_CHARS:
+                raise InvalidRequest(f"cache_salt must have at most {_MAX_SALT_CHARS} characters", param="cache_salt")
+        request = Request(self, name, prompts, stream)
+        if len(prompts) > 1:
+            self._by_name[name] = request
+        for prompt, rid in zip(prompts, rids, strict=True):
+            seed = prompt.sampling.sampling_seed
+            samples = PromptSamples(prompt, rid, self._draw_seed() if seed is None else seed, request)
+            request.prompts.append(samples)
+            self._by_name[rid] = samples
+            self._generations |= {one.key: one for one in samples.generations}
+        return request
+
+    def __len__(self) -> int:
+        """Samples that have not ended."""
+        return len(self._generations)
+
+    def generation(self, key: str) -> Generation | None:
+        """None: it has ended."""
+        return self._generations.get(key)
+
+    def abort(self, name: str) -> bool:
+        """Aborts the request or the prompt of exactly this name; whether there was one."""
+        named = self._by_name.get(name)
+        if named is None:
+            return False
+        named.abort()
+        return True
+
+    def abort_all(self) -> None:
+        for generation in list(self._generations.values()):
+            generation.abort()
+
+    def fail(self, error: TercetError) -> None:
+        """Ends everything with this error."""
+        for generation in list(self._generations.values()):
+            generation.fail(error)
+
+    def next_key(self) -> str:
+        return str(next(self._keys))
+
+    def forget(self, generation: Generation) -> None:
+        del self._generations[generation.key]
+
+    def free(self, name: str) -> None:
+        del self._by_name[name]
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        seen: set[str] = set()
+        for name in names:
+            if not 0 < len(name) <= _MAX_NAME_CHARS:
+                raise InvalidRequest(f"rid must have 1 to {_MAX_NAME_CHARS} characters, got {len(name)}", param="rid")
+            if name in self._by_name:
+                raise InvalidRequest(f"rid {name!r} is in use by a request that has not finished", param="rid")
+            if name in seen:
+                raise InvalidRequest(f"rid {name!r} is in use twice in this request", param="rid")
+            seen.add(name)
