@@ -84,7 +84,7 @@ class LocalEngine:
         self.runner = ModelRunner(
             config,
             context_len=server_args.context_length,
-            seed=server_args.random_seed,
+            seed=server_args.random_seed or 0,  # made-up weights are the same in every run
             **_shared_settings(server_args),
         )
         self.device = self.runner.device

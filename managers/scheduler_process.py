@@ -47,6 +47,7 @@ def run_scheduler(
 
     Raises ValueError for settings that do not fit the model or the machine.
     """
+    assert server_args.random_seed is not None, "the parent draws it, so that all processes have the same"
     tokenizer = None
     if not server_args.skip_tokenizer_init:
         tokenizer = load_tokenizer(server_args.model_path, server_args.tokenizer_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import secrets
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -117,7 +118,10 @@ class ServerArgs:
     cuda_graph_max_bs: Annotated[int | None, Setting("Requests of the largest recorded decode step; default: 256")] = (
         None
     )
-    random_seed: Annotated[int, Setting("Seed of the seeds of requests that bring none, and of dummy weights")] = 0
+    random_seed: Annotated[
+        int | None,
+        Setting("Seed of the seeds of requests that bring none, and of dummy weights; default: drawn at each start"),
+    ] = None
     watchdog_timeout: Annotated[float, Setting("Seconds of one step after which the engine counts as hung")] = 300.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Setting("Least level logged")] = "info"
     decode_log_interval: Annotated[int, Setting("Decode steps between two log lines")] = 40
@@ -155,6 +159,12 @@ class ServerArgs:
             raise ValueError(f"--schedule-conservativeness must be positive, got {self.schedule_conservativeness}")
         if not self.watchdog_timeout > 0:
             raise ValueError(f"--watchdog-timeout must be positive, got {self.watchdog_timeout}")
+
+    def with_seed(self) -> ServerArgs:
+        """The same settings with a random seed: one drawn from the system where none is set."""
+        if self.random_seed is not None:
+            return self
+        return dataclasses.replace(self, random_seed=secrets.randbits(32))
 
     @property
     def model_name(self) -> str:

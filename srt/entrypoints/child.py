@@ -1,7 +1,8 @@
 """A child process of the engine: `python -m tercet.srt.entrypoints.child ROLE`, started by processes.py.
 
-It learns what to do from its stdin and reports on the pipe named there. When its parent dies, however that comes, it
-removes the run directory and ends at once, so that nothing of the engine stays behind.
+It learns what to do from its stdin and reports on the pipe named there. It ignores signals that ask it to end: its
+parent gets them too, lets running requests finish, and then tells it to stop. When its parent dies, however that comes,
+it removes the run directory and ends at once, so that nothing of the engine stays behind.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..errors import TercetError
 from ..io_struct import DetokenizerReady, SchedulerReady, StartFailed, ToDetokenizer, ToParent, ToTokenizer
 from ..ipc import Receiver, RunDir, Sender
 from ..server_args import ServerArgs
-from .handshake import LaunchSpec, read_spec, write_frame
+from .handshake import STOP, LaunchSpec, read_spec, write_frame
 
 logger = logging.getLogger("tercet.child")  # __name__ is __main__ here
 
@@ -71,39 +72,53 @@ def main(roles: Mapping[str, Run] = ROLES) -> int:
     role = sys.argv[1]
     # Until it is ready: what is imported and loaded stays, and looking through it again and again takes 0.2 s.
     gc.disable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # the parent decides what they mean
     try:
         spec = read_spec(_STDIN)
     except EOFError:
         return 1
     run_dir = RunDir(Path(spec.run_dir))
-    threading.Thread(target=_die_with_parent, args=(run_dir,), name="parent watch", daemon=True).start()
+    stop = _StopRequest()
+    threading.Thread(target=_watch_parent, args=(run_dir, stop), name="parent watch", daemon=True).start()
     log.configure(role, spec.server_args.log_level)
     try:
-        return _run(roles[role], spec, run_dir)
+        return _run(roles[role], spec, run_dir, stop)
     finally:
         run_dir.remove()  # an engine does not outlive a child, and its parent may be gone before it comes to this
 
 
-def _run(run: Run, spec: LaunchSpec, run_dir: RunDir) -> int:
+class _StopRequest:
+    """Whether the parent has told this process to stop. One that is not ready yet has nothing to finish, and ends."""
+
+    def __init__(self) -> None:
+        self.is_ready = False
+        self._is_told = threading.Event()
+
+    def tell(self) -> None:
+        if not self.is_ready:
+            os._exit(0)  # the main thread may be loading weights for minutes
+        self._is_told.set()
+
+    def is_told(self) -> bool:
+        return self._is_told.is_set()
+
+
+def _run(run: Run, spec: LaunchSpec, run_dir: RunDir, stop: _StopRequest) -> int:
     os.set_inheritable(spec.ready_fd, False)  # a child of this child must not keep the pipe open
-    stop = threading.Event()
-    is_ready = False
 
     def on_ready(facts: SchedulerReady | DetokenizerReady) -> None:
-        nonlocal is_ready
-        is_ready = True
         gc.freeze()  # nor need it be looked through later
         gc.enable()
-        signal.signal(signal.SIGTERM, lambda signum, frame: stop.set())  # until here it ends the process
+        stop.is_ready = True
         write_frame(spec.ready_fd, facts)
 
     try:
-        run(spec.server_args, run_dir, on_ready, stop.is_set)
+        run(spec.server_args, run_dir, on_ready, stop.is_told)
     except BrokenPipeError:
         return 1  # the parent is gone
     except Exception as error:
-        if is_ready:
+        if stop.is_ready:
             logger.exception("The process fails")
         else:
             _report_failure(spec.ready_fd, error, run_dir)
@@ -122,13 +137,17 @@ def _report_failure(ready_fd: int, error: Exception, run_dir: RunDir) -> None:
     write_frame(ready_fd, report)
 
 
-def _die_with_parent(run_dir: RunDir) -> None:
-    """Waits for the parent's death. Its pipe tells at once; a fork of the parent may hold that open, so look again."""
+def _watch_parent(run_dir: RunDir, stop: _StopRequest) -> None:
+    """Passes on that the parent wants a stop, and ends the process when the parent dies. Its pipe tells of both at
+    once; a fork of the parent may hold that open, so look again."""
     parent = os.getppid()
     while os.getppid() == parent:
         readable, _, _ = select.select([_STDIN], [], [], _PARENT_POLL_S)
-        if readable and not os.read(_STDIN, 1):
+        if not readable:
+            continue
+        if os.read(_STDIN, len(STOP)) != STOP:
             break
+        stop.tell()
     run_dir.remove()
     os._exit(1)  # the main thread may be anywhere, in a kernel for seconds even
 

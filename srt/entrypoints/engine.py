@@ -47,9 +47,9 @@ class Engine:
     def __init__(
         self, model_path: str | None = None, *, server_args: ServerArgs | None = None, **settings: Any
     ) -> None:
-        self.server_args = _server_args(model_path, server_args, settings)
-        self._thread = EngineThread(self.server_args, self._child_module)
+        self._thread = EngineThread(_server_args(model_path, server_args, settings), self._child_module)
         self._server = Server(self._thread.core.tokenizer_manager, __version__)
+        self.server_args = self._server.manager.server_args
         self._room = make_room(self.server_args)
         # Runs once: by shutdown(), when this object is garbage, or before the interpreter exits.
         self._finalizer = weakref.finalize(self, self._thread.stop)

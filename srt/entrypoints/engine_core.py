@@ -59,6 +59,7 @@ class EngineCore:
         process broke. `child_module`: what a child runs, for tests.
         """
         model_config = load_model_config(server_args.model_path, server_args.load_format)
+        server_args = server_args.with_seed()  # before the children start, so that all processes know the same
         run_dir = RunDir.create()
         context: zmq.Context[Any] = zmq.Context()
         children: list[ChildProcess] = []
@@ -69,6 +70,7 @@ class EngineCore:
                 children[0].ready, children[1].ready, _in_daemon_thread(lambda: _tokenizer_of(server_args))
             )
             assert isinstance(facts, SchedulerReady)
+            logger.info("The random seed is %d", server_args.random_seed)
             sender: Sender[ToScheduler] = Sender(context, run_dir.scheduler)
             manager = TokenizerManager(server_args, model_config, tokenizer, facts, sender)
             receiver: AsyncReceiver[ToTokenizer] = AsyncReceiver(

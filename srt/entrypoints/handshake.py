@@ -1,4 +1,5 @@
-"""What a parent and a child tell each other while the child starts: one frame down its stdin, one frame up a pipe.
+"""What a parent and a child tell each other: one frame down the child's stdin and one frame up a pipe while it starts,
+and one byte down its stdin when it shall stop.
 
 A frame is a little-endian uint32 length and that many bytes of msgpack. Both pipes stay open for the life of the
 engine: their end of file is how each side learns of the other's death, however that came.
@@ -14,6 +15,8 @@ import msgspec
 from ..io_struct import ToParent
 from ..server_args import ServerArgs
 
+STOP = b"\0"
+"""What the parent writes, after the launch spec, when the child shall end."""
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 1 << 24
 

@@ -1,8 +1,11 @@
 """Starts the engine's child processes and watches over them; the one file that starts processes.
 
 A child is a fresh interpreter (`python -m tercet.srt.entrypoints.child ROLE`): nothing is pickled, nothing is forked,
-so an engine starts as well from a notebook or from a script without a `__main__` guard. Each runs in a session of its
-own, so that Ctrl-C reaches the parent alone, which then ends its children in order.
+so an engine starts as well from a notebook or from a script without a `__main__` guard.
+
+The parent alone decides what a signal means, and ends its children in order. So each child runs in a session of its
+own, which Ctrl-C does not reach, and ignores SIGTERM, which systemd sends to every process of a service. The parent
+asks a child to stop down its stdin.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -22,7 +24,7 @@ from ..errors import EngineDead
 from ..io_struct import DetokenizerReady, SchedulerReady, StartFailed
 from ..ipc import RunDir
 from ..server_args import ServerArgs
-from .handshake import LaunchSpec, ReportReader, write_frame
+from .handshake import STOP, LaunchSpec, ReportReader, write_frame
 
 Role = Literal["scheduler", "detokenizer"]
 
@@ -68,15 +70,16 @@ class ChildProcess:
         with contextlib.suppress(BrokenPipeError):  # it is dead already, which the other pipe is about to tell
             write_frame(self._process.stdin.fileno(), LaunchSpec(server_args, str(run_dir.path), child_fd))
 
-    def terminate(self) -> None:
-        self._send(signal.SIGTERM)
+    def ask_to_stop(self) -> None:
+        """It ends at once while it starts, after the step that is running when it works."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(STOP)
 
     def kill(self) -> None:
-        self._send(signal.SIGKILL)
-
-    def _send(self, signum: signal.Signals) -> None:
         if self._process.poll() is None:
-            self._process.send_signal(signum)
+            self._process.kill()
 
     def _on_readable(self) -> None:
         data = os.read(self._ready_fd, 1 << 16)
@@ -116,12 +119,12 @@ class ChildProcess:
 
 
 async def stop_children(children: Iterable[ChildProcess]) -> None:
-    """Ends them: SIGTERM, after five seconds SIGKILL. None of them runs or is a zombie afterwards."""
+    """Asks them to stop; after five seconds SIGKILL. None of them runs or is a zombie afterwards."""
     ends = [child.ended for child in children]
     if not ends:
         return
     for child in children:
-        child.terminate()
+        child.ask_to_stop()
     _, alive = await asyncio.wait(ends, timeout=_STOP_TIMEOUT_S)
     if alive:
         for child in children:

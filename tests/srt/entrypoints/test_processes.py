@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from toy_engine import environment, is_gone, toy_args
 from tercet.srt.cores import cgroup_quota, usable_cores
 from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.entrypoints.handshake import ReportReader, write_frame
-from tercet.srt.entrypoints.processes import ChildProcess, stop_children
+from tercet.srt.entrypoints.processes import ChildProcess, Role, stop_children
 from tercet.srt.errors import EngineDead
 from tercet.srt.io_struct import DetokenizerReady, LengthFinish
 from tercet.srt.ipc import RunDir
@@ -143,7 +144,74 @@ def test_a_start_can_be_cancelled(server_args: ServerArgs, run_dirs: Path, monke
     assert psutil.Process().children() == []
 
 
-def test_a_child_that_is_deaf_to_sigterm_is_killed(server_args: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_leave_sigterm_to_their_parent(server_args: ServerArgs, run_dirs: Path) -> None:
+    """A service manager may send it to all processes of a service at once."""
+
+    async def scenario() -> None:
+        core = await _start(server_args)
+        (generation,) = await core.tokenizer_manager.submit([1], SamplingParams(max_new_tokens=30))
+        for _ in range(3):
+            for pid in core.child_pids.values():
+                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGINT)
+            await asyncio.sleep(0.02)
+        assert (await generation.result()).finish == LengthFinish(30)
+        assert not core.died.done()
+        await core.stop()
+        assert all(is_gone(pid, 0.1) for pid in core.child_pids.values())
+
+    asyncio.run(scenario())
+    assert os.listdir(run_dirs) == []
+
+
+@pytest.mark.parametrize("behaviour", ["", "slow start"])
+def test_a_child_ends_when_its_parent_asks(
+    server_args: ServerArgs, monkeypatch: pytest.MonkeyPatch, behaviour: str
+) -> None:
+    """One that still starts too, although it is anywhere in its start. Neither has to be killed."""
+    monkeypatch.setenv("FAKE_CHILD", behaviour)
+
+    async def scenario() -> None:
+        run_dir = RunDir.create()
+        child = ChildProcess("scheduler", server_args, run_dir, fake_child.MODULE)
+        if not behaviour:
+            await child.ready
+        child.ask_to_stop()
+        child.ask_to_stop()
+        assert "exit code 0" in await asyncio.wait_for(child.ended, 20)
+        child.ask_to_stop()
+        run_dir.remove()
+
+    asyncio.run(scenario())
+
+
+def test_the_random_seed_is_drawn_once_for_all_processes(
+    server_args: ServerArgs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    launched: list[ServerArgs] = []
+
+    class Spy(ChildProcess):
+        def __init__(self, role: Role, server_args: ServerArgs, run_dir: RunDir, module: str) -> None:
+            launched.append(server_args)
+            super().__init__(role, server_args, run_dir, module)
+
+    monkeypatch.setattr("tercet.srt.entrypoints.engine_core.ChildProcess", Spy)
+
+    async def seed_of(args: ServerArgs) -> int | None:
+        core = await _start(args)
+        await core.stop()
+        return core.tokenizer_manager.server_args.random_seed
+
+    with caplog.at_level("INFO"):
+        drawn = [asyncio.run(seed_of(server_args)) for _ in range(2)]
+    assert drawn[0] != drawn[1] and None not in drawn
+    assert [args.random_seed for args in launched] == [drawn[0], drawn[0], drawn[1], drawn[1]]
+    assert f"The random seed is {drawn[1]}" in caplog.text
+    given = dataclasses.replace(server_args, random_seed=7)
+    assert asyncio.run(seed_of(given)) == 7
+
+
+def test_a_child_that_is_deaf_to_its_parent_is_killed(server_args: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_CHILD", "deaf")
     monkeypatch.setattr("tercet.srt.entrypoints.processes._STOP_TIMEOUT_S", 0.3)
 

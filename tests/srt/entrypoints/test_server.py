@@ -78,6 +78,20 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(run_dirs: Pa
         _assert_nothing_left(run_dirs, [*children.values()])
 
 
+def test_sigterm_to_every_process_at_once_drains_too(run_dirs: Path, flags: list[str]) -> None:
+    """As systemd sends it to a service, unless it is told otherwise."""
+    with ServerProcess(run_dirs, flags) as server:
+        children = server.ready().children
+        stream = Stream(server, "/generate", {**TOKENS, "sampling_params": {"max_new_tokens": 100}})
+        assert stream.begun.wait(20)
+        for pid in (*children.values(), server.pid):
+            os.kill(pid, signal.SIGTERM)
+        stream.wait(20)
+        assert json.loads(stream.data[-2])["text"] == text_of(100)
+        assert server.exit_code(10) == 0
+        _assert_nothing_left(run_dirs, [*children.values()])
+
+
 def test_a_second_signal_ends_running_requests_at_once(run_dirs: Path, flags: list[str]) -> None:
     with ServerProcess(run_dirs, flags) as server:
         stream = Stream(server.ready(), "/generate", TOKENS)
