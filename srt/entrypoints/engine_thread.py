@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import threading
 from collections.abc import Coroutine
@@ -81,8 +82,9 @@ class EngineThread:
         """Ends the engine and its processes, and waits for that. A second call does nothing."""
         if os.getpid() != self._owner:
             return  # a fork has a copy of this object, but neither the thread nor the children
-        if self._thread.is_alive():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
             self._loop.call_soon_threadsafe(self._stop.set)
+        if threading.current_thread() is not self._thread:  # else it is garbage that this thread has collected
             self._thread.join()
 
     def _run(self, server_args: ServerArgs, child_module: str) -> None:
@@ -100,6 +102,8 @@ class EngineThread:
         try:
             core = await starting
         except BaseException as error:  # whatever it is, the constructor waits for it
+            stopping.cancel()
+            await asyncio.wait([stopping])
             self._started.set_exception(error)
             return
         self._started.set_result(core)

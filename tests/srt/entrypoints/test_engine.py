@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import itertools
 import os
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fake_child
 import numpy as np
@@ -22,6 +24,7 @@ from toy_engine import environment, is_gone, text_of, toy_args, write_toy_config
 
 import tercet
 from tercet.srt.entrypoints.engine import Engine
+from tercet.srt.entrypoints.engine_thread import EngineThread
 from tercet.srt.errors import EngineBusy, EngineDead, InvalidRequest, UnsupportedField
 from tercet.srt.sampling_params import SamplingParams
 
@@ -168,6 +171,22 @@ def test_cancelling_a_coroutine_aborts_its_request(engine: Engine) -> None:
     assert _becomes_idle(engine)
 
 
+def test_a_stream_that_could_not_be_opened_has_ended(engine: Engine) -> None:
+    async def scenario() -> None:
+        stream = engine.async_generate(input_ids=[5000], stream=True)
+        with pytest.raises(InvalidRequest):
+            await anext(stream)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    asyncio.run(scenario())
+
+
+def test_a_list_longer_than_http_takes(engine: Engine) -> None:
+    sampling = {"max_new_tokens": 1, "n": 2}
+    assert len(engine.generate(input_ids=[[1]] * 3000, sampling_params=sampling)) == 6000
+
+
 def test_a_stream_that_is_left_is_aborted(engine: Engine) -> None:
     stream = engine.generate(input_ids=[1], sampling_params=LONG, stream=True)
     next(stream)
@@ -225,6 +244,7 @@ def test_server_info_tells_settings_and_limits(engine: Engine) -> None:
     assert info["max_total_num_tokens"] == fake_child.FACTS.max_total_num_tokens
     assert info["model_path"] == engine.server_args.model_path
     assert "api_key" not in info
+    assert info["random_seed"] == engine.server_args.random_seed is not None
 
 
 def test_a_progress_bar_where_it_is_asked_for(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,6 +273,53 @@ def test_a_failed_start_raises_and_leaves_nothing(tmp_path: Path, monkeypatch: p
     with pytest.raises(ValueError, match="the weights are of the wrong kind"):
         ToyEngine(server_args=toy_args(tmp_path))
     assert {child.pid for child in psutil.Process().children()} == before
+
+
+def test_a_failed_start_leaves_no_task_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAKE_CHILD", "user error")
+    with pytest.raises(ValueError, match="wrong kind"):
+        ToyEngine(server_args=toy_args(tmp_path))
+    gc.collect()
+    assert "destroyed" not in caplog.text
+
+
+def test_a_start_that_fails_fast_says_why(tmp_path: Path) -> None:
+    """Its loop may be closed before the constructor has seen the failure, while its thread still runs."""
+
+    class Lingering(EngineThread):
+        is_closed = threading.Event()
+
+        def _run(self, *arguments: Any) -> None:
+            super()._run(*arguments)
+            self.is_closed.set()
+            time.sleep(0.3)
+
+        def stop(self) -> None:
+            assert self.is_closed.wait(20)
+            super().stop()
+
+    args = dataclasses.replace(toy_args(tmp_path), model_path=str(tmp_path / "nothing"))
+    with pytest.raises(FileNotFoundError, match="no model at"):
+        Lingering(args, fake_child.MODULE)
+
+
+def test_an_engine_that_its_own_thread_collects_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", failures.append)
+    engine = [ToyEngine(server_args=toy_args(tmp_path))]
+    thread = engine[0]._thread
+    pids = [*thread.core.child_pids.values()]
+
+    async def collect() -> None:
+        engine.clear()
+        gc.collect()
+
+    thread.submit(collect()).result(10)
+    thread._thread.join(10)
+    assert not thread._thread.is_alive() and not failures
+    assert all(is_gone(pid, 0) for pid in pids)
 
 
 def test_a_dead_engine_raises_at_once(tmp_path: Path) -> None:
