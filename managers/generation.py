@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
-from ..srt.errors import BY_TYPE, TercetError
+from ..srt.errors import BY_TYPE, QueueFull, TercetError
 from ..srt.io_struct import AbortFinish, FinishReason, TextOut
 
 ABORT_TIMEOUT_S = 30.0
@@ -47,6 +47,8 @@ class Generation:
         """Seconds from submission to the last output; None before."""
         self.on_end: Callable[[], object] | None = None
         """Called once, when the sample ends."""
+        self.on_queue_full: Callable[[], object] | None = None
+        """Called in place of an end by QueueFull; whoever sets it sends the sample again. None: that is the end."""
         self.is_over = False
         self._owner = owner
         self._submitted = time.monotonic()
@@ -129,6 +131,13 @@ class Generation:
 
     def push(self, out: TextOut) -> None:
         """The TokenizerManager's side: an output has come."""
+        if self.on_queue_full is not None and isinstance(error_of(out.finish), QueueFull):
+            self._is_sent = False
+            if self._is_stopped:
+                self.close()
+            else:
+                self.on_queue_full()
+            return
         now = time.monotonic()
         if self.first_token_s is None and out.completion_tokens:
             self.first_token_s = now - self._submitted

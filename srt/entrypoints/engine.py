@@ -87,6 +87,7 @@ class Engine:
         `request`: further fields of /generate's body, such as `input_ids` (instead of `prompt`), `rid`, `cache_salt`.
         `stream`: an iterator of dicts whose text and ids are cumulative; closing it aborts the request.
         `progress`: a progress bar; by default for more than 16 samples on a terminal.
+        A list may have any length: no more samples than `max_queued_requests` are in the scheduler at a time.
         An exception, Ctrl-C included, aborts whatever the call has started.
         """
         made = self._request(prompt, sampling_params, request)

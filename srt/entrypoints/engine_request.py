@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import sys
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
@@ -32,6 +33,7 @@ Answer: TypeAlias = dict[str, Any]
 _PROGRESS_ABOVE = 16
 """Samples above which a progress bar is shown on a terminal."""
 _MAX_IN_FLIGHT = 1024
+_RETRY_S = 0.05
 
 
 def make_room(server_args: ServerArgs) -> asyncio.Semaphore:
@@ -146,7 +148,12 @@ class EngineRequest:
             self._room.release()
             return
         generation.on_end = self._room.release
+        generation.on_queue_full = functools.partial(self._send_later, prompt, generation)
         self._manager.send(prompt, generation)
+
+    def _send_later(self, prompt: PromptSamples, generation: Generation) -> None:
+        """The queue may still hold samples that were closed here a moment ago."""
+        asyncio.get_running_loop().call_later(_RETRY_S, self._manager.send, prompt, generation)
 
     async def _outputs(self) -> AsyncIterator[tuple[Sample, TextOut]]:
         """What job.outputs gives; raises the feeder's error too."""

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from toy_engine import REAL_SERVER, ServerProcess, Stream, environment, is_gone
 
 from tercet.srt.default_model import require_default_model
+from tercet.srt.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.e2e
 
@@ -72,17 +74,58 @@ def test_a_client_that_leaves_frees_what_it_held(server: ServerProcess) -> None:
         assert client.post("/flush_cache").status_code == 200
 
 
-def test_sigterm_drains(server: ServerProcess, run_dirs: Path) -> None:
+def test_an_abort_answers_with_the_text_so_far(server: ServerProcess) -> None:
+    with server.client() as client, ThreadPoolExecutor() as pool:
+        answer = pool.submit(client.post, "/generate", json={**LONG, "rid": "mine"})
+        while _state(client)["num_running"] == 0:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        assert client.post("/abort_request", json={"rid": "mine"}).json() == {"aborted": True}
+        sample = answer.result(20).json()
+    assert sample["meta_info"]["finish_reason"]["type"] == "abort"
+    assert sample["meta_info"]["completion_tokens"] == len(sample["output_ids"]) > 1
+    assert sample["text"]
+
+
+def test_a_prompt_that_is_being_tokenised_is_aborted(server: ServerProcess) -> None:
+    """Its text is long enough to be tokenised in a thread, and too long to be served."""
+    with server.client() as client, ThreadPoolExecutor() as pool:
+        answer = pool.submit(client.post, "/generate", json={"text": "Once upon a time " * 100_000, "rid": "mine"})
+        while not client.post("/abort_request", json={"rid": "mine"}).json()["aborted"]:
+            assert not answer.done()
+        sample = answer.result(20).json()
+    assert sample["meta_info"]["finish_reason"]["type"] == "abort"
+    assert sample["meta_info"]["prompt_tokens"] == 0
+
+
+def test_sigterm_to_all_processes_drains(server: ServerProcess, run_dirs: Path) -> None:
     children = server.children
     body = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 32, "ignore_eos": True}}
     stream = Stream(server, "/generate", body)
     assert stream.begun.wait(60)
-    server.signal(signal.SIGTERM)
+    for pid in (*children.values(), server.pid):
+        os.kill(pid, signal.SIGTERM)
     assert json.loads(stream.wait(60).data[-2])["meta_info"]["completion_tokens"] == 32
     assert server.exit_code(20) == 0
     assert all(is_gone(pid, 0) for pid in children.values())
     assert os.listdir(run_dirs) == []
     assert "Traceback" not in server.log
+
+
+def test_a_token_that_the_model_has_no_row_for(run_dirs: Path, tmp_path: Path) -> None:
+    backend = load_tokenizer(str(require_default_model())).backend
+    backend.add_special_tokens(["[PAD]"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    flags = [*FLAGS, "--tokenizer-path", str(tmp_path)]
+    with ServerProcess(run_dirs, flags, module=REAL_SERVER) as server, server.ready().client() as client:
+        assert "1 tokens that the model has no row for ('[PAD]')" in server.log
+        neighbour = Stream(server, "/generate", {"text": "Once", "sampling_params": {"max_new_tokens": 64}})
+        assert neighbour.begun.wait(60)
+        refused = client.post("/generate", json={"text": "a [PAD] b"})
+        assert refused.status_code == 400 and "'[PAD]'" in refused.json()["error"]["message"]
+        assert neighbour.wait(60).data.pop() == "[DONE]"
+        assert client.get("/health").status_code == 200
 
 
 def test_a_killed_scheduler_ends_sixteen_streams_within_two_seconds(run_dirs: Path) -> None:

@@ -15,7 +15,7 @@ from tercet.srt.entrypoints.engine import _body
 from tercet.srt.entrypoints.engine_request import EngineRequest, make_room
 from tercet.srt.entrypoints.routing import Server
 from tercet.srt.errors import InvalidRequest
-from tercet.srt.io_struct import ToScheduler
+from tercet.srt.io_struct import AbortFinish, ToScheduler
 
 
 class CountingScheduler(FakeScheduler):
@@ -85,6 +85,29 @@ def test_calls_share_the_room_and_a_short_one_does_not_wait_for_a_long_one() -> 
 
     calls.run(work())
     assert calls.scheduler.peak == 4
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_full_queue_is_waited_for(is_aborted: bool) -> None:
+    """It may hold samples that were closed here, until the scheduler has heard of that."""
+    calls = Calls()
+    calls.scheduler.fail = (0, AbortFinish("the queue is full", 503, "QueueFull"))
+
+    async def work() -> None:
+        call = asyncio.create_task(calls.call({"max_new_tokens": 2}, input_ids=[1], rid="mine").whole(False))
+        while len(calls.scheduler.received) < 3:
+            await asyncio.sleep(0.001)
+        if is_aborted:
+            while calls.scheduler.running:
+                await asyncio.sleep(0)
+            assert calls.manager.abort("mine")
+            assert (await call)["meta_info"]["finish_reason"]["type"] == "abort"
+            assert not calls.scheduler.aborted
+        else:
+            calls.scheduler.fail = None
+            assert (await call)["text"] == text_of(2)
+
+    calls.run(work())
 
 
 def test_an_abort_ends_what_waits_for_room() -> None:
