@@ -1,43 +1,90 @@
 """Builds csrc/cpu, once for each kind of processor. Everything else about the package is in setup.cfg.
 
-A build that fails, or a machine without a compiler, leaves a package that works: it runs on plain torch there. torch
-has to be installed already (`pip install --no-build-isolation`), since the build needs its headers.
+A build that fails, or a machine without a compiler, leaves a package that works: it runs on torch's operations there.
+What failed, and how to try again, is printed here (pip shows it with -v) and logged at every start. torch has to be
+installed already (`pip install --no-build-isolation`), since the build needs its headers.
 """
 
 from __future__ import annotations
 
 import os
-import platform
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.errors import BaseError, CCompilerError
 
-# Names: model_executor/cpu_extension.py.
-X86_FLAGS = {
-    "avx512_bf16": [
-        *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
-        *("-mavx512bf16", "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
-    ],
-    "avx2": ["-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],
-}
-GENERIC_FLAGS = {"generic": ["-DCPU_CAPABILITY=DEFAULT"]}
-COMMON_FLAGS = ["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
+ROOT = Path(__file__).resolve().parent
+CONSEQUENCE = "Tercet works without them, but a CPU then runs on torch's operations, which are slower."
+
+
+def load_build_facts() -> ModuleType:
+    """model_executor/cpu_build.py, without the package around it."""
+    spec = spec_from_file_location("cpu_build", ROOT / "model_executor/cpu_build.py")
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def tell(text: str) -> None:
+    print(f"tercet: {text}", file=sys.stderr)  # noqa: T201 - the only way a build has
 
 
 def build_arguments() -> dict[str, object]:
+    facts = load_build_facts()
     try:  # inside: the package can be installed before torch, without these operations
+        import torch
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError:
+        tell(f"torch is not installed here, so the operations of csrc/cpu are not built. {CONSEQUENCE}")
         return {}
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    extensions = []
-    for name, flags in (X86_FLAGS if is_x86 else GENERIC_FLAGS).items():
-        extension = CppExtension(
-            f"tercet.model_executor._cpu_{name}", ["csrc/cpu/ops.cpp"], extra_compile_args=COMMON_FLAGS + flags
+    compiler = facts.find_compiler(os.environ.get("CXX"))
+    stamp = facts.BuildStamp(torch.__version__, facts.sources_digest(ROOT))
+
+    class BuildOperations(BuildExtension):
+        """Builds what was not built from these sources for this torch; says it when a build fails."""
+
+        def run(self) -> None:
+            if compiler is None:
+                tell(f"there is no C++ compiler, so the operations of csrc/cpu are not built. {CONSEQUENCE}")
+                self.extensions = []
+            super().run()
+
+        def build_extensions(self) -> None:
+            try:
+                super().build_extensions()
+            except (subprocess.CalledProcessError, OSError) as error:  # torch asks the compiler for its version
+                tell(f"{compiler} cannot be used ({error}). {CONSEQUENCE} {facts.remedy(ROOT)}")
+
+        def build_extension(self, ext: Extension) -> None:
+            built = Path(self.get_ext_fullpath(ext.name))
+            if built.exists() and facts.read_stamp(built) != stamp:
+                built.unlink()
+            try:
+                super().build_extension(ext)
+            except (BaseError, CCompilerError, OSError) as error:
+                tell(
+                    f"building {ext.name} failed ({error}); the compiler's errors stand above. {CONSEQUENCE} "
+                    f"{facts.remedy(ROOT)}"
+                )
+
+    extensions = [
+        CppExtension(
+            f"tercet.model_executor._cpu_{name}",
+            ["csrc/cpu/ops.cpp"],
+            define_macros=[stamp.macro()],
+            extra_compile_args=[*facts.COMMON_FLAGS, *flags],
+            optional=True,
         )
-        extension.optional = True
-        extension.depends = [f"csrc/cpu/{file}" for file in sorted(os.listdir("csrc/cpu"))]
-        extensions.append(extension)
-    return {"ext_modules": extensions, "cmdclass": {"build_ext": BuildExtension.with_options(use_ninja=False)}}
+        for name, flags in facts.flags_by_name().items()
+    ]
+    command: Any = BuildOperations.with_options(use_ninja=False)
+    return {"ext_modules": extensions, "cmdclass": {"build_ext": command}}
 
 
 setup(**build_arguments())

@@ -1,24 +1,29 @@
 """The compiled operations of a CPU (csrc/cpu), in the build that suits this processor.
 
-They are built when the package is installed, once for each kind of processor that `VARIANTS` names. Where none was
-built, or none suits, everything runs on plain torch.
+They are built when the package is installed, once for each kind of processor that `VARIANTS` names. Where no build can
+be loaded, everything runs on torch's operations, and a warning says why.
 """
 
 from __future__ import annotations
 
 import functools
-import platform
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from . import cpu_build
+
 _FOLDER = Path(__file__).parent
+_ROOT = _FOLDER.parent
+
+logger = logging.getLogger(__name__)
 
 
 class Variant(NamedTuple):
-    """A build of csrc/cpu; setup.py has the compiler's flags for each name."""
+    """A build of csrc/cpu; cpu_build.py has the compiler's flags for each name."""
 
     name: str
     runs_here: Callable[[], bool]
@@ -26,26 +31,70 @@ class Variant(NamedTuple):
     """Whether its linear layers multiply bfloat16."""
 
 
-def _is_x86() -> bool:
-    return platform.machine().lower() in ("x86_64", "amd64")
-
-
 VARIANTS = (
     Variant("avx512_bf16", torch.cpu._is_avx512_bf16_supported, True),
     Variant("avx2", torch.cpu._is_avx2_supported, False),
-    Variant("generic", lambda: not _is_x86(), False),
+    Variant("generic", lambda: not cpu_build.is_x86(), False),
 )
 """The fastest first."""
 
 
 @functools.cache
 def load() -> Variant | None:
-    """Makes `torch.ops.tercet_cpu` known; None where there is no build for this processor."""
+    """Makes `torch.ops.tercet_cpu` known; None where no build for this processor can be loaded."""
+    problems: list[str] = []
     for variant in VARIANTS:
-        path = next(_FOLDER.glob(f"_cpu_{variant.name}.*so"), None)
-        if path is not None and variant.runs_here():
-            torch.ops.load_library(str(path))
+        if not variant.runs_here():
+            continue
+        problem = _load_build(variant.name)
+        if problem is None:
+            if problems:
+                logger.warning(
+                    "The compiled operations run in their slower build for %s: %s. %s",
+                    variant.name,
+                    "; ".join(problems),
+                    remedy(),
+                )
             return variant
+        problems.append(problem)
+    if problems:
+        logger.warning(
+            "No compiled operations: %s. The CPU runs on torch's operations, which are slower. %s",
+            "; ".join(problems),
+            remedy(),
+        )
+    else:
+        logger.warning(
+            "No compiled operations: they need an x86 processor with AVX2. The CPU runs on torch's operations, which "
+            "are slower."
+        )
+    return None
+
+
+def remedy() -> str:
+    """How to build the operations."""
+    return cpu_build.remedy(_ROOT)
+
+
+def _load_build(name: str) -> str | None:
+    """Loads a build into torch. Returns what is wrong with it; None: nothing, it is loaded."""
+    path = _FOLDER / cpu_build.file_name(name)
+    if not path.exists():
+        for other in cpu_build.other_builds(_FOLDER, name):
+            return f"{other.name} was built for another Python, which asks for {path.name}"
+        return f"{path.name} was not built (no C++ compiler, or its build failed)"
+    try:
+        stamp = cpu_build.read_stamp(path)
+        if stamp is None:
+            return f"{path.name} does not say what it was built for"
+        # A build for another torch may load and then crash: it is judged before it is loaded.
+        if stamp.torch != torch.__version__:
+            return f"{path.name} was built for torch {stamp.torch}, and this is torch {torch.__version__}"
+        if stamp.sources != (cpu_build.sources_digest(_ROOT) or stamp.sources):
+            return f"{path.name} was built from other sources than those in csrc/cpu"
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return f"{path.name} cannot be loaded ({error})"
     return None
 
 

@@ -379,8 +379,8 @@ class Attention {
   static std::pair<V, V> interleave(V a, V b, std::index_sequence<kAt...>) {
     constexpr int kSize = sizeof...(kAt);
     return {
-        __builtin_shufflevector(a, b, static_cast<int>(kAt / 2 + kAt % 2 * kSize)...),
-        __builtin_shufflevector(a, b, static_cast<int>(kSize / 2 + kAt / 2 + kAt % 2 * kSize)...)};
+        shuffle<static_cast<int>(kAt / 2 + kAt % 2 * kSize)...>(a, b),
+        shuffle<static_cast<int>(kSize / 2 + kAt / 2 + kAt % 2 * kSize)...>(a, b)};
   }
 
   /// scores [rows, kTile] = q k'

@@ -46,7 +46,7 @@ inline Floats floats_of(Vec x) {
 
 inline Vec vec_of(Floats x) {
   Vec vec;
-  std::memcpy(&vec, &x, sizeof(vec));
+  std::memcpy(static_cast<void*>(&vec), &x, sizeof(vec));
   return vec;
 }
 
@@ -154,12 +154,22 @@ inline void in_pieces(int64_t total, const F& f) {
   }
 }
 
+/// One number for each of kIndices: element i of a, or element i - size of b.
+template <int... kIndices, typename V>
+inline V shuffle(V a, V b) {
+#if __has_builtin(__builtin_shufflevector)
+  return __builtin_shufflevector(a, b, kIndices...);
+#else  // GCC 11
+  using Indices = decltype(a == b);  // a vector of integers as wide as the numbers of V
+  return __builtin_shuffle(a, b, Indices{kIndices...});
+#endif
+}
+
 /// Of two vectors, blocks of kBlock numbers in turn: the even ones of both, or (kOdd) the odd ones.
 template <int64_t kBlock, bool kOdd, typename V, size_t... kAt>
 inline V every_other_block(V a, V b, std::index_sequence<kAt...>) {
   constexpr int64_t kSize = sizeof...(kAt);
-  return __builtin_shufflevector(
-      a, b, static_cast<int>((kAt / kBlock % 2 ? kSize - kBlock : 0) + kAt + (kOdd ? kBlock : 0))...);
+  return shuffle<static_cast<int>((kAt / kBlock % 2 ? kSize - kBlock : 0) + kAt + (kOdd ? kBlock : 0))...>(a, b);
 }
 
 /// Rows become columns. Blocks of two sizes are swapped in place: of one number, of two, of four ...

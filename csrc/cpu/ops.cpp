@@ -12,6 +12,10 @@
 #include "rotary.h"
 #include "sampling.h"
 
+/// model_executor/cpu_build.py reads it from the compiled file, before that is loaded: the version of torch and a
+/// digest of these sources.
+extern "C" __attribute__((used)) const char tercet_build[] = TERCET_BUILD;
+
 namespace tercet {
 namespace {
 
@@ -219,7 +223,8 @@ void rotate_and_store_op(
     const Tensor& k_pool,
     const Tensor& v_pool) {
   const auto type = qkv.scalar_type();
-  const auto [kv_heads, dim, in_panels, stride] = check_pools(k_pool, v_pool, type);
+  const PoolShape pool = check_pools(k_pool, v_pool, type);
+  const int64_t kv_heads = pool.kv_heads, dim = pool.head_dim;
   const int64_t tokens = qkv.size(0);
   const int64_t heads = qkv.size(1) / dim - 2 * kv_heads;
   TORCH_CHECK(heads > 0 && heads % kv_heads == 0 && dim % 2 == 0, "qkv does not fit the pool");
@@ -244,8 +249,8 @@ void rotate_and_store_op(
           rotate_and_store(qkv, tokens, positions, slots, shape, k_pool, v_pool, panels...);
         });
   };
-  if (in_panels)
-    TERCET_DOT_FLOAT(type, [&] { call(scalar_t(), KVPanels<scalar_t>{stride, dim}); });
+  if (pool.in_panels)
+    TERCET_DOT_FLOAT(type, [&] { call(scalar_t(), KVPanels<scalar_t>{pool.stride, dim}); });
   else
     TERCET_ANY_FLOAT(type, [&] { call(scalar_t()); });
 }
@@ -261,7 +266,8 @@ Tensor attention_op(
     optional<int64_t> window,
     double scale) {
   const auto type = q.scalar_type();
-  const auto [kv_heads, dim, in_panels, stride] = check_pools(k_pool, v_pool, type);
+  const PoolShape pool = check_pools(k_pool, v_pool, type);
+  const int64_t kv_heads = pool.kv_heads, dim = pool.head_dim;
   const int64_t tokens = q.size(0), heads = q.size(1);
   const int64_t num_requests = rows.size(0);
   TORCH_CHECK(q.size(2) == dim, "heads of q must be as large as those of the pool");
@@ -296,7 +302,7 @@ Tensor attention_op(
         .q_stride = q.stride(0),
         .k_pool = k_pool.const_data_ptr<T>(),
         .v_pool = v_pool.const_data_ptr<T>(),
-        .block_stride = stride,
+        .block_stride = pool.stride,
         .scale = static_cast<float>(scale),
         .out = out.data_ptr<T>(),
     };
@@ -304,7 +310,7 @@ Tensor attention_op(
       Attention<T, kInPanels>(inputs, plan->get(requests, Pool::get().num_threads())).run();
     });
   };
-  if (in_panels)
+  if (pool.in_panels)
     TERCET_DOT_FLOAT(type, [&] { call.template operator()<scalar_t, true>(); });
   else
     TERCET_ANY_FLOAT(type, [&] { call.template operator()<scalar_t, false>(); });

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from importlib import import_module
 
 import torch
@@ -12,7 +11,6 @@ from ...srt.model_config import ModelConfig
 from .. import cpu_extension
 from .base import AttentionBackend
 
-logger = logging.getLogger(__name__)
 _PACKAGE = __package__
 # Named rather than imported: the Triton backend costs half a second of imports that a CPU server does not need.
 _BACKENDS = {
@@ -23,7 +21,6 @@ _BACKENDS = {
 BACKEND_NAMES = tuple(_BACKENDS)
 PAGE_OF_PANELS = 32
 """Tokens that are whole panels in every build of the compiled operations."""
-_REMEDY = "They are built when tercet is installed where there is a C++ compiler: pip install --no-build-isolation"
 
 
 def resolve_attention_backend(name: str, device: torch.device) -> str:
@@ -34,14 +31,11 @@ def resolve_attention_backend(name: str, device: torch.device) -> str:
     if name == "auto":
         if device.type == "cuda":
             return "triton"
-        if cpu_extension.load():
-            return "cpu"
-        logger.warning("No compiled operations for this processor: running on torch's, which is slower. %s", _REMEDY)
-        return "torch"
+        return "cpu" if cpu_extension.load() else "torch"
     if name not in _BACKENDS:
         raise ValueError(f"attention backend must be auto, {', '.join(BACKEND_NAMES)}, got {name!r}")
     if name == "cpu" and (device.type != "cpu" or not cpu_extension.load()):
-        raise ValueError(f"attention backend cpu needs a CPU and its compiled operations. {_REMEDY}")
+        raise ValueError(f"attention backend cpu needs a CPU and its compiled operations. {cpu_extension.remedy()}")
     return name
 
 

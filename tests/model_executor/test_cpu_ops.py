@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.attention.registry import PAGE_OF_PANELS, resolve_attention_backend
+from tercet.model_executor.attention.registry import PAGE_OF_PANELS
 from tercet.model_executor.layers.layernorm import HeadNorm
 from tercet.model_executor.layers.rotary import RotaryEmbedding, rotate
 from tercet.srt.rope_config import RopeConfig
@@ -34,9 +34,10 @@ def layers():
     return cpu_layers
 
 
-def assert_close(actual, expected, dtype):
+def assert_close(actual, expected, dtype, typical=0.1):
+    """typical: the size that results usually have; a few that happen to be near zero are not exacter than others."""
     assert actual.shape == expected.shape
-    error = (actual.double() - expected).abs().max() / expected.abs().max().clamp(min=0.1)
+    error = (actual.double() - expected).abs().max() / expected.abs().max().clamp(min=typical)
     assert error < TOLERANCE[dtype], error.item()
 
 
@@ -57,7 +58,7 @@ def test_linear(drawn, to_float):
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     out = layers().CpuLinear(weight, bias, to_float=to_float)(x)
     assert out.dtype == (torch.float32 if to_float else x.dtype)
-    assert_close(out, expected, x.dtype)
+    assert_close(out, expected, x.dtype, typical=math.sqrt(x.shape[1]))
 
 
 @settings(max_examples=80)
@@ -366,19 +367,6 @@ def test_any_number_of_threads_gives_the_same(threads):
             assert torch.equal(linear(x), expected)
     finally:
         torch.set_num_threads(before)
-
-
-def test_without_a_build_everything_runs_on_torch(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(cpu_extension, "_FOLDER", tmp_path)
-    cpu_extension.load.cache_clear()
-    try:
-        assert cpu_extension.load() is None and not cpu_extension.multiplies(torch.float32)
-        assert resolve_attention_backend("auto", torch.device("cpu")) == "torch"
-        assert "No compiled operations" in caplog.text
-        with pytest.raises(ValueError, match="compiled operations"):
-            resolve_attention_backend("cpu", torch.device("cpu"))
-    finally:
-        cpu_extension.load.cache_clear()
 
 
 RUN_WITH_A_SLOWER_BUILD = """

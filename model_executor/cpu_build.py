@@ -1,0 +1,103 @@
+"""How csrc/cpu is compiled, and what a compiled file says about itself.
+
+`setup.py` runs this file by its path, before the package exists: it imports neither torch nor anything of Tercet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import platform
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+COMMON_FLAGS = ("-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas")
+X86_FLAGS: dict[str, tuple[str, ...]] = {
+    "avx512_bf16": (
+        *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
+        *("-mavx512bf16", "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
+    ),
+    "avx2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
+}
+OTHER_FLAGS: dict[str, tuple[str, ...]] = {"generic": ("-DCPU_CAPABILITY=DEFAULT", "-Wno-psabi")}
+"""Flags by the name of the build; `cpu_extension.VARIANTS` says which processor runs which."""
+
+_MARK = b"tercet build: "
+
+
+def is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def flags_by_name() -> dict[str, tuple[str, ...]]:
+    """The builds for this kind of machine, and their compiler flags."""
+    return X86_FLAGS if is_x86() else OTHER_FLAGS
+
+
+def find_compiler(cxx: str | None) -> str | None:
+    """The path of the C++ compiler that builds extensions: `cxx`, the environment's variable of that name, or else the
+    compiler that built Python. None where it does not exist."""
+    command = cxx or sysconfig.get_config_var("CXX") or "c++"
+    return shutil.which(command.split()[0])
+
+
+def file_name(variant: str) -> str:
+    """The name of a build for this interpreter; another version of Python has another suffix."""
+    return f"_cpu_{variant}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def sources(root: Path) -> list[Path]:
+    """The C++ files of a checkout at `root`; none for an installed package, which comes without them."""
+    return sorted(path for path in (root / "csrc/cpu").glob("*") if path.suffix in (".h", ".cpp"))
+
+
+def sources_digest(root: Path) -> str | None:
+    """Changes with every change of the C++ files; None where there are none."""
+    digest, files = hashlib.sha256(), sources(root)
+    for path in files:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16] if files else None
+
+
+class BuildStamp(NamedTuple):
+    """What a compiled file was made of. It stands in the file itself (csrc/cpu/ops.cpp)."""
+
+    torch: str
+    sources: str
+
+    def macro(self) -> tuple[str, str]:
+        return ("TERCET_BUILD", f'"{_MARK.decode()}{self.torch} {self.sources}"')
+
+
+def read_stamp(path: Path) -> BuildStamp | None:
+    """The stamp of a compiled file, which is read and not loaded; None for a file without one.
+
+    Raises OSError if the file cannot be read.
+    """
+    if path.stat().st_size == 0:
+        return None
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        start = content.find(_MARK)
+        if start < 0:
+            return None
+        words = content[start + len(_MARK) : start + 256].split(b"\0")[0].decode(errors="replace").split()
+    return BuildStamp(*words) if len(words) == 2 else None
+
+
+def remedy(root: Path) -> str:
+    """How to build the operations of the package at `root`, with the compiler's errors in view."""
+    if sources(root):
+        return f"To build them: cd {root} && {sys.executable} setup.py build_ext --inplace"
+    return (
+        "To build them: install torch and a C++ compiler, then install Tercet again from its sources with "
+        "pip install -v --no-build-isolation --no-deps --force-reinstall"
+    )
+
+
+def other_builds(folder: Path, variant: str) -> Iterator[Path]:
+    """Builds of a variant for other versions of Python."""
+    return (path for path in sorted(folder.glob(f"_cpu_{variant}.*")) if path.name != file_name(variant))
