@@ -16,6 +16,7 @@ MAX_N = 128
 MAX_LOGIT_BIAS = 1024
 GREEDY_BELOW = 1e-6
 """A temperature under this is greedy decoding."""
+_SHOWN_CHARS = 80
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -112,7 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 def _check(field: str, given: object, ok: bool, allowed: str) -> None:
     if not ok:
-        raise InvalidRequest(f"{field} must be {allowed}, got {given!r}", param=field)
+        raise InvalidRequest(f"{field} must be {allowed}, got {repr(given)[:_SHOWN_CHARS]}", param=field)
 
 
 def _utf8_len(text: str) -> int:

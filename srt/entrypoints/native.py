@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -15,8 +15,8 @@ from ...managers.request_registry import Prompt
 from ..errors import InvalidRequest
 from ..io_struct import FinishReason, TextOut
 from ..sampling_params import SamplingParams
-from .job import Sample
-from .routing import Server
+from .job import MAX_PROMPTS, Sample
+from .routing import Server, in_thread_if_large
 from .sse import Face, answer, event
 from .wire import BodyCodec, Int32, Int64, Wire, doc, only
 
@@ -127,17 +127,19 @@ GENERATE_CODEC = BodyCodec(GenerateBody)
 
 async def generate(server: Server, request: Request, body: GenerateBody) -> ASGIApp:
     """Handler of /generate."""
-    prompts, name, is_list = prompts_of(server, body)
+    prompts, name, is_list = await in_thread_if_large(request, prompts_of, server, body, MAX_PROMPTS)
     several = is_list or prompts[0].sampling.n > 1
     incremental = server.manager.server_args.incremental_streaming_output
     face = _NativeFace(several, incremental)
     return await answer(server, request, prompts, stream=bool(body.stream), face=face, name=name)
 
 
-def prompts_of(server: Server, body: GenerateBody) -> tuple[list[Prompt], str, bool]:
-    """The prompts, the name of them all, and whether the request is a list."""
+def prompts_of(server: Server, body: GenerateBody, max_prompts: int | None = None) -> tuple[list[Prompt], str, bool]:
+    """The prompts, the name of them all, and whether the request is a list. `max_prompts` None: any number."""
     param, contents, is_list = _contents(body)
     count = len(contents)
+    if max_prompts is not None:
+        check_num_prompts(count, param, max_prompts)
     if isinstance(body.rid, list) and count > 1:
         rids, name = _per_prompt(body.rid, count, is_list, "rid"), uuid.uuid4().hex
     else:
@@ -176,14 +178,20 @@ def _contents(body: GenerateBody) -> tuple[str, Sequence[str | list[int]], bool]
     return "input_ids", ids, is_list
 
 
-def split_ids(given: Sequence[int | list[int]], param: str) -> tuple[list[list[int]], bool]:
+def split_ids(given: list[int | list[int]], param: str) -> tuple[list[list[int]], bool]:
     """Token ids of one prompt, or of a list of prompts; True for the latter. An empty list is one empty prompt."""
-    lists = [one for one in given if isinstance(one, list)]
-    if not lists:
-        return [[one for one in given if isinstance(one, int)]], False
-    if len(lists) < len(given):
+    types = set(map(type, given))
+    if list not in types:
+        return [cast(list[int], given)], False
+    if len(types) > 1:
         raise InvalidRequest(f"{param} must be token ids, or lists of token ids, and not a mix", param=param)
-    return lists, True
+    return cast(list[list[int]], given), True
+
+
+def check_num_prompts(count: int, param: str, max_prompts: int = MAX_PROMPTS) -> None:
+    """Comes before anything is made of each prompt."""
+    if count > max_prompts:
+        raise InvalidRequest(f"{param} must have at most {max_prompts} prompts, got {count}", param=param)
 
 
 def check_not_empty(prompts: list[T], param: str) -> list[T]:

@@ -5,11 +5,13 @@ The list of `Endpoint`s (http_server.py) makes the routes, the OpenAPI document 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -17,15 +19,32 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...managers.tokenizer_manager import TokenizerManager
-from ..errors import InvalidRequest, ModelNotFound, TercetError
+from ..errors import InvalidRequest, ModelNotFound, QueueFull, TercetError
 from .error_handlers import BodyTooLarge, error_response, internal_error
+from .json_limits import check_limits
 from .wire import BodyCodec, shown
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 MAX_BODY_BYTES = 16 * 2**20
 """A larger body is answered 413, before it is read."""
+MAX_HELD_BYTES = 512 * 2**20
+"""Bytes of all bodies that are being read or decoded; one more body is answered 503."""
+SMALL_BODY_BYTES = 1 << 16
+"""What a body of at most this size asks for before its first token is done in the event loop: a few milliseconds.
+For a larger body it is done in a thread, and the limits of its JSON are checked."""
+_IS_LARGE = "tercet.body_is_large"
 _encode = msgspec.json.Encoder().encode
+
+
+class HeldBytes:
+    """How many bytes of bodies are in memory, as they came."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
 
 
 @dataclass(frozen=True)
@@ -39,6 +58,9 @@ class Server:
     state_timeout_s: float = 5.0
     """How long an endpoint waits for the scheduler to tell its state."""
     started: int = field(default_factory=lambda: int(time.time()))
+    decoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "body-decoder"))
+    """Decodes large bodies, one at a time: decoding holds the interpreter's lock."""
+    held: HeldBytes = field(default_factory=HeldBytes)
 
     def check_model(self, model: str | None) -> str:
         """The served name; raises ModelNotFound for any but that, the model's path and "default"."""
@@ -105,31 +127,55 @@ class BoundEndpoint:
             if name not in self._query:
                 known = ", ".join(sorted(self._query)) or "none"
                 raise InvalidRequest(f"unknown query parameter {shown(name)}; known: {known}", param=name[:80])
-        data = await read_body(request)
-        if self._endpoint.body is not None:
-            return await self._endpoint.handler(self._server, request, self._endpoint.body.decode(data))
-        if data.strip() not in (b"", b"{}", b"null"):
-            raise InvalidRequest(f"{self._endpoint.path} takes no body")
-        return await self._endpoint.handler(self._server, request, None)
+        body = await self._body(request)
+        return await self._endpoint.handler(self._server, request, body)
+
+    async def _body(self, request: Request) -> Any:
+        """The decoded body. Raises BodyTooLarge, QueueFull or InvalidRequest as soon as it is known."""
+        too_large = BodyTooLarge(f"the body must have at most {MAX_BODY_BYTES} bytes")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > MAX_BODY_BYTES:
+            raise too_large
+        encoding = request.headers.get("content-encoding", "identity").lower()
+        if encoding not in ("", "identity"):
+            raise InvalidRequest(f"content-encoding {shown(encoding)} is not supported; send the body as it is")
+        held = self._server.held
+        data = bytearray()
+        try:
+            async for part in request.stream():
+                data += part
+                held.num_bytes += len(part)
+                if len(data) > MAX_BODY_BYTES:
+                    raise too_large
+                if held.num_bytes > MAX_HELD_BYTES:
+                    raise QueueFull("the server is reading too many bodies: try again later")
+            return await self._decoded(request, data)
+        finally:
+            held.num_bytes -= len(data)
+
+    async def _decoded(self, request: Request, data: bytearray) -> Any:
+        codec = self._endpoint.body
+        if codec is None:
+            if bytes(data).strip() not in (b"", b"{}", b"null"):
+                raise InvalidRequest(f"{self._endpoint.path} takes no body")
+            return None
+        if len(data) <= SMALL_BODY_BYTES:
+            return codec.decode(data)
+        request.scope[_IS_LARGE] = True
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._server.decoder, _decode_large, codec, data)
 
 
-async def read_body(request: Request) -> bytes:
-    """All of the body; raises BodyTooLarge as soon as it is known to be."""
-    refused = BodyTooLarge(f"the body must have at most {MAX_BODY_BYTES} bytes")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > MAX_BODY_BYTES:
-        raise refused
-    encoding = request.headers.get("content-encoding", "identity").lower()
-    if encoding not in ("", "identity"):
-        raise InvalidRequest(f"content-encoding {shown(encoding)} is not supported; send the body as it is")
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise refused
-        parts.append(part)
-    return b"".join(parts)
+def _decode_large(codec: BodyCodec[T], data: bytearray) -> T:
+    check_limits(data)
+    return codec.decode(data)
+
+
+async def in_thread_if_large(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Calls `work`, whose time grows with the request's body: in a thread for a large body, at once for a small one."""
+    if _IS_LARGE not in request.scope:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def json_response(value: Any, status: int = 200) -> Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from ....managers.request_registry import Prompt
 from ...errors import InvalidRequest, UnsupportedField
 from ...io_struct import TextOut
 from ..job import Sample
-from ..routing import Server
+from ..routing import Server, in_thread_if_large
 from ..sse import Face, answer, event
 from ..wire import BodyCodec, shown
 from .common import Frame, check_stream_options, finish_name, matched_stop, sampling_of, usage_of
@@ -34,8 +33,6 @@ from .protocol import (
 
 CHAT_CODEC = BodyCodec(ChatBody)
 
-_RENDER_OFF_LOOP_CHARS = 20_000
-"""A longer chat is rendered in a thread, so that it delays nobody's stream."""
 _RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
@@ -44,8 +41,10 @@ async def chat_completions(server: Server, request: Request, body: ChatBody) -> 
     frame = Frame(body, "chatcmpl", server.check_model(body.model))
     check_stream_options(body)
     max_tokens, max_tokens_field = _max_tokens(body)
-    sampling = sampling_of(server.manager, body, max_tokens, max_tokens_field)
+    sampling = await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, max_tokens_field)
     render = functools.partial(
+        in_thread_if_large,
+        request,
         render_chat,
         server,
         body.messages,
@@ -74,7 +73,7 @@ def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
     return (new, "max_completion_tokens") if new is not None else (old, "max_tokens")
 
 
-async def render_chat(
+def render_chat(
     server: Server,
     messages: Sequence[Message],
     *,
@@ -100,17 +99,12 @@ async def render_chat(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
         )
     given = [_as_template_wants(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    render = functools.partial(
-        tokenizer.apply_chat_template,
+    return tokenizer.apply_chat_template(
         given,
         add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=continue_final_message,
         **kwargs,
     )
-    size = sum(len(one["content"]) + 100 for one in given)
-    if size < _RENDER_OFF_LOOP_CHARS:
-        return render()
-    return await asyncio.get_running_loop().run_in_executor(None, render)
 
 
 def _as_template_wants(message: Message, path: str) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -13,8 +13,8 @@ from ....managers.request_registry import Prompt
 from ...errors import InvalidRequest
 from ...io_struct import TextOut
 from ..job import Sample
-from ..native import check_not_empty, split_ids
-from ..routing import Server
+from ..native import check_not_empty, check_num_prompts, split_ids
+from ..routing import Server, in_thread_if_large
 from ..sse import Face, answer, event
 from ..wire import BodyCodec
 from .common import Frame, check_stream_options, finish_name, matched_stop, sampling_of, usage_of
@@ -30,8 +30,9 @@ async def completions(server: Server, request: Request, body: CompletionBody) ->
     frame = Frame(body, "cmpl", server.check_model(body.model))
     check_stream_options(body)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling = sampling_of(server.manager, body, max_tokens, "max_tokens")
-    contents, is_list = _contents(body.prompt)
+    sampling = await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, "max_tokens")
+    contents, is_list = await in_thread_if_large(request, _contents, body.prompt)
+    check_num_prompts(len(contents), "prompt")
     prompts = [
         Prompt(
             content=content,
@@ -52,12 +53,12 @@ def _contents(prompt: str | list[str | int | list[int]]) -> tuple[Sequence[str |
     if isinstance(prompt, str):
         return [prompt], False
     check_not_empty(prompt, "prompt")
-    texts = [one for one in prompt if isinstance(one, str)]
-    if not texts:
-        return split_ids([one for one in prompt if not isinstance(one, str)], "prompt")
-    if len(texts) < len(prompt):
+    types = set(map(type, prompt))
+    if str not in types:
+        return split_ids(cast(list[int | list[int]], prompt), "prompt")
+    if len(types) > 1:
         raise InvalidRequest("prompt must be texts or token ids, and not a mix", param="prompt")
-    return texts, True
+    return cast(list[str], prompt), True
 
 
 class _CompletionFace(Face):
