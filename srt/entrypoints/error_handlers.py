@@ -43,6 +43,24 @@ class BodyTooLarge(TercetError):
     code: ClassVar[str | None] = "request_too_large"
 
 
+class RequestTimeout(TercetError):
+    status: ClassVar[int] = 408
+    err_type: ClassVar[str] = "invalid_request_error"
+    code: ClassVar[str | None] = "request_timeout"
+
+
+class HeadTooLarge(TercetError):
+    status: ClassVar[int] = 431
+    err_type: ClassVar[str] = "invalid_request_error"
+    code: ClassVar[str | None] = "head_too_large"
+
+
+class Forbidden(TercetError):
+    status: ClassVar[int] = 403
+    err_type: ClassVar[str] = "permission_error"
+    code: ClassVar[str | None] = "cross_site"
+
+
 class Unauthorized(TercetError):
     status: ClassVar[int] = 401
     err_type: ClassVar[str] = "authentication_error"
