@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import log
 from ..errors import EngineDead, TercetError
+from ..open_files import raise_open_files_limit
 from ..server_args import ServerArgs
 from .bounded_http import BoundedHttpProtocol
 from .engine_core import EngineCore
@@ -39,19 +40,23 @@ _KEEP_ALIVE_S = 75  # longer than balancers and client pools keep an idle connec
 _CLOSE_TIMEOUT_S = 2
 _DRAIN_POLL_S = 0.02
 _BACKLOG = 2048
+_OTHER_FILES = 128
+"""Open files that are no connections of clients: libraries, sockets between the processes, and what has to spare."""
+_FEW_CONNECTIONS = 4096
 
 
 def serve(server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> int:
     """Serves until a signal comes or the engine dies; the process' exit code. `child_module`: for tests."""
     log.configure("http", server_args.log_level)
     _adopt_uvicorn_logs(server_args.log_level)
+    max_connections = max(raise_open_files_limit() - _OTHER_FILES, 1)
     try:
         listener = bind(server_args.host, server_args.port)
     except OSError as error:
         logger.error("Can't listen on %s:%d: %s", server_args.host, server_args.port, error.strerror or error)
         return 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Serving(server_args, listener, child_module).run())
+        return runner.run(_Serving(server_args, listener, child_module, max_connections).run())
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -109,10 +114,13 @@ class _Uvicorn(uvicorn.Server):
 class _Serving:
     """One run of the server."""
 
-    def __init__(self, server_args: ServerArgs, listener: socket.socket, child_module: str) -> None:
+    def __init__(
+        self, server_args: ServerArgs, listener: socket.socket, child_module: str, max_connections: int
+    ) -> None:
         self._server_args = server_args
         self._listener = listener
         self._child_module = child_module
+        self._max_connections = max_connections
         self._gate = _Gate()
         self._signals: list[signal.Signals] = []
         self._signalled = asyncio.Event()
@@ -145,6 +153,10 @@ class _Serving:
             return 1
         try:
             self._gate.app = create_app(core.tokenizer_manager)
+            if self._max_connections < _FEW_CONNECTIONS:
+                logger.warning(
+                    "At most %d connections at once: the limit of open files (ulimit -Hn) is low", self._max_connections
+                )
             logger.info("Tercet is ready: %s (model %s)", self._url(), self._server_args.model_name)
             await self._first_of(core.died)
             if core.died.done():
@@ -195,6 +207,7 @@ class _Serving:
             access_log=self._server_args.log_level == "debug",
             server_header=False,
             proxy_headers=False,
+            limit_concurrency=self._max_connections,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )

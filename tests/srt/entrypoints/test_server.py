@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import time
@@ -197,6 +198,19 @@ def test_endless_headers_are_refused(run_dirs: Path, flags: list[str]) -> None:
         assert received == b"" or received.startswith(b"HTTP/1.1 431 ")
         with server.client() as client:
             assert client.get("/health", headers={"X": "a" * 30_000}).status_code == 200
+
+
+def test_every_process_may_open_as_many_files_as_its_user_may(run_dirs: Path, flags: list[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        server = ServerProcess(run_dirs, flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with server:
+        for pid in (server.ready().pid, *server.children.values()):
+            assert psutil.Process(pid).rlimit(resource.RLIMIT_NOFILE)[0] == wanted
 
 
 def _free_port() -> int:
