@@ -36,7 +36,7 @@ class ResultProcessor:
         for req in batch.reqs:
             req.in_flight -= 1
         for req, token in zip(batch.sampled, tokens.tolist(), strict=True):
-            # Ended by its last token, while this one was already being computed; or about to be buried.
+            # It ended while this token was being computed, or `finish_aborted` will end it.
             if req.stage is Stage.FINISHED or req.pending_abort is not None:
                 continue
             if token < 0:
@@ -65,7 +65,7 @@ class ResultProcessor:
             req.pending_abort = reason
             self._aborted.append(req)
 
-    def bury_aborted(self) -> None:
+    def finish_aborted(self) -> None:
         still_in_flight = []
         for req in self._aborted:
             if req.in_flight:

@@ -11,7 +11,8 @@ Steps run in launch order, so slots given back after a launch may serve the next
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -179,10 +180,25 @@ class KVCacheManager:
         page = self.page_size
         return sum(-(-req.kv_len // page) * page - req.locked_len for req in reqs)
 
-    def audit(self, reqs: Sequence[Req]) -> None:
-        """Raises AssertionError unless every slot has exactly one owner; `reqs`: all that hold a row. O(pool)."""
-        owned = np.concatenate((self.cache.audit(), self.private_slots(reqs)))
-        self.allocator.audit(owned)
+    def check_sums(self, reqs: Sequence[Req]) -> None:
+        """Raises AssertionError unless tokens and rows add up; `reqs`: all that hold a row. O(len(reqs))."""
         total = self.allocator.num_free + self.cache.evictable_size + self.cache.protected_size + self.num_private(reqs)
-        assert total == self.allocator.size, f"{total} tokens accounted for, of {self.allocator.size}"
-        assert self.req_to_token_pool.num_free + len(reqs) == self.req_to_token_pool.num_rows
+        size, num_rows = self.allocator.size, self.req_to_token_pool.num_rows
+        if total != size:
+            raise AssertionError(f"{total} tokens accounted for, of {size}")
+        if self.req_to_token_pool.num_free + len(reqs) != num_rows:
+            raise AssertionError(f"{self.req_to_token_pool.num_free} rows free and {len(reqs)} held, of {num_rows}")
+
+    def audit_slices(self, reqs: Sequence[Req]) -> Iterator[None]:
+        """Checks that every slot has exactly one owner; `reqs`: all that hold a row. O(pool).
+
+        Works in slices of bounded work, a few milliseconds each, and yields after each. The slots of `reqs` are one
+        slice. Nothing may change before the end. Raises AssertionError where the books are wrong.
+        """
+        self.check_sums(reqs)
+        yield from self.allocator.audit_slices(chain(self.cache.audit_slices(), [self.private_slots(reqs)]))
+
+    def audit(self, reqs: Sequence[Req]) -> None:
+        """Runs `audit_slices` to its end."""
+        for _ in self.audit_slices(reqs):
+            pass

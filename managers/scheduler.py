@@ -11,7 +11,7 @@ else: the newest token of each request stays on the device, so planning never ne
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from ..srt.io_struct import (
     ToScheduler,
 )
 from .batch_result import ResultProcessor
+from .idle_audit import IdleAudit
 from .kv_cache_manager import KVCacheManager
 from .planner import PlanLimits, Planner
 from .req_factory import ReqFactory
@@ -36,8 +37,6 @@ from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch
 from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
-
-logger = logging.getLogger(__name__)
 
 
 class InFlight(NamedTuple):
@@ -60,7 +59,9 @@ class Scheduler:
         metrics: SchedulerMetrics,
         *,
         enable_overlap: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock`: seconds from any start."""
         self.queues = RequestQueues()
         self.kv = kv
         self._runner = runner
@@ -70,7 +71,7 @@ class Scheduler:
         self._enable_overlap = enable_overlap
         self._planner = Planner(limits, kv, self.queues)
         self._results = ResultProcessor(kv, self.queues, io, metrics)
-        self._idle_seen = True
+        self._idle_audit = IdleAudit(kv, clock)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         in_flight: InFlight | None = None
@@ -80,7 +81,7 @@ class Scheduler:
     def turn(self, in_flight: InFlight | None) -> InFlight | None:
         """One turn: takes the step that is in flight, returns the one that is now."""
         idle = in_flight is None and not self.queues.is_busy
-        for message in self._io.receive(may_sleep=idle):
+        for message in self._io.receive(may_sleep=idle and not self._idle_audit.is_running):
             self._handle(message)
         batch = self._planner.plan()
         launched = self._launch(batch) if batch is not None else None
@@ -89,9 +90,10 @@ class Scheduler:
         if launched is not None and not self._enable_overlap:
             self._process(launched)
             launched = None
-        self._results.bury_aborted()
+        self._results.finish_aborted()
         self._io.flush(len(self.queues.running), len(self.queues.waiting))
-        self._watch_idle(idle=launched is None and not self.queues.is_busy)
+        has_worked = batch is not None or in_flight is not None
+        self._watch_idle(has_worked=has_worked, is_idle=launched is None and not self.queues.is_busy)
         return launched
 
     def state(self) -> SchedulerState:
@@ -100,6 +102,7 @@ class Scheduler:
             self.queues,
             new_token_ratio=self._planner.ratio.value,
             num_retractions=self._planner.num_retractions,
+            num_kv_repairs=self._idle_audit.num_repairs,
         )
 
     def _handle(self, message: ToScheduler) -> None:
@@ -119,6 +122,7 @@ class Scheduler:
                 num_busy = len(self.queues)
                 if num_busy == 0:
                     self.kv.flush()
+                    self._idle_audit.restart()
                 self._io.reply(FlushCacheReply(message.call_id, num_busy == 0, num_busy))
             case StateReq():
                 self._io.reply(StateReply(message.call_id, self.state()))
@@ -133,15 +137,10 @@ class Scheduler:
     def _process(self, in_flight: InFlight) -> None:
         self._results.process(in_flight.batch, in_flight.result.wait())
 
-    def _watch_idle(self, *, idle: bool) -> None:
-        """The books are checked once whenever the engine falls idle. A mistake in them is reported, repaired and
-        counted: nothing runs, so the pool can be rebuilt, and the server goes on."""
-        if idle and not self._idle_seen:
+    def _watch_idle(self, *, has_worked: bool, is_idle: bool) -> None:
+        """Both may be true: a turn can begin and end a request."""
+        if has_worked or not is_idle:
+            self._idle_audit.restart()
+        if is_idle:
             self._planner.ratio.on_idle()
-            try:
-                self.kv.audit([])
-            except AssertionError:
-                logger.exception("KV slots without an owner, or with two; rebuilding the pool")
-                self.kv.flush()
-                self._metrics.num_kv_repairs += 1
-        self._idle_seen = idle
+            self._idle_audit.on_idle_turn()

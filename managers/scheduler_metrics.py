@@ -19,7 +19,6 @@ class SchedulerMetrics:
     """Counters since the start; a rate over the last `decode_log_interval` decode steps."""
 
     def __init__(self, decode_log_interval: int, weight_bytes: int = 0, kv_bytes: int = 0) -> None:
-        self.num_kv_repairs = 0
         self.num_finished = 0
         self.num_aborted = 0
         self._interval = decode_log_interval
@@ -58,6 +57,7 @@ class SchedulerMetrics:
         *,
         new_token_ratio: float,
         num_retractions: int,
+        num_kv_repairs: int,
     ) -> SchedulerState:
         return SchedulerState(
             num_running=len(queues.holders()),
@@ -72,7 +72,7 @@ class SchedulerMetrics:
             num_retractions=num_retractions,
             num_aborted=self.num_aborted,
             num_finished=self.num_finished,
-            num_kv_repairs=self.num_kv_repairs,
+            num_kv_repairs=num_kv_repairs,
             new_token_ratio=new_token_ratio,
             weight_bytes=self._weight_bytes,
             kv_bytes=self._kv_bytes,

@@ -14,13 +14,18 @@ pool.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 
+from .page_ledger import PageLedger
+
 # Units that one refill sorts at most, unless a single allocation wants more: under half a millisecond, where sorting
 # all of a pool of a million slots would hold up the scheduler for tens of them.
 _MOST_SORTED = 65536
+# Free units that one slice of an audit looks at.
+_MAX_SLICE_UNITS = 32768
 
 
 class _FreeList:
@@ -60,9 +65,11 @@ class _FreeList:
         self._num_returned = end
         self.num_free += len(units)
 
-    def units(self) -> npt.NDArray[np.int32]:
-        """Every free unit, in no particular order; O(num_free)."""
-        return np.concatenate((self._run[self._run_start :], self._returned[: self._num_returned]))
+    def slices(self) -> Iterator[npt.NDArray[np.int32]]:
+        """Every free unit, in no particular order, as views of at most `_MAX_SLICE_UNITS` units."""
+        for units in (self._run[self._run_start :], self._returned[: self._num_returned]):
+            for start in range(0, len(units), _MAX_SLICE_UNITS):
+                yield units[start : start + _MAX_SLICE_UNITS]
 
     def _refill(self, most: int) -> None:
         """Move up to `most` units, the last ones returned, from the pile into the run."""
@@ -129,7 +136,7 @@ class BaseAllocator(ABC):
     def free(self, slots: npt.NDArray[np.int32]) -> None:
         """Take back int32 [n] slots, in any order, and copy them. Pages touched are freed whole, each once.
 
-        The caller owns all of each page that it names. A slot freed twice is not found here but by `audit`.
+        The caller owns all of each page that it names. Only an audit finds a slot that was freed twice.
         """
 
     def clear(self) -> None:
@@ -137,33 +144,30 @@ class BaseAllocator(ABC):
         self._free.clear()
 
     def audit(self, owned_slots: npt.NDArray[np.int32]) -> None:
-        """Check that free pages and the pages of `owned_slots` are together each page of the pool, once.
+        """Runs `audit_slices` to its end. `owned_slots`: int32 [m], every slot held outside the allocator."""
+        for _ in self.audit_slices([owned_slots]):
+            pass
 
-        `owned_slots`: int32 [m], every slot held outside the allocator: what the cache holds and what
-        requests hold for themselves. A slot may be named once only; the unnamed slots of a page's tail go
-        with the page. O(size); for tests and idle checks. Raises AssertionError that names slots freed twice,
-        leaked or shared.
+    def audit_slices(self, owned_slots: Iterable[npt.NDArray[np.int32]]) -> Iterator[None]:
+        """Checks that free pages and the pages of `owned_slots` are together each page of the pool, once.
+
+        Works in slices: yields after each array of `owned_slots` and after each `_MAX_SLICE_UNITS` free pages. Nothing
+        may be allocated or freed before it ends.
+
+        `owned_slots`: int32 arrays of slots, together every slot held outside the allocator (by the cache, and by
+        requests for themselves). A slot may be named only once, and the slots of one page stand in one array. Slots at
+        a page's end that no array names go with their page.
+
+        Raises AssertionError that names slots freed twice, leaked or shared.
         """
-        num_pages = self.size // self.page_size
-        free_pages = self._free.units()
-        owned_pages = np.unique(owned_slots // self.page_size)
-        for pages in (free_pages, owned_pages):
-            if len(pages) and (pages.min() < 1 or pages.max() > num_pages):
-                raise AssertionError("a slot outside the pool, or of the dummy page, is free or owned")
-        _audit_counts(np.bincount(owned_slots), "slots owned twice")
-        counts = np.bincount(free_pages, minlength=num_pages + 1)
-        _audit_counts(counts, "pages freed twice")
-        counts += np.bincount(owned_pages, minlength=num_pages + 1)
-        _audit_counts(counts, "pages both free and owned")
-        leaked = np.flatnonzero(counts[1:] == 0) + 1
-        if len(leaked):
-            raise AssertionError(f"{len(leaked)} pages neither free nor owned: {leaked[:16].tolist()}")
-
-
-def _audit_counts(counts: npt.NDArray[np.intp], what: str) -> None:
-    twice = np.flatnonzero(counts > 1)
-    if len(twice):
-        raise AssertionError(f"{len(twice)} {what}: {twice[:16].tolist()}")
+        ledger = PageLedger(self.size // self.page_size)
+        for slots in owned_slots:
+            ledger.add_owned(slots, self.page_size)
+            yield
+        for pages in self._free.slices():
+            ledger.add_free(pages)
+            yield
+        ledger.check_complete()
 
 
 class TokenToKVPoolAllocator(BaseAllocator):

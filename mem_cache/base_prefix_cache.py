@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -99,10 +100,14 @@ class BasePrefixCache(ABC):
     def reset(self) -> None:
         """Forget everything, locks and handles too. Slots are not freed: the caller clears the allocator."""
 
-    @abstractmethod
     def audit(self) -> npt.NDArray[np.int32]:
-        """Recompute everything and return all slots that the cache holds: int32 [evictable + protected].
+        """Runs `audit_slices` to its end; every slot that the cache holds: int32 [evictable + protected]."""
+        return np.concatenate([np.empty(0, dtype=np.int32), *self.audit_slices()])
 
-        For tests and idle checks. Raises AssertionError where sizes, locks or structure are wrong. Feed the
-        answer, joined with the slots that requests hold for themselves, to `BaseAllocator.audit`.
+    @abstractmethod
+    def audit_slices(self) -> Iterator[npt.NDArray[np.int32]]:
+        """Recomputes everything in slices of bounded work; yields the slots that each slice found the cache to hold.
+
+        The cache must not change before the end. Raises AssertionError where sizes, locks or structure are wrong. That
+        no slot is held twice is for `BaseAllocator.audit_slices` to check, which takes what this yields.
         """

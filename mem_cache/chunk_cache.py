@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -49,5 +51,5 @@ class ChunkCache(BasePrefixCache):
     def reset(self) -> None:
         """There is nothing to forget."""
 
-    def audit(self) -> npt.NDArray[np.int32]:
-        return np.empty(0, dtype=np.int32)
+    def audit_slices(self) -> Iterator[npt.NDArray[np.int32]]:
+        return iter(())

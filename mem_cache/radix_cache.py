@@ -19,6 +19,7 @@ for the rare rebuilding of a heap most of whose entries are old.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ import numpy.typing as npt
 from .allocator import BaseAllocator
 from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult
 from .evict_policy import get_evict_policy
+from .radix_audit import audit_slices
 
 _NOTHING: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
 _NOTHING.flags.writeable = False
@@ -300,67 +302,20 @@ class RadixCache(BasePrefixCache):
         heapq.heappush(self._heap, ((leaf.priority, *self._policy(leaf)), leaf.ticket, leaf))
         self._bound_heap()
 
+    @property
+    def _max_heap_len(self) -> int:
+        return 2 * self.num_nodes + _HEAP_SLACK
+
     def _bound_heap(self) -> None:
         """Drop void entries once they are more than half; it cannot recur before as many pushes."""
-        if len(self._heap) > 2 * self.num_nodes + _HEAP_SLACK:
+        if len(self._heap) > self._max_heap_len:
             self._heap = [entry for entry in self._heap if entry[1] == entry[2].ticket]
             heapq.heapify(self._heap)
 
     # Checks
 
-    def audit(self) -> npt.NDArray[np.int32]:
-        """As the interface says; O(size of the tree)."""
-        slots: list[npt.NDArray[np.int32]] = [_NOTHING]
-        evictable = protected = num_nodes = 0
-        leaves: dict[int, _Node] = {}
-        _check(self._root.parent is None and not len(self._root.tokens), "the root is empty")
-        stack = [self._root]
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            for key, child in node.children.items():
-                _check(child.parent is node and child.key == key, "children and parents agree")
-            locks_below = sum(child.lock_count for child in node.children.values())
-            if node is self._root or node.parent is self._root:
-                _check(node is self._root or bool(node.children), "a namespace in the tree has tokens")
-                _check(not len(node.tokens) and node.ticket == _NO_TICKET, "namespaces hold no tokens")
-                continue
-            num_nodes += 1
-            self._audit_edge(node)
-            _check(node.lock_count >= locks_below, "a lock counts on the whole path")
-            if node.lock_count:
-                protected += len(node.tokens)
-            else:
-                evictable += len(node.tokens)
-            is_evictable_leaf = not node.children and not node.lock_count
-            _check((node.ticket != _NO_TICKET) == is_evictable_leaf, "the leaves without locks have tickets")
-            if is_evictable_leaf:
-                leaves[node.ticket] = node
-            slots.append(node.slots)
-        in_heap = {ticket: (key, node) for key, ticket, node in self._heap if ticket == node.ticket}
-        _check(in_heap.keys() == leaves.keys(), "the heap has one live entry for each leaf without locks")
-        for entry_key, node in in_heap.values():
-            _check(entry_key == (node.priority, *self._policy(node)), "live heap entries have the key of now")
-        _check(len(self._heap) <= 2 * self.num_nodes + _HEAP_SLACK, "the heap is bounded")
-        for name, counted, kept in (
-            ("evictable", evictable, self.evictable_size),
-            ("protected", protected, self.protected_size),
-            ("nodes", num_nodes, self.num_nodes),
-        ):
-            _check(counted == kept, f"{name}: {counted} in the tree, {kept} on record")
-        held = np.concatenate(slots)
-        _check(len(np.unique(held)) == len(held), "no slot is held twice")
-        return held
-
-    def _audit_edge(self, node: _Node) -> None:
-        page_size = self.page_size
-        num_tokens = len(node.tokens)
-        _check(num_tokens > 0 and num_tokens % page_size == 0, "an edge is whole pages")
-        _check(len(node.slots) == num_tokens, "a token has a slot")
-        _check(node.key == node.tokens[:page_size].tobytes(), "the key is the first page")
-        pages = node.slots.reshape(-1, page_size)
-        _check(bool((pages == pages[:, :1] + np.arange(page_size)).all()), "a page's slots are consecutive")
-        _check(bool((pages[:, 0] % page_size == 0).all()), "a page's slots begin at a page")
+    def audit_slices(self) -> Iterator[npt.NDArray[np.int32]]:
+        return audit_slices(self)
 
 
 def _namespace_key(namespace: str) -> bytes:
@@ -381,9 +336,3 @@ def _shortened(array: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int3
     base = array if array.base is None else array.base
     assert isinstance(base, np.ndarray)
     return array[:length].copy() if 2 * length < len(base) else array[:length]
-
-
-def _check(condition: bool, rule: str) -> None:
-    # Not an assert statement: audits also run where python -O has removed those.
-    if not condition:
-        raise AssertionError(f"radix cache: violated: {rule}")

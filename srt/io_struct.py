@@ -176,7 +176,7 @@ class SchedulerState(msgspec.Struct, frozen=True):
     num_aborted: int
     num_finished: int
     num_kv_repairs: int
-    """Times the idle check found slots without an owner and rebuilt the pool."""
+    """Times the idle audit found a mistake in the KV books and rebuilt the pool."""
     new_token_ratio: float
     weight_bytes: int
     kv_bytes: int

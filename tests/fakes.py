@@ -119,3 +119,13 @@ class FakeOutbox:
 
     def send(self, message: object) -> None:
         self.messages.append(message)
+
+
+class FakeClock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fakes import FakeInbox, FakeOutbox, FakeRunner
+from fakes import FakeClock, FakeInbox, FakeOutbox, FakeRunner
 from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.planner import PlanLimits
 from tercet.managers.req_factory import ReqFactory
@@ -77,6 +77,7 @@ class Rig:
             self.runner = FakeRunner(pool.req_to_token, pool_size, page_size, vocab_size)
         else:
             self.runner = make_runner(pool.req_to_token)
+        self.clock = FakeClock()
         self.inbox = FakeInbox()
         self.detokenizer = FakeOutbox()
         self.tokenizer = FakeOutbox()
@@ -103,6 +104,7 @@ class Rig:
             ),
             SchedulerMetrics(decode_log_interval=1_000_000),
             enable_overlap=overlap,
+            clock=self.clock,
         )
         self.in_flight: InFlight | None = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -249,18 +248,6 @@ def test_flush_refuses_while_busy_and_empties_when_idle() -> None:
     assert not replies[1].ok and replies[1].num_busy == 1
     assert replies[2].ok
     assert replies[3].state.num_free_tokens == replies[3].state.max_total_num_tokens
-
-
-def test_a_lost_slot_is_found_repaired_and_counted() -> None:
-    rig = Rig(audit=False)
-    rig.add("r", list(range(40)))
-    rig.turn()
-    rig.kv.allocator.alloc_extend(*np.array([[0], [3], [0]], dtype=np.int32))
-    rig.run()
-    assert rig.scheduler.state().num_kv_repairs == 1
-    rig.add("next", list(range(40)))
-    rig.run()
-    assert rig.heard["next"].ids == expected_output(list(range(40)), 1, 8, 97)
 
 
 def test_nothing_to_do_sleeps() -> None:

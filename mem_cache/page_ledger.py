@@ -1,0 +1,68 @@
+"""A count of every page of a pool, in slices: each page must be free or owned, once."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+_NUM_NAMED = 16
+"""Pages that an error names at most."""
+
+
+class PageUse(IntEnum):
+    """What an audit has found about a page so far."""
+
+    UNKNOWN = 0
+    FREE = 1
+    OWNED = 2
+
+
+class PageLedger:
+    """One byte for each page of a pool. Every method raises AssertionError where the books are wrong."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._num_known = 0
+        # The memory of np.zeros is mapped when it is first written, so a ledger for millions of pages costs nothing.
+        self._uses: npt.NDArray[np.uint8] = np.zeros(num_pages + 1, dtype=np.uint8)
+
+    def add_free(self, pages: npt.NDArray[np.int32]) -> None:
+        """`pages`: int32 [n], pages that the allocator calls free."""
+        pages = np.sort(pages)
+        _check_distinct(pages, "pages freed twice")
+        self._add(pages, PageUse.FREE)
+
+    def add_owned(self, slots: npt.NDArray[np.int32], page_size: int) -> None:
+        """`slots`: int32 [n], held outside the allocator. The slots of one page must come in one call."""
+        slots = np.sort(slots)
+        _check_distinct(slots, "slots owned twice")
+        pages = slots // page_size
+        self._add(pages[np.diff(pages, prepend=-1) != 0], PageUse.OWNED)
+
+    def check_complete(self) -> None:
+        """Every page has been added."""
+        if self._num_known != self._num_pages:
+            leaked = np.flatnonzero(self._uses[1:] == PageUse.UNKNOWN) + 1
+            raise AssertionError(f"{len(leaked)} pages neither free nor owned: {leaked[:_NUM_NAMED].tolist()}")
+
+    def _add(self, pages: npt.NDArray[np.int32], use: PageUse) -> None:
+        """`pages`: sorted and distinct."""
+        if len(pages) and (pages[0] < 1 or pages[-1] > self._num_pages):
+            raise AssertionError("a slot outside the pool, or of the dummy page, is free or owned")
+        before = self._uses[pages]
+        twice = pages[before != PageUse.UNKNOWN]
+        if len(twice):
+            same = bool((before[before != PageUse.UNKNOWN] == use).all())
+            what = "both free and owned" if not same else "freed twice" if use is PageUse.FREE else "owned twice"
+            raise AssertionError(f"{len(twice)} pages {what}: {twice[:_NUM_NAMED].tolist()}")
+        self._uses[pages] = use
+        self._num_known += len(pages)
+
+
+def _check_distinct(values: npt.NDArray[np.int32], what: str) -> None:
+    """`values`: sorted."""
+    twice = values[1:][values[1:] == values[:-1]]
+    if len(twice):
+        raise AssertionError(f"{len(twice)} {what}: {twice[:_NUM_NAMED].tolist()}")

@@ -1,0 +1,148 @@
+"""The radix cache's audit: recomputes all that the cache keeps on record, in slices of bounded work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:  # the cache imports this file
+    from .radix_cache import RadixCache, _Node
+
+_SLICE_WORK = 32768
+"""Work of one slice: about 2 ms. Its unit is the check of one token."""
+_NODE_WORK = 256
+"""Work of a step in the tree or in the heap, measured in tokens."""
+
+Slots = npt.NDArray[np.int32]
+
+
+def audit_slices(cache: RadixCache) -> Iterator[Slots]:
+    """As `BasePrefixCache.audit_slices` says."""
+    audit = _RadixAudit(cache)
+    yield from audit.check_tree()
+    yield from audit.check_heap()
+    audit.check_sums()
+
+
+class _RadixAudit:
+    """One audit: what it has counted so far."""
+
+    def __init__(self, cache: RadixCache) -> None:
+        self._cache = cache
+        self._num_nodes = 0
+        self._num_leaves = 0
+        """Leaves without locks."""
+        self._num_evictable = 0
+        self._num_protected = 0
+        # Of the slice that is being worked on.
+        self._work = 0
+        self._slots: list[Slots] = []
+
+    def check_tree(self) -> Iterator[Slots]:
+        """Visits every node; yields the slots found."""
+        root = self._cache._root
+        _check(root.parent is None and not len(root.tokens) and not root.slots.size, "the root is empty")
+        path = [_Visit(root)]
+        while path:
+            visit = path[-1]
+            key, child = next(visit.children, (b"", None))
+            if child is None:
+                path.pop()
+                # The locks of namespaces count on no root.
+                _check(
+                    visit.node is root or visit.node.lock_count >= visit.locks_below, "a lock counts on all its path"
+                )
+            else:
+                _check(child.parent is visit.node and child.key == key, "children and parents agree")
+                visit.locks_below += child.lock_count
+                if visit.node is root:
+                    _check(bool(child.children), "a namespace in the tree has tokens")
+                    _check(not len(child.tokens) and not child.ticket, "a namespace's own node holds no tokens")
+                else:
+                    self._check_node(child)
+                    yield from self._check_edge(child)
+                if child.children:
+                    path.append(_Visit(child))
+            yield from self._spend(_NODE_WORK)
+        yield self._end_slice()
+
+    def check_heap(self) -> Iterator[Slots]:
+        """Visits every entry of the heap; yields no slots."""
+        cache = self._cache
+        _check(len(cache._heap) <= cache._max_heap_len, "the heap is bounded")
+        tickets: set[int] = set()
+        for key, ticket, node in cache._heap:
+            if ticket == node.ticket:
+                _check(ticket not in tickets, "a leaf has one live heap entry")
+                _check(not node.children and not node.lock_count, "live heap entries are leaves without locks")
+                tickets.add(ticket)
+                _check(key == (node.priority, *cache._policy(node)), "live heap entries have the key of now")
+            yield from self._spend(_NODE_WORK // 8)
+        _check(len(tickets) == self._num_leaves, "the heap has one live entry for each leaf without locks")
+        yield self._end_slice()
+
+    def check_sums(self) -> None:
+        cache = self._cache
+        for name, counted, on_record in (
+            ("evictable", self._num_evictable, cache.evictable_size),
+            ("protected", self._num_protected, cache.protected_size),
+            ("nodes", self._num_nodes, cache.num_nodes),
+        ):
+            _check(counted == on_record, f"{name}: {counted} in the tree, {on_record} on record")
+
+    def _check_node(self, node: _Node) -> None:
+        self._num_nodes += 1
+        if node.lock_count:
+            self._num_protected += len(node.tokens)
+        else:
+            self._num_evictable += len(node.tokens)
+        is_evictable_leaf = not node.children and not node.lock_count
+        _check(bool(node.ticket) == is_evictable_leaf, "the leaves without locks have tickets")
+        self._num_leaves += is_evictable_leaf
+
+    def _check_edge(self, node: _Node) -> Iterator[Slots]:
+        page_size = self._cache.page_size
+        num_tokens = len(node.tokens)
+        _check(num_tokens > 0 and num_tokens % page_size == 0, "an edge is whole pages")
+        _check(len(node.slots) == num_tokens, "a token has a slot")
+        _check(node.key == node.tokens[:page_size].tobytes(), "the key is the first page")
+        step = max(_SLICE_WORK // page_size, 1) * page_size
+        for start in range(0, num_tokens, step):
+            slots = node.slots[start : start + step]
+            pages = slots.reshape(-1, page_size)
+            _check(bool((pages[:, 0] % page_size == 0).all()), "a page's slots begin at a page")
+            _check(bool((pages == pages[:, :1] + np.arange(page_size)).all()), "a page's slots are consecutive")
+            self._slots.append(slots)
+            yield from self._spend(len(slots))
+
+    def _spend(self, work: int) -> Iterator[Slots]:
+        self._work += work
+        if self._work >= _SLICE_WORK:
+            yield self._end_slice()
+
+    def _end_slice(self) -> Slots:
+        slots = np.concatenate([np.empty(0, dtype=np.int32), *self._slots])
+        self._slots = []
+        self._work = 0
+        return slots
+
+
+class _Visit:
+    """A node on the way from the root to where the audit is."""
+
+    __slots__ = ("children", "locks_below", "node")
+
+    def __init__(self, node: _Node) -> None:
+        self.node = node
+        self.children = iter(node.children.items())
+        self.locks_below = 0
+        """Locks of the children visited so far."""
+
+
+def _check(condition: bool, rule: str) -> None:
+    # Not an assert statement: audits also run where python -O has removed those.
+    if not condition:
+        raise AssertionError(f"radix cache: violated: {rule}")
