@@ -36,11 +36,11 @@ class ResultProcessor:
         for req in batch.reqs:
             req.in_flight -= 1
         for req, token in zip(batch.sampled, tokens.tolist(), strict=True):
+            if token < 0:
+                self._on_invalid_logits(req)
+                continue
             # It ended while this token was being computed, or `finish_aborted` will end it.
             if req.stage is Stage.FINISHED or req.pending_abort is not None:
-                continue
-            if token < 0:
-                self.finish(req, abort_finish(InvalidLogits("the model's logits for this request are not finite")))
                 continue
             finish = req.accept(token)
             if finish is not None:
@@ -49,12 +49,19 @@ class ResultProcessor:
                 self._io.put(req.take_news())
         self._metrics.on_result(batch)
 
+    def _on_invalid_logits(self, req: Req) -> None:
+        """Ends the request, unless it has ended while this step was in flight. What it computed leaves the cache,
+        whatever its end was and wherever it waits."""
+        if req.stage is not Stage.FINISHED:
+            invalid = InvalidLogits("the model's logits for this request are not finite")
+            self.finish(req, req.pending_abort or abort_finish(invalid))
+        self._kv.discard(req)
+
     def finish(self, req: Req, reason: FinishReason) -> None:
-        """The request ends now, wherever it is; its KV goes to the cache, unless it is worth nothing."""
+        """The request ends now, wherever it is; its KV goes to the cache."""
         req.finish = reason
         if req.row:
-            is_invalid = isinstance(reason, AbortFinish) and reason.err_type == InvalidLogits.__name__
-            self._kv.release(req, keep=not is_invalid)
+            self._kv.release(req)
         self._queues.finish(req)
         self._io.put(req.take_news())
         self._metrics.on_finish(req)

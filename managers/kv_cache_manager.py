@@ -70,6 +70,8 @@ class KVCacheManager:
         req.locked_len = req.kv_len = num_cached
         if req.cached_tokens is None:
             req.cached_tokens = min(num_cached, len(req.prompt_ids))
+            req.reused_len = num_cached
+        req.reused_len = min(req.reused_len, num_cached)
 
     # Growth
 
@@ -143,19 +145,25 @@ class KVCacheManager:
         req.node = match.node
         req.locked_len = num_taken
 
-    def release(self, req: Req, *, keep: bool = True) -> None:
-        """Takes everything from the request; what is worth it stays in the cache (`keep`; not after invalid logits)."""
-        num_taken = req.locked_len
-        if keep:
-            num_taken = max(num_taken, self._insert(req, min(req.kv_len, req.num_tokens)))
+    def release(self, req: Req) -> None:
+        """Takes everything from the request. Whole pages of what it computed stay in the cache."""
+        num_taken = max(req.locked_len, self._insert(req, min(req.kv_len, req.num_tokens)))
         self.allocator.free(self._table[req.row, num_taken : req.kv_len])
         self.cache.unlock(req.node)
         self.req_to_token_pool.free(req.row)
         req.row = req.kv_len = req.locked_len = 0
         req.node = None
 
+    def discard(self, req: Req) -> None:
+        """Takes out of the cache what a released request has computed, and what others computed on top of that."""
+        assert not req.row
+        self.cache.discard(req.token_ids(), req.reused_len, req.namespace)
+
     def _insert(self, req: Req, num_tokens: int) -> int:
-        """Offers the first `num_tokens` tokens to the cache, frees our copies of what it had; how many it has now."""
+        """Offers the first `num_tokens` tokens to the cache and frees our copies of what it had. Returns how many of
+        them the cache has now; 0 on top of a discarded prefix, where nothing may be offered."""
+        if self.cache.is_discarded(req.node):
+            return 0
         slots = self._table[req.row, :num_tokens]
         result = self.cache.insert(req.token_ids()[:num_tokens], slots, req.namespace)
         if result.duplicate_len > req.locked_len:

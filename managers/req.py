@@ -50,6 +50,7 @@ class Req:
         "passed_over",
         "pending_abort",
         "prompt_ids",
+        "reused_len",
         "rid",
         "row",
         "sampling",
@@ -98,6 +99,8 @@ class Req:
         self.kv_len = 0
         self.locked_len = 0
         self.node: Any = None
+        self.reused_len = 0
+        """Tokens at the start whose KV it found in the cache at every admission; it may have computed all others."""
 
     @property
     def max_new_tokens(self) -> int:

@@ -15,7 +15,7 @@ class CacheNode:
     """A place in the cache, opaque to its users: the end of one cached prefix.
 
     Kept from `match` to be locked, and from `lock` to be unlocked. While locked it stays valid whatever
-    happens in the cache; unlocked, only until the next call of `evict`.
+    happens in the cache; unlocked, only until the next call of `evict` or `discard`.
     """
 
     __slots__ = ()
@@ -95,6 +95,19 @@ class BasePrefixCache(ABC):
     @abstractmethod
     def evict(self, num_tokens: int) -> int:
         """Free at least `num_tokens` tokens into the allocator, or all it can. Returns how many."""
+
+    @abstractmethod
+    def discard(self, tokens: npt.NDArray[np.int32], kept_len: int, namespace: str = "") -> None:
+        """Take the KV of tokens: int32 [n] out of the cache, but for the first `kept_len`, and all KV that was computed
+        on top of it. `kept_len` is page aligned.
+
+        No later `match` finds it. What is unlocked is freed now, and what is locked when its last lock goes; until then
+        it counts as protected.
+        """
+
+    @abstractmethod
+    def is_discarded(self, node: CacheNode) -> bool:
+        """Whether the prefix that ends at this locked node was discarded: KV on top of it must not be inserted."""
 
     @abstractmethod
     def reset(self) -> None:

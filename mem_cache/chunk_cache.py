@@ -48,6 +48,12 @@ class ChunkCache(BasePrefixCache):
     def evict(self, num_tokens: int) -> int:
         return 0
 
+    def discard(self, tokens: npt.NDArray[np.int32], kept_len: int, namespace: str = "") -> None:
+        """Nothing is held, so nothing is discarded."""
+
+    def is_discarded(self, node: CacheNode) -> bool:
+        return False
+
     def reset(self) -> None:
         """There is nothing to forget."""
 

@@ -23,6 +23,7 @@ def audit_slices(cache: RadixCache) -> Iterator[Slots]:
     """As `BasePrefixCache.audit_slices` says."""
     audit = _RadixAudit(cache)
     yield from audit.check_tree()
+    yield from audit.check_discarded()
     yield from audit.check_heap()
     audit.check_sums()
 
@@ -57,6 +58,7 @@ class _RadixAudit:
                 )
             else:
                 _check(child.parent is visit.node and child.key == key, "children and parents agree")
+                _check(child not in self._cache._discarded, "a discarded node has left the tree")
                 visit.locks_below += child.lock_count
                 if visit.node is root:
                     _check(bool(child.children), "a namespace in the tree has tokens")
@@ -66,6 +68,18 @@ class _RadixAudit:
                     yield from self._check_edge(child)
                 if child.children:
                     path.append(_Visit(child))
+            yield from self._spend(_NODE_WORK)
+        yield self._end_slice()
+
+    def check_discarded(self) -> Iterator[Slots]:
+        """Visits the nodes that have left the tree and are still locked; yields the slots found."""
+        root = self._cache._root
+        for node in self._cache._discarded:
+            _check(node.lock_count > 0, "a discarded node is locked")
+            _check(node.parent is not None and not node.children, "a discarded node has a parent and no children")
+            if node.parent is not root:  # not a namespace's own node
+                self._num_protected += len(node.tokens)
+                yield from self._check_edge(node)
             yield from self._spend(_NODE_WORK)
         yield self._end_slice()
 

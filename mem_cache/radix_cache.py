@@ -11,6 +11,9 @@ namespace in use, and the trees below those never meet. It goes when its last ch
 A lock on a node counts on every node up to the root. So what hangs below an unlocked node is unlocked too,
 and all of it can be evicted, leaf by leaf.
 
+A prefix that is discarded leaves the tree with all that hangs below it. Those of its nodes that are locked
+keep their slots and their way up to the root until their last lock goes.
+
 The leaves that may be evicted stand in a heap. A leaf whose key changes is pushed again under a new ticket,
 and entries with an old ticket are skipped when they come up: no call ever looks through the whole tree, but
 for the rare rebuilding of a heap most of whose entries are old.
@@ -101,6 +104,8 @@ class RadixCache(BasePrefixCache):
         self._tick = 0
         self._next_ticket = _NO_TICKET + 1
         self._heap: list[_HeapEntry] = []
+        # Nodes that have left the tree and are still locked.
+        self._discarded: set[_Node] = set()
         self._root = _Node(None, b"", _NOTHING, _NOTHING, tick=0, priority=0)
 
     # Lookup and insertion
@@ -173,7 +178,7 @@ class RadixCache(BasePrefixCache):
             self._push(path[-1])
 
     def _split(self, node: _Node, upper_len: int) -> _Node:
-        """Cut an edge in two and return the new upper node, which the caller touches.
+        """Cut an edge in two and return the new upper node, which has the history of the whole.
 
         `node` stays the lower one: it still ends where it ended, so the handles and locks on it keep their
         meaning.
@@ -184,6 +189,7 @@ class RadixCache(BasePrefixCache):
         upper = _Node(node.parent, node.key, upper_tokens, upper_slots, node.created, node.priority)
         upper.lock_count = node.lock_count
         upper.num_uses = node.num_uses
+        upper.last_access = node.last_access
         node.parent.children[node.key] = upper
         node.tokens = node.tokens[upper_len:].copy()
         node.slots = node.slots[upper_len:].copy()
@@ -220,15 +226,20 @@ class RadixCache(BasePrefixCache):
     def unlock(self, node: CacheNode) -> None:
         current = self._attached(node)
         while current is not self._root:
+            parent = current.parent
             assert current.lock_count > 0, "unlocked more often than locked"
             current.lock_count -= 1
             if current.lock_count == 0:
                 self.protected_size -= len(current.tokens)
-                self.evictable_size += len(current.tokens)
-                if not current.children:
-                    self._push(current)
-            assert current.parent is not None
-            current = current.parent
+                if current in self._discarded:
+                    self._discarded.remove(current)
+                    self._allocator.free(self._clear_node(current))
+                else:
+                    self.evictable_size += len(current.tokens)
+                    if not current.children:
+                        self._push(current)
+            assert parent is not None
+            current = parent
 
     def move_lock(self, held: CacheNode, node: CacheNode) -> None:
         # The part that both share stays locked throughout, once for this holder.
@@ -248,7 +259,7 @@ class RadixCache(BasePrefixCache):
 
     def _attached(self, node: CacheNode) -> _Node:
         assert isinstance(node, _Node)
-        assert node.parent is not None or node is self._root, "this handle's node was evicted or reset"
+        assert node.parent is not None or node is self._root, "this handle's node was evicted, discarded or reset"
         return node
 
     # Eviction
@@ -280,20 +291,33 @@ class RadixCache(BasePrefixCache):
         return num_freed
 
     def _remove_leaf(self, leaf: _Node) -> None:
-        parent = leaf.parent
-        assert parent is not None
-        del parent.children[leaf.key]
-        # Old heap entries may keep the node for a while; they shall not keep its arrays.
-        leaf.parent = None
-        leaf.tokens = leaf.slots = _NOTHING
-        leaf.ticket = _NO_TICKET
+        self._unlink(leaf)
+        self._clear_node(leaf)
         self.num_nodes -= 1
+
+    def _unlink(self, node: _Node) -> None:
+        """Take a node, with all that hangs below it, out of the tree. It keeps its parent."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
         if parent.children:
             return
         if parent.parent is self._root:  # a namespace without tokens
             del self._root.children[parent.key]
+            if parent.lock_count:
+                self._discarded.add(parent)
         elif parent.lock_count == 0:
             self._push(parent)
+
+    @staticmethod
+    def _clear_node(node: _Node) -> npt.NDArray[np.int32]:
+        """Invalidate a node that has left the tree; the slots that it held."""
+        slots = node.slots
+        # Old heap entries may keep the node for a while; they shall not keep its arrays.
+        node.parent = None
+        node.tokens = node.slots = _NOTHING
+        node.ticket = _NO_TICKET
+        return slots
 
     def _push(self, leaf: _Node) -> None:
         """Enter a leaf without locks in the heap, under its key of now; its entry of before becomes void."""
@@ -311,6 +335,35 @@ class RadixCache(BasePrefixCache):
         if len(self._heap) > self._max_heap_len:
             self._heap = [entry for entry in self._heap if entry[1] == entry[2].ticket]
             heapq.heapify(self._heap)
+
+    # Discarding
+
+    def discard(self, tokens: npt.NDArray[np.int32], kept_len: int, namespace: str = "") -> None:
+        assert kept_len % self.page_size == 0
+        path, matched_len = self._descend(tokens[:kept_len], namespace)
+        parent = path[-1] if path else self._root.children.get(_namespace_key(namespace))
+        if parent is None or matched_len < kept_len:
+            return
+        top = parent.children.get(tokens[kept_len : kept_len + self.page_size].tobytes())
+        if top is None:
+            return
+        self._unlink(top)
+        freed = [_NOTHING]
+        stack = [top]
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            node.children = {}
+            self.num_nodes -= 1
+            if node.lock_count:
+                self._discarded.add(node)
+            else:
+                self.evictable_size -= len(node.tokens)
+                freed.append(self._clear_node(node))
+        self._allocator.free(np.concatenate(freed))
+
+    def is_discarded(self, node: CacheNode) -> bool:
+        return node in self._discarded
 
     # Checks
 

@@ -51,6 +51,10 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.steps: list[StepInputs] = []
         self.invalid_rows: set[int] = set()
+        self.poison: int | None = None
+        """A token whose KV is NaN, and so is all KV that is computed after it in a sequence, and its logits."""
+        self.is_nan = np.zeros(pool_size + page_size, dtype=np.bool_)
+        """Of the KV of each slot."""
         self._host_table = req_to_token
         self._table = np.zeros_like(req_to_token)
         self._kv_token = np.full(pool_size + page_size, -1, dtype=np.int64)
@@ -82,6 +86,8 @@ class FakeRunner:
                 self._table[row, seq_len - 1] = slots[0]
             self._kv_token[slots] = ids
             self._kv_position[slots] = np.arange(seq_len - length, seq_len)
+            before = self.is_nan[self._table[row, : seq_len - length]].any()
+            self.is_nan[slots] = before | np.logical_or.accumulate(ids == self.poison)
             offset += length
             work.append((row, seq_len))
         tokens = []
@@ -90,7 +96,7 @@ class FakeRunner:
             assert (self._kv_position[slots] == np.arange(seq_len)).all(), f"row {row} reads KV of other positions"
             if is_wanted:
                 token = next_token(self._kv_token[slots], int(self._seed[row]), self.vocab_size)
-                tokens.append(-1 if row in self.invalid_rows else token)
+                tokens.append(-1 if row in self.invalid_rows or self.is_nan[slots].any() else token)
                 self._future[row] = token
         return FakeResult(np.array(tokens, dtype=np.int32))
 

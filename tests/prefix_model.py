@@ -22,6 +22,7 @@ class Page:
     priority: int
     num_uses: int = 0
     num_locks: int = 0
+    is_discarded: bool = False
 
 
 class PrefixModel:
@@ -29,6 +30,8 @@ class PrefixModel:
         self.page_size = page_size
         self.policy = get_evict_policy(policy)
         self.pages: dict[Key, Page] = {}
+        self.discarded: list[Page] = []
+        """Pages that are no longer cached and still locked."""
         self.tick = 0
 
     def path(self, namespace: str, tokens: list[int]) -> list[Page]:
@@ -61,14 +64,28 @@ class PrefixModel:
             self.pages[namespace, tuple(tokens[:end])] = page
         return duplicate_len, taken_len
 
-    def lock(self, namespace: str, tokens: list[int], already: int = 0) -> None:
-        for page in self.path(namespace, tokens)[already // self.page_size :]:
+    def lock(self, namespace: str, tokens: list[int], already: int = 0) -> list[Page]:
+        """The pages that were locked: those of `tokens` from token `already` on."""
+        pages = self.path(namespace, tokens)[already // self.page_size :]
+        for page in pages:
             page.num_locks += 1
             page.num_uses += 1
+        return pages
 
-    def unlock(self, namespace: str, tokens: list[int]) -> None:
-        for page in self.path(namespace, tokens):
+    def unlock(self, pages: list[Page]) -> None:
+        for page in pages:
             page.num_locks -= 1
+        self.discarded = [page for page in self.discarded if page.num_locks]
+
+    def discard(self, namespace: str, tokens: list[int], kept_len: int) -> None:
+        end = kept_len + self.page_size
+        if end > len(tokens):
+            return
+        for key in [key for key in self.pages if key[0] == namespace and key[1][:end] == tuple(tokens[:end])]:
+            page = self.pages.pop(key)
+            page.is_discarded = True
+            if page.num_locks:
+                self.discarded.append(page)
 
     def evict(self, num_tokens: int) -> int:
         num_freed = 0
@@ -86,7 +103,8 @@ class PrefixModel:
         return (page.priority, *self.policy(page))
 
     def num_tokens(self, locked: bool) -> int:
-        return self.page_size * sum(bool(page.num_locks) == locked for page in self.pages.values())
+        num_pages = sum(bool(page.num_locks) == locked for page in self.pages.values())
+        return self.page_size * (num_pages + (len(self.discarded) if locked else 0))
 
     def slots(self) -> list[int]:
-        return [slot for page in self.pages.values() for slot in page.slots]
+        return [slot for page in [*self.pages.values(), *self.discarded] for slot in page.slots]

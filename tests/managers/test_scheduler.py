@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scheduler_rig import Rig
 
 from fakes import expected_output
-from tercet.srt.errors import InvalidLogits, PromptTooLong, QueueFull
+from tercet.srt.errors import PromptTooLong, QueueFull
 from tercet.srt.io_struct import AbortFinish, FlushCacheReq, LengthFinish, StateReq, StopFinish
 
 SCHEDULES = int(os.environ.get("TERCET_SCHEDULES", "80"))
@@ -209,19 +209,6 @@ def test_namespaces_share_nothing() -> None:
         rig.add(f"{salt}{len(rig.heard)}", prompt, salt=salt)
         rig.run()
     assert [heard.last.cached_tokens for heard in rig.heard.values()] == [0, 0, 49]
-
-
-def test_invalid_logits_fail_one_request_alone() -> None:
-    rig = Rig()
-    rig.add("bad", [1] * 10, max_new_tokens=20)
-    rig.add("good", [2] * 10, max_new_tokens=20)
-    rig.turn()
-    rig.turn()
-    bad = next(req for req in rig.scheduler.queues.running if req.rid == "bad")
-    rig.runner.invalid_rows.add(bad.row)
-    rig.run()
-    assert rig.heard["bad"].finish.err_type == InvalidLogits.__name__
-    assert rig.heard["good"].ids == expected_output([2] * 10, 1, 20, 97)
 
 
 def test_a_full_queue_refuses() -> None:

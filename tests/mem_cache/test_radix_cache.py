@@ -200,7 +200,7 @@ def test_misuse_of_handles_is_caught() -> None:
     with pytest.raises(AssertionError, match="more often"):
         cache.unlock(node)
     cache.evict(2)
-    with pytest.raises(AssertionError, match="evicted or reset"):
+    with pytest.raises(AssertionError, match="evicted, discarded or reset"):
         cache.lock(node)
 
 
@@ -288,6 +288,62 @@ def test_match_len_is_match_without_its_effects() -> None:
     cache.evict(4)
     assert cache.match_len(i32([1, 1, 1])) == 0
     assert cache.match_len(i32([2, 2])) == 2
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_discarded_prefix_goes_with_all_that_hangs_below_it(page_size: int) -> None:
+    cache, allocator = make(page_size)
+    put(cache, allocator, [1] * 8 + [2] * 8)
+    put(cache, allocator, [1] * 8 + [2] * 4 + [3] * 4)
+    put(cache, allocator, [1] * 8 + [4] * 8)
+    cache.discard(i32([1] * 8 + [2] * 8), 8)
+    assert cache.match_len(i32([1] * 8 + [2] * 8)) == 8
+    assert cache.match_len(i32([1] * 8 + [4] * 8)) == 16
+    check(cache, allocator)
+    cache.discard(i32([1] * 8), 8)
+    cache.discard(i32([9] * 8), 0)
+    cache.discard(i32([1] * 8), 0, "another namespace")
+    assert cache.evictable_size == 16
+    cache.discard(i32([1] * 8 + [4] * 8), 0)
+    assert cache.evictable_size == 0 and not cache._root.children
+    check(cache, allocator)
+
+
+@pytest.mark.parametrize("kept_len", [0, 2])
+def test_what_is_locked_is_discarded_at_once_and_freed_with_its_last_lock(kept_len: int) -> None:
+    cache, allocator = make()
+    put(cache, allocator, [1, 2, 3, 4, 5, 6])
+    first, second = cache.match(i32([1, 2, 3])).node, cache.match(i32([1, 2, 3, 4])).node
+    for node in (first, second, second):
+        cache.lock(node)
+    cache.discard(i32([1, 2, 3, 4]), kept_len)
+    assert cache.match_len(i32([1, 2, 3, 4, 5])) == kept_len
+    assert (cache.evictable_size, cache.protected_size) == (0, 4)
+    assert cache.is_discarded(first) and cache.is_discarded(second)
+    again = put(cache, allocator, [1, 2, 3, 4, 5, 6])
+    np.testing.assert_array_equal(cache.match(i32([1, 2, 3, 4])).slots[kept_len:], again[kept_len:4])
+    held = cache.audit()
+    allocator.audit(held)
+    assert len(held) == 6 + 4 - kept_len
+    cache.unlock(second)
+    assert cache.evict(100) == 6 - kept_len
+    cache.unlock(second)
+    assert cache.protected_size == 3
+    cache.unlock(first)
+    assert (cache.evictable_size, cache.protected_size) == (kept_len, 0)
+    check(cache, allocator)
+    assert cache.evict(100) == kept_len
+    assert not cache._root.children
+
+
+def test_what_is_left_of_a_discarded_prefix_keeps_its_time_of_access() -> None:
+    cache, allocator = make(policy="lru")
+    put(cache, allocator, [1, 1, 1, 1])
+    put(cache, allocator, [2, 2])
+    cache.match(i32([1, 1, 1, 1]))
+    cache.discard(i32([1, 1, 1, 1]), 2)
+    assert cache.evict(2) == 2
+    assert cache.match_len(i32([1, 1])) == 2 and cache.match_len(i32([2, 2])) == 0
 
 
 def test_reset_forgets_everything() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from prefix_model import PrefixModel
+from prefix_model import Page, PrefixModel
 
 from tercet.mem_cache.allocator import make_allocator
 from tercet.mem_cache.base_prefix_cache import CacheNode
@@ -33,6 +33,7 @@ class Request:
     priority: int
     node: CacheNode
     locked_len: int
+    pages: list[Page]  # the model's, of the first locked_len tokens
     slots: list[int] = field(default_factory=list)  # of the first kv_len tokens
 
 
@@ -74,7 +75,11 @@ class CacheMachine(RuleBasedStateMachine):
         return True
 
     def insert(self, request: Request) -> int:
-        """Offer all KV of a request and free its duplicates; the length that the cache now has."""
+        """Offer all KV of a request and free its duplicates; the length that is the cache's now."""
+        is_discarded = any(page.is_discarded for page in request.pages)
+        assert self.cache.is_discarded(request.node) == is_discarded
+        if is_discarded:
+            return request.locked_len
         tokens, slots = request.tokens[: len(request.slots)], request.slots
         result = self.cache.insert(i32(tokens), i32(slots), request.namespace, request.priority)
         assert result == self.model.insert(request.namespace, tokens, slots, request.priority)
@@ -84,7 +89,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def unlock(self, request: Request) -> None:
         self.cache.unlock(request.node)
-        self.model.unlock(request.namespace, request.tokens[: request.locked_len])
+        self.model.unlock(request.pages)
 
     @rule(prompt=prompts, namespace=st.sampled_from(NAMESPACES), priority=st.integers(0, 1), chunk=picks)
     def start(self, prompt: tuple[list[int], int], namespace: str, priority: int, chunk: int) -> None:
@@ -92,8 +97,8 @@ class CacheMachine(RuleBasedStateMachine):
         match = self.cache.match(i32(tokens[:-1]), namespace)
         assert match.slots.tolist() == self.model.match(namespace, tokens[:-1])
         self.cache.lock(match.node)
-        self.model.lock(namespace, tokens[: len(match.slots)])
-        request = Request(namespace, tokens, priority, match.node, len(match.slots), match.slots.tolist())
+        pages = self.model.lock(namespace, tokens[: len(match.slots)])
+        request = Request(namespace, tokens, priority, match.node, len(match.slots), pages, match.slots.tolist())
         if self.extend(request, 1 + chunk % len(tokens)):
             self.requests.append(request)
         else:
@@ -112,16 +117,19 @@ class CacheMachine(RuleBasedStateMachine):
         """What is there of an unfinished prompt goes to the cache, so that others can share it."""
         request = self.pick(number)
         taken_len = self.insert(request)
+        if self.cache.is_discarded(request.node):
+            return
         match = self.cache.match(i32(request.tokens[:taken_len]), request.namespace)
         assert match.slots.tolist() == self.model.match(request.namespace, request.tokens[:taken_len])
         assert len(match.slots) == taken_len
         if by_moving:
             self.cache.move_lock(request.node, match.node)
-            self.model.lock(request.namespace, request.tokens[:taken_len], already=request.locked_len)
+            request.pages += self.model.lock(request.namespace, request.tokens[:taken_len], already=request.locked_len)
         else:
             self.cache.lock(match.node)
-            self.model.lock(request.namespace, request.tokens[:taken_len])
+            pages = self.model.lock(request.namespace, request.tokens[:taken_len])
             self.unlock(request)
+            request.pages = pages
         request.slots[:taken_len] = match.slots.tolist()
         request.node, request.locked_len = match.node, taken_len
 
@@ -156,6 +164,22 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(num_tokens=st.integers(0, 40))
     def evict(self, num_tokens: int) -> None:
         assert self.cache.evict(num_tokens) == self.model.evict(num_tokens)
+
+    @rule(prompt=prompts, num_kept_pages=st.integers(0, 3), namespace=st.sampled_from(NAMESPACES))
+    def discard(self, prompt: tuple[list[int], int], num_kept_pages: int, namespace: str) -> None:
+        tokens, kept_len = self.tokens(*prompt), num_kept_pages * self.page_size
+        self.cache.discard(i32(tokens), kept_len, namespace)
+        self.model.discard(namespace, tokens, kept_len)
+
+    @precondition(lambda self: self.requests)
+    @rule(number=picks, num_kept_pages=st.integers(0, 3))
+    def invalid(self, number: int, num_kept_pages: int) -> None:
+        """A request ends, and what it computed leaves the cache."""
+        request = self.pick(number)
+        self.finish(number)
+        kept_len = num_kept_pages * self.page_size
+        self.cache.discard(i32(request.tokens), kept_len, request.namespace)
+        self.model.discard(request.namespace, request.tokens, kept_len)
 
     @rule(prompt=prompts, namespace=st.sampled_from(NAMESPACES))
     def look(self, prompt: tuple[list[int], int], namespace: str) -> None:
@@ -193,8 +217,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def a_running_request_sees_its_own_kv(self) -> None:
         for request in self.requests:
-            locked = self.model.path(request.namespace, request.tokens[: request.locked_len])
-            assert [slot for page in locked for slot in page.slots] == request.slots[: request.locked_len]
+            assert [slot for page in request.pages for slot in page.slots] == request.slots[: request.locked_len]
 
 
 class PagesOf4(CacheMachine):
@@ -231,8 +254,7 @@ def test_pages_go_in_the_order_of_the_model(policy: str, turns: list[int]) -> No
             if turn == "use":
                 cache.lock(match.node)
                 cache.unlock(match.node)
-                model.lock("", tokens)
-                model.unlock("", tokens)
+                model.unlock(model.lock("", tokens))
     while model.pages:
         assert cache.evict(1) == model.evict(1) == 1
         assert sorted(cache.audit().tolist()) == sorted(model.slots())
