@@ -14,6 +14,7 @@ class RequestQueues:
         """The one prompt of which a part is computed."""
         self.running: list[Req] = []
         """Requests whose whole prompt is computed, or about to be by a launched step."""
+        self._live: dict[str, Req] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -21,6 +22,15 @@ class RequestQueues:
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running) + (self.chunked is not None)
+
+    def find(self, rid: str) -> Req | None:
+        """The live request of this id."""
+        return self._live.get(rid)
+
+    def add(self, req: Req) -> None:
+        """A new request waits."""
+        self._live[req.rid] = req
+        self.waiting.append(req)
 
     def holders(self) -> list[Req]:
         return [*self.running, self.chunked] if self.chunked is not None else list(self.running)
@@ -51,6 +61,7 @@ class RequestQueues:
     def finish(self, req: Req) -> None:
         self._remove(req)
         req.stage = Stage.FINISHED
+        del self._live[req.rid]
 
     def _remove(self, req: Req) -> None:
         if req.stage is Stage.WAITING:

@@ -113,10 +113,11 @@ class Scheduler:
                 except TercetError as error:
                     self._io.refuse(message, error)
                 else:
-                    self.queues.waiting.append(req)
+                    self.queues.add(req)
             case AbortReq():
-                for req in self.queues.live():
-                    if message.rid is None or req.rid == message.rid:
+                found = self.queues.live() if message.rid is None else [self.queues.find(message.rid)]
+                for req in found:
+                    if req is not None:
                         self._results.abort(req, AbortFinish("aborted by the client"))
             case FlushCacheReq():
                 num_busy = len(self.queues)

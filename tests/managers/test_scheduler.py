@@ -283,3 +283,28 @@ def test_abort_all() -> None:
     rig.run(max_turns=4)
     assert all(isinstance(heard.finish, AbortFinish) for heard in rig.heard.values())
     assert rig.scheduler.state().num_aborted == 5
+
+
+class CountingRid(str):
+    """A request's id that counts how often it is compared."""
+
+    num_compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountingRid.num_compared += 1
+        return str.__eq__(self, other)
+
+
+def test_an_abort_looks_at_its_own_request_alone() -> None:
+    rig = Rig(max_running=4)
+    for index in range(4096):
+        rig.add(CountingRid(f"r{index}"), [index % 90] * 9, max_new_tokens=100)
+    rig.turn()
+    CountingRid.num_compared = 0
+    for index in range(4096):
+        rig.abort(CountingRid(f"r{index}"))
+        rig.abort(CountingRid(f"gone{index}"))
+    rig.run(max_turns=4)
+    assert rig.scheduler.state().num_aborted == 4096
+    assert CountingRid.num_compared <= 3 * 4096
