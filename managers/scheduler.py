@@ -144,4 +144,5 @@ class Scheduler:
             self._idle_audit.restart()
         if is_idle:
             self._planner.ratio.on_idle()
+            self._metrics.on_idle()
             self._idle_audit.on_idle_turn()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from ..model_executor.forward_batch import ForwardMode
 from ..srt.io_struct import AbortFinish, SchedulerState
@@ -18,7 +19,14 @@ logger = logging.getLogger(__name__)
 class SchedulerMetrics:
     """Counters since the start; a rate over the last `decode_log_interval` decode steps."""
 
-    def __init__(self, decode_log_interval: int, weight_bytes: int = 0, kv_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        decode_log_interval: int,
+        weight_bytes: int = 0,
+        kv_bytes: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock`: seconds from any start."""
         self.num_finished = 0
         self.num_aborted = 0
         self._interval = decode_log_interval
@@ -29,13 +37,19 @@ class SchedulerMetrics:
         self._prompt_tokens = 0
         self._decode_steps = 0
         self._interval_tokens = 0
-        self._interval_start = time.monotonic()
+        self._interval_s = 0.0
+        """Seconds of work in the interval, up to `_busy_since`."""
+        self._busy_since: float | None = None
+        """When the work that goes on was last counted; None while the engine is idle."""
+        self._clock = clock
 
     @property
     def cache_hit_rate(self) -> float:
         return self._cached_tokens / max(self._prompt_tokens, 1)
 
     def on_launch(self, batch: ScheduleBatch, kv: KVCacheManager, queues: RequestQueues) -> None:
+        if self._busy_since is None:
+            self._busy_since = self._clock()
         if batch.inputs.mode is ForwardMode.EXTEND:
             self._on_extend(batch, kv, queues)
         else:
@@ -45,6 +59,12 @@ class SchedulerMetrics:
 
     def on_result(self, batch: ScheduleBatch) -> None:
         self._interval_tokens += len(batch.sampled)
+
+    def on_idle(self) -> None:
+        """Nothing runs from now on, until the next launch."""
+        if self._busy_since is not None:
+            self._interval_s += self._clock() - self._busy_since
+            self._busy_since = None
 
     def on_finish(self, req: Req) -> None:
         self.num_finished += 1
@@ -97,9 +117,11 @@ class SchedulerMetrics:
             )
 
     def _log_decode(self, kv: KVCacheManager, queues: RequestQueues) -> None:
-        now = time.monotonic()
-        self._gen_throughput = self._interval_tokens / max(now - self._interval_start, 1e-9)
-        self._interval_start = now
+        assert self._busy_since is not None
+        now = self._clock()
+        self._gen_throughput = self._interval_tokens / max(self._interval_s + now - self._busy_since, 1e-9)
+        self._busy_since = now
+        self._interval_s = 0.0
         self._interval_tokens = 0
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f, "

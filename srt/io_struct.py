@@ -169,7 +169,7 @@ class SchedulerState(msgspec.Struct, frozen=True):
     num_private_tokens: int
     max_total_num_tokens: int
     last_gen_throughput: float
-    """Tokens a second over the last decode log interval."""
+    """Tokens a second over the last decode log interval. Time in which nothing ran does not count."""
     cache_hit_rate: float
     """Cached share of all prompt tokens admitted since the start."""
     num_retractions: int

@@ -66,6 +66,7 @@ class Rig:
         stream_interval: int = 1,
         audit: bool = True,
         conservativeness: float = 1.0,
+        decode_log_interval: int = 1_000_000,
         make_runner: Callable[[np.ndarray], Runner] | None = None,
     ) -> None:
         """make_runner: takes the table of slots; default: a FakeRunner"""
@@ -102,7 +103,7 @@ class Rig:
                 stream_interval=stream_interval,
                 make_stop_checker=lambda params: StopAfter(tuple(int(i) for i in params.stop_strings[0].split())),
             ),
-            SchedulerMetrics(decode_log_interval=1_000_000),
+            SchedulerMetrics(decode_log_interval, clock=self.clock),
             enable_overlap=overlap,
             clock=self.clock,
         )
