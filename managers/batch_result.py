@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from ..model_executor.forward_batch import Int32Array
 from ..srt.errors import InvalidLogits, TercetError
 from ..srt.io_struct import AbortFinish, FinishReason
@@ -11,6 +13,8 @@ from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch
 from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
+
+logger = logging.getLogger(__name__)
 
 
 def abort_finish(error: TercetError) -> AbortFinish:
@@ -42,7 +46,12 @@ class ResultProcessor:
             # It ended while this token was being computed, or `finish_aborted` will end it.
             if req.stage is Stage.FINISHED or req.pending_abort is not None:
                 continue
-            finish = req.accept(token)
+            try:
+                finish = req.accept(token)
+            except Exception:
+                # The stop checker of one request must not take its neighbours down.
+                logger.exception("Request %s: its stop strings cannot be checked", req.rid)
+                finish = abort_finish(TercetError("the stop strings of this request could not be checked"))
             if finish is not None:
                 self.finish(req, finish)
             elif req.has_news:

@@ -11,6 +11,7 @@ else: the newest token of each request stays on the device, so planning never ne
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -37,6 +38,8 @@ from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch
 from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
+
+logger = logging.getLogger(__name__)
 
 
 class InFlight(NamedTuple):
@@ -112,6 +115,9 @@ class Scheduler:
                     req = self._req_factory.make(message, num_waiting=len(self.queues.waiting))
                 except TercetError as error:
                     self._io.refuse(message, error)
+                except Exception:
+                    logger.exception("Request %s cannot be made", message.rid)
+                    self._io.refuse(message, TercetError("the scheduler cannot work on this request"))
                 else:
                     self.queues.add(req)
             case AbortReq():

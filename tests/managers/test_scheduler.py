@@ -285,6 +285,39 @@ def test_abort_all() -> None:
     assert rig.scheduler.state().num_aborted == 5
 
 
+class BrokenStopChecker:
+    def push(self, token_ids: tuple[int, ...]) -> str | None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_stop_checker_that_raises_ends_its_own_request_alone(overlap: bool) -> None:
+    rig = Rig(overlap=overlap)
+    rig.add("bad", [1] * 10, stop="3", max_new_tokens=20)
+    rig.add("good", [2] * 10, max_new_tokens=20)
+    rig.turn()
+    rig.turn()
+    bad = rig.scheduler.queues.find("bad")
+    assert bad is not None
+    bad.stop_checker = BrokenStopChecker()
+    rig.run()
+    assert rig.heard["bad"].finish == AbortFinish(
+        "the stop strings of this request could not be checked", 500, "TercetError"
+    )
+    assert rig.heard["good"].ids == expected_output([2] * 10, 1, 20, 97)
+
+
+def test_a_request_that_cannot_be_made_ends_with_an_error_alone() -> None:
+    rig = Rig()
+    rig.add("before", [1] * 10)
+    rig.add("bad", [2] * 10, stop="not a number, so the stop checker's constructor raises")
+    rig.add("after", [3] * 10)
+    rig.run()
+    assert rig.heard["bad"].finish == AbortFinish("the scheduler cannot work on this request", 500, "TercetError")
+    for rid, prompt in (("before", [1] * 10), ("after", [3] * 10)):
+        assert rig.heard[rid].ids == expected_output(prompt, 1, 8, 97)
+
+
 class CountingRid(str):
     """A request's id that counts how often it is compared."""
 
