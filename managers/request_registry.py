@@ -153,8 +153,11 @@ class RequestRegistry:
     def open(self, prompts: Sequence[Prompt], name: str | None, stream: bool) -> Request:
         """Raises InvalidRequest when a name is in use, or too long; then nothing is taken."""
         rids = [uuid.uuid4().hex if prompt.rid is None else prompt.rid for prompt in prompts]
-        name = uuid.uuid4().hex if name is None else name
-        self._check_names([name, *rids] if len(prompts) > 1 else rids)
+        if len(prompts) == 1:
+            name = rids[0]
+        elif name is None:
+            name = uuid.uuid4().hex
+        self._check_names(rids if len(prompts) == 1 else [name, *rids])
         for prompt in prompts:
             if len(prompt.cache_salt) > _MAX_SALT_CHARS:
                 raise InvalidRequest(f"cache_salt must have at most {_MAX_SALT_CHARS} characters", param="cache_salt")
