@@ -151,6 +151,6 @@ class Planner:
     def _retract(self, req: Req) -> None:
         """Back to the queue with its output. Its KV stays in the cache until somebody needs the room."""
         self._kv.release(req)
-        self._queues.send_back(req)
+        self._queues.send_back([req])
         req.num_retractions += 1
         self.num_retractions += 1
