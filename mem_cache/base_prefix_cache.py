@@ -77,6 +77,10 @@ class BasePrefixCache(ABC):
         """
 
     @abstractmethod
+    def evictable_len(self, node: CacheNode) -> int:
+        """Tokens that `lock(node)` would take from `evictable_size`; with no effect on the cache."""
+
+    @abstractmethod
     def lock(self, node: CacheNode) -> None:
         """Keep the prefix that ends at `node` from eviction until it is unlocked as often; a use of it."""
 

@@ -36,6 +36,9 @@ class ChunkCache(BasePrefixCache):
     ) -> InsertResult:
         return InsertResult(duplicate_len=0, taken_len=0)
 
+    def evictable_len(self, node: CacheNode) -> int:
+        return 0
+
     def lock(self, node: CacheNode) -> None:
         """Nothing is held, so nothing is locked."""
 

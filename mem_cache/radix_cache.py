@@ -220,6 +220,16 @@ class RadixCache(BasePrefixCache):
 
     # Locks
 
+    def evictable_len(self, node: CacheNode) -> int:
+        current = self._attached(node)
+        num_tokens = 0
+        # Above a locked node all are locked.
+        while current is not self._root and current.lock_count == 0:
+            assert current.parent is not None
+            num_tokens += len(current.tokens)
+            current = current.parent
+        return num_tokens
+
     def lock(self, node: CacheNode) -> None:
         self._lock_up_to(node, self._root)
 

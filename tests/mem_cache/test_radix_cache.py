@@ -131,8 +131,10 @@ def test_a_lock_holds_its_prefix_and_nothing_else() -> None:
     put(cache, allocator, [1, 2, 3, 4, 5, 6])
     put(cache, allocator, [1, 2, 9, 9])
     node = cache.match(i32([1, 2, 3, 4])).node
+    assert cache.evictable_len(node) == 4
     cache.lock(node)
     cache.lock(node)
+    assert cache.evictable_len(node) == 0
     assert (cache.evictable_size, cache.protected_size) == (4, 4)
     assert cache.evict(100) == 4
     assert cache.match_len(i32([1, 2, 3, 4, 5])) == 4

@@ -186,7 +186,10 @@ class CacheMachine(RuleBasedStateMachine):
         tokens = self.tokens(*prompt)
         expected = self.model.match(namespace, tokens)
         assert self.cache.match_len(i32(tokens), namespace) == len(expected)
-        assert self.cache.match(i32(tokens), namespace).slots.tolist() == expected
+        match = self.cache.match(i32(tokens), namespace)
+        assert match.slots.tolist() == expected
+        unlocked = [page for page in self.model.path(namespace, tokens) if not page.num_locks]
+        assert self.cache.evictable_len(match.node) == len(unlocked) * self.page_size
 
     @precondition(lambda self: not self.requests)
     @rule()
