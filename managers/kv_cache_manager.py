@@ -95,10 +95,14 @@ class KVCacheManager:
             offset += count
         return slots
 
+    def decode_demand(self, reqs: Sequence[Req]) -> int:
+        """Tokens, in whole pages, that one more token of each request takes from `num_available`."""
+        starts = np.fromiter((req.kv_len for req in reqs), np.int32, len(reqs))
+        return self.allocator.tokens_needed(starts, starts + 1)
+
     def decode_shortfall(self, reqs: Sequence[Req]) -> int:
         """Tokens that are missing for one more token of each request, even after evicting all; <= 0: they fit."""
-        starts = np.fromiter((req.kv_len for req in reqs), np.int32, len(reqs))
-        return self.allocator.tokens_needed(starts, starts + 1) - self.num_available
+        return self.decode_demand(reqs) - self.num_available
 
     def decode(self, rows: Int32Array, kv_lens: Int32Array) -> Int32Array:
         """One more slot for each row, evicting if need be; `decode_shortfall` said that they fit.

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .kv_cache_manager import KVCacheManager
-from .req import Req
+from .prefill_adder import Extend, PrefillAdder
+from .req import Req, Stage
 from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch, build_decode, build_extend
-from .schedule_policy import (
-    CLIP_MAX_NEW_TOKENS,
-    Extend,
-    NewTokenRatio,
-    PrefillAdder,
-    make_policy,
-    retraction_order,
-)
+from .schedule_policy import NewTokenRatio, make_policy, retraction_order
+
+DECODES_PER_EXTEND = 3
+"""Decode steps that follow an extend step for which running requests had to wait. A step has a cost however few tokens
+it computes, so an endless run of small prompts must not get most of the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +21,7 @@ class PlanLimits:
     """What a step may hold. Tokens are prompt tokens."""
 
     max_prefill_tokens: int
-    """Of all requests in one step; also the most that running requests wait for between two of their tokens."""
+    """Of all requests in one step, and so the most that a running request waits for between two of its tokens."""
     chunked_prefill_size: int
     """Of one request in one step."""
     enable_mixed_chunk: bool = False
@@ -42,13 +40,13 @@ class Planner:
         self._queues = queues
         self._policy = make_policy(limits.schedule_policy, kv)
         self._unshared: list[Req] = []
-        self._prefilled_since_decode = 0
+        self._num_decodes_due = 0
 
     def plan(self) -> ScheduleBatch | None:
         """The next step; None when there is nothing to do before another result is home."""
         self._share_last_extends()
         decodes = [req for req in self._queues.running if not req.ends_in_flight and req.pending_abort is None]
-        if not self._decode_is_due(decodes):
+        if not (decodes and self._num_decodes_due):
             batch = self._plan_extend(decodes)
             if batch is not None:
                 return batch
@@ -64,26 +62,23 @@ class Planner:
 
     # Extend
 
-    def _decode_is_due(self, decodes: list[Req]) -> bool:
-        if self._limits.enable_mixed_chunk or not decodes:
-            return False
-        return self._prefilled_since_decode >= self._limits.max_prefill_tokens
-
     def _plan_extend(self, decodes: list[Req]) -> ScheduleBatch | None:
+        """None when no prompt can go on: there is none, or decodes come first because memory is short."""
         queues = self._queues
-        joining = decodes if self._limits.enable_mixed_chunk else []
         if queues.chunked is None and not (queues.waiting and self._kv.req_to_token_pool.num_free):
             return None
-        if joining and self._kv.decode_shortfall(joining) > 0:
-            return None  # a plain decode step retracts
+        joining = decodes if self._limits.enable_mixed_chunk else []
         extends = self._admit(joining)
         if not extends:
             return None
         batch = build_extend(self._kv, extends, joining)
+        admitted = [extend.req for extend in extends if extend.req.stage is Stage.WAITING]
         for extend in extends:
             queues.start(extend.req, whole=extend.is_last_chunk)
+        self._count_passed_over(admitted)
         self._unshared = [extend.req for extend in extends]
-        self._prefilled_since_decode = 0 if joining else self._prefilled_since_decode + batch.num_prompt_tokens
+        if decodes and not joining:
+            self._num_decodes_due = DECODES_PER_EXTEND
         return batch
 
     def _admit(self, joining: list[Req]) -> list[Extend]:
@@ -91,35 +86,29 @@ class Planner:
         chunked = queues.chunked
         adder = PrefillAdder(
             self._kv,
+            joining=joining,
             max_tokens=max(self._limits.max_prefill_tokens - len(joining), self._kv.page_size),
             chunk_size=self._limits.chunked_prefill_size,
-            reserved=self._reserved(joining),
+            expected=self.ratio.reserved_by(queues.running),
+            chunked=chunked,
             engine_empty=not queues.running and chunked is None,
         )
-        if chunked is not None and not adder.continue_chunk(chunked, others_wait=bool(queues.waiting)):
+        if adder.num_left < 0:
+            return []
+        goes_on = chunked is not None and chunked.pending_abort is None
+        if goes_on and not adder.continue_chunk(others_wait=bool(queues.waiting)):
             return []  # its next chunk waits for memory, and nobody may take it away
-        candidates = [req for req in queues.waiting if req.pending_abort is None and req.in_flight == 0]
-        for req in self._policy.order(candidates):
-            if not adder.try_admit(req):
-                break
-        if adder.extends:
-            self._count_passed_over(adder.extends)
+        ordered = self._policy.order(queues.waiting)
+        adder.admit(req for req in ordered if req.pending_abort is None and req.in_flight == 0)
         return adder.extends
 
-    def _reserved(self, joining: list[Req]) -> float:
-        """Tokens that those who hold memory will need on top of it."""
-        reserved = self.ratio.reserved_by(self._queues.running)
-        chunked = self._queues.chunked
-        if chunked is not None:
-            reserved += min(chunked.num_new_left, CLIP_MAX_NEW_TOKENS) + chunked.num_tokens - chunked.kv_len
-        return reserved + len(joining) * self._kv.page_size
-
-    def _count_passed_over(self, extends: list[Extend]) -> None:
-        latest = max(extend.req.arrival for extend in extends)
-        admitted = {id(extend.req) for extend in extends}
+    def _count_passed_over(self, admitted: list[Req]) -> None:
+        """Ages those who wait although a later arrival was admitted."""
+        latest = max((req.arrival for req in admitted), default=-1)
         for req in self._queues.waiting:
-            if req.arrival < latest and id(req) not in admitted:
-                req.passed_over += 1
+            if req.arrival > latest:
+                return
+            req.passed_over += 1
 
     # Decode
 
@@ -127,7 +116,7 @@ class Planner:
         decodes = self._make_room_for(decodes)
         if not decodes:
             return None
-        self._prefilled_since_decode = 0
+        self._num_decodes_due = max(self._num_decodes_due - 1, 0)
         self.ratio.on_decode()
         return build_decode(self._kv, decodes)
 
@@ -138,19 +127,19 @@ class Planner:
         if len(decodes) < len(self._queues.running):
             return []  # some end with the step in flight, and give back what they hold: wait for that
         kept = retraction_order(decodes)
+        retracted = []
         while self._kv.decode_shortfall(kept) > 0:
-            if len(kept) > 1:
-                self._retract(kept.pop(0))
-            else:
-                # Alone, a request fits: ReqFactory accepts none that is longer than the pool.
-                assert self._queues.chunked is not None
-                self._retract(self._queues.chunked)
+            # Alone, a request fits: ReqFactory accepts none that is longer than the pool.
+            victim = kept.pop(0) if len(kept) > 1 else self._queues.chunked
+            assert victim is not None and victim.row
+            self._retract(victim)
+            retracted.append(victim)
+        self._queues.send_back(retracted)
         self.ratio.on_retract(kept)
         return kept
 
     def _retract(self, req: Req) -> None:
-        """Back to the queue with its output. Its KV stays in the cache until somebody needs the room."""
+        """Its output stays with it, and its KV in the cache until somebody needs the room."""
         self._kv.release(req)
-        self._queues.send_back([req])
         req.num_retractions += 1
         self.num_retractions += 1

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..model_executor.forward_batch import FROM_DEVICE, ForwardMode, Int32Array, StepInputs
 from .kv_cache_manager import KVCacheManager
+from .prefill_adder import Extend
 from .req import Req, Stage
-from .schedule_policy import Extend
 
 
 @dataclass(slots=True)

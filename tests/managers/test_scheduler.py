@@ -147,20 +147,6 @@ def test_retraction_keeps_the_output_and_is_reported() -> None:
     assert any(heard.last.num_retractions for heard in rig.heard.values())
 
 
-def test_running_requests_get_a_token_between_prompts() -> None:
-    rig = Rig(pool_size=8192, max_running=64, context_len=4096, max_prefill_tokens=64, chunked_prefill_size=64)
-    rig.add("runs", [1, 2, 3], max_new_tokens=100)
-    rig.turn()
-    gap = longest = 0
-    for index in range(100):
-        rig.add(f"p{index}", [index % 90] * 50 + [index // 90], max_new_tokens=1)
-        before = len(rig.heard["runs"].ids)
-        rig.turn()
-        gap = gap + 1 if len(rig.heard["runs"].ids) == before else 0
-        longest = max(longest, gap)
-    assert longest <= 3
-
-
 def test_short_prompts_pass_beside_a_long_one() -> None:
     rig = Rig(pool_size=8192, context_len=4096, max_prefill_tokens=64, chunked_prefill_size=64)
     rig.add("long", [1] * 2000, max_new_tokens=1)
@@ -168,20 +154,6 @@ def test_short_prompts_pass_beside_a_long_one() -> None:
     rig.run()
     order = list(rig.heard)
     assert order == ["short", "long"]
-
-
-def test_a_cold_prompt_is_not_starved_by_warm_ones() -> None:
-    rig = Rig(pool_size=2048, max_running=1, max_prefill_tokens=64)
-    warm = [5] * 60
-    rig.add("seed", warm, max_new_tokens=1)
-    rig.run()
-    rig.add("cold", [9] * 60, max_new_tokens=1)
-    for index in range(200):
-        rig.add(f"warm{index}", [*warm, index % 90], max_new_tokens=1)
-        rig.turn()
-        if rig.heard["cold"].finish is not None:
-            break
-    assert rig.heard["cold"].finish is not None
 
 
 def test_equal_prompts_that_arrive_together_share_their_prefill() -> None:

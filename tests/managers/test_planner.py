@@ -1,0 +1,245 @@
+"""What the planner puts into steps: on the whole scheduler with the fake runner, counted in steps and turns."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from scheduler_rig import Rig
+
+from fakes import expected_output
+from tercet.managers.planner import DECODES_PER_EXTEND
+from tercet.managers.prefill_adder import MAX_PASSED_BY
+from tercet.managers.req import Req
+from tercet.managers.schedule_policy import LPM_MAX_WAITING, MAX_PASSED_OVER
+from tercet.model_executor.forward_batch import ForwardMode
+from tercet.srt.io_struct import AbortFinish
+
+NUM_LOADS = int(os.environ.get("TERCET_SCHEDULES", "200"))
+"""Random loads that a property is tried on; set TERCET_SCHEDULES=10000 for the long run."""
+
+
+def play_random_load(seed: int) -> None:
+    """A random load on a pool that is too small for it, to its end; every request gets its own tokens."""
+    rng = np.random.default_rng(seed)
+    pool_size = int(rng.choice([64, 128, 256, 512, 1024]))
+    rig = Rig(
+        pool_size=pool_size,
+        page_size=int(rng.choice([1, 16])),
+        max_running=int(rng.choice([4, 64, 64])),
+        context_len=1024,
+        max_prefill_tokens=int(rng.choice([16, 24, 32, 48, 64])),
+        chunked_prefill_size=int(rng.choice([16, 32, 64])),
+        radix=bool(rng.random() < 0.8),
+        policy=str(rng.choice(["fcfs", "lpm"])),
+        overlap=bool(rng.random() < 0.5),
+        mixed=bool(rng.random() < 0.7),
+        conservativeness=float(rng.choice([0.01, 0.01, 0.05, 1.0])),
+        audit=False,
+    )
+    families = [rng.integers(0, 5, pool_size).tolist() for _ in range(3)]
+    requests = []
+    for index in range(int(rng.integers(4, 40))):
+        # Writers fill the pool with decodes while long prompts are in chunks.
+        is_writer = rng.random() < 0.8
+        prompt_len = int(rng.integers(1, 20 if is_writer else pool_size * 3 // 4))
+        prompt = families[index % 3][:prompt_len] + rng.integers(0, 9, rng.integers(0, 8)).tolist()
+        max_new_tokens = min(int(rng.integers(1, 150 if is_writer else 4)), pool_size - len(prompt))
+        abort_at = int(rng.integers(60)) if rng.random() < 0.1 else None
+        requests.append((f"r{index}", prompt, max_new_tokens, int(rng.integers(20)), abort_at))
+    turn = 0
+    num_arrived = 0
+    while num_arrived < len(requests) or rig.is_busy:
+        for rid, prompt, max_new_tokens, arrives_at, abort_at in requests:
+            if arrives_at == turn:
+                rig.add(rid, prompt, max_new_tokens=max_new_tokens)
+                num_arrived += 1
+            if abort_at == turn:
+                rig.abort(rid)
+        rig.turn()
+        turn += 1
+        assert turn < 5_000, "no progress"
+    for rid, prompt, max_new_tokens, _, abort_at in requests:
+        heard, expected = rig.heard[rid], expected_output(prompt, 1, max_new_tokens, 97)
+        if isinstance(heard.finish, AbortFinish):
+            assert abort_at is not None, heard.finish
+            expected = expected[: len(heard.ids)]
+        assert heard.ids == expected
+    rig.kv.audit([])
+    assert rig.scheduler.state().num_kv_repairs == 0
+
+
+def test_every_planned_step_has_room() -> None:
+    for seed in range(NUM_LOADS):
+        try:
+            play_random_load(seed)
+        except AssertionError as error:
+            raise AssertionError(f"load {seed}: {error}") from error
+
+
+# Running requests beside prompts
+
+
+@pytest.mark.parametrize("new_tokens", [1, 50])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stream_waits_for_one_extend_step_at_most(new_tokens: int, overlap: bool) -> None:
+    """However little an extend step computes: a prompt that is cached but for a token arrives before each step."""
+    rig = Rig(
+        pool_size=16384,
+        max_running=64,
+        context_len=4096,
+        max_prefill_tokens=64,
+        chunked_prefill_size=64,
+        overlap=overlap,
+    )
+    shared = [5] * 50
+    rig.add("seed", shared, max_new_tokens=1)
+    rig.run()
+    rig.add("stream", [1, 2, 3], max_new_tokens=300)
+    rig.turn()
+    first = len(rig.runner.steps)
+    for index in range(200):
+        prompt = [*shared, index] if new_tokens == 1 else [index] * new_tokens
+        rig.add(f"p{index}", prompt, max_new_tokens=1)
+        rig.turn()
+    modes = "".join("d" if step.mode is ForwardMode.DECODE else "e" for step in rig.runner.steps[first:])
+    assert "ee" not in modes
+    assert modes.count("d") >= modes.count("e") * (DECODES_PER_EXTEND - 1)
+    assert modes.count("e") >= len(modes) // (DECODES_PER_EXTEND + 1), "prompts must not wait longer than that either"
+
+
+def test_a_burst_of_prompts_is_computed_before_the_first_decode_of_its_own() -> None:
+    """Requests that have just got their first token wait for nothing yet."""
+    rig = Rig(pool_size=8192, max_running=64, max_prefill_tokens=128, chunked_prefill_size=128, overlap=False)
+    for index in range(4):
+        rig.add(f"r{index}", [index] * 64, max_new_tokens=4)
+    rig.run()
+    assert [step.mode.name[0] for step in rig.runner.steps] == ["E", "E", "D", "D", "D"]
+
+
+# Prompts in chunks
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_aborted_prompt_gets_no_further_chunk(overlap: bool) -> None:
+    rig = Rig(pool_size=8192, context_len=4096, overlap=overlap)
+    rig.add("long", [1] * 2000)
+    for _ in range(5):
+        rig.turn()
+    num_steps = len(rig.runner.steps)
+    rig.abort("long")
+    rig.add("short", [2] * 5, max_new_tokens=1)
+    rig.run(max_turns=3)
+    assert isinstance(rig.heard["long"].finish, AbortFinish)
+    assert rig.extend_sizes[num_steps:] == [5]
+
+
+def test_while_an_aborted_prompt_is_in_flight_no_other_prompt_is_cut() -> None:
+    rig = Rig(pool_size=8192, context_len=4096)
+    rig.add("aborted", [1] * 2000)
+    rig.turn()
+    rig.abort("aborted")
+    rig.add("next", [2] * 200, max_new_tokens=1)
+    rig.run(max_turns=8)
+    assert isinstance(rig.heard["aborted"].finish, AbortFinish)
+    assert rig.heard["next"].ids == expected_output([2] * 200, 1, 1, 97)
+
+
+def test_a_prompt_that_waits_for_its_first_chunk_holds_up_nobody() -> None:
+    """Short prompts begin like a long one, which cannot start while another is in chunks."""
+    rig = Rig(pool_size=8192, max_running=16, context_len=4096, max_prefill_tokens=128)
+    shared = [7] * 20 + [8] * 20
+    rig.add("in chunks", [1] * 2000, max_new_tokens=1)
+    rig.turn()
+    rig.add("long", shared + [2] * 1000, max_new_tokens=1)
+    for index in range(6):
+        rig.add(f"short{index}", [*shared, index], max_new_tokens=1)
+    for _ in range(8):
+        rig.turn()
+    assert all(rig.heard[f"short{index}"].finish is not None for index in range(6))
+    assert rig.heard["in chunks"].finish is None
+
+
+# The waiting queue
+
+
+class CountedQueue(dict[Req, None]):
+    """A waiting queue that counts how many of its requests were looked at."""
+
+    num_looks = 0
+
+    def __iter__(self):
+        for req in super().__iter__():
+            self.num_looks += 1
+            yield req
+
+
+def looks_of_one_plan(num_waiting: int, policy: str) -> int:
+    rig = Rig(pool_size=8192, context_len=4096, max_queued=10_000, policy=policy, overlap=False)
+    rig.add("in chunks", [1] * 3000)
+    rig.turn()
+    for index in range(num_waiting):
+        rig.add(f"r{index}", [2 + index % 90, index // 90] * 50)  # more than a step has beside the chunk
+    rig.turn()
+    queue = rig.scheduler.queues.waiting = CountedQueue(rig.scheduler.queues.waiting)
+    rig.turn()
+    assert len(queue) == num_waiting
+    return queue.num_looks
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_a_plan_looks_at_few_of_many_waiting_requests(policy: str) -> None:
+    few, many = looks_of_one_plan(400, policy), looks_of_one_plan(4000, policy)
+    assert few == many <= 2 * MAX_PASSED_BY
+
+
+def test_counting_who_was_passed_over_looks_at_few_of_many() -> None:
+    """Short requests behind the first long ones are admitted beside the chunk, those far behind are not looked at."""
+    rig = Rig(pool_size=8192, max_running=64, context_len=4096, overlap=False)
+    rig.add("in chunks", [1] * 3000)
+    rig.turn()
+    for index in range(3000):
+        length = 3 if index % 10 == 9 else 100
+        rig.add(f"r{index}", [2 + index % 90, index // 90, 1] * length, max_new_tokens=1)
+    queue = rig.scheduler.queues.waiting = CountedQueue()
+    rig.turn()
+    assert 3000 - len(queue) >= 3
+    assert queue.num_looks <= 3 * MAX_PASSED_BY
+    assert next(iter(queue)).passed_over == 1
+
+
+def test_ageing_bounds_how_often_a_cold_prompt_is_passed_over() -> None:
+    rig = Rig(pool_size=2048, max_running=1)
+    warm = [5] * 60
+    rig.add("seed", warm, max_new_tokens=1)
+    rig.run()
+    rig.add("cold", [9] * 60, max_new_tokens=1)
+    for index in range(100):
+        rig.add(f"warm{index}", [*warm, index % 90], max_new_tokens=1)
+        rig.turn()
+    order = list(rig.heard)
+    assert order.index("cold") - order.index("warm0") == MAX_PASSED_OVER
+
+
+@pytest.mark.parametrize("num_short", [4, 2 * LPM_MAX_WAITING])
+def test_a_long_prompt_starts_when_the_place_for_chunks_is_free(num_short: int) -> None:
+    """However many warm, short prompts are behind it, more of them every turn."""
+    rig = Rig(pool_size=16384, max_running=64, context_len=4096, overlap=False)
+    warm = [5] * 60
+    rig.add("seed", warm, max_new_tokens=1)
+    rig.run()
+    rig.add("in chunks", [1] * 3000, max_new_tokens=1)
+    rig.turn()
+    rig.add("long", [9] * 200, max_new_tokens=1)
+    for index in range(num_short):
+        rig.add(f"short{index}", [*warm, index % 90], max_new_tokens=1)
+    num_added = 0
+    while rig.heard["in chunks"].finish is None:
+        for _ in range(4):
+            rig.add(f"more{num_added}", [*warm, num_added % 90, num_added // 90], max_new_tokens=1)
+            num_added += 1
+        rig.turn()
+    rig.turn()
+    chunked = rig.scheduler.queues.chunked
+    assert chunked is not None and chunked.rid == "long"

@@ -1,0 +1,156 @@
+"""One pass of admissions: who waits for whom, and what a pass leaves untouched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_rig import Rig
+
+from tercet.managers.kv_cache_manager import KVCacheManager
+from tercet.managers.prefill_adder import SHARE_LEN, PrefillAdder
+from tercet.managers.req import Req
+from tercet.mem_cache.allocator import make_allocator
+from tercet.mem_cache.radix_cache import RadixCache
+from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
+from tercet.srt.sampling_params import SamplingParams
+
+
+def make_kv(page_size: int, pool_size: int = 8192, eviction: str = "lru") -> KVCacheManager:
+    allocator = make_allocator(pool_size, page_size)
+    return KVCacheManager(ReqToTokenPool(64, 1024), allocator, RadixCache(allocator, page_size, eviction))
+
+
+def make_req(prompt: list[int], arrival: int = 0) -> Req:
+    sampling = SamplingParams(max_new_tokens=1, sampling_seed=0)
+    return Req(f"r{arrival}", np.array(prompt, dtype=np.int32), sampling, arrival=arrival)
+
+
+def make_adder(kv: KVCacheManager, *, max_tokens: int = 4096, expected: float = 0.0) -> PrefillAdder:
+    return PrefillAdder(
+        kv,
+        joining=(),
+        max_tokens=max_tokens,
+        chunk_size=max_tokens,
+        expected=expected,
+        chunked=None,
+        engine_empty=False,
+    )
+
+
+def put_into_cache(kv: KVCacheManager, prompt: list[int]) -> None:
+    """As if a request with this prompt had run and ended."""
+    req = make_req(prompt)
+    kv.admit(req, kv.match(req))
+    assert kv.extend([req], np.array([len(prompt)], dtype=np.int32)) is not None
+    kv.release(req)
+
+
+def num_common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[int]:
+    """Blocks of equal tokens: prompts agree up to places before, at and after the ends of pages."""
+    blocks = draw(st.lists(st.tuples(st.integers(0, 1), st.sampled_from([16, 31, 32, 33, 64])), min_size=1, max_size=5))
+    return [token for token, length in blocks for _ in range(length)]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    page_size=st.sampled_from([1, 4, 16, 20, 32, 64]),
+    cached=st.lists(prompts(), max_size=2),
+    waiting=st.lists(prompts(), min_size=2, max_size=6),
+)
+def test_a_request_waits_exactly_when_it_gains_by_waiting(
+    page_size: int, cached: list[list[int]], waiting: list[list[int]]
+) -> None:
+    kv = make_kv(page_size, pool_size=8000 // page_size * page_size)
+    for prompt in cached:
+        put_into_cache(kv, prompt)
+    reqs = [make_req(prompt, index) for index, prompt in enumerate(waiting)]
+    worth_waiting = -(-SHARE_LEN // page_size) * page_size
+    expected: list[int] = []
+    for index, prompt in enumerate(waiting):
+        num_cached = kv.match_len(reqs[index])
+        found_later = [num_common(waiting[other], prompt[:-1]) // page_size * page_size for other in expected]
+        if max(found_later, default=0) - num_cached < worth_waiting:
+            expected.append(index)
+    adder = make_adder(kv)
+    adder.admit(reqs)
+    assert [extend.req.arrival for extend in adder.extends] == expected
+
+
+def test_the_next_chunk_counts_as_soon_in_the_cache() -> None:
+    """A short prompt that begins with the next chunk of a long one waits for it."""
+    rig = Rig(pool_size=4096, context_len=4096, max_prefill_tokens=128, chunked_prefill_size=64)
+    rig.add("long", list(range(90)) * 3, max_new_tokens=1)
+    rig.turn()
+    rig.add("short", list(range(90)) + list(range(40)), max_new_tokens=1)
+    rig.run()
+    assert rig.extend_sizes[:2] == [64, 64]
+    assert rig.heard["short"].last.cached_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("page_size", "prompt_len", "num_requests", "sizes"),
+    [
+        (64, 33, 8, [8 * 33]),  # nothing of it can be matched: the last token is always computed
+        (64, 64, 8, [8 * 64]),
+        (64, 65, 8, [65, 7 * 1]),
+        (32, 33, 8, [33, 7 * 1]),
+        (32, 64, 8, [64, 7 * 32]),  # matched whole is one page
+        (32, 70, 8, [70, 7 * 6]),
+        (1, 32, 8, [8 * 32]),
+        (1, 33, 8, [33, 7 * 1]),
+    ],
+)
+def test_equal_prompts_take_two_steps_at_most(
+    page_size: int, prompt_len: int, num_requests: int, sizes: list[int]
+) -> None:
+    rig = Rig(pool_size=4096, page_size=page_size, max_running=16, max_prefill_tokens=1024, chunked_prefill_size=1024)
+    for index in range(num_requests):
+        rig.add(f"r{index}", [i % 31 for i in range(prompt_len)], max_new_tokens=1)
+    rig.run()
+    assert rig.extend_sizes == sizes
+
+
+def test_a_cached_beginning_does_not_keep_equal_prompts_from_sharing_the_rest() -> None:
+    rig = Rig(pool_size=4096, max_running=16, max_prefill_tokens=1024, chunked_prefill_size=1024)
+    system_prompt = [5] * 60
+    rig.add("seed", system_prompt, max_new_tokens=1)
+    rig.run()
+    for index in range(4):
+        rig.add(f"r{index}", [*system_prompt, *range(60)], sampling_seed=index, max_new_tokens=1)
+    rig.run()
+    assert rig.extend_sizes[1:] == [60, 3 * 1]
+
+
+def test_looking_at_a_request_that_does_not_fit_is_no_use_of_its_prefix() -> None:
+    """Else a prefix that is waited for would stay, under lfu, and one that is used would go."""
+    kv = make_kv(1, eviction="lfu")
+    used, wanted = [1] * 40, [2] * 40
+    put_into_cache(kv, used)
+    put_into_cache(kv, wanted)
+    for question in (7, 8):
+        put_into_cache(kv, [*used, question])
+    for _ in range(10):
+        adder = make_adder(kv, expected=1e9)
+        adder.admit([make_req([*wanted, 3])])
+        assert not adder.extends
+    kv.cache.evict(42)  # both questions and one prefix
+    assert kv.match_len(make_req([*used, 3])) == 40
+    assert kv.match_len(make_req([*wanted, 3])) == 0
+
+
+def test_a_cached_prefix_is_no_room_for_the_rest_of_its_own_request() -> None:
+    """The prefix is evictable now, but not once its request is admitted."""
+    kv = make_kv(1, pool_size=100)
+    put_into_cache(kv, [1] * 60)
+    adder = make_adder(kv)
+    adder.admit([make_req([1] * 60 + [2] * 39)])
+    assert adder.extends == []
+    adder.admit([make_req([1] * 60 + [2] * 37)])
+    assert [extend.end for extend in adder.extends] == [97]
