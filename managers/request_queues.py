@@ -34,15 +34,6 @@ class RequestQueues:
         """The live request of this id."""
         return self._live.get(rid)
 
-    def find(self, rid: str) -> Req | None:
-        """The live request of this id."""
-        return self._live.get(rid)
-
-    def add(self, req: Req) -> None:
-        """A new request waits."""
-        self._live[req.rid] = req
-        self.waiting.append(req)
-
     def holders(self) -> list[Req]:
         return [*self.running, self.chunked] if self.chunked is not None else list(self.running)
 
