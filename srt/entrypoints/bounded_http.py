@@ -1,4 +1,4 @@
-"""uvicorn's fast HTTP parser bounds nothing that a client sends beside a body, and waits for it forever; this one does not.
+"""An HTTP protocol that bounds what a client may send beside a body, and how long it may take.
 
 What a connection may cost before its request is known and its API key is checked:
 

@@ -127,18 +127,19 @@ def test_an_aborted_request_whose_logits_are_invalid_leaves_nothing() -> None:
 
 def test_a_retracted_request_whose_logits_are_invalid_leaves_nothing() -> None:
     rig = Rig(pool_size=64, conservativeness=0.01)
-    for index in range(6):
+    for index in range(5):
         rig.add(f"old{index}", [index] * 4, max_new_tokens=20)
-    while rig.scheduler.state().num_free_tokens > 16:
-        rig.turn()
-    poisoned(rig, "bad", [9] * 10, max_new_tokens=2)
-    rig.turn()  # its prompt is in flight, and leaves less room than the next tokens of all seven need
     rig.turn()
+    while rig.scheduler.state().num_free_tokens > 19:
+        rig.turn()
+    poisoned(rig, "bad", [9] * 11, max_new_tokens=2)
+    for _ in range(3):  # its prompt is in flight, and leaves less room than the next tokens of all six need
+        rig.turn()
     assert rig.scheduler.state().num_retractions == 1
     assert rig.heard["bad"].finish.err_type == InvalidLogits.__name__
     assert rig.heard["bad"].last.num_retractions == 1, "it was retracted after its end"
     rig.run()
-    for index in range(6):
+    for index in range(5):
         assert rig.heard[f"old{index}"].ids == expected_output([index] * 4, 1, 20, 97)
     assert nan_in_cache(rig) == 0
 

@@ -203,7 +203,7 @@ def test_bad_input_is_refused(site: Site, body: dict[str, Any], param: str, says
 
 
 def test_a_long_chat_is_rendered_off_the_loop(site: Site) -> None:
-    error = site.refused(PATH, {"messages": [{"role": "user", "content": "x" * 30_000}]})
+    error = site.refused(PATH, {"messages": [{"role": "user", "content": "x" * 80_000}]})
     assert error["code"] == "context_length_exceeded"
 
 
@@ -244,7 +244,7 @@ def test_a_chat_that_is_being_rendered_can_be_aborted_and_is_drained(
     monkeypatch.setattr(site.manager.tokenizer, "apply_chat_template", render)
 
     async def work() -> None:
-        body = {"messages": [{"role": "user", "content": "x" * 30_000}], "max_tokens": 2}
+        body = {"messages": [{"role": "user", "content": "x" * 80_000}], "max_tokens": 2}
         for ends in ("is aborted", "is drained"):
             entered.clear()
             gate.clear()

@@ -126,7 +126,7 @@ HI = {"role": "user", "content": "hi"}
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]}),
         ("/v1/chat/completions", {"messages": [HI], "chat_template_kwargs": {"mood": LONG}}),
         ("/v1/chat/completions", {"messages": [HI], "chat_template_kwargs": {"mood": {"a": [{"b": LONG}]}}}),
-        ("/v1/chat/completions", {"messages": [HI] * 2000}),
+        ("/v1/chat/completions", {"messages": [HI] * 4000}),
         ("/tokenize", {"messages": [{**HI, "reasoning_content": LONG}]}),
         ("/detokenize", {"tokens": [1] * SMALL_BODY_BYTES}),
     ],
