@@ -239,7 +239,7 @@ class Site:
         self.app = create_app(self.manager, **(app or {}))
         self._runner = asyncio.Runner()
         self.client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(self.app, raise_app_exceptions=True), base_url="http://test"
+            transport=httpx.ASGITransport(self.app, raise_app_exceptions=True), base_url="http://localhost"
         )
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -315,7 +315,7 @@ class LiveSite:
     def send(self, method: str, path: str, body: Any) -> socket.socket:
         """A connection on which the request is under way."""
         data = json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         connection = socket.create_connection(self.address, timeout=20)
         connection.sendall(head.encode() + data)
         return connection

@@ -1,4 +1,4 @@
-"""An HTTP protocol that bounds what a client may send beside a body, and how long it may take.
+"""One HTTP connection, and what it may cost: uvicorn's protocol itself has no limits but that on a body.
 
 What a connection may cost before its request is known and its API key is checked:
 

@@ -14,6 +14,7 @@ from ... import __version__
 from ...managers.tokenizer_manager import TokenizerManager
 from . import admin, native, openapi, tokenize
 from .auth import ApiKeyGuard
+from .cross_site import CrossSiteGuard
 from .error_handlers import http_exception
 from .openai import chat, completions, models, protocol
 from .routing import BoundEndpoint, Endpoint, Query, Server
@@ -126,7 +127,7 @@ def create_app(
     """The app of one engine. It starts nothing and stops nothing: processes are the caller's.
 
     `health_timeout_s`: how long /health_generate waits. With an `api_key` in the manager's settings, every path but
-    /health and /ready needs it.
+    /health and /ready needs it; without one, pages of other sites are refused.
     """
     server = Server(tokenizer_manager, __version__, health_timeout_s=health_timeout_s, state_timeout_s=state_timeout_s)
     endpoints = (*ENDPOINTS, *openapi.endpoints(ENDPOINTS))
@@ -134,9 +135,9 @@ def create_app(
     for endpoint in endpoints:
         bound = BoundEndpoint(endpoint, server)
         routes += [Route(path, bound, methods=endpoint.methods) for path in (endpoint.path, *endpoint.also)]
-    api_key = tokenizer_manager.server_args.api_key
-    middleware = [] if api_key is None else [Middleware(ApiKeyGuard, api_key)]
+    args = tokenizer_manager.server_args
+    guard = Middleware(CrossSiteGuard, args.host) if args.api_key is None else Middleware(ApiKeyGuard, args.api_key)
     handlers: dict[object, ExceptionHandler] = {HTTPException: http_exception}
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
     app.router.redirect_slashes = False  # a 307 to the path without the slash would not be in the envelope
     return app

@@ -1,0 +1,85 @@
+"""Keeps web pages of other sites away from a server without an API key.
+
+Any page that a browser shows could use a server on the same machine or network, in three ways. It sends a POST, which
+needs no permission as long as the page does not read the answer. It sends a GET, which has an effect on few paths here.
+Or its own host name is made to stand for a local address (DNS rebinding), so that the browser takes the server for the
+page's own. The first two are refused by the rules of Go's http.CrossOriginProtection, which look at headers that only
+browsers send. The third is refused by the Host header.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .auth import OPEN_PATHS
+from .error_handlers import Forbidden, error_response
+from .wire import shown
+
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_GETS_WITH_EFFECT = frozenset({"/flush_cache", "/health_generate"})
+
+
+class CrossSiteGuard:
+    """Refuses requests of foreign web pages with 403. For a server without a key; `host`: the address it listens on."""
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self._app = app
+        self._is_local = _is_loopback(host)
+        self._own_names = frozenset({"localhost", host.lower(), socket.gethostname().lower()})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            problem = self._problem(scope)
+            if problem is not None:
+                refused = Forbidden(f"{problem} (docs/api.md, Web pages)")
+                await error_response(refused)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> str | None:
+        origin = site = host = None
+        for name, value in scope["headers"]:
+            if name == b"host":
+                host = value.decode("latin-1")
+            elif name == b"origin":
+                origin = value.decode("latin-1")
+            elif name == b"sec-fetch-site":
+                site = value
+        if self._is_local and host is not None and not self._is_own(host):
+            return f"a server on a loopback address does not answer to the name {shown(host)} without an API key"
+        if scope["method"] in _SAFE_METHODS and scope["path"] not in _GETS_WITH_EFFECT:
+            return None
+        if site is not None:
+            return None if site in (b"same-origin", b"none") else "a page of another site must not send this"
+        if origin is not None and origin.partition("://")[2].lower() != (host or "").lower():
+            return f"a page of {shown(origin)} must not send this"
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        """An address is what it says; a name could stand for this machine by its owner's will."""
+        name = _name_of(host)
+        return name in self._own_names or name.endswith(".localhost") or _is_address(name)
+
+
+def _name_of(host: str) -> str:
+    """Of a Host header: without the port, without the brackets of an IPv6 address."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
