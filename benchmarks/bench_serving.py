@@ -238,7 +238,7 @@ def _times(options: argparse.Namespace, requests: Sequence[Request]) -> np.ndarr
 
 def _headers(options: argparse.Namespace) -> dict[str, str]:
     key = env.api_key()
-    return {**({} if key is None else {"Authorization": f"Bearer {key}"}), **dict(options.header or [])}
+    return {**({"Authorization": f"Bearer {key}"} if key else {}), **dict(options.header or [])}
 
 
 def _source_text(path: Path | None) -> str:

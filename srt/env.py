@@ -26,8 +26,10 @@ def with_added(added: Mapping[str, str]) -> dict[str, str]:
 
 
 def api_key() -> str | None:
-    """TERCET_API_KEY: the key of a server whose command line must not show it."""
-    return os.environ.get("TERCET_API_KEY") or None
+    """TERCET_API_KEY: the key of a server whose command line must not show it. Without the spaces and line breaks
+    around it; None when the variable is not there, "" when it is empty."""
+    key = os.environ.get("TERCET_API_KEY")
+    return None if key is None else key.strip()
 
 
 def base_url() -> str | None:

@@ -153,6 +153,11 @@ class ServerArgs:
                 )
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be in [0, 65535], got {self.port}")
+        if self.api_key is not None:
+            if not self.api_key:
+                raise ValueError("--api-key (or TERCET_API_KEY) must not be empty; leave it out to serve without a key")
+            if any(char.isspace() or not char.isprintable() for char in self.api_key):
+                raise ValueError("--api-key (or TERCET_API_KEY) must have no spaces, line breaks or control characters")
         if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:
             raise ValueError(f"--mem-fraction-static must be in (0, 1), got {self.mem_fraction_static}")
         if not self.schedule_conservativeness > 0:
@@ -242,8 +247,10 @@ def from_namespace(namespace: argparse.Namespace) -> ServerArgs:
     if getattr(namespace, "config", None):
         values.update(_read_config(namespace.config))
     values.update({key: value for key, value in vars(namespace).items() if key in known})
-    if "api_key" not in values and env.api_key() is not None:
+    if "api_key" not in values:
         values["api_key"] = env.api_key()
+    if isinstance(values["api_key"], str):
+        values["api_key"] = values["api_key"].strip()  # a file that holds a key usually ends in a line break
     return ServerArgs.from_dict(values)
 
 

@@ -16,6 +16,7 @@ class ApiKeyGuard:
     """Refuses every request, known route or not, that does not bear the key, compared in constant time."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
+        assert api_key, "an empty key would admit a request without one"
         self._app = app
         self._key = api_key.encode()
 

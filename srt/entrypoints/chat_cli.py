@@ -33,7 +33,7 @@ def chat(
     question of a pipe had no answer."""
     log.configure("chat", "warning")
     try:
-        partner = choose_partner(model, base_url, api_key or env.api_key())
+        partner = choose_partner(model, base_url, (api_key or env.api_key() or "").strip() or None)
     except (ChatError, TercetError, ValueError, OSError) as error:
         sys.stderr.write(f"tercet chat: {error}\n")
         return 1

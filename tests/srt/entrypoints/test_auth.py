@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fake_http import Site, error_of
 from starlette.routing import Route
 
 from tercet.srt.entrypoints.auth import OPEN_PATHS
+from tercet.srt.server_args import ServerArgs, parse_args
 
 KEY = "sesame-ö-4711"
 
@@ -74,3 +77,45 @@ def test_the_key_opens(guarded: Site, scheme: str) -> None:
 def test_without_a_key_everything_is_open(site: Site) -> None:
     assert site.get("/v1/models").status_code == 200
     assert site.get("/v1/models", headers={"authorization": "Bearer whatever"}).status_code == 200
+
+
+@pytest.mark.parametrize("given", ["sesame", "sesame\n", "  sesame\r\n"])
+@pytest.mark.parametrize("source", ["flag", "variable", "file"])
+def test_line_breaks_around_a_key_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, given: str
+) -> None:
+    assert parsed(monkeypatch, tmp_path, source, given).api_key == "sesame"
+
+
+@pytest.mark.parametrize("given", ["", "\n", "  "])
+@pytest.mark.parametrize("source", ["flag", "variable", "file"])
+def test_an_empty_key_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(monkeypatch, tmp_path, source, given)
+    assert "--api-key (or TERCET_API_KEY) must not be empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b", "a\nb", "a\x00", "a\n"])
+def test_settings_take_no_key_that_a_header_cannot_carry(key: str) -> None:
+    with pytest.raises(ValueError, match="--api-key") as caught:
+        ServerArgs(model_path="m", api_key=key)
+    assert not key.strip() or repr(key) not in str(caught.value)
+
+
+def test_no_key_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TERCET_API_KEY", raising=False)
+    assert parse_args(["--model-path", "m"]).api_key is None
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, key: str) -> ServerArgs:
+    monkeypatch.delenv("TERCET_API_KEY", raising=False)
+    if source == "flag":
+        return parse_args(["--model-path", "m", "--api-key", key])
+    if source == "variable":
+        monkeypatch.setenv("TERCET_API_KEY", key)
+        return parse_args(["--model-path", "m"])
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"model-path": "m", "api-key": key}))
+    return parse_args(["--config", str(config), "--model-path", "m"])
