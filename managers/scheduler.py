@@ -33,6 +33,7 @@ from .batch_result import ResultProcessor
 from .idle_audit import IdleAudit
 from .kv_cache_manager import KVCacheManager
 from .planner import PlanLimits, Planner
+from .req import Req
 from .req_factory import ReqFactory
 from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch
@@ -94,7 +95,7 @@ class Scheduler:
             self._process(launched)
             launched = None
         self._results.finish_aborted()
-        self._io.flush(len(self.queues.running), len(self.queues.waiting))
+        self._io.flush(self.state)
         has_worked = batch is not None or in_flight is not None
         self._watch_idle(has_worked=has_worked, is_idle=launched is None and not self.queues.is_busy)
         return launched
@@ -121,10 +122,8 @@ class Scheduler:
                 else:
                     self.queues.add(req)
             case AbortReq():
-                found = self.queues.live() if message.rid is None else [self.queues.find(message.rid)]
-                for req in found:
-                    if req is not None:
-                        self._results.abort(req, AbortFinish("aborted by the client"))
+                for req in self._named(message.rid):
+                    self._results.abort(req, AbortFinish("aborted by the client"))
             case FlushCacheReq():
                 num_busy = len(self.queues)
                 if num_busy == 0:
@@ -133,6 +132,13 @@ class Scheduler:
                 self._io.reply(FlushCacheReply(message.call_id, num_busy == 0, num_busy))
             case StateReq():
                 self._io.reply(StateReply(message.call_id, self.state()))
+
+    def _named(self, rid: str | None) -> list[Req]:
+        """The live request of this id, if there is one; all live requests for None."""
+        if rid is None:
+            return self.queues.live()
+        req = self.queues.find(rid)
+        return [] if req is None else [req]
 
     def _launch(self, batch: ScheduleBatch) -> InFlight:
         result = self._runner.launch(batch.inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from ..srt.errors import TercetError
@@ -11,6 +12,7 @@ from ..srt.io_struct import (
     BatchTokenOut,
     GenerateReq,
     Heartbeat,
+    SchedulerState,
     ToDetokenizer,
     TokenOut,
     ToScheduler,
@@ -63,12 +65,12 @@ class SchedulerIO:
     def reply(self, message: ToTokenizer) -> None:
         self._tokenizer.send(message)
 
-    def flush(self, num_running: int, num_waiting: int) -> None:
-        """Sends what this turn produced, and a heartbeat when one is due."""
+    def flush(self, state: Callable[[], SchedulerState]) -> None:
+        """Sends what this turn produced, and a heartbeat with the state when one is due."""
         if self._outs:
             self._detokenizer.send(BatchTokenOut(self._outs))
             self._outs = []
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + _HEARTBEAT_S
-            self._tokenizer.send(Heartbeat(num_running, num_waiting))
+            self._tokenizer.send(Heartbeat(state()))

@@ -19,19 +19,11 @@ logger = logging.getLogger(__name__)
 class SchedulerMetrics:
     """Counters since the start; a rate over the last `decode_log_interval` decode steps."""
 
-    def __init__(
-        self,
-        decode_log_interval: int,
-        weight_bytes: int = 0,
-        kv_bytes: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, decode_log_interval: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds from any start."""
         self.num_finished = 0
         self.num_aborted = 0
         self._interval = decode_log_interval
-        self._weight_bytes = weight_bytes
-        self._kv_bytes = kv_bytes
         self._gen_throughput = 0.0
         self._cached_tokens = 0
         self._prompt_tokens = 0
@@ -94,8 +86,6 @@ class SchedulerMetrics:
             num_finished=self.num_finished,
             num_kv_repairs=num_kv_repairs,
             new_token_ratio=new_token_ratio,
-            weight_bytes=self._weight_bytes,
-            kv_bytes=self._kv_bytes,
         )
 
     def _on_extend(self, batch: ScheduleBatch, kv: KVCacheManager, queues: RequestQueues) -> None:

@@ -108,7 +108,7 @@ def build_scheduler(
             stream_interval=server_args.stream_interval,
             make_stop_checker=lambda params: _stop_checker(tokenizer, params),
         ),
-        SchedulerMetrics(server_args.decode_log_interval, runner.weight_bytes, runner.kv_bytes),
+        SchedulerMetrics(server_args.decode_log_interval),
         enable_overlap=runner.is_asynchronous and not server_args.disable_overlap_schedule,
     )
 

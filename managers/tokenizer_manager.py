@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -53,6 +53,13 @@ class SchedulerLink(Protocol):
     def send(self, message: ToScheduler) -> None: ...
 
 
+class KnownState(NamedTuple):
+    """What is known of the scheduler. `age_s`: seconds since it told; 0 when it has just answered."""
+
+    state: SchedulerState
+    age_s: float
+
+
 class TokenizerManager:
     """Validates, tokenises, sends, and hands each output to its Generation."""
 
@@ -79,6 +86,8 @@ class TokenizerManager:
         self._seeds = random.Random(server_args.random_seed)
         self._requests = RequestRegistry(self._send_abort, self._draw_seed)
         self._last_heartbeat = time.monotonic()
+        self._last_state: SchedulerState | None = None
+        self._last_state_at = 0.0
         self._warn_of_tokens_without_rows()
 
     # Requests
@@ -214,9 +223,20 @@ class TokenizerManager:
                 return reply
             await asyncio.sleep(0.05)
 
-    async def scheduler_state(self) -> SchedulerState:
-        reply: StateReply = await self._call(lambda call_id: StateReq(call_id))
-        return reply.state
+    async def scheduler_state(self, timeout_s: float) -> KnownState:
+        """The scheduler's state. When it does not answer in time, as in a long step, the last state that it told.
+
+        Raises EngineDead when it has told none yet, when its loop has not turned within the watchdog's time, and when
+        a process is gone.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply: StateReply = await self._call(lambda call_id: StateReq(call_id))
+                return KnownState(reply.state, 0.0)
+        except TimeoutError:
+            if self._last_state is None or not self.is_healthy:
+                raise EngineDead(f"the scheduler did not answer within {timeout_s:g} s") from None
+            return KnownState(self._last_state, time.monotonic() - self._last_state_at)
 
     def fail(self, message: str) -> None:
         """A process of the engine is gone: every waiting client gets an error now."""
@@ -236,12 +256,13 @@ class TokenizerManager:
                 generation = self._requests.generation(out.rid)
                 if generation is not None:  # else it was closed here, while its last outputs were under way
                     generation.push(out)
-        elif isinstance(message, FlushCacheReply | StateReply):
+            return
+        if isinstance(message, Heartbeat | StateReply):
+            self._last_state, self._last_state_at = message.state, time.monotonic()
+        if isinstance(message, FlushCacheReply | StateReply):
             call = self._calls.get(message.call_id)
             if call is not None and not call.done():
                 call.set_result(message)
-        else:
-            assert isinstance(message, Heartbeat)
 
     # Inside
 

@@ -144,13 +144,6 @@ class BatchTextOut(msgspec.Struct, frozen=True, tag="texts"):
     outs: list[TextOut]
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The scheduler's loop has turned. Sent at least twice a second while it is not inside a step."""
-
-    num_running: int
-    num_waiting: int
-
-
 class FlushCacheReply(msgspec.Struct, frozen=True, tag="flushed"):
     call_id: int
     ok: bool
@@ -162,6 +155,7 @@ class SchedulerState(msgspec.Struct, frozen=True):
     """A look at the scheduler, for /server_info, /get_load and tests. Tokens are KV slots."""
 
     num_running: int
+    """Requests that hold KV: those that decode, and the prompt of which a part is computed."""
     num_waiting: int
     num_free_tokens: int
     num_evictable_tokens: int
@@ -178,8 +172,12 @@ class SchedulerState(msgspec.Struct, frozen=True):
     num_kv_repairs: int
     """Times the idle audit found a mistake in the KV books and rebuilt the pool."""
     new_token_ratio: float
-    weight_bytes: int
-    kv_bytes: int
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """The scheduler's loop has turned. Sent at least twice a second while it is not inside a step."""
+
+    state: SchedulerState
 
 
 class StateReply(msgspec.Struct, frozen=True, tag="state"):

@@ -93,7 +93,7 @@ def run_scheduler(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
                 tokenizer.send(FlushCacheReply(message.call_id, not running, len(running)))
             elif isinstance(message, StateReq):
                 tokenizer.send(StateReply(message.call_id, _state(len(running))))
-        tokenizer.send(Heartbeat(len(running), 0))
+        tokenizer.send(Heartbeat(_state(len(running))))
         outs = [_step(rid, request) for rid, request in running.items()]
         for out in outs:
             if out.finish is not None:
@@ -118,7 +118,7 @@ def _aborted(rid: str, request: Running) -> TokenOut:
 
 
 def _state(num_running: int) -> SchedulerState:
-    return SchedulerState(num_running, 0, 1, 2, 3, 4, FACTS.max_total_num_tokens, 0.0, 0.0, 0, 0, 0, 0, 0.5, 1, 2)
+    return SchedulerState(num_running, 0, 1, 2, 3, 4, FACTS.max_total_num_tokens, 0.0, 0.0, 0, 0, 0, 0, 0.5)
 
 
 def run_detokenizer(server_args, run_dir: RunDir, on_ready, should_stop) -> None:

@@ -106,7 +106,7 @@ class FakeScheduler:
             loop.call_soon(self.manager.on_message, FlushCacheReply(message.call_id, busy == 0, busy))
         else:
             assert isinstance(message, StateReq)
-            loop.call_soon(self.manager.on_message, StateReply(message.call_id, self._state()))
+            loop.call_soon(self.manager.on_message, StateReply(message.call_id, self.state()))
 
     def release(self) -> None:
         """From any thread: lets one output go that is held."""
@@ -145,7 +145,7 @@ class FakeScheduler:
         ids = [i % 256 for i in range(done, upto)]
         return TextOut(request.rid, text, ids, finish, prompt_tokens, upto, prompt_tokens - 1, 0)
 
-    def _state(self) -> SchedulerState:
+    def state(self) -> SchedulerState:
         return SchedulerState(
             num_running=len(self.running),
             num_waiting=2,
@@ -161,8 +161,6 @@ class FakeScheduler:
             num_finished=5,
             num_kv_repairs=0,
             new_token_ratio=0.5,
-            weight_bytes=1 << 30,
-            kv_bytes=1 << 29,
         )
 
     def prompts(self) -> list[list[int]]:
@@ -221,8 +219,9 @@ def make_manager(
         device="cpu",
         attention_backend="torch",
         page_size=1,
-        weight_bytes=1,
-        kv_bytes=1,
+        weight_bytes=1 << 30,
+        kv_bytes=1 << 29,
+        graph_bytes=1 << 28,
     )
     if args.skip_tokenizer_init:
         tokenizer = None

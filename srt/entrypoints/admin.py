@@ -49,6 +49,8 @@ class Load(msgspec.Struct, frozen=True):
     num_reqs: int
     num_waiting_reqs: int
     num_tokens: int
+    age_s: float
+    """Seconds since the scheduler told these numbers; above 0 when it is in a long step."""
 
 
 class LoadDetail(msgspec.Struct, frozen=True):
@@ -61,6 +63,8 @@ class LoadDetail(msgspec.Struct, frozen=True):
     token_usage: float
     gen_throughput: float
     cache_hit_rate: float
+    age_s: float
+    """As in /get_load."""
 
 
 class Loads(msgspec.Struct, frozen=True):
@@ -157,7 +161,7 @@ async def server_info(server: Server, request: Request, body: None) -> ASGIApp:
 async def collect_server_info(server: Server) -> dict[str, Any]:
     """The answer of /server_info."""
     manager = server.manager
-    state = await scheduler_state(server)
+    state, age_s = await manager.scheduler_state(server.state_timeout_s)
     settings = dataclasses.asdict(manager.server_args)
     del settings["api_key"]
     facts = manager.facts
@@ -178,42 +182,34 @@ async def collect_server_info(server: Server) -> dict[str, Any]:
         "version": server.version,
         "max_total_num_tokens": facts.max_total_num_tokens,
         "max_req_input_len": facts.max_req_input_len,
-        "internal_states": [_internal_state(server, state)],
+        "internal_states": [{**_internal_state(server, state), "age_s": age_s}],
     }
 
 
 def _internal_state(server: Server, state: SchedulerState) -> dict[str, Any]:
+    facts = server.manager.facts
     memory = {
-        "weight": round(state.weight_bytes / _GIB, 3),
-        "kvcache": round(state.kv_bytes / _GIB, 3),
-        "token_capacity": state.max_total_num_tokens,
-        "graph": 0.0,
+        "weight": round(facts.weight_bytes / _GIB, 3),
+        "kvcache": round(facts.kv_bytes / _GIB, 3),
+        "token_capacity": facts.max_total_num_tokens,
+        "graph": round(facts.graph_bytes / _GIB, 3),
     }
     return {
         **msgspec.structs.asdict(state),
         "memory_usage": memory,
-        "effective_max_running_requests_per_dp": server.manager.facts.max_running_requests,
+        "effective_max_running_requests_per_dp": facts.max_running_requests,
         "avg_spec_accept_length": None,
     }
 
 
-async def scheduler_state(server: Server) -> SchedulerState:
-    """Raises EngineDead when the scheduler does not answer in time."""
-    try:
-        async with asyncio.timeout(server.state_timeout_s):
-            return await server.manager.scheduler_state()
-    except TimeoutError:
-        raise EngineDead(f"the scheduler did not answer within {server.state_timeout_s:g} s") from None
-
-
 async def get_load(server: Server, request: Request, body: None) -> ASGIApp:
-    state = await scheduler_state(server)
-    load = Load(0, state.num_running + state.num_waiting, state.num_waiting, _used_tokens(state))
+    state, age_s = await server.manager.scheduler_state(server.state_timeout_s)
+    load = Load(0, state.num_running + state.num_waiting, state.num_waiting, _used_tokens(state), age_s)
     return json_response([load])
 
 
 async def loads(server: Server, request: Request, body: None) -> ASGIApp:
-    state = await scheduler_state(server)
+    state, age_s = await server.manager.scheduler_state(server.state_timeout_s)
     used = _used_tokens(state)
     load = LoadDetail(
         dp_rank=0,
@@ -225,6 +221,7 @@ async def loads(server: Server, request: Request, body: None) -> ASGIApp:
         token_usage=used / max(state.max_total_num_tokens, 1),
         gen_throughput=state.last_gen_throughput,
         cache_hit_rate=state.cache_hit_rate,
+        age_s=age_s,
     )
     return json_response(Loads(time.time(), server.version, [load]))
 
@@ -246,7 +243,7 @@ async def flush_cache(server: Server, request: Request, body: None) -> ASGIApp:
             f"timeout must be seconds in [0, {_MAX_FLUSH_WAIT_S:g}], got {shown(given)}", param="timeout"
         )
     try:
-        async with asyncio.timeout(timeout_s + server.state_timeout_s):
+        async with asyncio.timeout(timeout_s + server.flush_timeout_s):
             reply = await server.manager.flush_cache(timeout_s)
     except TimeoutError:
         raise EngineDead("the scheduler did not answer") from None

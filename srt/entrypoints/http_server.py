@@ -122,14 +122,24 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 
 
 def create_app(
-    tokenizer_manager: TokenizerManager, *, health_timeout_s: float = 20.0, state_timeout_s: float = 5.0
+    tokenizer_manager: TokenizerManager,
+    *,
+    health_timeout_s: float = 20.0,
+    state_timeout_s: float = 1.0,
+    flush_timeout_s: float = 5.0,
 ) -> Starlette:
     """The app of one engine. It starts nothing and stops nothing: processes are the caller's.
 
-    `health_timeout_s`: how long /health_generate waits. With an `api_key` in the manager's settings, every path but
-    /health and /ready needs it; without one, pages of other sites are refused.
+    The timeouts are those of `Server`. With an `api_key` in the manager's settings, every path but /health and /ready
+    needs it; without one, pages of other sites are refused.
     """
-    server = Server(tokenizer_manager, __version__, health_timeout_s=health_timeout_s, state_timeout_s=state_timeout_s)
+    server = Server(
+        tokenizer_manager,
+        __version__,
+        health_timeout_s=health_timeout_s,
+        state_timeout_s=state_timeout_s,
+        flush_timeout_s=flush_timeout_s,
+    )
     endpoints = (*ENDPOINTS, *openapi.endpoints(ENDPOINTS))
     routes: list[BaseRoute] = []
     for endpoint in endpoints:

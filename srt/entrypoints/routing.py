@@ -55,8 +55,10 @@ class Server:
     version: str
     health_timeout_s: float = 20.0
     """How long /health_generate waits for its token."""
-    state_timeout_s: float = 5.0
-    """How long an endpoint waits for the scheduler to tell its state."""
+    state_timeout_s: float = 1.0
+    """How long an endpoint waits for the scheduler to tell its state, before it answers with the last one known."""
+    flush_timeout_s: float = 5.0
+    """How long /flush_cache waits for the scheduler's answer, on top of its own `timeout`."""
     started: int = field(default_factory=lambda: int(time.time()))
     decoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "body-decoder"))
     """Decodes large bodies, one at a time: decoding holds the interpreter's lock."""

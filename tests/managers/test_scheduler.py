@@ -11,7 +11,7 @@ from scheduler_rig import Rig
 
 from fakes import expected_output
 from tercet.srt.errors import PromptTooLong, QueueFull
-from tercet.srt.io_struct import AbortFinish, FlushCacheReq, LengthFinish, StateReq, StopFinish
+from tercet.srt.io_struct import AbortFinish, FlushCacheReq, Heartbeat, LengthFinish, StateReq, StopFinish
 
 SCHEDULES = int(os.environ.get("TERCET_SCHEDULES", "80"))
 """Random schedules that a property is tried on; set TERCET_SCHEDULES=500 for the long run."""
@@ -207,6 +207,15 @@ def test_flush_refuses_while_busy_and_empties_when_idle() -> None:
     assert not replies[1].ok and replies[1].num_busy == 1
     assert replies[2].ok
     assert replies[3].state.num_free_tokens == replies[3].state.max_total_num_tokens
+
+
+def test_a_heartbeat_tells_the_state() -> None:
+    rig = Rig(chunked_prefill_size=16, max_prefill_tokens=16)
+    rig.add("r", list(range(40)))
+    rig.turn()
+    (beat,) = (message for message in rig.tokenizer.messages if isinstance(message, Heartbeat))
+    assert beat.state == rig.scheduler.state()
+    assert (beat.state.num_running, beat.state.num_waiting) == (1, 0), "a prompt in chunks counts as running"
 
 
 def test_nothing_to_do_sleeps() -> None:

@@ -265,7 +265,7 @@ def test_a_dead_engine_ends_everything_with_an_error_and_keeps_what_was_said() -
         (key,) = scheduler.running
         manager.on_message(BatchTextOut([TextOut(key, text_of(1), [0], None, 2, 1, 0, 0)]))
         scheduler.dead = True
-        call = asyncio.create_task(manager.scheduler_state())
+        call = asyncio.create_task(manager.scheduler_state(60))
         await asyncio.sleep(0)
         manager.fail("the scheduler process died")
         result = await generation.result()
@@ -288,7 +288,7 @@ def test_health_follows_the_heartbeat() -> None:
         assert manager.is_healthy
         await asyncio.sleep(0.1)
         assert not manager.is_healthy
-        manager.on_message(Heartbeat(0, 0))
+        manager.on_message(Heartbeat(FakeScheduler().state()))
         assert manager.is_healthy
 
     run(work())

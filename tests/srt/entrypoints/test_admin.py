@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from fake_http import CONTEXT_LEN, Site, error_of
 
-from tercet.srt.io_struct import AbortFinish
+from tercet.srt.io_struct import AbortFinish, Heartbeat
 
 SECRET = "sesame-4711"
+LOAD = {"dp_rank": 0, "num_reqs": 2, "num_waiting_reqs": 2, "num_tokens": 200, "age_s": 0.0}
 
 
 @pytest.fixture
 def hasty() -> Iterator[Site]:
-    site = Site(app={"health_timeout_s": 0.05, "state_timeout_s": 0.05})
+    site = Site(app={"health_timeout_s": 0.05, "state_timeout_s": 0.05, "flush_timeout_s": 0.05})
     yield site
     site.close()
 
@@ -89,13 +90,13 @@ def test_server_info_tells_no_secret(path: str) -> None:
     assert (info["status"], info["max_total_num_tokens"], info["max_req_input_len"]) == ("ready", 1000, 255)
     (state,) = info["internal_states"]
     assert state["last_gen_throughput"] == 12.5
-    assert state["memory_usage"] == {"weight": 1.0, "kvcache": 0.5, "token_capacity": 1000, "graph": 0.0}
+    assert state["memory_usage"] == {"weight": 1.0, "kvcache": 0.5, "token_capacity": 1000, "graph": 0.25}
     assert state["effective_max_running_requests_per_dp"] == 16
     site.close()
 
 
 def test_loads(site: Site) -> None:
-    assert site.get("/get_load").json() == [{"dp_rank": 0, "num_reqs": 2, "num_waiting_reqs": 2, "num_tokens": 200}]
+    assert site.get("/get_load").json() == [LOAD]
     loads = site.get("/v1/loads").json()
     assert loads["loads"] == [
         {
@@ -108,6 +109,7 @@ def test_loads(site: Site) -> None:
             "token_usage": 0.2,
             "gen_throughput": 12.5,
             "cache_hit_rate": 0.25,
+            "age_s": 0.0,
         }
     ]
     assert loads["timestamp"] > 1_600_000_000 and loads["version"]
@@ -117,6 +119,33 @@ def test_loads(site: Site) -> None:
 def test_a_scheduler_that_does_not_answer_is_a_503(hasty: Site, path: str) -> None:
     hasty.scheduler.dead = True
     answer = hasty.get(path)
+    assert answer.status_code == 503 and "did not answer" in answer.text
+
+
+@pytest.mark.parametrize("beat", [True, False])
+def test_in_a_long_step_the_last_known_state_is_the_answer(hasty: Site, beat: bool) -> None:
+    if beat:
+        hasty.manager.on_message(Heartbeat(hasty.scheduler.state()))
+    else:
+        assert hasty.get("/get_load").json() == [LOAD]
+    hasty.scheduler.dead = True
+    (load,) = hasty.get("/get_load").json()
+    assert load.pop("age_s") > 0
+    assert load == {key: value for key, value in LOAD.items() if key != "age_s"}
+    (detail,) = hasty.get("/v1/loads").json()["loads"]
+    assert detail["num_used_tokens"] == 200 and detail["age_s"] > 0
+    info = hasty.get("/server_info").json()
+    assert info["status"] == "ready" and info["internal_states"][0]["age_s"] > 0
+    assert "did not answer" in hasty.get("/flush_cache").text
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_load", "/v1/loads"])
+def test_a_hung_scheduler_is_a_503(path: str) -> None:
+    site = Site(app={"state_timeout_s": 0.05}, watchdog_timeout=0.01)
+    site.manager.on_message(Heartbeat(site.scheduler.state()))
+    site.scheduler.dead = True
+    answer = site.get(path)
+    site.close()
     assert answer.status_code == 503 and "did not answer" in answer.text
 
 
