@@ -67,11 +67,8 @@ def build_arguments() -> dict[str, object]:
                 built.unlink()
             try:
                 super().build_extension(ext)
-            except (BaseError, CCompilerError, OSError) as error:
-                tell(
-                    f"building {ext.name} failed ({error}); the compiler's errors stand above. {CONSEQUENCE} "
-                    f"{facts.remedy(ROOT)}"
-                )
+            except (BaseError, CCompilerError, OSError):
+                tell(f"building {ext.name} failed: see the compiler's errors. {CONSEQUENCE} {facts.remedy(ROOT)}")
 
     extensions = [
         CppExtension(

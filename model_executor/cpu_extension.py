@@ -104,11 +104,16 @@ def lanes() -> int:
 
 
 def take_threads() -> None:
-    """From now on the compiled operations compute on as many threads as torch did, and torch on one. A thread of
-    torch's (OpenMP) goes on spinning for milliseconds after its work, on a core that these operations then lack: one
-    indexing of 9,216 numbers in a decode step made all of it 1.3 times as slow."""
-    torch.ops.tercet_cpu.set_num_threads(torch.get_num_threads())
-    torch.set_num_threads(1)
+    """Gives the compiled operations as many threads as torch has, and leaves one to torch.
+
+    A thread of torch's (OpenMP) goes on spinning for milliseconds after its work, on a core that these operations then
+    lack: one indexing of 9,216 numbers in a decode step made all of it 1.3 times as slow. A second call changes
+    nothing, unless torch was given threads again.
+    """
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.ops.tercet_cpu.set_num_threads(threads)
+        torch.set_num_threads(1)
 
 
 def multiplies(dtype: torch.dtype) -> bool:

@@ -377,7 +377,11 @@ TORCH_LIBRARY(tercet_cpu, m) {
       .def("run", &Graph::run)
       .def("num_operations", &Graph::num_operations);
   m.def("lanes() -> int", &lanes);
-  m.def("set_num_threads(int n) -> ()", [](int64_t n) { Pool::get().set_num_threads(n); });
+  m.def("num_threads() -> int", [] { return Pool::get().num_threads(); });
+  m.def("set_num_threads(int n) -> ()", [](int64_t n) {
+    TORCH_CHECK(n >= 0, "the number of threads must not be negative, got ", n);
+    Pool::get().set_num_threads(n);
+  });
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, bool to_float=False) -> Tensor", &linear_op);
   m.def("linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_silu_mul_op);
   m.def("embedding(Tensor ids, Tensor packed) -> Tensor", &embedding_op);

@@ -31,15 +31,23 @@ inline void relax() {
 
 class Pool {
  public:
-  /// The one of this process. Its threads start with the first job.
+  /// The pool of this process. Its threads start with the first job.
   static Pool& get() {
-    static Pool pool;
+    // It is never destroyed: when the process exits, other threads may still compute, and the pool's own may be asleep.
+    static Pool& pool = *new Pool;
     return pool;
   }
 
-  /// The caller included: as many as torch computes with unless it was said (`set_num_threads`).
-  int64_t num_threads() const { return num_threads_ ? num_threads_ : at::get_num_threads(); }
-  void set_num_threads(int64_t n) { num_threads_ = n; }
+  Pool(const Pool&) = delete;
+
+  /// Threads that compute, the caller included: what `set_num_threads` was given, else as many as torch has.
+  int64_t num_threads() const {
+    const int64_t given = num_threads_.load(std::memory_order_relaxed);
+    return given ? given : at::get_num_threads();
+  }
+
+  /// From the next job on. 0: as many as torch has.
+  void set_num_threads(int64_t n) { num_threads_.store(n, std::memory_order_relaxed); }
 
   /// f(item) for every item of [0, count), each once, on any thread and in any order; returns when all are done.
   /// f must not throw. Another caller at the same time does its items alone.
@@ -71,7 +79,7 @@ class Pool {
   // not cost a core.
   static constexpr std::chrono::microseconds kPatience{200};
 
-  ~Pool() { stop_threads(); }
+  Pool() = default;
 
   /// Number of the job above, unclaimed items below: a claim cannot mistake one job for the next.
   uint64_t ticket(int64_t unclaimed) const { return static_cast<uint64_t>(job_) << 32 | static_cast<uint64_t>(unclaimed); }
@@ -133,7 +141,7 @@ class Pool {
   }
 
   std::mutex caller_;
-  int64_t num_threads_ = 0;
+  std::atomic<int64_t> num_threads_{0};
   std::vector<std::thread> threads_;
   void (*call_)(const void*, int64_t) = nullptr;
   const void* context_ = nullptr;
