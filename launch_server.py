@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from . import __version__
 from .srt import server_args as settings
-from .srt.default_model import DEFAULT_MODEL_NAME, HOW_TO_GET_IT, require_default_model
+from .srt.model_files.default_model import DEFAULT_MODEL_NAME, HOW_TO_GET_IT, require_default_model
 from .srt.server_args import ServerArgs
 
 _SERVE = "Serve a model over HTTP: OpenAI's endpoints and SGLang's /generate."

@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 
 from ..model_executor import cpu_extension
-from ..model_executor.dtypes import resolve_dtype
-from ..model_executor.heap import keep_freed_memory
+from ..model_executor.device.dtypes import resolve_dtype
+from ..model_executor.device.heap import keep_freed_memory
 from ..model_executor.layers.kinds import TORCH_LAYERS, Layer, LayerKinds, layers_for
 from ..model_executor.layers.linear import can_pack
 from ..model_executor.models.parameters import decoder_parameters
-from ..model_executor.quantization import BITS_PER_WEIGHT, GROUP, HEAD_FORM, quantize
-from ..srt.model_config import ModelConfig
+from ..model_executor.weights.quantization import BITS_PER_WEIGHT, GROUP, HEAD_FORM, quantize
+from ..srt.model_files.model_config import ModelConfig
 from .ceilings import matmul_flops_per_s
 from .kernel_case import relative_error
 from .presets import PRESETS, load_shape, model_name

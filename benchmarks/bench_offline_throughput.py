@@ -20,11 +20,11 @@ from typing import TypeVar
 
 import torch
 
-from ..model_executor.dtypes import resolve_dtype
-from ..model_executor.model_runner import resolve_device
-from ..model_executor.weights import checkpoint_dtype
+from ..model_executor.device.dtypes import resolve_dtype
+from ..model_executor.runner.model_runner import resolve_device
+from ..model_executor.weights.loader import checkpoint_dtype
 from ..srt.entrypoints.engine import Engine
-from ..srt.model_config import load_model_config
+from ..srt.model_files.model_config import load_model_config
 from ..srt.server_args import ServerArgs
 from .ceilings import measure_ceilings
 from .engine_args import add_engine_arguments, engine_args

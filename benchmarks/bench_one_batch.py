@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ..model_executor.dtypes import resolve_dtype
-from ..model_executor.model_runner import resolve_device
-from ..model_executor.weights import checkpoint_dtype
-from ..srt.model_config import load_model_config
+from ..model_executor.device.dtypes import resolve_dtype
+from ..model_executor.runner.model_runner import resolve_device
+from ..model_executor.weights.loader import checkpoint_dtype
+from ..srt.model_files.model_config import load_model_config
 from ..srt.server_args import ServerArgs
 from .ceilings import measure_ceilings
 from .engine_args import add_engine_arguments, engine_args

@@ -23,11 +23,11 @@ import torch
 
 from ..model_executor import cpu_extension
 from ..model_executor.forward_batch import ForwardBatch, ForwardMode
-from ..model_executor.model_runner import ModelRunner
-from ..model_executor.quantization import BITS_PER_WEIGHT
-from ..srt.default_model import find_default_model
-from ..srt.model_config import ModelConfig, load_model_config
-from ..srt.tokenizer import load_tokenizer
+from ..model_executor.runner.model_runner import ModelRunner
+from ..model_executor.weights.quantization import BITS_PER_WEIGHT
+from ..srt.model_files.default_model import find_default_model
+from ..srt.model_files.model_config import ModelConfig, load_model_config
+from ..srt.text.tokenizer import load_tokenizer
 from .presets import model_name
 from .results import Result, add_results_arguments, finish, number, percent
 from .workloads import BUNDLED_TEXT

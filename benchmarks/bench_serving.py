@@ -22,7 +22,7 @@ import uvloop
 from tqdm import tqdm
 
 from ..srt import env
-from ..srt.tokenizer import Tokenizer, load_tokenizer
+from ..srt.text.tokenizer import Tokenizer, load_tokenizer
 from . import plots, workloads
 from .arrivals import arrival_times, trace_times
 from .backends import BACKENDS, Dialect, Output, Wish, error_text

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..model_executor.models.parameters import decoder_parameters
-from ..model_executor.quantization import parameter_bytes
-from ..srt.model_config import ModelConfig
+from ..model_executor.weights.quantization import parameter_bytes
+from ..srt.model_files.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

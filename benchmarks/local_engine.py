@@ -20,7 +20,7 @@ from ..managers.scheduler import InFlight
 from ..managers.scheduler_io import SchedulerIO
 from ..managers.scheduler_process import build_scheduler
 from ..model_executor.forward_batch import ForwardMode, Int32Array, NewRow, StepInputs, StepResult, TableUpdate
-from ..model_executor.model_runner import ModelRunner
+from ..model_executor.runner.model_runner import ModelRunner
 from ..srt.io_struct import (
     AbortFinish,
     AbortReq,
@@ -31,7 +31,7 @@ from ..srt.io_struct import (
     ToTokenizer,
     pack_ids,
 )
-from ..srt.model_config import ModelConfig
+from ..srt.model_files.model_config import ModelConfig
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from .timing import synchronize

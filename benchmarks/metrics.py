@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..srt.tokenizer import Tokenizer
+from ..srt.text.tokenizer import Tokenizer
 from .backends import Output
 from .workloads import Request
 

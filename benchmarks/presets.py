@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..srt.model_config import ModelConfig, load_model_config
+from ..srt.model_files.model_config import ModelConfig, load_model_config
 
 _FOLDER = Path(__file__).with_name("presets")
 PRESETS = tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))

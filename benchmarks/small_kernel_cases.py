@@ -16,7 +16,7 @@ from ..model_executor.kernels.rmsnorm import rmsnorm
 from ..model_executor.kernels.rotary import rotary, rotary_ref
 from ..model_executor.kernels.sampling import sample_open, sample_ranked, sample_ref
 from ..model_executor.kernels.store_kv import store_kv, store_kv_ref
-from ..srt.model_config import ModelConfig
+from ..srt.model_files.model_config import ModelConfig
 from .kernel_case import Case, CaseMaker, num_sets, relative_error
 from .timing import Call
 

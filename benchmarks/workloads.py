@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..srt.tokenizer import Tokenizer
+from ..srt.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | list[int]
 """Text, or token ids."""

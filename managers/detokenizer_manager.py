@@ -22,7 +22,7 @@ from ..srt.io_struct import (
     ToTokenizer,
 )
 from ..srt.ipc import Receiver, Sender
-from ..srt.tokenizer import Tokenizer
+from ..srt.text.tokenizer import Tokenizer
 from .text_stream import TextStream
 
 _log = logging.getLogger(__name__)

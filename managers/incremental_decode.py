@@ -10,8 +10,8 @@ import codecs
 from collections.abc import Iterable
 from typing import Protocol
 
-from ..srt.token_bytes import TokenBytes
-from ..srt.tokenizer import Tokenizer
+from ..srt.text.token_bytes import TokenBytes
+from ..srt.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 # A character is at most 4 bytes, so 4 tokens: what is no text after this many tokens never becomes text.

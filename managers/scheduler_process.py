@@ -13,14 +13,14 @@ from ..mem_cache.chunk_cache import ChunkCache
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..model_executor.cpu_extension import take_threads
-from ..model_executor.heap import keep_freed_memory
-from ..model_executor.model_runner import DEFAULT_PREFILL_TOKENS, ModelRunner
+from ..model_executor.device.heap import keep_freed_memory
+from ..model_executor.runner.model_runner import DEFAULT_PREFILL_TOKENS, ModelRunner
 from ..srt.io_struct import SchedulerReady, ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
-from ..srt.model_config import ModelConfig
+from ..srt.model_files.model_config import ModelConfig
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
-from ..srt.tokenizer import Tokenizer, load_tokenizer
+from ..srt.text.tokenizer import Tokenizer, load_tokenizer
 from .kv_cache_manager import KVCacheManager
 from .planner import PlanLimits
 from .req import decode_options

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..srt.io_struct import DecodeOptions
-from ..srt.tokenizer import Tokenizer
+from ..srt.text.tokenizer import Tokenizer
 from .incremental_decode import IncrementalDecoder
 from .stop_strings import StopStringMatcher
 

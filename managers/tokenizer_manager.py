@@ -33,10 +33,10 @@ from ..srt.io_struct import (
     ToTokenizer,
     pack_ids,
 )
-from ..srt.model_config import ModelConfig
+from ..srt.model_files.model_config import ModelConfig
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
-from ..srt.tokenizer import Tokenizer
+from ..srt.text.tokenizer import Tokenizer
 from .generation import Generation
 from .request_registry import Prompt, PromptSamples, Request, RequestRegistry
 

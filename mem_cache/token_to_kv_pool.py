@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ..srt.huge_pages import zeroed
+from ..srt.machine.huge_pages import zeroed
 
 
 class MHATokenToKVPool:

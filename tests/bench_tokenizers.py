@@ -9,8 +9,8 @@ from fake_http import byte_tokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from tercet.benchmarks.workloads import BUNDLED_TEXT
-from tercet.srt.tokenizer import Tokenizer
-from tercet.srt.tokenizer_parts import TokenizerParts
+from tercet.srt.text.tokenizer import Tokenizer
+from tercet.srt.text.tokenizer_parts import TokenizerParts
 
 
 @functools.cache

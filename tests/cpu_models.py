@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.model_runner import ModelRunner
-from tercet.srt.model_config import ModelConfig
+from tercet.model_executor.runner.model_runner import ModelRunner
+from tercet.srt.model_files.model_config import ModelConfig
 
 # Longer than a split of attention, with rows that fill no panel evenly.
 CONFIG = ModelConfig(

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from tercet.model_executor.attention.torch_backend import TorchAttentionBackend
-from tercet.model_executor.kv_budget import Memory
+from tercet.model_executor.runner.kv_budget import Memory
 
 
 class FakeEvent:
@@ -234,7 +234,7 @@ class RecordableAttention(TorchAttentionBackend):
 
 def use_fake(monkeypatch, accelerator: FakeAccelerator, attention: type | None = RecordableAttention) -> None:
     """Runners made from now on believe that they are on this accelerator."""
-    target = "tercet.model_executor.model_runner."
+    target = "tercet.model_executor.runner.model_runner."
     monkeypatch.setattr(target + "make_accelerator", lambda device: accelerator)
     # A GPU has no oneDNN; weights that are packed for it cannot be told apart on a tape.
     monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False, raising=False)

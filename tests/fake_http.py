@@ -35,10 +35,10 @@ from tercet.srt.io_struct import (
     ToScheduler,
     unpack_ids,
 )
-from tercet.srt.model_config import ModelConfig
+from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.server_args import ServerArgs
-from tercet.srt.tokenizer import Tokenizer
-from tercet.srt.tokenizer_parts import TokenizerParts
+from tercet.srt.text.tokenizer import Tokenizer
+from tercet.srt.text.tokenizer_parts import TokenizerParts
 
 T = TypeVar("T")
 

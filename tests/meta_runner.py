@@ -16,10 +16,10 @@ from fake_accelerator import FakeAccelerator, FakeEvent
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tercet.model_executor import model_runner
 from tercet.model_executor.attention.base import AttentionBackend
 from tercet.model_executor.forward_batch import FROM_DEVICE, ForwardMode, NewRow, StepInputs, TableUpdate
 from tercet.model_executor.models.parameters import decoder_parameters
+from tercet.model_executor.runner import model_runner
 from tercet.srt.sampling_params import SamplingParams
 
 EVERY_SAMPLING = (

@@ -70,7 +70,8 @@ def files() -> Iterator[Path]:
             and name not in {"__pycache__", "build", "dist"}
             and not name.endswith(".egg-info")
         )
-        yield from (Path(folder, name) for name in sorted(names))
+        # In a worktree .git is a file, and names a place on the machine.
+        yield from (Path(folder, name) for name in sorted(names) if name != ".git")
 
 
 @cache

@@ -10,9 +10,9 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from tercet.srt.default_model import find_default_model
-from tercet.srt.tokenizer import Tokenizer, load_tokenizer
-from tercet.srt.tokenizer_parts import TokenizerParts
+from tercet.srt.model_files.default_model import find_default_model
+from tercet.srt.text.tokenizer import Tokenizer, load_tokenizer
+from tercet.srt.text.tokenizer_parts import TokenizerParts
 
 TEXTS = (
     "",

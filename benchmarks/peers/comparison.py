@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...srt.cores import usable_cores
-from ...srt.tokenizer import load_tokenizer
+from ...srt.machine.cores import usable_cores
+from ...srt.text.tokenizer import load_tokenizer
 from ..backends import BACKENDS, Wish
 from ..http_client import HttpClient
 from ..workloads import PromptMaker, Request

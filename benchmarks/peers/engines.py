@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...srt.cores import usable_cores
-from ...srt.model_config import load_model_config
+from ...srt.machine.cores import usable_cores
+from ...srt.model_files.model_config import load_model_config
 from ..provenance import hardware
 from .model_files import ModelFiles, quantized_file
 from .server import run_to_end

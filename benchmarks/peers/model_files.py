@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...srt.default_model import require_default_model
+from ...srt.model_files.default_model import require_default_model
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ...model_executor.gguf_weights import GGUFCheckpoint
-from ...srt.default_model import require_default_model
-from ...srt.gguf_tokenizer import read_gguf_tokenizer
-from ...srt.model_config import load_model_config
+from ...model_executor.weights.gguf_checkpoint import GGUFCheckpoint
+from ...srt.model_files.default_model import require_default_model
+from ...srt.model_files.model_config import load_model_config
+from ...srt.text.gguf_tokenizer import read_gguf_tokenizer
 from .model_files import DEFAULT, TOY, ModelFiles, model_files
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -1,4 +1,4 @@
-// Draws tokens under temperature, top-k, top-p and min-p: what model_executor/joint_sampling.py says, without a sort of
+// Draws tokens under temperature, top-k, top-p and min-p: what model_executor/sampling/joint_sampling.py says, without a sort of
 // the vocabulary.
 //
 // A token's gap is how far its log-probability is below the best one's; its weight is its probability in units of 2**-34

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
-from ...srt.model_config import ModelConfig
+from ...srt.model_files.model_config import ModelConfig
 from ..forward_batch import ForwardBatch
 
 

@@ -7,7 +7,7 @@ from importlib import import_module
 import torch
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
-from ...srt.model_config import ModelConfig
+from ...srt.model_files.model_config import ModelConfig
 from .. import cpu_extension
 from .base import AttentionBackend
 

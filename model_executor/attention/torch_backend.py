@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
-from ...srt.model_config import ModelConfig
+from ...srt.model_files.model_config import ModelConfig
 from ..forward_batch import ForwardBatch
 from .base import AttentionBackend
 

@@ -23,7 +23,7 @@ from ..kernels.work_map import WorkMap, query_tile_map, split_map
 from .base import AttentionBackend
 
 if TYPE_CHECKING:
-    from ...srt.model_config import ModelConfig
+    from ...srt.model_files.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

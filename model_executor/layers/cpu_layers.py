@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...srt.huge_pages import Arena
-from ...srt.rope_config import RopeConfig
+from ...srt.machine.huge_pages import Arena
+from ...srt.model_files.rope_config import RopeConfig
 from .. import cpu_extension
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch

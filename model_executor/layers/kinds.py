@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...srt.rope_config import RopeConfig
+from ...srt.model_files.rope_config import RopeConfig
 from .attention import Attention
 from .embedding import Embedding
 from .layernorm import RMSNorm

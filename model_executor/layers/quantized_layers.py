@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from .. import cpu_extension
-from ..quantization import GROUP, QuantizedWeight
+from ..weights.quantization import GROUP, QuantizedWeight
 from .cpu_layers import cpu_layers, interleave, on_huge_pages, pack_bias, padded
 from .kinds import LayerKinds
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...srt.rope_config import FrequencyDivisors, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from ...srt.model_files.rope_config import FrequencyDivisors, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
 class CosSin(NamedTuple):

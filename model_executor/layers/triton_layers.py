@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from ...srt.rope_config import RopeConfig
+from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from ..kernels.activation import act_and_mul

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...srt.model_config import ModelConfig
+from ...srt.model_files.model_config import ModelConfig
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from ..layers.attention import QKNorm

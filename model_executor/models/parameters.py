@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...srt.model_config import ModelConfig
+from ...srt.model_files.model_config import ModelConfig
 
 
 class Part(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...srt.errors import ModelNotSupported
-from ...srt.model_config import ModelConfig
+from ...srt.model_files.model_config import ModelConfig
 from ..attention.base import AttentionBackend
 from ..layers.kinds import layers_for
 from .decoder import Decoder, Parameters

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from .. import env, log
-from ..default_model import DEFAULT_MODEL_NAME, require_default_model
 from ..errors import TercetError
+from ..model_files.default_model import DEFAULT_MODEL_NAME, require_default_model
 from .chat_partners import ChatError, ChatMessage, ChatOptions, ChatPartner, EngineChat, ServerChat, find_server
 
 _DEFAULT_BASE_URL = "http://127.0.0.1:30000"

@@ -40,7 +40,7 @@ _PARENT_POLL_S = 0.5
 def run_scheduler_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnReady, should_stop: ShouldStop) -> None:
     # Imported here: only this role needs torch, whose import takes seconds.
     from ...managers.scheduler_process import run_scheduler
-    from ..model_config import load_model_config
+    from ..model_files.model_config import load_model_config
 
     model_config = load_model_config(server_args.model_path, server_args.load_format)
     run_scheduler(server_args, model_config, run_dir, on_ready, should_stop)
@@ -49,7 +49,7 @@ def run_scheduler_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnRea
 def run_detokenizer_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnReady, should_stop: ShouldStop) -> None:
     # Imported here: the scheduler's process needs neither.
     from ...managers.detokenizer_manager import run_detokenizer
-    from ..tokenizer import load_tokenizer
+    from ..text.tokenizer import load_tokenizer
 
     tokenizer = None
     if not server_args.skip_tokenizer_init:

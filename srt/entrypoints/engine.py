@@ -19,7 +19,7 @@ from ... import __version__
 from ..errors import EngineBusy, InvalidRequest
 from ..sampling_params import SamplingParams
 from ..server_args import ServerArgs, Setting
-from ..tokenizer import Tokenizer
+from ..text.tokenizer import Tokenizer
 from . import admin, native
 from .engine_request import AsyncEngineStream, EngineRequest, EngineStream, make_room
 from .engine_thread import EngineThread

@@ -16,9 +16,9 @@ import zmq
 from ...managers.tokenizer_manager import TokenizerManager
 from ..io_struct import SchedulerReady, ToScheduler, ToTokenizer
 from ..ipc import AsyncReceiver, RunDir, Sender
-from ..model_config import load_model_config
+from ..model_files.model_config import load_model_config
 from ..server_args import ServerArgs
-from ..tokenizer import Tokenizer, load_tokenizer
+from ..text.tokenizer import Tokenizer, load_tokenizer
 from .processes import CHILD_MODULE, ChildProcess, stop_children
 
 logger = logging.getLogger(__name__)

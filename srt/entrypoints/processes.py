@@ -18,11 +18,11 @@ import sys
 from collections.abc import Iterable
 from typing import Literal
 
-from ..cores import usable_cores
 from ..env import child_environment
 from ..errors import EngineDead
 from ..io_struct import DetokenizerReady, SchedulerReady, StartFailed
 from ..ipc import RunDir
+from ..machine.cores import usable_cores
 from ..server_args import ServerArgs
 from .handshake import STOP, LaunchSpec, ReportReader, write_frame
 

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import log
 from ..errors import EngineDead, TercetError
-from ..open_files import raise_open_files_limit
+from ..machine.open_files import raise_open_files_limit
 from ..server_args import ServerArgs
 from .bounded_http import BoundedHttpProtocol
 from .engine_core import EngineCore

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ..errors import InvalidRequest
-from ..tokenizer import Tokenizer
+from ..text.tokenizer import Tokenizer
 from .native import check_not_empty, check_num_prompts, split_ids
 from .openai.chat import render_chat
 from .openai.protocol import Message

@@ -4,7 +4,7 @@ import pytest
 
 from tercet.benchmarks.limits import Ceilings, ModelCost, causal_pairs, decode_step_s, prefill_s, workload_s
 from tercet.benchmarks.presets import load_shape
-from tercet.srt.model_config import ModelConfig
+from tercet.srt.model_files.model_config import ModelConfig
 
 H200 = Ceilings(bytes_per_s=4.3e12, flops_per_s=790e12)
 TOY = ModelConfig(

@@ -9,8 +9,8 @@ from bench_models import tiny_flags
 from runner_driver import RunnerDriver
 
 from tercet.benchmarks.local_engine import DirectBatch, LocalEngine
-from tercet.model_executor.model_runner import ModelRunner
-from tercet.srt.model_config import load_model_config
+from tercet.model_executor.runner.model_runner import ModelRunner
+from tercet.srt.model_files.model_config import load_model_config
 from tercet.srt.server_args import ServerArgs
 
 

@@ -20,7 +20,7 @@ from tercet.benchmarks.workloads import (
     shared_prefix,
     warmups,
 )
-from tercet.srt.tokenizer import Tokenizer
+from tercet.srt.text.tokenizer import Tokenizer
 
 TEXT = BUNDLED_TEXT.read_text(encoding="utf-8")
 TOKENIZERS = {"bytes": bytes_only, "merging": merging, "with bos": lambda: merging(with_bos=True)}

@@ -12,12 +12,12 @@ from fakes import FakeInbox, FakeOutbox
 from tercet.managers.scheduler import InFlight
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_process import build_scheduler
-from tercet.model_executor.model_runner import ModelRunner
+from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.srt.io_struct import GenerateReq, pack_ids
-from tercet.srt.model_config import load_model_config
+from tercet.srt.model_files.model_config import load_model_config
 from tercet.srt.sampling_params import SamplingParams
 from tercet.srt.server_args import ServerArgs
-from tercet.srt.tokenizer import load_tokenizer
+from tercet.srt.text.tokenizer import load_tokenizer
 
 NUM_PROMPTS = 50
 NEW_TOKENS = 16

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from toy_engine import REAL_SERVER, ServerProcess, Stream, environment, is_gone
 
-from tercet.srt.default_model import require_default_model
-from tercet.srt.tokenizer import load_tokenizer
+from tercet.srt.model_files.default_model import require_default_model
+from tercet.srt.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.e2e
 

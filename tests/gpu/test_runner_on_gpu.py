@@ -12,8 +12,8 @@ from meta_runner import every_kind_of_step
 from runner_driver import RunnerDriver, relative_error
 
 from tercet.model_executor.forward_batch import ForwardMode, StepInputs
-from tercet.model_executor.model_runner import ModelRunner
-from tercet.srt.model_config import ModelConfig
+from tercet.model_executor.runner.model_runner import ModelRunner
+from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +38,7 @@ CONFIGS = pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"]
 @pytest.fixture(autouse=True)
 def visible_attention(monkeypatch):
     """Random weights so large that attention is far from uniform."""
-    monkeypatch.setattr("tercet.model_executor.weights._DUMMY_STD", 0.1)
+    monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.1)
 
 
 def make_runner(config, device="cuda", **options):

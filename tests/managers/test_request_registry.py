@@ -16,7 +16,7 @@ from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.errors import EngineDead, InvalidRequest
 from tercet.srt.io_struct import AbortFinish, LengthFinish
 from tercet.srt.sampling_params import SamplingParams
-from tercet.srt.tokenizer import Tokenizer
+from tercet.srt.text.tokenizer import Tokenizer
 
 LONG_TEXT = "x" * 35_000
 PARAMS = SamplingParams(max_new_tokens=4)

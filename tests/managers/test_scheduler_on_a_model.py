@@ -14,9 +14,9 @@ from fake_accelerator import FakeAccelerator, use_fake
 from scheduler_rig import Rig
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.model_runner import ModelRunner
+from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.srt.io_struct import AbortFinish, LengthFinish
-from tercet.srt.model_config import ModelConfig
+from tercet.srt.model_files.model_config import ModelConfig
 
 NUM_SCHEDULES = int(os.environ.get("TERCET_SCHEDULES", "24"))
 VOCAB_SIZE, CONTEXT_LEN, MOST_SLOTS = 41, 128, 320
@@ -49,8 +49,8 @@ class Runners:
     def __init__(self, monkeypatch, backend="torch"):
         if backend == "torch":
             # Sums of another order differ by 1e-16: no draw and no best token will ever depend on that.
-            monkeypatch.setattr("tercet.model_executor.model_runner.resolve_dtype", lambda *_: torch.float64)
-        monkeypatch.setattr("tercet.model_executor.weights._DUMMY_STD", 0.5)
+            monkeypatch.setattr("tercet.model_executor.runner.model_runner.resolve_dtype", lambda *_: torch.float64)
+        monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.5)
         self.backend = backend
         self._made = {}
 

@@ -19,7 +19,7 @@ from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention.registry import PAGE_OF_PANELS
 from tercet.model_executor.layers.layernorm import HeadNorm
 from tercet.model_executor.layers.rotary import RotaryEmbedding, rotate
-from tercet.srt.rope_config import RopeConfig
+from tercet.srt.model_files.rope_config import RopeConfig
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 
@@ -382,8 +382,8 @@ def test_slower_builds_that_run_here_do_the_same():
     fastest = cpu_extension.VARIANTS.index(cpu_extension.load())
     for index, variant in enumerate(cpu_extension.VARIANTS):
         if index > fastest and variant.runs_here():
-            others = ("test_cpu_choice.py", "test_quantized_layers.py")
-            tests = [__file__, *(str(Path(__file__).with_name(name)) for name in others)]
+            others = ("sampling/test_cpu_choice.py", "layers/test_quantized_layers.py")
+            tests = [__file__, *(str(Path(__file__).parent / name) for name in others)]
             arguments = [sys.executable, "-c", RUN_WITH_A_SLOWER_BUILD, str(index), *tests]
             done = subprocess.run(arguments, capture_output=True, text=True, timeout=250)
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

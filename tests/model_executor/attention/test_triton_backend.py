@@ -19,8 +19,8 @@ from tercet.model_executor.kernels.rotary import rotary
 from tercet.model_executor.layers.attention import Attention, QKNorm
 from tercet.model_executor.layers.rotary import RotaryEmbedding
 from tercet.model_executor.layers.triton_layers import RotaryTable, TritonAttention
-from tercet.srt.model_config import ModelConfig
-from tercet.srt.rope_config import RopeConfig
+from tercet.srt.model_files.model_config import ModelConfig
+from tercet.srt.model_files.rope_config import RopeConfig
 
 NUM_SLOTS = 400
 CONTEXT = 120

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tercet.model_executor.forward_batch import NewRow
-from tercet.model_executor.sampler import INVALID_TOKEN, Sampler
+from tercet.model_executor.sampling.sampler import INVALID_TOKEN, Sampler
 from tercet.srt.sampling_params import SamplingParams
 
 KINDS = (

@@ -14,10 +14,10 @@ from triton.runtime import interpreter
 
 from tercet.model_executor.layers.kinds import TORCH_LAYERS, layers_for
 from tercet.model_executor.layers.triton_layers import TRITON_LAYERS
-from tercet.model_executor.model_runner import ModelRunner
-from tercet.model_executor.rehearsal import largest_steps
-from tercet.srt.model_config import ModelConfig
-from tercet.srt.rope_config import Llama3Scaling, RopeConfig
+from tercet.model_executor.runner.model_runner import ModelRunner
+from tercet.model_executor.runner.warmup import largest_steps
+from tercet.srt.model_files.model_config import ModelConfig
+from tercet.srt.model_files.rope_config import Llama3Scaling, RopeConfig
 
 LLAMA = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -46,7 +46,9 @@ QWEN = dataclasses.replace(
 @pytest.fixture(autouse=True)
 def short_rehearsal(monkeypatch):
     """The largest prefill is left out: interpreted, it takes longer than all the rest."""
-    monkeypatch.setattr("tercet.model_executor.model_runner.largest_steps", lambda *sizes: largest_steps(*sizes)[1:])
+    monkeypatch.setattr(
+        "tercet.model_executor.runner.model_runner.largest_steps", lambda *sizes: largest_steps(*sizes)[1:]
+    )
 
 
 def make_runner(config, backend, **options):
@@ -80,7 +82,7 @@ def test_layers_are_chosen_by_the_backend():
 @pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama", "qwen"])
 def test_tokens_and_logits_are_the_torch_paths(config, monkeypatch):
     # weights large enough that attention is far from uniform
-    monkeypatch.setattr("tercet.model_executor.weights._DUMMY_STD", 0.3)
+    monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.3)
     config = dataclasses.replace(config, load_format="dummy")
     expected, expected_logits = play(RunnerDriver(make_runner(config, "torch")))
     launched, launched_logits = play(RunnerDriver(make_runner(config, "triton"), own_table=True))

@@ -13,8 +13,8 @@ from meta_runner import EVERY_SAMPLING
 from runner_driver import RunnerDriver
 from triton_aot import TARGETS, recorded, what_is_compiled
 
-from tercet.model_executor.model_runner import ModelRunner
-from tercet.srt.model_config import ModelConfig
+from tercet.model_executor.runner.model_runner import ModelRunner
+from tercet.srt.model_files.model_config import ModelConfig
 
 TWO_KINDS_OF_LAYER = ModelConfig(
     architecture="LlamaForCausalLM",

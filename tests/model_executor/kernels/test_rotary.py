@@ -9,7 +9,7 @@ from triton_interpreter import examples
 from tercet.model_executor.kernels.rotary import rotary, rotary_ref
 from tercet.model_executor.kernels.store_kv import store_kv
 from tercet.model_executor.layers.rotary import RotaryEmbedding, rotate
-from tercet.srt.rope_config import RopeConfig
+from tercet.srt.model_files.rope_config import RopeConfig
 
 
 @settings(max_examples=examples(120))

@@ -7,8 +7,8 @@ import pytest
 from runner_driver import RunnerDriver, relative_error
 from tiny_models import make_model, reference_logits, save
 
-from tercet.model_executor.model_runner import ModelRunner
-from tercet.srt.model_config import load_model_config
+from tercet.model_executor.runner.model_runner import ModelRunner
+from tercet.srt.model_files.model_config import load_model_config
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_upper_window"])

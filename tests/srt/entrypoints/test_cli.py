@@ -16,11 +16,11 @@ from toy_engine import environment
 
 from tercet import __version__
 from tercet.launch_server import main
-from tercet.srt import default_model
 from tercet.srt.entrypoints import chat_cli, server
 from tercet.srt.entrypoints.chat_cli import Conversation, choose_partner
 from tercet.srt.entrypoints.chat_partners import ChatError, ChatMessage, ChatOptions, ServerChat, find_server
 from tercet.srt.errors import PromptTooLong
+from tercet.srt.model_files import default_model
 from tercet.srt.server_args import ServerArgs
 
 

@@ -25,7 +25,7 @@ from tercet.srt.entrypoints.routing import (
     json_response,
 )
 from tercet.srt.entrypoints.wire import BodyCodec, Wire, doc
-from tercet.srt.tokenizer import Tokenizer
+from tercet.srt.text.tokenizer import Tokenizer
 
 LONG = "x" * SMALL_BODY_BYTES
 

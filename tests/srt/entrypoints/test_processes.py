@@ -16,13 +16,13 @@ import psutil
 import pytest
 from toy_engine import environment, is_gone, toy_args
 
-from tercet.srt.cores import cgroup_quota, usable_cores
 from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.entrypoints.handshake import ReportReader, write_frame
 from tercet.srt.entrypoints.processes import ChildProcess, Role, stop_children
 from tercet.srt.errors import EngineDead
 from tercet.srt.io_struct import DetokenizerReady, LengthFinish
 from tercet.srt.ipc import RunDir
+from tercet.srt.machine.cores import cgroup_quota, usable_cores
 from tercet.srt.sampling_params import SamplingParams
 from tercet.srt.server_args import ServerArgs
 

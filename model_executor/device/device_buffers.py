@@ -1,0 +1,154 @@
+"""What travels between host and device: step inputs on their way there, tokens on their way home.
+
+On a GPU both go through pinned memory that is kept and used again once an event says that its copy is done; allocating
+it anew for every step could wait for the device. On a CPU nothing travels.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..forward_batch import Int32Array
+from .accelerator import Accelerator, Event
+
+Array = npt.NDArray[Any]
+
+_ALIGNMENT = 16
+"""Bytes. Each array of a transfer begins at a multiple."""
+_FIRST_BUFFERS = 16
+_SMALLEST_BUFFER = 1 << 16
+
+
+@dataclass(slots=True)
+class _Staging:
+    tensor: torch.Tensor
+    """uint8, pinned"""
+    view: npt.NDArray[np.uint8]
+    """the same memory"""
+    copied: Event | None = None
+    """passes when the device has taken what was put in last"""
+
+
+class Uploads:
+    """Sends arrays to the device: one transfer a call, queued on the current stream, and no waiting for it."""
+
+    def __init__(self, device: torch.device, accelerator: Accelerator | None) -> None:
+        """accelerator: None where device memory is host memory."""
+        self._device = device
+        self._accelerator = accelerator
+        self._buffers: deque[_Staging] = deque()
+        if accelerator is not None:
+            self._buffers.extend(self._allocate(_SMALLEST_BUFFER) for _ in range(_FIRST_BUFFERS))
+
+    def send(self, *arrays: Array) -> tuple[torch.Tensor, ...]:
+        """A tensor on the device for each array, of the same dtype and shape.
+
+        The caller gives the arrays away: on a CPU the tensors share their memory. Elsewhere they are views of one.
+        """
+        if self._accelerator is None:
+            return tuple(torch.from_numpy(array).to(self._device) for array in arrays)
+        starts, num_bytes = _layout(arrays)
+        staging = self._stage(arrays, starts, num_bytes)
+        sent = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        sent.copy_(staging.tensor[:num_bytes], non_blocking=True)
+        staging.copied = self._accelerator.mark()
+        return tuple(
+            sent[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+            for start, array in zip(starts, arrays, strict=True)
+        )
+
+    def send_to(self, target: torch.Tensor, array: Array) -> None:
+        """target = array, of the same dtype and size. The target is contiguous."""
+        if self._accelerator is None:
+            target.copy_(torch.from_numpy(array))
+            return
+        staging = self._stage((array,), [0], array.nbytes)
+        source = staging.tensor[: array.nbytes].view(target.dtype).view(target.shape)
+        target.copy_(source, non_blocking=True)
+        staging.copied = self._accelerator.mark()
+
+    def _stage(self, arrays: tuple[Array, ...], starts: list[int], num_bytes: int) -> _Staging:
+        """The arrays in pinned memory that nobody reads any more. The caller sets `copied`."""
+        oldest = self._buffers[0]
+        if oldest.copied is not None and not oldest.copied.query():
+            # All are on their way: steps were launched faster than ever before.
+            staging = self._allocate(num_bytes)
+        else:
+            staging = self._buffers.popleft()
+            if len(staging.view) < num_bytes:
+                staging = self._allocate(num_bytes)
+        self._buffers.append(staging)
+        for start, array in zip(starts, arrays, strict=True):
+            staging.view[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return staging
+
+    def _allocate(self, num_bytes: int) -> _Staging:
+        assert self._accelerator is not None
+        size = max(_SMALLEST_BUFFER, 1 << (num_bytes - 1).bit_length())
+        tensor = self._accelerator.pinned(size)
+        return _Staging(tensor, tensor.numpy())
+
+
+class _Copy(NamedTuple):
+    source: torch.Tensor
+    """kept alive until the copy is done"""
+    done: Event
+    give_back: Callable[[], None]
+    """to be called when the host's buffer was read"""
+
+
+class StepTokens:
+    """A step's tokens on their way home (a StepResult). On a CPU they are home already."""
+
+    def __init__(self, tokens: torch.Tensor, copy: _Copy | None = None) -> None:
+        """tokens: int64 [n] on the host, valid once `copy` is done (None: it is)"""
+        self._tokens = tokens
+        self._copy = copy
+        self._read: Int32Array | None = None
+
+    def wait(self) -> Int32Array:
+        if self._read is None:
+            if self._copy is not None:
+                self._copy.done.synchronize()
+            self._read = self._tokens.numpy().astype(np.int32)
+            if self._copy is not None:
+                self._copy.give_back()
+                self._copy = None
+        return self._read
+
+
+class Downloads:
+    """Brings tokens home, beside the next step's work."""
+
+    def __init__(self, most_tokens: int, accelerator: Accelerator | None) -> None:
+        """most_tokens: of one step"""
+        self._accelerator = accelerator
+        self._num_bytes = 8 * most_tokens
+        self._free = [] if accelerator is None else [accelerator.pinned(self._num_bytes) for _ in range(4)]
+
+    def fetch(self, tokens: torch.Tensor) -> StepTokens:
+        """tokens: int64 [n]"""
+        if self._accelerator is None:
+            return StepTokens(tokens)
+        # More than a few unread results: somebody launches without reading, as a benchmark may.
+        buffer = self._free.pop() if self._free else self._accelerator.pinned(self._num_bytes)
+        target = buffer[: tokens.nbytes].view(torch.int64)
+        arrived = self._accelerator.fetch(tokens, target)
+        return StepTokens(target, _Copy(tokens, arrived, lambda: self._free.append(buffer)))
+
+
+def _layout(arrays: tuple[Array, ...]) -> tuple[list[int], int]:
+    """Where each array begins, in bytes, and how many bytes there are in all."""
+    starts = []
+    end = 0
+    for array in arrays:
+        starts.append(end)
+        end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return starts, end

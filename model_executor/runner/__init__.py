@@ -1,0 +1,1 @@
+"""Running steps: the ModelRunner, recorded decode steps, memory for the KV pool."""

@@ -1,0 +1,1 @@
+"""Choosing the next token: parameters of every row, edits of logits, sampling."""

@@ -1,0 +1,161 @@
+"""What a request changes in its logits before sampling: penalties, logit bias, and no stop token too early.
+
+In this order, per token t with logit x, of which the prompt and the output so far are known:
+
+1. repetition_penalty r, when t is in the prompt or the output: x * r if x < 0, else x / r (Keskar et al.,
+   "CTRL", 2019)
+2. frequency_penalty f: x - f * (times t is in the output)
+3. presence_penalty p: x - p when t is in the output
+4. logit_bias
+5. -inf for stop tokens, until the output has min_new_tokens
+
+Tokens are counted on the device, as they are sampled: when the next step starts, they may not be home yet.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..forward_batch import Int32Array, NewRow
+from .sampling_state import Column, SamplingState
+
+
+class LazyRowTable:
+    """One line of a [lines, width] device tensor for each row that asked for it.
+
+    The table grows by doubling and never beyond num_rows lines, so an engine in which nobody sets penalties
+    spends nothing. A row keeps its line until its next owner asks for none.
+    """
+
+    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._num_rows = num_rows
+        self._lines = np.full(num_rows + 1, -1, np.int64)
+        self._free: list[int] = []
+        self.table = torch.empty((0, width), dtype=dtype, device=device)
+
+    def assign(self, row: int) -> torch.Tensor:
+        """The row's line, zeroed: a view [width] of `table`, valid until the next `assign`."""
+        if self._lines[row] < 0:
+            if not self._free:
+                self._grow()
+            self._lines[row] = self._free.pop()
+        return self.table[int(self._lines[row])].zero_()
+
+    def release(self, row: int) -> None:
+        """Takes the row's line back, if it has one."""
+        if self._lines[row] >= 0:
+            self._free.append(int(self._lines[row]))
+            self._lines[row] = -1
+
+    def lines(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The line of each row, -1 for a row without one."""
+        return self._lines[rows]
+
+    def _grow(self) -> None:
+        old = len(self.table)
+        new = min(max(1, 2 * old), self._num_rows)
+        assert new > old, "a row holds at most one line"
+        self.table = torch.cat((self.table, self.table.new_empty((new - old, self.table.shape[1]))))
+        self._free.extend(range(old, new))
+
+
+class LogitEdits:
+    """The edits of rows 1..num_rows. All device work is queued on the current stream."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, state: SamplingState) -> None:
+        self._vocab_size = vocab_size
+        self._state = state
+        # 2 * (times in the output) + (is in the prompt); the prompt only where a repetition penalty wants it.
+        self._counts = LazyRowTable(num_rows, vocab_size, torch.int32, device)
+        self._bias = LazyRowTable(num_rows, vocab_size, torch.float32, device)
+        self._stop_ids: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)] * (num_rows + 1)
+        self._stops_from = np.zeros(num_rows + 1, np.int64)
+
+    def set_row(self, new_row: NewRow) -> None:
+        """The row has a new owner; forgets the old one's edits. Ids beyond the logits are passed over."""
+        params = new_row.sampling
+        row = new_row.row
+        repetition = params.repetition_penalty != 1
+        if repetition or params.frequency_penalty != 0 or params.presence_penalty != 0:
+            line = self._counts.assign(row)
+            if repetition:
+                line.index_fill_(0, self._state.send(self._known_ids(new_row.prompt_ids)), 1)
+            output_ids = self._state.send(self._known_ids(new_row.output_ids))
+            line.index_add_(0, output_ids, torch.full_like(output_ids, 2, dtype=torch.int32))
+        else:
+            self._counts.release(row)
+        if params.logit_bias:
+            ids = np.array([int(key) for key in params.logit_bias], np.int64)
+            values = np.array(list(params.logit_bias.values()), np.float32)
+            known = ids < self._vocab_size
+            line = self._bias.assign(row)
+            line.index_copy_(0, self._state.send(ids[known]), self._state.send(values[known]))
+        else:
+            self._bias.release(row)
+        self._stop_ids[row] = self._known_ids(np.array(new_row.stop_ids, np.int64))
+        self._stops_from[row] = len(new_row.prompt_ids) + params.min_new_tokens
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Device memory of the tables now."""
+        return self._counts.table.nbytes + self._bias.table.nbytes
+
+    def needed(self, rows: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """bool [n]: which rows' logits are to be edited at this step."""
+        early = seq_lens < self._stops_from[rows]
+        return (self._counts.lines(rows) >= 0) | (self._bias.lines(rows) >= 0) | early
+
+    def apply(self, x: torch.Tensor, rows: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]) -> None:
+        """Edits x in place: float32 [n, vocab], the logits of the rows."""
+        self._penalise(x, rows)
+        biased = np.flatnonzero(self._bias.lines(rows) >= 0)
+        if len(biased):
+            lines = self._state.send(np.stack((biased, self._bias.lines(rows[biased]))))
+            x.index_add_(0, lines[0], self._bias.table.index_select(0, lines[1]))
+        early = np.flatnonzero(seq_lens < self._stops_from[rows])
+        stop_ids = [self._stop_ids[row] for row in rows[early]]
+        if any(map(len, stop_ids)):
+            at = np.stack((np.repeat(early, [len(ids) for ids in stop_ids]), np.concatenate(stop_ids)))
+            index = tuple(self._state.send(at))
+            # A clamp rather than a fill: NaN stays NaN, so that broken logits are still seen as such.
+            x.index_put_(index, x[index].clamp(max=-torch.inf))
+
+    def count(self, rows: npt.NDArray[np.int64], tokens: torch.Tensor) -> None:
+        """Counts the tokens just sampled for the rows; tokens: int64 [n] on the device, -1 counts nothing."""
+        counted = np.flatnonzero(self._counts.lines(rows) >= 0)
+        if not len(counted):
+            return
+        at = self._state.send(np.stack((counted, self._counts.lines(rows[counted]))))
+        token = tokens.index_select(0, at[0])
+        flat = at[1] * self._vocab_size + token.clamp(min=0)
+        self._counts.table.view(-1).index_add_(0, flat, 2 * (token >= 0).to(torch.int32))
+
+    def _penalise(self, x: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
+        """Penalties by plain arithmetic on all elements: a masked fill costs a CPU many times as much."""
+        counted = np.flatnonzero(self._counts.lines(rows) >= 0)
+        if not len(counted):
+            return
+        params = self._state.host[rows[counted]]
+        at = self._state.send(np.stack((counted, self._counts.lines(rows[counted]), rows[counted])))
+        counts = self._counts.table.index_select(0, at[1])
+        y = x.index_select(0, at[0])
+        if (params[:, Column.REPETITION] != 1).any():
+            seen = counts.clamp(max=1).float()
+            # The penalty where a token was seen, else 1. Both are exact, unlike seen * (penalty - 1) + 1.
+            factor = seen * self._parameter(at[2], Column.REPETITION)
+            factor += seen.neg_().add_(1)
+            y = (y.clamp(max=0) * factor).add_(y.clamp_(min=0).div_(factor))
+        if (params[:, Column.FREQUENCY] != 0).any() or (params[:, Column.PRESENCE] != 0).any():
+            times = counts >> 1
+            y -= times.float().mul_(self._parameter(at[2], Column.FREQUENCY))
+            y -= times.clamp_(max=1).float().mul_(self._parameter(at[2], Column.PRESENCE))
+        x.index_copy_(0, at[0], y)
+
+    def _parameter(self, rows: torch.Tensor, column: Column) -> torch.Tensor:
+        return self._state.on_device(rows, column).float()
+
+    def _known_ids(self, ids: Int32Array | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        known: npt.NDArray[np.int64] = ids[(ids >= 0) & (ids < self._vocab_size)].astype(np.int64)
+        return known

@@ -1,0 +1,124 @@
+"""Sampling parameters of every row: a numpy mirror to plan with, a device table to compute with.
+
+The mirror answers "does any row of this batch need top-p?" without waiting for the device. The device gets a
+row's parameters once, when the row changes its owner.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..device.accelerator import make_accelerator
+from ..device.device_buffers import Uploads
+from ..forward_batch import NewRow
+
+SMALL_TOP_K = 1024
+"""Up to this, the k most probable tokens are selected; above, the whole vocabulary is put in order."""
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_FLOAT32_TINY = float(np.finfo(np.float32).tiny)
+
+
+class Column(IntEnum):
+    """Columns of the parameter table."""
+
+    TEMPERATURE = 0
+    """1 for a greedy row."""
+    TOP_K = 1
+    """The vocabulary's size when off, so that "rank < k" needs no special case."""
+    TOP_P = 2
+    MAX_GAP = 3
+    """min_p as a distance: p >= min_p * p_max means (best logit - logit) / temperature <= -log(min_p)."""
+    REPETITION = 4
+    FREQUENCY = 5
+    PRESENCE = 6
+
+
+@dataclass(slots=True, frozen=True)
+class Groups:
+    """Positions in a batch, int64 each, by how their token is found."""
+
+    greedy: npt.NDArray[np.int64]
+    open: npt.NDArray[np.int64]
+    """Sampled from the whole vocabulary, or from what min_p leaves of it."""
+    few: npt.NDArray[np.int64]
+    """Sampled with a top-k of at most SMALL_TOP_K, with or without top-p. Sorted by top-k."""
+    many: npt.NDArray[np.int64]
+    """Sampled with top-p or a large top-k: how many tokens are kept is not known beforehand."""
+
+
+class SamplingState:
+    """Parameters of rows 0..num_rows (row 0 is the padding row, greedy)."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, uploads: Uploads | None = None) -> None:
+        self._vocab_size = vocab_size
+        self._uploads = uploads or Uploads(device, make_accelerator(device))
+        # float64 holds every column exactly, top-k included.
+        self.host = np.zeros((num_rows + 1, len(Column)), np.float64)
+        self.host[:] = (1.0, vocab_size, 1.0, math.inf, 1.0, 0.0, 0.0)
+        self._device_table = self.send(self.host.copy())
+        self._seeds = np.zeros(num_rows + 1, np.int64)
+        self._greedy = np.ones(num_rows + 1, np.bool_)
+        self._changed: set[int] = set()
+
+    def set_row(self, new_row: NewRow) -> None:
+        """The row has a new owner. The device hears of it at the next `flush`."""
+        params = new_row.sampling
+        row = new_row.row
+        greedy = params.is_greedy
+        self.host[row] = (
+            # Finite in float32: a logit of -inf divided by it has to stay -inf.
+            1.0 if greedy else min(params.temperature, _FLOAT32_MAX),
+            self._vocab_size if params.top_k == -1 else min(params.top_k, self._vocab_size),
+            params.top_p,
+            # Not -0.0 for a min_p of 1: kernels compare gaps by their bits.
+            math.inf if params.min_p == 0 else abs(math.log(params.min_p)),
+            # Not 0 in float32: 0 / 0 is NaN.
+            max(params.repetition_penalty, _FLOAT32_TINY),
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
+        self._seeds[row] = new_row.seed
+        self._greedy[row] = greedy
+        self._changed.add(row)
+
+    def flush(self) -> None:
+        """Sends the rows that changed, in one copy; nothing when none did."""
+        if not self._changed:
+            return
+        rows = np.fromiter(self._changed, np.int64, len(self._changed))
+        self._changed.clear()
+        # The row number travels as one more float64 column: exact, and one copy instead of two.
+        packed = self.send(np.column_stack((rows.astype(np.float64), self.host[rows])))
+        self._device_table.index_copy_(0, packed[:, 0].long(), packed[:, 1:])
+
+    def send(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """The array on the device, without waiting for the device. The caller gives it away."""
+        return self._uploads.send(array)[0]
+
+    def on_device(self, rows: torch.Tensor, column: Column) -> torch.Tensor:
+        """One parameter of some rows, float64 [n, 1]; rows: int64 [n] on the device."""
+        return self._device_table[:, column].index_select(0, rows).unsqueeze(1)
+
+    def seeds(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return self._seeds[rows]
+
+    def group(self, rows: npt.NDArray[np.int64]) -> Groups:
+        """Sorts the positions of a batch into groups; rows: int64 [n]."""
+        sampled = ~self._greedy[rows]
+        top_k = self.host[rows, Column.TOP_K]
+        few = sampled & (top_k <= SMALL_TOP_K) & (top_k < self._vocab_size)
+        many = sampled & ~few & ((top_k < self._vocab_size) | (self.host[rows, Column.TOP_P] < 1))
+        few_positions = np.flatnonzero(few)
+        return Groups(
+            greedy=np.flatnonzero(~sampled),
+            open=np.flatnonzero(sampled & ~few & ~many),
+            few=few_positions[np.argsort(top_k[few_positions], kind="stable")],
+            many=np.flatnonzero(many),
+        )

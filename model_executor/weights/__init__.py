@@ -1,0 +1,1 @@
+"""Weights: checkpoint formats, quantization, the cache of dequantised weights."""

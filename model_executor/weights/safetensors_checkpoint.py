@@ -1,0 +1,70 @@
+"""Tensors of the safetensors files of a Hugging Face directory."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ...srt.model_files.files import read_json_object
+from ...srt.model_files.settings import Settings
+from .safetensors_file import SafetensorsFile
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class SafetensorsCheckpoint:
+    """Implements weights.Checkpoint; tensors are mapped. Raises ValueError, FileNotFoundError."""
+
+    def __init__(self, folder: str) -> None:
+        self._file_of: dict[str, SafetensorsFile] = {}
+        index_path = os.path.join(folder, _INDEX)
+        wanted = _weight_map(index_path) if os.path.exists(index_path) else None
+        filenames = _without_index(folder) if wanted is None else sorted(set(wanted.values()))
+        for filename in filenames:
+            path = os.path.join(folder, filename)
+            if not os.path.exists(path):
+                raise FileNotFoundError(f"{path!r} is missing, but {_INDEX} names it")
+            file = SafetensorsFile(path)
+            for name in file:
+                if self._file_of.setdefault(name, file) is not file:
+                    raise ValueError(f"tensor {name!r} is in both {self._file_of[name].path!r} and {path!r}")
+        self.names = frozenset(self._file_of)
+        if wanted is not None and (missing := sorted(set(wanted) - self.names)):
+            raise ValueError(f"tensors missing from the files that the index names: {', '.join(missing[:5])}")
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._file_of[name][name]
+
+    def quantized(self, name: str, form: str) -> None:
+        """Nothing here is stored in groups."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._file_of[name].dtype(name)
+
+
+def _weight_map(index_path: str) -> dict[str, str]:
+    """Tensor -> name of its file."""
+    index = Settings(index_path, read_json_object(index_path))
+    files = index.get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(filename, str) for filename in files.values()):
+        raise index.refusal("weight_map", "an object of tensor names and file names", files)
+    return files
+
+
+def _without_index(folder: str) -> list[str]:
+    present = sorted(os.listdir(folder))
+    if _SINGLE in present:
+        return [_SINGLE]
+    # Mistral's own format lies beside the Hugging Face one under this name, with other tensor names.
+    found = [name for name in present if name.endswith(".safetensors") and not name.startswith("consolidated")]
+    if found:
+        return found
+    pickled = [name for name in present if name.endswith((".bin", ".pt", ".pth"))]
+    if pickled:
+        raise ValueError(
+            f"{folder!r} has weights in pickle files only ({', '.join(pickled[:3])}), which may run code when loaded; "
+            "only safetensors and GGUF are read: convert them first"
+        )
+    raise FileNotFoundError(f"{folder!r} has no *.safetensors file")

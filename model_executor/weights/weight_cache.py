@@ -1,0 +1,174 @@
+"""Dequantised weights on disk: a GGUF file's numbers are worked out once, later starts map them.
+
+An entry is a safetensors file of all parameters, in the order of the decoder's table. It is named after the content of
+the GGUF file, the dtype and LAYOUT; its header is known beforehand but for the checksum of what follows. So an entry
+is good if it starts with the header that its own checksum gives, and is made anew otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from ...srt import env
+from ...srt.model_files.files import open_file
+from ..models.parameters import Parameter
+from .safetensors_file import DTYPE_NAMES, SafetensorsFile
+
+logger = logging.getLogger(__name__)
+
+LAYOUT = 1
+"""To be raised when other parameters, or other numbers, come out of the same file."""
+MOST_BYTES = 32 << 30
+"""of all entries: those used longest ago go first"""
+_PREFIX = "tercet-"
+_SUFFIX = ".safetensors"
+_UNFINISHED = ".tmp"
+_ABANDONED_S = 24 * 3600
+"""A file that is unfinished for so long has nobody who writes it."""
+_ALIGNMENT = 64
+
+
+def open_weight_cache(setting: str) -> WeightCache | None:
+    """`setting`: as --weight-cache, so auto, off or a folder."""
+    if setting == "off":
+        return None
+    folder = env.cache_folder() if setting == "auto" else Path(setting)
+    return None if folder is None else WeightCache(folder)
+
+
+class WeightCache:
+    """A folder of entries, which need not exist yet and may be used by many at once."""
+
+    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
+        self._folder = folder
+        self._most_bytes = most_bytes
+
+    def parameters(
+        self,
+        source: str,
+        table: Sequence[Parameter],
+        dtype: torch.dtype,
+        make: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> Mapping[str, torch.Tensor]:
+        """What `make` gives, all of it in `table`, mapped from the entry of the file `source`.
+
+        Where nothing can be written, which is logged, `make()` itself. Raises OSError when `source` cannot be read.
+        """
+        with open_file(source) as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        entry = _Entry(self._folder, content, table, dtype)
+        kept = entry.open()
+        if kept is not None:
+            with contextlib.suppress(OSError):  # of a folder that may only be read
+                os.utime(entry.path)
+            return kept
+        made = make()
+        try:
+            self._make_room(entry.num_bytes)
+            entry.write(made)
+            logger.info("The dequantised weights are kept in %s", entry.path)
+            return SafetensorsFile(entry.path)
+        except OSError as error:
+            logger.warning("The dequantised weights cannot be kept in %s: %s", self._folder, error.strerror or error)
+            return made
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Removes what is left over or used longest ago. Raises OSError when there is no room all the same."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in self._folder.glob(f"{_PREFIX}*{_UNFINISHED}"):
+            if _age_s(path) > _ABANDONED_S:
+                path.unlink(missing_ok=True)
+        if num_bytes <= self._most_bytes:
+            left = self._most_bytes - num_bytes
+            for path in sorted(self._folder.glob(f"{_PREFIX}*{_SUFFIX}"), key=_age_s):
+                left -= _size(path)
+                if left < 0:
+                    path.unlink(missing_ok=True)
+        room = min(self._most_bytes, shutil.disk_usage(self._folder).free // 2)
+        if num_bytes > room:
+            raise OSError(errno.ENOSPC, f"they take {num_bytes >> 20} MiB, there is room for {room >> 20} MiB")
+
+
+class _Entry:
+    """One file of the cache, there or not."""
+
+    def __init__(self, folder: Path, content: str, table: Sequence[Parameter], dtype: torch.dtype) -> None:
+        self._table = table
+        self._dtype = dtype
+        self._key = f"{_PREFIX}{content}-{str(dtype).removeprefix('torch.')}-{LAYOUT}"
+        self._data_start = len(self._header(0))
+        self.path = folder / f"{self._key}{_SUFFIX}"
+        self.num_bytes = self._data_start + dtype.itemsize * sum(math.prod(one.shape) for one in table)
+
+    def open(self) -> SafetensorsFile | None:
+        """None when there is none, or one that is cut short, damaged or something else, which is logged."""
+        try:
+            file = SafetensorsFile(self.path)
+            if file.header == self._header(file.data_crc32()):
+                return file
+            logger.warning("%s is damaged and is made anew", self.path)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            logger.warning("%s is made anew: %s", self.path, error)
+        return None
+
+    def write(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Whole or not at all, one parameter after the other. Raises OSError."""
+        descriptor, unfinished = tempfile.mkstemp(_UNFINISHED, _PREFIX, self.path.parent)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(self._header(0))
+                checksum = 0
+                for parameter in self._table:
+                    data = parameters[parameter.name].contiguous().flatten().view(torch.uint8).numpy().data
+                    checksum = zlib.crc32(data, checksum)
+                    file.write(data)
+                file.seek(0)
+                file.write(self._header(checksum))
+            os.replace(unfinished, self.path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+            raise
+
+    def _header(self, checksum: int) -> bytes:
+        """Of the same length for every checksum."""
+        entries: dict[str, object] = {"__metadata__": {"tercet": self._key, "crc32": f"{checksum:08x}"}}
+        begin = 0
+        for name, shape, _ in self._table:
+            end = begin + math.prod(shape) * self._dtype.itemsize
+            entries[name] = {"dtype": DTYPE_NAMES[self._dtype], "shape": shape, "data_offsets": [begin, end]}
+            begin = end
+        text = json.dumps(entries).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since it was written or used; endless for one that is gone meanwhile."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return math.inf
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

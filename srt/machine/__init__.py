@@ -1,0 +1,1 @@
+"""The machine: cores, control groups, memory pages, open files."""

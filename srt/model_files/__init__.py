@@ -1,0 +1,1 @@
+"""Model files: what a checkpoint directory or a GGUF file says about its model."""

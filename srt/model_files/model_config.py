@@ -1,0 +1,379 @@
+"""What a checkpoint says about its model, from config.json or from a GGUF file's metadata.
+
+A setting that the decoder would silently ignore is refused here by name, so that a model which starts is
+computed as it was trained. Knows nothing of torch: the HTTP process reads it too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from ..errors import ModelNotSupported
+from .files import read_json_object
+from .generation_defaults import GGUF_KEYS, HF_KEYS, GenerationDefaults, read_generation_defaults
+from .gguf_file import GGUFFile, GGUFTensor
+from .rope_config import RopeConfig, rope_from_gguf, rope_from_hf
+from .settings import Settings, quote
+
+LoadFormat: TypeAlias = Literal["auto", "safetensors", "gguf", "dummy"]
+SlidingWindows: TypeAlias = tuple[int | None, ...]
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
+    "context_len",
+)  # fmt: skip
+_MOST_LAYERS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One decoder-only model. `sliding_windows` has an entry per layer, None where a layer sees everything."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_len: int
+    sliding_windows: SlidingWindows = ()
+    """empty: no layer has a window (filled in below)"""
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    """from config and generation config together; a tokenizer may add its own"""
+    dtype: str | None = None
+    """of the checkpoint: "float32", "float16", "bfloat16"; None: it does not say"""
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+    model_path: str = ""
+    load_format: Literal["safetensors", "gguf", "dummy"] = "dummy"
+
+    def __post_init__(self) -> None:
+        if not self.sliding_windows:
+            object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
+        where = f"{self.model_path}: " if self.model_path else ""
+        if self.architecture not in FAMILIES:
+            raise ModelNotSupported(f"{where}{_not_in_families(self.architecture)}")
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{where}{name} must be at least 1, got {getattr(self, name)}")
+        if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps > 0):
+            raise ValueError(f"{where}rms_norm_eps must be a finite number above 0, got {self.rms_norm_eps}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{where}num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"{where}head_dim must be even for rotary embedding, got {self.head_dim}")
+        if self.hidden_act not in ("silu", "swish"):
+            raise ModelNotSupported(f"{where}hidden_act {self.hidden_act!r} is not supported; supported: silu, swish")
+        if any(window is not None and window < 1 for window in self.sliding_windows):
+            raise ValueError(f"{where}a sliding window must be at least 1, got {self.sliding_windows}")
+        if len(self.sliding_windows) != self.num_layers:
+            raise ValueError(f"{where}{len(self.sliding_windows)} sliding windows given for {self.num_layers} layers")
+
+    @property
+    def model_type(self) -> str:
+        return FAMILIES[self.architecture].model_type
+
+
+def _no_window(config: Settings, num_layers: int) -> SlidingWindows:
+    if config.get("sliding_window") is not None:
+        raise config.unsupported("sliding_window in a Llama config is not supported: it is used by some engines only")
+    return (None,) * num_layers
+
+
+def _window_everywhere(config: Settings, num_layers: int) -> SlidingWindows:
+    if config.get("layer_types") is not None:
+        raise config.unsupported("layer_types in a Mistral config is not supported: its window is one for all layers")
+    return (_window(config),) * num_layers
+
+
+def _window(config: Settings) -> int | None:
+    # 4096 is the default of the families that have windows; null means none.
+    has_none = "sliding_window" in config and config.get("sliding_window") is None
+    return None if has_none else config.integer("sliding_window", 4096)
+
+
+def _window_of_upper_layers(config: Settings, num_layers: int) -> SlidingWindows:
+    window = _window(config) if config.flag("use_sliding_window") else None
+    types = config.texts("layer_types")
+    if types is None:
+        first = config.integer("max_window_layers", 28, minimum=0)
+        types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    known = {"sliding_attention": window, "full_attention": None}
+    if len(types) != num_layers or not set(types) <= set(known):
+        raise config.unsupported(
+            f"layer_types must name {' or '.join(known)} for each of {num_layers} layers, got {quote(types)}"
+        )
+    return tuple(known[kind] for kind in types)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How an architecture differs from plain Llama. `*_bias`: always there; None: as config.json's key says."""
+
+    model_type: str
+    sliding_windows: Callable[[Settings, int], SlidingWindows]
+    qkv_bias: bool | None = False
+    o_bias: bool | None = False
+    mlp_bias: bool | None = False
+    qk_norm: bool = False
+    default_head_dim: int | None = None
+    """None: hidden_size / num_heads"""
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama", _no_window, qkv_bias=None, o_bias=None, mlp_bias=None),
+    "MistralForCausalLM": Family("mistral", _window_everywhere),
+    "Qwen2ForCausalLM": Family("qwen2", _window_of_upper_layers, qkv_bias=True),
+    "Qwen3ForCausalLM": Family(
+        "qwen3", _window_of_upper_layers, qkv_bias=None, o_bias=None, qk_norm=True, default_head_dim=128
+    ),
+}
+# GGUF calls Mistral "llama" too: the window of the first Mistral 7B is not in such a file, as in llama.cpp.
+_GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def load_model_config(model_path: str | os.PathLike[str], load_format: LoadFormat = "auto") -> ModelConfig:
+    """From a Hugging Face directory, a .gguf file, or a bare config.json (dummy weights only).
+
+    Raises ValueError (ModelNotSupported where the model is the reason) or FileNotFoundError.
+    """
+    path = os.fspath(model_path)
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"no model at {path!r}: give a directory with config.json, a .gguf or a .json file")
+    is_dir = os.path.isdir(path)
+    if not is_dir and not path.endswith((".gguf", ".json")):
+        raise ValueError(f"{path!r} must be a directory with config.json, a .gguf file, or a config.json")
+    if not is_dir and path.endswith(".gguf"):
+        if load_format == "safetensors":
+            raise ValueError(f"load format safetensors does not fit the GGUF file {path!r}")
+        return _from_gguf(GGUFFile(path), "dummy" if load_format == "dummy" else "gguf")
+    if load_format == "gguf":
+        raise ValueError(f"load format gguf needs a .gguf file, got {path!r}")
+    if not is_dir and load_format != "dummy":
+        raise ValueError(f"{path!r} has no weights beside it: use --load-format dummy, or give the directory")
+    folder = path if is_dir else os.path.dirname(path)
+    config_path = os.path.join(path, "config.json") if is_dir else path
+    generation_path = os.path.join(folder, "generation_config.json")
+    generation = read_json_object(generation_path) if os.path.exists(generation_path) else {}
+    return _from_hf(
+        Settings(config_path, _read_config(config_path)),
+        Settings(generation_path, generation),
+        path,
+        "dummy" if load_format == "dummy" else "safetensors",
+    )
+
+
+def _read_config(path: str) -> dict[str, object]:
+    try:
+        return read_json_object(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path!r} is missing") from None
+
+
+def _from_hf(
+    config: Settings, generation: Settings, path: str, load_format: Literal["safetensors", "dummy"]
+) -> ModelConfig:
+    architecture = _hf_architecture(config)
+    family = FAMILIES[architecture]
+    for key in ("quantization_config", "compression_config"):
+        if given := config.get(key):
+            method = given.get("quant_method", "unnamed") if isinstance(given, dict) else given
+            raise config.unsupported(f"{key} (method {method!r}) is not supported: only unquantized checkpoints are")
+    for key in ("rope_interleaved", "use_mrope"):
+        if config.flag(key):
+            raise config.unsupported(f"{key}={config.get(key)!r} is not supported")
+
+    num_layers = config.integer("num_hidden_layers", maximum=_MOST_LAYERS)
+    num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
+    if family.default_head_dim is None and hidden_size % num_heads and config.get("head_dim") is None:
+        raise ValueError(
+            f"{config.source}: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})"
+        )
+    head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
+    attention_bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
+    for key, is_set, known in (
+        ("attention_bias", attention_bias, family.qkv_bias),
+        ("mlp_bias", mlp_bias, family.mlp_bias),
+    ):
+        if is_set and known is False:
+            raise config.unsupported(f"{key} is not supported for {architecture}")
+    context_len = config.integer("max_position_embeddings")
+    rope = rope_from_hf(config, context_len)
+    dtype = config.text("dtype") or config.text("torch_dtype")
+    bos_ids = config.token_ids("bos_token_id")
+    if not bos_ids and config.get("bos_token_id") is not None:
+        raise config.refusal("bos_token_id", "a token id, or null", [])
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.integer("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        vocab_size=config.integer("vocab_size"),
+        context_len=max(context_len, rope.context_len),
+        sliding_windows=family.sliding_windows(config, num_layers),
+        # null is no number here: no library would compute with it
+        rms_norm_eps=config.number("rms_norm_eps", None if "rms_norm_eps" in config else 1e-6),
+        hidden_act=config.text("hidden_act") or "silu",
+        rope=rope,
+        tie_word_embeddings=config.flag("tie_word_embeddings"),
+        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+        o_bias=attention_bias if family.o_bias is None else family.o_bias,
+        mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
+        qk_norm=family.qk_norm,
+        bos_token_id=bos_ids[0] if bos_ids else None,
+        eos_token_ids=_once_each(*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")),
+        dtype=None if dtype is None else dtype.removeprefix("torch."),
+        generation=read_generation_defaults(generation, HF_KEYS),
+        model_path=path,
+        load_format=load_format,
+    )
+
+
+def _hf_architecture(config: Settings) -> str:
+    names = config.texts("architectures") or []
+    model_type = config.text("model_type")
+    if not names:
+        names = [name for name, family in FAMILIES.items() if family.model_type == model_type]
+    name = names[0] if names else str(model_type)
+    if name not in FAMILIES:
+        raise config.unsupported(_not_in_families(name))
+    if model_type is not None and model_type != FAMILIES[name].model_type:
+        raise config.unsupported(f"model_type {model_type!r} with architecture {name!r} is not supported")
+    return name
+
+
+def _not_in_families(architecture: str) -> str:
+    return f"architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}"
+
+
+# The only `{architecture}.*` keys that a GGUF file may have: nearly all of them change the computation.
+_GGUF_KEYS = (
+    "vocab_size",
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "tensor_data_layout",
+    "expert_count",
+    "expert_used_count",
+)
+
+
+def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelConfig:
+    metadata = Settings(file.path, file.metadata)
+    arch = metadata.text("general.architecture")
+    if arch not in _GGUF_ARCHITECTURES:
+        raise metadata.unsupported(
+            f"GGUF architecture {arch!r} is not supported; supported: {', '.join(_GGUF_ARCHITECTURES)}"
+        )
+    if (parts := metadata.integer("split.count", 0, minimum=0)) > 1:
+        raise metadata.unsupported(f"this is one of {parts} split files: merge them first")
+    prefix = f"{arch}."
+    for key in file.metadata:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in _GGUF_KEYS:
+            raise metadata.unsupported(f"metadata {key}={quote(file.metadata[key])} is not supported")
+    config = Settings(
+        file.path, {key: file.metadata[prefix + key] for key in _GGUF_KEYS if prefix + key in file.metadata}, prefix
+    )
+    if experts := config.integer("expert_count", 0, minimum=0):
+        raise metadata.unsupported(f"a mixture of {experts} experts is not supported")
+    tensors = {tensor.name: tensor for tensor in file.tensors}
+    for name in ("token_embd.weight", "blk.0.attn_q.weight"):
+        if name not in tensors:
+            raise ValueError(f"{file.path} has no tensor {name!r}: it holds no whole model")
+    if len(tensors["token_embd.weight"].shape) != 2:
+        raise ValueError(
+            f"{file.path}: token_embd.weight must have two dimensions, got {tensors['token_embd.weight'].shape}"
+        )
+
+    num_heads, hidden_size = config.integer("attention.head_count"), config.integer("embedding_length")
+    head_dim = config.integer("attention.key_length", hidden_size // num_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (given := config.integer(key, head_dim)) != head_dim:
+            raise metadata.unsupported(f"{prefix}{key} must equal the head dimension {head_dim}, got {given}")
+    divisors = _rope_divisors(file, tensors["rope_freqs.weight"], head_dim) if "rope_freqs.weight" in tensors else None
+    context_len = config.integer("context_length")
+    rope = rope_from_gguf(config, divisors, context_len)
+    special = [_gguf_token_id(metadata, name) for name in ("eos", "eot", "eom")]
+    return ModelConfig(
+        architecture=_GGUF_ARCHITECTURES[arch],
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("feed_forward_length"),
+        num_layers=config.integer("block_count", maximum=_MOST_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=config.integer("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        vocab_size=tensors["token_embd.weight"].shape[0],
+        context_len=max(context_len, rope.context_len),
+        rms_norm_eps=config.number("attention.layer_norm_rms_epsilon", 1e-6),
+        rope=rope,
+        tie_word_embeddings="output.weight" not in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        o_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_down.bias" in tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        bos_token_id=_gguf_token_id(metadata, "bos"),
+        eos_token_ids=_once_each(*(token for token in special if token is not None)),
+        dtype=_gguf_dtype(tensors["blk.0.attn_q.weight"].type),
+        generation=read_generation_defaults(metadata, GGUF_KEYS),
+        model_path=file.path,
+        load_format=load_format,
+    )
+
+
+def _gguf_token_id(metadata: Settings, name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    # Some files write -1, signed or not, where there is no such token.
+    token = metadata.integer(key, minimum=-1, maximum=2**32 - 1) if key in metadata else -1
+    return token if token >= 0 else None
+
+
+def _rope_divisors(file: GGUFFile, tensor: GGUFTensor, head_dim: int) -> tuple[float, ...]:
+    if tensor.shape != (head_dim // 2,) or tensor.type != 0:
+        raise ModelNotSupported(f"{file.path}: rope_freqs.weight must be F32 [{head_dim // 2}], got {tensor}")
+    divisors = file.tensor_bytes(tensor, 4 * tensor.shape[0]).view(np.float32)
+    if not (np.isfinite(divisors) & (divisors > 0)).all():
+        raise ValueError(f"{file.path}: rope_freqs.weight must hold positive numbers, got {quote(divisors.tolist())}")
+    return tuple(divisors.tolist())
+
+
+def _gguf_dtype(tensor_type: int) -> str:
+    # Quantised weights were made from bfloat16 as a rule, and float16 may overflow in such a model.
+    return {0: "float32", 1: "float16"}.get(tensor_type, "bfloat16")
+
+
+def _once_each(*ids: int) -> tuple[int, ...]:
+    """In order."""
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,126 @@
+"""Settings out of a model's files, each checked when it is taken: these files come from anywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ModelNotSupported
+
+_MOST_INTEGER = 2**31 - 1
+_LONGEST_QUOTE = 100
+
+
+class Settings:
+    """Named values of one file, as JSON or GGUF has them. A value of null counts as absent.
+
+    Errors are ValueErrors that name the file, the key, what was given and what is allowed.
+    """
+
+    def __init__(self, source: str, values: Mapping[str, Any], prefix: str = "") -> None:
+        """
+        Args:
+            source: how errors call the file
+            prefix: what errors put before a key
+        """
+        self.source = source
+        self._values = values
+        self._prefix = prefix
+        self._taken: set[str] = set()
+
+    def __contains__(self, key: object) -> bool:
+        """Whether there is such a key, if only with null."""
+        return key in self._values
+
+    def get(self, key: str) -> Any:
+        """Whatever it is; None where it is absent."""
+        self._taken.add(key)
+        return self._values.get(key)
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MOST_INTEGER) -> int:
+        """Without a default the key must be there."""
+        value = self._get_or(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self.refusal(key, f"an integer from {minimum} to {maximum}", value)
+        return value
+
+    def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
+        """A finite number. Without a default the key must be there."""
+        value = self._get_or(key, default)
+        number = _finite(value)
+        if number is None or number <= above:
+            allowed = "a finite number" if above == -math.inf else f"a finite number above {above:g}"
+            raise self.refusal(key, allowed, value)
+        return number
+
+    def optional_number(self, key: str, *, above: float = 0.0) -> float | None:
+        return None if self.get(key) is None else self.number(key, above=above)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._get_or(key, default)
+        if not isinstance(value, bool):
+            raise self.refusal(key, "true or false", value)
+        return value
+
+    def text(self, key: str) -> str | None:
+        value = self.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.refusal(key, "a string", value)
+        return value
+
+    def texts(self, key: str) -> list[str] | None:
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.refusal(key, "a list of strings", value)
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """Of one token id or a list of them; none where it is absent."""
+        value = self.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
+            raise self.refusal(key, "a token id of at least 0, or a list of such", value)
+        return tuple(ids)
+
+    def nested(self, key: str) -> Settings | None:
+        """The settings of an object in this one; None where it is absent."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.refusal(key, "an object", value)
+        return Settings(self.source, value, f"{self._prefix}{key}.")
+
+    def untaken(self) -> dict[str, Any]:
+        """What nobody has asked for, but for nulls."""
+        return {key: value for key, value in self._values.items() if key not in self._taken and value is not None}
+
+    def refusal(self, key: str, allowed: str, given: object) -> ValueError:
+        return ValueError(f"{self.source}: {self._prefix}{key} must be {allowed}, got {quote(given)}")
+
+    def unsupported(self, message: str) -> ModelNotSupported:
+        return ModelNotSupported(f"{self.source}: {message}")
+
+    def _get_or(self, key: str, default: object) -> Any:
+        value = self.get(key)
+        return default if value is None else value
+
+
+def quote(value: object) -> str:
+    """A value as errors show it: vocabularies are cut off."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_QUOTE else f"{text[: _LONGEST_QUOTE - 3]}..."
+
+
+def _finite(value: object) -> float | None:
+    """None for what is no finite number, or beyond the range of a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

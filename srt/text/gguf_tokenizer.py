@@ -1,0 +1,197 @@
+"""Build the tokenizer that a GGUF file describes by its metadata.
+
+The file holds the vocabulary, the merges or scores, and the name of the way in which text is cut before merging
+("pre-tokenizer"). What those names mean is defined by llama.cpp (`llama-vocab.cpp`), the format's home; the patterns
+below are those of the models' own tokenizer.json files, of which llama.cpp's are transcriptions.
+
+Where `transformers` reads the same file differently, llama.cpp and the models' own tokenizers are followed: it knows
+no digit splitting ("smollm", "starcoder", ...), no `ignore_merges`, leaves out control tokens with characters beyond
+the byte-level alphabet, and puts sentencepiece's space mark only at the very start of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, processors
+
+from ..model_files.gguf_file import GGUFFile
+from ..model_files.settings import Settings, quote
+from .gguf_pre_tokenizers import MERGES_ARE_OPTIONAL, PRE_TOKENIZERS, STARTS_WITH_BOS
+from .tokenizer_parts import TokenizerParts
+
+_KEY = "tokenizer.ggml."
+_SPACE_MARK = "\u2581"
+# Values of `token_type`
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_NAMED_IDS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",  # the format's spelling
+    "pad_token": "padding_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
+}
+_END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_ALWAYS_SPECIAL = ("bos_token_id", *_END_IDS)
+
+
+def read_gguf_tokenizer(path: Path) -> TokenizerParts:
+    """ValueError when the file has no tokenizer, one of a kind that is not supported, or one that makes no sense."""
+    metadata = GGUFFile(path).metadata
+    try:
+        return _build(Settings("metadata", metadata))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _build(metadata: Settings) -> TokenizerParts:
+    kind = metadata.text(_KEY + "model")
+    if kind not in ("gpt2", "llama"):
+        raise ValueError(f"the tokenizer is of model {kind!r}; supported are gpt2, llama")
+    # llama.cpp gives an empty token a name, so that ids and texts stay one to one.
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(_strings(metadata, "tokens"))]
+    types = _numbers(metadata, "token_type", len(tokens))
+    ids = _ids(metadata, is_llama=kind == "llama", num_tokens=len(tokens))
+    backend = _byte_level_bpe(metadata, tokens) if kind == "gpt2" else _sentencepiece_bpe(metadata, tokens, ids)
+    _add_special_tokens(backend, tokens, types, ids)
+    _add_bos_and_eos(backend, metadata, tokens, ids)
+    return TokenizerParts(
+        backend=backend,
+        special_tokens={name: tokens[ids[key]] for name, key in _NAMED_IDS.items() if key in ids},
+        eos_token_ids=frozenset(ids[key] for key in _END_IDS if key in ids),
+        chat_templates=_chat_templates(metadata),
+    )
+
+
+def _byte_level_bpe(metadata: Settings, tokens: list[str]) -> tokenizers.Tokenizer:
+    name = metadata.text(_KEY + "pre") or "default"
+    if name not in PRE_TOKENIZERS:
+        raise ValueError(f"the pre-tokenizer is {name!r}; supported are {', '.join(sorted(PRE_TOKENIZERS))}")
+    backend = _bpe(
+        tokens,
+        # The first character may itself be a space: only what follows it can be the separator.
+        [
+            (merge[:1] + left, right)
+            for merge in _strings(metadata, "merges")
+            for left, _, right in [merge[1:].partition(" ")]
+        ],
+        ignore_merges=name in MERGES_ARE_OPTIONAL,
+    )
+    backend.pre_tokenizer = PRE_TOKENIZERS[name]()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece_bpe(metadata: Settings, tokens: list[str], ids: Mapping[str, int]) -> tokenizers.Tokenizer:
+    backend = _bpe(
+        tokens,
+        merges_by_score(tokens, _numbers(metadata, "scores", len(tokens)).tolist()),
+        unk_token=tokens[ids["unknown_token_id"]] if "unknown_token_id" in ids else None,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    spaces = normalizers.Replace(" ", _SPACE_MARK)
+    decode = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.flag(_KEY + "add_space_prefix", True):
+        # As in sentencepiece and llama.cpp: at the start, and again behind every special token.
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), spaces])
+        backend.decoder = decoders.Sequence([*decode, decoders.Strip(content=" ", left=1)])
+    else:
+        backend.normalizer = spaces
+        backend.decoder = decoders.Sequence(decode)
+    return backend
+
+
+def _bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
+    vocab = {token: index for index, token in enumerate(tokens)}
+    for left, right in merges:
+        # The library would panic, which no `except Exception` catches.
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise ValueError(f"the merge of {left!r} and {right!r} does not fit the vocabulary")
+    return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
+
+
+def _strings(metadata: Settings, name: str) -> list[str]:
+    texts = metadata.texts(_KEY + name)
+    if texts is None:
+        raise metadata.refusal(_KEY + name, "an array of strings", None)
+    return texts
+
+
+def _numbers(metadata: Settings, name: str, length: int) -> npt.NDArray[np.generic]:
+    value = metadata.get(_KEY + name)
+    if not isinstance(value, np.ndarray) or len(value) != length:
+        given = f"{len(value)} numbers" if isinstance(value, np.ndarray) else quote(value)
+        raise ValueError(f"{_KEY}{name} must be an array of {length} numbers, one a token, got {given}")
+    return value
+
+
+def merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """The merges that sentencepiece's greedy algorithm makes: two neighbours whose union is a token, best score first.
+
+    Every way to cut a token in two tokens is one. Ties go as in `transformers`: long left parts first.
+    """
+    vocab = dict(zip(tokens, scores, strict=True))
+    found = [
+        (-score, -cut, cut - len(token), token[:cut], token[cut:])
+        for token, score in vocab.items()
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    found.sort(key=lambda merge: merge[:3])
+    return [(left, right) for *_, left, right in found]
+
+
+def _ids(metadata: Settings, *, is_llama: bool, num_tokens: int) -> dict[str, int]:
+    # What llama.cpp assumes where the file is silent.
+    ids = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} if is_llama else {}
+    for key in (*_NAMED_IDS.values(), *_END_IDS):
+        if _KEY + key in metadata:
+            ids[key] = metadata.integer(_KEY + key, minimum=-1, maximum=2**32 - 1)
+    # An id beyond the vocabulary names no token; llama.cpp passes over it too.
+    return {key: index for key, index in ids.items() if 0 <= index < num_tokens}
+
+
+def _add_special_tokens(
+    backend: tokenizers.Tokenizer, tokens: list[str], types: npt.NDArray[np.generic], ids: Mapping[str, int]
+) -> None:
+    """Control tokens and the named ones are special; user-defined ones are only matched whole."""
+    # Some files name an ordinary token for padding, which must stay one.
+    named = {index for key, index in ids.items() if key in _ALWAYS_SPECIAL or types[index] != _NORMAL}
+    special = named.union((types == _CONTROL).nonzero()[0].tolist())
+    plain = sorted(set((types == _USER_DEFINED).nonzero()[0].tolist()) - special)
+    backend.add_special_tokens([AddedToken(tokens[index], normalized=False, special=True) for index in sorted(special)])
+    backend.add_tokens([AddedToken(tokens[index], normalized=False, special=False) for index in plain])
+
+
+def _add_bos_and_eos(
+    backend: tokenizers.Tokenizer, metadata: Settings, tokens: list[str], ids: Mapping[str, int]
+) -> None:
+    starts_with_bos = metadata.text(_KEY + "model") == "llama" or metadata.text(_KEY + "pre") in STARTS_WITH_BOS
+    bos = eos = None
+    if metadata.flag(_KEY + "add_bos_token", starts_with_bos):
+        bos = ids.get("bos_token_id")
+    if metadata.flag(_KEY + "add_eos_token"):
+        eos = ids.get("eos_token_id")
+    added = {tokens[index]: index for index in (bos, eos) if index is not None}
+    if added:
+        start = [] if bos is None else [tokens[bos]]
+        end = [] if eos is None else [tokens[eos]]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*start, "$A", *end],
+            pair=[*start, "$A", *end, *start, "$B", *end],
+            special_tokens=list(added.items()),
+        )
+
+
+def _chat_templates(metadata: Settings) -> dict[str, str]:
+    names = metadata.texts("tokenizer.chat_templates") or []
+    keys = {"default": "tokenizer.chat_template"} | {name: f"tokenizer.chat_template.{name}" for name in names}
+    return {name: template for name, key in keys.items() if (template := metadata.text(key)) is not None}

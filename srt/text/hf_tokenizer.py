@@ -1,0 +1,162 @@
+"""Read the tokenizer of a Hugging Face model directory.
+
+`tokenizer.json` says how text becomes ids, `tokenizer_config.json` (and the older `special_tokens_map.json`) which
+tokens are special and what they are called, `chat_template.jinja` (or the configuration) how a chat is written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from ..model_files.files import read_json_object, read_text
+from ..model_files.settings import Settings
+from .tokenizer_parts import NAMED_SPECIAL_TOKENS, TokenizerParts
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_OTHER_SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+
+
+def read_hf_directory(directory: Path) -> TokenizerParts:
+    """ValueError when one of the files cannot be read."""
+    backend = _read_backend(directory / "tokenizer.json")
+    file = directory / "tokenizer_config.json"
+    values = _read_json(file)
+    if "added_tokens_decoder" not in values:
+        older = Settings(str(directory / "special_tokens_map.json"), _read_json(directory / "special_tokens_map.json"))
+        values = values | {name: _named_token(older, name) for name in NAMED_SPECIAL_TOKENS if name in older}
+    config = Settings(str(file), values)
+
+    _add_tokens(backend, config)
+    special_tokens = {name: token for name in NAMED_SPECIAL_TOKENS if (token := _named_token(config, name)) is not None}
+    eos_id = backend.token_to_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
+    return TokenizerParts(
+        backend=backend,
+        special_tokens=special_tokens,
+        eos_token_ids=frozenset() if eos_id is None else frozenset({eos_id}),
+        chat_templates=_chat_templates(directory, config),
+    )
+
+
+def _read_backend(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(read_text(file))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, or panics, which is a BaseException
+        raise ValueError(f"cannot read {file}: {error}") from error
+
+
+def read_with_transformers(name_or_path: str) -> TokenizerParts:
+    """For what has no tokenizer.json: `transformers` converts the older formats, and finds models on the Hub."""
+    # Only here: the import takes seconds.
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
+    except Exception as error:  # anything at all, from a dozen libraries behind it
+        raise ValueError(f"there is no tokenizer that can be read in {name_or_path!r}: {error}") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ValueError(
+            f"the tokenizer in {name_or_path!r} is a {type(tokenizer).__name__}, which the `tokenizers` library "
+            "cannot run"
+        )
+    eos_id = tokenizer.eos_token_id
+    return TokenizerParts(
+        backend=backend,
+        special_tokens={
+            name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in NAMED_SPECIAL_TOKENS
+        },
+        eos_token_ids=frozenset() if eos_id is None else frozenset({eos_id}),
+        chat_templates=_named_templates(Settings(name_or_path, {"chat_template": tokenizer.chat_template})),
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return read_json_object(file) if file.exists() else {}
+
+
+def _named_token(config: Settings, name: str) -> str | None:
+    """A token is written as its text or as an object with its properties."""
+    token = config.get(name)
+    if token is None:
+        return None
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(text, str):
+        raise config.refusal(name, "a string, or an object with a string as content", token)
+    return text
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, config: Settings) -> None:
+    """Adds what the configuration names and tokenizer.json forgot, and makes special what it calls special."""
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    described = config.nested("added_tokens_decoder") or Settings(config.source, {})
+    for token in _described_tokens(described):
+        if repr(token) != repr(known.get(token.content)):
+            backend.add_tokens([token])
+            known.setdefault(token.content, token)
+    special = [known.get(text) or AddedToken(text, special=True, normalized=False) for text in _special_texts(config)]
+    if special:
+        backend.add_special_tokens(special)
+
+
+def _described_tokens(described: Settings) -> list[AddedToken]:
+    """From token id -> properties, in order of id."""
+    tokens = {}
+    for key in described.untaken():
+        if not (key.isascii() and key.isdigit()):
+            raise described.refusal(key, "left out, as only token ids are keys here", described.get(key))
+        fields = described.nested(key)
+        content = None if fields is None else fields.text("content")
+        if fields is None or content is None:
+            raise described.refusal(key, "an object with a string as content", described.get(key))
+        tokens[int(key)] = AddedToken(content, **{flag: fields.flag(flag) for flag in _FLAGS if flag in fields})
+    return [tokens[token_id] for token_id in sorted(tokens)]
+
+
+def _special_texts(config: Settings) -> Iterator[str]:
+    for name in NAMED_SPECIAL_TOKENS:
+        if text := _named_token(config, name):
+            yield text
+    for name in _OTHER_SPECIAL_TOKENS:
+        others = config.get(name)
+        if others is not None and not isinstance(others, list | Mapping):
+            raise config.refusal(name, "a list of tokens, or an object of such", others)
+        values = dict(others) if isinstance(others, Mapping) else dict(enumerate(others or []))
+        tokens = Settings(config.source, {f"{name}[{key}]": value for key, value in values.items()})
+        for key in tokens.untaken():
+            if text := _named_token(tokens, key):
+                yield text
+
+
+def _chat_templates(directory: Path, config: Settings) -> dict[str, str]:
+    """Files come before the configuration."""
+    files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    default = directory / "chat_template.jinja"
+    if default.exists():
+        files["default"] = default
+    if files:
+        return {name: read_text(path) for name, path in files.items()}
+    return _named_templates(config)
+
+
+def _named_templates(config: Settings) -> dict[str, str]:
+    """From any of the three ways to write them: one text, name -> text, or a list of objects with name and template."""
+    value = config.get("chat_template")
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    named: list[tuple[Any, Any]] = [(None, None)]
+    if isinstance(value, Mapping):
+        named = list(value.items())
+    elif isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
+        named = [(entry.get("name"), entry.get("template")) for entry in value]
+    if not all(isinstance(text, str) for pair in named for text in pair):
+        raise config.refusal("chat_template", "a template, an object of templates, or a list of named ones", value)
+    return dict(named)

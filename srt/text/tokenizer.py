@@ -1,0 +1,174 @@
+"""Text to token ids and back, and chat messages to text: the `tokenizers` library, with what a model ships around it.
+
+`transformers` is not imported on the usual path: its import alone takes longer than everything here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidRequest
+from .gguf_tokenizer import read_gguf_tokenizer
+from .hf_tokenizer import read_hf_directory, read_with_transformers
+from .token_bytes import TokenBytes
+from .tokenizer_parts import TokenizerParts
+
+if TYPE_CHECKING:
+    from .chat_template import ChatTemplate
+
+
+class Tokenizer:
+    """One model's tokenizer. `special_ids` are the ids that `skip_special_tokens` leaves out; `token_bytes` is what
+    each token stands for, where decoding is a concatenation of bytes, else None."""
+
+    def __init__(self, parts: TokenizerParts) -> None:
+        backend = parts.backend
+        # Some files ask for truncation or padding, which would change prompts behind the user's back.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(parts.special_tokens)
+        self.eos_token_ids = frozenset(parts.eos_token_ids)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        bos = self.special_tokens.get("bos_token")
+        self.bos_token_id: int | None = None if bos is None else backend.token_to_id(bos)
+        self.token_bytes = TokenBytes.of(backend)
+        self._template_sources = dict(parts.chat_templates)
+        self._templates: dict[str, ChatTemplate] = {}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises InvalidRequest when `text` is not valid Unicode (lone surrogates)."""
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            _check_unicode(text)
+            raise
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of every text, on all cores."""
+        try:
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except TypeError:
+            for text in texts:
+                _check_unicode(text)
+            raise
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Ids that the vocabulary does not have stand for nothing. Raises InvalidRequest for negative ids."""
+        try:
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            raise InvalidRequest("token ids must be in [0, 2**32)", param="tokens") from error
+
+    def tokens_beyond(self, num_rows: int) -> list[str]:
+        """Tokens whose id is `num_rows` or more, in the order of their ids."""
+        if self.vocab_size <= num_rows and max(self.backend.get_added_tokens_decoder(), default=0) < num_rows:
+            return []  # by far the most common case, which the whole vocabulary is not listed for
+        vocab = self.backend.get_vocab(with_added_tokens=True)
+        return sorted((token for token, token_id in vocab.items() if token_id >= num_rows), key=vocab.__getitem__)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self.backend.id_to_token(token_id)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._template_sources)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **chat_template_kwargs: Any,
+    ) -> str:
+        """The prompt for a chat; encode it with `add_special_tokens=False`, the template writes them itself.
+
+        Raises InvalidRequest when there is no template or it refuses the messages.
+        """
+        return self._template(has_tools=tools is not None).render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **chat_template_kwargs,
+        )
+
+    def compile_chat_template(self) -> None:
+        """Finds mistakes in the template now: ValueError. Otherwise the first use would."""
+        for name in self._template_sources:
+            self._compiled(name)
+
+    def _template(self, has_tools: bool) -> ChatTemplate:
+        if not self._template_sources:
+            raise InvalidRequest(
+                "this model has no chat template; start the server with --chat-template, or use completions",
+                param="messages",
+            )
+        name = "tool_use" if has_tools and "tool_use" in self._template_sources else "default"
+        if name not in self._template_sources:
+            raise InvalidRequest(
+                f"this model has chat templates {sorted(self._template_sources)} but none named {name!r}; "
+                "choose one with --chat-template",
+                param="messages",
+            )
+        try:
+            return self._compiled(name)
+        except InvalidRequest:
+            raise
+        except ValueError as error:
+            raise InvalidRequest(str(error), param="messages") from error
+
+    def _compiled(self, name: str) -> ChatTemplate:
+        if name not in self._templates:
+            # Here because two of the three processes never need Jinja (80 ms).
+            from .chat_template import ChatTemplate
+
+            self._templates[name] = ChatTemplate(self._template_sources[name], self.special_tokens)
+        return self._templates[name]
+
+
+def load_tokenizer(model_path: str, tokenizer_path: str | None = None, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of a Hugging Face directory, of a GGUF file, or whatever `transformers` finds under that name.
+
+    `chat_template`: a file, or the template itself; it replaces the model's own.
+    Raises ValueError when there is no tokenizer, or one that is not supported.
+    """
+    path = Path(tokenizer_path or model_path)
+    if path.suffix == ".gguf":
+        parts = read_gguf_tokenizer(path)
+    elif path.name == "tokenizer.json":
+        parts = read_hf_directory(path.parent)
+    elif (path / "tokenizer.json").exists():
+        parts = read_hf_directory(path)
+    else:
+        parts = read_with_transformers(tokenizer_path or model_path)
+    if chat_template is None:
+        return Tokenizer(parts)
+    tokenizer = Tokenizer(parts._replace(chat_templates={"default": _read_template(chat_template)}))
+    tokenizer.compile_chat_template()
+    return tokenizer
+
+
+def _read_template(template: str) -> str:
+    if "{" in template or "\n" in template:
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"chat_template must be a readable file or a Jinja template: {error}") from error
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"text must be valid Unicode, got a lone surrogate {text[error.start]!r} at character {error.start}"
+        ) from error

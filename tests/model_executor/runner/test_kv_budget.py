@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import pytest
+
+from tercet.model_executor.runner.kv_budget import (
+    DEFAULT_CPU_BYTES,
+    DEFAULT_CPU_SHARE,
+    Memory,
+    host_memory,
+    num_kv_tokens,
+)
+
+GIB = 1 << 30
+
+
+def tokens(memory, **options):
+    options = {
+        "page_size": 1, "context_len": 2048, "mem_fraction_static": None, "max_total_tokens": None, "on_cpu": True,
+    } | options  # fmt: skip
+    return num_kv_tokens(memory, 1 << 15, **options)
+
+
+def test_a_cpu_gives_a_modest_pool():
+    assert tokens(Memory(512 * GIB, 400 * GIB)) == DEFAULT_CPU_BYTES >> 15
+    assert tokens(Memory(16 * GIB, 8 * GIB)) == int(8 * GIB * DEFAULT_CPU_SHARE) >> 15
+    # a context that the default would not hold
+    assert tokens(Memory(512 * GIB, 400 * GIB), context_len=1 << 20) == 1 << 20
+
+
+def test_a_fraction_is_of_the_whole_memory_with_the_weights():
+    # 100 GiB, 30 of them taken by weights; 80 % for both leaves 50 for the pool
+    memory = Memory(100 * GIB, 70 * GIB)
+    for on_cpu in (True, False):
+        assert tokens(memory, mem_fraction_static=0.8, on_cpu=on_cpu) == pytest.approx(50 * GIB >> 15, rel=1e-6)
+
+
+def test_a_gpu_gives_all_that_steps_leave():
+    memory = Memory(100 * GIB, 70 * GIB)
+    assert tokens(memory, on_cpu=False) == pytest.approx(68 * GIB >> 15, rel=1e-6)
+    assert tokens(memory, on_cpu=False, reserve=5 * GIB) == pytest.approx(63 * GIB >> 15, rel=1e-6)
+    # A fraction that was asked for may not take what steps need.
+    assert tokens(memory, on_cpu=False, reserve=5 * GIB, mem_fraction_static=0.9) == pytest.approx(60 * GIB >> 15)
+    most = (65 * GIB >> 15) - 1
+    assert tokens(memory, on_cpu=False, reserve=5 * GIB, mem_fraction_static=0.99) == most
+    with pytest.raises(ValueError, match=f"{most} tokens"):
+        tokens(memory, on_cpu=False, reserve=5 * GIB, max_total_tokens=most + 1)
+    with pytest.raises(ValueError, match=r"30.00 GiB are for steps"):
+        tokens(Memory(100 * GIB, 30 * GIB), on_cpu=False, reserve=30 * GIB)
+
+
+def test_tokens_asked_for():
+    memory = Memory(4 * GIB, 2 * GIB)
+    assert tokens(memory, max_total_tokens=1000) == 1000
+    assert tokens(memory, max_total_tokens=1000, page_size=16) == 992
+    most = (2 * GIB >> 15) - 1  # one is the dummy
+    assert tokens(memory, max_total_tokens=most) == most
+    with pytest.raises(ValueError, match=f"{most + 1}.*{most} tokens"):
+        tokens(memory, max_total_tokens=most + 1)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+def test_whole_pages(page_size):
+    number = tokens(Memory(9 * GIB + 12345, 7 * GIB + 54321), page_size=page_size)
+    assert number > 0 and number % page_size == 0
+
+
+def test_no_room():
+    with pytest.raises(ValueError, match="mem_fraction_static"):
+        tokens(Memory(100 * GIB, 10 * GIB), mem_fraction_static=0.5)
+    with pytest.raises(ValueError, match="no room"):
+        tokens(Memory(GIB, 1 << 16))
+
+
+@pytest.fixture
+def host(tmp_path):
+    """A machine with 16 GiB, 12 of them available, the control group's files that are given, and the process in the
+    groups that `own` names."""
+
+    def host(files, own="0::/\n"):
+        (tmp_path / "proc" / "self").mkdir(parents=True)
+        meminfo = f"MemTotal: {16 << 20} kB\nMemFree: 1 kB\nMemAvailable: {12 << 20} kB\n"
+        (tmp_path / "proc" / "meminfo").write_text(meminfo)
+        (tmp_path / "proc" / "self" / "cgroup").write_text(own)
+        for name, text in files.items():
+            path = tmp_path / "cgroup" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return host_memory(tmp_path / "proc", tmp_path / "cgroup")
+
+    return host
+
+
+def group_2(limit, used, active=0, inactive=0, high="max"):
+    """Files of a control group of version 2, in GiB."""
+    limit, high = (value if value == "max" else value * GIB for value in (limit, high))
+    return {
+        "memory.max": f"{limit}\n",
+        "memory.high": f"{high}\n",
+        "memory.current": f"{used * GIB}\n",
+        "memory.stat": f"anon 1\ninactive_file {inactive * GIB}\nactive_file {active * GIB}\nfile_dirty 5\n",
+    }
+
+
+def group_1(limit, used, active=0, inactive=0):
+    """The same of version 1; the numbers without `total_` leave out the groups below."""
+    return {
+        "memory.limit_in_bytes": f"{limit * GIB}\n",
+        "memory.usage_in_bytes": f"{used * GIB}\n",
+        "memory.stat": f"inactive_file 3\ntotal_inactive_file {inactive * GIB}\ntotal_active_file {active * GIB}\n",
+    }
+
+
+def inside(folder, files):
+    return {f"{folder}/{name}": text for name, text in files.items()}
+
+
+def test_a_host_without_limits(host):
+    assert host({}, own="") == Memory(16 * GIB, 12 * GIB)
+
+
+def test_an_unlimited_control_group(host):
+    assert host(group_2("max", 15)) == Memory(16 * GIB, 12 * GIB)
+
+
+def test_control_group_version_2(host):
+    assert host(group_2(8, used=3)) == Memory(8 * GIB, 5 * GIB)
+
+
+def test_control_group_version_1(host):
+    assert host(inside("memory", group_1(4, used=5))) == Memory(4 * GIB, 0)
+
+
+def test_version_1_without_a_limit(host):
+    assert host({"memory/memory.limit_in_bytes": "9223372036854771712\n"}) == Memory(16 * GIB, 12 * GIB)
+
+
+@pytest.mark.parametrize("own", ["", "0::/elsewhere/on/the/host\n4:memory:/docker/0123\n", "0::/../../outside\n"])
+@pytest.mark.parametrize("files", [group_2(8, used=3), inside("memory", group_1(8, used=3))])
+def test_a_container_shows_its_own_group_at_the_mount_point(host, files, own):
+    assert host(files, own) == Memory(8 * GIB, 5 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("mount", "group", "own"),
+    [("", group_2, "0::/system.slice/llm.service\n"), ("memory/", group_1, "4:cpu,memory:/system.slice/llm.service\n")],
+)
+def test_the_tightest_limit_on_the_way_up_counts(host, mount, group, own):
+    """systemd's MemoryMax= and Slurm limit a group below the mount point, whose own limit may be none."""
+    files = {
+        **inside(f"{mount}system.slice/llm.service", group(6, used=1)),
+        **inside(f"{mount}system.slice", group(9, used=7)),
+        **inside(f"{mount}system.slice/other.service", group(1, used=1)),
+    }
+    assert host(files, own) == Memory(6 * GIB, 2 * GIB)
+
+
+def test_version_2_begins_to_reclaim_at_high(host):
+    assert host(group_2(8, used=3, high=5)) == Memory(5 * GIB, 2 * GIB)
+
+
+@pytest.mark.parametrize("files", [group_2(8, 7, 3, 2), inside("memory", group_1(8, 7, 3, 2))])
+def test_the_page_cache_is_available(host, files):
+    """Active pages, too: the weights of a server before this one are such."""
+    assert host(files) == Memory(8 * GIB, 6 * GIB)
+
+
+def test_this_host():
+    memory = host_memory()
+    assert 0 < memory.available <= memory.total

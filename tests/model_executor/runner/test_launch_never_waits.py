@@ -1,0 +1,62 @@
+"""`launch` takes no value from the device and sends all from pinned memory, whatever the step and the sampling."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from meta_runner import NoWaiting, WaitingForTheDeviceError, every_kind_of_step, launch_all, make_meta_runner
+
+from tercet.srt.model_files.model_config import ModelConfig
+
+TOY = ModelConfig(
+    architecture="Qwen3ForCausalLM",
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=99,
+    context_len=64,
+    qk_norm=True,
+)
+
+
+@pytest.mark.parametrize("disable_cuda_graph", [False, True])
+def test_no_kind_of_step_waits(disable_cuda_graph, monkeypatch):
+    runner, accelerator = make_meta_runner(monkeypatch, TOY, disable_cuda_graph=disable_cuda_graph)
+    launch_all(runner, accelerator)
+    assert accelerator.num_replays == (0 if disable_cuda_graph else 3)
+
+
+def test_a_decode_step_is_one_upload_when_all_are_greedy(monkeypatch):
+    runner, accelerator = make_meta_runner(monkeypatch, TOY)
+    *_, step = every_kind_of_step()  # one row, whose owner nobody named: greedy
+    runner.launch(step)
+    with NoWaiting(accelerator) as watched:
+        runner.launch(step)
+    assert watched.num_uploads == 1
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.cpu(),
+        lambda x: x.numpy(),
+        lambda x: 1 if x[0] > 0 else 2,
+        lambda x: torch.from_numpy(np.ones(3)).to(x.device),
+        lambda x: torch.tensor([1, 2, 3], device=x.device),
+        lambda x: x.copy_(torch.ones(3), non_blocking=True),
+        lambda x: x.masked_select(x > 0),
+    ],
+)
+def test_what_would_wait_is_noticed(waits, monkeypatch):
+    _, accelerator = make_meta_runner(monkeypatch, TOY)
+    x = torch.empty(3, device="meta")
+    with pytest.raises((WaitingForTheDeviceError, RuntimeError, TypeError)), NoWaiting(accelerator):
+        waits(x)

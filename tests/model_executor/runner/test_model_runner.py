@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from runner_driver import RunnerDriver, relative_error
+from tiny_models import CONFIGS
+
+from tercet.model_executor import cpu_extension
+from tercet.model_executor.models.registry import MODELS
+from tercet.model_executor.runner import model_runner
+from tercet.model_executor.runner.kv_budget import DEFAULT_CPU_SHARE, Memory
+from tercet.model_executor.runner.model_runner import ModelRunner, _ranges, resolve_device
+from tercet.srt.model_files.model_config import FAMILIES, ModelConfig, load_model_config
+from tercet.srt.model_files.rope_config import FrequencyDivisors, RopeConfig
+from tercet.srt.sampling_params import SamplingParams
+
+TOY = ModelConfig(
+    architecture="LlamaForCausalLM",
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=99,
+    context_len=64,
+    tie_word_embeddings=True,
+)
+
+
+def make_runner(config=TOY, **options):
+    return ModelRunner(config, **({"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 128} | options))
+
+
+def test_every_family_has_a_model():
+    assert set(MODELS) == set(FAMILIES)
+
+
+def test_facts():
+    runner = make_runner(max_total_tokens=130, page_size=16)
+    assert runner.max_total_num_tokens == 128 and runner.kv_pool.size == 128
+    assert runner.kv_bytes == 128 * 2 * 2 * 2 * 8 * 4
+    assert runner.weight_bytes == sum(4 * n for n in (99 * 32, 32, *2 * (32, 32, 64 * 32, 32 * 32, 96 * 32, 32 * 48)))
+    assert runner.context_len == 64 and make_runner(context_len=32).context_len == 32
+    assert runner.attention_backend == ("cpu" if cpu_extension.load() else "torch")
+    assert runner.device == torch.device("cpu")
+
+
+def test_a_pool_on_a_cpu_leaves_room_for_the_weights(monkeypatch):
+    weight_bytes, bytes_per_token = make_runner().weight_bytes, 2 * 2 * 2 * 8 * 4
+    available = weight_bytes + 4096 * bytes_per_token
+    monkeypatch.setattr(model_runner, "host_memory", lambda: Memory(1 << 40, available))
+    assert make_runner(max_total_tokens=None).max_total_num_tokens == 4096 * DEFAULT_CPU_SHARE
+    monkeypatch.setattr(model_runner, "host_memory", lambda: Memory(1 << 40, weight_bytes - 1))
+    with pytest.raises(ValueError, match="no room"):
+        make_runner(max_total_tokens=None)
+
+
+@pytest.mark.parametrize("name", ["mistral_window", "qwen3"])
+def test_dummy_weights_of_a_bare_config(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]().to_dict() | {"architectures": None}))
+    config = load_model_config(tmp_path / "config.json", "dummy")
+    runs = []
+    for seed in (0, 0, 1):
+        driver = RunnerDriver(make_runner(config, dtype="bfloat16", seed=seed))
+        tokens = [driver.extend({1: [5, 6, 7]}, new_rows=[driver.add(1)])[0]]
+        tokens += [driver.decode([1])[0] for _ in range(10)]
+        assert all(0 <= token < 131 for token in tokens)
+        runs.append(driver.logits[0])
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
+
+
+def test_a_row_with_invalid_logits_is_told_and_does_not_stop_the_others():
+    driver = RunnerDriver(make_runner())
+    new = [driver.add(1), driver.add(2)]
+    driver.extend({1: [5, 6], 2: [7, 8, 9]}, new_rows=new)
+    driver.runner.kv_pool.k_buffer[0][int(driver.table[2, 0])] = float("nan")
+    tokens = driver.decode([1, 2])
+    assert tokens[1] == -1 and tokens[0] >= 0
+    assert int(driver.runner.future_tokens[2]) == 0  # a valid id, should the row run on
+    tokens = driver.decode([1, 2])
+    assert tokens[1] == -1 and tokens[0] >= 0
+
+
+def test_seeded_sampling_does_not_depend_on_the_batch():
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, top_k=20)
+
+    def run(others):
+        driver = RunnerDriver(make_runner(max_total_tokens=256), seed=len(others))
+        new = [driver.add(row, sampling) for row in (*others, 3)]
+        ids = {row: list(range(10, 10 + length)) for row, length in others.items()} | {3: [4, 5, 6]}
+        tokens = [driver.extend(ids, new_rows=new)[-1]]
+        return tokens + [driver.decode(list(ids))[-1] for _ in range(12)]
+
+    assert run({}) == run({1: 30, 4: 2}) == run({2: 3})
+
+
+@pytest.mark.parametrize(
+    "odd", [{"intermediate_size": 47}, {"hidden_size": 33}, {"hidden_size": 33, "tie_word_embeddings": False}]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_odd_widths_are_served(odd, dtype):
+    """Compiled linear layers take whole words of 32 bits, which is two numbers of these types."""
+    config = dataclasses.replace(TOY, **odd)
+    plain, driver = (
+        RunnerDriver(make_runner(config, dtype=dtype, attention_backend=name)) for name in ("torch", "auto")
+    )
+    for one in (plain, driver):
+        one.extend({1: list(range(20))}, new_rows=[one.add(1)])
+        one.decode([1], [5])
+    assert relative_error(torch.cat(driver.logits), torch.cat(plain.logits)) < 0.05
+
+
+def test_a_row_can_be_reused():
+    driver = RunnerDriver(make_runner())
+    first = driver.extend({1: [5, 6, 7]}, new_rows=[driver.add(1)])[0]
+    driver.decode([1])
+    driver.extend({1: [50, 51]}, new_rows=[driver.add(1)])
+    assert driver.extend({1: [5, 6, 7]}, new_rows=[driver.add(1)])[0] == first
+
+
+def test_bind_checks_the_table():
+    runner = make_runner()
+    for table in (np.zeros((4, 64), np.int32), np.zeros((5, 63), np.int32), np.zeros((5, 64), np.int64)):
+        with pytest.raises(AssertionError):
+            runner.bind(table)
+
+
+def test_settings_that_do_not_fit():
+    with pytest.raises(ValueError, match="max_total_tokens"):
+        make_runner(max_total_tokens=1 << 40)
+    with pytest.raises(ValueError, match="dtype"):
+        make_runner(dtype="float8")
+    with pytest.raises(ValueError, match="attention backend"):
+        make_runner(attention_backend="flash")
+    with pytest.raises(ValueError, match="device"):
+        resolve_device("meta")
+    if not torch.cuda.is_available():
+        assert resolve_device("auto").type == "cpu"
+        with pytest.raises(ValueError, match="no GPU"):
+            resolve_device("cuda")
+
+
+def test_frequency_divisors_change_the_rotation():
+    plain, divided = (
+        RunnerDriver(make_runner(dataclasses.replace(TOY, rope=rope)))
+        for rope in (RopeConfig(), RopeConfig(10000.0, FrequencyDivisors((1.0, 2.0, 3.0, 4.0))))
+    )
+    for driver in (plain, divided):
+        driver.extend({1: list(range(30))}, new_rows=[driver.add(1)])
+    assert not torch.equal(plain.logits[0], divided.logits[0])
+
+
+def test_ranges():
+    assert _ranges(np.array([3, 0, 7]), np.array([2, 3, 1])).tolist() == [3, 4, 0, 1, 2, 7]

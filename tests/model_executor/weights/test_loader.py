@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import weakref
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model, save
+
+from tercet.model_executor import cpu_extension
+from tercet.model_executor.device.dtypes import cpu_multiplies_bfloat16, resolve_dtype
+from tercet.model_executor.models.parameters import decoder_parameters
+from tercet.model_executor.runner.model_runner import ModelRunner
+from tercet.model_executor.weights import loader as weights
+from tercet.model_executor.weights.loader import checkpoint_dtype, load_parameters
+from tercet.srt.model_files.model_config import load_model_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save(make_model("llama"), tmp_path)
+    return tmp_path
+
+
+def edit(folder, change):
+    """Rewrites the single file of a checkpoint after `change` had its way with the dict of tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def load(folder, dtype=torch.float32):
+    return dict(load_parameters(load_model_config(folder), dtype, CPU))
+
+
+def test_fused_parameters_are_the_parts_in_order(folder):
+    stored = load_file(folder / "model.safetensors")
+    loaded = load(folder)
+    for layer in range(3):
+        prefix = f"model.layers.{layer}"
+        qkv = torch.cat([stored[f"{prefix}.self_attn.{x}_proj.weight"] for x in "qkv"])
+        assert torch.equal(loaded[f"layers.{layer}.qkv_proj.weight"], qkv)
+        gate_up = torch.cat([stored[f"{prefix}.mlp.{x}_proj.weight"] for x in ("gate", "up")])
+        assert torch.equal(loaded[f"layers.{layer}.gate_up_proj.weight"], gate_up)
+    assert sum(t.numel() for t in loaded.values()) == sum(t.numel() for t in stored.values())
+    half = load(folder, torch.bfloat16)
+    assert all(torch.equal(half[name], tensor.to(torch.bfloat16)) for name, tensor in loaded.items())
+
+
+def test_missing_and_unexpected_tensors_are_named(folder):
+    def without(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+
+    def beside(tensors):
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+
+    original = (folder / "model.safetensors").read_bytes()
+    edit(folder, without)
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(folder)
+    (folder / "model.safetensors").write_bytes(original)
+    edit(folder, beside)
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load(folder)
+
+
+def test_wrong_shapes_and_dtypes_are_named(folder):
+    def narrow(tensors):
+        tensors["model.norm.weight"] = torch.ones(63)
+
+    def quantized(tensors):
+        tensors["model.norm.weight"] = torch.ones(64, dtype=torch.int8)
+
+    edit(folder, narrow)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight.*\(63,\).*\(64,\)"):
+        load(folder)
+    edit(folder, quantized)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight.*I8"):
+        load(folder)
+
+
+def test_tensors_that_mean_nothing_are_ignored(folder):
+    def old(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    edit(folder, old)
+    assert "norm.weight" in load(folder)
+
+
+def test_a_tied_head_may_be_stored_twice_but_not_differ(tmp_path):
+    save(make_model("llama_31_tied"), tmp_path)
+
+    def twice(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    def other(tensors):
+        tensors["lm_head.weight"][0] += 1
+
+    assert "lm_head.weight" not in load(tmp_path)
+    edit(tmp_path, twice)
+    assert "lm_head.weight" not in load(tmp_path)
+    edit(tmp_path, other)
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        load(tmp_path)
+
+
+def test_shards(tmp_path):
+    model = make_model("llama")
+    save(model, tmp_path / "one")
+    save(model, tmp_path / "many", max_shard_size="60KB")
+    one, many = load(tmp_path / "one"), load(tmp_path / "many")
+    assert all(torch.equal(one[name], many[name]) for name in one | many)
+
+    shards = sorted((tmp_path / "many").glob("*.safetensors"))
+    index_path = tmp_path / "many" / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    index["weight_map"]["model.extra"] = shards[0].name
+    index_path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"index names: model\.extra"):
+        load(tmp_path / "many")
+    index_path.unlink()  # without an index, every file counts
+    assert all(torch.equal(one[name], tensor) for name, tensor in load(tmp_path / "many").items())
+    shards[1].rename(shards[1].with_suffix(".gone"))
+    with pytest.raises(ValueError, match="missing"):
+        load(tmp_path / "many")
+
+
+@pytest.mark.parametrize(
+    "index", [{}, [], {"weight_map": []}, {"weight_map": {"a": None}}, {"weight_map": {"a": 5}}, 7]
+)
+def test_an_index_that_is_none_is_named(folder, index):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json.* must "):
+        load(folder)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda some: st.lists(some, max_size=2) | st.dictionaries(st.text(max_size=2), some, max_size=2),
+)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(index=json_values | st.fixed_dictionaries({"weight_map": json_values}))
+def test_any_index_is_read_or_refused(folder, index):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises((ValueError, OSError)):  # none of them names the model's tensors
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_named_pipe_is_not_waited_for(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ValueError, match=rf"{name}' must be a regular file, got a named pipe"):
+        load(folder)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    save(make_model("llama"), tmp_path, max_shard_size="60KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(FileNotFoundError, match=shard.name):
+        load(tmp_path)
+
+
+def test_other_formats_are_refused(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*safetensors"):
+        load(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(FileNotFoundError, match="no "):
+        load(folder)
+    (folder / "model.safetensors").write_bytes(b"not at all a safetensors file")
+    with pytest.raises(ValueError, match="not a valid safetensors"):
+        load(folder)
+
+
+def mapped_files():
+    with open("/proc/self/maps", encoding="utf-8") as lines:
+        return {line.split(maxsplit=5)[5].strip() for line in lines if len(line.split()) > 5}
+
+
+def test_matrices_of_the_wanted_dtype_are_mapped_for_as_long_as_they_are_held(folder):
+    path = str(folder / "model.safetensors")
+    loaded = load_parameters(load_model_config(folder), torch.float32, CPU)
+    norm, fused = loaded["norm.weight"], loaded["layers.0.qkv_proj.weight"]
+    assert path not in mapped_files()
+    one, other = loaded["layers.0.o_proj.weight"], loaded["layers.0.o_proj.weight"]
+    assert path in mapped_files()
+    one += 1
+    assert torch.equal(other, load(folder)["layers.0.o_proj.weight"]), "written to the file or to another's tensor"
+    del one, other
+    assert path not in mapped_files()
+    converted = load_parameters(load_model_config(folder), torch.bfloat16, CPU)["layers.0.o_proj.weight"]
+    assert path not in mapped_files() and len({*norm.shape, *fused.shape, *converted.shape}) > 1
+
+
+@pytest.mark.skipif(not cpu_extension.multiplies(torch.float32), reason="no compiled operations for this processor")
+def test_a_runner_holds_nothing_that_it_has_packed(tmp_path, monkeypatch):
+    save(make_model("llama_31_tied"), tmp_path)
+    given = {}
+
+    class Watched(weights.StoredParameters):
+        def __getitem__(self, name):
+            tensor = super().__getitem__(name)
+            given[name] = weakref.ref(tensor)
+            return tensor
+
+    monkeypatch.setattr(weights, "StoredParameters", Watched)
+    config = load_model_config(tmp_path)
+    runner = ModelRunner(config, dtype="float32", max_running_requests=1, max_total_tokens=64)
+    held = {name for name, tensor in given.items() if tensor() is not None}
+    assert held == {name for name in given if name.endswith("norm.weight")}
+    assert given.keys() >= {one.name for one in decoder_parameters(config)}
+    assert str(tmp_path / "model.safetensors") not in mapped_files() and runner.weight_bytes > 0
+
+
+def test_dummy_weights_are_seeded_and_finite(folder):
+    config = load_model_config(folder / "config.json", "dummy")
+    first, again, other = (load_parameters(config, torch.bfloat16, CPU, seed) for seed in (0, 0, 1))
+    assert {p.name: p.shape for p in decoder_parameters(config)} == {n: tuple(t.shape) for n, t in first.items()}
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["embed_tokens.weight"], other["embed_tokens.weight"])
+    assert torch.equal(first["norm.weight"], torch.ones(64, dtype=torch.bfloat16))
+    assert 0.01 < first["layers.0.qkv_proj.weight"].float().std() < 0.03
+
+
+def test_the_checkpoints_dtype(folder):
+    config = load_model_config(folder)
+    assert checkpoint_dtype(config) == "float32"
+    silent = dataclasses.replace(config, dtype=None)
+    assert checkpoint_dtype(silent) == "float32"  # from the embedding itself
+    assert checkpoint_dtype(dataclasses.replace(silent, load_format="dummy")) is None
+
+
+def test_resolve_dtype():
+    cuda = torch.device("cuda")
+    native = torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32
+    for checkpoint in ("float16", "bfloat16", "float32", None):
+        assert resolve_dtype("auto", checkpoint, CPU) == native
+        assert resolve_dtype("float16", checkpoint, CPU) == torch.float16
+    assert resolve_dtype("auto", "float16", cuda) == torch.float16
+    assert resolve_dtype("auto", "bfloat16", cuda) == torch.bfloat16
+    assert resolve_dtype("auto", "float32", cuda) == torch.bfloat16
+    assert resolve_dtype("float32", "float16", cuda) == torch.float32
+    with pytest.raises(ValueError, match="int8"):
+        resolve_dtype("int8", None, CPU)

@@ -1,0 +1,259 @@
+"""Tokenizers out of GGUF files that the tests write themselves."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import gguf
+import pytest
+from hypothesis import assume, given
+from tokenizer_samples import TEXTS, byte_level_tokenizer, texts
+
+from tercet.srt.text.gguf_pre_tokenizers import MERGES_ARE_OPTIONAL, PRE_TOKENIZERS
+from tercet.srt.text.token_bytes import byte_level_alphabet
+from tercet.srt.text.tokenizer import load_tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+SPACE = "\u2581"
+WAYS = ("gpt-2", "smollm", "llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "deepseek-coder", "default")
+
+
+def write_gguf(path, *, model, tokens, types, merges=None, scores=None, arch="llama", pre=None, **more):
+    writer = gguf.GGUFWriter(str(path), arch)
+    # What transformers wants to know of a model before it looks at its tokenizer.
+    writer.add_block_count(1)
+    writer.add_context_length(8)
+    writer.add_embedding_length(8)
+    writer.add_feed_forward_length(8)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model(model)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    if tokens is not None:
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+    if scores is not None:
+        writer.add_token_scores(scores)
+    if merges is not None:
+        writer.add_token_merges(merges)
+    for key, value in more.items():
+        key = f"tokenizer.{key}" if key.startswith("chat_template") else f"tokenizer.ggml.{key}"
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_string(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def byte_level_file(path, extra=(), **more):
+    """The vocabulary and merges of a trained byte-level tokenizer, and `extra` tokens with their types. One is called
+    <|endoftext|> because transformers adds a token of that name where there is none."""
+    model = json.loads(byte_level_tokenizer().backend.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    tokens = [token.replace("<|end|>", "<|endoftext|>").replace("<｜bar｜>", "<|second|>") for token in tokens]
+    types = [CONTROL, CONTROL, *[NORMAL] * (len(tokens) - 2)]
+    return write_gguf(
+        path,
+        model="gpt2",
+        tokens=[*tokens, *(token for token, _ in extra)],
+        types=[*types, *(kind for _, kind in extra)],
+        merges=[" ".join(merge) for merge in model["merges"]],
+        **more,
+    )
+
+
+def sentencepiece_file(path, **more):
+    """Pieces of an English sentence, scored by how early they come, and all bytes."""
+    tokens, types = ["<unk>", "<s>", "</s>"], [UNKNOWN, CONTROL, CONTROL]
+    tokens += [f"<0x{byte:02X}>" for byte in range(256)]
+    types += [BYTE] * 256
+    words = (SPACE + "the quick brown fox isn't here, is it? 12 1 éa aa aaa aaaa").replace(" ", f" {SPACE}").split()
+    pieces = dict.fromkeys(
+        w[a:b] for n in (2, 3, 4, 5, 6) for w in words for a in range(len(w)) if (b := a + n) <= len(w)
+    )
+    pieces.update(dict.fromkeys([SPACE * 2, SPACE * 4, SPACE]))
+    pieces.update(dict.fromkeys("".join(words)))
+    tokens += pieces
+    types += [NORMAL] * len(pieces)
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(pieces))]
+    return write_gguf(path, model="llama", tokens=tokens, types=types, scores=scores, **more)
+
+
+def from_transformers(path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("gguf")
+
+
+@functools.cache
+def both(folder, kind, **more):
+    path = folder / f"{kind}-{'-'.join(f'{k}={v}' for k, v in more.items())}.gguf"
+    write = byte_level_file if kind == "gpt2" else sentencepiece_file
+    write(path, bos_token_id=0 if kind == "gpt2" else 1, eos_token_id=1 if kind == "gpt2" else 2, **more)
+    return load_tokenizer(str(path)), from_transformers(path)
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_byte_level_as_transformers_reads_it(folder, pre, text):
+    ours, theirs = both(folder, "gpt2", pre=pre, add_bos_token=pre == "tekken", add_eos_token=pre == "qwen2")
+    if pre in MERGES_ARE_OPTIONAL:
+        # A piece that is a token stays one, which transformers does not know of: spare it the difference.
+        theirs.backend_tokenizer.model.ignore_merges = True
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("pre", WAYS)
+@given(text=texts)
+def test_cutting_keeps_every_byte(pre, text):
+    pieces = PRE_TOKENIZERS[pre]().pre_tokenize_str(text)
+    alphabet = byte_level_alphabet()
+    assert bytes(alphabet[character] for piece, _ in pieces for character in piece) == text.encode()
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("gpt-2", "it's  12", ["it", "'s", " ", " 12"]),
+        ("smollm", "it's  12 x٣½", ["it", "'s", "  ", "1", "2", " x", "٣", "½"]),
+        ("starcoder", "a 1b", ["a", " ", "1", "b"]),
+        ("llama-bpe", "IT'S  12345 x\n\n y", ["IT", "'S", " ", " ", "123", "45", " x", "\n\n", " y"]),
+        ("qwen2", "a123 .b\n", ["a", "1", "2", "3", " .", "b", "\n"]),
+        ("tekken", "fooBar/\nX12", ["foo", "Bar", "/\n", "X", "1", "2"]),
+        ("gpt-4o", "don'tStop 1234", ["don't", "Stop", " ", "123", "4"]),
+        ("deepseek-coder", "a 12\nb!?", ["a", " ", "1", "2", "\n", "b", "!?"]),
+        ("default", "a+b 12345", ["a", "+", "b", " ", "123", "45"]),
+    ],
+)
+def test_the_ways_to_cut(pre, text, pieces):
+    assert [text[a:b] for _, (a, b) in PRE_TOKENIZERS[pre]().pre_tokenize_str(text)] == pieces
+
+
+def test_a_piece_that_is_a_token_stays_one_where_the_model_wants_it(tmp_path):
+    """ "xyz" is a token that no merges lead to."""
+    extra = [("xyz", NORMAL)]
+    plain = load_tokenizer(str(byte_level_file(tmp_path / "a.gguf", extra, pre="qwen2")))
+    whole = load_tokenizer(str(byte_level_file(tmp_path / "b.gguf", extra, pre="llama-bpe", add_bos_token=False)))
+    assert len(plain.encode("xyz")) > 1
+    assert [whole.id_to_token(token) for token in whole.encode("xyz")] == ["xyz"]
+
+
+def test_special_and_user_defined_tokens(tmp_path):
+    """Also such as are not written in the byte-level alphabet, and ordinary tokens that are named for padding."""
+    extra = [("<｜User▁says｜>", CONTROL), ("<think>", USER_DEFINED), ("   ", USER_DEFINED), ("<unused>", UNUSED)]
+    path = tmp_path / "x.gguf"
+    first = byte_level_tokenizer().vocab_size - 1  # without the added one
+    exclamation = byte_level_tokenizer().encode("!")[0]
+    byte_level_file(path, extra, pre="qwen2", eos_token_id=1, eot_token_id=first, padding_token_id=exclamation)
+    tokenizer = load_tokenizer(str(path))
+    user, think, spaces, unused = range(first, first + 4)
+    ids = tokenizer.encode("<|endoftext|>a<｜User▁says｜><think>   <unused>")
+    assert ids[0] == 0 and ids[2:5] == [user, think, spaces] and unused not in ids
+    assert tokenizer.special_ids == {0, 1, user}
+    assert tokenizer.eos_token_ids == {1, user}
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|endoftext|>a<｜User▁says｜><think>   <unused>"
+    assert tokenizer.decode([*ids, exclamation]) == "a<think>   <unused>!"
+    assert tokenizer.vocab_size == first + 4
+
+
+@pytest.mark.parametrize(
+    ("more", "starts"),
+    [
+        ({"pre": "llama-bpe"}, True),
+        ({"pre": "llama-bpe", "add_bos_token": False}, False),
+        ({"pre": "qwen2"}, False),
+        ({"pre": "qwen2", "add_bos_token": True}, True),
+        ({}, False),
+    ],
+)
+def test_bos(tmp_path, more, starts):
+    tokenizer = load_tokenizer(str(byte_level_file(tmp_path / "x.gguf", bos_token_id=1, **more)))
+    assert (tokenizer.encode("x")[0] == 1) == starts
+    assert tokenizer.encode("x", add_special_tokens=False)[0] != 1
+    assert tokenizer.bos_token_id == 1
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_sentencepiece_as_transformers_reads_phi3(folder, text):
+    """Of all architectures it is this one for which transformers puts the space mark where sentencepiece does."""
+    ours, theirs = both(folder, "llama", arch="phi3")
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
+
+
+@given(text=texts)
+def test_sentencepiece_as_transformers_reads_llama(folder, text):
+    """It marks the start of a text only, and not where a space is; we go with sentencepiece and llama.cpp."""
+    assume(text and not text.startswith((" ", SPACE)) and not any(s in text for s in ("<s>", "</s>", "<unk>")))
+    ours, theirs = both(folder, "llama")
+    assert ours.encode(text) == theirs.encode(text)
+
+
+def test_sentencepiece_marks(folder, tmp_path):
+    ours, _ = both(folder, "llama")
+
+    def pieces(tokenizer, text):
+        return [tokenizer.id_to_token(token) for token in tokenizer.encode(text)]
+
+    assert pieces(ours, "the") == ["<s>", SPACE + "the"]
+    assert pieces(ours, " the</s>the") == ["<s>", SPACE, SPACE + "the", "</s>", SPACE + "the"]
+    assert ours.decode(ours.encode(" the fox日")) == " the fox日"
+    path = sentencepiece_file(tmp_path / "x.gguf", add_space_prefix=False, add_bos_token=False)
+    bare = load_tokenizer(str(path))
+    assert pieces(bare, "the fox") == ["the", SPACE + "fox"]
+    assert bare.decode(bare.encode(" the")) == " the"
+
+
+def test_ids_beyond_the_vocabulary_name_no_token(tmp_path):
+    path = byte_level_file(tmp_path / "x.gguf", pre="qwen2", bos_token_id=1, eos_token_id=99_999, add_bos_token=True)
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.eos_token_ids == frozenset() and tokenizer.special_tokens == {"bos_token": "<|second|>"}
+    path = write_gguf(tmp_path / "y.gguf", model="llama", tokens=["a"], types=[NORMAL], scores=[0.0])
+    assert load_tokenizer(str(path)).special_tokens == {"unk_token": "a"}
+
+
+def test_chat_templates(tmp_path):
+    path = byte_level_file(tmp_path / "x.gguf", pre="qwen2", chat_template="{{ messages[0].content }}!")
+    assert load_tokenizer(str(path)).apply_chat_template([{"role": "user", "content": "Hi"}]) == "Hi!"
+
+
+def test_refuses_by_name(tmp_path):
+    path = tmp_path / "x.gguf"
+    with pytest.raises(ValueError, match=r"'no-such-pre'.*qwen2"):
+        load_tokenizer(str(byte_level_file(path, pre="no-such-pre")))
+    with pytest.raises(ValueError, match=r"'rwkv'.*gpt2"):
+        load_tokenizer(str(write_gguf(path, model="rwkv", tokens=["a"], types=[NORMAL])))
+    with pytest.raises(ValueError, match=r"tokens must be an array of strings"):
+        load_tokenizer(str(write_gguf(path, model="gpt2", tokens=None, types=None)))
+    with pytest.raises(ValueError, match=r"merges must be an array of strings"):
+        load_tokenizer(str(write_gguf(path, model="gpt2", tokens=["a"], types=[NORMAL])))
+    with pytest.raises(ValueError, match=r"'x' and 'y' does not fit"):
+        load_tokenizer(str(write_gguf(path, model="gpt2", tokens=["x", "y"], types=[NORMAL] * 2, merges=["x y"])))
+    with pytest.raises(ValueError, match=r"does not fit"):
+        load_tokenizer(str(write_gguf(path, model="gpt2", tokens=["x", "y"], types=[NORMAL] * 2, merges=[""])))
+    with pytest.raises(ValueError, match=r"token_type must be an array of 2 numbers"):
+        load_tokenizer(str(write_gguf(path, model="gpt2", tokens=["x", "y"], types=[NORMAL], merges=["x x"])))
+    with pytest.raises(ValueError, match=r"scores must be an array of 1 numbers"):
+        load_tokenizer(str(write_gguf(path, model="llama", tokens=["a"], types=[NORMAL])))
+    path.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="not a GGUF file"):
+        load_tokenizer(str(path))
+
+
+def test_every_way_to_cut_is_tested():
+    assert {PRE_TOKENIZERS[name] for name in WAYS} == set(PRE_TOKENIZERS.values())

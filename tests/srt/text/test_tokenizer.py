@@ -1,0 +1,158 @@
+"""The default model's tokenizer against transformers', and what a Tokenizer does around the library."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizer_samples import TEXTS, default_gguf, default_tokenizer, sentencepiece_tokenizer, texts
+from tokenizers import pre_tokenizers
+
+from tercet.srt.errors import InvalidRequest
+from tercet.srt.text.tokenizer import Tokenizer, load_tokenizer
+from tercet.srt.text.tokenizer_parts import TokenizerParts
+
+
+@functools.cache
+def transformers_tokenizer():
+    """What transformers makes of the same file. It takes no notice of the file's pre-tokenizer "smollm" and cuts as
+    GPT-2 does; the model's own tokenizer.json, like llama.cpp, sets every digit apart first."""
+    from transformers import AutoTokenizer
+
+    path = default_gguf()
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+@functools.cache
+def reference():
+    tokenizer = transformers_tokenizer()
+    backend = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return backend
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_and_text_on_a_corpus(text):
+    ids = default_tokenizer().encode(text)
+    assert ids == reference().encode(text).ids
+    for skip in (True, False):
+        assert default_tokenizer().decode(ids, skip) == transformers_tokenizer().decode(ids, skip_special_tokens=skip)
+
+
+@given(text=texts)
+@settings(max_examples=1000)
+def test_ids_on_any_text(text):
+    ids = default_tokenizer().encode(text)
+    assert ids == reference().encode(text).ids
+    if not any(character.isnumeric() for character in text):
+        assert ids == transformers_tokenizer().encode(text)
+
+
+@given(ids=st.lists(st.integers(0, 49_151), max_size=40), skip=st.booleans())
+def test_text_of_any_ids(ids, skip):
+    assert default_tokenizer().decode(ids, skip) == transformers_tokenizer().decode(ids, skip_special_tokens=skip)
+
+
+def test_digits_stand_apart_from_the_spaces_before_them():
+    tokenizer = default_tokenizer()
+    assert [tokenizer.id_to_token(token) for token in tokenizer.encode("a    12")] == ["a", "ĠĠĠĠ", "1", "2"]
+
+
+def test_what_the_default_model_says_of_itself():
+    tokenizer, other = default_tokenizer(), transformers_tokenizer()
+    assert tokenizer.vocab_size == len(other) == 49152
+    assert tokenizer.eos_token_ids == {other.eos_token_id} == {2}
+    assert tokenizer.bos_token_id == other.bos_token_id == 1
+    assert tokenizer.special_ids == set(other.added_tokens_decoder) == set(range(17))
+    assert tokenizer.special_tokens == other.special_tokens_map
+    assert tokenizer.encode("x") == tokenizer.encode("x", add_special_tokens=False), "the model wants no BOS"
+    assert tokenizer.id_to_token(2) == "<|im_end|>" and tokenizer.id_to_token(99_999_999) is None
+
+
+def test_chats_of_the_default_model():
+    tokenizer, other = default_tokenizer(), transformers_tokenizer()
+    chats = [
+        [{"role": "user", "content": "Hi"}],
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+        [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Hello "},
+            {"role": "user", "content": "?"},
+        ],
+    ]
+    assert tokenizer.has_chat_template
+    for chat in chats:
+        for prompt in (True, False):
+            expected = other.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
+            assert tokenizer.apply_chat_template(chat, add_generation_prompt=prompt) == expected
+            assert tokenizer.encode(expected) == other.encode(expected)
+        expected = other.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+        got = tokenizer.apply_chat_template(chat, add_generation_prompt=False, continue_final_message=True)
+        assert got == expected
+
+
+@pytest.mark.parametrize("bad", ["\ud800", "fine until \udfff here", "\udc80" * 3])
+def test_lone_surrogates_are_the_clients_mistake(bad):
+    tokenizer = default_tokenizer()
+    with pytest.raises(InvalidRequest, match="lone surrogate") as caught:
+        tokenizer.encode(bad)
+    assert str(caught.value).isascii(), "the message itself can be sent"
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        tokenizer.encode_batch(["good", bad])
+
+
+def test_batches_are_single_texts():
+    tokenizer = default_tokenizer()
+    assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
+    assert tokenizer.encode_batch([]) == []
+
+
+def test_ids_out_of_range():
+    tokenizer = default_tokenizer()
+    assert tokenizer.decode([49_152, 10_000_000]) == ""
+    for bad in (-1, 2**32):
+        with pytest.raises(InvalidRequest, match="token ids"):
+            tokenizer.decode([bad])
+
+
+def test_files_cannot_truncate_or_pad_prompts():
+    backend = sentencepiece_tokenizer().backend
+    limited = type(backend).from_str(backend.to_str())
+    limited.enable_truncation(2)
+    limited.enable_padding(length=50)
+    tokenizer = Tokenizer(TokenizerParts(limited, {}, frozenset(), {}))
+    assert tokenizer.encode("the cat sat") == sentencepiece_tokenizer().encode("the cat sat")
+    assert len(tokenizer.encode("the cat sat")) > 2
+
+
+def test_a_template_of_the_operator(tmp_path):
+    path = str(default_gguf())
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ eos_token }}{{ messages[0].content }}é")
+    chat = [{"role": "user", "content": "Hi"}]
+    for template in (str(file), file.read_text()):
+        assert load_tokenizer(path, chat_template=template).apply_chat_template(chat) == "<|im_end|>Hié"
+    with pytest.raises(ValueError, match="readable file"):
+        load_tokenizer(path, chat_template=str(tmp_path / "absent.jinja"))
+    with pytest.raises(ValueError, match="line 2"):
+        load_tokenizer(path, chat_template="\n{% if %}")
+
+
+def test_no_chat_template_is_said():
+    tokenizer = sentencepiece_tokenizer()
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
+
+
+def test_nothing_to_load_is_a_value_error(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "empty", tmp_path / "absent"):
+        with pytest.raises(ValueError, match="no tokenizer that can be read"):
+            load_tokenizer(str(path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"cannot read .*tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
