@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from ..model_executor.runner.model_runner import resolve_device
+from ..model_executor.runner.settings import resolve_device
 from ..srt.env import triton_interpreted
 from .attention_cases import Heads, decode_cases, extend_cases
 from .ceilings import measure_ceilings

@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from ..model_executor.device.dtypes import resolve_dtype
-from ..model_executor.runner.model_runner import resolve_device
+from ..model_executor.runner.settings import resolve_device
 from ..model_executor.weights.loader import checkpoint_dtype
 from ..srt.entrypoints.engine import Engine
 from ..srt.model_files.model_config import load_model_config

@@ -24,7 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ..model_executor.device.dtypes import resolve_dtype
-from ..model_executor.runner.model_runner import resolve_device
+from ..model_executor.runner.settings import resolve_device
 from ..model_executor.weights.loader import checkpoint_dtype
 from ..srt.model_files.model_config import load_model_config
 from ..srt.server_args import ServerArgs
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = dataclasses.replace(server_args, disable_cuda_graph=graphs == "off")
             with bench.or_failed(f"all with graphs {graphs}"):
                 engine = LocalEngine(settings, config)
-                bench.run(engine, graphs if device.type == "cuda" or engine.runner.runs_compiled else "none")
+                bench.run(engine, graphs if device.type == "cuda" or engine.runner.model.compiled else "none")
                 del engine
             if device.type == "cuda":
                 gc.collect()
@@ -131,7 +131,9 @@ class _Bench:
     def run(self, engine: LocalEngine, graphs: str) -> None:
         """Measures all there is with one setting of graphs: "on", "off", or "none" where layers are torch's."""
         runner = engine.runner
-        self._result.values.update(attention_backend=runner.attention_backend, page_size=runner.page_size)
+        self._result.values.update(
+            attention_backend=runner.settings.attention_backend, page_size=runner.settings.page_size
+        )
         if not self._result.values["prefill"]:  # no graph has a part in it
             for length in self._args.prefill_len:
                 with self.or_failed(f"prefill of {length} tokens"):

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from ..model_executor.attention.registry import PAGE_OF_PANELS
-from ..model_executor.runner.model_runner import resolve_device
+from ..model_executor.runner.settings import resolve_device
 from ..srt.entrypoints.engine import Engine
 from ..srt.model_files.model_config import load_model_config
 from ..srt.server_args import ServerArgs

@@ -22,11 +22,15 @@ import numpy as np
 import torch
 
 from ..model_executor import cpu_extension
-from ..model_executor.forward_batch import ForwardBatch, ForwardMode
+from ..model_executor.forward_batch import ForwardBatch
+from ..model_executor.runner.load import load_runner
 from ..model_executor.runner.model_runner import ModelRunner
+from ..model_executor.runner.settings import resolve_settings
+from ..model_executor.step import ForwardMode
 from ..model_executor.weights.quantization import BITS_PER_WEIGHT
 from ..srt.model_files.default_model import find_default_model
 from ..srt.model_files.model_config import ModelConfig, load_model_config
+from ..srt.server_args import ServerArgs
 from ..srt.text.tokenizer import load_tokenizer
 from .presets import model_name
 from .results import Result, add_results_arguments, finish, number, percent
@@ -110,15 +114,18 @@ def compare(config: ModelConfig, windows: torch.Tensor) -> list[Measured]:
     window = windows.shape[1]
 
     def measured(name: str, dtype: str, quantization: str | None) -> Measured:
-        runner = ModelRunner(
-            config,
-            max_running_requests=1,
-            dtype=dtype,
-            quantization=quantization,
-            context_len=window,
-            max_total_tokens=window,
+        server_args = ServerArgs.from_dict(
+            {
+                "model_path": config.model_path,
+                "max_running_requests": 1,
+                "dtype": dtype,
+                "quantization": quantization,
+                "context_length": window,
+                "max_total_tokens": window,
+                "page_size": 1,
+            }
         )
-        return Measured(name, runner)
+        return Measured(name, load_runner(resolve_settings(server_args, config), config))
 
     everyone = [measured(name, name, None) for name in (_REFERENCE, "bfloat16")]
     everyone += [measured(form, "auto", form) for form in BITS_PER_WEIGHT]
@@ -163,8 +170,8 @@ def report(result: Result, everyone: Sequence[Measured], text: str) -> None:
     for one in everyone:
         row: dict[str, Any] = {
             "weights": one.name,
-            "activations": str(one.runner.dtype).removeprefix("torch."),
-            "weight_bytes": one.runner.weight_bytes,
+            "activations": str(one.runner.settings.dtype).removeprefix("torch."),
+            "weight_bytes": one.runner.num_bytes.weights,
             "kl_divergence": torch.cat(one.divergences).double().mean().item(),
             "same_likeliest_token": torch.cat(one.agreements).double().mean().item(),
             "perplexity": math.exp(torch.cat(one.losses).double().mean().item()),
@@ -173,7 +180,7 @@ def report(result: Result, everyone: Sequence[Measured], text: str) -> None:
         table.row(
             one.name,
             row["activations"],
-            number(one.runner.weight_bytes / 2**20),
+            number(one.runner.num_bytes.weights / 2**20),
             f"{row['kl_divergence']:.4f}",
             percent(row["same_likeliest_token"]),
             f"{row['perplexity']:.2f}",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..model_executor.runner.model_runner import resolve_device
+from ..model_executor.runner.settings import resolve_device
 from .limits import Ceilings
 from .results import Result, add_results_arguments, finish, number
 from .timing import median_s

@@ -6,12 +6,9 @@ Two ways to drive it. `run_decode` sends requests through the scheduler, with th
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +16,9 @@ import torch
 from ..managers.scheduler import InFlight
 from ..managers.scheduler_io import SchedulerIO
 from ..managers.scheduler_process import build_scheduler
-from ..model_executor.forward_batch import ForwardMode, Int32Array, NewRow, StepInputs, StepResult, TableUpdate
-from ..model_executor.runner.model_runner import ModelRunner
+from ..model_executor.runner.load import load_runner
+from ..model_executor.runner.settings import resolve_settings
+from ..model_executor.step import ForwardMode, Int32Array, LaunchedStep, NewRow, StepInputs, TableUpdate
 from ..srt.io_struct import (
     AbortFinish,
     AbortReq,
@@ -81,13 +79,8 @@ class LocalEngine:
         """`seed`: of prompts and made-up contexts."""
         self.config = config
         self.server_args = server_args
-        self.runner = ModelRunner(
-            config,
-            context_len=server_args.context_length,
-            seed=server_args.random_seed or 0,  # made-up weights are the same in every run
-            **_shared_settings(server_args),
-        )
-        self.device = self.runner.device
+        self.runner = load_runner(resolve_settings(server_args, config), config)
+        self.device = self.runner.settings.device
         self._inbox, self._outbox = _Inbox(), _Refusals()
         io = SchedulerIO(self._inbox, self._outbox, _Nobody())
         self.scheduler = build_scheduler(server_args, config, self.runner, None, io)
@@ -103,11 +96,11 @@ class LocalEngine:
 
     def check_room(self, batch_size: int, num_tokens: int) -> None:
         """Raises ValueError unless so many requests of so many tokens each can run at once."""
-        runner = self.runner
-        if batch_size > runner.num_rows:
-            raise ValueError(f"batch {batch_size} is more than --max-running-requests {runner.num_rows}")
-        if num_tokens > runner.context_len:
-            raise ValueError(f"{num_tokens} tokens are more than the context of {runner.context_len}")
+        runner, max_rows = self.runner, self.runner.settings.max_running_requests
+        if batch_size > max_rows:
+            raise ValueError(f"batch {batch_size} is more than --max-running-requests {max_rows}")
+        if num_tokens > runner.settings.context_len:
+            raise ValueError(f"{num_tokens} tokens are more than the context of {runner.settings.context_len}")
         if batch_size * num_tokens > runner.max_total_num_tokens:
             raise ValueError(
                 f"{batch_size} x {num_tokens} tokens are more than the KV pool's {runner.max_total_num_tokens}"
@@ -156,12 +149,6 @@ class LocalEngine:
         self._in_flight = self.scheduler.turn(self._in_flight)
 
 
-def _shared_settings(server_args: ServerArgs) -> dict[str, Any]:
-    """What the runner takes of the settings: those that both call the same."""
-    names = {field.name for field in dataclasses.fields(server_args)}
-    return {name: getattr(server_args, name) for name in names & set(inspect.signature(ModelRunner).parameters)}
-
-
 class DirectBatch:
     """`batch_size` rows with `context_len` tokens of KV each, of which all but the last are random numbers, and steps
     for them, driven on the runner itself. Only while the scheduler has nothing to do. Two of one size, of engines with
@@ -185,7 +172,7 @@ class DirectBatch:
         self._table[self.rows, :context_len] = slots.reshape(batch_size, context_len)
         self._fill(slots)
         self._allocator = kv.allocator
-        self.tokens = [self._launch(self._first_step(context_len)).wait()]
+        self.tokens = [self._launch(self._first_step(context_len)).wait().tokens]
         """int32 [B] of every step so far"""
         self._steps = [self._decode_step() for _ in range(num_steps)]
 
@@ -204,14 +191,14 @@ class DirectBatch:
         assert len(steps) == num_steps, "more steps than were made room for"
         synchronize(self._engine.device)
         start = time.perf_counter()
-        pending: StepResult | None = None
+        pending: LaunchedStep | None = None
         for step in steps:
             launched = self._launch(step)
             if pending is not None:
-                self.tokens.append(pending.wait())
+                self.tokens.append(pending.wait().tokens)
             pending = launched
         assert pending is not None
-        self.tokens.append(pending.wait())
+        self.tokens.append(pending.wait().tokens)
         synchronize(self._engine.device)
         return (time.perf_counter() - start) / num_steps
 
@@ -224,8 +211,10 @@ class DirectBatch:
         self._launch(step).wait()
         return time.perf_counter() - start
 
-    def _launch(self, step: StepInputs) -> StepResult:
-        return self._runner.launch(step)
+    def _launch(self, step: StepInputs) -> LaunchedStep:
+        launched = self._runner.launch(step)
+        launched.sample()
+        return launched
 
     def _fill(self, slots: Int32Array) -> None:
         """Zeros could run faster than real numbers do."""
@@ -240,7 +229,7 @@ class DirectBatch:
     def _first_step(self, context_len: int) -> StepInputs:
         """The last token of the context, through the model: rows and table are known to the device after it."""
         step = self._extend_step(self.lens - 1, self.lens, self._engine.random_ids(len(self.rows), self._rng))
-        step.table_updates = [TableUpdate(int(row), 0, context_len) for row in self.rows]
+        step.table_updates = [TableUpdate(int(row), 0, self._table[row, :context_len].copy()) for row in self.rows]
         greedy = SamplingParams(temperature=0.0, ignore_eos=True)
         nothing = np.empty(0, dtype=np.int32)
         step.new_rows = [NewRow(int(row), greedy, 0, nothing, nothing, ()) for row in self.rows]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ..model_executor.forward_batch import Int32Array
+from ..model_executor.step import StepOutput
 from ..srt.errors import InvalidLogits, TercetError
 from ..srt.io_struct import AbortFinish, FinishReason
 from .kv_cache_manager import KVCacheManager
@@ -31,23 +31,22 @@ class ResultProcessor:
         self._metrics = metrics
         self._aborted: list[Req] = []
 
-    def process(self, batch: ScheduleBatch, tokens: Int32Array) -> None:
-        """`tokens`: int32 [len(batch.sampled)], -1 where the logits were invalid.
+    def process(self, batch: ScheduleBatch, output: StepOutput) -> None:
+        """`output`: of the rows in `batch.sampled`.
 
         The finish test, in order: pending abort, invalid logits, stop string, stop token or EOS, length.
         """
-        assert len(tokens) == len(batch.sampled)
         for req in batch.reqs:
             req.in_flight -= 1
-        for req, token in zip(batch.sampled, tokens.tolist(), strict=True):
-            if token < 0:
+        for req, tokens in zip(batch.sampled, output.rows(), strict=True):
+            if tokens[-1] < 0:
                 self._on_invalid_logits(req)
                 continue
-            # It ended while this token was being computed, or `finish_aborted` will end it.
+            # It ended while these tokens were being computed, or `finish_aborted` will end it.
             if req.stage is Stage.FINISHED or req.pending_abort is not None:
                 continue
             try:
-                finish = req.accept(token)
+                finish = req.accept(tokens)
             except Exception:
                 # The stop checker of one request must not take its neighbours down.
                 logger.exception("Request %s: its stop strings cannot be checked", req.rid)

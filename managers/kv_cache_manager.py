@@ -20,7 +20,6 @@ import numpy.typing as npt
 from ..mem_cache.allocator import BaseAllocator
 from ..mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
-from ..model_executor.forward_batch import TableUpdate
 from .req import Req
 
 Int32Array = npt.NDArray[np.int32]
@@ -35,7 +34,6 @@ class KVCacheManager:
         self.cache = cache
         self.page_size = allocator.page_size
         self._table = req_to_token_pool.req_to_token
-        self._table_updates: list[TableUpdate] = []
 
     @property
     def num_available(self) -> int:
@@ -63,8 +61,7 @@ class KVCacheManager:
         assert row is not None
         self.cache.lock(match.node)
         num_cached = len(match.slots)
-        self._table[row, :num_cached] = match.slots
-        self._table_updates.append(TableUpdate(row, 0, num_cached))
+        self.req_to_token_pool.write(row, 0, match.slots)
         req.row = row
         req.node = match.node
         req.locked_len = req.kv_len = num_cached
@@ -89,8 +86,7 @@ class KVCacheManager:
         offset = 0
         for req, start, end in zip(reqs, starts.tolist(), ends.tolist(), strict=True):
             count = end - start
-            self._table[req.row, start:end] = slots[offset : offset + count]
-            self._table_updates.append(TableUpdate(req.row, start, end))
+            self.req_to_token_pool.write_new(req.row, start, slots[offset : offset + count])
             req.kv_len = end
             offset += count
         return slots
@@ -112,14 +108,8 @@ class KVCacheManager:
         self._make_room(self.allocator.tokens_needed(kv_lens, kv_lens + 1))
         slots = self.allocator.alloc_decode(kv_lens + 1, self._last_slots(rows, kv_lens))
         assert slots is not None, "decode without room"
-        self._table[rows, kv_lens] = slots
+        self.req_to_token_pool.write_next(rows, kv_lens, slots)
         return slots
-
-    def take_table_updates(self) -> list[TableUpdate]:
-        """Every range of the table that changed since the last call, but for what `decode` wrote: the step that is
-        built next carries them to the device."""
-        updates, self._table_updates = self._table_updates, []
-        return updates
 
     def _last_slots(self, rows: Int32Array, lens: Int32Array) -> Int32Array:
         """[B] slot of position lens - 1 of each row; 0 where a row is empty."""
@@ -143,8 +133,7 @@ class KVCacheManager:
         assert len(match.slots) == num_taken
         held = self._table[req.row, req.locked_len : num_taken]
         if not np.array_equal(held, match.slots[req.locked_len :]):  # the cache had some of it in slots of its own
-            held[:] = match.slots[req.locked_len :]
-            self._table_updates.append(TableUpdate(req.row, req.locked_len, num_taken))
+            self.req_to_token_pool.write(req.row, req.locked_len, match.slots[req.locked_len :])
         self.cache.move_lock(req.node, match.node)
         req.node = match.node
         req.locked_len = num_taken

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..model_executor.forward_batch import NewRow
+from ..model_executor.step import NewRow
 from ..srt.io_struct import AbortFinish, DecodeOptions, FinishReason, LengthFinish, StopFinish, TokenOut
 from ..srt.sampling_params import SamplingParams
 
@@ -138,17 +138,21 @@ class Req:
             stop_ids=tuple(sorted(self.stop_ids)),
         )
 
-    def accept(self, token: int) -> FinishReason | None:
-        """Appends a sampled token; how the request ends by it, if it does. `token` is a valid id."""
-        self.output_ids.append(token)
-        if self.stop_checker is not None:
-            matched = self.stop_checker.push((token,))
-            if matched is not None:
-                return StopFinish(matched)
-        if token in self.stop_ids:
-            return StopFinish(token)
-        if len(self.output_ids) >= self.max_new_tokens:
-            return LengthFinish(len(self.output_ids))
+    def accept(self, tokens: Sequence[int]) -> FinishReason | None:
+        """Appends the new tokens of a step up to the one that ends the request; how it ends, if it does.
+
+        `tokens`: valid ids, at least one.
+        """
+        for token in tokens:
+            self.output_ids.append(token)
+            if self.stop_checker is not None:
+                matched = self.stop_checker.push((token,))
+                if matched is not None:
+                    return StopFinish(matched)
+            if token in self.stop_ids:
+                return StopFinish(token)
+            if len(self.output_ids) >= self.max_new_tokens:
+                return LengthFinish(len(self.output_ids))
         return None
 
     @property

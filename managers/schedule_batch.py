@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..model_executor.forward_batch import FROM_DEVICE, ForwardMode, Int32Array, StepInputs
+from ..model_executor.step import FROM_DEVICE, ForwardMode, Int32Array, StepInputs
 from .kv_cache_manager import KVCacheManager
 from .prefill_adder import Extend
 from .req import Req, Stage
@@ -38,7 +38,7 @@ def build_decode(kv: KVCacheManager, reqs: list[Req]) -> ScheduleBatch:
         rows=rows,
         seq_lens=kv_lens + 1,
         out_cache_loc=slots,
-        table_updates=kv.take_table_updates(),
+        table_updates=kv.req_to_token_pool.take_updates(),
     )
     return ScheduleBatch(inputs, reqs, reqs, num_prompt_tokens=0, num_decodes=len(reqs))
 
@@ -62,7 +62,7 @@ def build_extend(kv: KVCacheManager, extends: Sequence[Extend], decodes: Sequenc
         extend_lens=ends - starts,
         input_ids=np.concatenate(ids),
         sampled=np.array(sampled, dtype=np.bool_),
-        table_updates=kv.take_table_updates(),
+        table_updates=kv.req_to_token_pool.take_updates(),
         new_rows=[extend.req.as_new_row() for extend, new in zip(extends, first_time, strict=True) if new],
     )
     return ScheduleBatch(

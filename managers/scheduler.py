@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..model_executor.forward_batch import Runner, StepResult
+from ..model_executor.step import LaunchedStep, Runner
 from ..srt.errors import TercetError
 from ..srt.io_struct import (
     AbortFinish,
@@ -47,7 +47,7 @@ class InFlight(NamedTuple):
     """A launched step whose tokens are not processed yet."""
 
     batch: ScheduleBatch
-    result: StepResult
+    step: LaunchedStep
 
 
 class Scheduler:
@@ -141,14 +141,15 @@ class Scheduler:
         return [] if req is None else [req]
 
     def _launch(self, batch: ScheduleBatch) -> InFlight:
-        result = self._runner.launch(batch.inputs)
+        step = self._runner.launch(batch.inputs)
+        step.sample()
         for req in batch.reqs:
             req.in_flight += 1
         self._metrics.on_launch(batch, self.kv, self.queues)
-        return InFlight(batch, result)
+        return InFlight(batch, step)
 
     def _process(self, in_flight: InFlight) -> None:
-        self._results.process(in_flight.batch, in_flight.result.wait())
+        self._results.process(in_flight.batch, in_flight.step.wait())
 
     def _watch_idle(self, *, has_worked: bool, is_idle: bool) -> None:
         """Both may be true: a turn can begin and end a request."""

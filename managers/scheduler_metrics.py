@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from ..model_executor.forward_batch import ForwardMode
+from ..model_executor.step import ForwardMode
 from ..srt.io_struct import AbortFinish, SchedulerState
 from .kv_cache_manager import KVCacheManager
 from .req import Req

@@ -12,9 +12,9 @@ from ..mem_cache.base_prefix_cache import BasePrefixCache
 from ..mem_cache.chunk_cache import ChunkCache
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
-from ..model_executor.cpu_extension import take_threads
-from ..model_executor.device.heap import keep_freed_memory
-from ..model_executor.runner.model_runner import DEFAULT_PREFILL_TOKENS, ModelRunner
+from ..model_executor.runner.load import load_runner
+from ..model_executor.runner.model_runner import ModelRunner
+from ..model_executor.runner.settings import resolve_settings
 from ..srt.io_struct import SchedulerReady, ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.model_files.model_config import ModelConfig
@@ -32,9 +32,6 @@ from .text_stream import StopStringChecker
 
 logger = logging.getLogger(__name__)
 
-_LEAST_FOR_PAGES = (2048, 128, 128)
-"""tokens of the KV pool, of a step's prompts and of a chunk with which pages of more than a token waste little"""
-
 
 def run_scheduler(
     server_args: ServerArgs,
@@ -51,33 +48,14 @@ def run_scheduler(
     tokenizer = None
     if not server_args.skip_tokenizer_init:
         tokenizer = load_tokenizer(server_args.model_path, server_args.tokenizer_path)
-    runner = ModelRunner(
-        model_config,
-        max_running_requests=server_args.max_running_requests,
-        device=server_args.device,
-        dtype=server_args.dtype,
-        quantization=server_args.quantization,
-        weight_cache=server_args.weight_cache,
-        attention_backend=server_args.attention_backend,
-        page_size=_page_size(server_args),
-        context_len=_context_len(server_args, model_config),
-        mem_fraction_static=server_args.mem_fraction_static,
-        max_total_tokens=server_args.max_total_tokens,
-        max_prefill_tokens=server_args.max_prefill_tokens,
-        disable_cuda_graph=server_args.disable_cuda_graph,
-        cuda_graph_max_bs=server_args.cuda_graph_max_bs,
-        seed=server_args.random_seed,
-    )
-    keep_freed_memory()
-    if runner.runs_compiled:
-        take_threads()
+    runner = load_runner(resolve_settings(server_args, model_config), model_config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Receiver[ToScheduler] = Receiver(context, run_dir.scheduler, ToScheduler)
     detokenizer_link: Sender[ToDetokenizer] = Sender(context, run_dir.detokenizer)
     tokenizer_link: Sender[ToTokenizer] = Sender(context, run_dir.tokenizer)
     io = SchedulerIO(inbox, detokenizer_link, tokenizer_link)
     scheduler = build_scheduler(server_args, model_config, runner, tokenizer, io)
-    on_ready(_facts(server_args, runner, model_config))
+    on_ready(_facts(runner, model_config))
     scheduler.run(should_stop)
     inbox.close()
     detokenizer_link.close()
@@ -93,8 +71,7 @@ def build_scheduler(
     io: SchedulerIO,
 ) -> Scheduler:
     """The scheduler of a loaded model, with its pools and its cache."""
-    pool = ReqToTokenPool(runner.num_rows, runner.context_len)
-    runner.bind(pool.req_to_token)
+    pool = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
     allocator, cache = _memory(server_args, runner)
     return Scheduler(
         _limits(server_args, runner),
@@ -114,25 +91,17 @@ def build_scheduler(
 
 
 def _limits(server_args: ServerArgs, runner: ModelRunner) -> PlanLimits:
-    on_cpu = runner.device.type == "cpu"
     return PlanLimits(
-        max_prefill_tokens=server_args.max_prefill_tokens or (2048 if on_cpu else DEFAULT_PREFILL_TOKENS),
-        chunked_prefill_size=server_args.chunked_prefill_size or (1024 if on_cpu else 8192),
+        max_prefill_tokens=runner.settings.max_prefill_tokens,
+        chunked_prefill_size=runner.settings.chunked_prefill_size,
         enable_mixed_chunk=server_args.enable_mixed_chunk,
         schedule_policy=server_args.schedule_policy,
         schedule_conservativeness=server_args.schedule_conservativeness,
     )
 
 
-def _page_size(server_args: ServerArgs) -> int | None:
-    """None leaves it to the attention backend, unless what was asked for is but a few of its pages."""
-    limits = server_args.max_total_tokens, server_args.max_prefill_tokens, server_args.chunked_prefill_size
-    few = any(limit is not None and limit < least for limit, least in zip(limits, _LEAST_FOR_PAGES, strict=True))
-    return server_args.page_size or (1 if few else None)
-
-
 def _memory(server_args: ServerArgs, runner: ModelRunner) -> tuple[BaseAllocator, BasePrefixCache]:
-    page_size = runner.page_size
+    page_size = runner.settings.page_size
     allocator = make_allocator(runner.max_total_num_tokens, page_size)
     if server_args.disable_radix_cache:
         return allocator, ChunkCache(page_size)
@@ -144,35 +113,28 @@ def _stop_checker(tokenizer: Tokenizer | None, params: SamplingParams) -> StopSt
     return StopStringChecker(tokenizer, decode_options(params))
 
 
-def _context_len(server_args: ServerArgs, model_config: ModelConfig) -> int:
-    asked = server_args.context_length
-    if asked is not None and asked > model_config.context_len:
-        raise ValueError(f"--context-length must be at most the model's {model_config.context_len}, got {asked}")
-    return asked or model_config.context_len
-
-
 def _max_total_tokens(runner: ModelRunner) -> int:
     """Prompt and output of the longest request: both the context and the KV pool must hold it."""
-    return min(runner.context_len, runner.max_total_num_tokens)
+    return min(runner.settings.context_len, runner.max_total_num_tokens)
 
 
-def _facts(server_args: ServerArgs, runner: ModelRunner, model_config: ModelConfig) -> SchedulerReady:
-    limits = _limits(server_args, runner)
+def _facts(runner: ModelRunner, model_config: ModelConfig) -> SchedulerReady:
+    settings = runner.settings
     facts = SchedulerReady(
         max_total_num_tokens=runner.max_total_num_tokens,
-        max_running_requests=runner.num_rows,
+        max_running_requests=settings.max_running_requests,
         max_req_input_len=_max_total_tokens(runner) - 1,
-        context_len=runner.context_len,
-        chunked_prefill_size=limits.chunked_prefill_size,
-        max_prefill_tokens=limits.max_prefill_tokens,
+        context_len=settings.context_len,
+        chunked_prefill_size=settings.chunked_prefill_size,
+        max_prefill_tokens=settings.max_prefill_tokens,
         vocab_size=model_config.vocab_size,
-        dtype=str(runner.dtype).removeprefix("torch."),
-        device=str(runner.device),
-        attention_backend=runner.attention_backend,
-        page_size=runner.page_size,
-        weight_bytes=runner.weight_bytes,
-        kv_bytes=runner.kv_bytes,
-        graph_bytes=runner.graph_bytes,
+        dtype=str(settings.dtype).removeprefix("torch."),
+        device=str(settings.device),
+        attention_backend=settings.attention_backend,
+        page_size=settings.page_size,
+        weight_bytes=runner.num_bytes.weights,
+        kv_bytes=runner.num_bytes.kv_pool,
+        graph_bytes=runner.num_bytes.graphs,
     )
     logger.info(
         "Model loaded: %s on %s, %.0f MiB of weights, KV pool of %d tokens (%.0f MiB) in pages of %d, context %d, "

@@ -1,7 +1,6 @@
 """A radix tree of token prefixes: requests that begin alike share the KV of their beginning.
 
-The idea is RadixAttention's (Zheng et al., "SGLang: Efficient Execution of Structured Language Model
-Programs", 2024).
+Source: RadixAttention (Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", 2024).
 
 An edge is a run of tokens, a multiple of the page size, with the slot of each. The children of a node are
 keyed by the bytes of the first page of their edge, so siblings differ within their first page, and edges are

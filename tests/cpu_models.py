@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from runners import make_runner
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.srt.model_files.model_config import ModelConfig
 
 # Longer than a split of attention, with rows that fill no panel evenly.
@@ -53,4 +53,4 @@ def make_cpu_runner(variant=VARIANTS[0], config=CONFIG, **options):
         **options,
     }
     # whole panels of a head, where pages are
-    return ModelRunner(config if page_size == 1 else replace(config, head_dim=32), **settings)
+    return make_runner(config if page_size == 1 else replace(config, head_dim=32), **settings)

@@ -234,7 +234,7 @@ class RecordableAttention(TorchAttentionBackend):
 
 def use_fake(monkeypatch, accelerator: FakeAccelerator, attention: type | None = RecordableAttention) -> None:
     """Runners made from now on believe that they are on this accelerator."""
-    target = "tercet.model_executor.runner.model_runner."
+    target = "tercet.model_executor.runner.load."
     monkeypatch.setattr(target + "make_accelerator", lambda device: accelerator)
     # A GPU has no oneDNN; weights that are packed for it cannot be told apart on a tape.
     monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False, raising=False)

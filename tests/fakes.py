@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tercet.model_executor.forward_batch import FROM_DEVICE, ForwardMode, StepInputs
+from tercet.model_executor.step import FROM_DEVICE, ForwardMode, StepInputs, StepOutput
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
@@ -35,19 +35,27 @@ def expected_output(
     return ids[len(prompt) :]
 
 
-class FakeResult:
+class FakeStep:
+    """Tokens are there once `sample` was called, which the runner insists on before it launches again."""
+
     def __init__(self, tokens: np.ndarray) -> None:
         self._tokens = tokens
+        self.is_sampled = False
 
-    def wait(self) -> np.ndarray:
-        return self._tokens
+    def sample(self) -> None:
+        assert not self.is_sampled
+        self.is_sampled = True
+
+    def wait(self) -> StepOutput:
+        assert self.is_sampled
+        return StepOutput(self._tokens)
 
 
 class FakeRunner:
     """Runs `next_token` over a simulated KV pool. A slot holds a token and its position; the table it reads is its own
     copy, kept up to date only by what a step says, as on a GPU. Any slot lost, shared wrongly or overwritten shows."""
 
-    def __init__(self, req_to_token: np.ndarray, pool_size: int, page_size: int = 1, vocab_size: int = 97) -> None:
+    def __init__(self, table_shape: tuple[int, int], pool_size: int, page_size: int = 1, vocab_size: int = 97) -> None:
         self.vocab_size = vocab_size
         self.steps: list[StepInputs] = []
         self.invalid_rows: set[int] = set()
@@ -55,20 +63,20 @@ class FakeRunner:
         """A token whose KV is NaN, and so is all KV that is computed after it in a sequence, and its logits."""
         self.is_nan = np.zeros(pool_size + page_size, dtype=np.bool_)
         """Of the KV of each slot."""
-        self._host_table = req_to_token
-        self._table = np.zeros_like(req_to_token)
+        self._table = np.zeros(table_shape, dtype=np.int32)
+        self._last: FakeStep | None = None
         self._kv_token = np.full(pool_size + page_size, -1, dtype=np.int64)
         self._kv_position = np.full(pool_size + page_size, -1, dtype=np.int64)
-        self._future = np.full(len(req_to_token), -1, dtype=np.int64)
-        self._seed = np.zeros(len(req_to_token), dtype=np.int64)
+        self._future = np.full(table_shape[0], -1, dtype=np.int64)
+        self._seed = np.zeros(table_shape[0], dtype=np.int64)
 
-    def launch(self, step: StepInputs) -> FakeResult:
+    def launch(self, step: StepInputs) -> FakeStep:
+        assert self._last is None or self._last.is_sampled, "the step before was never sampled"
         self.steps.append(step)
         assert len(step.rows) == len(set(step.rows.tolist())), "a request twice in a step"
         assert 0 not in step.rows and (step.out_cache_loc > 0).all()
         for update in step.table_updates:
-            chosen = slice(update.start, update.end)
-            self._table[update.row, chosen] = self._host_table[update.row, chosen]
+            self._table[update.row, update.start : update.start + len(update.slots)] = update.slots
         for new in step.new_rows:
             self._seed[new.row] = new.seed
             self._future[new.row] = -1
@@ -83,7 +91,7 @@ class FakeRunner:
             if (ids == FROM_DEVICE).any():
                 assert length == 1 and self._future[row] >= 0, "no token on the device for this row"
                 ids = self._future[row : row + 1].copy()
-                self._table[row, seq_len - 1] = slots[0]
+            self._table[row, seq_len - length : seq_len] = slots
             self._kv_token[slots] = ids
             self._kv_position[slots] = np.arange(seq_len - length, seq_len)
             before = self.is_nan[self._table[row, : seq_len - length]].any()
@@ -98,7 +106,8 @@ class FakeRunner:
                 token = next_token(self._kv_token[slots], int(self._seed[row]), self.vocab_size)
                 tokens.append(-1 if row in self.invalid_rows or self.is_nan[slots].any() else token)
                 self._future[row] = token
-        return FakeResult(np.array(tokens, dtype=np.int32))
+        self._last = FakeStep(np.array(tokens, dtype=np.int32))
+        return self._last
 
 
 class FakeInbox:

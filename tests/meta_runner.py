@@ -13,13 +13,14 @@ from unittest import mock
 import numpy as np
 import torch
 from fake_accelerator import FakeAccelerator, FakeEvent
+from runners import make_runner
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tercet.model_executor.attention.base import AttentionBackend
-from tercet.model_executor.forward_batch import FROM_DEVICE, ForwardMode, NewRow, StepInputs, TableUpdate
 from tercet.model_executor.models.parameters import decoder_parameters
-from tercet.model_executor.runner import model_runner
+from tercet.model_executor.runner import load, settings
+from tercet.model_executor.step import FROM_DEVICE, ForwardMode, NewRow, StepInputs, TableUpdate
 from tercet.srt.sampling_params import SamplingParams
 
 EVERY_SAMPLING = (
@@ -114,10 +115,10 @@ class MetaAttention(AttentionBackend):
 def make_meta_runner(monkeypatch, config, attention=MetaAttention, **options):
     accelerator = MetaAccelerator()
     meta = torch.device("meta")
-    monkeypatch.setattr(model_runner, "make_accelerator", lambda device: accelerator)
-    monkeypatch.setattr(model_runner, "resolve_device", lambda name: meta)
+    monkeypatch.setattr(load, "make_accelerator", lambda device: accelerator)
+    monkeypatch.setattr(settings, "resolve_device", lambda name: meta)
     monkeypatch.setattr(
-        model_runner,
+        load,
         "load_parameters",
         lambda config, dtype, device, *_: {
             parameter.name: torch.empty(parameter.shape, dtype=dtype, device=device)
@@ -125,13 +126,9 @@ def make_meta_runner(monkeypatch, config, attention=MetaAttention, **options):
         },
     )
     if attention is not None:
-        monkeypatch.setattr(
-            model_runner, "create_attention_backend", lambda name, config, pool: attention(config, pool)
-        )
+        monkeypatch.setattr(load, "create_attention_backend", lambda name, config, pool: attention(config, pool))
     options = {"dtype": "bfloat16", "max_running_requests": 8, "max_total_tokens": 256} | options
-    runner = model_runner.ModelRunner(config, **options)
-    runner.bind(np.zeros((runner.num_rows + 1, runner.context_len), np.int32))
-    return runner, accelerator
+    return make_runner(config, **options), accelerator
 
 
 def every_kind_of_step():
@@ -162,13 +159,13 @@ def every_kind_of_step():
         slots = np.arange(1, count + 1, dtype=np.int32)
         return StepInputs(ForwardMode.DECODE, rows[:count], np.full(count, length, np.int32), slots, [], list(updates))
 
-    updates = [TableUpdate(int(row), 0, 3) for row in rows]
+    updates = [TableUpdate(int(row), 0, prompt) for row in rows]
     yield extend([3] * n, [3] * n, [5] * 3 * n, [False] * n, updates, new)
-    yield extend([4] * n, [1] * n, [5] * n, [True] * n, [TableUpdate(1, 3, 4)])
+    yield extend([4] * n, [1] * n, [5] * n, [True] * n, [TableUpdate(1, 3, prompt[:1])])
     mixed = [FROM_DEVICE] * 2 + [5] * (2 * (n - 2))
     yield extend([5, 5] + [6] * (n - 2), [1, 1] + [2] * (n - 2), mixed, [True] * n, updates)
     yield decode(n, 7)
-    yield decode(3, 8, [TableUpdate(2, 0, 5)])
+    yield decode(3, 8, [TableUpdate(2, 0, prompt)])
     yield decode(1, 9)
     assert len(none) == 0
 
@@ -180,7 +177,8 @@ def launch_all(runner, accelerator):
     for step in every_kind_of_step():
         with NoWaiting(accelerator) as watched:
             results.append((runner.launch(step), step.num_sampled))
+            results[-1][0].sample()
         assert watched.num_uploads > 0
     assert accelerator.num_waits == waits, "a launch waited for an event"
     for result, count in results:
-        assert len(result.wait()) == count
+        assert len(result.wait().tokens) == count

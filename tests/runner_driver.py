@@ -5,23 +5,18 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tercet.model_executor.forward_batch import FROM_DEVICE, ForwardMode, NewRow, StepInputs, TableUpdate
+from tercet.model_executor.step import FROM_DEVICE, ForwardMode, NewRow, StepInputs
 from tercet.srt.sampling_params import SamplingParams
 
 
 class RunnerDriver:
     """Every request has a row of its own, and pages in random order."""
 
-    def __init__(self, runner, seed=0, own_table=False):
-        """own_table: the runner keeps a table of its own as on a GPU, though it is on a CPU."""
+    def __init__(self, runner, seed=0):
         self.runner = runner
-        self.table = np.zeros((runner.num_rows + 1, runner.context_len), np.int32)
-        if own_table:
-            runner._shares_table = False
-            runner._table = torch.zeros(self.table.shape, dtype=torch.int32)
-        runner.bind(self.table)
+        self.table = np.zeros((runner.settings.max_running_requests + 1, runner.settings.context_len), np.int32)
         # Slots of nobody hold a NaN: attending to one by mistake shows.
-        page = runner.page_size
+        page = runner.settings.page_size
         pages = np.arange(page, runner.max_total_num_tokens + page).reshape(-1, page)
         for buffer in (*runner.kv_pool.k_buffer, *runner.kv_pool.v_buffer):
             blocks = (runner.max_total_num_tokens + page) // len(buffer)
@@ -50,7 +45,7 @@ class RunnerDriver:
         )
 
     def _grow(self, row, count):
-        start, page = self.lens[row], self.runner.page_size
+        start, page = self.lens[row], self.runner.settings.page_size
         end = start + count
         first, num = -(-start // page), -(-end // page) - -(-start // page)
         assert num <= len(self.free)
@@ -65,7 +60,6 @@ class RunnerDriver:
         """chunks: {row: token ids, or None for its newest token on the device}. Returns the tokens."""
         rows = np.array(list(chunks), np.int32)
         ids = [np.array([FROM_DEVICE] if part is None else part, np.int32) for part in chunks.values()]
-        starts = [self.lens[row] for row in chunks]
         slots = [self._grow(row, len(part)) for row, part in zip(chunks, ids, strict=True)]
         step = StepInputs(
             mode=ForwardMode.EXTEND,
@@ -73,17 +67,18 @@ class RunnerDriver:
             seq_lens=np.array([self.lens[row] for row in chunks], np.int32),
             out_cache_loc=np.concatenate(slots).astype(np.int32),
             new_rows=list(new_rows),
-            table_updates=[TableUpdate(row, start, self.lens[row]) for row, start in zip(chunks, starts, strict=True)],
             extend_lens=np.array([len(part) for part in ids], np.int32),
             input_ids=np.concatenate(ids),
             sampled=np.ones(len(rows), bool) if sampled is None else np.array(sampled),
         )
-        return self.runner.launch(step).wait()
+        return self._run(step)
 
     def decode(self, rows, forced=None):
         """One token of each row; `forced` replaces what is on the device as the input."""
         if forced is not None:
-            self.runner.future_tokens[torch.tensor(list(rows))] = torch.tensor(forced, device=self.runner.device)
+            self.runner.future_tokens[torch.tensor(list(rows))] = torch.tensor(
+                forced, device=self.runner.settings.device
+            )
         slots = np.concatenate([self._grow(row, 1) for row in rows]).astype(np.int32)
         step = StepInputs(
             mode=ForwardMode.DECODE,
@@ -91,7 +86,12 @@ class RunnerDriver:
             seq_lens=np.array([self.lens[row] for row in rows], np.int32),
             out_cache_loc=slots,
         )
-        return self.runner.launch(step).wait()
+        return self._run(step)
+
+    def _run(self, step):
+        launched = self.runner.launch(step)
+        launched.sample()
+        return launched.wait().tokens
 
     def logits_along(self, row, ids, chunks):
         """Feeds `ids` alone in chunks of these lengths, the rest by decode steps; {position: logits of its token}."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tercet.model_executor.forward_batch import NewRow
+from tercet.model_executor.step import NewRow
 from tercet.srt.sampling_params import SamplingParams
 
 Float64Array = npt.NDArray[np.float64]

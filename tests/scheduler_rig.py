@@ -19,7 +19,7 @@ from tercet.mem_cache.allocator import make_allocator
 from tercet.mem_cache.chunk_cache import ChunkCache
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
-from tercet.model_executor.forward_batch import Runner
+from tercet.model_executor.step import Runner
 from tercet.srt.io_struct import AbortReq, FinishReason, GenerateReq, TokenOut, pack_ids
 from tercet.srt.sampling_params import SamplingParams
 
@@ -67,17 +67,17 @@ class Rig:
         audit: bool = True,
         conservativeness: float = 1.0,
         decode_log_interval: int = 1_000_000,
-        make_runner: Callable[[np.ndarray], Runner] | None = None,
+        make_runner: Callable[[], Runner] | None = None,
     ) -> None:
-        """make_runner: takes the table of slots; default: a FakeRunner"""
+        """make_runner: default: a FakeRunner"""
         pool = ReqToTokenPool(max_running, context_len)
         allocator = make_allocator(pool_size, page_size)
         cache = RadixCache(allocator, page_size, eviction) if radix else ChunkCache(page_size)
         self.kv = KVCacheManager(pool, allocator, cache)
         if make_runner is None:
-            self.runner = FakeRunner(pool.req_to_token, pool_size, page_size, vocab_size)
+            self.runner = FakeRunner(pool.req_to_token.shape, pool_size, page_size, vocab_size)
         else:
-            self.runner = make_runner(pool.req_to_token)
+            self.runner = make_runner()
         self.clock = FakeClock()
         self.inbox = FakeInbox()
         self.detokenizer = FakeOutbox()

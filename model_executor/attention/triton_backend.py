@@ -14,12 +14,13 @@ import numpy.typing as npt
 import torch
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
-from ..forward_batch import ForwardBatch, ForwardMode
+from ..forward_batch import ForwardBatch
 from ..kernels.decode_attention import decode_attention
 from ..kernels.extend_attention import extend_attention
 from ..kernels.store_kv import store_kv
 from ..kernels.tuning import arch_of, decode_tile, extend_tile
 from ..kernels.work_map import WorkMap, query_tile_map, split_map
+from ..step import ForwardMode
 from .base import AttentionBackend
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What travels between host and device: step inputs on their way there, tokens on their way home.
+"""What travels between host and device: step inputs on their way there, tokens on their way back.
 
 On a GPU both go through pinned memory that is kept and used again once an event says that its copy is done; allocating
 it anew for every step could wait for the device. On a CPU nothing travels.
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..forward_batch import Int32Array
+from ..step import Int32Array
 from .accelerator import Accelerator, Event
 
 Array = npt.NDArray[Any]
@@ -104,8 +104,8 @@ class _Copy(NamedTuple):
     """to be called when the host's buffer was read"""
 
 
-class StepTokens:
-    """A step's tokens on their way home (a StepResult). On a CPU they are home already."""
+class TokenCopy:
+    """A step's tokens on their way to the host. On a CPU they are there already."""
 
     def __init__(self, tokens: torch.Tensor, copy: _Copy | None = None) -> None:
         """tokens: int64 [n] on the host, valid once `copy` is done (None: it is)"""
@@ -125,23 +125,23 @@ class StepTokens:
 
 
 class Downloads:
-    """Brings tokens home, beside the next step's work."""
+    """Copies tokens to the host, beside the next step's work."""
 
-    def __init__(self, most_tokens: int, accelerator: Accelerator | None) -> None:
-        """most_tokens: of one step"""
+    def __init__(self, max_tokens: int, accelerator: Accelerator | None) -> None:
+        """max_tokens: of one step"""
         self._accelerator = accelerator
-        self._num_bytes = 8 * most_tokens
+        self._num_bytes = 8 * max_tokens
         self._free = [] if accelerator is None else [accelerator.pinned(self._num_bytes) for _ in range(4)]
 
-    def fetch(self, tokens: torch.Tensor) -> StepTokens:
+    def fetch(self, tokens: torch.Tensor) -> TokenCopy:
         """tokens: int64 [n]"""
         if self._accelerator is None:
-            return StepTokens(tokens)
+            return TokenCopy(tokens)
         # More than a few unread results: somebody launches without reading, as a benchmark may.
         buffer = self._free.pop() if self._free else self._accelerator.pinned(self._num_bytes)
         target = buffer[: tokens.nbytes].view(torch.int64)
         arrived = self._accelerator.fetch(tokens, target)
-        return StepTokens(target, _Copy(tokens, arrived, lambda: self._free.append(buffer)))
+        return TokenCopy(target, _Copy(tokens, arrived, lambda: self._free.append(buffer)))
 
 
 def _layout(arrays: tuple[Array, ...]) -> tuple[list[int], int]:

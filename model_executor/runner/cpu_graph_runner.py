@@ -9,37 +9,40 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..forward_batch import ForwardBatch, ForwardMode, Int32Array
+from ..forward_batch import ForwardBatch
 from ..models.decoder import Decoder
-from .cuda_graph_runner import DecodeOutputs
+from ..step import ForwardMode, Int32Array
+from .decode_runner import DecodeOutputs
+from .slot_table import SlotTable
 
 
 class CpuGraphRunner:
-    """Runs decode steps of up to `most_rows` requests. Records on construction."""
+    """Runs decode steps of up to `max_rows` requests. Records on construction."""
 
     def __init__(
         self,
         model: Decoder,
         *,
-        most_rows: int,
+        max_rows: int,
         hidden_size: int,
         dtype: torch.dtype,
         newest_tokens: torch.Tensor,
-        req_to_token: torch.Tensor,
+        table: SlotTable,
     ) -> None:
         """
         Args:
             model: its layers, the embedding aside, are compiled operations (RuntimeError otherwise)
             newest_tokens: int64 [num_rows + 1]
-            req_to_token: int32 [num_rows + 1, context_len]
         """
         self._embed = model.embed_tokens
         self._newest_tokens = newest_tokens
-        self._most_rows = most_rows
-        inputs = torch.zeros((4, most_rows), dtype=torch.int64)
+        self._table = table.tensor.numpy()
+        self.max_rows = max_rows
+        self.num_bytes = 0
+        inputs = torch.zeros((4, max_rows), dtype=torch.int64)
         rows, seq_lens, slots, positions = inputs
         self._inputs, self._rows = inputs.numpy(), rows
-        self._x = torch.zeros((most_rows, hidden_size), dtype=dtype)
+        self._x = torch.zeros((max_rows, hidden_size), dtype=dtype)
         batch = ForwardBatch(
             mode=ForwardMode.DECODE,
             rows=rows,
@@ -47,29 +50,27 @@ class CpuGraphRunner:
             input_ids=rows,  # embedded before
             positions=positions,
             out_cache_loc=slots,
-            req_to_token=req_to_token,
+            req_to_token=table.tensor,
             logits_indices=None,
             extend_start_loc=None,
             prefix_lens=None,
-            seq_lens_host=np.zeros(most_rows, np.int32),
+            seq_lens_host=np.zeros(max_rows, np.int32),
             extend_lens_host=None,
         )
         self._kept = model, batch
         """The graph knows addresses only."""
         self._graph = torch.classes.tercet_cpu.Graph()
-        self._graph.record(most_rows)
+        self._graph.record(max_rows)
         try:
             self._logits = model.logits(model.transform(self._x, positions, batch))
         finally:
             self._graph.finish()
 
-    def size_for(self, count: int) -> int | None:
-        """The batch size at which so many requests run: just that; None when they are too many."""
-        return count if count <= self._most_rows else None
-
-    def run(self, size: int, rows: Int32Array, seq_lens: Int32Array, slots: Int32Array) -> DecodeOutputs:
-        """Performs the step; `size` is what `size_for` said."""
-        self._inputs[:, :size] = rows, seq_lens, slots, seq_lens - 1
+    def run(self, rows: Int32Array, seq_lens: Int32Array, slots: Int32Array) -> DecodeOutputs:
+        """Performs the step."""
+        size, positions = len(rows), seq_lens - 1
+        self._table[rows, positions] = slots
+        self._inputs[:, :size] = rows, seq_lens, slots, positions
         step_rows = self._rows[:size]
         self._x[:size] = self._embed(self._newest_tokens.index_select(0, step_rows))
         self._graph.run(size)

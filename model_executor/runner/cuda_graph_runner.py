@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,27 +24,13 @@ import torch
 from ..attention.base import AttentionBackend
 from ..device.accelerator import Accelerator, Graph
 from ..device.device_buffers import Uploads
-from ..forward_batch import Int32Array
+from ..step import Int32Array
+from .decode_runner import DecodeInputs, DecodeOutputs
 
 logger = logging.getLogger(__name__)
 
 _SMALL_BATCHES = (1, 2, 4)
 _STEP, _LARGE, _LARGE_STEP = 8, 128, 16
-
-
-class DecodeInputs(NamedTuple):
-    """What a decode step brings: int64 [B] each, on the device."""
-
-    rows: torch.Tensor
-    seq_lens: torch.Tensor
-    slots: torch.Tensor
-
-
-class DecodeOutputs(NamedTuple):
-    logits: torch.Tensor
-    """float32 [B, vocab], overwritten by the next step"""
-    rows: torch.Tensor
-    """int64 [B], overwritten by the next step"""
 
 
 Decode = Callable[[DecodeInputs, Int32Array, torch.Tensor], object]
@@ -88,6 +73,7 @@ class CudaGraphRunner:
         self._decode = decode
         self._attention = attention
         self._sizes = list(sizes)
+        self.max_rows = self._sizes[-1]
         self._logits = logits
         self._inputs = torch.zeros(3 * self._sizes[-1], dtype=torch.int64, device=logits.device)
         self._graphs: dict[int, Graph] = {}
@@ -124,13 +110,10 @@ class CudaGraphRunner:
         """Where the graph of this batch size reads: next to one another, so that one copy fills them."""
         return DecodeInputs(*self._inputs[: 3 * size].view(3, size))
 
-    def size_for(self, count: int) -> int | None:
-        """The batch size at which so many requests run; None when they are too many."""
-        return next((size for size in self._sizes if size >= count), None)
-
-    def run(self, size: int, rows: Int32Array, seq_lens: Int32Array, slots: Int32Array) -> DecodeOutputs:
-        """Queues the step; `size` is what `size_for` said."""
+    def run(self, rows: Int32Array, seq_lens: Int32Array, slots: Int32Array) -> DecodeOutputs:
+        """Queues the step, padded to the smallest recorded size that holds it."""
         count = len(rows)
+        size = next(size for size in self._sizes if size >= count)
         packed = np.zeros((3, size), np.int64)
         packed[1, count:] = 1
         packed[:, :count] = rows, seq_lens, slots

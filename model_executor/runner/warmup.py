@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...srt.sampling_params import SamplingParams
-from ..forward_batch import ForwardMode, Int32Array, NewRow, StepInputs
+from ..step import ForwardMode, Int32Array, NewRow, StepInputs
 
 
 def largest_steps(num_rows: int, context_len: int, max_prefill_tokens: int) -> list[StepInputs]:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..forward_batch import Int32Array, NewRow
+from ..step import Int32Array, NewRow
 from .sampling_state import Column, SamplingState
 
 

@@ -13,7 +13,7 @@ import torch
 
 from .. import cpu_extension
 from ..device.device_buffers import Uploads
-from ..forward_batch import Int32Array, NewRow
+from ..step import Int32Array, NewRow
 from .counter_rng import uniform
 from .cpu_choice import CpuChoice
 from .joint_sampling import MAX_VOCAB_SIZE
@@ -60,7 +60,7 @@ class Sampler:
         self._choice = _make_choice(self._state, vocab_size, self._device, use_kernels)
 
     @property
-    def most_edit_bytes(self) -> int:
+    def max_edit_bytes(self) -> int:
         """Device memory that edits of logits take when every row asks for all of them: counts, biases, one of the two
         while it grows, and the edited copy."""
         return self._num_rows * self._vocab_size * 4 * 4

@@ -17,7 +17,7 @@ import torch
 
 from ..device.accelerator import make_accelerator
 from ..device.device_buffers import Uploads
-from ..forward_batch import NewRow
+from ..step import NewRow
 
 SMALL_TOP_K = 1024
 """Up to this, the k most probable tokens are selected; above, the whole vocabulary is put in order."""

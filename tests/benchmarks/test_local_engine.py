@@ -7,9 +7,9 @@ import pytest
 import torch
 from bench_models import tiny_flags
 from runner_driver import RunnerDriver
+from runners import make_runner
 
 from tercet.benchmarks.local_engine import DirectBatch, LocalEngine
-from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.srt.model_files.model_config import load_model_config
 from tercet.srt.server_args import ServerArgs
 
@@ -40,7 +40,7 @@ def test_a_direct_batch_computes_what_the_runner_does(engine: LocalEngine, monke
         assert batch.decode(3) > 0
         tokens = np.stack(batch.tokens[1:])
     prompts = given[-1].reshape(2, 20)
-    runner = ModelRunner(engine.config, max_running_requests=2, dtype="float32", max_total_tokens=100, seed=0)
+    runner = make_runner(engine.config, max_running_requests=2, dtype="float32", max_total_tokens=100, random_seed=0)
     driver = RunnerDriver(runner)
     driver.extend({1: prompts[0], 2: prompts[1]}, new_rows=[driver.add(1), driver.add(2)])
     expected = np.stack([driver.decode([1, 2]) for _ in range(3)])

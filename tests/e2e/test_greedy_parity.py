@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from default_model import generate, is_greedy, model_path, prompts
+from runners import make_runner
 
 from fakes import FakeInbox, FakeOutbox
 from tercet.managers.scheduler import InFlight
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_process import build_scheduler
-from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.srt.io_struct import GenerateReq, pack_ids
 from tercet.srt.model_files.model_config import load_model_config
 from tercet.srt.sampling_params import SamplingParams
@@ -33,7 +33,7 @@ class InProcessEngine:
         args = ServerArgs(model_path=str(model_path()), dtype="float32", max_total_tokens=16384)
         args = dataclasses.replace(args, **settings)
         config = load_model_config(args.model_path)
-        runner = ModelRunner(
+        runner = make_runner(
             config,
             max_running_requests=args.max_running_requests,
             dtype=args.dtype,

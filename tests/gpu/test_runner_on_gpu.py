@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import runners
 import torch
 from meta_runner import every_kind_of_step
 from runner_driver import RunnerDriver, relative_error
 
-from tercet.model_executor.forward_batch import ForwardMode, StepInputs
-from tercet.model_executor.runner.model_runner import ModelRunner
+from tercet.model_executor.step import ForwardMode, StepInputs
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.sampling_params import SamplingParams
 
@@ -43,7 +43,7 @@ def visible_attention(monkeypatch):
 
 def make_runner(config, device="cuda", **options):
     options = {"dtype": "bfloat16", "max_running_requests": 40, "max_total_tokens": 20_000} | options
-    return ModelRunner(config, device=device, max_prefill_tokens=2048, **options)
+    return runners.make_runner(config, device=device, max_prefill_tokens=2048, **options)
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def play(driver, seed=0, num_steps=40):
     kinds = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1))
     tokens = []
     for _ in range(num_steps):
-        idle = [row for row in range(1, driver.runner.num_rows + 1) if row not in driver.lens]
+        idle = [row for row in range(1, driver.runner.settings.max_running_requests + 1) if row not in driver.lens]
         if idle and rng.random() < 0.3:
             rows = rng.permutation(idle)[: rng.integers(1, 6)].tolist()
             chunks = {row: rng.integers(0, 4099, rng.integers(1, 300)) for row in rows}
@@ -80,20 +80,20 @@ def play(driver, seed=0, num_steps=40):
 @pytest.mark.parametrize("disable_cuda_graph", [False, True])
 def test_no_launch_waits(config, disable_cuda_graph):
     runner = make_runner(config, disable_cuda_graph=disable_cuda_graph)
-    runner.bind(np.zeros((runner.num_rows + 1, runner.context_len), np.int32))
     for _ in range(3):
         results = []
         with waiting_is_an_error():
             for step in every_kind_of_step():
                 results.append((runner.launch(step), step.num_sampled))
+                results[-1][0].sample()
         for result, count in results:
-            assert len(result.wait()) == count
+            assert len(result.wait().tokens) == count
 
 
 @CONFIGS
 def test_graphs_change_no_token_and_no_logit(config):
     drivers = [RunnerDriver(make_runner(config, disable_cuda_graph=disabled)) for disabled in (False, True)]
-    assert drivers[0].runner.graph_bytes >= 0 and drivers[1].runner.graph_bytes == 0
+    assert drivers[0].runner.num_bytes.graphs >= 0 and drivers[1].runner.num_bytes.graphs == 0
     tokens = [play(driver) for driver in drivers]
     assert tokens[0] == tokens[1]
     for graphed, plain in zip(drivers[0].logits, drivers[1].logits, strict=True):
@@ -124,8 +124,11 @@ def test_many_steps_may_be_launched_before_a_token_is_read():
         lens = np.array([driver.lens[row] for row in rows], np.int32)
         steps.append(StepInputs(ForwardMode.DECODE, np.array(rows, np.int32), lens, slots))
     with waiting_is_an_error():
-        results = [runner.launch(step) for step in steps]
-    tokens = np.stack([result.wait() for result in results])
+        results = []
+        for step in steps:
+            results.append(runner.launch(step))
+            results[-1].sample()
+    tokens = np.stack([result.wait().tokens for result in results])
     assert tokens.min() >= 0 and tokens[-1].tolist() == runner.future_tokens[1:21].tolist()
     again = RunnerDriver(make_runner(LLAMA))
     again.extend({row: [row, row + 1] for row in rows}, new_rows=[again.add(row) for row in rows])
@@ -134,7 +137,7 @@ def test_many_steps_may_be_launched_before_a_token_is_read():
 
 def test_the_pool_leaves_room_for_the_largest_steps():
     """Sized by what is left, the runner does the largest prefill and decode without running out of memory."""
-    runner = ModelRunner(
+    runner = runners.make_runner(
         dataclasses.replace(LLAMA, num_layers=16, num_kv_heads=8),
         device="cuda",
         dtype="bfloat16",
@@ -142,7 +145,7 @@ def test_the_pool_leaves_room_for_the_largest_steps():
         max_prefill_tokens=16384,
     )
     _, total = torch.cuda.mem_get_info()
-    assert runner.kv_bytes > 0.8 * (total - runner.weight_bytes)
+    assert runner.num_bytes.kv_pool > 0.8 * (total - runner.num_bytes.weights)
     driver = RunnerDriver(runner)
     rows = list(range(1, 257))
     sampled = SamplingParams(temperature=1.0, top_p=0.9, frequency_penalty=0.1)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from fake_accelerator import FakeAccelerator, use_fake
+from runners import make_runner
 from scheduler_rig import Rig
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.srt.io_struct import AbortFinish, LengthFinish
 from tercet.srt.model_files.model_config import ModelConfig
 
@@ -49,14 +49,14 @@ class Runners:
     def __init__(self, monkeypatch, backend="torch"):
         if backend == "torch":
             # Sums of another order differ by 1e-16: no draw and no best token will ever depend on that.
-            monkeypatch.setattr("tercet.model_executor.runner.model_runner.resolve_dtype", lambda *_: torch.float64)
+            monkeypatch.setattr("tercet.model_executor.runner.settings.resolve_dtype", lambda *_: torch.float64)
         monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.5)
         self.backend = backend
         self._made = {}
 
     def __call__(self, num_rows):
         if num_rows not in self._made:
-            self._made[num_rows] = ModelRunner(
+            self._made[num_rows] = make_runner(
                 TOY,
                 max_running_requests=num_rows,
                 max_total_tokens=MOST_SLOTS,
@@ -76,8 +76,10 @@ def runners(request, monkeypatch):
 
 @pytest.fixture
 def runners_with_graphs(monkeypatch):
-    use_fake(monkeypatch, FakeAccelerator(lag=5))
-    return Runners(monkeypatch)
+    runners = Runners(monkeypatch)
+    runners.accelerator = FakeAccelerator(lag=5)
+    use_fake(monkeypatch, runners.accelerator)
+    return runners
 
 
 def draw_schedule(seed):
@@ -118,17 +120,12 @@ def draw_schedule(seed):
 def play(runners, options, requests, overlap):
     """(heard by request, retractions)"""
 
-    def make_runner(table):
-        runner = runners(options["max_running"])
-        runner.bind(table)
-        return runner
-
     rig = Rig(
         overlap=overlap,
         eos_ids=EOS_IDS,
         vocab_size=VOCAB_SIZE,
         context_len=CONTEXT_LEN,
-        make_runner=make_runner,
+        make_runner=lambda: runners(options["max_running"]),
         **options,
     )
     turn = 0
@@ -187,7 +184,7 @@ def test_graphs_stream_the_same_tokens(runners_with_graphs, monkeypatch):
     for seed in range(NUM_SCHEDULES // 4):
         options, requests = draw_schedule(1_000_000 + seed)
         streams.append((options, requests, play(runners_with_graphs, options, requests, overlap=True)[0]))
-    assert sum(runner._accelerator.num_replays for runner in runners_with_graphs._made.values()) > 0
+    assert runners_with_graphs.accelerator.num_replays > 0
     monkeypatch.undo()
     plain = Runners(monkeypatch)
     for options, requests, heard in streams:

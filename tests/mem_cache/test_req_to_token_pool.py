@@ -47,3 +47,30 @@ def test_clear_frees_every_row() -> None:
 def test_an_empty_table_is_refused(num_rows: int, context_len: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         ReqToTokenPool(num_rows, context_len)
+
+
+def test_a_runner_hears_of_every_write_but_those_of_new_tokens() -> None:
+    pool = ReqToTokenPool(3, 8)
+    theirs = np.zeros_like(pool.req_to_token)
+    pool.write(1, 0, np.array([5, 6, 7], np.int32))
+    pool.write(2, 2, np.array([], np.int32))
+    pool.write_new(1, 3, np.array([8], np.int32))
+    pool.write_next(np.array([1, 2], np.int32), np.array([4, 0], np.int32), np.array([9, 10], np.int32))
+    updates = pool.take_updates()
+    assert [(update.row, update.start, update.slots.tolist()) for update in updates] == [(1, 0, [5, 6, 7])]
+    for row, start, slots in updates:
+        theirs[row, start : start + len(slots)] = slots
+    theirs[1, 3:5], theirs[2, 0] = (8, 9), 10  # which the step itself names
+    assert np.array_equal(theirs, pool.req_to_token)
+    assert pool.take_updates() == []
+
+
+def test_a_position_that_was_written_twice_travels_as_it_is_now() -> None:
+    """A row may change its owner between two steps. A device takes updates in any order."""
+    pool = ReqToTokenPool(1, 8)
+    pool.write(1, 0, np.array([5, 6, 7], np.int32))
+    pool.write(1, 1, np.array([3], np.int32))
+    first, second = pool.take_updates()
+    assert first.slots.tolist() == [5, 3, 7] and second.slots.tolist() == [3]
+    pool.req_to_token[1, 0] = 99
+    assert first.slots[0] == 5  # a step in flight does not see what comes later

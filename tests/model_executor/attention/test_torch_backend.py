@@ -16,7 +16,8 @@ from tercet.model_executor.attention.registry import (
     resolve_attention_backend,
 )
 from tercet.model_executor.attention.torch_backend import _similar_lengths
-from tercet.model_executor.forward_batch import ForwardBatch, ForwardMode
+from tercet.model_executor.forward_batch import ForwardBatch
+from tercet.model_executor.step import ForwardMode
 from tercet.srt.model_files.model_config import ModelConfig
 
 POOL = 600

@@ -14,11 +14,12 @@ from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 from tercet.model_executor.attention.base import AttentionBackend
 from tercet.model_executor.attention.torch_backend import TorchAttentionBackend
 from tercet.model_executor.attention.triton_backend import TritonAttentionBackend
-from tercet.model_executor.forward_batch import ForwardBatch, ForwardMode
+from tercet.model_executor.forward_batch import ForwardBatch
 from tercet.model_executor.kernels.rotary import rotary
 from tercet.model_executor.layers.attention import Attention, QKNorm
 from tercet.model_executor.layers.rotary import RotaryEmbedding
 from tercet.model_executor.layers.triton_layers import RotaryTable, TritonAttention
+from tercet.model_executor.step import ForwardMode
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import RopeConfig
 

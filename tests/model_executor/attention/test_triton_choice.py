@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tercet.model_executor.forward_batch import NewRow
 from tercet.model_executor.sampling.sampler import INVALID_TOKEN, Sampler
+from tercet.model_executor.step import NewRow
 from tercet.srt.sampling_params import SamplingParams
 
 KINDS = (

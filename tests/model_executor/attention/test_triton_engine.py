@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import runners
 import torch
 from fake_accelerator import FakeAccelerator, use_fake
 from meta_runner import launch_all, make_meta_runner
@@ -14,7 +15,6 @@ from triton.runtime import interpreter
 
 from tercet.model_executor.layers.kinds import TORCH_LAYERS, layers_for
 from tercet.model_executor.layers.triton_layers import TRITON_LAYERS
-from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.runner.warmup import largest_steps
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import Llama3Scaling, RopeConfig
@@ -44,15 +44,13 @@ QWEN = dataclasses.replace(
 
 
 @pytest.fixture(autouse=True)
-def short_rehearsal(monkeypatch):
+def short_warmup(monkeypatch):
     """The largest prefill is left out: interpreted, it takes longer than all the rest."""
-    monkeypatch.setattr(
-        "tercet.model_executor.runner.model_runner.largest_steps", lambda *sizes: largest_steps(*sizes)[1:]
-    )
+    monkeypatch.setattr("tercet.model_executor.runner.load.largest_steps", lambda *sizes: largest_steps(*sizes)[1:])
 
 
 def make_runner(config, backend, **options):
-    return ModelRunner(
+    return runners.make_runner(
         config,
         dtype="float32",
         max_running_requests=6,
@@ -85,7 +83,7 @@ def test_tokens_and_logits_are_the_torch_paths(config, monkeypatch):
     monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.3)
     config = dataclasses.replace(config, load_format="dummy")
     expected, expected_logits = play(RunnerDriver(make_runner(config, "torch")))
-    launched, launched_logits = play(RunnerDriver(make_runner(config, "triton"), own_table=True))
+    launched, launched_logits = play(RunnerDriver(make_runner(config, "triton")))
     accelerator = FakeAccelerator(lag=3)
     use_fake(monkeypatch, accelerator, attention=None)
     runner = make_runner(config, "triton", cuda_graph_max_bs=3)

@@ -11,9 +11,9 @@ import torch
 from fake_accelerator import FakeAccelerator, use_fake
 from meta_runner import EVERY_SAMPLING
 from runner_driver import RunnerDriver
+from runners import make_runner
 from triton_aot import TARGETS, recorded, what_is_compiled
 
-from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.srt.model_files.model_config import ModelConfig
 
 TWO_KINDS_OF_LAYER = ModelConfig(
@@ -31,10 +31,12 @@ TWO_KINDS_OF_LAYER = ModelConfig(
 )
 
 
-def serve(runner: ModelRunner, rng: np.random.Generator) -> None:
+def serve(runner, rng: np.random.Generator) -> None:
     """Prompts, both kinds of row in one step, and decodes; some rows sampled and some not, alike or each its own."""
     driver = RunnerDriver(runner)
-    rows = rng.permutation(np.arange(1, runner.num_rows + 1))[: rng.integers(1, runner.num_rows + 1)].tolist()
+    rows = rng.permutation(np.arange(1, runner.settings.max_running_requests + 1))[
+        : rng.integers(1, runner.settings.max_running_requests + 1)
+    ].tolist()
     sampling = rng.choice(len(EVERY_SAMPLING), len(rows) if rng.random() < 0.5 else 1)
     kinds = [EVERY_SAMPLING[k] for k in np.resize(sampling, len(rows))]
     new_rows = [driver.add(row, kind) for row, kind in zip(rows, kinds, strict=True)]
@@ -53,7 +55,7 @@ def test_no_step_waits_for_the_compiler(
     monkeypatch.setattr(torch, "empty", torch.zeros)
     use_fake(monkeypatch, FakeAccelerator(), attention=None)
     with recorded() as launches:
-        runner = ModelRunner(
+        runner = make_runner(
             TWO_KINDS_OF_LAYER, dtype="bfloat16", attention_backend="triton", max_running_requests=num_rows,
             max_total_tokens=20 * num_rows, max_prefill_tokens=64, cuda_graph_max_bs=5,
             disable_cuda_graph=disable_cuda_graph,

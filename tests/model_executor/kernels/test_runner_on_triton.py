@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from runner_driver import RunnerDriver, relative_error
+from runners import make_runner
 from tiny_models import make_model, reference_logits, save
 
-from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.srt.model_files.model_config import load_model_config
 
 
@@ -15,11 +15,11 @@ from tercet.srt.model_files.model_config import load_model_config
 def test_logits_equal_transformers(name, tmp_path):
     model = make_model(name)
     config = load_model_config(save(model, tmp_path))
-    runner = ModelRunner(
+    runner = make_runner(
         config, dtype="float32", max_total_tokens=200, max_running_requests=3, attention_backend="triton"
     )
     assert runner.attention.name == "triton"
-    driver = RunnerDriver(runner, own_table=True)
+    driver = RunnerDriver(runner)
     rng = np.random.default_rng(1)
     ids = {row: rng.integers(0, 131, length) for row, length in {1: 22, 2: 40, 3: 14}.items()}
     expected = {row: reference_logits(model, tokens.tolist()) for row, tokens in ids.items()}

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import runners
 import torch
 from runner_driver import RunnerDriver, relative_error
 from tiny_models import CONFIGS, make_model, reference_logits, save
 
-from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.srt.model_files.model_config import load_model_config
 
 
 def make_runner(folder, **options):
     options = {"dtype": "float32", "max_total_tokens": 400, "max_running_requests": 6} | options
-    return ModelRunner(load_model_config(folder), **options)
+    return runners.make_runner(load_model_config(folder), **options)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -34,12 +34,11 @@ def test_logits_equal_transformers_for_chunks_and_decodes(name, tmp_path):
             assert relative_error(logits, expected[position]) < 1e-4, (chunks, position)
 
 
-@pytest.mark.parametrize("own_table", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mistral_window", "qwen2_upper_window", "qwen3"])
-def test_a_batch_of_all_kinds_changes_no_row(name, own_table, tmp_path):
+def test_a_batch_of_all_kinds_changes_no_row(name, tmp_path):
     """Requests of very different lengths: prefills, later chunks and decodes mixed in one step, then decodes only."""
     model = make_model(name)
-    driver = RunnerDriver(make_runner(save(model, tmp_path)), own_table=own_table)
+    driver = RunnerDriver(make_runner(save(model, tmp_path)))
     rng = np.random.default_rng(2)
     ids = {row: rng.integers(0, 131, length) for row, length in {1: 60, 2: 3, 3: 40, 4: 1, 5: 90}.items()}
     more = {row: rng.integers(0, 131, 6) for row in ids}
@@ -82,7 +81,10 @@ def test_half_precisions_run_on_a_cpu(dtype, tolerance, tmp_path):
     found = driver.logits_along(1, ids, [15, 10])
     errors = [relative_error(logits, expected[position]) for position, logits in found.items()]
     assert max(errors) < tolerance
-    assert str(driver.runner.dtype) == f"torch.{dtype}" and driver.runner.kv_pool.dtype == driver.runner.dtype
+    assert (
+        str(driver.runner.settings.dtype) == f"torch.{dtype}"
+        and driver.runner.kv_pool.dtype == driver.runner.settings.dtype
+    )
 
 
 def test_greedy_tokens_equal_generate(tmp_path):

@@ -19,7 +19,7 @@ def make_driver(request, monkeypatch):
 
     def make(**options):
         runner = make_cpu_runner(request.param, **options)
-        assert (runner.kv_pool.k_buffer[0].dim() > 3) == (runner.page_size > 1)
+        assert (runner.kv_pool.k_buffer[0].dim() > 3) == (runner.settings.page_size > 1)
         return RunnerDriver(runner)
 
     return make

@@ -35,7 +35,9 @@ def test_recorded_steps_have_the_bits_of_launched_ones(variant, tied, monkeypatc
     logits = []
     for options in ({}, {"disable_cuda_graph": True}, {"cuda_graph_max_bs": 7}):
         driver = RunnerDriver(make_cpu_runner(variant, config, max_running_requests=20, **options))
-        assert isinstance(driver.runner._decodes, CpuGraphRunner) is not bool(options.get("disable_cuda_graph"))
+        assert isinstance(driver.runner._recorded_decodes, CpuGraphRunner) is not bool(
+            options.get("disable_cuda_graph")
+        )
         logits.append(play(driver))
     for recorded, launched, partly in zip(*logits, strict=True):
         assert torch.equal(recorded, launched) and torch.equal(partly, launched)
@@ -43,7 +45,7 @@ def test_recorded_steps_have_the_bits_of_launched_ones(variant, tied, monkeypatc
 
 def test_layers_of_torch_are_not_recorded():
     driver = RunnerDriver(make_cpu_runner(dtype="float16"))  # which no build multiplies
-    assert driver.runner._decodes is None and not driver.runner.runs_compiled
+    assert driver.runner._recorded_decodes is None and not driver.runner.model.compiled
     assert len(play(driver)) == 27
 
 

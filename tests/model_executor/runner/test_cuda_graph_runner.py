@@ -6,17 +6,17 @@ import dataclasses
 
 import numpy as np
 import pytest
+import runners
 import torch
 from fake_accelerator import FakeAccelerator, RecordableAttention, use_fake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runner_driver import RunnerDriver
 
-from tercet.model_executor.forward_batch import ForwardMode, StepInputs
 from tercet.model_executor.runner.cuda_graph_runner import batch_sizes, longest_lens
 from tercet.model_executor.runner.kv_budget import Memory
-from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.runner.warmup import largest_steps
+from tercet.model_executor.step import ForwardMode, StepInputs
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.sampling_params import SamplingParams
 
@@ -42,7 +42,7 @@ def make_runner(monkeypatch):
         accelerator = accelerator or FakeAccelerator(lag=3)
         use_fake(monkeypatch, accelerator)
         options = {"dtype": "float32", "max_running_requests": 11, "max_total_tokens": 512} | options
-        runner = ModelRunner(config, **options)
+        runner = runners.make_runner(config, **options)
         runner.fake = accelerator
         return runner
 
@@ -91,7 +91,7 @@ def play(driver, seed, num_steps=14):
     sampling = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_k=9, repetition_penalty=1.2))
     tokens = []
     for _ in range(num_steps):
-        idle = [row for row in range(1, driver.runner.num_rows + 1) if row not in driver.lens]
+        idle = [row for row in range(1, driver.runner.settings.max_running_requests + 1) if row not in driver.lens]
         if idle and rng.random() < 0.4:
             rows = rng.permutation(idle)[: rng.integers(1, 4)].tolist()
             prompts = {row: rng.integers(0, 99, rng.integers(1, 20)) for row in rows}
@@ -122,8 +122,8 @@ def test_tokens_are_those_of_a_run_without_graphs(window, make_runner):
             states.append(state(runner, driver.table))
             # What the device knows of a row's slots is what the host does, and the dummy's row is untouched.
             for row, length in driver.lens.items():
-                assert runner._table[row, :length].tolist() == driver.table[row, :length].tolist()
-            assert not runner._table[0].any()
+                assert runner.table.tensor[row, :length].tolist() == driver.table[row, :length].tolist()
+            assert not runner.table.tensor[0].any()
         assert tokens[0] == tokens[1]
         for graphed, plain in zip(*states, strict=True):
             assert torch.equal(graphed.nan_to_num(-1), plain.nan_to_num(-1)), "graphs change no bit"
@@ -139,13 +139,13 @@ def test_every_batch_size_has_its_graph_and_padding_touches_nobody(make_runner):
     assert runner.fake.num_replays == 0
     for count in range(1, 21):
         rows = rng.permutation(np.arange(1, 21))[:count].tolist()
-        kept = [tensor.clone() for tensor in (*state(runner, driver.table), runner._table)]
+        kept = [tensor.clone() for tensor in (*state(runner, driver.table), runner.table.tensor)]
         before = driver.table.copy()
         driver.decode(rows)
         written = np.nonzero(driver.table != before)
         assert len(written[0]) == count and set(written[0].tolist()) == set(rows)
         slots = torch.from_numpy(driver.table[written]).long()
-        future, _, *buffers, table = (*state(runner, driver.table), runner._table)
+        future, _, *buffers, table = (*state(runner, driver.table), runner.table.tensor)
         others = [row for row in range(21) if row not in rows]
         assert torch.equal(future[others], kept[0][others])
         assert torch.equal(table[others], kept[-1][others])
@@ -165,20 +165,20 @@ def test_steps_that_no_graph_holds_run_without(make_runner):
     assert runner.fake.num_replays == 0
     driver.decode([3, 1])
     assert runner.fake.num_replays == 1
-    assert [runner._decodes.size_for(count) for count in (1, 2, 3, 4)] == [1, 2, 3, None]
+    assert runner._recorded_decodes.max_rows == 3
 
 
 def test_more_work_than_a_graph_has_room_for_is_launched_as_large(make_runner):
     """Long requests that share their prefixes can be more work than the pool has tokens; padding counts, too."""
-    runner = make_runner(max_total_tokens=32, context_len=32, max_running_requests=8)
+    runner = make_runner(max_total_tokens=32, context_length=32, max_running_requests=8)
     # twice the pool in 2 requests of the context's length, and 6 of one token: 2 * 4 + 6 units
-    assert runner._decodes._room[8] == 14
-    runner.bind(np.ones((9, 32), np.int32))
+    assert runner._recorded_decodes._room[8] == 14
+    runner.table.tensor.fill_(1)
     for lens, replays in (([16] * 5, 1), ([17, 17, 17, 16, 8], 0), ([17, 17, 17, 8], 1), ([32] * 8, 0)):
         count = len(lens)  # units: 10 and 3 of padding; 12 and 3; 10 at size 4, whose room that is; 32
         before = runner.fake.num_replays
         rows, slots = np.arange(1, count + 1, dtype=np.int32), np.ones(count, np.int32)
-        runner.launch(StepInputs(ForwardMode.DECODE, rows, np.array(lens, np.int32), slots)).wait()
+        runner.launch(StepInputs(ForwardMode.DECODE, rows, np.array(lens, np.int32), slots)).sample()
         assert runner.fake.num_replays - before == replays, lens
 
 
@@ -188,8 +188,8 @@ def test_a_backend_that_cannot_be_recorded_runs_without(monkeypatch):
             return None
 
     use_fake(monkeypatch, FakeAccelerator(), Unrecordable)
-    runner = ModelRunner(TOY, dtype="float32", max_running_requests=4, max_total_tokens=64)
-    assert runner._decodes is None and runner.graph_bytes == 0
+    runner = runners.make_runner(TOY, dtype="float32", max_running_requests=4, max_total_tokens=64)
+    assert runner._recorded_decodes is None and runner.num_bytes.graphs == 0
     driver = RunnerDriver(runner)
     driver.extend({1: [1, 2]}, new_rows=[driver.add(1)])
     driver.decode([1])
@@ -217,9 +217,10 @@ def test_the_step_before_may_still_be_running(make_runner):
         slots = np.concatenate([driver._grow(row, 1) for row in (1, 2)]).astype(np.int32)
         lens = np.array([driver.lens[1], driver.lens[2]], np.int32)
         results.append(runner.launch(StepInputs(ForwardMode.DECODE, np.array([1, 2], np.int32), lens, slots)))
+        results[-1].sample()
         expected.append(runner.future_tokens[1:3].tolist())
     assert runner.fake.num_waits == waits
-    assert [result.wait().tolist() for result in results] == expected
+    assert [result.wait().tokens.tolist() for result in results] == expected
     assert len(tokens) == 2
 
 

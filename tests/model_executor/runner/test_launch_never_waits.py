@@ -33,9 +33,9 @@ def test_no_kind_of_step_waits(disable_cuda_graph, monkeypatch):
 def test_a_decode_step_is_one_upload_when_all_are_greedy(monkeypatch):
     runner, accelerator = make_meta_runner(monkeypatch, TOY)
     *_, step = every_kind_of_step()  # one row, whose owner nobody named: greedy
-    runner.launch(step)
+    runner.launch(step).sample()
     with NoWaiting(accelerator) as watched:
-        runner.launch(step)
+        runner.launch(step).sample()
     assert watched.num_uploads == 1
 
 

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 import torch
 from runner_driver import RunnerDriver, relative_error
+from runners import make_runner as build_runner
 from tiny_models import CONFIGS
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.models.registry import MODELS
-from tercet.model_executor.runner import model_runner
+from tercet.model_executor.runner import load
 from tercet.model_executor.runner.kv_budget import DEFAULT_CPU_SHARE, Memory
-from tercet.model_executor.runner.model_runner import ModelRunner, _ranges, resolve_device
+from tercet.model_executor.runner.model_runner import _ranges
+from tercet.model_executor.runner.settings import resolve_device
 from tercet.srt.model_files.model_config import FAMILIES, ModelConfig, load_model_config
 from tercet.srt.model_files.rope_config import FrequencyDivisors, RopeConfig
 from tercet.srt.sampling_params import SamplingParams
@@ -33,7 +35,7 @@ TOY = ModelConfig(
 
 
 def make_runner(config=TOY, **options):
-    return ModelRunner(config, **({"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 128} | options))
+    return build_runner(config, **({"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 128} | options))
 
 
 def test_every_family_has_a_model():
@@ -43,19 +45,21 @@ def test_every_family_has_a_model():
 def test_facts():
     runner = make_runner(max_total_tokens=130, page_size=16)
     assert runner.max_total_num_tokens == 128 and runner.kv_pool.size == 128
-    assert runner.kv_bytes == 128 * 2 * 2 * 2 * 8 * 4
-    assert runner.weight_bytes == sum(4 * n for n in (99 * 32, 32, *2 * (32, 32, 64 * 32, 32 * 32, 96 * 32, 32 * 48)))
-    assert runner.context_len == 64 and make_runner(context_len=32).context_len == 32
-    assert runner.attention_backend == ("cpu" if cpu_extension.load() else "torch")
-    assert runner.device == torch.device("cpu")
+    assert runner.num_bytes.kv_pool == 128 * 2 * 2 * 2 * 8 * 4
+    assert runner.num_bytes.weights == sum(
+        4 * n for n in (99 * 32, 32, *2 * (32, 32, 64 * 32, 32 * 32, 96 * 32, 32 * 48))
+    )
+    assert runner.settings.context_len == 64 and make_runner(context_length=32).settings.context_len == 32
+    assert runner.settings.attention_backend == ("cpu" if cpu_extension.load() else "torch")
+    assert runner.settings.device == torch.device("cpu")
 
 
 def test_a_pool_on_a_cpu_leaves_room_for_the_weights(monkeypatch):
-    weight_bytes, bytes_per_token = make_runner().weight_bytes, 2 * 2 * 2 * 8 * 4
+    weight_bytes, bytes_per_token = make_runner().num_bytes.weights, 2 * 2 * 2 * 8 * 4
     available = weight_bytes + 4096 * bytes_per_token
-    monkeypatch.setattr(model_runner, "host_memory", lambda: Memory(1 << 40, available))
+    monkeypatch.setattr(load, "host_memory", lambda: Memory(1 << 40, available))
     assert make_runner(max_total_tokens=None).max_total_num_tokens == 4096 * DEFAULT_CPU_SHARE
-    monkeypatch.setattr(model_runner, "host_memory", lambda: Memory(1 << 40, weight_bytes - 1))
+    monkeypatch.setattr(load, "host_memory", lambda: Memory(1 << 40, weight_bytes - 1))
     with pytest.raises(ValueError, match="no room"):
         make_runner(max_total_tokens=None)
 
@@ -66,7 +70,7 @@ def test_dummy_weights_of_a_bare_config(name, tmp_path):
     config = load_model_config(tmp_path / "config.json", "dummy")
     runs = []
     for seed in (0, 0, 1):
-        driver = RunnerDriver(make_runner(config, dtype="bfloat16", seed=seed))
+        driver = RunnerDriver(make_runner(config, dtype="bfloat16", random_seed=seed))
         tokens = [driver.extend({1: [5, 6, 7]}, new_rows=[driver.add(1)])[0]]
         tokens += [driver.decode([1])[0] for _ in range(10)]
         assert all(0 <= token < 131 for token in tokens)
@@ -121,13 +125,6 @@ def test_a_row_can_be_reused():
     driver.decode([1])
     driver.extend({1: [50, 51]}, new_rows=[driver.add(1)])
     assert driver.extend({1: [5, 6, 7]}, new_rows=[driver.add(1)])[0] == first
-
-
-def test_bind_checks_the_table():
-    runner = make_runner()
-    for table in (np.zeros((4, 64), np.int32), np.zeros((5, 63), np.int32), np.zeros((5, 64), np.int64)):
-        with pytest.raises(AssertionError):
-            runner.bind(table)
 
 
 def test_settings_that_do_not_fit():

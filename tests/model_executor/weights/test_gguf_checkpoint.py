@@ -11,10 +11,10 @@ import pytest
 import torch
 from gguf_models import HF_TO_GGUF, Kind, write_gguf
 from runner_driver import RunnerDriver, relative_error
+from runners import make_runner
 from tiny_models import make_model, reference_logits
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
 from tercet.model_executor.weights.loader import load_parameters
 from tercet.srt.model_files.gguf_file import GGUFFile
@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 def test_logits_equal_those_of_the_model_it_was_made_from(name, arch, tmp_path):
     model = make_model(name)
     config = load_model_config(write_gguf(tmp_path / "m.gguf", model, arch))
-    driver = RunnerDriver(ModelRunner(config, dtype="float32", max_running_requests=2, max_total_tokens=100))
+    driver = RunnerDriver(make_runner(config, dtype="float32", max_running_requests=2, max_total_tokens=100))
     ids = np.random.default_rng(1).integers(0, 131, 45)
     expected = reference_logits(model, ids.tolist())
     for position, logits in driver.logits_along(1, ids, [30, 10]).items():
@@ -122,7 +122,7 @@ def test_the_default_model_equals_transformers():
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     model.eval()
 
-    driver = RunnerDriver(ModelRunner(ours, dtype="float32", max_running_requests=2, max_total_tokens=200))
+    driver = RunnerDriver(make_runner(ours, dtype="float32", max_running_requests=2, max_total_tokens=200))
     ids = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
     expected = reference_logits(model, ids)
     for position, logits in driver.logits_along(1, np.array(ids), [9, 5]).items():

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from runners import make_runner
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, save
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.device.dtypes import cpu_multiplies_bfloat16, resolve_dtype
 from tercet.model_executor.models.parameters import decoder_parameters
-from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights import loader as weights
 from tercet.model_executor.weights.loader import checkpoint_dtype, load_parameters
 from tercet.srt.model_files.model_config import load_model_config
@@ -216,11 +216,11 @@ def test_a_runner_holds_nothing_that_it_has_packed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(weights, "StoredParameters", Watched)
     config = load_model_config(tmp_path)
-    runner = ModelRunner(config, dtype="float32", max_running_requests=1, max_total_tokens=64)
+    runner = make_runner(config, dtype="float32", max_running_requests=1, max_total_tokens=64)
     held = {name for name, tensor in given.items() if tensor() is not None}
     assert held == {name for name in given if name.endswith("norm.weight")}
     assert given.keys() >= {one.name for one in decoder_parameters(config)}
-    assert str(tmp_path / "model.safetensors") not in mapped_files() and runner.weight_bytes > 0
+    assert str(tmp_path / "model.safetensors") not in mapped_files() and runner.num_bytes.weights > 0
 
 
 def test_dummy_weights_are_seeded_and_finite(folder):

@@ -11,10 +11,10 @@ from gguf_models import Kind, write_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 from runner_driver import RunnerDriver, relative_error
+from runners import make_runner
 from tiny_models import make_model, save
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
 from tercet.model_executor.weights.loader import load_parameters
 from tercet.model_executor.weights.quantization import (
@@ -145,7 +145,7 @@ def test_dummy_weights_are_quantized(tmp_path) -> None:
 
 def run(config, ids, chunks, **options) -> torch.Tensor:
     """Logits of the last token of every chunk and of every token after them."""
-    runner = ModelRunner(config, max_running_requests=2, max_total_tokens=100, **options)
+    runner = make_runner(config, max_running_requests=2, max_total_tokens=100, **options)
     return torch.stack(list(RunnerDriver(runner).logits_along(1, ids, chunks).values()))
 
 
@@ -179,9 +179,9 @@ def test_weights_take_what_is_announced(llama) -> None:
     _, stored_as = llama
     config = stored_as(Kind.F32)
     for quantization in (None, "int8", "int4"):
-        runner = ModelRunner(config, max_running_requests=1, max_total_tokens=9, quantization=quantization)
-        announced = parameter_bytes(config, runner.dtype.itemsize, quantization)
-        assert runner.weight_bytes == sum(announced.values())
+        runner = make_runner(config, max_running_requests=1, max_total_tokens=9, quantization=quantization)
+        announced = parameter_bytes(config, runner.settings.dtype.itemsize, quantization)
+        assert runner.num_bytes.weights == sum(announced.values())
         if quantization is not None:  # 64 columns are whole panels, on every processor
             assert runner.model.layers[0].o_proj.packed.nbytes == announced["layers.0.o_proj.weight"]
 
@@ -190,14 +190,14 @@ def test_where_nothing_computes_with_such_weights_it_is_refused(llama, tmp_path,
     _, stored_as = llama
     config = stored_as(Kind.F32)
     with pytest.raises(ValueError, match=r"needs a CPU .* but the device is cpu and the attention backend torch"):
-        ModelRunner(config, max_running_requests=1, quantization="int8", attention_backend="torch")
+        make_runner(config, max_running_requests=1, quantization="int8", attention_backend="torch")
     with pytest.raises(ValueError, match="device is cuda and the attention backend triton"):
         check_quantization("int4", "triton", torch.device("cuda"))
     with pytest.raises(ValueError, match="must be int8, int4 or none, got 'int3'"):
         check_quantization("int3", "cpu", CPU)
     monkeypatch.setattr(cpu_extension, "load", lambda: None)
     with pytest.raises(ValueError, match="compiled operations"):
-        ModelRunner(config, max_running_requests=1, quantization="int8")
+        make_runner(config, max_running_requests=1, quantization="int8")
     check_quantization(None, "torch", CPU)
 
 

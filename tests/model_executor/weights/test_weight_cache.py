@@ -10,10 +10,10 @@ import zlib
 import pytest
 import torch
 from gguf_models import Kind, write_gguf
+from runners import make_runner
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
-from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights import loader as weights
 from tercet.model_executor.weights import weight_cache
 from tercet.model_executor.weights.loader import load_parameters
@@ -276,9 +276,9 @@ def test_settings(monkeypatch, tmp_path):
 def test_a_runner_keeps_nothing_unless_it_is_told_to(config, folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     settings = {"max_running_requests": 1, "max_total_tokens": 64}
-    ModelRunner(config, **settings)
+    make_runner(config, **settings)
     assert not folder.exists()
-    ModelRunner(config, **settings, weight_cache="auto")
+    make_runner(config, **settings, weight_cache="auto")
     assert len(entries(folder / "tercet")) == 1
 
 
@@ -289,5 +289,5 @@ def test_an_entry_that_goes_while_it_is_opened(config, folder, monkeypatch):
         raise RuntimeError(f"unable to open file <{path}> in read-only mode: No such file or directory (2)")
 
     monkeypatch.setattr("tercet.model_executor.weights.safetensors_file.safe_open", gone)
-    driver = ModelRunner(config, max_running_requests=1, max_total_tokens=64, weight_cache=str(folder))
-    assert driver.weight_bytes > 0
+    driver = make_runner(config, max_running_requests=1, max_total_tokens=64, weight_cache=str(folder))
+    assert driver.num_bytes.weights > 0

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tercet.managers import scheduler_process
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention import registry
+from tercet.model_executor.runner import settings as settings_module
 from tercet.srt.server_args import ServerArgs
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -27,7 +27,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
     ],
 )
 def test_few_tokens_get_pages_of_one(settings: dict[str, Any], expected: int | None) -> None:
-    assert scheduler_process._page_size(ServerArgs(model_path="m", **settings)) == expected
+    assert settings_module._page_size(ServerArgs(model_path="m", **settings)) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,198 @@
+"""Builds a ModelRunner: weights, memory, KV pool, layers, recorded decode steps, threads. The one way to do so."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
+from ...srt.model_files.model_config import ModelConfig
+from .. import cpu_extension
+from ..attention.registry import create_attention_backend, kv_panel
+from ..device.accelerator import Accelerator, make_accelerator
+from ..device.device_buffers import Uploads
+from ..device.heap import keep_freed_memory, trim_heap
+from ..models.decoder import Parameters
+from ..models.registry import create_model
+from ..sampling.sampler import Sampler
+from ..step import StepInputs
+from ..weights.loader import load_parameters
+from ..weights.quantization import parameter_bytes
+from ..weights.weight_cache import open_weight_cache
+from .cpu_graph_runner import CpuGraphRunner
+from .cuda_graph_runner import CudaGraphRunner, batch_sizes, longest_lens
+from .decode_runner import DecodeInputs
+from .kv_budget import Memory, host_memory, num_kv_tokens
+from .model_runner import ModelRunner, RunnerBytes
+from .settings import RunnerSettings
+from .slot_table import SlotTable
+from .warmup import largest_steps
+
+_BYTES_PER_GRAPH = 8 << 20
+"""kept free for what the driver remembers of each graph beside the memory it works on"""
+
+
+def load_runner(settings: RunnerSettings, config: ModelConfig) -> ModelRunner:
+    """Reads the weights and makes everything ready for the first `launch`.
+
+    On a CPU it also sets up this process: freed memory stays with it, and compiled operations compute on torch's
+    threads, torch on one.
+
+    Raises ValueError for a checkpoint that does not fit its config, and where memory does not suffice.
+    """
+    loading = _Loading(settings, config)
+    runner = loading.on_accelerator() if loading.accelerator is not None else loading.on_cpu()
+    trim_heap()
+    keep_freed_memory()
+    if runner.model.compiled:
+        cpu_extension.take_threads()
+    return runner
+
+
+class _Loading:
+    """What the steps of one `load_runner` share."""
+
+    def __init__(self, settings: RunnerSettings, config: ModelConfig) -> None:
+        self.settings = settings
+        self.config = config
+        self.accelerator = make_accelerator(settings.device)
+        cache = open_weight_cache(settings.weight_cache)
+        self.parameters: Parameters = load_parameters(
+            config, settings.dtype, settings.device, settings.seed, cache, settings.quantization
+        )
+        self.uploads = Uploads(settings.device, self.accelerator)
+        self.sampler = Sampler(
+            settings.max_running_requests,
+            config.vocab_size,
+            settings.device,
+            self.uploads,
+            use_kernels=settings.attention_backend == "triton",
+        )
+        # Shared by the runner that is measured and the one that serves: what is measured has them in it.
+        self.table = SlotTable(settings.max_running_requests, settings.context_len, settings.device)
+        self.weight_bytes = sum(parameter_bytes(config, settings.dtype.itemsize, settings.quantization).values())
+        self.bytes_per_token = MHATokenToKVPool.bytes_per_token(
+            config.num_layers, config.num_kv_heads, config.head_dim, settings.dtype
+        )
+
+    def on_cpu(self) -> ModelRunner:
+        # The weights have yet to be read, by the layers that are made of them.
+        memory = host_memory()
+        runner = self._build(self._pool_tokens(Memory(memory.total, max(memory.available - self.weight_bytes, 0))))
+        if runner.model.compiled and self.settings.record_decodes:
+            runner.record_decodes(self._record_on_cpu(runner))
+        return runner
+
+    def on_accelerator(self) -> ModelRunner:
+        """Measures the largest steps on a pool of hardly more than the dummy page first: nobody knows what libraries
+        and compilers take until they are asked. This compiles every kernel that serving needs, too."""
+        accelerator = self.accelerator
+        assert accelerator is not None
+        sizes, reserve = self._measure(self._build(self.settings.page_size), accelerator)
+        runner = self._build(self._pool_tokens(accelerator.memory(), reserve))
+        if sizes:
+            runner.record_decodes(self._record_on_accelerator(runner, accelerator, sizes))
+        return runner
+
+    def _pool_tokens(self, memory: Memory, reserve: int = 0) -> int:
+        settings = self.settings
+        return num_kv_tokens(
+            memory,
+            self.bytes_per_token,
+            page_size=settings.page_size,
+            context_len=settings.context_len,
+            mem_fraction_static=settings.mem_fraction_static,
+            max_total_tokens=settings.max_total_tokens,
+            on_cpu=self.accelerator is None,
+            reserve=reserve,
+        )
+
+    def _build(self, pool_tokens: int) -> ModelRunner:
+        """A runner over a pool of this size."""
+        settings, config = self.settings, self.config
+        kv_pool = MHATokenToKVPool(
+            pool_tokens,
+            settings.page_size,
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            settings.dtype,
+            settings.device,
+            kv_panel(settings.attention_backend, settings.page_size, config.head_dim, settings.dtype),
+        )
+        attention = create_attention_backend(settings.attention_backend, config, kv_pool)
+        quantized = settings.quantization is not None
+        model = create_model(config, self.parameters, attention, settings.context_len, quantized=quantized)
+        num_bytes = RunnerBytes(self.weight_bytes, pool_tokens * self.bytes_per_token)
+        return ModelRunner(
+            settings,
+            config,
+            model,
+            attention,
+            kv_pool,
+            self.table,
+            self.sampler,
+            self.uploads,
+            self.accelerator,
+            num_bytes,
+        )
+
+    def _measure(self, runner: ModelRunner, accelerator: Accelerator) -> tuple[list[int], int]:
+        """Batch sizes that decode steps are padded to, and bytes that must stay free beside weights and KV."""
+        settings = self.settings
+        step_bytes = 0
+        for step in largest_steps(settings.max_running_requests, settings.context_len, settings.max_prefill_tokens):
+            step_bytes = max(step_bytes, accelerator.peak_bytes(partial(_run, runner, step)))
+        reserve = step_bytes + self.sampler.max_edit_bytes
+        if runner.attention.num_splits(np.ones(1, np.int32)) is None:
+            return [], reserve
+        sizes = batch_sizes(settings.max_recorded_rows)
+        max_tokens = accelerator.memory().available // self.bytes_per_token
+        # What decode steps keep, apart from everybody else: the logits, and in graphs as much as the largest takes.
+        reserve += accelerator.peak_bytes(partial(self._decode_padding, runner, sizes[-1], max_tokens))
+        return sizes, reserve + (len(sizes) * _BYTES_PER_GRAPH if settings.record_decodes else 0)
+
+    def _decode_padding(self, runner: ModelRunner, size: int, pool_tokens: int) -> None:
+        """A decode step of padding alone, with the buffers of the largest graph for a pool of this size."""
+        lens = longest_lens(size, pool_tokens, self.settings.context_len)
+        rows = torch.zeros(size, dtype=torch.int64, device=self.settings.device)
+        with torch.inference_mode():
+            runner.decode(DecodeInputs(rows, rows + 1, rows), lens, self._logits_buffer(size))
+
+    def _logits_buffer(self, size: int) -> torch.Tensor:
+        return torch.empty((size, self.config.vocab_size), dtype=torch.float32, device=self.settings.device)
+
+    @torch.inference_mode()
+    def _record_on_accelerator(
+        self, runner: ModelRunner, accelerator: Accelerator, sizes: list[int]
+    ) -> CudaGraphRunner:
+        return CudaGraphRunner(
+            accelerator,
+            self.uploads,
+            runner.decode,
+            runner.attention,
+            sizes=sizes,
+            pool_tokens=runner.max_total_num_tokens,
+            context_len=self.settings.context_len,
+            logits=self._logits_buffer(sizes[-1]),
+            record=self.settings.record_decodes,
+        )
+
+    @torch.inference_mode()
+    def _record_on_cpu(self, runner: ModelRunner) -> CpuGraphRunner:
+        return CpuGraphRunner(
+            runner.model,
+            max_rows=self.settings.max_recorded_rows,
+            hidden_size=self.config.hidden_size,
+            dtype=self.settings.dtype,
+            newest_tokens=runner.future_tokens,
+            table=runner.table,
+        )
+
+
+def _run(runner: ModelRunner, step: StepInputs) -> None:
+    launched = runner.launch(step)
+    launched.sample()
+    launched.wait()
