@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from ..model_executor import cpu_extension
 from ..model_executor.device.dtypes import resolve_dtype
 from ..model_executor.device.heap import keep_freed_memory
-from ..model_executor.layers.kinds import TORCH_LAYERS, Layer, LayerKinds, layers_for
+from ..model_executor.layers.kinds import Layer, LayerKinds, TorchLayers, layers_for
 from ..model_executor.layers.linear import can_pack
-from ..model_executor.models.parameters import decoder_parameters
+from ..model_executor.models.family import family_of
 from ..model_executor.weights.quantization import BITS_PER_WEIGHT, GROUP, HEAD_FORM, quantize
 from ..srt.model_files.model_config import ModelConfig
 from .ceilings import matmul_flops_per_s
@@ -74,7 +74,7 @@ def kinds_here(config: ModelConfig) -> dict[str, Kind]:
     if cpu_extension.multiplies(bfloat16):
         kinds.append(Kind("bf16", layers_for("cpu", bfloat16), bfloat16))
     kinds += [
-        Kind(f"oneDNN {name}", TORCH_LAYERS, dtype)
+        Kind(f"oneDNN {name}", TorchLayers(), dtype)
         for name, dtype in (("fp32", float32), ("bf16", bfloat16))
         if can_pack(torch.empty(1, 1, dtype=dtype))
     ]
@@ -139,7 +139,7 @@ class Step:
 
 def weight_shapes(config: ModelConfig) -> list[tuple[str, int, int]]:
     """(name, n, k) of every matrix that a step multiplies with, in the step's order."""
-    shapes = {p.name: p.shape for p in decoder_parameters(config) if len(p.shape) == 2}
+    shapes = {p.name: p.shape for p in family_of(config).parameters(config) if len(p.shape) == 2}
     embedding = shapes.pop("embed_tokens.weight")
     shapes.setdefault(_HEAD, embedding)
     return [(name, *shape) for name, shape in shapes.items()]

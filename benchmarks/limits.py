@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..model_executor.models.parameters import decoder_parameters
+from ..model_executor.models.family import family_of
 from ..model_executor.weights.quantization import parameter_bytes
 from ..srt.model_files.model_config import ModelConfig
 
@@ -40,7 +40,7 @@ class ModelCost:
         kv_dtype_bytes: int | None = None,
         quantization: str | None = None,
     ) -> ModelCost:
-        shapes = {parameter.name: parameter.shape for parameter in decoder_parameters(config)}
+        shapes = {parameter.name: parameter.shape for parameter in family_of(config).parameters(config)}
         embedding = shapes.pop("embed_tokens.weight")
         head = shapes.pop("lm_head.weight", embedding)
         in_layers = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)

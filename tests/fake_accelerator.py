@@ -227,7 +227,7 @@ class RecordableAttention(TorchAttentionBackend):
         group = self.num_heads // self.num_kv_heads
         keys = self.kv_pool.k_buffer[layer_id][slots].repeat_interleave(group, 2).transpose(1, 2)
         values = self.kv_pool.v_buffer[layer_id][slots].repeat_interleave(group, 2).transpose(1, 2)
-        scores = (q[:, :, None] @ keys.transpose(2, 3)).squeeze(2) * self.scale
+        scores = (q[:, :, None] @ keys.transpose(2, 3)).squeeze(2) * self.scales[layer_id]
         weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
         return (weights[:, :, None] @ values).flatten(1)
 
@@ -239,4 +239,4 @@ def use_fake(monkeypatch, accelerator: FakeAccelerator, attention: type | None =
     # A GPU has no oneDNN; weights that are packed for it cannot be told apart on a tape.
     monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False, raising=False)
     if attention is not None:
-        monkeypatch.setattr(target + "create_attention_backend", lambda name, config, pool: attention(config, pool))
+        monkeypatch.setattr(target + "create_attention_backend", lambda name, specs, pool: attention(specs, pool))

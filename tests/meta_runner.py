@@ -126,7 +126,7 @@ def make_meta_runner(monkeypatch, config, attention=MetaAttention, **options):
         },
     )
     if attention is not None:
-        monkeypatch.setattr(load, "create_attention_backend", lambda name, config, pool: attention(config, pool))
+        monkeypatch.setattr(load, "create_attention_backend", lambda name, specs, pool: attention(specs, pool))
     options = {"dtype": "bfloat16", "max_running_requests": 8, "max_total_tokens": 256} | options
     return make_runner(config, **options), accelerator
 

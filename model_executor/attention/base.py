@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
-from ...srt.model_files.model_config import ModelConfig
+from ...srt.errors import ModelNotSupported
+from ...srt.model_files.rope_config import RopeConfig
 from ..forward_batch import ForwardBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Attention of one layer, as its model family wants it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """of the product of a query and a key"""
+    rope: RopeConfig
+    window: int | None = None
+    """a token attends to so many of the last positions, itself included; None: to all"""
+    soft_cap: float | None = None
+    """scores become soft_cap * tanh(score / soft_cap); None: they stay (Gemma 2)"""
+    has_sinks: bool = False
+    """every head has a learned logit that takes part in the softmax, without a value (GPT-OSS)"""
 
 
 class AttentionBackend(ABC):
@@ -24,14 +45,25 @@ class AttentionBackend(ABC):
 
     name: str
 
-    def __init__(self, config: ModelConfig, kv_pool: MHATokenToKVPool) -> None:
+    def __init__(self, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> None:
+        """`specs`: one per layer. Raises ModelNotSupported for one that this backend cannot compute."""
+        first = specs[0]
+        for spec in specs:
+            if spec.soft_cap is not None or spec.has_sinks:
+                wanted = "a soft cap of scores" if spec.soft_cap is not None else "attention sinks"
+                raise ModelNotSupported(f"attention backend {self.name} does not support {wanted}")
+            if (spec.num_heads, spec.num_kv_heads, spec.head_dim) != (
+                first.num_heads,
+                first.num_kv_heads,
+                first.head_dim,
+            ):
+                raise ModelNotSupported(f"attention backend {self.name} needs heads of one kind in all layers")
         self.kv_pool = kv_pool
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
-        self.sliding_windows = config.sliding_windows
-        """one per layer; None: the layer sees everything"""
+        self.num_heads, self.num_kv_heads, self.head_dim = first.num_heads, first.num_kv_heads, first.head_dim
+        self.scales = [spec.scale for spec in specs]
+        """[num_layers]"""
+        self.sliding_windows = [spec.window for spec in specs]
+        """[num_layers] None: the layer sees everything"""
 
     def num_splits(self, seq_lens: npt.NDArray[np.int32]) -> int | None:
         """Units of attention work that decoding requests of these lengths are (host, int32 [B]).

@@ -26,5 +26,5 @@ class CpuAttentionBackend(AttentionBackend):
             batch.seq_lens,
             batch.extend_start_loc,
             self.sliding_windows[layer_id],
-            self.scale,
+            self.scales[layer_id],
         )

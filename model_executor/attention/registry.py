@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 
 import torch
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
-from ...srt.model_files.model_config import ModelConfig
 from .. import cpu_extension
-from .base import AttentionBackend
+from .base import AttentionBackend, AttentionSpec
 
 _PACKAGE = __package__
 # Named rather than imported: the Triton backend costs half a second of imports that a CPU server does not need.
@@ -50,9 +50,9 @@ def default_page_size(backend: str, head_dim: int, dtype: torch.dtype) -> int:
     return 1 if kv_panel(backend, PAGE_OF_PANELS, head_dim, dtype) is None else PAGE_OF_PANELS
 
 
-def create_attention_backend(name: str, config: ModelConfig, kv_pool: MHATokenToKVPool) -> AttentionBackend:
-    """`name` as `resolve_attention_backend` returned it."""
+def create_attention_backend(name: str, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> AttentionBackend:
+    """`name` as `resolve_attention_backend` returned it; `specs`: one per layer."""
     module, cls = _BACKENDS[name]
-    backend = getattr(import_module(f".{module}", _PACKAGE), cls)(config, kv_pool)
+    backend = getattr(import_module(f".{module}", _PACKAGE), cls)(specs, kv_pool)
     assert isinstance(backend, AttentionBackend)
     return backend

@@ -6,6 +6,7 @@ head folded into the query length so that no key is repeated. Rows that bring mo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
-from ...srt.model_files.model_config import ModelConfig
 from ..forward_batch import ForwardBatch
-from .base import AttentionBackend
+from .base import AttentionBackend, AttentionSpec
 
 _MAX_PADDING = 2
 """A rectangle holds rows whose context lengths differ by at most this factor."""
@@ -57,8 +57,8 @@ class TorchAttentionBackend(AttentionBackend):
 
     name = "torch"
 
-    def __init__(self, config: ModelConfig, kv_pool: MHATokenToKVPool) -> None:
-        super().__init__(config, kv_pool)
+    def __init__(self, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> None:
+        super().__init__(specs, kv_pool)
         self._plans: dict[int | None, _Plan] = {}
         # One memcpy per slot: index_select over flat rows is several times faster than indexing [slot, head, dim].
         self._keys = [buffer.view(buffer.shape[0], -1) for buffer in kv_pool.k_buffer]
@@ -130,19 +130,19 @@ class TorchAttentionBackend(AttentionBackend):
 
     def attend(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
         plan = self._plans[self.sliding_windows[layer_id]]
-        keys, values = self._keys[layer_id], self._values[layer_id]
+        keys, values, scale = self._keys[layer_id], self._values[layer_id], self.scales[layer_id]
         if len(plan.rectangles) == 1 and plan.rectangles[0].tokens is None:
-            return self._attend_rectangle(q, plan.rectangles[0], keys, values)
+            return self._attend_rectangle(q, plan.rectangles[0], keys, values, scale)
         out = q.new_empty(q.shape[0], self.num_heads * self.head_dim)
         for rectangle in plan.rectangles:
             assert rectangle.tokens is not None
-            out[rectangle.tokens] = self._attend_rectangle(q[rectangle.tokens], rectangle, keys, values)
+            out[rectangle.tokens] = self._attend_rectangle(q[rectangle.tokens], rectangle, keys, values, scale)
         for span in plan.spans:
-            out[span.start : span.end] = self._attend_span(q[span.start : span.end], span, keys, values)
+            out[span.start : span.end] = self._attend_span(q[span.start : span.end], span, keys, values, scale)
         return out
 
     def _attend_rectangle(
-        self, q: torch.Tensor, rectangle: _Rectangle, keys: torch.Tensor, values: torch.Tensor
+        self, q: torch.Tensor, rectangle: _Rectangle, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
         num_rows = q.shape[0]
         grouped = q.reshape(num_rows, self.num_kv_heads, -1, self.head_dim)  # [b, kv_heads, group, head_dim]
@@ -150,11 +150,13 @@ class TorchAttentionBackend(AttentionBackend):
         k = keys.index_select(0, rectangle.slots).view(shape).transpose(1, 2)
         v = values.index_select(0, rectangle.slots).view(shape).transpose(1, 2)
         out = F.scaled_dot_product_attention(
-            grouped, k.to(q.dtype), v.to(q.dtype), attn_mask=rectangle.mask, scale=self.scale
+            grouped, k.to(q.dtype), v.to(q.dtype), attn_mask=rectangle.mask, scale=scale
         )
         return out.reshape(num_rows, -1)
 
-    def _attend_span(self, q: torch.Tensor, span: _Span, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def _attend_span(
+        self, q: torch.Tensor, span: _Span, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         shape = (-1, self.num_kv_heads, self.head_dim)
         k = keys.index_select(0, span.slots).view(shape).transpose(0, 1)[None]
         v = values.index_select(0, span.slots).view(shape).transpose(0, 1)[None]
@@ -164,7 +166,7 @@ class TorchAttentionBackend(AttentionBackend):
             v.to(q.dtype),
             attn_mask=span.mask,
             is_causal=span.mask is None,
-            scale=self.scale,
+            scale=scale,
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
         return out[0].transpose(0, 1).reshape(q.shape[0], -1)

@@ -6,8 +6,8 @@ extend kernel. Which kernel computes a token, and hence its bits, never depends 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +21,7 @@ from ..kernels.store_kv import store_kv
 from ..kernels.tuning import arch_of, decode_tile, extend_tile
 from ..kernels.work_map import WorkMap, query_tile_map, split_map
 from ..step import ForwardMode
-from .base import AttentionBackend
-
-if TYPE_CHECKING:
-    from ...srt.model_files.model_config import ModelConfig
+from .base import AttentionBackend, AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +39,8 @@ class TritonAttentionBackend(AttentionBackend):
 
     name = "triton"
 
-    def __init__(self, config: ModelConfig, kv_pool: MHATokenToKVPool) -> None:
-        super().__init__(config, kv_pool)
+    def __init__(self, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> None:
+        super().__init__(specs, kv_pool)
         arch = arch_of(kv_pool.k_buffer[0].device)
         fp32, fp8 = kv_pool.dtype == torch.float32, kv_pool.dtype == torch.float8_e4m3fn
         self._decode_tile = decode_tile(arch, self.head_dim, fp32=fp32)
@@ -83,16 +80,16 @@ class TritonAttentionBackend(AttentionBackend):
         assert plan is not None, "plan() comes first"
         k_buffer, v_buffer = self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        window = self.sliding_windows[layer_id]
+        window, scale = self.sliding_windows[layer_id], self.scales[layer_id]
         if plan.decode is not None:
             decode_attention(
                 q, k_buffer, v_buffer, batch.req_to_token, batch.rows, batch.seq_lens, plan.decode, out,
-                sm_scale=self.scale, window=window, q_loc=plan.q_loc, tile=self._decode_tile,
+                sm_scale=scale, window=window, q_loc=plan.q_loc, tile=self._decode_tile,
             )  # fmt: skip
         if plan.extend is not None:
             assert batch.extend_start_loc is not None and batch.prefix_lens is not None
             extend_attention(
                 q, k_buffer, v_buffer, batch.req_to_token, batch.rows, batch.extend_start_loc, batch.prefix_lens,
-                plan.extend, out, sm_scale=self.scale, window=window, tile=self._extend_tile,
+                plan.extend, out, sm_scale=scale, window=window, tile=self._extend_tile,
             )  # fmt: skip
         return out.view(q.shape[0], -1)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from .. import cpu_extension
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from .attention import QKNorm
-from .kinds import LayerKinds
+from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
 from .rotary import rope_frequencies
 
@@ -71,7 +70,7 @@ class CpuLinear:
         self.bias = pack_bias(bias)
         self._to_float = to_float
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return _ops.linear(x, self.packed, self.bias, self.num_out, self._to_float)
 
 
@@ -83,7 +82,7 @@ class CpuGatedLinear:
         self.packed = pack(interleave(weight))
         self.bias = None if bias is None else pack_bias(interleave(bias))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return _ops.linear_silu_mul(x, self.packed, self.bias, self.num_out)
 
 
@@ -100,7 +99,7 @@ class PackedEmbedding:
     def __init__(self, head: CpuLinear) -> None:
         self._packed = head.packed
 
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return _ops.embedding(ids, self._packed)
 
 
@@ -140,21 +139,40 @@ class CpuAttention:
         return self.backend.attend(q, self.layer_id, batch)
 
 
-_FLOAT_LAYERS = LayerKinds(
-    CpuRMSNorm,
-    CpuRotary,
-    CpuAttention,
-    linear=CpuLinear,
-    gated_linear=CpuGatedLinear,
-    head=partial(CpuLinear, to_float=True),
-    tied_embedding=lambda weight, head: PackedEmbedding(head),
-    compiled=True,
-)
-_OTHER_LAYERS = LayerKinds(CpuRMSNorm, CpuRotary, CpuAttention)
+class CpuLayers(TorchLayers):
+    """Norms, rotation and attention are compiled operations; linear layers are torch's."""
+
+    def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
+        return CpuRMSNorm(weight, eps)
+
+    def rotary(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> Rotary:
+        return CpuRotary(rope, head_dim, context_len, device)
+
+    def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer:
+        return CpuAttention(layer_id, backend, qk_norm)
 
 
-def cpu_layers(dtype: torch.dtype, widths: Iterable[int] = ()) -> LayerKinds:
+class CpuFloatLayers(CpuLayers):
+    """Everything is a compiled operation."""
+
+    compiled = True
+
+    def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
+        return CpuLinear(weight, bias)
+
+    def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
+        return CpuGatedLinear(weight, bias)
+
+    def head(self, weight: Any) -> Layer:
+        return CpuLinear(weight, to_float=True)
+
+    def tied_embedding(self, weight: Any, head: Layer) -> Layer:
+        assert isinstance(head, CpuLinear)
+        return PackedEmbedding(head)
+
+
+def cpu_layers(dtype: torch.dtype, widths: Iterable[int] = ()) -> CpuLayers:
     """Linear layers are torch's where this processor's build does not multiply the type, or a width is no whole number
     of words (32 bits)."""
     whole_words = all(width * dtype.itemsize % 4 == 0 for width in widths)
-    return _FLOAT_LAYERS if whole_words and cpu_extension.multiplies(dtype) else _OTHER_LAYERS
+    return CpuFloatLayers() if whole_words and cpu_extension.multiplies(dtype) else CpuLayers()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..forward_batch import ForwardBatch
+
 
 class Embedding:
     """ids int64 [T] -> [T, hidden]; weight: [vocab, hidden]. Ids are below vocab, which the caller has checked."""
@@ -12,5 +14,5 @@ class Embedding:
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
 
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return F.embedding(ids, self.weight)

@@ -1,49 +1,103 @@
-"""Which layers a decoder is made of: plain torch, our Triton kernels, or a CPU's compiled operations.
+"""Which layers a model is made of: plain torch, our Triton kernels, or a CPU's compiled operations.
 
 Chosen once, when the model is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 
 from ...srt.model_files.rope_config import RopeConfig
-from .attention import Attention
+from ..attention.base import AttentionBackend
+from ..forward_batch import ForwardBatch
+from .attention import Attention, QKNorm
 from .embedding import Embedding
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
 from .rotary import RotaryEmbedding
 
-Layer = Callable[[torch.Tensor], torch.Tensor]
+
+class Layer(Protocol):
+    """x [T, in] -> [T, out]. `batch`: whose tokens these are, for a layer that has weights of some requests' own (an
+    adapter); None outside a step."""
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None, /) -> torch.Tensor: ...
 
 
-class LayerKinds(NamedTuple):
-    """A set of layers that fit together. Those of another set take and return the same but for rounding."""
+class Rotary(Protocol):
+    """positions: int64 [T] -> what `LayerKinds.attention` takes as the rotation."""
 
-    norm: type[RMSNorm]
-    rotary: Callable[..., Callable[[torch.Tensor], Any]]
-    """(rope config, head_dim, context_len, device) -> (positions -> what `attention` takes as the rotation)"""
-    attention: Callable[..., Callable[..., torch.Tensor]]
-    linear: Callable[[Any, torch.Tensor | None], Layer] = Linear
-    """(weight, bias); a weight is a tensor, or a QuantizedWeight where layers of such are made"""
-    gated_linear: Callable[[Any, torch.Tensor | None], Layer] = GatedLinear
-    """(weight, bias) of gate and up projection, to silu(gate) * up"""
-    head: Callable[[Any], Layer] = Linear
-    """weight -> (hidden states -> logits)"""
-    tied_embedding: Callable[[Any, Any], Layer] = lambda weight, head: Embedding(weight)
-    """(weight, the head made of it) -> (ids -> vectors)"""
-    compiled: bool = False
-    """Between embedding and logits there is nothing but a CPU's compiled operations."""
+    def __call__(self, positions: torch.Tensor, /) -> Any: ...
 
 
-def _angles_anew(rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> RotaryEmbedding:
-    return RotaryEmbedding(rope, head_dim, device)
+class AttentionLayer(Protocol):
+    """qkv [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]; keys and values go to the pool."""
+
+    def __call__(self, qkv: torch.Tensor, rotation: Any, batch: ForwardBatch, /) -> torch.Tensor: ...
 
 
-TORCH_LAYERS = LayerKinds(RMSNorm, _angles_anew, Attention)
+class LayerKinds(Protocol):
+    """Makes layers that fit together. Those of another kind take and return the same but for rounding.
+
+    A weight is a tensor, or a QuantizedWeight where layers of such are made.
+    """
+
+    compiled: bool
+    """Whether layers are a CPU's compiled operations, every one of them."""
+
+    def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm: ...
+
+    def rotary(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> Rotary:
+        """For positions below `context_len`."""
+
+    def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer: ...
+
+    def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer: ...
+
+    def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
+        """Gate and up projection in one, to silu(gate) * up."""
+
+    def head(self, weight: Any) -> Layer:
+        """Hidden states to logits."""
+
+    def embedding(self, weight: Any) -> Layer:
+        """Token ids to vectors."""
+
+    def tied_embedding(self, weight: Any, head: Layer) -> Layer:
+        """The same where the head is made of the same weight."""
+
+
+class TorchLayers:
+    """Layers of plain torch (LayerKinds)."""
+
+    compiled = False
+
+    def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
+        return RMSNorm(weight, eps)
+
+    def rotary(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> Rotary:
+        return RotaryEmbedding(rope, head_dim, device)
+
+    def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer:
+        return Attention(layer_id, backend, qk_norm)
+
+    def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
+        return Linear(weight, bias)
+
+    def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
+        return GatedLinear(weight, bias)
+
+    def head(self, weight: Any) -> Layer:
+        return Linear(weight)
+
+    def embedding(self, weight: Any) -> Layer:
+        return Embedding(weight)
+
+    def tied_embedding(self, weight: Any, head: Layer) -> Layer:
+        return Embedding(weight)
 
 
 def layers_for(
@@ -56,15 +110,15 @@ def layers_for(
     assert not quantized or attention_backend == "cpu"
     match attention_backend:
         case "triton":
-            from .triton_layers import TRITON_LAYERS  # Triton takes half a second to import
+            from .triton_layers import TritonLayers  # Triton takes half a second to import
 
-            return TRITON_LAYERS
+            return TritonLayers()
         case "cpu" if quantized:
-            from .quantized_layers import quantized_layers  # as below
+            from .quantized_layers import QuantizedLayers  # as below
 
-            return quantized_layers(dtype)
+            return QuantizedLayers(dtype)
         case "cpu":
             from .cpu_layers import cpu_layers  # its operations exist where the backend does
 
             return cpu_layers(dtype, widths)
-    return TORCH_LAYERS
+    return TorchLayers()

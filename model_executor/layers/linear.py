@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from ..forward_batch import ForwardBatch
 from .activation import silu_and_mul
 
 
@@ -24,7 +25,7 @@ class Linear:
         self.is_packed = can_pack(weight)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach()) if self.is_packed else weight
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         if self.is_packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
@@ -43,8 +44,8 @@ class GatedLinear:
         self._linear = Linear(weight, bias)
         self._activation = activation
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._activation(self._linear(x))
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        return self._activation(self._linear(x, batch))
 
 
 def can_pack(weight: torch.Tensor) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 import torch
 
 from .. import cpu_extension
+from ..forward_batch import ForwardBatch
 from ..weights.quantization import GROUP, QuantizedWeight
-from .cpu_layers import cpu_layers, interleave, on_huge_pages, pack_bias, padded
-from .kinds import LayerKinds
+from .cpu_layers import CpuLayers, interleave, on_huge_pages, pack_bias, padded
+from .kinds import Layer
 
 _ops = torch.ops.tercet_cpu
 _PER_WORD = 4
@@ -44,7 +45,7 @@ class QuantizedLinear:
         self.bias = pack_bias(bias)
         self._options = weight.bits, to_float
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return _ops.quantized_linear(x, self.packed, self.bias, self.num_out, *self._options)
 
 
@@ -57,27 +58,39 @@ class QuantizedGatedLinear:
         self.bias = None if bias is None else pack_bias(interleave(bias))
         self._bits = weight.bits
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return _ops.quantized_linear_silu_mul(x, self.packed, self.bias, self.num_out, self._bits)
 
 
 class QuantizedEmbedding:
     """As `Embedding`, out of the output head of 8 bits of a model that ties the two."""
 
-    def __init__(self, weight: QuantizedWeight, head: QuantizedLinear, *, dtype: torch.dtype) -> None:
+    def __init__(self, head: QuantizedLinear, dtype: torch.dtype) -> None:
         self._packed = head.packed
         self._dtype = dtype
 
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return _ops.quantized_embedding(ids, self._packed, self._dtype)
 
 
-def quantized_layers(dtype: torch.dtype) -> LayerKinds:
-    """For activations of that type; weights have the bits that they come with."""
-    return cpu_layers(dtype)._replace(
-        linear=QuantizedLinear,
-        gated_linear=QuantizedGatedLinear,
-        head=partial(QuantizedLinear, to_float=True),
-        tied_embedding=partial(QuantizedEmbedding, dtype=dtype),
-        compiled=True,
-    )
+class QuantizedLayers(CpuLayers):
+    """Everything is a compiled operation; weights have the bits that they come with."""
+
+    compiled = True
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """`dtype`: of activations"""
+        self._dtype = dtype
+
+    def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
+        return QuantizedLinear(weight, bias)
+
+    def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
+        return QuantizedGatedLinear(weight, bias)
+
+    def head(self, weight: Any) -> Layer:
+        return QuantizedLinear(weight, to_float=True)
+
+    def tied_embedding(self, weight: Any, head: Layer) -> Layer:
+        assert isinstance(head, QuantizedLinear)
+        return QuantizedEmbedding(head, self._dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from ..kernels.activation import act_and_mul
 from ..kernels.rmsnorm import rmsnorm
 from ..kernels.rotary import rotary
 from .attention import QKNorm
-from .kinds import LayerKinds
+from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
 from .linear import GatedLinear
 from .rotary import CosSin, rope_frequencies
@@ -60,6 +60,17 @@ class TritonAttention:
         return self.backend.attend(qkv[:, : self.num_heads], self.layer_id, batch)
 
 
-TRITON_LAYERS = LayerKinds(
-    TritonRMSNorm, RotaryTable, TritonAttention, gated_linear=partial(GatedLinear, activation=act_and_mul)
-)
+class TritonLayers(TorchLayers):
+    """Norms, rotation, attention and activations are kernels; products are torch's (cuBLAS)."""
+
+    def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
+        return TritonRMSNorm(weight, eps)
+
+    def rotary(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> Rotary:
+        return RotaryTable(rope, head_dim, context_len, device)
+
+    def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer:
+        return TritonAttention(layer_id, backend, qk_norm)
+
+    def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
+        return GatedLinear(weight, bias, activation=act_and_mul)

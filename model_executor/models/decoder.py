@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...srt.model_files.model_config import ModelConfig
-from ..attention.base import AttentionBackend
+from ..attention.base import AttentionBackend, AttentionSpec
 from ..forward_batch import ForwardBatch
 from ..layers.attention import QKNorm
-from ..layers.embedding import Embedding
 from ..layers.kinds import LayerKinds
 from ..layers.layernorm import RMSNorm
-
-Parameters = Mapping[str, Any]
-"""Tensors; QuantizedWeights where layers of such are made."""
+from .family import ModelFamily, Parameters
+from .parameters import decoder_parameters
 
 
 class DecoderLayer:
@@ -52,16 +49,16 @@ class DecoderLayer:
         """(x, residual), [T, hidden] each, to what attention has found, [T, heads * head_dim], and the residual, to
         which x has been added in place. The first layer has no residual: x becomes it."""
         normed = self.input_norm(x, residual)
-        return self.attention(self.qkv_proj(normed), rotation, batch), x if residual is None else residual
+        return self.attention(self.qkv_proj(normed, batch), rotation, batch), x if residual is None else residual
 
-    def feed_forward(self, found: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def feed_forward(self, found: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """What has yet to be added to the residual, which is changed in place."""
-        normed = self.post_attention_norm(self.o_proj(found), residual)
-        return self.down_proj(self.gate_up_proj(normed))
+        normed = self.post_attention_norm(self.o_proj(found, batch), residual)
+        return self.down_proj(self.gate_up_proj(normed, batch), batch)
 
 
 class Decoder:
-    """Token ids to hidden states. `lm_head` is the embedding matrix itself where the model ties them."""
+    """A Model. `lm_head` is the embedding matrix itself where the config ties them."""
 
     def __init__(
         self,
@@ -81,15 +78,12 @@ class Decoder:
             self.embed_tokens = layers.tied_embedding(embedding, self.lm_head)
         else:
             self.lm_head = layers.head(params["lm_head.weight"])
-            self.embed_tokens = Embedding(embedding)
+            self.embed_tokens = layers.embedding(embedding)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """input_ids, positions: int64 [T] -> normalised hidden states [num_sampled, hidden], those of the tokens whose
-        next token is wanted"""
-        return self.transform(self.embed_tokens(input_ids), positions, batch)
+        return self.transform(self.embed_tokens(input_ids, batch), positions, batch)
 
     def transform(self, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """The same from embedded tokens on: x [T, hidden], which is overwritten."""
         residual = None
         rotation = self.rotary(positions)
         for layer in self.layers:
@@ -100,10 +94,26 @@ class Decoder:
                 residual = residual.index_select(0, batch.logits_indices)
                 if not len(residual):
                     return residual
-            x = layer.feed_forward(found, residual)
+            x = layer.feed_forward(found, residual, batch)
         return self.norm(x, residual)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden [num_sampled, hidden_size] -> float32 [num_sampled, vocab], in `out` where that is given"""
         logits: torch.Tensor = self.lm_head(hidden)
         return logits.float() if out is None else out.copy_(logits)
+
+
+def _attention(config: ModelConfig) -> list[AttentionSpec]:
+    return [
+        AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            rope=config.rope,
+            window=window,
+        )
+        for window in config.sliding_windows
+    ]
+
+
+FAMILY = ModelFamily(parameters=decoder_parameters, attention=_attention, build=Decoder)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..forward_batch import ForwardBatch
-from ..models.decoder import Decoder
+from ..models.family import Model
 from ..step import ForwardMode, Int32Array
 from .decode_runner import DecodeOutputs
 from .slot_table import SlotTable
@@ -21,7 +21,7 @@ class CpuGraphRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         *,
         max_rows: int,
         hidden_size: int,

@@ -14,8 +14,8 @@ from ..attention.registry import create_attention_backend, kv_panel
 from ..device.accelerator import Accelerator, make_accelerator
 from ..device.device_buffers import Uploads
 from ..device.heap import keep_freed_memory, trim_heap
-from ..models.decoder import Parameters
-from ..models.registry import create_model
+from ..layers.kinds import layers_for
+from ..models.family import Parameters, family_of
 from ..sampling.sampler import Sampler
 from ..step import StepInputs
 from ..weights.loader import load_parameters
@@ -122,9 +122,16 @@ class _Loading:
             settings.device,
             kv_panel(settings.attention_backend, settings.page_size, config.head_dim, settings.dtype),
         )
-        attention = create_attention_backend(settings.attention_backend, config, kv_pool)
-        quantized = settings.quantization is not None
-        model = create_model(config, self.parameters, attention, settings.context_len, quantized=quantized)
+        family = family_of(config)
+        attention = create_attention_backend(settings.attention_backend, family.attention(config), kv_pool)
+        layers = layers_for(
+            attention.name,
+            settings.dtype,
+            quantized=settings.quantization is not None,
+            # Heads are even, and so are all of them side by side.
+            widths=(config.hidden_size, config.intermediate_size),
+        )
+        model = family.build(config, self.parameters, attention, layers, settings.context_len)
         num_bytes = RunnerBytes(self.weight_bytes, pool_tokens * self.bytes_per_token)
         return ModelRunner(
             settings,

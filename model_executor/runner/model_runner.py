@@ -14,7 +14,7 @@ from ..attention.base import AttentionBackend
 from ..device.accelerator import Accelerator
 from ..device.device_buffers import Downloads, TokenCopy, Uploads
 from ..forward_batch import ForwardBatch
-from ..models.decoder import Decoder
+from ..models.family import Model
 from ..sampling.sampler import Sampler
 from ..step import FROM_DEVICE, ForwardMode, Int32Array, StepInputs, StepOutput
 from .decode_runner import DecodeInputs, DecodeRunner
@@ -42,7 +42,7 @@ class ModelRunner:
         self,
         settings: RunnerSettings,
         config: ModelConfig,
-        model: Decoder,
+        model: Model,
         attention: AttentionBackend,
         kv_pool: MHATokenToKVPool,
         table: SlotTable,

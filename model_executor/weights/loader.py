@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from ...srt.model_files.model_config import ModelConfig
-from ..models.parameters import EMBEDDING, LM_HEAD, Parameter, decoder_parameters
+from ..models.family import family_of
+from ..models.parameters import EMBEDDING, LM_HEAD, Parameter
 from .quantization import QuantizedWeight, quantize, quantized_forms, stacked
 from .safetensors_checkpoint import SafetensorsCheckpoint
 from .weight_cache import WeightCache
@@ -50,7 +51,7 @@ def load_parameters(
     cache: WeightCache | None = None,
     quantization: str | None = None,
 ) -> Mapping[str, Any]:
-    """Name -> tensor, as `decoder_parameters` lists them, or QuantizedWeight where `quantized_forms` has it.
+    """Name -> tensor, as its family lists them, or QuantizedWeight where `quantized_forms` has it.
 
     `seed` is for dummy weights, `cache` for dequantised ones.
 
@@ -59,14 +60,14 @@ def load_parameters(
     """
     forms = quantized_forms(config, quantization)
     if config.load_format == "dummy":
-        return _dummy(decoder_parameters(config), dtype, device, seed, forms)
+        return _dummy(family_of(config).parameters(config), dtype, device, seed, forms)
 
     def stored() -> StoredParameters:
         return StoredParameters(_open(config), config, dtype, forms)
 
     # The cache keeps numbers of one dtype; what is quantized comes out of the file itself.
     if config.load_format == "gguf" and cache is not None and not forms:
-        parameters = cache.parameters(config.model_path, decoder_parameters(config), dtype, stored)
+        parameters = cache.parameters(config.model_path, family_of(config).parameters(config), dtype, stored)
     else:
         parameters = stored()
     return parameters if device.type == "cpu" else {name: tensor.to(device) for name, tensor in parameters.items()}
@@ -94,7 +95,7 @@ class StoredParameters(Mapping[str, Any]):
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._forms = forms
-        self._parameters = {parameter.name: parameter for parameter in decoder_parameters(config)}
+        self._parameters = {parameter.name: parameter for parameter in family_of(config).parameters(config)}
         needed = {part.name for parameter in self._parameters.values() for part in parameter.parts}
         _refuse("missing", needed - checkpoint.names)
         extra = {name for name in checkpoint.names - needed if not name.endswith(_IGNORED_SUFFIXES)}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ...srt.model_files.model_config import ModelConfig
-from ..models.parameters import decoder_parameters
+from ..models.family import family_of
 
 GROUP = 32
 """weights along a row that share a scale"""
@@ -48,7 +48,7 @@ def quantized_forms(config: ModelConfig, quantization: str | None) -> dict[str, 
     if quantization is None:
         return {}
     forms = {}
-    for name, shape, _ in decoder_parameters(config):
+    for name, shape, _ in family_of(config).parameters(config):
         if name == ("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"):
             forms[name] = HEAD_FORM
         elif len(shape) == 2 and name != "embed_tokens.weight":
@@ -63,7 +63,7 @@ def parameter_bytes(config: ModelConfig, dtype_bytes: int, quantization: str | N
     forms = quantized_forms(config, quantization)
     return {
         name: int(math.prod(shape) * (BITS_PER_WEIGHT[forms[name]] / 8 if name in forms else dtype_bytes))
-        for name, shape, _ in decoder_parameters(config)
+        for name, shape, _ in family_of(config).parameters(config)
     }
 
 

@@ -128,6 +128,8 @@ class Family:
     """How an architecture differs from plain Llama. `*_bias`: always there; None: as config.json's key says."""
 
     model_type: str
+    implementation: str
+    """the module of model_executor/models that computes it"""
     sliding_windows: Callable[[Settings, int], SlidingWindows]
     qkv_bias: bool | None = False
     o_bias: bool | None = False
@@ -138,11 +140,11 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", _no_window, qkv_bias=None, o_bias=None, mlp_bias=None),
-    "MistralForCausalLM": Family("mistral", _window_everywhere),
-    "Qwen2ForCausalLM": Family("qwen2", _window_of_upper_layers, qkv_bias=True),
+    "LlamaForCausalLM": Family("llama", "decoder", _no_window, qkv_bias=None, o_bias=None, mlp_bias=None),
+    "MistralForCausalLM": Family("mistral", "decoder", _window_everywhere),
+    "Qwen2ForCausalLM": Family("qwen2", "decoder", _window_of_upper_layers, qkv_bias=True),
     "Qwen3ForCausalLM": Family(
-        "qwen3", _window_of_upper_layers, qkv_bias=None, o_bias=None, qk_norm=True, default_head_dim=128
+        "qwen3", "decoder", _window_of_upper_layers, qkv_bias=None, o_bias=None, qk_norm=True, default_head_dim=128
     ),
 }
 # GGUF calls Mistral "llama" too: the window of the first Mistral 7B is not in such a file, as in llama.cpp.

@@ -9,7 +9,7 @@ from bench_models import TINY, json_of, tiny_flags
 
 from tercet.benchmarks import bench_linears
 from tercet.benchmarks.bench_linears import CpuCeilings, Kind, Step
-from tercet.model_executor.layers.kinds import TORCH_LAYERS
+from tercet.model_executor.layers.kinds import TorchLayers
 
 
 def test_every_kind_is_right_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +34,7 @@ def test_unknown_kinds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_prompt_needs_the_head_once() -> None:
-    steps = [Step(Kind("k", TORCH_LAYERS, torch.float32), prefill=prefill) for prefill in (False, True)]
+    steps = [Step(Kind("k", TorchLayers(), torch.float32), prefill=prefill) for prefill in (False, True)]
     for step in steps:
         heads: list[int] = []
         step.add("w", torch.randn(10, 100))
@@ -48,7 +48,7 @@ def test_a_prompt_needs_the_head_once() -> None:
 
 
 def test_the_nearer_ceiling_is_the_limit() -> None:
-    step = Step(Kind("k", TORCH_LAYERS, torch.float32))
+    step = Step(Kind("k", TorchLayers(), torch.float32))
     step.add("w", torch.randn(10, 100))
     slow, fast = CpuCeilings(100.0, {torch.float32: 50.0}), CpuCeilings(50.0, {torch.float32: 1000.0})
     best = slow.best(fast)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,9 @@ from tercet.model_executor.attention.registry import (
 )
 from tercet.model_executor.attention.torch_backend import _similar_lengths
 from tercet.model_executor.forward_batch import ForwardBatch
+from tercet.model_executor.models.family import family_of
 from tercet.model_executor.step import ForwardMode
+from tercet.srt.errors import ModelNotSupported
 from tercet.srt.model_files.model_config import ModelConfig
 
 POOL = 600
@@ -106,7 +110,7 @@ def test_equals_attention_written_out(data):
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer[1:] = float("nan")  # what belongs to nobody must not be touched
         buffer[used] = torch.randn(len(used), num_kv_heads, 8, generator=generator)
-    backend = create_attention_backend("torch", config, pool)
+    backend = create_attention_backend("torch", family_of(config).attention(config), pool)
     backend.plan(batch)
     for layer, window in enumerate(windows):
         num_tokens = len(batch.out_cache_loc)
@@ -140,3 +144,19 @@ def test_names():
         resolve_attention_backend("cpu", torch.device("cuda"))
     with pytest.raises(ValueError, match=r"cpu, triton.*flash"):
         resolve_attention_backend("flash", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"soft_cap": 30.0}, "soft cap"),
+        ({"has_sinks": True}, "sinks"),
+        ({"head_dim": 16}, "heads of one kind"),
+    ],
+)
+def test_what_a_backend_cannot_compute_is_refused_by_name(changes, message):
+    config = make_config(2, 1, [None, None])
+    first, second = family_of(config).attention(config)
+    pool = MHATokenToKVPool(16, 1, 2, 1, 8, torch.float32, "cpu")
+    with pytest.raises(ModelNotSupported, match=f"torch does not support .*{message}|torch needs {message}"):
+        create_attention_backend("torch", [first, dataclasses.replace(second, **changes)], pool)

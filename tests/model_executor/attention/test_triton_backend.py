@@ -19,6 +19,7 @@ from tercet.model_executor.kernels.rotary import rotary
 from tercet.model_executor.layers.attention import Attention, QKNorm
 from tercet.model_executor.layers.rotary import RotaryEmbedding
 from tercet.model_executor.layers.triton_layers import RotaryTable, TritonAttention
+from tercet.model_executor.models.family import family_of
 from tercet.model_executor.step import ForwardMode
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import RopeConfig
@@ -95,7 +96,8 @@ def pool(dtype: torch.dtype) -> MHATokenToKVPool:
 def test_the_outputs_are_the_torch_backends(seed, group, window, dtype, prompts, steps) -> None:
     g = torch.Generator().manual_seed(seed)
     cfg = config(group, window)
-    triton, reference = TritonAttentionBackend(cfg, pool(dtype)), TorchAttentionBackend(cfg, pool(dtype))
+    specs = family_of(cfg).attention(cfg)
+    triton, reference = (cls(specs, pool(dtype)) for cls in (TritonAttentionBackend, TorchAttentionBackend))
     slots = (torch.randperm(NUM_SLOTS, generator=g) + 1).int()
     table = torch.zeros(len(prompts) + 1, CONTEXT, dtype=torch.int32)
     for i in range(len(prompts)):
@@ -123,7 +125,7 @@ def test_the_outputs_are_the_torch_backends(seed, group, window, dtype, prompts,
 def test_a_decoding_row_has_the_same_bits_beside_a_prompt() -> None:
     g = torch.Generator().manual_seed(1)
     cfg = config(3, 9)
-    backend = TritonAttentionBackend(cfg, pool(torch.float32))
+    backend = TritonAttentionBackend(family_of(cfg).attention(cfg), pool(torch.float32))
     for buffer in (*backend.kv_pool.k_buffer, *backend.kv_pool.v_buffer):
         buffer.copy_(torch.randn(buffer.shape, generator=g))
     table = (torch.randperm(NUM_SLOTS, generator=g)[: 3 * CONTEXT].reshape(3, CONTEXT) + 1).int()
@@ -158,7 +160,7 @@ def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(seed, dtype, po
     qk_norm = QKNorm(*(torch.randn(16, generator=g).to(dtype) for _ in range(2)), 1e-6) if norm else None
 
     def backend(kind: type[AttentionBackend]) -> AttentionBackend:
-        made = kind(cfg, pool(pool_dtype or dtype))
+        made = kind(family_of(cfg).attention(cfg), pool(pool_dtype or dtype))
         for buffer, kept in zip((made.kv_pool.k_buffer[1], made.kv_pool.v_buffer[1]), old, strict=True):
             buffer.copy_(kept)
         made.plan(batch)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from runners import make_runner as build_runner
 from tiny_models import CONFIGS
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.models.registry import MODELS
+from tercet.model_executor.models.family import family_of
 from tercet.model_executor.runner import load
 from tercet.model_executor.runner.kv_budget import DEFAULT_CPU_SHARE, Memory
 from tercet.model_executor.runner.model_runner import _ranges
@@ -38,8 +39,12 @@ def make_runner(config=TOY, **options):
     return build_runner(config, **({"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 128} | options))
 
 
-def test_every_family_has_a_model():
-    assert set(MODELS) == set(FAMILIES)
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_family_has_a_model(architecture):
+    config = dataclasses.replace(TOY, architecture=architecture)
+    family = family_of(config)
+    assert len(family.attention(config)) == config.num_layers
+    assert all(math.prod(parameter.shape) for parameter in family.parameters(config))
 
 
 def test_facts():
