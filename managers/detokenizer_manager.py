@@ -13,6 +13,7 @@ from ..srt.io_struct import (
     AbortFinish,
     BatchTextOut,
     BatchTokenOut,
+    BrokenMessage,
     DecodeOptions,
     FinishReason,
     StopFinish,
@@ -63,15 +64,17 @@ class DetokenizerManager:
             _log.exception("request %s cannot be detokenised", out.rid)
             if out.finish is None:
                 self._failed.add(out.rid)
-            failure = AbortFinish(
-                "the tokens of this request could not be turned into text",
-                TercetError.status,
-                TercetError.__name__,
-            )
-            return _text_out(out, "", failure)
+            return _text_out(out, "", _failure("the tokens of this request could not be turned into text"))
         finally:
             if out.finish is not None or out.rid in self._failed:
                 self._requests.pop(out.rid, None)
+
+    def fail(self, message: BrokenMessage) -> BatchTextOut:
+        """Ends the requests that a broken message names."""
+        for rid in message.rids:
+            self._requests.pop(rid, None)
+        failure = _failure(message.reason)
+        return BatchTextOut([TextOut(rid, "", [], failure, 0, 0, 0, 0) for rid in message.rids])
 
     def _text(self, tokenizer: Tokenizer, out: TokenOut) -> str:
         if out.options is not None:
@@ -95,6 +98,10 @@ class _Request:
             ids = ids[:-1]
         text = self._stream.push(ids)
         return text if finish is None else text + self._stream.finish()
+
+
+def _failure(message: str) -> AbortFinish:
+    return AbortFinish(message, TercetError.status, TercetError.__name__)
 
 
 def _text_out(out: TokenOut, text: str, finish: FinishReason | None) -> TextOut:
@@ -124,7 +131,9 @@ def run_detokenizer(
     while not should_stop():
         if not receiver.wait(_POLL_S):
             continue
-        outs = [out for batch in receiver.drain() for out in batch.outs]
-        texts = manager.process(BatchTokenOut(outs))
-        if texts.outs:
-            sender.send(texts)
+        outs: list[TextOut] = []
+        for message in receiver.drain():
+            texts = manager.fail(message) if isinstance(message, BrokenMessage) else manager.process(message)
+            outs += texts.outs
+        if outs:
+            sender.send(BatchTextOut(outs))

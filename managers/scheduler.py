@@ -21,6 +21,7 @@ from ..srt.errors import TercetError
 from ..srt.io_struct import (
     AbortFinish,
     AbortReq,
+    BrokenMessage,
     FlushCacheReply,
     FlushCacheReq,
     GenerateReq,
@@ -29,7 +30,7 @@ from ..srt.io_struct import (
     StateReq,
     ToScheduler,
 )
-from .batch_result import ResultProcessor
+from .batch_result import ResultProcessor, abort_finish
 from .idle_audit import IdleAudit
 from .kv_cache_manager import KVCacheManager
 from .planner import PlanLimits, Planner
@@ -109,18 +110,10 @@ class Scheduler:
             num_kv_repairs=self._idle_audit.num_repairs,
         )
 
-    def _handle(self, message: ToScheduler) -> None:
+    def _handle(self, message: ToScheduler | BrokenMessage) -> None:
         match message:
             case GenerateReq():
-                try:
-                    req = self._req_factory.make(message, num_waiting=len(self.queues.waiting))
-                except TercetError as error:
-                    self._io.refuse(message, error)
-                except Exception:
-                    logger.exception("Request %s cannot be made", message.rid)
-                    self._io.refuse(message, TercetError("the scheduler cannot work on this request"))
-                else:
-                    self.queues.add(req)
+                self._start(message)
             case AbortReq():
                 for req in self._named(message.rid):
                     self._results.abort(req, AbortFinish("aborted by the client"))
@@ -132,6 +125,28 @@ class Scheduler:
                 self._io.reply(FlushCacheReply(message.call_id, num_busy == 0, num_busy))
             case StateReq():
                 self._io.reply(StateReply(message.call_id, self.state()))
+            case BrokenMessage():
+                self._fail_named(message)
+
+    def _start(self, message: GenerateReq) -> None:
+        try:
+            req = self._req_factory.make(message, num_waiting=len(self.queues.waiting))
+        except Exception as error:
+            if not isinstance(error, TercetError):
+                logger.exception("Request %s cannot be made", message.rid)
+                error = TercetError("the scheduler cannot work on this request")
+            self._io.refuse(message.rid, error, len(message.input_ids) // 4)
+        else:
+            self.queues.add(req)
+
+    def _fail_named(self, message: BrokenMessage) -> None:
+        error = TercetError(message.reason)
+        for rid in message.rids:
+            req = self.queues.find(rid)
+            if req is None:
+                self._io.refuse(rid, error)
+            else:
+                self._results.abort(req, abort_finish(error))
 
     def _named(self, rid: str | None) -> list[Req]:
         """The live request of this id, if there is one; all live requests for None."""

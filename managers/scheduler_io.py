@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from ..srt.errors import TercetError
 from ..srt.io_struct import (
     AbortFinish,
     BatchTokenOut,
-    GenerateReq,
+    BrokenMessage,
     Heartbeat,
     SchedulerState,
     ToDetokenizer,
@@ -27,7 +27,7 @@ M_contra = TypeVar("M_contra", contravariant=True)
 class Inbox(Protocol):
     """`ipc.Receiver`, or a test's list."""
 
-    def drain(self) -> list[ToScheduler]: ...
+    def drain(self) -> Sequence[ToScheduler | BrokenMessage]: ...
 
     def wait(self, timeout_s: float) -> bool: ...
 
@@ -48,7 +48,7 @@ class SchedulerIO:
         self._outs: list[TokenOut] = []
         self._next_heartbeat = 0.0
 
-    def receive(self, *, may_sleep: bool) -> list[ToScheduler]:
+    def receive(self, *, may_sleep: bool) -> Sequence[ToScheduler | BrokenMessage]:
         """All messages that are here; with nothing to do, sleeps until one comes, or a heartbeat is due."""
         if may_sleep:
             self._inbox.wait(_HEARTBEAT_S)
@@ -57,10 +57,10 @@ class SchedulerIO:
     def put(self, out: TokenOut) -> None:
         self._outs.append(out)
 
-    def refuse(self, message: GenerateReq, error: TercetError) -> None:
+    def refuse(self, rid: str, error: TercetError, num_prompt_tokens: int = 0) -> None:
         """Answers a request that never became one. It takes the road of all outputs."""
         finish = AbortFinish(error.message, error.status, type(error).__name__)
-        self.put(TokenOut(message.rid, [], finish, len(message.input_ids) // 4, 0, 0, 0))
+        self.put(TokenOut(rid, [], finish, num_prompt_tokens, 0, 0, 0))
 
     def reply(self, message: ToTokenizer) -> None:
         self._tokenizer.send(message)

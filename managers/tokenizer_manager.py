@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from ..srt.errors import EngineDead, InvalidRequest, PromptTooLong
+from ..srt.errors import EngineDead, InvalidRequest, PromptTooLong, TercetError
 from ..srt.io_struct import (
     AbortReq,
     BatchTextOut,
+    BrokenMessage,
     FlushCacheReply,
     FlushCacheReq,
     GenerateReq,
@@ -248,8 +249,11 @@ class TokenizerManager:
             if not call.done():
                 call.set_exception(self.failure)
 
-    def on_message(self, message: ToTokenizer) -> None:
+    def on_message(self, message: ToTokenizer | BrokenMessage) -> None:
         """What the detokenizer and the scheduler send."""
+        if isinstance(message, BrokenMessage):
+            self._fail_named(message)
+            return
         self._last_heartbeat = time.monotonic()
         if isinstance(message, BatchTextOut):
             for out in message.outs:
@@ -265,6 +269,14 @@ class TokenizerManager:
                 call.set_result(message)
 
     # Inside
+
+    def _fail_named(self, message: BrokenMessage) -> None:
+        for rid in message.rids:
+            generation = self._generations.get(rid)
+            if generation is not None:
+                self._forget(generation)
+                generation.fail(TercetError(message.reason))
+                self._scheduler.send(AbortReq(rid))
 
     async def _call(self, make: Any) -> Any:
         if self.failure is not None:

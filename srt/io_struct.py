@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -186,6 +187,31 @@ class StateReply(msgspec.Struct, frozen=True, tag="state"):
 
 
 ToTokenizer = BatchTextOut | Heartbeat | FlushCacheReply | StateReply
+
+
+# In place of a message, within the process that received it
+
+
+class BrokenMessage(msgspec.Struct, frozen=True):
+    """What arrived and could not be decoded or handled; the log has the details."""
+
+    rids: list[str]
+    """The requests that the message names. They end with an error."""
+    reason: str
+    """What their clients are told."""
+
+
+def request_ids(message: Any) -> list[str]:
+    """The ids of the requests that a message names. `message`: built-in types, as a msgpack frame holds them.
+
+    Nothing is assumed of it, so that it may be broken anywhere.
+    """
+    if not isinstance(message, dict):
+        return []
+    outs = message.get("outs")
+    named = [message.get("rid")]
+    named += [out[0] for out in outs if isinstance(out, list) and out] if isinstance(outs, list) else []
+    return [rid for rid in named if isinstance(rid, str)]
 
 
 # Child process -> its parent, once, over a pipe

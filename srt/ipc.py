@@ -1,5 +1,7 @@
 """ZeroMQ PUSH/PULL over `ipc://` in a 0700 directory of this run: typed messages in, typed messages out.
 
+A message that cannot be decoded or handled is logged, and arrives as a `BrokenMessage`. Those behind it are not lost.
+
 No pickle, no TCP port, no name that another engine on the host could meet. Senders never block: queues are unbounded,
 because a process that waits for another one could not notice the other one's death.
 """
@@ -7,6 +9,7 @@ because a process that waits for another one could not notice the other one's de
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import tempfile
@@ -16,6 +19,10 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
+
+from .io_struct import BrokenMessage, request_ids
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -72,15 +79,19 @@ class Receiver(Generic[T]):
         self._socket.bind(address)
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
 
-    def drain(self) -> list[T]:
+    def drain(self) -> list[T | BrokenMessage]:
         """All messages that are here, without waiting."""
-        messages: list[T] = []
+        messages: list[T | BrokenMessage] = []
         while True:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return messages
-            messages.append(self._decoder.decode(frame))
+            try:
+                messages.append(self._decoder.decode(frame))
+            except Exception:  # not msgspec's alone: structs check themselves
+                logger.exception("A message of %d bytes cannot be decoded", len(frame))
+                messages.append(BrokenMessage(_request_ids_of(frame), "a message of this request could not be decoded"))
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until a message is here or the time is over; whether one is here."""
@@ -93,10 +104,14 @@ class Receiver(Generic[T]):
 class AsyncReceiver(Generic[T]):
     """The pulling end in an event loop: calls `on_message` for everything that arrives.
 
+    When `on_message` raises, it is called once more, with a `BrokenMessage` for the requests that the message names.
+
     It watches ZeroMQ's file descriptor itself. That descriptor is edge-triggered, so every wake-up drains the socket.
     """
 
-    def __init__(self, context: zmq.Context[Any], address: str, union: Any, on_message: Callable[[T], None]) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], address: str, union: Any, on_message: Callable[[T | BrokenMessage], None]
+    ) -> None:
         self._receiver: Receiver[T] = Receiver(context, address, union)
         self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -110,10 +125,29 @@ class AsyncReceiver(Generic[T]):
         if self._loop is None:
             return
         for message in self._receiver.drain():
-            self._on_message(message)
+            try:
+                self._on_message(message)
+            except Exception:
+                logger.exception("A message cannot be handled")
+                self._give_up(message)
+
+    def _give_up(self, message: T | BrokenMessage) -> None:
+        rids = request_ids(msgspec.to_builtins(message))
+        try:
+            self._on_message(BrokenMessage(rids, "a message of this request could not be handled"))
+        except Exception:
+            logger.exception("Requests cannot be ended: %s", ", ".join(rids))
 
     def close(self) -> None:
         if self._loop is not None:
             self._loop.remove_reader(self._receiver._socket.fileno())
             self._loop = None
         self._receiver.close()
+
+
+def _request_ids_of(frame: bytes) -> list[str]:
+    """The ids of the requests that a msgpack frame names, as far as it can be read."""
+    try:
+        return request_ids(msgspec.msgpack.decode(frame))
+    except msgspec.DecodeError:
+        return []

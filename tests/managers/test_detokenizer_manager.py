@@ -13,6 +13,7 @@ from tercet.managers.text_stream import StopStringChecker
 from tercet.srt.io_struct import (
     AbortFinish,
     BatchTokenOut,
+    BrokenMessage,
     DecodeOptions,
     LengthFinish,
     StopFinish,
@@ -237,6 +238,20 @@ def test_the_loop_answers_in_one_message_what_has_queued_up():
     run_detokenizer(receiver, sender, default_tokenizer(), lambda: not receiver.queued)
     assert [len(message.outs) for message in sender.sent] == [1, len(rest)]
     assert "".join(out.text for message in sender.sent for out in message.outs) == "Hello there, world"
+
+
+def test_the_loop_ends_the_requests_of_a_broken_message_and_goes_on():
+    good = encode("Hello there, world")
+    queue = [
+        BatchTokenOut([token_out(rid, good[:1], None, PLAIN) for rid in ("good", "bad")]),
+        BrokenMessage(["bad"], "lost"),
+        BatchTokenOut([token_out("good", good[1:], LengthFinish(4))]),
+    ]
+    receiver, sender = FakeLink([queue]), FakeLink()
+    run_detokenizer(receiver, sender, default_tokenizer(), lambda: not receiver.queued)
+    (message,) = sender.sent
+    assert "".join(out.text for out in message.outs if out.rid == "good") == "Hello there, world"
+    assert [out.finish for out in message.outs if out.rid == "bad"] == [None, AbortFinish("lost", 500, "TercetError")]
 
 
 def test_the_loop_over_real_sockets_ends_when_it_should():

@@ -11,7 +11,15 @@ from scheduler_rig import Rig
 
 from fakes import expected_output
 from tercet.srt.errors import PromptTooLong, QueueFull
-from tercet.srt.io_struct import AbortFinish, FlushCacheReq, Heartbeat, LengthFinish, StateReq, StopFinish
+from tercet.srt.io_struct import (
+    AbortFinish,
+    BrokenMessage,
+    FlushCacheReq,
+    Heartbeat,
+    LengthFinish,
+    StateReq,
+    StopFinish,
+)
 
 SCHEDULES = int(os.environ.get("TERCET_SCHEDULES", "80"))
 """Random schedules that a property is tried on; set TERCET_SCHEDULES=500 for the long run."""
@@ -296,6 +304,20 @@ def test_a_request_that_cannot_be_made_ends_with_an_error_alone() -> None:
     rig.run()
     assert rig.heard["bad"].finish == AbortFinish("the scheduler cannot work on this request", 500, "TercetError")
     for rid, prompt in (("before", [1] * 10), ("after", [3] * 10)):
+        assert rig.heard[rid].ids == expected_output(prompt, 1, 8, 97)
+
+
+def test_a_broken_message_ends_the_requests_that_it_names_alone() -> None:
+    rig = Rig()
+    rig.add("runs", [1] * 10)
+    rig.add("good", [2] * 10)
+    rig.turn()
+    rig.inbox.messages.append(BrokenMessage(["runs", "new"], "lost"))
+    rig.add("after", [3] * 10)
+    rig.run()
+    for rid in ("runs", "new"):
+        assert rig.heard[rid].finish == AbortFinish("lost", 500, "TercetError")
+    for rid, prompt in (("good", [2] * 10), ("after", [3] * 10)):
         assert rig.heard[rid].ids == expected_output(prompt, 1, 8, 97)
 
 

@@ -12,7 +12,7 @@ from fake_http import CONTEXT_LEN, VOCAB_SIZE, FakeScheduler, byte_tokenizer, ma
 from tercet.managers.generation import Generation, error_of
 from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.errors import EngineDead, InvalidRequest, PromptTooLong
-from tercet.srt.io_struct import AbortFinish, BatchTextOut, Heartbeat, LengthFinish, TextOut
+from tercet.srt.io_struct import AbortFinish, BatchTextOut, BrokenMessage, Heartbeat, LengthFinish, TextOut
 from tercet.srt.sampling_params import SamplingParams
 
 
@@ -342,6 +342,21 @@ def test_without_a_tokenizer_only_ids_are_taken() -> None:
             manager.make_sampling({"stop": "x"})
         generation = await one(manager, [1, 2, 3])
         assert (await generation.result()).token_ids == list(range(8))
+
+    run(work())
+
+
+def test_a_broken_message_ends_the_requests_that_it_names() -> None:
+    async def work() -> None:
+        scheduler = FakeScheduler()
+        scheduler.mute = True
+        manager = make_manager(scheduler)
+        bad, good = await one(manager), await one(manager)
+        manager.on_message(BrokenMessage([bad.key, "gone"], "lost"))
+        assert (await bad.result()).finish == AbortFinish("lost", 500, "TercetError")
+        assert scheduler.aborted == [bad.key]
+        assert manager.num_unfinished == 1
+        good.abort()
 
     run(work())
 
