@@ -48,7 +48,8 @@ CONTEXT_LEN = 256
 VOCAB_SIZE = 258
 EOS = 256
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.name %}({{ m.name }}){% endif %}{{ '\\n' }}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.name %}({{ m.name }}){% endif %}"
+    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{{ mood }}{% endif %}"
 )
