@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...srt.machine.huge_pages import Arena
+from ...srt.machine.huge_pages import Arena, zeroed
 from ...srt.model_files.rope_config import RopeConfig
 from .. import cpu_extension
 from ..attention.base import AttentionBackend
@@ -16,7 +16,7 @@ from ..forward_batch import ForwardBatch
 from .attention import QKNorm
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
-from .rotary import rope_frequencies
+from .rotary import RotationTable
 
 _ops = torch.ops.tercet_cpu
 
@@ -111,16 +111,20 @@ class Rotation(NamedTuple):
 
 
 class CpuRotary:
-    """Cosines and sines of every position, float32 [context_len, head_dim]."""
+    """Cosines and sines of the positions that sequences have reached, float32 [context_len, head_dim]. Memory is taken
+    as it is filled: a context of a million tokens would take half a gigabyte at once."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> None:
-        frequencies, factor = rope_frequencies(rope, head_dim)
-        angles = torch.arange(context_len, dtype=torch.float32)[:, None] * frequencies
-        self._cos_sin = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=1)
+        table = torch.from_numpy(zeroed(context_len * head_dim * 4)).view(torch.float32).view(context_len, head_dim)
+        self._rotations = RotationTable(rope, table)
+
+    def cover(self, num_positions: int) -> None:
+        """To be called before a step whose sequences have so many tokens."""
+        self._rotations.cover(num_positions)
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
-        """positions: int64 [T]"""
-        return Rotation(self._cos_sin, positions)
+        """positions: int64 [T], covered when they are used"""
+        return Rotation(self._rotations.table, positions)
 
 
 class CpuAttention:

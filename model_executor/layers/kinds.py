@@ -30,6 +30,9 @@ class Layer(Protocol):
 class Rotary(Protocol):
     """positions: int64 [T] -> what `LayerKinds.attention` takes as the rotation."""
 
+    def cover(self, num_positions: int) -> None:
+        """Called before a step of a CPU: its positions are below `num_positions`."""
+
     def __call__(self, positions: torch.Tensor, /) -> Any: ...
 
 

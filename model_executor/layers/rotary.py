@@ -9,6 +9,9 @@ import torch
 
 from ...srt.model_files.rope_config import FrequencyDivisors, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
+_BLOCK = 2048
+"""positions of a table that are computed at once"""
+
 
 class CosSin(NamedTuple):
     """One step's rotation, float32. `RotaryEmbedding` makes it [T, 1, head_dim] each: both halves of cos are the same,
@@ -26,11 +29,41 @@ class RotaryEmbedding:
         self.frequencies = frequencies.to(device)
         """float32 [head_dim / 2], radians per position"""
 
+    def cover(self, num_positions: int) -> None:
+        """There is no table that would have to reach so far."""
+
     def __call__(self, positions: torch.Tensor) -> CosSin:
         """positions: int64 [T]"""
         angles = positions[:, None, None].float() * self.frequencies
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
         return CosSin(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
+
+class RotationTable:
+    """Cosines and sines of the positions below `len(table)`, computed in blocks as far as `cover` was told.
+
+    A whole table at once would take several times its memory for a moment.
+    """
+
+    def __init__(self, rope: RopeConfig, table: torch.Tensor) -> None:
+        """table: float32 [context_len, head_dim], to be filled: cosines, then sines of head_dim / 2 angles"""
+        frequencies, self._factor = rope_frequencies(rope, table.shape[1])
+        self._frequencies = frequencies.to(table.device)
+        self.table = table
+        self._num_covered = 0
+
+    def cover(self, num_positions: int) -> None:
+        """Fills the table at least up to that many positions."""
+        while self._num_covered < num_positions:
+            block = self.table[self._num_covered : self._num_covered + _BLOCK]
+            positions = torch.arange(
+                self._num_covered, self._num_covered + len(block), dtype=torch.float32, device=block.device
+            )
+            angles = positions[:, None] * self._frequencies
+            cos, sin = block.chunk(2, dim=1)
+            torch.mul(angles.cos(), self._factor, out=cos)
+            torch.mul(angles.sin_(), self._factor, out=sin)
+            self._num_covered += len(block)
 
 
 def rotate(x: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:

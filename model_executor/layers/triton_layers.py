@@ -16,7 +16,7 @@ from .attention import QKNorm
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
 from .linear import GatedLinear
-from .rotary import CosSin, rope_frequencies
+from .rotary import CosSin, RotationTable
 
 
 class TritonRMSNorm(RMSNorm):
@@ -30,10 +30,12 @@ class RotaryTable:
     """Cosine and sine of every position of the context, computed once: a step looks its own up in one operation."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> None:
-        frequencies, factor = rope_frequencies(rope, head_dim)
-        angles = torch.arange(context_len, dtype=torch.float32, device=device)[:, None] * frequencies.to(device)
-        self._table = torch.stack((angles.cos() * factor, angles.sin() * factor), dim=1)
-        """float32 [context_len, 2, head_dim / 2]"""
+        rotations = RotationTable(rope, torch.empty((context_len, head_dim), device=device))
+        rotations.cover(context_len)
+        self._table = rotations.table.view(context_len, 2, head_dim // 2)
+
+    def cover(self, num_positions: int) -> None:
+        """The table holds all positions."""
 
     def __call__(self, positions: torch.Tensor) -> CosSin:
         """positions: int64 [T] -> [T, head_dim / 2] each"""

@@ -16,7 +16,7 @@ import torch
 from ...srt.model_files.model_config import FAMILIES, ModelConfig
 from ..attention.base import AttentionBackend, AttentionSpec
 from ..forward_batch import ForwardBatch
-from ..layers.kinds import Layer, LayerKinds
+from ..layers.kinds import Layer, LayerKinds, Rotary
 from .parameters import Parameter
 
 Parameters = Mapping[str, Any]
@@ -29,6 +29,7 @@ class Model(Protocol):
     compiled: bool
     """Between embedding and logits there is nothing but a CPU's compiled operations."""
     embed_tokens: Layer
+    rotary: Rotary
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """input_ids, positions: int64 [T] -> normalised hidden states [num_sampled, hidden], those of the tokens whose

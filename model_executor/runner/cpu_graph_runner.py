@@ -35,6 +35,7 @@ class CpuGraphRunner:
             newest_tokens: int64 [num_rows + 1]
         """
         self._embed = model.embed_tokens
+        self._rotary = model.rotary
         self._newest_tokens = newest_tokens
         self._table = table.tensor.numpy()
         self.max_rows = max_rows
@@ -70,6 +71,7 @@ class CpuGraphRunner:
         """Performs the step."""
         size, positions = len(rows), seq_lens - 1
         self._table[rows, positions] = slots
+        self._rotary.cover(int(seq_lens.max()))
         self._inputs[:, :size] = rows, seq_lens, slots, positions
         step_rows = self._rows[:size]
         self._x[:size] = self._embed(self._newest_tokens.index_select(0, step_rows))

@@ -106,6 +106,8 @@ class ModelRunner:
     def forward(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """float32 logits [num_sampled, vocab], in `out` where that is given"""
         self.attention.plan(batch)
+        if not self.is_asynchronous:
+            self.model.rotary.cover(batch.max_seq_len)
         hidden = self.model.forward(batch.input_ids, batch.positions, batch)
         return self.model.logits(hidden, out)
 

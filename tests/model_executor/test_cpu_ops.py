@@ -128,6 +128,7 @@ def test_rotate_and_store(dtype, tokens, kv_heads, group, head_dim, normed, seed
     slots = torch.randperm(pool_size, generator=generator)[:tokens]
     rope = RopeConfig(theta=1e4)
     rotary = layers().CpuRotary(rope, head_dim, 99, torch.device("cpu"))
+    rotary.cover(99)
     expected = qkv.double()
     qk, v = expected.split((heads + kv_heads, kv_heads), 1)
     if normed:
@@ -156,7 +157,9 @@ def test_rotate_and_store_in_panels(dtype, head_dim):
     slots = torch.cat((page[:3].flatten()[:75], page[4, 6:7], page[5, 7:8], page[6, :2]))
     qkv = torch.randn(len(slots), (heads + 2 * kv_heads) * head_dim).to(dtype)
     positions = torch.arange(len(slots))
-    cos_sin = layers().CpuRotary(RopeConfig(theta=1e4), head_dim, context, torch.device("cpu"))(positions).cos_sin
+    rotary = layers().CpuRotary(RopeConfig(theta=1e4), head_dim, context, torch.device("cpu"))
+    rotary.cover(len(slots))
+    cos_sin = rotary(positions).cos_sin
     plain, in_panels = (
         MHATokenToKVPool(8 * PAGE_OF_PANELS, PAGE_OF_PANELS, 1, kv_heads, head_dim, dtype, "cpu", kind)
         for kind in (None, panel)
