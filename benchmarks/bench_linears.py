@@ -27,8 +27,9 @@ from ..model_executor.device.dtypes import resolve_dtype
 from ..model_executor.device.heap import keep_freed_memory
 from ..model_executor.layers.kinds import Layer, LayerKinds, TorchLayers, layers_for
 from ..model_executor.layers.linear import can_pack
+from ..model_executor.layers.quantized_weight import GROUP, quantize
 from ..model_executor.models.family import family_of
-from ..model_executor.weights.quantization import BITS_PER_WEIGHT, GROUP, HEAD_FORM, quantize
+from ..model_executor.weights.quantization import BITS_PER_WEIGHT, HEAD_FORM
 from ..srt.model_files.model_config import ModelConfig
 from .ceilings import matmul_flops_per_s
 from .kernel_case import relative_error

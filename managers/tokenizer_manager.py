@@ -272,11 +272,9 @@ class TokenizerManager:
 
     def _fail_named(self, message: BrokenMessage) -> None:
         for rid in message.rids:
-            generation = self._generations.get(rid)
+            generation = self._requests.generation(rid)
             if generation is not None:
-                self._forget(generation)
                 generation.fail(TercetError(message.reason))
-                self._scheduler.send(AbortReq(rid))
 
     async def _call(self, make: Any) -> Any:
         if self.failure is not None:

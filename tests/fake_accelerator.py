@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from tercet.model_executor.attention.torch_backend import TorchAttentionBackend
-from tercet.model_executor.runner.kv_budget import Memory
+from tercet.model_executor.device.memory import Memory
 
 
 class FakeEvent:

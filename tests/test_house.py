@@ -30,6 +30,7 @@ KNOWS = {0: {0}, 1: {0, 1}, 2: {0, 1, 2}, 3: {0, 1, 2, 3}, 4: {0, 3, 4}, 5: {0, 
 EXECUTION_ORDER = [
     "step",
     "forward_batch",
+    "cpu_build",
     "cpu_extension",
     "device",
     "kernels",

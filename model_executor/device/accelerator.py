@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from ..runner.kv_budget import Memory
+from .memory import Memory
 
 
 class Event(Protocol):

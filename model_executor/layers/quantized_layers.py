@@ -8,9 +8,9 @@ import torch
 
 from .. import cpu_extension
 from ..forward_batch import ForwardBatch
-from ..weights.quantization import GROUP, QuantizedWeight
 from .cpu_layers import CpuLayers, interleave, on_huge_pages, pack_bias, padded
 from .kinds import Layer
+from .quantized_weight import GROUP, QuantizedWeight
 
 _ops = torch.ops.tercet_cpu
 _PER_WORD = 4

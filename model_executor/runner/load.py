@@ -14,7 +14,8 @@ from ..attention.registry import create_attention_backend, kv_panel
 from ..device.accelerator import Accelerator, make_accelerator
 from ..device.device_buffers import Uploads
 from ..device.heap import keep_freed_memory, trim_heap
-from ..layers.kinds import layers_for
+from ..device.memory import Memory, host_memory
+from ..layers.kinds import LayerKinds, layers_for
 from ..models.family import Parameters, family_of
 from ..sampling.sampler import Sampler
 from ..step import StepInputs
@@ -24,10 +25,11 @@ from ..weights.weight_cache import open_weight_cache
 from .cpu_graph_runner import CpuGraphRunner
 from .cuda_graph_runner import CudaGraphRunner, batch_sizes, longest_lens
 from .decode_runner import DecodeInputs
-from .kv_budget import Memory, host_memory, num_kv_tokens
+from .kv_budget import num_kv_tokens
 from .model_runner import ModelRunner, RunnerBytes
 from .settings import RunnerSettings
 from .slot_table import SlotTable
+from .step_memory import activation_bytes, rotation_bytes
 from .warmup import largest_steps
 
 _BYTES_PER_GRAPH = 8 << 20
@@ -79,8 +81,9 @@ class _Loading:
 
     def on_cpu(self) -> ModelRunner:
         # The weights have yet to be read, by the layers that are made of them.
-        memory = host_memory()
-        runner = self._build(self._pool_tokens(Memory(memory.total, max(memory.available - self.weight_bytes, 0))))
+        host = host_memory()
+        memory = Memory(host.total, max(host.available - self.weight_bytes, 0))
+        runner = self._build(self._pool_tokens(memory, self.cpu_reserve(memory)))
         if runner.model.compiled and self.settings.record_decodes:
             runner.record_decodes(self._record_on_cpu(runner))
         return runner
@@ -96,7 +99,36 @@ class _Loading:
             runner.record_decodes(self._record_on_accelerator(runner, accelerator, sizes))
         return runner
 
-    def _pool_tokens(self, memory: Memory, reserve: int = 0) -> int:
+    def cpu_reserve(self, memory: Memory) -> int:
+        """Bytes that must stay free beside weights and KV for the largest step, which may decode every row, too.
+
+        `memory`: what weights leave
+        """
+        settings, config = self.settings, self.config
+        num_rows = settings.max_running_requests
+        compiled = self._layers(settings.attention_backend).compiled
+        quantized = settings.quantization is not None
+        step_bytes = partial(activation_bytes, config, settings.dtype, compiled=compiled, quantized=quantized)
+        reserve = step_bytes(tokens=settings.max_prefill_tokens + num_rows, rows=num_rows)
+        reserve += self.sampler.max_edit_bytes + self.sampler.max_choice_bytes
+        if compiled and settings.record_decodes:
+            recorded = settings.max_recorded_rows
+            # A recorded step keeps what it works on, and shares memory among tensors of one size only.
+            reserve += step_bytes(tokens=2 * recorded, rows=recorded)
+        # No sequence is longer than the pool. Other backends compute angles without a table.
+        longest = min(settings.context_len, memory.available // self.bytes_per_token)
+        return reserve + (rotation_bytes(config, longest) if settings.attention_backend == "cpu" else 0)
+
+    def _layers(self, attention_backend: str) -> LayerKinds:
+        return layers_for(
+            attention_backend,
+            self.settings.dtype,
+            quantized=self.settings.quantization is not None,
+            # Heads are even, and so are all of them side by side.
+            widths=(self.config.hidden_size, self.config.intermediate_size),
+        )
+
+    def _pool_tokens(self, memory: Memory, reserve: int) -> int:
         settings = self.settings
         return num_kv_tokens(
             memory,
@@ -124,13 +156,7 @@ class _Loading:
         )
         family = family_of(config)
         attention = create_attention_backend(settings.attention_backend, family.attention(config), kv_pool)
-        layers = layers_for(
-            attention.name,
-            settings.dtype,
-            quantized=settings.quantization is not None,
-            # Heads are even, and so are all of them side by side.
-            widths=(config.hidden_size, config.intermediate_size),
-        )
+        layers = self._layers(attention.name)
         model = family.build(config, self.parameters, attention, layers, settings.context_len)
         num_bytes = RunnerBytes(self.weight_bytes, pool_tokens * self.bytes_per_token)
         return ModelRunner(

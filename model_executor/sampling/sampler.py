@@ -25,6 +25,7 @@ __all__ = ["INVALID_TOKEN", "Sampler"]
 
 BLOCK_ELEMENTS = 2**22
 """Rows are sampled in blocks of about this many logits, which bounds the memory of the steps in between."""
+_BYTES_PER_RANKED_LOGIT = 64
 
 
 class Sampler:
@@ -64,6 +65,14 @@ class Sampler:
         """Device memory that edits of logits take when every row asks for all of them: counts, biases, one of the two
         while it grows, and the edited copy."""
         return self._num_rows * self._vocab_size * 4 * 4
+
+    @property
+    def max_choice_bytes(self) -> int:
+        """Memory that torch's choice of tokens takes on a CPU: a block of logits as keys, weights and sums of 64 bits
+        each, and those in order. Compiled operations need next to none."""
+        if isinstance(self._choice, CpuChoice):
+            return 0
+        return _BYTES_PER_RANKED_LOGIT * self._vocab_size * min(self._block_rows, self._num_rows)
 
     @torch.inference_mode()
     def set_row(self, new_row: NewRow) -> None:

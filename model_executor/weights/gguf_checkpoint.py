@@ -14,7 +14,7 @@ import torch
 
 from ...srt.model_files.gguf_file import GGUFFile, GGUFTensor
 from ...srt.model_files.model_config import ModelConfig
-from .quantization import QuantizedWeight
+from ..layers.quantized_weight import QuantizedWeight
 
 _NAMES = {
     "token_embd": "model.embed_tokens",

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 
 from ...srt.model_files.model_config import ModelConfig
+from ..layers.quantized_weight import QuantizedWeight, quantize, stacked
 from ..models.family import family_of
 from ..models.parameters import EMBEDDING, LM_HEAD, Parameter
-from .quantization import QuantizedWeight, quantize, quantized_forms, stacked
+from .quantization import quantized_forms
 from .safetensors_checkpoint import SafetensorsCheckpoint
 from .weight_cache import WeightCache
 

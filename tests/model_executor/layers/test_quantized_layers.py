@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.weights.quantization import GROUP, QuantizedWeight, quantize
+from tercet.model_executor.layers.quantized_weight import GROUP, QuantizedWeight, quantize
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runner_driver import RunnerDriver
 
+from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.runner.cuda_graph_runner import batch_sizes, longest_lens
-from tercet.model_executor.runner.kv_budget import Memory
 from tercet.model_executor.runner.warmup import largest_steps
 from tercet.model_executor.step import ForwardMode, StepInputs
 from tercet.srt.model_files.model_config import ModelConfig

@@ -2,13 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tercet.model_executor.runner.kv_budget import (
-    DEFAULT_CPU_BYTES,
-    DEFAULT_CPU_SHARE,
-    Memory,
-    host_memory,
-    num_kv_tokens,
-)
+from tercet.model_executor.device.memory import Memory, host_memory
+from tercet.model_executor.runner.kv_budget import DEFAULT_CPU_BYTES, DEFAULT_CPU_SHARE, num_kv_tokens
 
 GIB = 1 << 30
 

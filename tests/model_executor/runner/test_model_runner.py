@@ -12,9 +12,10 @@ from runners import make_runner as build_runner
 from tiny_models import CONFIGS
 
 from tercet.model_executor import cpu_extension
+from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.models.family import family_of
 from tercet.model_executor.runner import load
-from tercet.model_executor.runner.kv_budget import DEFAULT_CPU_SHARE, Memory
+from tercet.model_executor.runner.kv_budget import DEFAULT_CPU_SHARE
 from tercet.model_executor.runner.model_runner import _ranges
 from tercet.model_executor.runner.settings import resolve_device
 from tercet.srt.model_files.model_config import FAMILIES, ModelConfig, load_model_config
@@ -59,12 +60,23 @@ def test_facts():
     assert runner.settings.device == torch.device("cpu")
 
 
-def test_a_pool_on_a_cpu_leaves_room_for_the_weights(monkeypatch):
-    weight_bytes, bytes_per_token = make_runner().num_bytes.weights, 2 * 2 * 2 * 8 * 4
-    available = weight_bytes + 4096 * bytes_per_token
-    monkeypatch.setattr(load, "host_memory", lambda: Memory(1 << 40, available))
-    assert make_runner(max_total_tokens=None).max_total_num_tokens == 4096 * DEFAULT_CPU_SHARE
-    monkeypatch.setattr(load, "host_memory", lambda: Memory(1 << 40, weight_bytes - 1))
+def test_a_pool_on_a_cpu_leaves_room_for_weights_and_steps(monkeypatch):
+    def host(available):
+        monkeypatch.setattr(load, "host_memory", lambda: Memory(available, available))
+
+    runner = make_runner()
+    weight_bytes, bytes_per_token = runner.num_bytes.weights, 2 * 2 * 2 * 8 * 4
+    reserve = load._Loading(runner.settings, TOY).cpu_reserve(Memory(1 << 40, 1 << 40))
+    beside_weights = 2 * reserve + 4096 * bytes_per_token
+    host(weight_bytes + beside_weights)
+    share = int(beside_weights * DEFAULT_CPU_SHARE) // bytes_per_token
+    assert make_runner(max_total_tokens=None).max_total_num_tokens == share
+    # The largest step comes first, whatever is asked for. A hundredth token is the dummy.
+    host(weight_bytes + reserve + 100 * bytes_per_token)
+    assert make_runner(max_total_tokens=None, mem_fraction_static=0.999).max_total_num_tokens == 99
+    with pytest.raises(ValueError, match="max_total_tokens 100 needs"):
+        make_runner(max_total_tokens=100)
+    host(weight_bytes - 1)
     with pytest.raises(ValueError, match="no room"):
         make_runner(max_total_tokens=None)
 

@@ -15,16 +15,10 @@ from runners import make_runner
 from tiny_models import make_model, save
 
 from tercet.model_executor import cpu_extension
+from tercet.model_executor.layers.quantized_weight import GROUP, QuantizedWeight, quantize
 from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
 from tercet.model_executor.weights.loader import load_parameters
-from tercet.model_executor.weights.quantization import (
-    GROUP,
-    QuantizedWeight,
-    check_quantization,
-    parameter_bytes,
-    quantize,
-    quantized_forms,
-)
+from tercet.model_executor.weights.quantization import check_quantization, parameter_bytes, quantized_forms
 from tercet.srt.model_files.model_config import load_model_config
 from tercet.srt.server_args import ServerArgs, parse_args
 

@@ -14,7 +14,7 @@ from runner_driver import RunnerDriver
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers import rotary
 from tercet.model_executor.layers.rotary import RotationTable, rope_frequencies
-from tercet.srt.rope_config import RopeConfig, YarnScaling
+from tercet.srt.model_files.rope_config import RopeConfig, YarnScaling
 
 ROPES = [RopeConfig(), RopeConfig(5e5, YarnScaling(4.0, 64, 32.0, 1.0, 1.14, True))]
 
