@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...srt.machine.cores import usable_cores
+from ...srt.machine.cores import usable_cpus
 from ...srt.text.tokenizer import load_tokenizer
 from ..backends import BACKENDS, Wish
 from ..http_client import HttpClient
@@ -157,7 +157,7 @@ class Comparison:
         while len(tries) < _MOST_TRIES:
             seed = f"{self.plan.seed}/{number}/{len(tries)}/{workload.name}"
             figures = await run(to, workload, self._makers[workload.model], seed)
-            figures["others_share"] = figures["others_cpu_s"] / (figures["duration"] * usable_cores())
+            figures["others_share"] = figures["others_cpu_s"] / (figures["duration"] * usable_cpus())
             tries.append(figures)
             if figures["others_share"] <= self.plan.max_other_load:
                 break

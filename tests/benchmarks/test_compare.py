@@ -215,7 +215,7 @@ def test_a_measurement_that_others_disturb_is_repeated(bench: Bench, monkeypatch
 
     async def run(*args: Any) -> dict[str, Any]:
         figures = await real(*args)
-        return {**figures, "others_cpu_s": next(shares) * figures["duration"] * comparison.usable_cores()}
+        return {**figures, "others_cpu_s": next(shares) * figures["duration"] * comparison.usable_cpus()}
 
     monkeypatch.setattr(comparison, "run", run)
     result = bench("--rounds", "1", "--workloads", "W3", vllm=fake())
