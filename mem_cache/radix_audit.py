@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from .radix_node import NOTHING, RadixNode
+
 if TYPE_CHECKING:  # the cache imports this file
-    from .radix_cache import RadixCache, _Node
+    from .radix_cache import RadixCache
 
 _SLICE_WORK = 32768
 """Work of one slice: about 2 ms. Its unit is the check of one token."""
@@ -107,7 +109,7 @@ class _RadixAudit:
         ):
             _check(counted == on_record, f"{name}: {counted} in the tree, {on_record} on record")
 
-    def _check_node(self, node: _Node) -> None:
+    def _check_node(self, node: RadixNode) -> None:
         self._num_nodes += 1
         if node.lock_count:
             self._num_protected += len(node.tokens)
@@ -117,7 +119,7 @@ class _RadixAudit:
         _check(bool(node.ticket) == is_evictable_leaf, "the leaves without locks have tickets")
         self._num_leaves += is_evictable_leaf
 
-    def _check_edge(self, node: _Node) -> Iterator[Slots]:
+    def _check_edge(self, node: RadixNode) -> Iterator[Slots]:
         page_size = self._cache.page_size
         num_tokens = len(node.tokens)
         _check(num_tokens > 0 and num_tokens % page_size == 0, "an edge is whole pages")
@@ -138,7 +140,7 @@ class _RadixAudit:
             yield self._end_slice()
 
     def _end_slice(self) -> Slots:
-        slots = np.concatenate([np.empty(0, dtype=np.int32), *self._slots])
+        slots = np.concatenate([NOTHING, *self._slots])
         self._slots = []
         self._work = 0
         return slots
@@ -149,7 +151,7 @@ class _Visit:
 
     __slots__ = ("children", "locks_below", "node")
 
-    def __init__(self, node: _Node) -> None:
+    def __init__(self, node: RadixNode) -> None:
         self.node = node
         self.children = iter(node.children.items())
         self.locks_below = 0

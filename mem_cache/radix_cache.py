@@ -30,57 +30,15 @@ from .allocator import BaseAllocator
 from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult
 from .evict_policy import get_evict_policy
 from .radix_audit import audit_slices
+from .radix_node import NO_TICKET, NOTHING, RadixNode
 
-_NOTHING: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
-_NOTHING.flags.writeable = False
-_NO_TICKET = 0
 # Old heap entries that are tolerated beside as many as there are nodes, so that small trees do not rebuild
 # all the time.
 _HEAP_SLACK = 64
 
 
-class _Node(CacheNode):
-    """One edge and its end. `tokens`, `slots`: int32 [n]; `key`: its key in `parent.children`."""
-
-    __slots__ = (
-        "children",
-        "created",
-        "key",
-        "last_access",
-        "lock_count",
-        "num_uses",
-        "parent",
-        "priority",
-        "slots",
-        "ticket",
-        "tokens",
-    )
-
-    def __init__(
-        self,
-        parent: _Node | None,
-        key: bytes,
-        tokens: npt.NDArray[np.int32],
-        slots: npt.NDArray[np.int32],
-        tick: int,
-        priority: int,
-    ) -> None:
-        self.parent = parent
-        self.key = key
-        self.tokens = tokens
-        self.slots = slots
-        self.children: dict[bytes, _Node] = {}
-        self.lock_count = 0
-        self.created = tick
-        self.last_access = tick
-        self.num_uses = 0
-        self.priority = priority
-        # Of this node's entry in the heap; _NO_TICKET unless the node is a leaf without locks.
-        self.ticket = _NO_TICKET
-
-
 # Priority and policy key, ticket, leaf. Tickets are unique, so nodes are never compared.
-_HeapEntry = tuple[tuple[int, ...], int, _Node]
+_HeapEntry = tuple[tuple[int, ...], int, RadixNode]
 
 
 class RadixCache(BasePrefixCache):
@@ -101,18 +59,18 @@ class RadixCache(BasePrefixCache):
         self.protected_size = 0
         self.num_nodes = 0
         self._tick = 0
-        self._next_ticket = _NO_TICKET + 1
+        self._next_ticket = NO_TICKET + 1
         self._heap: list[_HeapEntry] = []
         # Nodes that have left the tree and are still locked.
-        self._discarded: set[_Node] = set()
-        self._root = _Node(None, b"", _NOTHING, _NOTHING, tick=0, priority=0)
+        self._discarded: set[RadixNode] = set()
+        self._root = RadixNode(None, b"", NOTHING, NOTHING, tick=0, priority=0)
 
     # Lookup and insertion
 
     def match(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> MatchResult:
         path, matched_len = self._descend(tokens, namespace)
         if not matched_len:
-            return MatchResult(_NOTHING, self._root)
+            return MatchResult(NOTHING, self._root)
         self._touch(path)
         return MatchResult(np.concatenate([node.slots for node in path]), path[-1])
 
@@ -137,7 +95,7 @@ class RadixCache(BasePrefixCache):
             self._add_leaf(parent, tokens[duplicate_len:taken_len], slots[duplicate_len:taken_len], priority)
         return InsertResult(duplicate_len, taken_len)
 
-    def _find(self, tokens: npt.NDArray[np.int32], namespace: str) -> tuple[list[_Node], int, int]:
+    def _find(self, tokens: npt.NDArray[np.int32], namespace: str) -> tuple[list[RadixNode], int, int]:
         """Walk down as far as tokens match, changing nothing.
 
         Returns the nodes passed without the namespace's own, the length matched, and how much of it lies in
@@ -146,7 +104,7 @@ class RadixCache(BasePrefixCache):
         assert tokens.dtype == np.int32
         page_size = self.page_size
         end = len(tokens) // page_size * page_size
-        path: list[_Node] = []
+        path: list[RadixNode] = []
         pos = in_last = 0
         node = self._root.children.get(_namespace_key(namespace))
         while node is not None and pos < end:
@@ -161,22 +119,22 @@ class RadixCache(BasePrefixCache):
                 break
         return path, pos, in_last
 
-    def _descend(self, tokens: npt.NDArray[np.int32], namespace: str) -> tuple[list[_Node], int]:
+    def _descend(self, tokens: npt.NDArray[np.int32], namespace: str) -> tuple[list[RadixNode], int]:
         """As `_find`, but the last node is split where the match ends: all nodes of the path match whole."""
         path, matched_len, in_last = self._find(tokens, namespace)
         if path and in_last < len(path[-1].tokens):
             path[-1] = self._split(path[-1], in_last)
         return path, matched_len
 
-    def _touch(self, path: list[_Node]) -> None:
+    def _touch(self, path: list[RadixNode]) -> None:
         self._tick += 1
         for node in path:
             node.last_access = self._tick
         # Only the last node of a path can be a leaf.
-        if path and path[-1].ticket != _NO_TICKET:
+        if path and path[-1].ticket != NO_TICKET:
             self._push(path[-1])
 
-    def _split(self, node: _Node, upper_len: int) -> _Node:
+    def _split(self, node: RadixNode, upper_len: int) -> RadixNode:
         """Cut an edge in two and return the new upper node, which has the history of the whole.
 
         `node` stays the lower one: it still ends where it ended, so the handles and locks on it keep their
@@ -185,7 +143,7 @@ class RadixCache(BasePrefixCache):
         assert 0 < upper_len < len(node.tokens) and node.parent is not None
         # Copies, not views: each half must be able to go without the memory of the other.
         upper_tokens, upper_slots = node.tokens[:upper_len].copy(), node.slots[:upper_len].copy()
-        upper = _Node(node.parent, node.key, upper_tokens, upper_slots, node.created, node.priority)
+        upper = RadixNode(node.parent, node.key, upper_tokens, upper_slots, node.created, node.priority)
         upper.lock_count = node.lock_count
         upper.num_uses = node.num_uses
         upper.last_access = node.last_access
@@ -198,21 +156,21 @@ class RadixCache(BasePrefixCache):
         self.num_nodes += 1
         return upper
 
-    def _namespace_node(self, namespace: str) -> _Node:
+    def _namespace_node(self, namespace: str) -> RadixNode:
         key = _namespace_key(namespace)
         node = self._root.children.get(key)
         if node is None:
-            node = _Node(self._root, key, _NOTHING, _NOTHING, self._tick, priority=0)
+            node = RadixNode(self._root, key, NOTHING, NOTHING, self._tick, priority=0)
             self._root.children[key] = node
         return node
 
     def _add_leaf(
-        self, parent: _Node, tokens: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], priority: int
+        self, parent: RadixNode, tokens: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], priority: int
     ) -> None:
         key = tokens[: self.page_size].tobytes()
-        leaf = _Node(parent, key, tokens.copy(), slots.copy(), self._tick, priority)
+        leaf = RadixNode(parent, key, tokens.copy(), slots.copy(), self._tick, priority)
         parent.children[key] = leaf
-        parent.ticket = _NO_TICKET
+        parent.ticket = NO_TICKET
         self.num_nodes += 1
         self.evictable_size += len(tokens)
         self._push(leaf)
@@ -254,20 +212,20 @@ class RadixCache(BasePrefixCache):
         # The part that both share stays locked throughout, once for this holder.
         self._lock_up_to(node, self._attached(held))
 
-    def _lock_up_to(self, node: CacheNode, stop: _Node) -> None:
+    def _lock_up_to(self, node: CacheNode, stop: RadixNode) -> None:
         current = self._attached(node)
         while current is not stop:
             assert current.parent is not None, "the lock that moves is not on the way to the root"
             if current.lock_count == 0:
                 self.evictable_size -= len(current.tokens)
                 self.protected_size += len(current.tokens)
-                current.ticket = _NO_TICKET
+                current.ticket = NO_TICKET
             current.lock_count += 1
             current.num_uses += 1
             current = current.parent
 
-    def _attached(self, node: CacheNode) -> _Node:
-        assert isinstance(node, _Node)
+    def _attached(self, node: CacheNode) -> RadixNode:
+        assert isinstance(node, RadixNode)
         assert node.parent is not None or node is self._root, "this handle's node was evicted, discarded or reset"
         return node
 
@@ -299,12 +257,12 @@ class RadixCache(BasePrefixCache):
             self._allocator.free(np.concatenate(freed))
         return num_freed
 
-    def _remove_leaf(self, leaf: _Node) -> None:
+    def _remove_leaf(self, leaf: RadixNode) -> None:
         self._unlink(leaf)
         self._clear_node(leaf)
         self.num_nodes -= 1
 
-    def _unlink(self, node: _Node) -> None:
+    def _unlink(self, node: RadixNode) -> None:
         """Take a node, with all that hangs below it, out of the tree. It keeps its parent."""
         parent = node.parent
         assert parent is not None
@@ -319,16 +277,16 @@ class RadixCache(BasePrefixCache):
             self._push(parent)
 
     @staticmethod
-    def _clear_node(node: _Node) -> npt.NDArray[np.int32]:
+    def _clear_node(node: RadixNode) -> npt.NDArray[np.int32]:
         """Invalidate a node that has left the tree; the slots that it held."""
         slots = node.slots
         # Old heap entries may keep the node for a while; they shall not keep its arrays.
         node.parent = None
-        node.tokens = node.slots = _NOTHING
-        node.ticket = _NO_TICKET
+        node.tokens = node.slots = NOTHING
+        node.ticket = NO_TICKET
         return slots
 
-    def _push(self, leaf: _Node) -> None:
+    def _push(self, leaf: RadixNode) -> None:
         """Enter a leaf without locks in the heap, under its key of now; its entry of before becomes void."""
         leaf.ticket = self._next_ticket
         self._next_ticket += 1
@@ -357,7 +315,7 @@ class RadixCache(BasePrefixCache):
         if top is None:
             return
         self._unlink(top)
-        freed = [_NOTHING]
+        freed = [NOTHING]
         stack = [top]
         while stack:
             node = stack.pop()
