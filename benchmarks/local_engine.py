@@ -30,6 +30,7 @@ from ..srt.io_struct import (
     pack_ids,
 )
 from ..srt.model_files.model_config import ModelConfig
+from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from .timing import synchronize
@@ -124,7 +125,7 @@ class LocalEngine:
         for _ in range(batch_size):
             self._num_submitted += 1
             ids = pack_ids(self.random_ids(context_len).tolist())
-            self._inbox.messages.append(GenerateReq(str(self._num_submitted), ids, sampling))
+            self._inbox.messages.append(GenerateReq(str(self._num_submitted), ids, RequestOptions(sampling=sampling)))
         queues = self.scheduler.queues
         while not (len(queues.running) == batch_size and all(req.output_ids for req in queues.running)):
             self._turn()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ..model_executor.step import NewRow
 from ..srt.io_struct import AbortFinish, DecodeOptions, FinishReason, LengthFinish, StopFinish, TokenOut
+from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
@@ -42,10 +43,10 @@ class Req:
         "in_flight",
         "kv_len",
         "locked_len",
-        "namespace",
         "node",
         "num_retractions",
         "num_sent",
+        "options",
         "output_ids",
         "passed_over",
         "pending_abort",
@@ -53,7 +54,6 @@ class Req:
         "reused_len",
         "rid",
         "row",
-        "sampling",
         "stage",
         "stop_checker",
         "stop_ids",
@@ -64,20 +64,19 @@ class Req:
         self,
         rid: str,
         prompt_ids: Int32Array,
-        sampling: SamplingParams,
+        options: RequestOptions,
         *,
         arrival: int,
         eos_ids: frozenset[int] = frozenset(),
-        namespace: str = "",
         stream_interval: int = 1,
         stop_checker: StopChecker | None = None,
     ) -> None:
+        sampling = options.sampling
         assert sampling.max_new_tokens is not None and sampling.sampling_seed is not None
         self.rid = rid
         self.prompt_ids = prompt_ids
         self.output_ids: list[int] = []
-        self.sampling = sampling
-        self.namespace = namespace
+        self.options = options
         self.arrival = arrival
         """A counter, not a clock: the order in which requests came."""
         self.stop_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else eos_ids)
@@ -101,6 +100,15 @@ class Req:
         self.node: Any = None
         self.reused_len = 0
         """Tokens at the start whose KV it found in the cache at every admission; it may have computed all others."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.options.sampling
+
+    @property
+    def namespace(self) -> str:
+        """Of the prefix cache."""
+        return self.options.cache_salt
 
     @property
     def max_new_tokens(self) -> int:

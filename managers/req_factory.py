@@ -36,19 +36,19 @@ class ReqFactory:
     def make(self, message: GenerateReq, *, num_waiting: int) -> Req:
         """Raises QueueFull, and PromptTooLong for a request that could never run to its end."""
         if num_waiting >= self._max_queued_requests:
-            raise QueueFull(f"{num_waiting} requests are waiting, as many as may; try again later")
+            raise QueueFull(f"the waiting queue is full ({num_waiting} requests); try again later")
         prompt_ids = unpack_ids(message.input_ids)
-        assert message.sampling.max_new_tokens is not None
-        total = len(prompt_ids) + message.sampling.max_new_tokens
+        sampling = message.options.sampling
+        assert sampling.max_new_tokens is not None
+        total = len(prompt_ids) + sampling.max_new_tokens
         if total > self._max_total_tokens:
             raise PromptTooLong(f"the request wants {total} tokens in all; at most {self._max_total_tokens} fit")
         return Req(
             message.rid,
             prompt_ids,
-            message.sampling,
+            message.options,
             arrival=next(self._arrivals),
             eos_ids=self._eos_ids,
-            namespace=message.cache_salt,
-            stream_interval=self._stream_interval if message.stream else _NEVER,
-            stop_checker=self._make_stop_checker(message.sampling) if message.sampling.stop_strings else None,
+            stream_interval=self._stream_interval if message.options.stream else _NEVER,
+            stop_checker=self._make_stop_checker(sampling) if sampling.stop_strings else None,
         )

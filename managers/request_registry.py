@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from ..srt.errors import InvalidRequest, TercetError
-from ..srt.sampling_params import SamplingParams
+from ..srt.request_options import RequestOptions
 from .generation import Generation
 
 _MAX_NAME_CHARS = 256
-_MAX_SALT_CHARS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +27,9 @@ class Prompt:
 
     content: str | Sequence[int] | Callable[[], Awaitable[str]]
     """A text, token ids, or what renders the text."""
-    sampling: SamplingParams
+    options: RequestOptions
     rid: str | None = None
     """None: a name that nobody knows."""
-    cache_salt: str = ""
     add_special_tokens: bool = True
     param: str = "prompt"
     """The request's field that it came in, for errors."""
@@ -51,7 +49,7 @@ class PromptSamples:
         self.packed_ids = b""
         """The same, as they travel."""
         self._registry = request.registry
-        self.generations = [Generation(self, i, self._registry.next_key()) for i in range(prompt.sampling.n)]
+        self.generations = [Generation(self, i, self._registry.next_key()) for i in range(prompt.options.sampling.n)]
         self._num_unfinished = len(self.generations)
         self._waiter: UnlessOver | None = None
 
@@ -117,10 +115,9 @@ class UnlessOver:
 class Request:
     """All that a client asked for at once: `n` samples of each of its prompts."""
 
-    def __init__(self, registry: RequestRegistry, name: str, prompts: Sequence[Prompt], stream: bool) -> None:
+    def __init__(self, registry: RequestRegistry, name: str, prompts: Sequence[Prompt]) -> None:
         self.registry = registry
         self.name = name
-        self.stream = stream
         self.prompts: list[PromptSamples] = []
         self._num_unfinished = len(prompts)
 
@@ -150,7 +147,7 @@ class RequestRegistry:
         self._generations: dict[str, Generation] = {}
         self._keys = itertools.count()
 
-    def open(self, prompts: Sequence[Prompt], name: str | None, stream: bool) -> Request:
+    def open(self, prompts: Sequence[Prompt], name: str | None) -> Request:
         """Raises InvalidRequest when a name is in use, or too long; then nothing is taken."""
         rids = [uuid.uuid4().hex if prompt.rid is None else prompt.rid for prompt in prompts]
         if len(prompts) == 1:
@@ -158,14 +155,11 @@ class RequestRegistry:
         elif name is None:
             name = uuid.uuid4().hex
         self._check_names(rids if len(prompts) == 1 else [name, *rids])
-        for prompt in prompts:
-            if len(prompt.cache_salt) > _MAX_SALT_CHARS:
-                raise InvalidRequest(f"cache_salt must have at most {_MAX_SALT_CHARS} characters", param="cache_salt")
-        request = Request(self, name, prompts, stream)
+        request = Request(self, name, prompts)
         if len(prompts) > 1:
             self._by_name[name] = request
         for prompt, rid in zip(prompts, rids, strict=True):
-            seed = prompt.sampling.sampling_seed
+            seed = prompt.options.sampling.sampling_seed
             samples = PromptSamples(prompt, rid, self._draw_seed() if seed is None else seed, request)
             request.prompts.append(samples)
             self._by_name[rid] = samples

@@ -35,6 +35,7 @@ from ..srt.io_struct import (
     pack_ids,
 )
 from ..srt.model_files.model_config import ModelConfig
+from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.text.tokenizer import Tokenizer
@@ -111,16 +112,15 @@ class TokenizerManager:
             )
         return sampling
 
-    def open(self, prompts: Sequence[Prompt], *, name: str | None = None, stream: bool = True) -> Request:
+    def open(self, prompts: Sequence[Prompt], *, name: str | None = None) -> Request:
         """Accepts a request: from here on it has its names, can be aborted, fails with the engine, and is drained.
 
         `name`: what several prompts are known by together; a single one is known by its `rid`.
-        `stream` False: only the whole output will be asked for, which saves the engine the increments.
         Raises InvalidRequest (a name is in use, or too long), EngineDead. Whoever opens a request `start`s each of its
         prompts, reads all samples, and closes it when anything fails.
         """
         self.check_accepting()
-        return self._requests.open(prompts, name, stream)
+        return self._requests.open(prompts, name)
 
     async def start(self, prompt: PromptSamples) -> None:
         """`prepare`, then `send` of every sample."""
@@ -151,7 +151,8 @@ class TokenizerManager:
         """
         if generation.is_over:
             return
-        sampling = prompt.prompt.sampling
+        options = prompt.prompt.options
+        sampling = options.sampling
         room = self._max_total_tokens - len(prompt.prompt_ids)
         max_new = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
         params = msgspec.structs.replace(
@@ -162,21 +163,18 @@ class TokenizerManager:
             sampling_seed=_wrap_int64(prompt.first_seed + generation.index),
         )
         generation.mark_sent()
-        self._scheduler.send(
-            GenerateReq(generation.key, prompt.packed_ids, params, prompt.prompt.cache_salt, prompt.request.stream)
-        )
+        options = msgspec.structs.replace(options, sampling=params)
+        self._scheduler.send(GenerateReq(generation.key, prompt.packed_ids, options))
 
     async def submit(
         self,
         content: str | Sequence[int],
-        sampling: SamplingParams,
+        options: RequestOptions,
         *,
         rid: str | None = None,
-        cache_salt: str = "",
-        stream: bool = True,
     ) -> list[Generation]:
         """Opens and starts a request with one prompt; the list has `sampling.n` Generations. Raises as those do."""
-        request = self.open([Prompt(content=content, sampling=sampling, rid=rid, cache_salt=cache_salt)], stream=stream)
+        request = self.open([Prompt(content=content, options=options, rid=rid)])
         (prompt,) = request.prompts
         try:
             await self.start(prompt)

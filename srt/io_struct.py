@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .sampling_params import SamplingParams
+from .request_options import RequestOptions
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
@@ -66,12 +66,7 @@ class GenerateReq(msgspec.Struct, frozen=True, tag="generate"):
 
     rid: str
     input_ids: bytes
-    sampling: SamplingParams
-    """`max_new_tokens` and `sampling_seed` are always set."""
-    cache_salt: str = ""
-    """The prefix cache's namespace."""
-    stream: bool = True
-    """False: nobody reads before the end, so nothing is sent between the first token and the last."""
+    options: RequestOptions
 
 
 class AbortReq(msgspec.Struct, frozen=True, tag="abort"):

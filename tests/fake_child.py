@@ -84,7 +84,7 @@ def run_scheduler(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
         for message in receiver.drain():
             if isinstance(message, GenerateReq):
                 num_prompt = len(unpack_ids(message.input_ids))
-                running[message.rid] = Running(num_prompt, message.sampling.max_new_tokens or 1)
+                running[message.rid] = Running(num_prompt, message.options.sampling.max_new_tokens or 1)
             elif isinstance(message, AbortReq):
                 request = running.pop(message.rid or "", None)
                 if request is not None:

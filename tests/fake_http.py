@@ -125,7 +125,7 @@ class FakeScheduler:
     def _write(self, request: GenerateReq, done: int) -> None:
         if request.rid not in self.running:
             return
-        limit = request.sampling.max_new_tokens
+        limit = request.options.sampling.max_new_tokens
         assert limit is not None
         upto = min(done + self.step, limit)
         finish: FinishReason | None = LengthFinish(limit) if upto == limit else None

@@ -21,6 +21,7 @@ from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
 from tercet.model_executor.step import Runner
 from tercet.srt.io_struct import AbortReq, FinishReason, GenerateReq, TokenOut, pack_ids
+from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
 
@@ -111,7 +112,8 @@ class Rig:
 
     def add(self, rid: str, prompt: list[int], salt: str = "", stream: bool = True, **sampling: object) -> None:
         params = SamplingParams(**{"max_new_tokens": 8, "sampling_seed": 1, **sampling})
-        self.inbox.messages.append(GenerateReq(rid, pack_ids(prompt), params, salt, stream))
+        options = RequestOptions(sampling=params, cache_salt=salt, stream=stream)
+        self.inbox.messages.append(GenerateReq(rid, pack_ids(prompt), options))
 
     def abort(self, rid: str | None) -> None:
         self.inbox.messages.append(AbortReq(rid))

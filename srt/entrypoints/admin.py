@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from ..errors import EngineBusy, EngineDead, InvalidRequest
 from ..io_struct import AbortFinish, SchedulerState
+from ..request_options import RequestOptions
 from .routing import Server, json_response
 from .wire import BodyCodec, Wire, doc, shown
 
@@ -120,7 +121,7 @@ async def health_generate(server: Server, request: Request, body: None) -> ASGIA
     manager = server.manager
     sampling = manager.make_sampling({"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True})
     rid = f"health-{uuid.uuid4().hex}"
-    (generation,) = await manager.submit([0], sampling, rid=rid, cache_salt=rid, stream=False)
+    (generation,) = await manager.submit([0], RequestOptions(sampling=sampling, cache_salt=rid), rid=rid)
     try:
         async with asyncio.timeout(server.health_timeout_s):
             out = await generation.result()

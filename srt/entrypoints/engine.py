@@ -90,7 +90,7 @@ class Engine:
         A list may have any length: no more samples than `max_queued_requests` are in the scheduler at a time.
         An exception, Ctrl-C included, aborts whatever the call has started.
         """
-        made = self._request(prompt, sampling_params, request)
+        made = self._request(prompt, sampling_params, request, stream=stream)
         if stream:
             return EngineStream(self, self._thread, made)
         return self._thread.wait(made.whole(progress))
@@ -125,7 +125,7 @@ class Engine:
     ) -> Any:
         """`generate` for the coroutines of any event loop: await it. With `stream`, an asynchronous iterator (which may
         be awaited first). Cancelling the task that waits aborts the request."""
-        made = self._request(prompt, sampling_params, request)
+        made = self._request(prompt, sampling_params, request, stream=stream)
         if stream:
             return AsyncEngineStream(self, self._thread, made)
         return self._thread.wait_async(made.whole(progress))
@@ -160,9 +160,9 @@ class Engine:
         self.shutdown()
 
     def _request(
-        self, prompt: str | Sequence[str] | None, sampling: Sampling, request: Mapping[str, Any]
+        self, prompt: str | Sequence[str] | None, sampling: Sampling, request: Mapping[str, Any], *, stream: bool
     ) -> EngineRequest:
-        return EngineRequest(self._server, self._room, _body(prompt, sampling, request))
+        return EngineRequest(self._server, self._room, _body(prompt, sampling, request, stream=stream))
 
     async def _abort(self, rid: str) -> bool:
         return self._server.manager.abort(rid)
@@ -192,12 +192,14 @@ def _http_settings() -> set[str]:
     return server_only - {"served_model_name", "incremental_streaming_output"}
 
 
-def _body(prompt: str | Sequence[str] | None, sampling: Sampling, request: Mapping[str, Any]) -> native.GenerateBody:
+def _body(
+    prompt: str | Sequence[str] | None, sampling: Sampling, request: Mapping[str, Any], *, stream: bool = False
+) -> native.GenerateBody:
     """The call as the body of /generate, checked as that is. Raises InvalidRequest."""
     for name in ("text", "stream", "sampling_params"):
         if name in request:
             raise InvalidRequest(f"{name} is an argument of generate(), not a further field", param=name)
-    body = {"text": prompt, "sampling_params": _plain_sampling(sampling), **request}
+    body = {"text": prompt, "sampling_params": _plain_sampling(sampling), "stream": stream, **request}
     try:
         plain = msgspec.to_builtins(body, str_keys=True, enc_hook=_plain_value)
     except (TypeError, NotImplementedError) as error:

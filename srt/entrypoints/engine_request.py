@@ -65,7 +65,7 @@ class EngineRequest:
 
     async def whole(self, progress: bool | None) -> Answer | list[Answer]:
         """The answer in one piece. `progress`: a bar on stderr; None: on a terminal, for many samples."""
-        self._begin(stream=False)
+        self._begin()
         self._feeder = asyncio.create_task(self._feed())
         if progress is None:
             progress = len(self._samples) > _PROGRESS_ABOVE and sys.stderr.isatty()
@@ -100,7 +100,7 @@ class EngineRequest:
         if self._is_open:
             return
         self._is_open = True
-        self._begin(stream=True)
+        self._begin()
         assert self._request is not None
         try:
             for prompt in self._request.prompts:
@@ -111,10 +111,10 @@ class EngineRequest:
         self._feeder = asyncio.create_task(self._feed())
         self._answers = self._stream()
 
-    def _begin(self, *, stream: bool) -> None:
+    def _begin(self) -> None:
         prompts, name, is_list = native.prompts_of(self._server, self._body)
-        self._several = is_list or prompts[0].sampling.n > 1
-        self._request = self._manager.open(prompts, name=name, stream=stream)
+        self._several = is_list or prompts[0].options.sampling.n > 1
+        self._request = self._manager.open(prompts, name=name)
         for place, prompt in enumerate(self._request.prompts):
             first = len(self._samples)
             self._samples += [Sample(first + one.index, place, one) for one in prompt.generations]

@@ -107,7 +107,7 @@ def check_amount(prompts: Sequence[Prompt]) -> None:
     if len(prompts) > MAX_PROMPTS:
         field = prompts[0].param.partition("[")[0]
         raise InvalidRequest(f"at most {MAX_PROMPTS} prompts in one request, got {len(prompts)}", param=field)
-    sequences = sum(prompt.sampling.n for prompt in prompts)
+    sequences = sum(prompt.options.sampling.n for prompt in prompts)
     if sequences > MAX_SEQUENCES:
         raise InvalidRequest(f"prompts times n must be at most {MAX_SEQUENCES}, got {sequences}", param="n")
 

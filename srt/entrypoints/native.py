@@ -14,8 +14,10 @@ from starlette.types import ASGIApp
 from ...managers.request_registry import Prompt
 from ..errors import InvalidRequest
 from ..io_struct import FinishReason, TextOut
+from ..request_options import RequestOptions
 from ..sampling_params import SamplingParams
 from .job import MAX_PROMPTS, Sample
+from .options import OPTION_FIELDS, make_options
 from .routing import Server, in_thread_if_large
 from .sse import Face, answer, event
 from .wire import BodyCodec, Int32, Int64, Wire, doc, only
@@ -128,10 +130,10 @@ GENERATE_CODEC = BodyCodec(GenerateBody)
 async def generate(server: Server, request: Request, body: GenerateBody) -> ASGIApp:
     """Handler of /generate."""
     prompts, name, is_list = await in_thread_if_large(request, prompts_of, server, body, MAX_PROMPTS)
-    several = is_list or prompts[0].sampling.n > 1
+    several = is_list or prompts[0].options.sampling.n > 1
     incremental = server.manager.server_args.incremental_streaming_output
     face = _NativeFace(several, incremental)
-    return await answer(server, request, prompts, stream=bool(body.stream), face=face, name=name)
+    return await answer(server, request, prompts, face=face, name=name)
 
 
 def prompts_of(server: Server, body: GenerateBody, max_prompts: int | None = None) -> tuple[list[Prompt], str, bool]:
@@ -146,22 +148,25 @@ def prompts_of(server: Server, body: GenerateBody, max_prompts: int | None = Non
         given = _per_prompt(body.rid, 1, is_list, "rid")[0]
         name = uuid.uuid4().hex if given is None else given
         rids = [name] if count == 1 else [f"{name}_{i}" for i in range(count)]
+    prompts = [
+        Prompt(content=content, options=options, rid=rid, param=f"{param}[{i}]" if is_list else param)
+        for i, (content, options, rid) in enumerate(
+            zip(contents, _options(server, body, count, is_list), rids, strict=True)
+        )
+    ]
+    return prompts, name, is_list
+
+
+def _options(server: Server, body: GenerateBody, count: int, is_list: bool) -> Iterable[RequestOptions]:
+    """The options of each prompt. A list in a field has one value for each."""
     if body.cache_salt is not None and body.extra_key is not None:
         raise InvalidRequest("cache_salt and extra_key are the same: send one of them", param="extra_key")
     salt_field = "extra_key" if body.cache_salt is None else "cache_salt"
-    salts = _per_prompt(getattr(body, salt_field), count, is_list, salt_field)
+    fields = {name: salt_field if name == "cache_salt" else name for name in OPTION_FIELDS}
+    columns = {name: _per_prompt(getattr(body, field, None), count, is_list, field) for name, field in fields.items()}
     samplings = _samplings(server, body.sampling_params, count, is_list)
-    prompts = [
-        Prompt(
-            content=content,
-            sampling=sampling,
-            rid=rid,
-            cache_salt=salt or "",
-            param=f"{param}[{i}]" if is_list else param,
-        )
-        for i, (content, sampling, rid, salt) in enumerate(zip(contents, samplings, rids, salts, strict=True))
-    ]
-    return prompts, name, is_list
+    for place, sampling in enumerate(samplings):
+        yield make_options(sampling, {name: column[place] for name, column in columns.items()})
 
 
 def _contents(body: GenerateBody) -> tuple[str, Sequence[str | list[int]], bool]:
@@ -200,7 +205,7 @@ def check_not_empty(prompts: list[T], param: str) -> list[T]:
     return prompts
 
 
-def _per_prompt(given: str | list[str] | None, count: int, is_list: bool, param: str) -> Sequence[str | None]:
+def _per_prompt(given: Any, count: int, is_list: bool, param: str) -> Sequence[Any]:
     if not isinstance(given, list):
         return [given] * count
     if not is_list or len(given) != count:

@@ -58,20 +58,18 @@ class Face(ABC):
         """The answer in one piece; the samples have collected their outputs."""
 
 
-async def answer(
-    server: Server, request: Request, prompts: Sequence[Prompt], *, stream: bool, face: Face, name: str
-) -> ASGIApp:
+async def answer(server: Server, request: Request, prompts: Sequence[Prompt], *, face: Face, name: str) -> ASGIApp:
     """Runs the prompts and returns the response, which closes the job when it has been sent.
 
     `name`: what the client may abort. A single prompt bears it as its rid; several prompts are known by it together.
     """
     check_amount(prompts)
-    opened = server.manager.open(prompts, name=name, stream=stream)
+    opened = server.manager.open(prompts, name=name)
     job = Job(server.manager, opened, request.receive)
     try:
         samples = await job.start()
         face.begin(samples)
-        if stream:
+        if prompts[0].options.stream:
             events = _stream(samples, face)
             first = await anext(events)
             return EventStream(first, events, job)

@@ -85,13 +85,13 @@ def test_every_backend_against_our_own_server(site: LiveSite, bench: Bench, back
     result = bench(site.url, "--backend", backend, *streaming)
     assert (result["completed"], result["failed"]) == (6, 0)
     received = site.scheduler.received[1:]  # after the warm-up
-    asked = [one.sampling.max_new_tokens for one in received]
+    asked = [one.options.sampling.max_new_tokens for one in received]
     assert result["total_output_tokens"] == sum(n for n in asked if n) == sum(asked)  # type: ignore[arg-type]
     prompts = site.scheduler.prompts()[1:]
     assert result["total_input_tokens"] == sum(len(ids) for ids in prompts)
     assert 0 < result["client_cpu_seconds"] < 60
     assert result["output_tokens_told_by_server"] == 6 and result["completed_with_other_length"] == 0
-    assert all(one.sampling.ignore_eos and one.sampling.temperature == 0 for one in received)
+    assert all(one.options.sampling.ignore_eos and one.options.sampling.temperature == 0 for one in received)
     chat = backend.endswith("chat")
     by_client = result["total_input_tokens_by_client"]
     assert by_client < result["total_input_tokens"] if chat else by_client == result["total_input_tokens"]
@@ -159,13 +159,13 @@ def test_early_ends_are_allowed_and_told(site: LiveSite, bench: Bench) -> None:
     assert result["completed_with_other_length"] == 6
     assert "Answers of another length than asked:    6" in bench.out
     result = bench(site.url, "--random-range-ratio", "1", "--disable-ignore-eos")
-    assert result["ignore_eos"] is False and not site.scheduler.received[-1].sampling.ignore_eos
+    assert result["ignore_eos"] is False and not site.scheduler.received[-1].options.sampling.ignore_eos
     assert "another length" not in bench.out
 
 
 def test_further_fields_reach_the_server(site: LiveSite, bench: Bench) -> None:
     bench(site.url, "--extra-request-body", '{"sampling_params": {"top_k": 7}}', "--temperature", "0.5")
-    sampling = site.scheduler.received[-1].sampling
+    sampling = site.scheduler.received[-1].options.sampling
     assert (sampling.top_k, sampling.temperature, sampling.ignore_eos) == (7, 0.5, True)
     assert "the warm-up failed: 400 Bad Request" in bench.fails(site.url, "--extra-request-body", '{"nonsense": 1}')
 

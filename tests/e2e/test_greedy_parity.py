@@ -15,6 +15,7 @@ from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_process import build_scheduler
 from tercet.srt.io_struct import GenerateReq, pack_ids
 from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 from tercet.srt.server_args import ServerArgs
 from tercet.srt.text.tokenizer import load_tokenizer
@@ -50,8 +51,9 @@ class InProcessEngine:
 
     def generate(self, batch: list[list[int]]) -> list[list[int]]:
         sampling = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, sampling_seed=0)
+        options = RequestOptions(sampling=sampling)
         for index, prompt in enumerate(batch):
-            self.inbox.messages.append(GenerateReq(str(index), pack_ids(prompt), sampling))
+            self.inbox.messages.append(GenerateReq(str(index), pack_ids(prompt), options))
         outputs: list[list[int]] = [[] for _ in batch]
         self.num_retractions = 0
         in_flight: InFlight | None = None

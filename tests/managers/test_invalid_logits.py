@@ -14,6 +14,7 @@ from fakes import expected_output
 from tercet.managers.req import Req
 from tercet.srt.errors import InvalidLogits
 from tercet.srt.io_struct import AbortFinish, LengthFinish, StopFinish
+from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
 SCHEDULES = int(os.environ.get("TERCET_SCHEDULES", "80"))
@@ -175,7 +176,7 @@ def test_a_request_that_computed_again_what_it_had_found_leaves_nothing() -> Non
     rig.add("good", GOOD, max_new_tokens=1)
     rig.run()
     prompt = np.array(GOOD, dtype=np.int32)
-    req = Req("bad", prompt, SamplingParams(max_new_tokens=1, sampling_seed=1), arrival=0)
+    req = Req("bad", prompt, RequestOptions(sampling=SamplingParams(max_new_tokens=1, sampling_seed=1)), arrival=0)
     kv.admit(req, kv.match(req))
     assert req.reused_len == len(GOOD) - 1
     kv.release(req)  # retracted

@@ -14,6 +14,7 @@ from tercet.managers.req import Req
 from tercet.mem_cache.allocator import make_allocator
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
+from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
 
@@ -24,7 +25,7 @@ def make_kv(page_size: int, pool_size: int = 8192, eviction: str = "lru") -> KVC
 
 def make_req(prompt: list[int], arrival: int = 0) -> Req:
     sampling = SamplingParams(max_new_tokens=1, sampling_seed=0)
-    return Req(f"r{arrival}", np.array(prompt, dtype=np.int32), sampling, arrival=arrival)
+    return Req(f"r{arrival}", np.array(prompt, dtype=np.int32), RequestOptions(sampling=sampling), arrival=arrival)
 
 
 def make_adder(kv: KVCacheManager, *, max_tokens: int = 4096, expected: float = 0.0) -> PrefillAdder:

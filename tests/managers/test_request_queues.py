@@ -4,6 +4,7 @@ import numpy as np
 
 from tercet.managers.req import Req, Stage
 from tercet.managers.request_queues import RequestQueues
+from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
 
@@ -19,9 +20,9 @@ class CountedReq(Req):
 
 
 def filled(count: int) -> tuple[RequestQueues, list[Req]]:
-    sampling = SamplingParams(max_new_tokens=4, sampling_seed=0)
+    options = RequestOptions(sampling=SamplingParams(max_new_tokens=4, sampling_seed=0))
     reqs: list[Req] = [
-        CountedReq(f"r{i}", np.array([1, 2, 3], dtype=np.int32), sampling, arrival=i) for i in range(count)
+        CountedReq(f"r{i}", np.array([1, 2, 3], dtype=np.int32), options, arrival=i) for i in range(count)
     ]
     queues = RequestQueues()
     for req in reqs:

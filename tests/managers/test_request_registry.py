@@ -15,11 +15,12 @@ from tercet.managers.request_registry import Prompt
 from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.errors import EngineDead, InvalidRequest
 from tercet.srt.io_struct import AbortFinish, LengthFinish
+from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 from tercet.srt.text.tokenizer import Tokenizer
 
 LONG_TEXT = "x" * 35_000
-PARAMS = SamplingParams(max_new_tokens=4)
+OPTIONS = RequestOptions(sampling=SamplingParams(max_new_tokens=4), stream=True)
 
 
 class GatedTokenizer:
@@ -47,7 +48,7 @@ class Waiting:
         self.manager.tokenizer = self.tokenizer  # type: ignore[assignment]
 
     async def begin(self) -> asyncio.Task[list[Generation]]:
-        task = asyncio.create_task(self.manager.submit(LONG_TEXT, PARAMS, rid="mine"))
+        task = asyncio.create_task(self.manager.submit(LONG_TEXT, OPTIONS, rid="mine"))
         assert await asyncio.to_thread(self.tokenizer.entered.wait, 20)
         return task
 
@@ -114,12 +115,12 @@ def test_its_name_is_taken_and_cancelling_gives_it_back() -> None:
     async def work() -> None:
         task = await waiting.begin()
         with pytest.raises(InvalidRequest, match="in use"):
-            await waiting.manager.submit([1], PARAMS, rid="mine")
+            await waiting.manager.submit([1], OPTIONS, rid="mine")
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
         assert waiting.manager.num_unfinished == 0
-        (again,) = await waiting.manager.submit([1], PARAMS, rid="mine")
+        (again,) = await waiting.manager.submit([1], OPTIONS, rid="mine")
         assert (await again.result()).text == text_of(4)
 
     waiting.run(work())
@@ -139,7 +140,7 @@ def test_an_abort_that_meets_a_cancellation_does_not_hide_it() -> None:
 
 
 def _prompts(*rids: str | None) -> list[Prompt]:
-    return [Prompt(content=[1], sampling=PARAMS, rid=rid) for rid in rids]
+    return [Prompt(content=[1], options=OPTIONS, rid=rid) for rid in rids]
 
 
 def test_one_namespace_for_requests_and_their_prompts() -> None:

@@ -13,6 +13,7 @@ from tercet.managers.generation import Generation, error_of
 from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.errors import EngineDead, InvalidRequest, PromptTooLong
 from tercet.srt.io_struct import AbortFinish, BatchTextOut, BrokenMessage, Heartbeat, LengthFinish, TextOut
+from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
 
@@ -20,8 +21,8 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(work)
 
 
-def params(**values: Any) -> SamplingParams:
-    return SamplingParams(**{"max_new_tokens": 8, **values})
+def params(stream: bool = True, **values: Any) -> RequestOptions:
+    return RequestOptions(sampling=SamplingParams(**{"max_new_tokens": 8, **values}), stream=stream)
 
 
 async def one(manager: TokenizerManager, prompt: Any = "hi", **values: Any) -> Generation:
@@ -52,11 +53,11 @@ def test_samples_get_seeds_of_their_own() -> None:
         manager = make_manager(scheduler)
         for generation in await manager.submit("hi", params(n=3, sampling_seed=2**63 - 2)):
             await generation.result()
-        assert [req.sampling.sampling_seed for req in scheduler.received] == [2**63 - 2, 2**63 - 1, -(2**63)]
-        assert {req.sampling.n for req in scheduler.received} == {1}
+        assert [req.options.sampling.sampling_seed for req in scheduler.received] == [2**63 - 2, 2**63 - 1, -(2**63)]
+        assert {req.options.sampling.n for req in scheduler.received} == {1}
         await manager.submit("hi", params())
         await manager.submit("hi", params())
-        drawn = [req.sampling.sampling_seed for req in scheduler.received[3:]]
+        drawn = [req.options.sampling.sampling_seed for req in scheduler.received[3:]]
         assert None not in drawn and drawn[0] != drawn[1]
 
     run(work())
@@ -68,7 +69,7 @@ def test_random_seed_repeats_the_draws() -> None:
         manager = make_manager(scheduler, random_seed=seed)
         for _ in range(3):
             await manager.submit("hi", params())
-        return [req.sampling.sampling_seed for req in scheduler.received]
+        return [req.options.sampling.sampling_seed for req in scheduler.received]
 
     assert asyncio.run(drawn(1)) == asyncio.run(drawn(1)) != asyncio.run(drawn(2))
 
@@ -79,7 +80,7 @@ def test_max_new_tokens_is_cut_to_the_context() -> None:
         manager = make_manager(scheduler)
         for asked in (None, 10_000):
             await manager.submit(list(range(200)), params(max_new_tokens=asked))
-        assert [req.sampling.max_new_tokens for req in scheduler.received] == [CONTEXT_LEN - 200] * 2
+        assert [req.options.sampling.max_new_tokens for req in scheduler.received] == [CONTEXT_LEN - 200] * 2
 
     run(work())
 
@@ -166,7 +167,7 @@ def test_an_abort_brings_all_tokens_so_far() -> None:
         scheduler.gate = True
         scheduler.unsent = 4
         manager = make_manager(scheduler)
-        (generation,) = await manager.submit("hi", params(), rid="mine", stream=False)
+        (generation,) = await manager.submit("hi", params(stream=False), rid="mine")
         scheduler.release()
         await asyncio.sleep(0)
         assert manager.abort("mine") and manager.abort("mine")

@@ -14,6 +14,7 @@ from ....managers.request_registry import Prompt
 from ...errors import InvalidRequest, UnsupportedField
 from ...io_struct import TextOut
 from ..job import Sample
+from ..options import options_of
 from ..routing import Server, in_thread_if_large
 from ..sse import Face, answer, event
 from ..wire import BodyCodec, shown
@@ -54,13 +55,12 @@ async def chat_completions(server: Server, request: Request, body: ChatBody) -> 
     )
     prompt = Prompt(
         content=render,
-        sampling=sampling,
+        options=options_of(body, sampling),
         rid=frame.id,
-        cache_salt=body.cache_salt or "",
         add_special_tokens=False,  # the template writes them
         param="messages",
     )
-    return await answer(server, request, [prompt], stream=bool(body.stream), face=_ChatFace(frame), name=frame.id)
+    return await answer(server, request, [prompt], face=_ChatFace(frame), name=frame.id)
 
 
 def _max_tokens(body: ChatBody) -> tuple[int | None, str]:

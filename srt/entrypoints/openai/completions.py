@@ -14,6 +14,7 @@ from ...errors import InvalidRequest
 from ...io_struct import TextOut
 from ..job import Sample
 from ..native import check_not_empty, check_num_prompts, split_ids
+from ..options import options_of
 from ..routing import Server, in_thread_if_large
 from ..sse import Face, answer, event
 from ..wire import BodyCodec
@@ -33,19 +34,19 @@ async def completions(server: Server, request: Request, body: CompletionBody) ->
     sampling = await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, "max_tokens")
     contents, is_list = await in_thread_if_large(request, _contents, body.prompt)
     check_num_prompts(len(contents), "prompt")
+    options = options_of(body, sampling)
     prompts = [
         Prompt(
             content=content,
-            sampling=sampling,
+            options=options,
             rid=frame.id if len(contents) == 1 else f"{frame.id}_{i}",
-            cache_salt=body.cache_salt or "",
             add_special_tokens=body.add_special_tokens is not False,
             param=f"prompt[{i}]" if is_list else "prompt",
         )
         for i, content in enumerate(contents)
     ]
     face = _CompletionFace(frame)
-    return await answer(server, request, prompts, stream=bool(body.stream), face=face, name=frame.id)
+    return await answer(server, request, prompts, face=face, name=frame.id)
 
 
 def _contents(prompt: str | list[str | int | list[int]]) -> tuple[Sequence[str | list[int]], bool]:

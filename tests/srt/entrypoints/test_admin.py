@@ -38,7 +38,7 @@ def test_health_runs_nothing_and_health_generate_runs_one_token(site: Site) -> N
     assert site.scheduler.received == []
     site.get("/health_generate")
     (request,) = site.scheduler.received
-    assert request.sampling.max_new_tokens == 1
+    assert request.options.sampling.max_new_tokens == 1
     assert site.idle()
 
 

@@ -85,7 +85,7 @@ def test_messages_become_a_prompt(site: Site, body: dict[str, Any], prompt: str)
 
 def test_the_limit_is_the_context_by_default(site: Site) -> None:
     site.good(PATH, {"messages": HI})
-    assert site.scheduler.received[0].sampling.max_new_tokens == CONTEXT_LEN - 20
+    assert site.scheduler.received[0].options.sampling.max_new_tokens == CONTEXT_LEN - 20
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_limit_is_the_context_by_default(site: Site) -> None:
 )
 def test_both_names_of_the_limit(site: Site, fields: dict[str, int]) -> None:
     site.good(PATH, {"messages": HI, **fields})
-    assert site.scheduler.received[0].sampling.max_new_tokens == 3
+    assert site.scheduler.received[0].options.sampling.max_new_tokens == 3
 
 
 def test_a_stream(site: Site) -> None:

@@ -242,7 +242,7 @@ def test_a_server_answers_piece_by_piece_and_notices_when_one_leaves() -> None:
         question = [{"role": "user", "content": "hi"}]
         assert "".join(chat.answer(question, ChatOptions(0.0, 9))) == text_of(9)
         (request,) = site.scheduler.received
-        assert (request.sampling.temperature, request.sampling.max_new_tokens) == (0.0, 9)
+        assert (request.options.sampling.temperature, request.options.sampling.max_new_tokens) == (0.0, 9)
         site.scheduler.delay_s = 0.02
         pieces = chat.answer(question, ChatOptions(None, 200))
         next(pieces)

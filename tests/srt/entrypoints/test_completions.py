@@ -32,14 +32,14 @@ def test_one_prompt(site: Site) -> None:
 
 def test_defaults(site: Site) -> None:
     site.good(PATH, {"prompt": "a"})
-    sampling = site.scheduler.received[0].sampling
+    sampling = site.scheduler.received[0].options.sampling
     assert sampling.max_new_tokens == 16
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.n) == (1.0, 1.0, -1, 1)
 
 
 def test_max_tokens_is_cut_to_the_room_there_is(site: Site) -> None:
     site.good(PATH, {"prompt": "a", "max_tokens": 10**6})
-    assert site.scheduler.received[0].sampling.max_new_tokens == CONTEXT_LEN - 1
+    assert site.scheduler.received[0].options.sampling.max_new_tokens == CONTEXT_LEN - 1
 
 
 def test_every_sampling_parameter_arrives(site: Site) -> None:
@@ -62,10 +62,10 @@ def test_every_sampling_parameter_arrives(site: Site) -> None:
     answer = site.good(PATH, {"prompt": "a", **given})
     assert answer["id"] == "mine"
     request = site.scheduler.received[0]
-    assert {name: getattr(request.sampling, name) for name in same} == same
-    assert (request.sampling.max_new_tokens, request.sampling.min_new_tokens) == (7, 2)
-    assert request.sampling.sampling_seed == -9
-    assert request.cache_salt == "salt"
+    assert {name: getattr(request.options.sampling, name) for name in same} == same
+    assert (request.options.sampling.max_new_tokens, request.options.sampling.min_new_tokens) == (7, 2)
+    assert request.options.sampling.sampling_seed == -9
+    assert request.options.cache_salt == "salt"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 
 from tercet.srt.entrypoints.admin import AbortBody
 from tercet.srt.entrypoints.engine import _body
-from tercet.srt.entrypoints.engine_request import EngineRequest
+from tercet.srt.entrypoints.engine_request import EngineRequest, make_room
 from tercet.srt.entrypoints.http_server import ENDPOINTS
 from tercet.srt.entrypoints.native import GenerateBody, NativeSampling
 from tercet.srt.entrypoints.openai.protocol import Message, StreamOptions, TextPart
@@ -26,7 +26,7 @@ from tercet.srt.entrypoints.openapi import body_types
 from tercet.srt.entrypoints.routing import Server
 from tercet.srt.entrypoints.wire import Wire, fields_of
 from tercet.srt.io_struct import GenerateReq, unpack_ids
-from tercet.srt.tokenizer import Tokenizer
+from tercet.srt.text.tokenizer import Tokenizer
 
 NO_EFFECT = {"user", "metadata", "prompt_cache_key", "safety_identifier"}
 BY_THEMSELVES = {"messages", "sampling_params", "stream_options"}
@@ -59,7 +59,7 @@ Table = dict[str, tuple[Any, Effect]]
 
 
 def sampling(name: str, value: Any) -> tuple[Any, Effect]:
-    return value, lambda seen: getattr(seen.req.sampling, name) == value
+    return value, lambda seen: getattr(seen.req.options.sampling, name) == value
 
 
 SAMPLING: Table = {
@@ -84,8 +84,8 @@ NATIVE_SAMPLING: Table = {
     "min_new_tokens": sampling("min_new_tokens", 1),
     "sampling_seed": sampling("sampling_seed", 4711),
 }
-SALT: tuple[Any, Effect] = ("pepper", lambda seen: seen.req.cache_salt == "pepper")
-STREAM: tuple[Any, Effect] = (True, lambda seen: seen.req.stream and isinstance(seen.answer, list))
+SALT: tuple[Any, Effect] = ("pepper", lambda seen: seen.req.options.cache_salt == "pepper")
+STREAM: tuple[Any, Effect] = (True, lambda seen: seen.req.options.stream and isinstance(seen.answer, list))
 GENERATE: Table = {
     "text": ("b", lambda seen: seen.prompt == "b"),
     "input_ids": ([99, 100], lambda seen: seen.prompt == "cd"),
@@ -289,7 +289,9 @@ def engine_call(name: str, value: Any, stream: bool) -> Seen:
     prompt = None if name == "input_ids" and value is not None else fields.pop("text", None) or "a"
 
     async def work() -> Any:
-        request = EngineRequest(Server(manager, "0"), {}, _body(prompt, sampling, fields))
+        request = EngineRequest(
+            Server(manager, "0"), make_room(manager.server_args), _body(prompt, sampling, fields, stream=stream)
+        )
         if not stream:
             return await request.whole(False)
         await request.open()
@@ -299,5 +301,5 @@ def engine_call(name: str, value: Any, stream: bool) -> Seen:
         return last
 
     answer = asyncio.run(work())
-    assert all(req.stream == stream for req in scheduler.received)
+    assert all(req.options.stream == stream for req in scheduler.received)
     return Seen(scheduler.received, answer)

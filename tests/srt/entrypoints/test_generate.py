@@ -67,7 +67,7 @@ def test_n_samples_stand_together(site: Site) -> None:
     sampling = {"max_new_tokens": 2, "n": 3, "sampling_seed": 10}
     answers = site.good("/generate", {"text": ["a", "bb"], "sampling_params": sampling})
     assert [one["meta_info"]["prompt_tokens"] for one in answers] == [1, 1, 1, 2, 2, 2]
-    assert [one.sampling.sampling_seed for one in site.scheduler.received] == [10, 11, 12] * 2
+    assert [one.options.sampling.sampling_seed for one in site.scheduler.received] == [10, 11, 12] * 2
 
 
 def test_a_list_of_each_has_one_for_each_prompt(site: Site) -> None:
@@ -80,7 +80,7 @@ def test_a_list_of_each_has_one_for_each_prompt(site: Site) -> None:
     answers = site.good("/generate", body)
     assert [one["meta_info"]["id"] for one in answers] == ["first", "second", "second"]
     assert [one["meta_info"]["completion_tokens"] for one in answers] == [1, 2, 2]
-    assert [one.cache_salt for one in site.scheduler.received] == ["x", "y", "y"]
+    assert [one.options.cache_salt for one in site.scheduler.received] == ["x", "y", "y"]
 
 
 def test_every_sampling_parameter_arrives(site: Site) -> None:
@@ -103,20 +103,20 @@ def test_every_sampling_parameter_arrives(site: Site) -> None:
         "skip_special_tokens": False,
     }
     site.good("/generate", {"text": "a", "sampling_params": given})
-    sampling = site.scheduler.received[0].sampling
+    sampling = site.scheduler.received[0].options.sampling
     assert {name: getattr(sampling, name) for name in given} == given
 
 
 def test_max_new_tokens_absent_is_128_and_null_is_the_rest_of_the_context(site: Site) -> None:
     site.good("/generate", {"text": "a"})
     site.good("/generate", {"text": "a", "sampling_params": {"max_new_tokens": None}})
-    limits = [one.sampling.max_new_tokens for one in site.scheduler.received]
+    limits = [one.options.sampling.max_new_tokens for one in site.scheduler.received]
     assert limits == [128, CONTEXT_LEN - 1]
 
 
 def test_extra_key_is_cache_salt(site: Site) -> None:
     site.good("/generate", {"text": "a", "extra_key": "k", "sampling_params": SHORT})
-    assert site.scheduler.received[0].cache_salt == "k"
+    assert site.scheduler.received[0].options.cache_salt == "k"
     assert site.refused("/generate", {"text": "a", "extra_key": "k", "cache_salt": "k"})["param"] == "extra_key"
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import fake_child
 import psutil
@@ -23,8 +24,13 @@ from tercet.srt.errors import EngineDead
 from tercet.srt.io_struct import DetokenizerReady, LengthFinish
 from tercet.srt.ipc import RunDir
 from tercet.srt.machine.cores import cgroup_quota, usable_cores
+from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 from tercet.srt.server_args import ServerArgs
+
+
+def options(**sampling: Any) -> RequestOptions:
+    return RequestOptions(sampling=SamplingParams(**sampling), stream=True)
 
 
 @pytest.fixture
@@ -47,7 +53,7 @@ async def _start(server_args: ServerArgs) -> EngineCore:
 def test_a_request_goes_round(server_args: ServerArgs, run_dirs: Path) -> None:
     async def scenario() -> None:
         core = await _start(server_args)
-        (generation,) = await core.tokenizer_manager.submit([1, 2, 3], SamplingParams(max_new_tokens=4))
+        (generation,) = await core.tokenizer_manager.submit([1, 2, 3], options(max_new_tokens=4))
         out = await generation.result()
         assert (out.text, out.finish) == ("<0> <1> <2> <3> ", LengthFinish(4))
         assert os.listdir(run_dirs)
@@ -70,7 +76,7 @@ def test_a_killed_child_fails_every_request_within_two_seconds(
         manager = core.tokenizer_manager
         running = []
         for _ in range(16):
-            running += await manager.submit([1], SamplingParams(max_new_tokens=400))
+            running += await manager.submit([1], options(max_new_tokens=400))
         await anext(aiter(running[0].__aiter__()))
         results = [asyncio.ensure_future(generation.result()) for generation in running[1:]]
         os.kill(core.child_pids[role], signal.SIGKILL)
@@ -84,7 +90,7 @@ def test_a_killed_child_fails_every_request_within_two_seconds(
         assert not manager.is_healthy
         assert role in await core.died
         with pytest.raises(EngineDead):
-            await manager.submit([1], SamplingParams())
+            await manager.submit([1], options())
         await core.stop()
 
     asyncio.run(scenario())
@@ -149,7 +155,7 @@ def test_children_leave_sigterm_to_their_parent(server_args: ServerArgs, run_dir
 
     async def scenario() -> None:
         core = await _start(server_args)
-        (generation,) = await core.tokenizer_manager.submit([1], SamplingParams(max_new_tokens=30))
+        (generation,) = await core.tokenizer_manager.submit([1], options(max_new_tokens=30))
         for _ in range(3):
             for pid in core.child_pids.values():
                 os.kill(pid, signal.SIGTERM)
