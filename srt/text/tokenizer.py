@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from .chat_template import ChatTemplate
 
 
+_LONG_CHARS = 20_000
+"""A text from this length on is encoded without Python's lock, so that a thread that does it delays no other."""
+_LONG_IDS = 10_000
+"""The same of ids that are decoded."""
+
+
 class Tokenizer:
     """One model's tokenizer. `special_ids` are the ids that `skip_special_tokens` leaves out; `token_bytes` is what
     each token stands for, where decoding is a concatenation of bytes, else None."""
@@ -43,6 +49,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises InvalidRequest when `text` is not valid Unicode (lone surrogates)."""
+        if len(text) >= _LONG_CHARS:
+            return self.encode_batch([text], add_special_tokens)[0]  # the library keeps the lock for a single text
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
@@ -61,8 +69,11 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Ids that the vocabulary does not have stand for nothing. Raises InvalidRequest for negative ids."""
+        ids = list(ids)
         try:
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            if len(ids) >= _LONG_IDS:
+                return self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except OverflowError as error:
             raise InvalidRequest("token ids must be in [0, 2**32)", param="tokens") from error
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -156,3 +158,34 @@ def test_nothing_to_load_is_a_value_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"cannot read .*tokenizer\.json"):
         load_tokenizer(str(tmp_path))
+
+
+def turns_of_others(work):
+    """How often another thread gets to run while `work` does."""
+    turns = 0
+    thread = threading.Thread(target=work)
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0)
+        turns += 1
+    return turns
+
+
+@pytest.mark.parametrize("work", ["encode", "decode"])
+def test_long_work_lets_other_threads_go_on(work):
+    """The library's calls for a single text keep Python's lock: one turn before, one behind."""
+    tokenizer = default_tokenizer()
+    long = "a b " * 100_000 if work == "encode" else [100] * 1_000_000
+    assert turns_of_others(lambda: getattr(tokenizer, work)(long)) > 100
+
+
+def test_long_texts_have_the_same_ids_and_back():
+    tokenizer = default_tokenizer()
+    text = "".join(TEXTS) * (20_000 // len("".join(TEXTS)) + 1)
+    ids = tokenizer.encode(text)
+    assert ids == tokenizer.backend.encode(text).ids
+    assert tokenizer.decode(ids * 3, False) == tokenizer.backend.decode(ids * 3, skip_special_tokens=False)
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        tokenizer.encode(text + "\ud800")
+    with pytest.raises(InvalidRequest, match="token ids"):
+        tokenizer.decode([*ids * 3, -1])
