@@ -198,6 +198,9 @@ def _internal_state(server: Server, state: SchedulerState) -> dict[str, Any]:
     return {
         **msgspec.structs.asdict(state),
         "memory_usage": memory,
+        "weight_bytes": facts.weight_bytes,
+        "kv_bytes": facts.kv_bytes,
+        "graph_bytes": facts.graph_bytes,
         "effective_max_running_requests_per_dp": facts.max_running_requests,
         "avg_spec_accept_length": None,
     }
