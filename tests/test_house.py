@@ -58,6 +58,7 @@ READS_ENVIRONMENT = "srt.env"
 STARTS_PROCESSES = {"srt.entrypoints.processes", "benchmarks.peers.server"}
 """The engine's own, and the servers that a benchmark compares."""
 MOST_LINES = 400
+CPP_SUFFIXES = {".h", ".cpp"}
 
 IMPORT_NAMES = {"pyyaml": "yaml", "pyzmq": "zmq"}
 
@@ -293,7 +294,12 @@ def test_an_import_inside_a_function_says_why() -> None:
 
 
 def test_a_file_is_one_idea() -> None:
-    long = {m.where: len(m.lines) for m in modules().values() if len(m.lines) > MOST_LINES}
+    lines = {module.where: len(module.lines) for module in modules().values()}
+    for path, text in text_files():
+        if path.suffix in CPP_SUFFIXES:
+            lines[str(path.relative_to(ROOT))] = len(text.splitlines())
+    assert any(name.startswith("csrc/") for name in lines), "csrc has no C++ files"
+    long = {name: count for name, count in lines.items() if count > MOST_LINES}
     assert not long, f"more than {MOST_LINES} lines: {long}"
 
 

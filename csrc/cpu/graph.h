@@ -1,5 +1,4 @@
-// Operations that are recorded once, then performed again and again with neither Python nor torch in between: what a
-// CUDA graph is to a GPU.
+// Records operations once and runs them many times, without Python or torch between them: a CUDA graph for a CPU.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -22,8 +21,8 @@
 
 namespace tercet {
 
-/// Memory of a graph's intermediate tensors. What one gives back is the next one's of the same size, as operations are
-/// performed in the order in which they were recorded.
+/// The memory of a graph's intermediate tensors. A tensor that is freed while recording leaves its memory to the next
+/// one of the same size: operations run in the order in which they were recorded.
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
   ~Arena() {
@@ -52,50 +51,50 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::multimap<size_t, void*> free_;
 };
 
-/// It keeps addresses, not tensors: whoever records it keeps alive what goes in (weights, inputs, pools). Intermediate
-/// tensors are in its arena; so is what comes out, which keeps its memory as long as there is a tensor of it.
+/// A list of recorded operations. It holds addresses, not tensors: its owner must keep the inputs (weights, tokens, KV
+/// pools) alive. Intermediate and output tensors are in its arena, which lives as long as any of them.
 class Graph : public torch::CustomClassHolder {
  public:
-  /// The one that operations of this thread are recorded in; nullptr: they are performed.
+  /// The graph that records the operations of this thread; nullptr: operations run at once.
   static Graph*& recording() {
     static thread_local Graph* graph = nullptr;
     return graph;
   }
 
-  /// From here to `finish` operations are recorded, each for so many rows, which `run` may have fewer of.
-  void record(int64_t most_rows) {
+  /// Records the operations from here to `finish`. Their tensors have max_rows rows; `run` may have fewer.
+  void record(int64_t max_rows) {
     TORCH_CHECK(!recording() && operations_.empty(), "a graph is recorded once, and one at a time");
-    TORCH_CHECK(most_rows > 0, "a graph must have room for rows, got ", most_rows);
-    most_rows_ = most_rows;
+    TORCH_CHECK(max_rows > 0, "a graph must have room for rows, got ", max_rows);
+    max_rows_ = max_rows;
     recording() = this;
-    watch_ = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(note_what_is_not_recorded).scopes({at::RecordScope::FUNCTION}));
+    callback_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(note_unrecorded).scopes({at::RecordScope::FUNCTION}));
   }
 
-  /// Fails if torch computed something meanwhile: `run` would leave that out.
+  /// Raises an error if torch computed something since `record`: `run` would leave it out.
   void finish() {
     TORCH_CHECK(recording() == this, "this graph is not being recorded");
     recording() = nullptr;
-    at::removeCallback(watch_);
+    at::removeCallback(callback_);
     std::string names;
-    for (const std::string& name : not_recorded_) names += (names.empty() ? "" : ", ") + name;
-    TORCH_CHECK(not_recorded_.empty(), "cannot be part of a recorded step: ", names);
+    for (const std::string& name : unrecorded_) names += (names.empty() ? "" : ", ") + name;
+    TORCH_CHECK(unrecorded_.empty(), "cannot be part of a recorded step: ", names);
   }
 
-  /// Performs everything for the first rows of all tensors.
+  /// Runs all operations on the first rows of their tensors.
   void run(int64_t rows) {
     TORCH_CHECK(!recording(), "a graph cannot be part of another one");
-    TORCH_CHECK(0 < rows && rows <= most_rows_, "the graph has room for ", most_rows_, " rows, not ", rows);
+    TORCH_CHECK(0 < rows && rows <= max_rows_, "the graph has room for ", max_rows_, " rows, not ", rows);
     for (const auto& plan : plans_) plan->forget();
     for (const auto& operation : operations_) operation(rows);
   }
 
   void add(int64_t rows, std::function<void(int64_t)> operation) {
-    TORCH_CHECK(rows == most_rows_, "recorded operations must have ", most_rows_, " rows, got ", rows);
+    TORCH_CHECK(rows == max_rows_, "recorded operations must have ", max_rows_, " rows, got ", rows);
     operations_.push_back(std::move(operation));
   }
 
-  /// Layers that attend to the same batch share a plan.
+  /// The plan of a batch. Layers that attend to the same batch share it.
   std::shared_ptr<StepPlan> plan(const AttentionBatch& batch, int64_t bytes_per_number) {
     for (const auto& plan : plans_)
       if (plan->is_for(batch, bytes_per_number)) return plan;
@@ -106,36 +105,37 @@ class Graph : public torch::CustomClassHolder {
   int64_t num_operations() const { return static_cast<int64_t>(operations_.size()); }
 
  private:
-  /// Views are settled while recording, and the operations of this file add themselves.
-  static std::unique_ptr<at::ObserverContext> note_what_is_not_recorded(const at::RecordFunction& called) {
+  /// Notes an operation of torch's that computes. Views do not: their addresses are known while recording. Operations
+  /// of csrc/cpu record themselves.
+  static std::unique_ptr<at::ObserverContext> note_unrecorded(const at::RecordFunction& called) {
     const auto schema = called.operator_schema();
     const std::string name = called.name();
     if (!recording() || name.starts_with("tercet_cpu::")) return nullptr;
     const bool is_view = schema && std::ranges::any_of(schema->returns(), [](const auto& result) {
       return result.alias_info() && !result.alias_info()->isWrite();
     });
-    if (!is_view) recording()->not_recorded_.insert(name);
+    if (!is_view) recording()->unrecorded_.insert(name);
     return nullptr;
   }
 
   std::shared_ptr<Arena> arena_ = std::make_shared<Arena>();
   std::vector<std::function<void(int64_t)>> operations_;
   std::vector<std::shared_ptr<StepPlan>> plans_;
-  int64_t most_rows_ = 0;
-  at::CallbackHandle watch_ = 0;
-  std::set<std::string> not_recorded_;
+  int64_t max_rows_ = 0;
+  at::CallbackHandle callback_ = 0;
+  std::set<std::string> unrecorded_;
 };
 
-/// operation(rows): now, or whenever the graph runs that is being recorded.
+/// Calls operation(rows) now, or, while a graph records, whenever that graph runs.
 template <typename F>
-void perform(int64_t rows, F operation) {
+void run_or_record(int64_t rows, F operation) {
   if (Graph* graph = Graph::recording())
     graph->add(rows, std::move(operation));
   else
     operation(rows);
 }
 
-/// Where an operation leaves its result.
+/// Memory for an operation's result.
 inline at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) {
   Graph* graph = Graph::recording();
   return graph ? graph->arena().empty(sizes, options) : at::empty(sizes, options);

@@ -1,9 +1,10 @@
-// A KV pool whose keys and values lie as attention multiplies them: nothing has to be packed, and memory is read from
-// end to end.
+// A KV pool in panels: keys and values lie in the order in which attention multiplies them. Nothing has to be packed,
+// and memory is read from end to end. README.md has a picture.
 //
-// Blocks of kPanel slots, [blocks, kv_heads, ...]: keys [head_dim / per word][kPanel][per word], values
-// [head_dim / kPanel][kPanel / per word][kPanel][per word]. A page is whole blocks, so a block has neighbouring
-// positions of one request. From one block of a layer to the next it is as far as the pool says.
+// The pool consists of blocks of kPanel slots, [blocks, kv_heads, ...]. Keys of a block and head:
+// [head_dim / kPerWord][kPanel][kPerWord]; values: [head_dim / kPanel][kPanel / kPerWord][kPanel][kPerWord]. A page is
+// one block or several, so the slots of a block hold neighbouring positions of one request. Blocks of one layer are
+// block_stride numbers apart.
 #pragma once
 
 #include "dot.h"
@@ -16,7 +17,7 @@ struct KVPanels {
 
   int64_t block_stride, head_dim;
 
-  /// Where the block's numbers of a KV head begin.
+  /// The offset of the numbers of a KV head in the block of `slot`.
   int64_t block(int64_t slot, int64_t kv_head) const {
     return slot / kPanel * block_stride + kv_head * kPanel * head_dim;
   }
@@ -26,16 +27,17 @@ struct KVPanels {
     for (int64_t d = 0; d < head_dim; d += kPerWord, to += kPanel * kPerWord) std::copy_n(key + d, kPerWord, to);
   }
 
-  /// `alone`: the position after this one is not stored now, and may never be. What shares a word with it must be a
-  /// number, since attention multiplies it by zero.
-  void store_value(const T* value, int64_t slot, int64_t kv_head, bool alone, T* pool) const {
+  /// Stores a value. A word holds the values of kPerWord neighbouring slots. With `clear_rest` it writes zeros for the
+  /// later slots of the word: no value is stored there now, but attention multiplies the whole word, and zero times
+  /// what memory happens to hold may be NaN.
+  void store_value(const T* value, int64_t slot, int64_t kv_head, bool clear_rest, T* pool) const {
     const int64_t word = slot % kPanel / kPerWord, at = slot % kPerWord;
     T* block_start = pool + block(slot, kv_head);
     for (int64_t d = 0; d < head_dim; d += kPanel, value += kPanel) {
       T* to = block_start + d * kPanel + word * kPanel * kPerWord;
       for (int64_t i = 0; i < kPanel; ++i) {
         to[i * kPerWord + at] = value[i];
-        if (alone)
+        if (clear_rest)
           for (int64_t after = at + 1; after < kPerWord; ++after) to[i * kPerWord + after] = T(0.f);
       }
     }

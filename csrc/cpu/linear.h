@@ -1,16 +1,17 @@
-// x @ weight.T + bias over a weight that has been packed into panels.
+// Linear layers: x @ weight.T + bias, with the weight packed into panels. README.md has a picture of a packed weight.
 #pragma once
 
 #include "dot.h"
 #include "norm.h"
-#include "pool.h"
+#include "thread_pool.h"
 
 namespace tercet {
 
-/// Bytes of x that stay in a core's cache while panels pass by.
+/// Bytes of a block of rows of x. It stays in a core's L2 cache while panels pass by.
 constexpr int64_t kBlockBytes = 80 * 1024;
 
-/// packed: [panels, k / kPerWord, kPanel, kPerWord], zeros beyond the last column; k is a multiple of kPerWord.
+/// A packed weight: [panels, k / kPerWord, kPanel, kPerWord], with zeros beyond the last column. k is a multiple of
+/// kPerWord.
 template <typename T>
 struct Packed {
   const T* panels;
@@ -25,43 +26,45 @@ struct Packed {
 
   /// sums[r] += row (first + r) of x times a panel
   template <int kRows>
-  void multiply(const T* x, int64_t first, int64_t panel, Floats (&sums)[kRows][2], Fetch fetch) const {
+  void multiply(const T* x, int64_t first, int64_t panel, Floats (&sums)[kRows][2], Prefetch prefetch) const {
     const T* weights = panels + panel * kPanel * k;
-    multiply_panel<T, kRows>(x + first * k, k, weights, kPanel * Dot<T>::kPerWord, words(), sums, fetch);
+    multiply_panel<T, kRows>(x + first * k, k, weights, kPanel * Dot<T>::kPerWord, words(), sums, prefetch);
   }
 };
 
-/// For every row and panel: finish(row, panel, left sums, right sums). X: what this kind of weight multiplies.
+/// Multiplies rows of x with all panels. Calls store(row, panel, left sums, right sums) for every row and panel. X is
+/// the form of x that this kind of weight multiplies.
 ///
-/// A thread takes a run of neighbouring panels for a block of rows. While it multiplies with one panel it brings the next
-/// from memory, evenly over all rows: with few rows memory is what limits, and it should never rest. After the last of a
-/// run that is the first of the run that this thread comes to if all are as fast.
-template <typename X, typename Weight, typename Finish>
-void multiply(const X& x, int64_t rows, const Weight& weight, int64_t num_panels, const Finish& finish) {
-  constexpr int64_t kRunsOfThread = 3, kLongestRun = 8;
+/// Threads claim runs of neighbouring panels, for one block of rows at a time. While a thread multiplies one panel it
+/// prefetches the next one, evenly over all rows: with few rows, memory bandwidth is the limit and should never idle.
+/// At the end of a run it prefetches the first panel of the run this thread will probably claim next.
+template <typename X, typename Weight, typename Store>
+void multiply(const X& x, int64_t rows, const Weight& weight, int64_t num_panels, const Store& store) {
+  constexpr int64_t kRunsPerThread = 3, kMaxRunLength = 8;
   const int64_t blocks = ceil_div(rows * weight.row_bytes(), kBlockBytes);
-  const int64_t threads = Pool::get().num_threads();
-  const int64_t runs = std::min(num_panels, std::max(kRunsOfThread * threads, ceil_div(num_panels, kLongestRun)));
+  const int64_t threads = ThreadPool::get().num_threads();
+  const int64_t runs = std::min(num_panels, std::max(kRunsPerThread * threads, ceil_div(num_panels, kMaxRunLength)));
   const auto first_panel = [=](int64_t run) { return num_panels * run / runs; };
-  Pool::get().run(blocks * runs, [&](int64_t item) {
-    // All blocks meet the same panels one after the other: these are read from memory once.
+  ThreadPool::get().run(blocks * runs, [&](int64_t item) {
+    // All blocks of rows multiply a run before the next run begins, so its panels are read from memory once.
     const int64_t block = item % blocks, run = item / blocks;
     const int64_t first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
-    const int64_t end = first_panel(run + 1), later = first_panel(std::min(runs - 1, (item + threads) / blocks));
+    const int64_t end = first_panel(run + 1), next_run = first_panel(std::min(runs - 1, (item + threads) / blocks));
     for (int64_t panel = first_panel(run); panel < end; ++panel) {
       Floats bias[2] = {};
       if (weight.bias) {
         bias[0] = load_floats(weight.bias + panel * kPanel);
         bias[1] = load_floats(weight.bias + panel * kPanel + kLanes);
       }
-      const int64_t next_panel = panel + 1 < end ? panel + 1 : later;
+      const int64_t next_panel = panel + 1 < end ? panel + 1 : next_run;
       const char* next = reinterpret_cast<const char*>(weight.panels) + next_panel * weight.panel_bytes();
-      in_pieces<Weight::kMaxRows>(count, [&](int64_t at, auto piece) {
-        const Fetch fetch{next + weight.panel_bytes() * at / count, weight.panel_bytes() / weight.words() * piece / count};
+      for_each_piece<Weight::kMaxRows>(count, [&](int64_t at, auto piece) {
+        const int64_t bytes_per_word = weight.panel_bytes() / weight.words() * piece / count;
+        const Prefetch prefetch{next + weight.panel_bytes() * at / count, bytes_per_word};
         Floats sums[piece][2] = {};
-        weight.template multiply<piece>(x, first + at, panel, sums, fetch);
+        weight.template multiply<piece>(x, first + at, panel, sums, prefetch);
         for (int r = 0; r < piece; ++r)
-          finish(first + at + r, panel, vec_of(sums[r][0] + bias[0]), vec_of(sums[r][1] + bias[1]));
+          store(first + at + r, panel, to_vec(sums[r][0] + bias[0]), to_vec(sums[r][1] + bias[1]));
       });
     }
   });
@@ -76,7 +79,7 @@ void linear(const X& x, int64_t rows, const Weight& weight, int64_t n, Out* out)
   });
 }
 
-/// x [rows, k] -> silu(x @ gate.T) * (x @ up.T) [rows, n]; a panel has kLanes columns of gate, then the same of up.
+/// x [rows, k] -> silu(x @ gate.T) * (x @ up.T) [rows, n]. A panel has kLanes columns of gate, then kLanes of up.
 template <typename X, typename Weight, typename Out>
 void linear_silu_mul(const X& x, int64_t rows, const Weight& weight, int64_t n, Out* out) {
   multiply(x, rows, weight, ceil_div(n, kLanes), [=](int64_t row, int64_t panel, Vec gate, Vec up) {
@@ -86,14 +89,15 @@ void linear_silu_mul(const X& x, int64_t rows, const Weight& weight, int64_t n, 
   });
 }
 
-/// Columns of a packed weight [n, k], the rows of an embedding: out [count, k]. ids are below n.
+/// Reads columns of a packed weight [n, k], which are the rows of an embedding, into out [count, k]. ids are below n.
 template <typename T>
 void unpack_rows(const int64_t* ids, int64_t count, const T* panels, int64_t k, T* out) {
   constexpr int64_t kPerWord = Dot<T>::kPerWord;
-  in_row_blocks(count, k, [&](int64_t first, int64_t end) {
+  for_each_row_block(count, k, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       const T* from = panels + ids[i] / kPanel * kPanel * k + ids[i] % kPanel * kPerWord;
-      for (int64_t word = 0; word < k; word += kPerWord) std::copy_n(from + word * kPanel, kPerWord, out + i * k + word);
+      T* to = out + i * k;
+      for (int64_t word = 0; word < k; word += kPerWord) std::copy_n(from + word * kPanel, kPerWord, to + word);
     }
   });
 }

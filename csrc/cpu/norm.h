@@ -1,33 +1,34 @@
-// Root-mean-square normalisation (arXiv 1910.07467), with the sum before it.
+// Root-mean-square normalisation (arXiv 1910.07467), with the residual addition before it.
 #pragma once
 
-#include "dot.h"
-#include "pool.h"
+#include "thread_pool.h"
+#include "vectors.h"
 
 namespace tercet {
 
-/// Calls f(first row, last row) for blocks of rows that are worth another thread's while.
+/// Divides rows of row_size numbers into blocks that are large enough to share out to threads, and calls
+/// f(first row, row after the last) for each.
 template <typename F>
-void in_row_blocks(int64_t rows, int64_t row_numbers, const F& f) {
-  constexpr int64_t kNumbers = 4 * 1024;
-  const int64_t blocks = std::max<int64_t>(1, rows * row_numbers / kNumbers);
-  Pool::get().run(blocks, [&](int64_t block) { f(rows * block / blocks, rows * (block + 1) / blocks); });
+void for_each_row_block(int64_t rows, int64_t row_size, const F& f) {
+  constexpr int64_t kBlockSize = 4 * 1024;
+  const int64_t blocks = std::max<int64_t>(1, rows * row_size / kBlockSize);
+  ThreadPool::get().run(blocks, [&](int64_t block) { f(rows * block / blocks, rows * (block + 1) / blocks); });
 }
 
-/// 1 / rms of n numbers whose squares add up to `squares`
+/// 1 / rms of n numbers; `squares` is the sum of their squares.
 inline float inverse_rms(float squares, int64_t n, double eps) {
   return 1.f / std::sqrt(squares / n + static_cast<float>(eps));
 }
 
-/// out = norm(x) * weight, or with a residual: residual += x, out = norm(residual) * weight; all [rows, n].
+/// out = norm(x) * weight. With a residual: residual += x, out = norm(residual) * weight. All are [rows, n].
 template <typename T>
 void rms_norm(const T* x, T* residual, const T* weight, double eps, int64_t rows, int64_t n, T* out) {
-  in_row_blocks(rows, n, [&](int64_t first, int64_t end) {
+  for_each_row_block(rows, n, [&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row) {
       const T* source = residual ? residual + row * n : x + row * n;
       FloatPair squares{Vec(0.f), Vec(0.f)};
       for (int64_t i = 0; i < n; i += kPanel) {
-        // A sum counts as everybody else will see it: rounded.
+        // The norm is that of the stored sum, which is rounded to T.
         if (residual) {
           T* sum = residual + row * n + i;
           store_pair(sum, load_pair(x + row * n + i, n - i) + load_pair(sum, n - i), n - i);

@@ -1,6 +1,8 @@
-// Linear layers over weights of 8 or 4 bits. As in ggml's Q8_0 and Q4_1, every 32 weights along k have a scale of their
-// own (those of 4 bits a minimum, too), and so has every 32 numbers of a row of x, which are rounded to 8 bits on the
-// way. The products of a group are summed as integers, exactly; the groups are summed as floats, one after the other.
+// Linear layers over weights of 8 or 4 bits. README.md has a picture of the layout.
+//
+// As in ggml's Q8_0 and Q4_1, each group of 32 weights along k has its own scale; 4-bit groups have a minimum too. Rows
+// of x are quantised to 8 bits, also in groups of 32. The products within a group are summed as integers, exactly. The
+// groups are summed as floats, one after the other.
 #pragma once
 
 #include <array>
@@ -17,7 +19,7 @@ constexpr int64_t kGroup = 32;
 typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
 typedef uint8_t Bytes __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
-/// sums[i] += bytes 4 * i to 4 * i + 3 of `panel`, unsigned, times those of `row`, signed.
+/// sums[i] += the products of bytes 4 * i to 4 * i + 3 of `panel` (unsigned) and `row` (signed).
 inline void add_products(Ints& sums, Ints row, Bytes panel) {
 #if defined(__AVX512VNNI__)
   sums = (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)panel, (__m512i)row);
@@ -32,7 +34,7 @@ inline void add_products(Ints& sums, Ints row, Bytes panel) {
 #endif
 }
 
-/// What the two kinds of weights have in common as operands of `multiply_panel`; a word is four numbers.
+/// The part of `Dot` that both kinds of weights share. A word is four numbers.
 struct IntegerDot {
   using Row = int8_t;
   using Panel = uint8_t;
@@ -48,7 +50,8 @@ struct IntegerDot {
   static void add(Ints& sums, RowWord row, Words panel) { add_products(sums, row, panel); }
 };
 
-/// Weight w is stored as the byte w + 128. A group of a panel: scales, float16 [kPanel]; bytes [kGroup / 4, kPanel, 4].
+/// Weights of 8 bits. Weight w is stored as the byte w + 128. A group of a panel: scales, float16 [kPanel]; then bytes
+/// [kGroup / 4, kPanel, 4].
 struct Int8Weights;
 
 template <>
@@ -61,8 +64,9 @@ struct Dot<Int8Weights> : IntegerDot {
   }
 };
 
-/// Weight minimum + scale * q is stored as half a byte, q. A group of a panel: scales, minima, float16 [kPanel] each;
-/// bytes [kGroup / 4, kLanes, 4], of which the lower halves are the first kLanes columns, the upper halves the others.
+/// Weights of 4 bits. Weight (minimum + scale * q) is stored as q, half a byte. A group of a panel: scales, then
+/// minima, float16 [kPanel] each; then bytes [kGroup / 4, kLanes, 4]. The lower halves of the bytes are the first
+/// kLanes columns, the upper halves the other kLanes.
 struct Int4Weights;
 
 template <>
@@ -77,12 +81,12 @@ struct Dot<Int4Weights> : IntegerDot {
   }
 };
 
-/// x ~ scale * values, a group at a time.
+/// Rows of x, quantised: x is about scale * values, with a scale for each group.
 struct QuantizedRows {
   struct Group {
     float scale;
-    float sum;  // of scale * values
-    int32_t offset;  // -128 * sum of values: what weights stored as w + 128 have too much
+    float sum;       // the sum of scale * values; a 4-bit group's minimum is multiplied with it
+    int32_t offset;  // -128 * the sum of values: corrects the products with 8-bit weights, stored as w + 128
   };
 
   uint8_t* rows;
@@ -93,14 +97,14 @@ struct QuantizedRows {
   Group* groups(int64_t row) const { return reinterpret_cast<Group*>(rows + row * row_bytes(k) + k); }
 };
 
-/// x: whole numbers, at most 127 in magnitude
+/// Stores whole numbers of at most 127 in magnitude.
 inline void store_bytes(int8_t* to, Vec x) {
   typedef int8_t Narrow __attribute__((vector_size(kLanes)));
-  const Narrow narrow = __builtin_convertvector(__builtin_convertvector(floats_of(x), Ints), Narrow);
+  const Narrow narrow = __builtin_convertvector(__builtin_convertvector(to_floats(x), Ints), Narrow);
   std::memcpy(to, &narrow, sizeof(narrow));
 }
 
-/// A group of x to the nearest multiples of a 127th of its largest magnitude.
+/// Rounds a group of x to the nearest multiples of a 127th of its largest magnitude.
 template <typename T>
 inline QuantizedRows::Group quantize_group(const T* x, int8_t* values) {
   constexpr int64_t kPairs = kGroup / kPanel;
@@ -111,8 +115,8 @@ inline QuantizedRows::Group quantize_group(const T* x, int8_t* values) {
     parts[i] = load_pair(x + i * kPanel);
     largest = larger(larger(largest, parts[i].left.abs()), parts[i].right.abs());
   }
-  const float most = at::vec::vec_reduce_all<float>(larger, largest);
-  const Vec inverse(most > 1e-30f ? 127.f / most : 0.f);
+  const float largest_magnitude = at::vec::vec_reduce_all<float>(larger, largest);
+  const Vec inverse(largest_magnitude > 1e-30f ? 127.f / largest_magnitude : 0.f);
   Vec sums(0.f);
   for (int64_t i = 0; i < kPairs; ++i) {
     const FloatPair rounded{(parts[i].left * inverse).round(), (parts[i].right * inverse).round()};
@@ -121,27 +125,27 @@ inline QuantizedRows::Group quantize_group(const T* x, int8_t* values) {
     sums = sums + (rounded.left + rounded.right);
   }
   const float sum = sum_of(sums);
-  if (sum != sum) return {sum, sum, 0};  // there is a NaN or an infinity
-  const float scale = most / 127.f;
+  if (sum != sum) return {sum, sum, 0};  // x has a NaN or an infinity
+  const float scale = largest_magnitude / 127.f;
   return {scale, scale * sum, -128 * static_cast<int32_t>(sum)};
 }
 
 /// x: [rows, k], k a multiple of kGroup.
 template <typename T>
 void quantize_rows(const T* x, int64_t rows, const QuantizedRows& to) {
-  in_row_blocks(rows, to.k, [&](int64_t first, int64_t end) {
+  for_each_row_block(rows, to.k, [&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row)
       for (int64_t group = 0; group < to.k / kGroup; ++group)
         to.groups(row)[group] = quantize_group(x + row * to.k + group * kGroup, to.values(row) + group * kGroup);
   });
 }
 
-/// panels: [panels, k / kGroup], groups as `Dot<Weights>` has them.
+/// A packed weight: groups [panels, k / kGroup], laid out as `Dot<Weights>` says.
 template <typename Weights>
 struct QuantizedPacked {
   using D = Dot<Weights>;
   static constexpr int64_t kGroupBytes = D::kHeaderBytes + kGroup / D::kPerWord * D::kWordBytes;
-  /// Their sums, as integers and as floats, have to fit into registers.
+  /// Rows have sums of integers and sums of floats, and both must fit into the registers.
   static constexpr int64_t kMaxRows = tercet::kMaxRows / 2;
 
   const uint8_t* panels;
@@ -153,15 +157,17 @@ struct QuantizedPacked {
   int64_t words() const { return k / D::kPerWord; }
 
   template <int kRows>
-  void multiply(const QuantizedRows& x, int64_t first, int64_t panel, Floats (&sums)[kRows][2], Fetch fetch) const {
+  void multiply(
+      const QuantizedRows& x, int64_t first, int64_t panel, Floats (&sums)[kRows][2], Prefetch prefetch) const {
     const int64_t groups = k / kGroup;
     const uint8_t* weights = panels + panel * panel_bytes();
     const int8_t* values = x.values(first);
-    const QuantizedRows::Group* of[kRows];
-    for (int r = 0; r < kRows; ++r) of[r] = x.groups(first + r);
+    const QuantizedRows::Group* row_groups[kRows];
+    for (int r = 0; r < kRows; ++r) row_groups[r] = x.groups(first + r);
     for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes) {
       Ints products[kRows][2];
-      for (int r = 0; r < kRows; ++r) products[r][0] = products[r][1] = Ints{} + (D::kHasMin ? 0 : of[r][g].offset);
+      for (int r = 0; r < kRows; ++r)
+        products[r][0] = products[r][1] = Ints{} + (D::kHasMin ? 0 : row_groups[r][g].offset);
       multiply_panel<Weights, kRows>(
           values + g * kGroup,
           row_bytes(),
@@ -169,16 +175,16 @@ struct QuantizedPacked {
           D::kWordBytes,
           kGroup / D::kPerWord,
           products,
-          fetch);
+          prefetch);
       const auto* header = reinterpret_cast<const at::Half*>(weights);
       const Columns scales = load_columns(header);
       for (int r = 0; r < kRows; ++r)
         for (int side = 0; side < 2; ++side)
-          sums[r][side] += scales[side] * of[r][g].scale * __builtin_convertvector(products[r][side], Floats);
+          sums[r][side] += scales[side] * row_groups[r][g].scale * __builtin_convertvector(products[r][side], Floats);
       if constexpr (D::kHasMin) {
         const Columns minima = load_columns(header + kPanel);
         for (int r = 0; r < kRows; ++r)
-          for (int side = 0; side < 2; ++side) sums[r][side] += minima[side] * of[r][g].sum;
+          for (int side = 0; side < 2; ++side) sums[r][side] += minima[side] * row_groups[r][g].sum;
       }
     }
   }
@@ -188,15 +194,15 @@ struct QuantizedPacked {
 
   static Columns load_columns(const at::Half* from) {
     const FloatPair pair = load_pair(from);
-    return {floats_of(pair.left), floats_of(pair.right)};
+    return {to_floats(pair.left), to_floats(pair.right)};
   }
 };
 
-/// As `unpack_rows` of floats (linear.h), out of weights of 8 bits.
+/// As `unpack_rows` of linear.h, for weights of 8 bits.
 template <typename T>
 void unpack_rows(const int64_t* ids, int64_t count, const QuantizedPacked<Int8Weights>& weight, T* out) {
   using D = Dot<Int8Weights>;
-  in_row_blocks(count, weight.k, [&](int64_t first, int64_t end) {
+  for_each_row_block(count, weight.k, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       const int64_t panel = ids[i] / kPanel, column = ids[i] % kPanel;
       const uint8_t* group = weight.panels + panel * weight.panel_bytes();

@@ -1,4 +1,4 @@
-// Rotary position embedding (arXiv 2104.09864) of queries and keys, and K and V stored where they belong.
+// Rotary position embedding (arXiv 2104.09864) of queries and keys. Stores keys and values in the KV pool.
 #pragma once
 
 #include <vector>
@@ -11,15 +11,15 @@ namespace tercet {
 template <typename T>
 struct Heads {
   int64_t heads, kv_heads, head_dim;
-  /// [context, head_dim]: cosines of a position's angles, then sines
+  /// [context, head_dim]: the cosines of a position's angles, then the sines
   const float* cos_sin;
-  /// [head_dim] each: RMSNorm of every head (Qwen 3); nullptr: none
+  /// [head_dim] each: weights of an RMSNorm of every head (Qwen 3); nullptr: no norm
   const T* q_norm;
   const T* k_norm;
   double eps;
 };
 
-/// One head, normalised if `norm` is given and rotated: component i turns with component i + head_dim / 2.
+/// Normalises one head, if `norm` is given, and rotates it: component i rotates with component i + head_dim / 2.
 template <typename T>
 void rotate_head(const T* x, const T* norm, const float* cos_sin, const Heads<T>& h, float* scratch, T* out) {
   const int64_t dim = h.head_dim, half = dim / 2;
@@ -43,12 +43,12 @@ void rotate_head(const T* x, const T* norm, const float* cos_sin, const Heads<T>
   }
 }
 
-/// qkv [tokens, heads + 2 * kv_heads, head_dim]: queries are rotated in place; rotated keys, and values, are handed to
-/// store(token, KV head, key, value).
+/// Rotates the queries of qkv [tokens, heads + 2 * kv_heads, head_dim] in place. Calls
+/// store(token, KV head, rotated key, value) for every token and KV head.
 template <typename T, typename Store>
 void rotate(T* qkv, int64_t tokens, const int64_t* positions, const Heads<T>& h, const Store& store) {
   const int64_t dim = h.head_dim, row = (h.heads + 2 * h.kv_heads) * dim;
-  in_row_blocks(tokens, row, [&](int64_t first, int64_t end) {
+  for_each_row_block(tokens, row, [&](int64_t first, int64_t end) {
     std::vector<float> scratch(dim);
     std::vector<T> rotated(dim);
     for (int64_t token = first; token < end; ++token) {
@@ -65,7 +65,7 @@ void rotate(T* qkv, int64_t tokens, const int64_t* positions, const Heads<T>& h,
   });
 }
 
-/// Keys and values go to their slots of k_pool and v_pool [slots, kv_heads, head_dim].
+/// Stores keys and values in their slots of k_pool and v_pool [slots, kv_heads, head_dim].
 template <typename T>
 void rotate_and_store(
     T* qkv, int64_t tokens, const int64_t* positions, const int64_t* slots, const Heads<T>& h, T* k_pool, T* v_pool) {
@@ -83,9 +83,9 @@ void rotate_and_store(
     const KVPanels<T>& panels) {
   rotate(qkv, tokens, positions, h, [&](int64_t token, int64_t head, const T* key, const T* value) {
     const int64_t slot = slots[token];
-    const bool alone = token + 1 == tokens || slots[token + 1] != slot + 1;
+    const bool next_slot_follows = token + 1 < tokens && slots[token + 1] == slot + 1;
     panels.store_key(key, slot, head, k_pool);
-    panels.store_value(value, slot, head, alone, v_pool);
+    panels.store_value(value, slot, head, !next_slot_follows, v_pool);
   });
 }
 

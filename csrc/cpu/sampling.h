@@ -1,9 +1,9 @@
-// Draws tokens under temperature, top-k, top-p and min-p: what model_executor/sampling/joint_sampling.py says, without a sort of
-// the vocabulary.
+// Draws tokens under temperature, top-k, top-p and min-p. It does what model_executor/sampling/joint_sampling.py says,
+// without sorting the vocabulary.
 //
-// A token's gap is how far its log-probability is below the best one's; its weight is its probability in units of 2**-34
-// of the best one's, an integer, so sums are exact in any order. Tokens are counted and weighed in buckets of nearly
-// equal gaps. Only the bucket where the kept tokens end is put in order, and the one where the draw falls.
+// A token's gap is the log-probability of the best token minus its own. A token's weight is its probability in units of
+// 2**-34 of the best token's, as an integer, so sums are exact in any order. Tokens are counted and weighed in buckets
+// of nearly equal gaps. Only two buckets are sorted: where the kept tokens end, and where the draw falls.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,11 @@
 #include <vector>
 
 #include "dot.h"
-#include "pool.h"
+#include "thread_pool.h"
 
 namespace tercet {
 
-/// What a row asks for; each selection is off at the value given here.
+/// The sampling parameters of a row. A comment names the value that switches a selection off.
 struct Selection {
   float temperature;  // > 0 and finite
   int64_t top_k;      // >= vocab
@@ -24,7 +24,7 @@ struct Selection {
   float max_gap;      // infinite
 };
 
-/// The tokens of one row and their gaps, for one draw.
+/// The distribution of one row's next token, for one draw.
 class Distribution {
  public:
   Distribution(const float* logits, int64_t vocab, Selection selection)
@@ -33,7 +33,7 @@ class Distribution {
     std::copy(logits + (chunks_ - 1) * kChunk, logits + vocab, tail_);
   }
 
-  /// draw: in [0, 1). Returns -1 where a logit is NaN or no token is possible.
+  /// Draws a token; draw is in [0, 1). Returns -1 if a logit is NaN or no token is possible.
   int64_t sample(double draw) {
     const float peak = find_peaks();
     if (!(peak > -kInfinity)) return -1;
@@ -44,11 +44,11 @@ class Distribution {
   }
 
  private:
-  /// Tokens that are looked at, or passed over, together.
+  /// Tokens of a chunk. A chunk whose tokens are all beyond the limit is skipped.
   static constexpr int64_t kChunk = 64;
   static constexpr int32_t kBuckets = 2048;
   static constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  /// exp(-24.3) * 2**34 < 0.5: tokens further away weigh nothing.
+  /// exp(-24.3) * 2**34 < 0.5: the weight of tokens with a larger gap is rounded to zero.
   static constexpr float kWeightless = 24.3f;
 
   struct Bucket {
@@ -61,13 +61,13 @@ class Distribution {
     bool operator<(const Token& other) const { return gap != other.gap ? gap < other.gap : id < other.id; }
   };
 
-  /// Memory of one thread.
+  /// The memory of one thread.
   struct Scratch {
-    std::vector<float> nearest;  // of each chunk: the smallest gap; before gaps are known, the largest logit
+    std::vector<float> nearest;    // for each chunk, the smallest gap; before gaps are known, the largest logit
     std::vector<float> sorted;
-    std::vector<int64_t> weights;  // of each chunk
+    std::vector<int64_t> weights;  // for each chunk
     std::vector<Bucket> buckets;   // the last one is for tokens beyond the limit
-    std::vector<Token> tokens;     // of one bucket, in order
+    std::vector<Token> tokens;     // those of one bucket, sorted
   };
 
   static Scratch& scratch() {
@@ -75,20 +75,20 @@ class Distribution {
     return scratch;
   }
 
-  /// Notes the largest logit of each chunk; returns the largest of all, NaN if any is.
+  /// Stores the largest logit of each chunk in scratch_.nearest. Returns the largest of all; NaN if any logit is NaN.
   float find_peaks() {
     scratch_.nearest.assign(round_up(chunks_, kLanes), -kInfinity);
     Vec best(-kInfinity);
     for (int64_t c = 0; c < chunks_; ++c) {
-      Vec most(-kInfinity);
-      for (int64_t i = 0; i < kChunk; i += kLanes) most = at::vec::maximum(most, Vec::loadu(chunk(c) + i));
-      scratch_.nearest[c] = max_of(most);
-      best = at::vec::maximum(best, most);
+      Vec largest(-kInfinity);
+      for (int64_t i = 0; i < kChunk; i += kLanes) largest = at::vec::maximum(largest, Vec::loadu(chunk(c) + i));
+      scratch_.nearest[c] = max_of(largest);
+      best = at::vec::maximum(best, largest);
     }
     return max_of(best);
   }
 
-  /// kChunk logits, -inf beyond the vocabulary
+  /// The kChunk logits of a chunk, with -inf beyond the vocabulary.
   const float* chunk(int64_t c) const { return c + 1 < chunks_ ? logits_ + c * kChunk : tail_; }
 
   Vec gaps_of(Vec logits) const {
@@ -119,12 +119,12 @@ class Distribution {
     return total;
   }
 
-  /// Where a draw falls among tokens of this weight. Below 2**53 the product with a draw below 1 is less than weight.
+  /// The point of [0, weight) where a draw falls. A weight below 2**53 times a draw below 1 is less than the weight.
   static int64_t point_of(double draw, int64_t weight) {
     return static_cast<int64_t>(draw * static_cast<double>(weight));
   }
 
-  /// From all tokens that min-p leaves, in order of id.
+  /// Draws from all tokens that min-p keeps, ordered by id.
   int64_t sample_open(double draw) const {
     const float limit = std::min(selection_.max_gap, kWeightless);
     float gaps[kChunk];
@@ -149,7 +149,7 @@ class Distribution {
     return c * kChunk + i;
   }
 
-  /// From the tokens that all selections keep, the most probable first, then by id.
+  /// Draws from the tokens that all selections keep, ordered by probability, then by id.
   int64_t sample_ranked(double draw) {
     limit_ = std::min({selection_.max_gap, kWeightless, gap_with_top_k()});
     buckets_per_gap_ = kBuckets / std::max(limit_, 1e-30f);
@@ -174,7 +174,7 @@ class Distribution {
     return token_at(rest);
   }
 
-  /// A gap that at least top_k tokens do not exceed: those that are nearest in as many chunks.
+  /// An upper bound of the top_k-th smallest gap: the top_k-th smallest of the chunks' smallest gaps.
   float gap_with_top_k() const {
     if (selection_.top_k > chunks_) return kInfinity;
     auto& sorted = scratch_.sorted;
@@ -184,7 +184,7 @@ class Distribution {
     return *kth;
   }
 
-  /// Of kChunk gaps; kBuckets where a gap is beyond the limit.
+  /// The bucket of each of kChunk gaps; kBuckets for a gap beyond the limit.
   void find_buckets(const float (&gaps)[kChunk], int32_t (&numbers)[kChunk]) const {
     for (int64_t i = 0; i < kChunk; ++i) {
       const int32_t number = static_cast<int32_t>(std::min(gaps[i], limit_) * buckets_per_gap_);
@@ -192,7 +192,8 @@ class Distribution {
     }
   }
 
-  /// Counts and weighs tokens within the limit; the weight of all tokens, if top-p asks for it.
+  /// Counts and weighs the tokens within the limit. Returns the weight of all tokens, which top-p needs; without top-p,
+  /// the weight of those looked at.
   int64_t fill_buckets() const {
     scratch_.buckets.assign(kBuckets + 1, Bucket());
     Bucket* buckets = scratch_.buckets.data();
@@ -216,7 +217,7 @@ class Distribution {
     return everything;
   }
 
-  /// The tokens of a bucket, in order, into scratch_.tokens.
+  /// Puts the tokens of a bucket into scratch_.tokens, sorted.
   void sort_bucket(int32_t bucket) const {
     auto& tokens = scratch_.tokens;
     tokens.clear();
@@ -232,12 +233,12 @@ class Distribution {
     std::sort(tokens.begin(), tokens.end());
   }
 
-  /// The weight of what is kept of scratch_.tokens; before: the tokens of the buckets before theirs.
+  /// The weight of the kept tokens of scratch_.tokens. before: the tokens of all buckets before this one.
   int64_t kept_weight(Bucket before, double mass) const {
     const auto& tokens = scratch_.tokens;
     int64_t weight = 0, strictly_before = 0;
     for (size_t i = 0; i < tokens.size(); ++i) {
-      // Equal tokens have the same before them: top-p keeps all or none.
+      // Top-p keeps all tokens with equal gaps or none, so the weight before them is that before the first of them.
       if (i > 0 && tokens[i].gap != tokens[i - 1].gap) strictly_before = weight;
       if (before.count + static_cast<int64_t>(i) >= selection_.top_k || before.weight + strictly_before >= mass) break;
       weight += weight_of(tokens[i].gap);
@@ -245,7 +246,7 @@ class Distribution {
     return weight;
   }
 
-  /// The first of scratch_.tokens up to which the weight exceeds `point`.
+  /// The first token of scratch_.tokens at which the cumulative weight exceeds `point`.
   int64_t token_at(int64_t point) const {
     const Token* token = scratch_.tokens.data();
     while ((point -= weight_of(token->gap)) >= 0) ++token;
@@ -259,7 +260,7 @@ class Distribution {
   float tail_[kChunk];
   Scratch& scratch_;
   float best_ = 0;
-  float limit_ = 0;  // gap beyond which no token is kept
+  float limit_ = 0;  // no token with a larger gap is kept
   float buckets_per_gap_ = 0;
 };
 

@@ -1,4 +1,4 @@
-"""The threads of the compiled operations (csrc/cpu/pool.h). Each test has a process to itself."""
+"""The threads of the compiled operations (csrc/cpu/thread_pool.h). Each test has a process to itself."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-// Threads that share the items of one job after another.
+// A pool of threads. They share the items of one job, then those of the next.
 //
-// Cores that serve a model on a small machine are shared with the processes around it, so a thread may be late or be
-// taken off its core at any time. Items are claimed one by one, and the caller waits for claimed items only, never for
-// threads: one that has not woken up costs nothing. (OpenMP's barriers wait for every thread; with one other busy
-// process on two cores, a decode step took 60 times as long.)
+// On a small machine other processes use the same cores, so a thread may wake up late or lose its core at any time.
+// Threads claim items one by one, and the caller waits for claimed items, never for threads: a thread that has not
+// woken up costs nothing. (OpenMP's barriers wait for every thread. With one other busy process on two cores, they made
+// a decode step 60 times as long.)
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -21,7 +21,8 @@
 
 namespace tercet {
 
-inline void relax() {
+/// Tells the processor that this is a loop that waits.
+inline void pause_cpu() {
 #if defined(__x86_64__) || defined(__i386__)
   _mm_pause();
 #elif defined(__aarch64__)
@@ -29,16 +30,16 @@ inline void relax() {
 #endif
 }
 
-class Pool {
+class ThreadPool {
  public:
   /// The pool of this process. Its threads start with the first job.
-  static Pool& get() {
+  static ThreadPool& get() {
     // It is never destroyed: when the process exits, other threads may still compute, and the pool's own may be asleep.
-    static Pool& pool = *new Pool;
+    static ThreadPool& pool = *new ThreadPool;
     return pool;
   }
 
-  Pool(const Pool&) = delete;
+  ThreadPool(const ThreadPool&) = delete;
 
   /// Threads that compute, the caller included: what `set_num_threads` was given, else as many as torch has.
   int64_t num_threads() const {
@@ -49,11 +50,11 @@ class Pool {
   /// From the next job on. 0: as many as torch has.
   void set_num_threads(int64_t n) { num_threads_.store(n, std::memory_order_relaxed); }
 
-  /// f(item) for every item of [0, count), each once, on any thread and in any order; returns when all are done.
-  /// f must not throw. Another caller at the same time does its items alone.
+  /// Calls f(item) once for every item of [0, count), on any thread and in any order. Returns when all are finished.
+  /// f must not throw. While a job runs, other callers run their items alone.
   template <typename F>
   void run(int64_t count, const F& f) {
-    std::unique_lock<std::mutex> lock(caller_, std::try_to_lock);
+    std::unique_lock<std::mutex> lock(job_mutex_, std::try_to_lock);
     if (count <= 1 || !lock.owns_lock() || !start_threads()) {
       for (int64_t item = 0; item < count; ++item) f(item);
       return;
@@ -63,32 +64,36 @@ class Pool {
     count_ = count;
     unfinished_.store(count, std::memory_order_relaxed);
     ++job_;
-    // Everything above is seen by whoever sees this.
+    // A thread that sees this value also sees everything above.
     unclaimed_.store(ticket(count), std::memory_order_release);
-    // In one order for all: either a thread that is about to sleep sees the new epoch, or it is seen to sleep.
+    // Both are sequentially consistent: a thread that is about to sleep sees the new epoch, or it is counted here.
     epoch_.fetch_add(1);
     if (sleepers_.load() > 0) epoch_.notify_all();
-    while (do_one()) {
+    while (run_one_item()) {
     }
-    while (unfinished_.load(std::memory_order_acquire) > 0) relax();
+    while (unfinished_.load(std::memory_order_acquire) > 0) pause_cpu();
   }
 
  private:
-  // How long an idle thread looks for the next job before it sleeps: the pauses within a step, tens of microseconds,
-  // should not cost a wake-up (of a virtual processor, often more than the operation); those between two steps should
-  // not cost a core.
-  static constexpr std::chrono::microseconds kPatience{200};
+  /// How long an idle thread spins before it sleeps. It spins through the pauses within a step, tens of microseconds,
+  /// since waking a virtual processor often takes longer than the operation. It sleeps between steps, when other
+  /// processes need the core.
+  static constexpr std::chrono::microseconds kSpinTime{200};
 
-  Pool() = default;
+  ThreadPool() = default;
 
-  /// Number of the job above, unclaimed items below: a claim cannot mistake one job for the next.
-  uint64_t ticket(int64_t unclaimed) const { return static_cast<uint64_t>(job_) << 32 | static_cast<uint64_t>(unclaimed); }
+  /// The number of the job in the upper half, the number of unclaimed items in the lower: a thread cannot take one job
+  /// for another.
+  uint64_t ticket(int64_t unclaimed) const {
+    return static_cast<uint64_t>(job_) << 32 | static_cast<uint64_t>(unclaimed);
+  }
 
-  bool do_one() {
+  /// Claims an item and runs it. False: none is left.
+  bool run_one_item() {
     uint64_t seen = unclaimed_.load(std::memory_order_acquire);
     while (seen & 0xFFFFFFFF) {
       if (unclaimed_.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
-        // The job stays as it is while one of its items is claimed and not finished.
+        // The job cannot change while one of its items is claimed and not finished.
         call_(context_, count_ - static_cast<int64_t>(seen & 0xFFFFFFFF));
         unfinished_.fetch_sub(1, std::memory_order_acq_rel);
         return true;
@@ -97,12 +102,13 @@ class Pool {
     return false;
   }
 
-  void work() {
+  /// The loop of each thread.
+  void run_thread() {
     uint32_t seen = epoch_.load();
     while (!stop_.load()) {
-      while (do_one()) {
+      while (run_one_item()) {
       }
-      if (!wait_for_other_than(seen)) {
+      if (!spin_until_epoch_changes(seen)) {
         sleepers_.fetch_add(1);
         epoch_.wait(seen);
         sleepers_.fetch_sub(1);
@@ -111,23 +117,25 @@ class Pool {
     }
   }
 
-  bool wait_for_other_than(uint32_t seen) const {
-    const auto end = std::chrono::steady_clock::now() + kPatience;
+  /// False: it did not change within kSpinTime.
+  bool spin_until_epoch_changes(uint32_t seen) const {
+    const auto end = std::chrono::steady_clock::now() + kSpinTime;
     do {
       for (int i = 0; i < 50; ++i) {
         if (epoch_.load(std::memory_order_acquire) != seen) return true;
-        relax();
+        pause_cpu();
       }
     } while (std::chrono::steady_clock::now() < end);
     return false;
   }
 
+  /// Starts or stops threads until there are as many as wanted. False: the caller is the only one.
   bool start_threads() {
     const size_t wanted = num_threads() - 1;
     if (threads_.size() != wanted) {
       stop_threads();
       stop_ = false;
-      for (size_t i = 0; i < wanted; ++i) threads_.emplace_back([this] { work(); });
+      for (size_t i = 0; i < wanted; ++i) threads_.emplace_back([this] { run_thread(); });
     }
     return wanted > 0;
   }
@@ -140,7 +148,7 @@ class Pool {
     threads_.clear();
   }
 
-  std::mutex caller_;
+  std::mutex job_mutex_;
   std::atomic<int64_t> num_threads_{0};
   std::vector<std::thread> threads_;
   void (*call_)(const void*, int64_t) = nullptr;

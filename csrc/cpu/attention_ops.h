@@ -1,0 +1,145 @@
+// The operations of attention, as torch calls them.
+#pragma once
+
+#include "attention.h"
+#include "graph.h"
+#include "op_checks.h"
+#include "rotary.h"
+
+namespace tercet {
+
+/// The shape of a KV pool: plain [slots, kv_heads, head_dim], or in panels (kv_panels.h).
+struct KVPoolShape {
+  int64_t kv_heads, head_dim;
+  bool in_panels;
+  int64_t stride;  // from slot to slot, or from block to block
+};
+
+inline void check_panels(const Tensor& pool, const char* name, at::ScalarType type, at::IntArrayRef shape) {
+  TORCH_CHECK(pool.device().is_cpu() && pool.scalar_type() == type, name, " must be ", type, " on the CPU");
+  TORCH_CHECK(pool.sizes() == shape, name, " must have shape ", shape, ", got ", pool.sizes());
+  int64_t stride = 1;
+  for (int64_t d = pool.dim() - 1; d > 0; stride *= shape[d--])
+    TORCH_CHECK(pool.stride(d) == stride, "blocks of ", name, " must be contiguous");
+}
+
+inline KVPoolShape check_kv_pools(const Tensor& k_pool, const Tensor& v_pool, at::ScalarType type) {
+  const bool in_panels = k_pool.dim() != 3;
+  const int64_t per_word = 4 / c10::elementSize(type), slots = k_pool.size(0), kv_heads = k_pool.size(1);
+  const int64_t dim = k_pool.size(2) * (in_panels ? per_word : 1);
+  if (!in_panels) {
+    check(k_pool, "k_pool", type, {slots, kv_heads, dim});
+    check(v_pool, "v_pool", type, {slots, kv_heads, dim});
+  } else {
+    TORCH_CHECK(dim % kPanel == 0, "heads must be whole panels");
+    check_panels(k_pool, "k_pool", type, {slots, kv_heads, dim / per_word, kPanel, per_word});
+    check_panels(v_pool, "v_pool", type, {slots, kv_heads, dim / kPanel, kPanel / per_word, kPanel, per_word});
+    TORCH_CHECK(v_pool.stride(0) == k_pool.stride(0), "blocks of both pools must be equally far apart");
+  }
+  return {kv_heads, dim, in_panels, k_pool.stride(0)};
+}
+
+inline void rotate_and_store_op(
+    const Tensor& qkv,
+    const Tensor& positions,
+    const Tensor& slots,
+    const Tensor& cos_sin,
+    const optional<Tensor>& q_norm,
+    const optional<Tensor>& k_norm,
+    double eps,
+    const Tensor& k_pool,
+    const Tensor& v_pool) {
+  const auto type = qkv.scalar_type();
+  const KVPoolShape pool = check_kv_pools(k_pool, v_pool, type);
+  const int64_t kv_heads = pool.kv_heads, dim = pool.head_dim;
+  const int64_t tokens = qkv.size(0);
+  const int64_t heads = qkv.size(1) / dim - 2 * kv_heads;
+  TORCH_CHECK(heads > 0 && heads % kv_heads == 0 && dim % 2 == 0, "qkv does not fit the pool");
+  check(qkv, "qkv", type, {tokens, (heads + 2 * kv_heads) * dim});
+  check(positions, "positions", at::kLong, {tokens});
+  check(slots, "slots", at::kLong, {tokens});
+  check(cos_sin, "cos_sin", at::kFloat, {cos_sin.size(0), dim});
+  TORCH_CHECK(q_norm.has_value() == k_norm.has_value(), "a norm of queries without one of keys, or the reverse");
+  if (q_norm) check(*q_norm, "q_norm", type, {dim});
+  if (k_norm) check(*k_norm, "k_norm", type, {dim});
+  const auto call = [&]<typename T>(T, const auto&... panels) {
+    const Heads<T> shape{
+        heads, kv_heads, dim, cos_sin.const_data_ptr<float>(), data_or_null<T>(q_norm), data_or_null<T>(k_norm), eps};
+    run_or_record(
+        tokens,
+        [=,
+         qkv = qkv.data_ptr<T>(),
+         positions = positions.const_data_ptr<int64_t>(),
+         slots = slots.const_data_ptr<int64_t>(),
+         k_pool = k_pool.data_ptr<T>(),
+         v_pool = v_pool.data_ptr<T>()](int64_t tokens) {
+          rotate_and_store(qkv, tokens, positions, slots, shape, k_pool, v_pool, panels...);
+        });
+  };
+  if (pool.in_panels)
+    TERCET_DOT_FLOAT(type, [&] { call(scalar_t(), KVPanels<scalar_t>{pool.stride, dim}); });
+  else
+    TERCET_ANY_FLOAT(type, [&] { call(scalar_t()); });
+}
+
+inline Tensor attention_op(
+    const Tensor& q,
+    const Tensor& k_pool,
+    const Tensor& v_pool,
+    const Tensor& slot_table,
+    const Tensor& rows,
+    const Tensor& seq_lens,
+    const optional<Tensor>& starts,
+    optional<int64_t> window,
+    double scale) {
+  const auto type = q.scalar_type();
+  const KVPoolShape pool = check_kv_pools(k_pool, v_pool, type);
+  const int64_t kv_heads = pool.kv_heads, dim = pool.head_dim;
+  const int64_t tokens = q.size(0), heads = q.size(1);
+  const int64_t num_requests = rows.size(0);
+  TORCH_CHECK(q.size(2) == dim, "heads of q must be as large as those of the pool");
+  TORCH_CHECK(q.device().is_cpu() && q.stride(2) == 1 && q.stride(1) == dim, "heads of q must be contiguous");
+  TORCH_CHECK(heads % kv_heads == 0, "heads must be a multiple of kv_heads");
+  check(slot_table, "slot_table", at::kInt, slot_table.sizes());
+  check(rows, "rows", at::kLong, {num_requests});
+  check(seq_lens, "seq_lens", at::kLong, {num_requests});
+  if (starts)
+    check(*starts, "starts", at::kLong, {num_requests + 1});
+  else
+    TORCH_CHECK(tokens == num_requests, "without starts every request has one new token");
+  TORCH_CHECK(!starts || !Graph::recording(), "attention of prompts cannot be recorded");
+  const auto out = empty_result({tokens, heads * dim}, q.options());
+  constexpr int64_t kEverything = std::numeric_limits<int32_t>::max();
+  const AttentionBatch batch{
+      .slot_table = slot_table.const_data_ptr<int32_t>(),
+      .context = slot_table.size(1),
+      .rows = rows.const_data_ptr<int64_t>(),
+      .seq_lens = seq_lens.const_data_ptr<int64_t>(),
+      .starts = data_or_null<int64_t>(starts),
+      .num_requests = num_requests,
+      .heads = heads,
+      .kv_heads = kv_heads,
+      .head_dim = dim,
+      .window = window.value_or(kEverything),
+  };
+  const auto call = [&]<typename T, bool kInPanels>() {
+    const AttentionInputs<T> inputs{
+        .batch = batch,
+        .q = q.const_data_ptr<T>(),
+        .q_stride = q.stride(0),
+        .pool = {k_pool.const_data_ptr<T>(), v_pool.const_data_ptr<T>(), pool.stride},
+        .scale = static_cast<float>(scale),
+        .out = out.data_ptr<T>(),
+    };
+    run_or_record(num_requests, [inputs, plan = step_plan(batch, sizeof(T))](int64_t requests) {
+      Attention<T, kInPanels>(inputs, plan->get(requests, ThreadPool::get().num_threads())).run();
+    });
+  };
+  if (pool.in_panels)
+    TERCET_DOT_FLOAT(type, [&] { call.template operator()<scalar_t, true>(); });
+  else
+    TERCET_ANY_FLOAT(type, [&] { call.template operator()<scalar_t, false>(); });
+  return out;
+}
+
+}  // namespace tercet

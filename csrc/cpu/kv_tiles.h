@@ -1,0 +1,185 @@
+// Tiles of keys and values: where their slots are in the pools, and their panels, which attention multiplies.
+//
+// A pool in panels (kv_panels.h) is multiplied from where it is. From a plain pool [slots, kv_heads, head_dim] the keys
+// and values of a tile are packed into panels first.
+#pragma once
+
+#include <vector>
+
+#include "attention_plan.h"
+#include "kv_panels.h"
+
+namespace tercet {
+
+/// The type that numbers of type T are multiplied as: bfloat16 where the processor can, else float.
+template <typename T>
+struct ComputeTypeOf {
+  using type = float;
+};
+#ifdef __AVX512BF16__
+template <>
+struct ComputeTypeOf<at::BFloat16> {
+  using type = at::BFloat16;
+};
+#endif
+
+template <typename T>
+struct KVPool {
+  const T* k;
+  const T* v;
+  int64_t block_stride;  // from block to block, of a pool in panels
+};
+
+/// kInPanels: the pools are in panels.
+template <typename T, bool kInPanels>
+class TileReader {
+  using C = typename ComputeTypeOf<T>::type;
+  static constexpr int64_t kPerWord = Dot<C>::kPerWord;
+  static constexpr int64_t kPanelsPerTile = kTile / kPanel;
+  static_assert(!kInPanels || std::is_same_v<T, C>);
+
+ public:
+  TileReader(const AttentionBatch& batch, const KVPool<T>& pool)
+      : batch_(batch),
+        pool_(pool),
+        head_dim_(batch.head_dim),
+        width_(round_up(head_dim_, kPanel)),
+        zeros_(batch.kv_heads * head_dim_) {}
+
+  /// The addresses of a tile's slots. All KV heads of a slot lie one after the other. The addresses beyond the last key
+  /// are those of zeros. For a pool in panels, only the first slot of each panel has addresses.
+  struct Tile {
+    int64_t first, num_keys = 0;
+    const T* k[kTile];
+    const T* v[kTile];
+  };
+
+  struct Panel {
+    const C* numbers;
+    const C* next = nullptr;  // the panel of the next tile, to be prefetched; packing prefetches by itself
+
+    /// Prefetches, with every word from `number` on, as many bytes of the next panel. Only the first rows do so.
+    auto prefetch(int64_t number, int64_t first_row) const {
+      constexpr int64_t kBytes = kPanel * kPerWord * sizeof(C);
+      if constexpr (kInPanels)
+        return Prefetch{reinterpret_cast<const char*>(next + number), first_row == 0 ? kBytes : 0};
+      else
+        return NoPrefetch{};
+    }
+  };
+
+  /// The panels of a tile for one KV head, kPanel keys each. Keys: [width / kPerWord][kPanel][kPerWord]; values:
+  /// [width / kPanel][kPanel / kPerWord][kPanel][kPerWord].
+  struct Panels {
+    Panel k[kPanelsPerTile];
+    Panel v[kPanelsPerTile];
+  };
+
+  /// Finds the slots of a tile that begins at position `first`. After the last key of the task the tile is empty.
+  void find(const Task& task, int64_t first, Tile& tile) const {
+    constexpr int64_t step = kInPanels ? kPanel : 1;
+    const int64_t stride = kInPanels ? pool_.block_stride : batch_.kv_heads * head_dim_;
+    tile.first = first;
+    tile.num_keys = std::clamp<int64_t>(task.keys.end - first, 0, kTile);
+    const int32_t* slots = batch_.slots(task.request) + first;
+    for (int64_t i = 0; i < kTile; i += step) {
+      const bool exists = i < tile.num_keys;
+      tile.k[i] = exists ? pool_.k + slots[i] / step * stride : zeros_.data();
+      tile.v[i] = exists ? pool_.v + slots[i] / step * stride : zeros_.data();
+    }
+  }
+
+  /// The panels of a tile for one KV head. From a plain pool they are packed into k_buffer and v_buffer, each of
+  /// kTile * width numbers. Either way, the same head of the next tile is prefetched.
+  Panels panels(const Tile& tile, const Tile& next, int64_t kv_head, C* k_buffer, C* v_buffer) const {
+    Panels panels;
+    if constexpr (kInPanels) {
+      const int64_t offset = kv_head * kPanel * head_dim_;
+      for (int64_t i = 0; i < kPanelsPerTile; ++i) {
+        panels.k[i] = {tile.k[i * kPanel] + offset, next.k[i * kPanel] + offset};
+        panels.v[i] = {tile.v[i * kPanel] + offset, next.v[i * kPanel] + offset};
+      }
+    } else {
+      const int64_t padded_keys = round_up(tile.num_keys, kPanel);
+      pack_keys(tile, next, kv_head, padded_keys, k_buffer);
+      pack_values(tile, next, kv_head, padded_keys, v_buffer);
+      for (int64_t i = 0; i < kPanelsPerTile; ++i) {
+        panels.k[i].numbers = k_buffer + i * kPanel * width_;
+        panels.v[i].numbers = v_buffer + i * kPanel * width_;
+      }
+    }
+    return panels;
+  }
+
+ private:
+  /// Prefetches a KV head of a slot.
+  void prefetch_slot(const T* slot, int64_t kv_head) const {
+    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+    for (int64_t d = 0; d < head_dim_; d += kLine) prefetch_line(slot + kv_head * head_dim_ + d);
+  }
+
+  /// A vector of words: the numbers of a row from number d on, as C, with zeros beyond head_dim. `Floats` is only the
+  /// container: a word may hold two numbers.
+  Floats load_words(const T* row, int64_t d) const {
+    constexpr int64_t kNumbers = kLanes * kPerWord;
+    Floats words{};
+    if constexpr (std::is_same_v<T, C>) {
+      if (d + kNumbers <= head_dim_)
+        words = load_floats(reinterpret_cast<const float*>(row + d));
+      else if (d < head_dim_)
+        std::memcpy(&words, row + d, (head_dim_ - d) * sizeof(T));
+    } else {
+      Vec loaded(0.f);
+      if (d < head_dim_) loaded = load_pair(row + d, std::min(kLanes, head_dim_ - d)).left;
+      std::memcpy(&words, &loaded, sizeof(words));
+    }
+    return words;
+  }
+
+  /// Transposes the keys: word w of every key of a panel lies side by side.
+  void pack_keys(const Tile& tile, const Tile& next, int64_t kv_head, int64_t padded_keys, C* panels) const {
+    const int64_t words = width_ / kPerWord;
+    for (int64_t i = 0; i < padded_keys; i += kLanes) {
+      for (int64_t r = 0; r < kLanes; ++r) prefetch_slot(next.k[i + r], kv_head);
+      float* panel = reinterpret_cast<float*>(panels) + i / kPanel * words * kPanel + i % kPanel;
+      for (int64_t w = 0; w < words; w += kLanes) {
+        Floats block[kLanes];
+#pragma GCC unroll 16
+        for (int64_t r = 0; r < kLanes; ++r) block[r] = load_words(tile.k[i + r] + kv_head * head_dim_, w * kPerWord);
+        transpose(block);
+#pragma GCC unroll 16
+        for (int64_t r = 0; r < kLanes; ++r) store_floats(panel + (w + r) * kPanel, block[r]);
+      }
+    }
+  }
+
+  /// A word of a value panel holds one component of the values of kPerWord neighbouring positions.
+  void pack_values(const Tile& tile, const Tile& next, int64_t kv_head, int64_t padded_keys, C* panels) const {
+    for (int64_t i = 0; i < padded_keys; ++i) prefetch_slot(next.v[i], kv_head);
+    for (int64_t panel = 0; panel < padded_keys; panel += kPanel)
+      for (int64_t d = 0; d < width_; d += kPanel) {
+        float* words = reinterpret_cast<float*>(panels + panel * width_ + d * kPanel);
+        for (int64_t i = panel; i < panel + kPanel; i += kPerWord, words += kPanel) {
+          const auto value = [&](int64_t at, int64_t d) { return load_words(tile.v[at] + kv_head * head_dim_, d); };
+          if constexpr (kPerWord == 1) {
+            store_floats(words, value(i, d));
+            store_floats(words + kLanes, value(i, d + kLanes));
+          } else {
+            typedef uint16_t Numbers __attribute__((vector_size(kPanel * sizeof(uint16_t))));
+            const auto even = reinterpret_cast<Numbers>(value(i, d)), odd = reinterpret_cast<Numbers>(value(i + 1, d));
+            const auto pairs = interleave(even, odd, std::make_index_sequence<kPanel>());
+            store_floats(words, reinterpret_cast<Floats>(pairs.first));
+            store_floats(words + kLanes, reinterpret_cast<Floats>(pairs.second));
+          }
+        }
+      }
+  }
+
+  const AttentionBatch& batch_;
+  const KVPool<T> pool_;
+  const int64_t head_dim_;
+  const int64_t width_;  // head_dim, rounded up to whole panels
+  const std::vector<T> zeros_;
+};
+
+}  // namespace tercet

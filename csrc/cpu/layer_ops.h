@@ -1,0 +1,147 @@
+// The operations of linear layers, embeddings and norms, as torch calls them.
+#pragma once
+
+#include "graph.h"
+#include "linear.h"
+#include "norm.h"
+#include "op_checks.h"
+#include "quantized.h"
+
+namespace tercet {
+
+template <typename T>
+Packed<T> packed_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns) {
+  const int64_t k = x.size(1), per_word = Dot<T>::kPerWord, panels = ceil_div(columns, kPanel);
+  TORCH_CHECK(k % per_word == 0, "rows of x must be whole words");
+  check(packed, "packed", x.scalar_type(), {panels, k / per_word, kPanel, per_word});
+  if (bias) check(*bias, "bias", at::kFloat, {panels, kPanel});
+  return {packed.const_data_ptr<T>(), data_or_null<float>(bias), k};
+}
+
+inline Tensor linear_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, bool to_float) {
+  check(x, "x", x.scalar_type(), {x.size(0), x.size(1)});
+  const auto out = empty_result({x.size(0), n}, to_float ? x.options().dtype(at::kFloat) : x.options());
+  TERCET_DOT_FLOAT(x.scalar_type(), [&] {
+    const auto weight = packed_weight<scalar_t>(x, packed, bias, n);
+    const auto to = [&](auto* numbers) {
+      run_or_record(
+          x.size(0), [=, x = x.const_data_ptr<scalar_t>()](int64_t rows) { linear(x, rows, weight, n, numbers); });
+    };
+    to_float ? to(out.data_ptr<float>()) : to(out.data_ptr<scalar_t>());
+  });
+  return out;
+}
+
+inline Tensor linear_silu_mul_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n) {
+  check(x, "x", x.scalar_type(), {x.size(0), x.size(1)});
+  const auto out = empty_result({x.size(0), n}, x.options());
+  TERCET_DOT_FLOAT(x.scalar_type(), [&] {
+    const auto weight = packed_weight<scalar_t>(x, packed, bias, 2 * round_up(n, kLanes));
+    run_or_record(x.size(0), [=, x = x.const_data_ptr<scalar_t>(), out = out.data_ptr<scalar_t>()](int64_t rows) {
+      linear_silu_mul(x, rows, weight, n, out);
+    });
+  });
+  return out;
+}
+
+/// Checks that ids are columns of so many panels. Returns their numbers.
+inline const int64_t* check_ids(const Tensor& ids, int64_t panels) {
+  TORCH_CHECK(!Graph::recording(), "looking up vectors cannot be recorded");
+  check(ids, "ids", at::kLong, {ids.size(0)});
+  const int64_t* id = ids.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < ids.size(0); ++i)
+    TORCH_CHECK(0 <= id[i] && id[i] < panels * kPanel, "there is no vector for id ", id[i]);
+  return id;
+}
+
+inline Tensor embedding_op(const Tensor& ids, const Tensor& packed) {
+  const int64_t count = ids.size(0), k = packed.size(1) * packed.size(3);
+  check(packed, "packed", packed.scalar_type(), {packed.size(0), packed.size(1), kPanel, packed.size(3)});
+  const int64_t* id = check_ids(ids, packed.size(0));
+  auto out = at::empty({count, k}, packed.options());
+  TERCET_DOT_FLOAT(packed.scalar_type(), [&] {
+    unpack_rows(id, count, packed.const_data_ptr<scalar_t>(), k, out.data_ptr<scalar_t>());
+  });
+  return out;
+}
+
+inline Tensor quantized_embedding_op(const Tensor& ids, const Tensor& packed, at::ScalarType type) {
+  using Weight = QuantizedPacked<Int8Weights>;
+  const int64_t count = ids.size(0), groups = packed.size(1);
+  check(packed, "packed", at::kByte, {packed.size(0), groups, Weight::kGroupBytes});
+  const int64_t* id = check_ids(ids, packed.size(0));
+  auto out = at::empty({count, groups * kGroup}, packed.options().dtype(type));
+  const Weight weight{packed.const_data_ptr<uint8_t>(), nullptr, groups * kGroup};
+  TERCET_ANY_FLOAT(type, [&] { unpack_rows(id, count, weight, out.data_ptr<scalar_t>()); });
+  return out;
+}
+
+/// Quantises x, then calls f(quantised x, number of rows, weight) with a weight of so many bits.
+template <typename F>
+void with_quantized(
+    const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, int64_t bits, const F& f) {
+  const int64_t k = x.size(1), panels = ceil_div(columns, kPanel);
+  check(x, "x", x.scalar_type(), {x.size(0), k});
+  TORCH_CHECK(k % kGroup == 0, "rows of x must be whole groups");
+  TORCH_CHECK(bits == 4 || bits == 8, "weights must have 4 or 8 bits");
+  if (bias) check(*bias, "bias", at::kFloat, {panels, kPanel});
+  const auto scratch = empty_result({x.size(0), QuantizedRows::row_bytes(k)}, x.options().dtype(at::kByte));
+  const QuantizedRows quantized{scratch.data_ptr<uint8_t>(), k};
+  TERCET_ANY_FLOAT(x.scalar_type(), [&] {
+    run_or_record(
+        x.size(0), [=, x = x.const_data_ptr<scalar_t>()](int64_t rows) { quantize_rows(x, rows, quantized); });
+  });
+  const auto call = [&]<typename Weights>() {
+    using Weight = QuantizedPacked<Weights>;
+    check(packed, "packed", at::kByte, {panels, k / kGroup, Weight::kGroupBytes});
+    const Weight weight{packed.const_data_ptr<uint8_t>(), data_or_null<float>(bias), k};
+    run_or_record(x.size(0), [=](int64_t rows) { f(quantized, rows, weight); });
+  };
+  bits == 4 ? call.template operator()<Int4Weights>() : call.template operator()<Int8Weights>();
+}
+
+inline Tensor quantized_linear_op(
+    const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, int64_t bits, bool to_float) {
+  const auto out = empty_result({x.size(0), n}, to_float ? x.options().dtype(at::kFloat) : x.options());
+  TERCET_ANY_FLOAT(out.scalar_type(), [&] {
+    with_quantized(
+        x, packed, bias, n, bits,
+        [n, out = out.data_ptr<scalar_t>()](const auto& x, int64_t rows, const auto& weight) {
+          linear(x, rows, weight, n, out);
+        });
+  });
+  return out;
+}
+
+inline Tensor quantized_linear_silu_mul_op(
+    const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, int64_t bits) {
+  const auto out = empty_result({x.size(0), n}, x.options());
+  TERCET_ANY_FLOAT(x.scalar_type(), [&] {
+    with_quantized(
+        x, packed, bias, 2 * round_up(n, kLanes), bits,
+        [n, out = out.data_ptr<scalar_t>()](const auto& x, int64_t rows, const auto& weight) {
+          linear_silu_mul(x, rows, weight, n, out);
+        });
+  });
+  return out;
+}
+
+inline Tensor rms_norm_op(const Tensor& x, const optional<Tensor>& residual, const Tensor& weight, double eps) {
+  const int64_t rows = x.size(0), n = x.size(1);
+  check(x, "x", x.scalar_type(), {rows, n});
+  if (residual) check(*residual, "residual", x.scalar_type(), {rows, n});
+  check(weight, "weight", x.scalar_type(), {n});
+  const auto out = empty_result({rows, n}, x.options());
+  TERCET_ANY_FLOAT(x.scalar_type(), [&] {
+    run_or_record(
+        rows,
+        [=,
+         x = x.const_data_ptr<scalar_t>(),
+         residual = residual ? residual->data_ptr<scalar_t>() : nullptr,
+         weight = weight.const_data_ptr<scalar_t>(),
+         out = out.data_ptr<scalar_t>()](int64_t rows) { rms_norm(x, residual, weight, eps, rows, n, out); });
+  });
+  return out;
+}
+
+}  // namespace tercet

@@ -1,0 +1,42 @@
+// What the operations share: dispatch by type, and checks of their arguments.
+#pragma once
+
+#include <ATen/Dispatch.h>
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace tercet {
+
+using at::Tensor;
+using std::optional;
+
+// Calls a lambda with scalar_t = float, bfloat16 or half.
+#define TERCET_ANY_FLOAT(type, ...)                                              \
+  AT_DISPATCH_SWITCH(                                                            \
+      type, "tercet", AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__)                  \
+                          AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__)           \
+                              AT_DISPATCH_CASE(at::kHalf, __VA_ARGS__))
+
+// The same for the types that `Dot` multiplies.
+#ifdef __AVX512BF16__
+#define TERCET_DOT_FLOAT(type, ...)                                              \
+  AT_DISPATCH_SWITCH(                                                            \
+      type, "tercet", AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__)                  \
+                          AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__))
+#else
+#define TERCET_DOT_FLOAT(type, ...) AT_DISPATCH_SWITCH(type, "tercet", AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__))
+#endif
+
+inline void check(const Tensor& tensor, const char* name, at::ScalarType type, at::IntArrayRef shape) {
+  TORCH_CHECK(tensor.device().is_cpu() && tensor.is_contiguous(), name, " must be contiguous and on the CPU");
+  TORCH_CHECK(tensor.scalar_type() == type, name, " must be ", type, ", got ", tensor.scalar_type());
+  TORCH_CHECK(tensor.sizes() == shape, name, " must have shape ", shape, ", got ", tensor.sizes());
+}
+
+template <typename T>
+const T* data_or_null(const optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr<T>() : nullptr;
+}
+
+}  // namespace tercet

@@ -1,0 +1,47 @@
+// Softmax over some of the keys, and how two such results are merged (online softmax, arXiv 1805.02867).
+#pragma once
+
+#include <limits>
+
+#include "vectors.h"
+
+namespace tercet {
+
+/// The largest score before any key is seen. It is less than any score, and finite: exp(kNoScore - kNoScore) is 1, not
+/// NaN.
+constexpr float kNoScore = -1e30f;
+/// The score of a key that a query does not see. Its weight is exactly zero.
+constexpr float kMasked = -std::numeric_limits<float>::infinity();
+
+/// The result of query rows over some keys. For each row: m is the largest score, l the sum of exp(score - m), acc the
+/// sum of exp(score - m) * value.
+struct Partial {
+  float* m;    // [rows]
+  float* l;    // [rows]
+  float* acc;  // [rows, width]
+};
+
+/// acc [width] *= factor
+inline void scale_row(float* acc, int64_t width, float factor) {
+  for (int64_t d = 0; d < width; d += kLanes) store_floats(acc + d, load_floats(acc + d) * factor);
+}
+
+/// Merges the result over other keys into `into`. m and l of both must have room for whole vectors of rows.
+inline void merge(Partial into, Partial from, int64_t rows, int64_t width) {
+  for (int64_t first = 0; first < rows; first += kLanes) {
+    const Vec into_m = Vec::loadu(into.m + first), from_m = Vec::loadu(from.m + first);
+    const Vec m = at::vec::maximum(into_m, from_m), a = (into_m - m).exp(), b = (from_m - m).exp();
+    m.store(into.m + first);
+    (Vec::loadu(into.l + first) * a + Vec::loadu(from.l + first) * b).store(into.l + first);
+    float into_factors[kLanes], from_factors[kLanes];
+    a.store(into_factors);
+    b.store(from_factors);
+    for (int64_t r = first; r < std::min(rows, first + kLanes); ++r)
+      for (int64_t d = r * width; d < (r + 1) * width; d += kLanes)
+        store_floats(
+            into.acc + d,
+            load_floats(into.acc + d) * into_factors[r - first] + load_floats(from.acc + d) * from_factors[r - first]);
+  }
+}
+
+}  // namespace tercet
