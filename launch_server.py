@@ -13,8 +13,8 @@ from .srt.model_files.default_model import DEFAULT_MODEL_NAME, HOW_TO_GET_IT, re
 from .srt.server_args import ServerArgs
 
 _SERVE = "Serve a model over HTTP: OpenAI's endpoints and SGLang's /generate."
-_CHAT = "Talk to a running server, or to a model right here."
-_BENCH = "Measure a running server, or the engine right here."
+_CHAT = "Chat with a running server, or with a model in this process."
+_BENCH = "Run a benchmark of a running server or of the engine."
 _BENCHMARKS = {
     "serving": "bench_serving",
     "offline": "bench_offline_throughput",
@@ -27,9 +27,7 @@ _BENCHMARKS = {
     "compare": "compare",
 }
 """What comes after `tercet bench`, and the module in benchmarks/ whose `main` it is."""
-_MODEL = (
-    f"Hugging Face directory or .gguf file; without one: {DEFAULT_MODEL_NAME}, if it is installed ({HOW_TO_GET_IT})"
-)
+_MODEL = f"Hugging Face directory or .gguf file; default: {DEFAULT_MODEL_NAME}, if installed ({HOW_TO_GET_IT})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chat = commands.add_parser("chat", help=_CHAT, description=_CHAT)
     _add_chat_arguments(chat)
     bench = commands.add_parser("bench", help=_BENCH, description=_BENCH)
-    bench.add_argument("benchmark", choices=_BENCHMARKS, help="its own --help lists its flags")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="go to the benchmark")
+    bench.add_argument("benchmark", choices=_BENCHMARKS, help="each benchmark lists its flags with --help")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="flags of the benchmark")
     namespace = parser.parse_args(argv)
     try:
         if namespace.command == "bench":
@@ -71,12 +69,17 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help=_MODEL)
     parser.add_argument(
-        "--base-url", metavar="URL", help="a running server; default: TERCET_BASE_URL, or the one at the default port"
+        "--base-url", metavar="URL", help="running server; default: TERCET_BASE_URL, else http://127.0.0.1:30000"
     )
-    parser.add_argument("--api-key", metavar="KEY", help="the server's key (or TERCET_API_KEY)")
+    parser.add_argument("--api-key", metavar="KEY", help="API key of the server; default: TERCET_API_KEY")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
-    parser.add_argument("--temperature", metavar="FLOAT", type=float, help="default: the model's")
-    parser.add_argument("--max-tokens", metavar="INT", type=int, help="of one answer; default: to the context's end")
+    parser.add_argument("--temperature", metavar="FLOAT", type=float, help="sampling temperature; default: the model's")
+    parser.add_argument(
+        "--max-tokens",
+        metavar="INT",
+        type=int,
+        help="maximum tokens of an answer; default: up to the end of the context",
+    )
 
 
 def _serve(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> int:
@@ -98,7 +101,7 @@ def server_args_of(namespace: argparse.Namespace) -> ServerArgs:
     named = getattr(namespace, "model_path", None)
     if namespace.model is not None:
         if named is not None and named != namespace.model:
-            raise ValueError(f"two models are named: {namespace.model} and --model-path {named}")
+            raise ValueError(f"two different models are given: {namespace.model} and --model-path {named}")
         namespace.model_path = namespace.model
     elif named is None and namespace.config is None:
         namespace.model_path = str(require_default_model())

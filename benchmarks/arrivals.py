@@ -16,7 +16,7 @@ def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Gen
     more regular. Raises ValueError for a rate or a burstiness that is not positive.
     """
     if not rate > 0:
-        raise ValueError(f"the request rate must be positive (inf: all at once), got {rate}")
+        raise ValueError(f"the request rate must be positive (inf sends all at once), got {rate}")
     if not 0 < burstiness < math.inf:
         raise ValueError(f"burstiness must be positive and finite, got {burstiness}")
     times = np.zeros(count)
@@ -34,8 +34,8 @@ def trace_times(timestamps_s: Sequence[float | None], slowdown: float) -> np.nda
     if not 0 < slowdown < math.inf:
         raise ValueError(f"the slowdown factor must be positive and finite, got {slowdown}")
     if any(one is None for one in timestamps_s):
-        raise ValueError("this dataset has no timestamps; only mooncake has")
+        raise ValueError("this dataset has no timestamps; only mooncake has them")
     times = np.array(timestamps_s, dtype=np.float64)
     if times.size and (np.diff(times) < 0).any():
-        raise ValueError("timestamps must not go back")
+        raise ValueError("timestamps must not decrease")
     return (times - times[0]) * slowdown if times.size else times

@@ -136,7 +136,7 @@ class Dialect(ABC, Generic[C]):
 
         _check_status(await client.stream(self.path, body, on_data))
         if not ended:
-            raise RequestFailed("the stream ended before the answer did")
+            raise RequestFailed("the stream ended before the answer was complete")
 
     def _take_json(self, data: bytes, output: Output, now: float | None) -> bool:
         try:
@@ -250,7 +250,7 @@ class Completions(Dialect[OpenAIChunk]):
         finished = False
         for choice in chunk.choices:
             if choice.finish_reason in ("abort", "error"):
-                raise RequestFailed(f"the server finished with {choice.finish_reason!r}")
+                raise RequestFailed(f"the server ended the answer with finish_reason {choice.finish_reason!r}")
             finished |= choice.finish_reason is not None
             text = self._text(choice)
             if now is not None and self._brings_token(choice, text, output):

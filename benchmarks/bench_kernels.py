@@ -1,10 +1,10 @@
-"""Every kernel over the shapes that serving has, against the device's ceilings and against torch's own.
+"""Measures every kernel on the shapes of serving, against the ceilings of the device and the kernels of torch.
 
     python -m tercet.benchmarks.bench_kernels [--only decode,extend] [--model-path llama-3.1-8b ...] [--quick]
 
-A kernel is checked against its twin in float64 on fresh random data before it is timed; one that fails is not timed.
-Times are medians of graph replays, the L2 cache overwritten before each. Without a GPU it runs in Triton's interpreter
-(TRITON_INTERPRET=1), where only the checks mean something.
+Each kernel is first checked against its float64 twin on random data; a kernel that fails is not timed. Times
+are medians of graph replays; the L2 cache is overwritten before each. Without a GPU the kernels run in Triton's
+interpreter (TRITON_INTERPRET=1), where only the checks are meaningful.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     only = args.only.split(",")
     if not set(only) <= set(_GROUPS):
-        parser.error(f"--only takes some of {', '.join(_GROUPS)}, got {args.only}")
+        parser.error(f"--only must name groups of {', '.join(_GROUPS)}, got {args.only}")
     try:
         device = resolve_device(args.device)
     except ValueError as error:
         parser.error(str(error))
     if device.type == "cpu" and not triton_interpreted():
-        parser.error("kernels need a GPU; without one set TRITON_INTERPRET=1, and give --tiny")
+        parser.error("kernels need a GPU; to run without one, set TRITON_INTERPRET=1 and use --tiny")
     torch.manual_seed(args.seed)
     result = Result("kernels", "Kernels", parser.prog, argv, device)
     result.ceilings = measure_ceilings(device, small=args.tiny)
@@ -87,17 +87,21 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    parser.add_argument("--only", default=",".join(_GROUPS), help=f"groups, of {', '.join(_GROUPS)} (default: all)")
+    parser.add_argument(
+        "--only", default=",".join(_GROUPS), help=f"groups of kernels to measure: {', '.join(_GROUPS)} (default: all)"
+    )
     parser.add_argument(
         "--model-path",
         nargs="+",
         default=["llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b"],
-        help=f"shapes: paths, or presets ({', '.join(PRESETS)})",
+        help=f"models whose shapes are measured: paths or presets ({', '.join(PRESETS)})",
     )
-    parser.add_argument("--quick", action="store_true", help="few shapes, of the first model only")
-    parser.add_argument("--tiny", action="store_true", help="sizes that prove nothing, for the interpreter")
-    parser.add_argument("--check-only", action="store_true", help="check, do not time")
-    parser.add_argument("--seed", type=int, default=0, help="of the random data (default: 0)")
+    parser.add_argument("--quick", action="store_true", help="measure few shapes, of the first model only")
+    parser.add_argument(
+        "--tiny", action="store_true", help="use tiny sizes, for the interpreter; the timings have no meaning"
+    )
+    parser.add_argument("--check-only", action="store_true", help="check results without timing")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random data (default: 0)")
     add_results_arguments(parser)
     return parser
 

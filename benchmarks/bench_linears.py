@@ -1,11 +1,11 @@
-"""The matrix products of one decode step on a CPU, in every form that weights are packed in here, against oneDNN's.
+"""Measures the matrix products of a decode step on a CPU, for each kind of packed weights and for oneDNN.
 
     python -m tercet.benchmarks.bench_linears [--model-path smollm2-135m] [--batch-size 1,4,16,64] [--kinds bf16,...]
 
-A step is every linear layer of the model once, one after the other, then the output head; nothing between them. With
---prefill the rows are tokens of one prompt, and the head multiplies the last of them only. Every kind multiplies the
-same random weights with the same random numbers, in turns. The ceilings are what torch reaches in the same run: reading
-memory, and products of large matrices of the kind's numbers.
+A step runs every linear layer of the model once, in order, then the output head, and nothing else. With --prefill the
+rows are tokens of one prompt, and the head multiplies only the last row. The kinds take turns and multiply the same
+random weights with the same random inputs. The ceilings are what torch reaches in the same run: the rate of reading
+memory, and the rate of large matrix products in the data type of the kind.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     here = kinds_here(config)
     names = list(here) if args.kinds is None else args.kinds.split(",")
     if not set(names) <= set(here):
-        parser.error(f"--kinds takes some of {', '.join(here)} for this model and processor, got {args.kinds}")
+        parser.error(f"--kinds must name kinds of {', '.join(here)} for this model and processor, got {args.kinds}")
     torch.manual_seed(args.seed)
     keep_freed_memory()  # as a server does
     kinds = [here[name] for name in names]
@@ -214,14 +214,24 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--model-path", default="smollm2-135m", help=f"shape: a path, or a preset ({', '.join(PRESETS)})"
+        "--model-path",
+        default="smollm2-135m",
+        help=f"model whose shapes are measured: a path or a preset ({', '.join(PRESETS)})",
     )
-    parser.add_argument("--batch-size", type=_numbers, default=[1, 4, 16, 64, 256], help="rows (default: 1,4,...,256)")
-    parser.add_argument("--prefill", action="store_true", help="rows are a prompt's: the head multiplies one of them")
-    parser.add_argument("--kinds", help="separated by commas (default: all that run on this processor)")
-    parser.add_argument("--rounds", type=int, default=7, help="the median counts (default: 7)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random data (default: 0)")
-    parser.add_argument("--small-ceilings", action="store_true", help="measure ceilings with sizes that prove nothing")
+    parser.add_argument(
+        "--batch-size", type=_numbers, default=[1, 4, 16, 64, 256], help="numbers of rows (default: 1,4,...,256)"
+    )
+    parser.add_argument(
+        "--prefill", action="store_true", help="treat the rows as one prompt: the head multiplies its last row only"
+    )
+    parser.add_argument(
+        "--kinds", help="kinds of weights, separated by commas (default: all kinds that run on this processor)"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="number of rounds; the median is reported (default: 7)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random data (default: 0)")
+    parser.add_argument(
+        "--small-ceilings", action="store_true", help="measure ceilings with tiny sizes, to try the program"
+    )
     add_results_arguments(parser)
     return parser
 

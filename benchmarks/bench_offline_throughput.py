@@ -1,11 +1,11 @@
-"""How many tokens a second the whole engine makes of many requests that come at once.
+"""Measures the output tokens per second of the whole engine for many requests that arrive at once.
 
     python -m tercet.benchmarks.bench_offline_throughput --model-path qwen3-0.6b --num-prompts 256
     python -m tercet.benchmarks.bench_offline_throughput --model-path llama-3.1-8b --num-prompts 32 \\
         --input-len 32 --output-len 8192 --compare transformers
 
-The engine's three processes, driven by `tercet.Engine`, greedily, on random token ids. A peer gets the same ids in the
-same run, in alternating order. The first run of each side is a warm-up, outside the clock.
+`tercet.Engine` sends greedy requests of random token ids to the three processes. A peer gets the same ids in the same
+run, in alternating order. The first run of each engine is a warm-up and is not timed.
 """
 
 from __future__ import annotations
@@ -83,13 +83,21 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--num-prompts", type=_positive, default=256, help="requests (default: 256)")
-    parser.add_argument("--input-len", type=Span.parse, default=Span(100, 1024), help="N or A-B (default: 100-1024)")
-    parser.add_argument("--output-len", type=Span.parse, default=Span(100, 1024), help="N or A-B (default: 100-1024)")
-    parser.add_argument("--seed", type=int, default=0, help="of the requests (default: 0)")
-    parser.add_argument("--rounds", type=_positive, default=1, help="rounds; the median counts (default: 1)")
-    parser.add_argument("--compare", choices=("transformers",), help="a peer that gets the same requests")
-    parser.add_argument("--small-ceilings", action="store_true", help="measure ceilings with sizes that prove nothing")
+    parser.add_argument("--num-prompts", type=_positive, default=256, help="number of requests (default: 256)")
+    parser.add_argument(
+        "--input-len", type=Span.parse, default=Span(100, 1024), help="prompt tokens, N or A-B (default: 100-1024)"
+    )
+    parser.add_argument(
+        "--output-len", type=Span.parse, default=Span(100, 1024), help="answer tokens, N or A-B (default: 100-1024)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests (default: 0)")
+    parser.add_argument(
+        "--rounds", type=_positive, default=1, help="number of rounds; the median is reported (default: 1)"
+    )
+    parser.add_argument("--compare", choices=("transformers",), help="engine that is measured with the same requests")
+    parser.add_argument(
+        "--small-ceilings", action="store_true", help="measure ceilings with tiny sizes, to try the program"
+    )
     add_results_arguments(parser)
     add_engine_arguments(parser)
     return parser

@@ -1,9 +1,9 @@
-"""One batch at a time: prefill latency, decode steps against the memory's bandwidth, and how long the device idles.
+"""Measures one batch at a time: prefill latency, decode steps against memory bandwidth, idle time of the device.
 
     python -m tercet.benchmarks.bench_one_batch --model-path llama-3.2-1b --batch-size 1,32 --context-len 1024,8192
 
-Decode steps are driven on the runner, past the scheduler ("runner"), and through the scheduler as the engine does
-("scheduler"); both keep one step in flight. Weights, prompts and cached keys and values are random.
+Decode steps are launched on the runner alone ("runner") and by the scheduler, as in the engine ("scheduler"). Both keep
+one step in flight. Weights, prompts and cached keys and values are random.
 """
 
 from __future__ import annotations
@@ -79,19 +79,27 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--batch-size", type=_numbers, default=[1, 32], help="of decode steps (default: 1,32)")
-    parser.add_argument("--context-len", type=_numbers, default=[1024], help="tokens each attends to (default: 1024)")
-    parser.add_argument("--prefill-len", type=_numbers, default=[4096], help="tokens of a prefill (default: 4096)")
-    parser.add_argument("--num-steps", type=int, default=64, help="decode steps of a round (default: 64)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds; the median counts (default: 3)")
     parser.add_argument(
-        "--idle-steps", type=int, default=100, help="steps traced for idle time, on a GPU (default: 100)"
+        "--batch-size", type=_numbers, default=[1, 32], help="batch sizes of decode steps (default: 1,32)"
     )
     parser.add_argument(
-        "--compare-cuda-graph", action="store_true", help="decode without recorded steps as well; same tokens?"
+        "--context-len", type=_numbers, default=[1024], help="tokens that each request attends to (default: 1024)"
     )
-    parser.add_argument("--trace", metavar="FILE", type=Path, help="keep the trace there (.json or .json.gz)")
-    parser.add_argument("--small-ceilings", action="store_true", help="measure ceilings with sizes that prove nothing")
+    parser.add_argument(
+        "--prefill-len", type=_numbers, default=[4096], help="prompt tokens of a prefill (default: 4096)"
+    )
+    parser.add_argument("--num-steps", type=int, default=64, help="decode steps in a round (default: 64)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds; the median is reported (default: 3)")
+    parser.add_argument(
+        "--idle-steps", type=int, default=100, help="decode steps traced to measure idle time of a GPU (default: 100)"
+    )
+    parser.add_argument(
+        "--compare-cuda-graph", action="store_true", help="decode without recorded steps too, and compare the tokens"
+    )
+    parser.add_argument("--trace", metavar="FILE", type=Path, help="write the trace to this file (.json or .json.gz)")
+    parser.add_argument(
+        "--small-ceilings", action="store_true", help="measure ceilings with tiny sizes, to try the program"
+    )
     add_results_arguments(parser)
     add_engine_arguments(parser)
     return parser
@@ -212,7 +220,7 @@ class _Bench:
             traced_s = engine.run_decode(batch_size, context_len, num_steps, _tracing(path))
             activity = device_activity(read_events(path))
         if activity is None:
-            raise ValueError("the trace shows no device operation")
+            raise ValueError("the trace has no device operation")
         busy_s = activity.busy_s / num_steps
         what = f"over {num_steps} decode steps, batch {batch_size}, context {context_len}, graphs {graphs}"
         table = self._result.table(f"Device idle time {what}", ["", "ms a step", "idle"])

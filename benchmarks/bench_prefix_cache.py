@@ -1,8 +1,9 @@
-"""What the prefix cache is worth: groups of prompts that begin alike, with the cache and without.
+"""Measures the gain from the prefix cache, on groups of prompts that share a prefix.
 
     python -m tercet.benchmarks.bench_prefix_cache --model-path qwen3-0.6b --num-groups 32 --prompts-per-group 8
 
-Two engines in turns in the same run; each round starts with an empty cache. All requests come at once, shuffled.
+An engine with the cache and one without take turns in the same run. Each round starts with an empty cache. All requests
+arrive at once, in random order.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     server_args = engine_args(parser, args)
     if server_args.disable_radix_cache:
-        parser.error("--disable-radix-cache is what is compared here: leave it out")
+        parser.error("--disable-radix-cache is not allowed: this benchmark compares engines with and without it")
     config = load_model_config(server_args.model_path, server_args.load_format)
     name = model_name(server_args.model_path)
     requests = shared_prefix_requests(
@@ -70,13 +71,19 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--num-groups", type=int, default=32, help="prompts that begin alike form one (default: 32)")
-    parser.add_argument("--prompts-per-group", type=int, default=8, help="(default: 8)")
-    parser.add_argument("--shared-len", type=int, default=896, help="tokens that a group shares (default: 896)")
-    parser.add_argument("--own-len", type=int, default=128, help="tokens of each prompt after them (default: 128)")
+    parser.add_argument(
+        "--num-groups", type=int, default=32, help="number of groups of prompts with the same prefix (default: 32)"
+    )
+    parser.add_argument("--prompts-per-group", type=int, default=8, help="prompts in each group (default: 8)")
+    parser.add_argument(
+        "--shared-len", type=int, default=896, help="tokens of the prefix that a group shares (default: 896)"
+    )
+    parser.add_argument(
+        "--own-len", type=int, default=128, help="tokens of each prompt after the shared prefix (default: 128)"
+    )
     parser.add_argument("--output-len", type=int, default=64, help="tokens of each answer (default: 64)")
-    parser.add_argument("--seed", type=int, default=0, help="of the requests (default: 0)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds; the median counts (default: 3)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests (default: 0)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds; the median is reported (default: 3)")
     add_results_arguments(parser)
     add_engine_arguments(parser)
     return parser

@@ -1,11 +1,10 @@
-"""What fewer bits a weight cost: how far a model's next-token distributions move, on a text.
+"""Measures how much quantization changes a model's next-token distributions on a text.
 
     python -m tercet.benchmarks.bench_quantization [--model-path MODEL] [--num-tokens 4096]
 
-The text is cut into windows that know nothing of one another. At every token of every window, the distribution of the
-next one is compared with that of the same model in float32: the Kullback-Leibler divergence from it, and whether the
-likeliest token is the same. The model is run as it is served, prefill only; activations have the type that they have by
-default. CPU only.
+The text is cut into independent windows. At every token the distribution of the next token is compared with the
+distribution of the same model in float32, by the Kullback-Leibler divergence and by the most likely token. The model
+runs as in serving, but only prefills, with activations in the default data type. CPU only.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.model_path is None:
-            raise ValueError("--model-path is needed: the default model is not installed")
+            raise ValueError("--model-path is required because the default model is not installed")
         if not cpu_extension.load():
-            raise ValueError("there is no build of the compiled operations for this processor, and so no quantization")
+            raise ValueError("quantization needs the compiled C++ kernels, which are not available on this processor")
         config = load_model_config(args.model_path)
         windows = read_windows(args, config)
         measured = compare(config, windows)
@@ -67,11 +66,17 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--model-path", default=find_default_model(), help="with weights and a tokenizer (default: the default model)"
+        "--model-path",
+        default=find_default_model(),
+        help="model with weights and a tokenizer (default: the default model)",
     )
-    parser.add_argument("--text", metavar="FILE", type=Path, default=BUNDLED_TEXT, help="default: the bundled one")
-    parser.add_argument("--num-tokens", type=int, default=4096, help="of the text's start (default: 4096)")
-    parser.add_argument("--window", type=int, default=512, help="tokens that are read at once (default: 512)")
+    parser.add_argument(
+        "--text", metavar="FILE", type=Path, default=BUNDLED_TEXT, help="text to predict (default: the bundled text)"
+    )
+    parser.add_argument(
+        "--num-tokens", type=int, default=4096, help="number of tokens, from the start of the text (default: 4096)"
+    )
+    parser.add_argument("--window", type=int, default=512, help="tokens in one forward pass (default: 512)")
     add_results_arguments(parser)
     return parser
 
@@ -85,7 +90,7 @@ def read_windows(args: argparse.Namespace, config: ModelConfig) -> torch.Tensor:
         raise ValueError(f"--num-tokens must be at least --window {args.window}, got {args.num_tokens}")
     ids = load_tokenizer(str(args.model_path)).encode(args.text.read_text(encoding="utf-8"))
     if len(ids) < num_windows * args.window:
-        raise ValueError(f"{args.text} has {len(ids)} tokens, --num-tokens asks for {args.num_tokens}")
+        raise ValueError(f"--num-tokens must be at most {len(ids)}, the length of {args.text}, got {args.num_tokens}")
     return torch.tensor(ids[: num_windows * args.window]).view(num_windows, args.window)
 
 

@@ -136,7 +136,7 @@ async def _run(options: argparse.Namespace) -> _Run:
         )
         dialect = backend.dialect(wish)
         if not dialect.ids_allowed and any(not isinstance(one.prompt, str) for one in requests):
-            raise BenchError(f"the dataset has prompts of token ids, and --backend {options.backend} takes text")
+            raise BenchError(f"the dataset has prompts of token ids, but --backend {options.backend} accepts text only")
         times = _times(options, requests)
         bodies = [dialect.encode(one) for one in requests]
 
@@ -175,7 +175,7 @@ async def _wait_until_ready(client: HttpClient, timeout_s: float) -> None:
         except TimeoutError:
             why = "no answer"
         if time.monotonic() + _POLL_S > deadline:
-            raise BenchError(f"the server is not ready after {timeout_s:g} s: {why}")
+            raise BenchError(f"the server was not ready within {timeout_s:g} s: {why}")
         if not told:
             sys.stderr.write(f"waiting up to {timeout_s:g} s for {client.base_url}\n")
             told = True
@@ -209,7 +209,7 @@ def _tokenizer(options: argparse.Namespace, server: _Server) -> Tokenizer:
     named = options.tokenizer or options.model
     places = ([named] if named else []) + ([] if options.tokenizer else server.paths)
     if not places:
-        raise BenchError("the server does not say what model it serves: give --tokenizer")
+        raise BenchError("the server does not name its model; give --tokenizer")
     place = next((one for one in places if Path(one).exists()), places[0])
     try:
         return load_tokenizer(place)

@@ -1,9 +1,9 @@
-"""How soon a server is ready, and what memory it takes: from exec to the first 200 of /health, process by process.
+"""Measures the time from exec to the first 200 of /health, and the memory of each process.
 
     python -m tercet.benchmarks.bench_startup --rounds 5 MODEL --dtype bfloat16
 
-Whatever is no flag of the benchmark goes to `tercet serve`. A start outside the clock comes first: it brings files into
-memory and fills the weight cache. Linux only.
+All other flags go to `tercet serve`. The first start is not timed: it brings files into the page cache and fills the
+weight cache. Linux only.
 """
 
 from __future__ import annotations
@@ -58,11 +58,15 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--rounds", type=int, default=5, help="starts that are measured (default: 5)")
-    parser.add_argument("--num-requests", type=int, default=4, help="before memory is looked at again (default: 4)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measured starts (default: 5)")
+    parser.add_argument(
+        "--num-requests", type=int, default=4, help="requests before the second memory measurement (default: 4)"
+    )
     parser.add_argument("--input-len", type=int, default=256, help="tokens of each prompt (default: 256)")
     parser.add_argument("--output-len", type=int, default=32, help="tokens of each answer (default: 32)")
-    parser.add_argument("--ready-timeout-s", type=float, default=300.0, help="for a start (default: 300)")
+    parser.add_argument(
+        "--ready-timeout-s", type=float, default=300.0, help="maximum seconds for a start (default: 300)"
+    )
     add_results_arguments(parser)
     return parser
 
@@ -107,7 +111,7 @@ def _request(args: argparse.Namespace) -> bytes:
 async def _ask(client: HttpClient, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
     answer = await client.request(method, path, body)
     if answer.status != 200:
-        raise ServerFailed(f"{path} was answered {answer.status}: {answer.body[:300].decode(errors='replace')}")
+        raise ServerFailed(f"{path} returned status {answer.status}: {answer.body[:300].decode(errors='replace')}")
     found: dict[str, Any] = json.loads(answer.body)
     return found
 

@@ -1,8 +1,8 @@
-"""What this device reaches when nothing is in its way: copy bandwidth, and matrix products on random data.
+"""Measures the ceilings of a device: copy bandwidth, and the rate of matrix products on random data.
 
     python -m tercet.benchmarks.ceilings [--device cuda] [--results DIR]
 
-Every benchmark measures them in its own run and scores itself against them.
+Every benchmark measures them in its own run and reports its share of them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tercet.benchmarks.ceilings", description=__doc__)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
-    parser.add_argument("--small", action="store_true", help="sizes that prove nothing, to try the program")
+    parser.add_argument(
+        "--small", action="store_true", help="use tiny sizes, to try the program; the results have no meaning"
+    )
     add_results_arguments(parser)
     args = parser.parse_args(argv)
     device = resolve_device(args.device)

@@ -87,7 +87,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure Tercet and other servers side by side, each started in turn on the same model files.",
     )
     parser.add_argument(
-        "--models", metavar="DIR", type=Path, required=True, help="where the model files are; made if they are not"
+        "--models",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="folder of the model files, which are created if missing",
     )
     parser.add_argument(
         "--peer",
@@ -95,28 +99,43 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         type=_named,
         default=[],
-        help=f"a server ({', '.join(ENGINES)}): its program or the environment that it is in; "
-        "default: those on PATH (vllm, llama-server)",
+        help=f"server ({', '.join(ENGINES)}) and the path of its program or environment "
+        "(default: vllm and llama-server, if they are on PATH)",
     )
     parser.add_argument(
-        "--args", metavar="NAME=FLAGS", action="append", type=_named, default=[], help="further flags for that server"
+        "--args",
+        metavar="NAME=FLAGS",
+        action="append",
+        type=_named,
+        default=[],
+        help="further flags for the server NAME",
     )
     parser.add_argument(
-        "--workloads", metavar="NAMES", type=_workloads, default=list(WORKLOADS.values()), help="default: W1,W2,W3,W4"
+        "--workloads",
+        metavar="NAMES",
+        type=_workloads,
+        default=list(WORKLOADS.values()),
+        help="workloads to run (default: W1,W2,W3,W4)",
     )
-    parser.add_argument("--rounds", type=_positive, help="default: 5; with --quick: 1")
-    parser.add_argument("--quick", action="store_true", help="few, short requests: does it all work?")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts; default: 0")
-    parser.add_argument("--ready-timeout-s", type=float, default=300.0, help="for a start; default: 300")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="for one measurement; default: 600")
+    parser.add_argument("--rounds", type=_positive, help="number of rounds (default: 5; with --quick: 1)")
+    parser.add_argument(
+        "--quick", action="store_true", help="send few and short requests, to try whether everything works"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: 0)")
+    parser.add_argument(
+        "--ready-timeout-s", type=float, default=300.0, help="maximum seconds for a start (default: 300)"
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, default=600.0, help="maximum seconds for one measurement (default: 600)"
+    )
     parser.add_argument(
         "--max-other-load",
         metavar="SHARE",
         type=float,
         default=0.05,
-        help="a measurement is repeated, twice at most, when other processes took more of the cores; default: 0.05",
+        help="repeat a measurement, at most twice, if other processes used a larger share of the cores (default: 0.05)",
     )
-    parser.add_argument("--logs", metavar="DIR", type=Path, help="keep what the servers say")
+    parser.add_argument("--logs", metavar="DIR", type=Path, help="write the servers' logs to this folder")
     add_results_arguments(parser)
     return parser
 
@@ -141,9 +160,9 @@ def _peers(args: argparse.Namespace) -> list[Peer]:
     places = {TERCET: OWN_PYTHON, **(dict(args.peer) or find_on_path())}
     flags = dict(args.args)
     for name in {*places, *flags} - ENGINES.keys():
-        raise ValueError(f"there is no server {name!r}; known are {', '.join(ENGINES)}")
+        raise ValueError(f"unknown server {name!r}; known servers: {', '.join(ENGINES)}")
     for name in flags.keys() - places.keys():
-        raise ValueError(f"--args for {name}, which takes no part")
+        raise ValueError(f"--args names {name}, which is not measured")
     peers = []
     for name, place in places.items():
         engine = ENGINES[name]
@@ -295,7 +314,7 @@ def _workloads(text: str) -> list[Workload]:
     names = text.split(",")
     for name in names:
         if name not in WORKLOADS:
-            raise argparse.ArgumentTypeError(f"there is no workload {name!r}; known are {', '.join(WORKLOADS)}")
+            raise argparse.ArgumentTypeError(f"unknown workload {name!r}; known workloads: {', '.join(WORKLOADS)}")
     return [WORKLOADS[name] for name in dict.fromkeys(names)]
 
 

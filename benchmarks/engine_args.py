@@ -22,9 +22,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 def engine_args(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> ServerArgs:
     """What was asked for. Leaves through `parser.error` where it does not fit."""
     for name in sorted(_http_settings() & set(vars(namespace))):
-        parser.error(f"{name} is a setting of the HTTP server, and there is none here")
+        parser.error(f"{name} is a setting of the HTTP server, which this benchmark does not start")
     if not hasattr(namespace, "model_path") and namespace.config is None:
-        parser.error("--model-path is needed: a model, or the name of a preset")
+        parser.error("--model-path is required: a model or the name of a preset")
     defaults = {"skip_tokenizer_init": True, "log_level": "warning"}
     try:
         if hasattr(namespace, "model_path"):

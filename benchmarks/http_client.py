@@ -60,7 +60,7 @@ class HttpClient:
         lines.update(headers or {})
         for name, value in lines.items():
             if not name or not value.isprintable() or not name.isascii() or any(char in name for char in " :\r\n"):
-                raise ValueError(f"not a header: {name!r}: {value!r}")
+                raise ValueError(f"invalid header {name!r}: {value!r}")
         self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode()
         self._idle: list[_Connection] = []
 
@@ -112,9 +112,9 @@ class HttpClient:
         try:
             _, connection = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
         except TimeoutError as error:
-            raise HttpError(f"no connection to {self.base_url} in {CONNECT_TIMEOUT_S:.0f} s") from error
+            raise HttpError(f"could not connect to {self.base_url} within {CONNECT_TIMEOUT_S:.0f} s") from error
         except OSError as error:
-            raise HttpError(f"no connection to {self.base_url}: {error.strerror or error}") from error
+            raise HttpError(f"could not connect to {self.base_url}: {error.strerror or error}") from error
         return connection, True
 
 

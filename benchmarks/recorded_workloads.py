@@ -39,7 +39,7 @@ def custom(
         if "prompt" not in line:
             turns = _two_turns(line, where)
             if turns is None:
-                raise ValueError(f"{where}: neither prompt nor two turns of conversations")
+                raise ValueError(f"{where}: the line has neither a prompt nor conversations with two turns")
             lines.append(turns)
             continue
         prompt = line["prompt"]
@@ -51,7 +51,7 @@ def custom(
             raise ValueError(f"{where}: completion must be a text")
         answer = _natural(line, "output_len", where) if "output_len" in line else completion
         if answer is None and output_len is None:
-            raise ValueError(f"{where}: neither output_len nor completion, and no --sharegpt-output-len")
+            raise ValueError(f"{where}: the line has neither output_len nor completion; give --sharegpt-output-len")
         lines.append((prompt, answer))
     return _sample(maker, lines, path, num_prompts, output_len, context_len, seed)
 
@@ -137,7 +137,7 @@ def _sample(
         if not too_short and (context_len is None or length + wanted <= context_len):
             requests.append(Request(prompt, length, wanted))
     if not requests:
-        raise ValueError(f"{path} has no prompt that can be asked")
+        raise ValueError(f"{path} has no usable prompt")
     return requests
 
 
@@ -154,7 +154,7 @@ def _two_turns(entry: Any, where: str) -> tuple[str, str] | None:
     for turn in turns[:2]:
         text = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
         if not isinstance(text, str):
-            raise ValueError(f"{where}: a turn must have content or value, a text")
+            raise ValueError(f"{where}: a turn must have a text in content or value")
         texts.append(text)
     return texts[0], texts[1]
 
@@ -162,7 +162,7 @@ def _two_turns(entry: Any, where: str) -> tuple[str, str] | None:
 def _natural(line: dict[str, Any], name: str, where: str) -> int:
     value = line.get(name)
     if type(value) is not int or value < 1:
-        raise ValueError(f"{where}: {name} must be a number from 1 on, got {value!r}")
+        raise ValueError(f"{where}: {name} must be a number of at least 1, got {value!r}")
     return value
 
 

@@ -136,7 +136,7 @@ def percent(share: float | None) -> str:
 
 
 def add_results_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--results", metavar="DIR", type=Path, help="write the result there, as .md and .json")
+    parser.add_argument("--results", metavar="DIR", type=Path, help="write the result to this folder, as .md and .json")
 
 
 def finish(result: Result, args: argparse.Namespace) -> None:

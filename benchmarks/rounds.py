@@ -57,8 +57,8 @@ def check_lengths(name: str, requests: Sequence[Request], done: Round) -> None:
     ]
     if short:
         raise ValueError(
-            f"{name}: {len(short)} answers of another length than asked, such as {short[0][0]} instead of "
-            f"{short[0][1]} tokens"
+            f"{name}: {len(short)} answers do not have the requested length; one has {short[0][0]} tokens "
+            f"instead of {short[0][1]}"
         )
 
 

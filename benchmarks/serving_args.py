@@ -55,7 +55,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program,
         usage="%(prog)s [options]",
-        description="Measure a running server: throughput, latencies, goodput.",
+        description="Measure throughput, latencies and goodput of a running server.",
     )
     _add_server_flags(parser.add_argument_group("server"))
     _add_dataset_flags(parser.add_argument_group("requests"))
@@ -65,16 +65,24 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--backend", choices=BACKENDS, default="tercet", help="kind of server (default: tercet)")
-    group.add_argument("--base-url", metavar="URL", help="default: http://HOST:PORT")
-    group.add_argument("--host", help="default: 127.0.0.1")
-    group.add_argument("--port", type=int, help="default: 30000; with vllm and vllm-chat: 8000")
-    group.add_argument("--model", help="name of the model in requests, and its tokenizer; default: what is served")
-    group.add_argument("--served-model-name", metavar="NAME", help="name in requests, if it is not --model")
-    group.add_argument("--tokenizer", metavar="PATH", help="default: --model, or what the server says")
-    group.add_argument("--header", metavar="NAME=VALUE", nargs="+", type=_header, help="sent with every request")
+    group.add_argument("--backend", choices=BACKENDS, default="tercet", help="protocol of the server (default: tercet)")
+    group.add_argument("--base-url", metavar="URL", help="address of the server (default: http://HOST:PORT)")
+    group.add_argument("--host", help="host of the server (default: 127.0.0.1)")
+    group.add_argument("--port", type=int, help="port of the server (default: 30000; with vllm and vllm-chat: 8000)")
+    group.add_argument("--model", help="model name in requests, and its tokenizer (default: the served model)")
+    group.add_argument("--served-model-name", metavar="NAME", help="model name in requests, if it is not --model")
     group.add_argument(
-        "--ready-check-timeout-sec", metavar="S", type=_not_negative, default=60.0, help="default: 60; 0: no check"
+        "--tokenizer",
+        metavar="PATH",
+        help="directory or .gguf file (default: --model, else the model that the server names)",
+    )
+    group.add_argument("--header", metavar="NAME=VALUE", nargs="+", type=_header, help="headers of every request")
+    group.add_argument(
+        "--ready-check-timeout-sec",
+        metavar="S",
+        type=_not_negative,
+        default=60.0,
+        help="maximum seconds to wait for the server (default: 60; 0: do not wait)",
     )
     group.add_argument("--flush-cache", action="store_true", help="empty the prefix cache after the warm-up")
 
@@ -85,29 +93,31 @@ def _add_dataset_flags(group: argparse._ArgumentGroup) -> None:
         shown = "" if default in (None, False) else f" (default: {default})"
         group.add_argument(flag, default=None, help=help_text + shown, **kwargs)
 
-    group.add_argument("--dataset-name", choices=DATASETS, default="random", help="default: random")
+    group.add_argument("--dataset-name", choices=DATASETS, default="random", help="kind of requests (default: random)")
     add(
         "--dataset-path",
-        "file of the dataset; with random: another text, or a ShareGPT .json",
+        "file of the dataset; with random: a text or a ShareGPT .json that replaces the bundled text",
         metavar="FILE",
         type=Path,
     )
-    group.add_argument("--num-prompts", type=_positive, help=f"default: {_DEFAULT_NUM_PROMPTS}; all of a shared prefix")
+    group.add_argument(
+        "--num-prompts", type=_positive, help=f"number of requests (default: {_DEFAULT_NUM_PROMPTS}; with groups: all)"
+    )
     group.add_argument("--tokenize-prompt", action="store_true", help="send token ids instead of text")
-    add("--random-input-len", "most tokens of a prompt", type=_positive)
-    add("--random-output-len", "most tokens of an answer", type=_positive)
-    add("--random-range-ratio", "lengths are uniform in [RATIO * LEN, LEN]; 1: all alike", type=_ratio)
+    add("--random-input-len", "maximum tokens of a prompt", type=_positive)
+    add("--random-output-len", "maximum tokens of an answer", type=_positive)
+    add("--random-range-ratio", "lengths are uniform in [RATIO * LEN, LEN]; 1: equal lengths", type=_ratio)
     add("--sharegpt-output-len", "tokens of every answer; default: as in the file", type=_positive)
-    add("--sharegpt-context-len", "leave out what is longer in all", type=_positive)
-    add("--gsp-num-groups", "prompts of a group begin alike", type=_positive)
+    add("--sharegpt-context-len", "leave out requests whose prompt and answer are longer together", type=_positive)
+    add("--gsp-num-groups", "number of groups; the prompts of a group share a prefix", type=_positive)
     add("--gsp-prompts-per-group", "requests of each group", type=_positive)
-    add("--gsp-system-prompt-len", "tokens that a group shares", type=_positive)
-    add("--gsp-question-len", "tokens of each request's own", type=_positive)
+    add("--gsp-system-prompt-len", "tokens of the prefix that a group shares", type=_positive)
+    add("--gsp-question-len", "tokens of each prompt after the shared prefix", type=_positive)
     add("--gsp-output-len", "tokens of an answer", type=_positive)
-    add("--gsp-ordered", "one group after the other instead of shuffled", action="store_true")
-    add("--use-trace-timestamps", "send when the trace did", action="store_true")
-    add("--mooncake-slowdown-factor", "2: at half the trace's pace", type=_above_zero)
-    group.add_argument("--seed", type=_not_negative_int, default=42, help="default: 42")
+    add("--gsp-ordered", "send one group after the other instead of shuffling", action="store_true")
+    add("--use-trace-timestamps", "send requests at the times of the trace", action="store_true")
+    add("--mooncake-slowdown-factor", "factor on the times of the trace; 2 sends at half its pace", type=_above_zero)
+    group.add_argument("--seed", type=_not_negative_int, default=42, help="seed of the requests (default: 42)")
 
 
 def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
@@ -116,29 +126,46 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
         metavar="R",
         type=_above_zero,
         default=math.inf,
-        help="requests a second; default: inf, all at once",
+        help="requests per second (default: inf, all at once)",
     )
     group.add_argument(
-        "--burstiness", metavar="B", type=_above_zero, help="shape of the gamma distributed gaps; default 1: Poisson"
+        "--burstiness", metavar="B", type=_above_zero, help="shape of the gamma-distributed gaps (default: 1, Poisson)"
     )
-    group.add_argument("--max-concurrency", metavar="N", type=_positive, help="most requests under way; default: all")
-    group.add_argument("--warmup-requests", metavar="N", type=_not_negative_int, default=1, help="default: 1")
-    group.add_argument("--disable-stream", action="store_true", help="ask for whole answers")
-    group.add_argument("--disable-ignore-eos", action="store_true", help="let answers end early")
-    group.add_argument("--temperature", type=_not_negative, default=0.0, help="default: 0")
-    group.add_argument("--extra-request-body", metavar="JSON", type=_json_object, help="further fields of each request")
+    group.add_argument(
+        "--max-concurrency",
+        metavar="N",
+        type=_positive,
+        help="maximum number of concurrent requests (default: no limit)",
+    )
+    group.add_argument(
+        "--warmup-requests", metavar="N", type=_not_negative_int, default=1, help="number of requests (default: 1)"
+    )
+    group.add_argument("--disable-stream", action="store_true", help="request answers without streaming")
+    group.add_argument("--disable-ignore-eos", action="store_true", help="let answers end at EOS tokens")
+    group.add_argument("--temperature", type=_not_negative, default=0.0, help="sampling temperature (default: 0)")
+    group.add_argument(
+        "--extra-request-body", metavar="JSON", type=_json_object, help="further fields of every request"
+    )
 
 
 def _add_output_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--goodput", metavar="NAME:MS", nargs="+", type=_slo, help=f"objectives: {', '.join(SLO_NAMES)}")
-    group.add_argument("--output-file", metavar="FILE", type=Path, help="append the result, a line of JSON")
-    group.add_argument("--output-details", action="store_true", help="with every request's figures and texts")
     group.add_argument(
-        "--plot", metavar="PNG", nargs="?", const="", help="latencies and throughput in the terminal, and to a file"
+        "--goodput", metavar="NAME:MS", nargs="+", type=_slo, help=f"latency objectives: {', '.join(SLO_NAMES)}"
     )
-    group.add_argument("--plot-throughput", action="store_true", help="throughput and concurrency in the terminal")
-    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
-    group.add_argument("--tag", help="noted in the result")
+    group.add_argument(
+        "--output-file", metavar="FILE", type=Path, help="append the result to this file as a line of JSON"
+    )
+    group.add_argument("--output-details", action="store_true", help="write the figures and text of every request, too")
+    group.add_argument(
+        "--plot",
+        metavar="PNG",
+        nargs="?",
+        const="",
+        help="plot latencies and throughput in the terminal, and in a file if one is named",
+    )
+    group.add_argument("--plot-throughput", action="store_true", help="plot throughput and concurrency in the terminal")
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
+    group.add_argument("--tag", help="label of the result")
 
 
 def _complete(options: argparse.Namespace) -> None:
@@ -149,19 +176,23 @@ def _complete(options: argparse.Namespace) -> None:
         if given in (None, False):
             setattr(options, flag, default)
         elif name not in datasets:
-            raise ValueError(f"--{flag.replace('_', '-')} is for {', '.join(datasets)}, not for {name}")
+            raise ValueError(
+                f"--{flag.replace('_', '-')} is allowed only with datasets {', '.join(datasets)}, got {name}"
+            )
     if name in _NEEDS_FILE and options.dataset_path is None:
-        raise ValueError(f"--dataset-name {name} needs --dataset-path: nothing is downloaded")
+        raise ValueError(f"--dataset-name {name} needs --dataset-path, because no dataset is downloaded")
     if name in _GSP:
         available = options.gsp_num_groups * options.gsp_prompts_per_group
         options.num_prompts = options.num_prompts or available
         if options.num_prompts > available:
-            raise ValueError(f"--num-prompts {options.num_prompts}: the groups have {available} requests in all")
+            raise ValueError(
+                f"--num-prompts must be at most {available}, the requests of all groups, got {options.num_prompts}"
+            )
     options.num_prompts = options.num_prompts or _DEFAULT_NUM_PROMPTS
     if options.tokenize_prompt and options.backend.endswith("-chat"):
-        raise ValueError(f"--tokenize-prompt: a chat takes text, and --backend is {options.backend}")
+        raise ValueError(f"--tokenize-prompt is not allowed with --backend {options.backend}: a chat accepts text only")
     if options.burstiness is not None and options.request_rate == math.inf:
-        raise ValueError("--burstiness needs a --request-rate")
+        raise ValueError("--burstiness needs --request-rate")
     if options.use_trace_timestamps and options.request_rate != math.inf:
         raise ValueError("--use-trace-timestamps and --request-rate exclude each other")
     if options.mooncake_slowdown_factor != 1.0 and not options.use_trace_timestamps:
@@ -172,15 +203,17 @@ def _complete(options: argparse.Namespace) -> None:
         raise ValueError("--output-details needs --output-file")
     extra = options.extra_request_body or {}
     if "stream" in extra:
-        raise ValueError("--extra-request-body: stream has a flag of its own, --disable-stream")
+        raise ValueError("--extra-request-body must not contain stream; use --disable-stream")
     if any(part.get("n", 1) != 1 for part in (extra, extra.get("sampling_params")) if isinstance(part, dict)):
-        raise ValueError("--extra-request-body: n must be 1: one answer a request is measured")
+        raise ValueError("--extra-request-body: n must be 1, because one answer per request is measured")
     _check_goodput(options)
     if options.plot:
         if not options.plot.endswith(".png"):
-            raise ValueError(f"--plot writes PNG, got the name {options.plot!r}")
+            raise ValueError(f"--plot must name a .png file, got {options.plot!r}")
         if not has_matplotlib():
-            raise ValueError("--plot FILE needs matplotlib: pip install 'tercet[plot]'; --plot alone needs nothing")
+            raise ValueError(
+                "--plot FILE needs matplotlib (pip install 'tercet[plot]'); --plot without a file does not"
+            )
     if options.base_url is None:
         port = options.port or BACKENDS[options.backend].default_port
         options.base_url = f"http://{options.host or '127.0.0.1'}:{port}"
@@ -190,9 +223,9 @@ def _check_goodput(options: argparse.Namespace) -> None:
     slos = options.goodput or []
     options.goodput = dict(slos)
     if len(options.goodput) < len(slos):
-        raise ValueError("--goodput: an objective is given twice")
+        raise ValueError("--goodput names an objective twice")
     if options.disable_stream and options.goodput.keys() - {"e2el"}:
-        raise ValueError("--goodput: ttft and tpot need a stream, and there is --disable-stream")
+        raise ValueError("--goodput: ttft and tpot need streaming, but --disable-stream is given")
 
 
 def _positive(text: str) -> int:

@@ -65,7 +65,7 @@ class TransformersSide:
             result = self._manager.get_result(timeout=1)
             if result is None:
                 if not self._manager.is_running():
-                    raise ValueError("transformers' batcher has stopped; its log says why")
+                    raise ValueError("the batcher of transformers has stopped; its log has the reason")
             elif result.error is not None:
                 raise ValueError(f"transformers: {result.error}")
             elif result.is_finished():
@@ -92,6 +92,6 @@ def _load(model_path: str, device: torch.device, dtype: torch.dtype) -> Any:
         with device:  # random weights are made where they are needed
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
-        raise ValueError(f"transformers is compared on a directory or a config.json, not on {model_path!r}")
+        raise ValueError(f"transformers needs a directory or a config.json, got {model_path!r}")
     model.eval()
     return model

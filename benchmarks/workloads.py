@@ -64,7 +64,9 @@ class PromptMaker:
         again = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         plain = [i for i, encoded in zip(ids, again, strict=True) if encoded == [i]]
         if not plain:
-            raise ValueError("this tokenizer has no token that is its own encoding: no prompt can be made up for it")
+            raise ValueError(
+                "random prompts need tokens whose text encodes to the same token, and this tokenizer has none"
+            )
         return np.array(plain, dtype=np.int32)
 
     @cached_property
@@ -134,7 +136,7 @@ def random_text(
     """
     ids = maker.tokenizer.encode(text, add_special_tokens=False)
     if not ids:
-        raise ValueError("the text that prompts are cut from is empty")
+        raise ValueError("the text for prompts is empty")
     sizes = _both_lengths(num_prompts, input_len, output_len, range_ratio, seed)
     rng = random_stream(seed, Stream.CONTENT)
     places = np.concatenate([rng.permutation(len(ids)) for _ in range(-(-num_prompts // len(ids)))])

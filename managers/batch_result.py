@@ -49,7 +49,7 @@ class ResultProcessor:
                 finish = req.accept(tokens)
             except Exception:
                 # The stop checker of one request must not take its neighbours down.
-                logger.exception("Request %s: its stop strings cannot be checked", req.rid)
+                logger.exception("Could not check the stop strings of request %s", req.rid)
                 finish = abort_finish(TercetError("the stop strings of this request could not be checked"))
             if finish is not None:
                 self.finish(req, finish)

@@ -61,10 +61,10 @@ class DetokenizerManager:
             return _text_out(out, self._text(self._tokenizer, out), out.finish)
         except Exception:
             # One request's tokens must not take its neighbours down.
-            _log.exception("request %s cannot be detokenised", out.rid)
+            _log.exception("Could not detokenise request %s", out.rid)
             if out.finish is None:
                 self._failed.add(out.rid)
-            return _text_out(out, "", _failure("the tokens of this request could not be turned into text"))
+            return _text_out(out, "", _failure("the tokens of this request could not be converted to text"))
         finally:
             if out.finish is not None or out.rid in self._failed:
                 self._requests.pop(out.rid, None)
@@ -83,7 +83,7 @@ class DetokenizerManager:
         if request is not None:
             return request.text(out)
         if out.token_ids or out.finish is None:
-            raise ValueError(f"{out.rid}: tokens of a request whose first output never came")
+            raise ValueError(f"request {out.rid} is unknown: its first output is missing")
         return ""  # it ended before it began
 
 

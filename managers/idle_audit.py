@@ -57,7 +57,7 @@ class IdleAudit:
         try:
             self._advance()
         except AssertionError:
-            logger.exception("KV slots without an owner, or with two; rebuilding the pool")
+            logger.exception("The KV audit failed: a slot has no owner or two; rebuilding the pool")
             self._kv.flush()
             self.num_repairs += 1
             self._state = _State.DONE

@@ -42,7 +42,9 @@ class ReqFactory:
         assert sampling.max_new_tokens is not None
         total = len(prompt_ids) + sampling.max_new_tokens
         if total > self._max_total_tokens:
-            raise PromptTooLong(f"the request wants {total} tokens in all; at most {self._max_total_tokens} fit")
+            raise PromptTooLong(
+                f"the request needs {total} tokens (prompt and output); at most {self._max_total_tokens} fit"
+            )
         return Req(
             message.rid,
             prompt_ids,

@@ -133,8 +133,8 @@ class Scheduler:
             req = self._req_factory.make(message, num_waiting=len(self.queues.waiting))
         except Exception as error:
             if not isinstance(error, TercetError):
-                logger.exception("Request %s cannot be made", message.rid)
-                error = TercetError("the scheduler cannot work on this request")
+                logger.exception("Could not create request %s", message.rid)
+                error = TercetError("the scheduler could not create this request")
             self._io.refuse(message.rid, error, len(message.input_ids) // 4)
         else:
             self.queues.add(req)

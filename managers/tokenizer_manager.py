@@ -108,7 +108,7 @@ class TokenizerManager:
         sampling.check_vocab(self.facts.vocab_size)
         if self.tokenizer is None and sampling.stop_strings:
             raise InvalidRequest(
-                "stop needs a tokenizer, and this engine runs with --skip-tokenizer-init", param="stop"
+                "stop needs a tokenizer, but this engine runs with --skip-tokenizer-init", param="stop"
             )
         return sampling
 
@@ -301,7 +301,7 @@ class TokenizerManager:
         else:
             ids = content
         if not ids:
-            raise InvalidRequest("the prompt is empty: at least one token is needed", param="prompt")
+            raise InvalidRequest("the prompt is empty; at least one token is required", param="prompt")
         limit = self.facts.max_req_input_len
         if len(ids) > limit:
             if not self.server_args.allow_auto_truncate:
@@ -324,8 +324,8 @@ class TokenizerManager:
             raise InvalidRequest(f"token ids must be in [0, {vocab_size}), got {wrong}", param="input_ids")
         assert self.tokenizer is not None
         raise InvalidRequest(
-            f"the text has the token {self.tokenizer.id_to_token(wrong)!r} (id {wrong}), for which the model has no "
-            f"row: it has {vocab_size}",
+            f"the text contains the token {self.tokenizer.id_to_token(wrong)!r} (id {wrong}), but the model's "
+            f"vocabulary has only {vocab_size} tokens",
             param="prompt",
         )
 
@@ -333,7 +333,7 @@ class TokenizerManager:
         """Token ids of a text; raises InvalidRequest without a tokenizer or on text that is not Unicode."""
         tokenizer = self.tokenizer
         if tokenizer is None:
-            raise InvalidRequest("this engine runs with --skip-tokenizer-init: send token ids", param="prompt")
+            raise InvalidRequest("this engine has no tokenizer (--skip-tokenizer-init); send token ids", param="prompt")
         # A token of text has at most a few dozen bytes, so this bound refuses only what could never fit.
         most_chars = 256 * max(self.facts.context_len, 1)
         if len(text) > most_chars and not self.server_args.allow_auto_truncate:
@@ -347,7 +347,7 @@ class TokenizerManager:
         tokens = self.tokenizer.tokens_beyond(self.facts.vocab_size) if self.tokenizer is not None else []
         if tokens:
             logger.warning(
-                "The tokenizer knows %d tokens that the model has no row for (%s%s): prompts that have one are refused",
+                "The tokenizer has %d tokens that are not in the model's vocabulary (%s%s); such prompts are refused",
                 len(tokens),
                 ", ".join(map(repr, tokens[:_MAX_TOKENS_SHOWN])),
                 ", ..." if len(tokens) > _MAX_TOKENS_SHOWN else "",

@@ -50,7 +50,7 @@ def load() -> Variant | None:
         if problem is None:
             if problems:
                 logger.warning(
-                    "The compiled operations run in their slower build for %s: %s. %s",
+                    "The CPU runs on the slower build of the C++ kernels, for %s: %s. %s",
                     variant.name,
                     "; ".join(problems),
                     remedy(),
@@ -59,14 +59,13 @@ def load() -> Variant | None:
         problems.append(problem)
     if problems:
         logger.warning(
-            "No compiled operations: %s. The CPU runs on torch's operations, which are slower. %s",
+            "The C++ kernels could not be loaded: %s. The CPU runs on torch's operations, which are slower. %s",
             "; ".join(problems),
             remedy(),
         )
     else:
         logger.warning(
-            "No compiled operations: they need an x86 processor with AVX2. The CPU runs on torch's operations, which "
-            "are slower."
+            "The C++ kernels need an x86 processor with AVX2. The CPU runs on torch's operations, which are slower."
         )
     return None
 
@@ -81,12 +80,12 @@ def _load_build(name: str) -> str | None:
     path = _FOLDER / cpu_build.file_name(name)
     if not path.exists():
         for other in cpu_build.other_builds(_FOLDER, name):
-            return f"{other.name} was built for another Python, which asks for {path.name}"
+            return f"{other.name} was built for another Python; this one needs {path.name}"
         return f"{path.name} was not built (no C++ compiler, or its build failed)"
     try:
         stamp = cpu_build.read_stamp(path)
         if stamp is None:
-            return f"{path.name} does not say what it was built for"
+            return f"{path.name} has no record of what it was built for"
         # A build for another torch may load and then crash: it is judged before it is loaded.
         if stamp.torch != torch.__version__:
             return f"{path.name} was built for torch {stamp.torch}, and this is torch {torch.__version__}"

@@ -90,7 +90,7 @@ class Receiver(Generic[T]):
             try:
                 messages.append(self._decoder.decode(frame))
             except Exception:  # not msgspec's alone: structs check themselves
-                logger.exception("A message of %d bytes cannot be decoded", len(frame))
+                logger.exception("Could not decode a message of %d bytes", len(frame))
                 messages.append(BrokenMessage(_request_ids_of(frame), "a message of this request could not be decoded"))
 
     def wait(self, timeout_s: float) -> bool:
@@ -128,7 +128,7 @@ class AsyncReceiver(Generic[T]):
             try:
                 self._on_message(message)
             except Exception:
-                logger.exception("A message cannot be handled")
+                logger.exception("Could not handle a message")
                 self._give_up(message)
 
     def _give_up(self, message: T | BrokenMessage) -> None:
@@ -136,7 +136,7 @@ class AsyncReceiver(Generic[T]):
         try:
             self._on_message(BrokenMessage(rids, "a message of this request could not be handled"))
         except Exception:
-            logger.exception("Requests cannot be ended: %s", ", ".join(rids))
+            logger.exception("Could not end requests %s", ", ".join(rids))
 
     def close(self) -> None:
         if self._loop is not None:

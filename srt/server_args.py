@@ -39,92 +39,106 @@ class ServerArgs:
     """
 
     model_path: Annotated[str, Setting("Hugging Face directory, .gguf file, or config.json (dummy weights)")]
-    tokenizer_path: Annotated[str | None, Setting("Tokenizer of another directory or .gguf file")] = None
-    skip_tokenizer_init: Annotated[bool, Setting("No tokenizer: token ids in, token ids out")] = False
+    tokenizer_path: Annotated[
+        str | None, Setting("Directory or .gguf file of the tokenizer; default: --model-path")
+    ] = None
+    skip_tokenizer_init: Annotated[bool, Setting("Load no tokenizer: prompts and answers are token ids")] = False
     load_format: Annotated[
-        Literal["auto", "safetensors", "gguf", "dummy"], Setting("Weights' format; dummy: random weights")
+        Literal["auto", "safetensors", "gguf", "dummy"], Setting("Format of the weights; dummy: random weights")
     ] = "auto"
-    context_length: Annotated[int | None, Setting("Tokens of context; default: the model's own")] = None
+    context_length: Annotated[int | None, Setting("Maximum context length in tokens; default: the model's")] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
-        Setting("Type of weights, activations and KV; auto: the model's, on a CPU bfloat16 where it is native"),
+        Setting(
+            "Data type of weights, activations and KV; auto: float16 or bfloat16 on a GPU, bfloat16 or float32 on a CPU"
+        ),
     ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4"] | None,
-        Setting(
-            "On a CPU: weights of 8 or 4 bits, multiplied with activations of 8; default: weights as --dtype has them"
-        ),
+        Setting("CPU only: 8-bit or 4-bit weights, multiplied with 8-bit activations; default: weights in --dtype"),
     ] = None
     weight_cache: Annotated[
-        str, Setting("Folder that keeps dequantised GGUF weights for the next start; auto: ~/.cache/tercet; off: none")
+        str,
+        Setting("Folder that caches dequantised GGUF weights for later starts; auto: ~/.cache/tercet; off: no cache"),
     ] = "auto"
-    chat_template: Annotated[str | None, Setting("Jinja chat template: a file, or the text itself")] = None
-    served_model_name: Annotated[str | None, _server("Name that clients use; default: model-path")] = None
+    chat_template: Annotated[str | None, Setting("Jinja chat template: a file or the template itself")] = None
+    served_model_name: Annotated[str | None, _server("Model name in the API; default: --model-path")] = None
     host: Annotated[str, _server("Address to listen on")] = "127.0.0.1"
-    port: Annotated[int, _server("TCP port to listen on; 0: any free one")] = 30000
-    api_key: Annotated[str | None, _server("Key that every request must bear (or TERCET_API_KEY)")] = None
+    port: Annotated[int, _server("TCP port to listen on; 0: any free port")] = 30000
+    api_key: Annotated[str | None, _server("API key that clients must send; default: the variable TERCET_API_KEY")] = (
+        None
+    )
     sampling_defaults: Annotated[
         Literal["model", "openai"],
-        Setting("Where unset sampling parameters come from: the model's generation_config, or OpenAI's defaults"),
+        Setting("Source of default sampling parameters: the model's generation_config, or OpenAI's defaults"),
     ] = "model"
-    stream_interval: Annotated[int, Setting("Tokens between two chunks of a stream")] = 1
+    stream_interval: Annotated[int, Setting("Number of tokens between two chunks of a stream")] = 1
     incremental_streaming_output: Annotated[
-        bool, _server("/generate streams deltas instead of cumulative text and ids")
+        bool, _server("/generate streams only new text and ids in each event, instead of all so far")
     ] = False
     allow_auto_truncate: Annotated[
-        bool, Setting("Cut a prompt that is too long at its front instead of refusing it")
+        bool, Setting("Drop the first tokens of a prompt that is too long, instead of refusing it")
     ] = False
-    device: Annotated[Literal["auto", "cpu", "cuda"], Setting("Where the model runs")] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Setting("Device of the model; auto: a GPU if there is one, else the CPU")
+    ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "cpu", "torch", "triton"],
-        Setting("Attention and layers; auto: triton on a GPU, on a CPU its compiled operations (cpu), else torch"),
+        Setting("Implementation of attention and layers; auto: triton on a GPU; cpu (C++) or else torch on a CPU"),
     ] = "auto"
     mem_fraction_static: Annotated[
         float | None,
-        Setting(
-            "Share of the memory for weights and KV; default: all that steps leave of a GPU, a modest pool on a CPU"
-        ),
+        Setting("Fraction of memory for weights and KV; default: on a GPU all that steps leave, on a CPU a small pool"),
     ] = None
-    max_total_tokens: Annotated[int | None, Setting("Tokens of the KV pool; default: from the memory")] = None
-    max_running_requests: Annotated[int, Setting("Requests that may run at once")] = 256
-    max_queued_requests: Annotated[int, Setting("Requests that may wait; one more is answered 503")] = 4096
+    max_total_tokens: Annotated[
+        int | None, Setting("Size of the KV pool in tokens; default: computed from the memory")
+    ] = None
+    max_running_requests: Annotated[int, Setting("Maximum number of running requests")] = 256
+    max_queued_requests: Annotated[
+        int, Setting("Maximum number of waiting requests; further requests get status 503")
+    ] = 4096
     chunked_prefill_size: Annotated[
-        int | None, Setting("Most tokens of one prompt in one step; default: 8192 on a GPU, 1024 on a CPU")
+        int | None, Setting("Maximum number of tokens of one prompt in a step; default: 8192 on a GPU, 1024 on a CPU")
     ] = None
     max_prefill_tokens: Annotated[
         int | None,
-        Setting("Most prompt tokens of all requests in one step; default: 16384 on a GPU, 2048 on a CPU"),
+        Setting("Maximum number of prompt tokens of all requests in a step; default: 16384 on a GPU, 2048 on a CPU"),
     ] = None
-    enable_mixed_chunk: Annotated[bool, Setting("Decode running requests in the same step as a prefill")] = False
+    enable_mixed_chunk: Annotated[
+        bool, Setting("Let running requests decode in the steps that prefill other requests")
+    ] = False
     schedule_policy: Annotated[
-        Literal["fcfs", "lpm"], Setting("Order of the waiting queue: arrival, or longest cached prefix first")
+        Literal["fcfs", "lpm"],
+        Setting("Order of the waiting queue; fcfs: first come, first served; lpm: longest cached prefix first"),
     ] = "lpm"
     schedule_conservativeness: Annotated[
-        float, Setting("Above 1: reserve more KV for running requests, retract less")
+        float, Setting("A value above 1 reserves more KV for running requests, so fewer are retracted")
     ] = 1.0
     page_size: Annotated[
-        int | None, Setting("Tokens of a KV page; default: 1, or 32 on a CPU whose compiled operations suit the model")
+        int | None, Setting("Tokens in a KV page; default: 1, or 32 on a CPU whose C++ kernels support the model")
     ] = None
     radix_eviction_policy: Annotated[
-        Literal["lru", "lfu", "fifo", "mru", "filo"], Setting("Which cached prefixes go first")
+        Literal["lru", "lfu", "fifo", "mru", "filo"], Setting("Order in which cached prefixes are evicted")
     ] = "lru"
-    disable_radix_cache: Annotated[bool, Setting("Share no prefixes")] = False
+    disable_radix_cache: Annotated[bool, Setting("Cache and share no prefixes")] = False
     disable_overlap_schedule: Annotated[
-        bool, Setting("Plan a step only when the last one's tokens are home, as a CPU always does")
+        bool, Setting("Plan a step only after the tokens of the last step are known, as is always done on a CPU")
     ] = False
     disable_cuda_graph: Annotated[
-        bool, Setting("Record no decode steps: launch every kernel or operation of one by itself")
+        bool, Setting("Do not record decode steps: launch each kernel or operation separately")
     ] = False
-    cuda_graph_max_bs: Annotated[int | None, Setting("Requests of the largest recorded decode step; default: 256")] = (
-        None
-    )
+    cuda_graph_max_bs: Annotated[
+        int | None, Setting("Batch size of the largest recorded decode step; default: 256")
+    ] = None
     random_seed: Annotated[
         int | None,
-        Setting("Seed of the seeds of requests that bring none, and of dummy weights; default: drawn at each start"),
+        Setting("Seed for requests without a seed and for dummy weights; default: random at each start"),
     ] = None
-    watchdog_timeout: Annotated[float, Setting("Seconds of one step after which the engine counts as hung")] = 300.0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Setting("Least level logged")] = "info"
-    decode_log_interval: Annotated[int, Setting("Decode steps between two log lines")] = 40
+    watchdog_timeout: Annotated[float, Setting("Seconds that a step may take before the engine counts as hung")] = 300.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Setting("Lowest level of log messages that are shown")
+    ] = "info"
+    decode_log_interval: Annotated[int, Setting("Number of decode steps between two log lines")] = 40
 
     def __post_init__(self) -> None:
         for name in (
@@ -157,7 +171,9 @@ class ServerArgs:
             if not self.api_key:
                 raise ValueError("--api-key (or TERCET_API_KEY) must not be empty; leave it out to serve without a key")
             if any(char.isspace() or not char.isprintable() for char in self.api_key):
-                raise ValueError("--api-key (or TERCET_API_KEY) must have no spaces, line breaks or control characters")
+                raise ValueError(
+                    "--api-key (or TERCET_API_KEY) must not contain spaces, line breaks or control characters"
+                )
         if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:
             raise ValueError(f"--mem-fraction-static must be in (0, 1), got {self.mem_fraction_static}")
         if not self.schedule_conservativeness > 0:
@@ -181,7 +197,7 @@ class ServerArgs:
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise ValueError(f"unknown setting {', '.join(unknown)}; there are: {', '.join(sorted(known))}")
+            raise ValueError(f"unknown setting {', '.join(unknown)}; known settings: {', '.join(sorted(known))}")
         try:
             return msgspec.convert(dict(values), cls)
         except msgspec.ValidationError as error:
@@ -222,7 +238,7 @@ def _flags() -> list[_Flag]:
 
 def add_arguments(parser: argparse.ArgumentParser, *, model_required: bool = True) -> None:
     """Adds a flag for every setting, and `--config FILE` (YAML of the same names; the command line wins)."""
-    parser.add_argument("--config", metavar="FILE", help="YAML file with settings; flags given here win over it")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with settings; the command line overrides it")
     for flag in _flags():
         if flag.type is bool:
             parser.add_argument(
@@ -271,7 +287,7 @@ def _read_config(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"--config {path}: expected settings by name, got {type(content).__name__}")
+        raise ValueError(f"--config {path} must contain a YAML mapping of settings, got {type(content).__name__}")
     return {str(key).replace("-", "_"): value for key, value in content.items()}
 
 

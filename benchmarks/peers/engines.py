@@ -88,9 +88,9 @@ def locate(engine: Engine, place: Path) -> Path:
         for folder in (place / "bin", place):
             if (folder / engine.program).is_file():
                 return folder.absolute() / engine.program
-        raise ValueError(f"there is no {engine.program} in {place} or its bin/")
+        raise ValueError(f"{place} and its bin/ have no program {engine.program}")
     if not place.is_file():
-        raise ValueError(f"there is no {place}")
+        raise ValueError(f"{place} does not exist")
     return place.absolute()
 
 

@@ -43,9 +43,9 @@ _TOY_STD = 0.02
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tercet.benchmarks.peers.models",
-        description="Make the models of a comparison: the default one and a toy, in bfloat16, as GGUF and as folders.",
+        description="Create the models of a comparison (default and toy, in bfloat16) as GGUF files and as folders.",
     )
-    parser.add_argument("where", metavar="DIR", type=Path, help="what is there already is left alone")
+    parser.add_argument("where", metavar="DIR", type=Path, help="target folder; files that exist are not changed")
     where = parser.parse_args(argv).where
     try:
         source = gguf.GGUFReader(str(require_default_model()))

@@ -88,7 +88,7 @@ class Server:
                 except HttpError as error:
                     why = str(error)
             if time.monotonic() > self.began_s + timeout_s:
-                raise ServerFailed(f"not ready after {timeout_s:g} s: {why}")
+                raise ServerFailed(f"the server was not ready within {timeout_s:g} s: {why}")
             await asyncio.sleep(_POLL_S)
 
     def processes(self) -> dict[int, Process]:
@@ -118,7 +118,7 @@ class Server:
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         while left := self.processes():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"processes survive SIGKILL: {', '.join(map(str, left))}")
+                raise RuntimeError(f"processes are alive after SIGKILL: {', '.join(map(str, left))}")
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

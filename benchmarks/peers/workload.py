@@ -105,7 +105,7 @@ class Connection:
             async with asyncio.timeout(self.timeout_s):
                 outputs, duration_s = await drive(self.client, self.dialect, bodies, times_s, concurrency)
         except TimeoutError:
-            raise ServerFailed(f"no whole answers after {self.timeout_s:g} s") from None
+            raise ServerFailed(f"the answers were not complete within {self.timeout_s:g} s") from None
         # The connections of a process that dies are closed before it counts as ended.
         self.server.check_alive(within_s=1.0 if any(output.error for output in outputs) else 0.0)
         check_answers(requests, outputs)
@@ -144,13 +144,15 @@ def check_answers(requests: Sequence[Request], outputs: Sequence[Output]) -> Non
         if output.error is not None:
             raise ServerFailed(f"a request failed: {output.error}")
         if output.completion_tokens is None:
-            raise ServerFailed("the server tells no token counts")
+            raise ServerFailed("the server reports no token counts")
         if output.completion_tokens != request.output_len:
             raise ServerFailed(
-                f"an answer of {output.completion_tokens} tokens instead of {request.output_len}: does the server "
-                "honour ignore_eos?"
+                f"an answer has {output.completion_tokens} tokens instead of {request.output_len}; the server may "
+                "ignore ignore_eos"
             )
         if output.prompt_tokens != request.prompt_len:
-            raise ServerFailed(f"a prompt of {request.prompt_len} token ids was read as {output.prompt_tokens} tokens")
+            raise ServerFailed(
+                f"the server counted {output.prompt_tokens} tokens in a prompt of {request.prompt_len} token ids"
+            )
         if not output.text:
             raise ServerFailed("an answer has no text")

@@ -57,7 +57,7 @@ class AttentionBackend(ABC):
                 first.num_kv_heads,
                 first.head_dim,
             ):
-                raise ModelNotSupported(f"attention backend {self.name} needs heads of one kind in all layers")
+                raise ModelNotSupported(f"attention backend {self.name} needs the same kind of heads in all layers")
         self.kv_pool = kv_pool
         self.num_heads, self.num_kv_heads, self.head_dim = first.num_heads, first.num_kv_heads, first.head_dim
         self.scales = [spec.scale for spec in specs]

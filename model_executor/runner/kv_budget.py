@@ -35,7 +35,7 @@ def num_kv_tokens(
     if max_total_tokens is not None:
         if max_total_tokens > fits:
             raise ValueError(
-                f"max_total_tokens {max_total_tokens} needs {_gib(max_total_tokens * bytes_per_token)}, "
+                f"--max-total-tokens {max_total_tokens} needs {_gib(max_total_tokens * bytes_per_token)}, "
                 f"but only {_gib(available)} are available ({max(fits, 0)} tokens)"
             )
         num_tokens = max_total_tokens // page_size * page_size
@@ -50,9 +50,9 @@ def num_kv_tokens(
         num_tokens = min(fits, budget // bytes_per_token // page_size * page_size)
     if num_tokens < 2 * page_size:
         raise ValueError(
-            f"no room for keys and values: {_gib(memory.available)} of {_gib(memory.total)} are available after the "
-            f"weights were loaded, {_gib(reserve)} are for steps, and a token takes {bytes_per_token} bytes; raise "
-            "mem_fraction_static if it was given, else serve with shorter steps (max_prefill_tokens) or fewer requests"
+            f"not enough memory for a KV pool: beside the weights {_gib(memory.available)} of {_gib(memory.total)} are "
+            f"available, steps need {_gib(reserve)}, and a token needs {bytes_per_token} bytes; raise "
+            "--mem-fraction-static if it is given, else lower --max-prefill-tokens or --max-running-requests"
         )
     return num_tokens
 

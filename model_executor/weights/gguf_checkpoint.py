@@ -145,10 +145,10 @@ class GGUFCheckpoint:
             kind = gguf.GGMLQuantizationType(info.type)
             block_len, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError):
-            raise ValueError(f"tensor {info.name!r} has GGML type {info.type}, which is not known") from None
+            raise ValueError(f"tensor {info.name!r} has the unknown GGML type {info.type}") from None
         if info.shape[-1] % block_len:
             raise ValueError(
-                f"tensor {info.name!r} has rows of {info.shape[-1]}, {kind.name} has blocks of {block_len}"
+                f"tensor {info.name!r} has rows of {info.shape[-1]}; {kind.name} needs a multiple of {block_len}"
             )
         raw = self._file.tensor_bytes(info, math.prod(info.shape) // block_len * block_bytes)
         return kind, block_len, raw.reshape(-1, block_bytes)
@@ -166,7 +166,9 @@ class GGUFCheckpoint:
         try:
             values = gguf.dequantize(blocks.reshape(math.prod(info.shape[:-1]), -1), kind)
         except NotImplementedError:
-            raise ValueError(f"tensor {info.name!r} is quantised as {kind.name}, which cannot be undone") from None
+            raise ValueError(
+                f"tensor {info.name!r} is quantised as {kind.name}, which Tercet cannot dequantise"
+            ) from None
         return torch.from_numpy(values).view(info.shape)
 
 

@@ -24,9 +24,9 @@ def check_quantization(quantization: str | None, attention_backend: str, device:
         raise ValueError(f"quantization must be {', '.join(BITS_PER_WEIGHT)} or none, got {quantization!r}")
     if attention_backend != "cpu":
         raise ValueError(
-            f"quantization {quantization} needs a CPU and the attention backend cpu with its compiled operations "
-            "(built when tercet is installed where there is a C++ compiler (pip install --no-build-isolation)), "
-            f"but the device is {device.type} and the attention backend {attention_backend}"
+            f"--quantization {quantization} needs a CPU and the attention backend cpu with the compiled C++ kernels "
+            "(pip install --no-build-isolation builds them with a C++ compiler), "
+            f"but the device is {device.type} and the attention backend is {attention_backend}"
         )
 
 
@@ -44,7 +44,9 @@ def quantized_forms(config: ModelConfig, quantization: str | None) -> dict[str, 
         elif len(shape) == 2 and name != "embed_tokens.weight":
             forms[name] = quantization
         if name in forms and shape[1] % GROUP:
-            raise ValueError(f"quantization needs rows of a multiple of {GROUP}, those of {name} have {shape[1]}")
+            raise ValueError(
+                f"quantization needs rows of a multiple of {GROUP} numbers, but rows of {name} have {shape[1]}"
+            )
     return forms
 
 

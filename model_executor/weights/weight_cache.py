@@ -80,10 +80,10 @@ class WeightCache:
         try:
             self._make_room(entry.num_bytes)
             entry.write(made)
-            logger.info("The dequantised weights are kept in %s", entry.path)
+            logger.info("Cached the dequantised weights in %s", entry.path)
             return SafetensorsFile(entry.path)
         except OSError as error:
-            logger.warning("The dequantised weights cannot be kept in %s: %s", self._folder, error.strerror or error)
+            logger.warning("Could not cache the dequantised weights in %s: %s", self._folder, error.strerror or error)
             return made
 
     def _make_room(self, num_bytes: int) -> None:
@@ -100,7 +100,7 @@ class WeightCache:
                     path.unlink(missing_ok=True)
         room = min(self._most_bytes, shutil.disk_usage(self._folder).free // 2)
         if num_bytes > room:
-            raise OSError(errno.ENOSPC, f"they take {num_bytes >> 20} MiB, there is room for {room >> 20} MiB")
+            raise OSError(errno.ENOSPC, f"they take {num_bytes >> 20} MiB, but only {room >> 20} MiB are available")
 
 
 class _Entry:
@@ -120,11 +120,11 @@ class _Entry:
             file = SafetensorsFile(self.path)
             if file.header == self._header(file.data_crc32()):
                 return file
-            logger.warning("%s is damaged and is made anew", self.path)
+            logger.warning("%s is damaged; writing it again", self.path)
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
-            logger.warning("%s is made anew: %s", self.path, error)
+            logger.warning("Writing %s again: %s", self.path, error)
         return None
 
     def write(self, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -84,8 +84,8 @@ class FlushAnswer(msgspec.Struct, frozen=True):
 class AbortBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of /abort_request: one of the two."""
 
-    rid: Annotated[str | None, doc("The request of exactly this name")] = None
-    abort_all: Annotated[bool | None, doc("Every request")] = None
+    rid: Annotated[str | None, doc("Abort the request or prompt of exactly this name")] = None
+    abort_all: Annotated[bool | None, doc("Abort every request")] = None
 
 
 class AbortAnswer(msgspec.Struct, frozen=True):
@@ -126,11 +126,11 @@ async def health_generate(server: Server, request: Request, body: None) -> ASGIA
         async with asyncio.timeout(server.health_timeout_s):
             out = await generation.result()
     except TimeoutError:
-        raise EngineDead(f"no token within {server.health_timeout_s:g} s") from None
+        raise EngineDead(f"the probe request returned no token within {server.health_timeout_s:g} s") from None
     finally:
         generation.close()
     if isinstance(out.finish, AbortFinish):
-        raise EngineDead("the probe's request was aborted")
+        raise EngineDead("the probe request was aborted")
     return json_response(Status("ok"))
 
 
@@ -244,7 +244,7 @@ async def flush_cache(server: Server, request: Request, body: None) -> ASGIApp:
         timeout_s = -1.0
     if not 0 <= timeout_s <= _MAX_FLUSH_WAIT_S:
         raise InvalidRequest(
-            f"timeout must be seconds in [0, {_MAX_FLUSH_WAIT_S:g}], got {shown(given)}", param="timeout"
+            f"timeout must be a number of seconds in [0, {_MAX_FLUSH_WAIT_S:g}], got {shown(given)}", param="timeout"
         )
     try:
         async with asyncio.timeout(timeout_s + server.flush_timeout_s):
@@ -259,7 +259,7 @@ async def flush_cache(server: Server, request: Request, body: None) -> ASGIApp:
 async def abort_request(server: Server, request: Request, body: AbortBody) -> ASGIApp:
     """Aborts by exact name. Not finding the request is no error: it may just have finished."""
     if (body.rid is not None) == bool(body.abort_all):
-        raise InvalidRequest("one of rid and abort_all: true is needed", param="rid")
+        raise InvalidRequest("exactly one of rid and abort_all: true is required", param="rid")
     manager = server.manager
     if body.rid is None:
         aborted = manager.num_unfinished > 0

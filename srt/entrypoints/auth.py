@@ -22,7 +22,7 @@ class ApiKeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._bears_key(scope):
-            refused = Unauthorized("a valid API key is needed: send it as 'Authorization: Bearer KEY'")
+            refused = Unauthorized("a valid API key is required; send it as 'Authorization: Bearer KEY'")
             await error_response(refused)(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -85,7 +85,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if len(self.connections) > self._max_connections + MAX_SPARE_CONNECTIONS:
                 transport.abort()
             else:
-                self._refuse(QueueFull(f"the server has {self._max_connections} connections, the most it takes"))
+                self._refuse(QueueFull(f"the server has reached its limit of {self._max_connections} connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
@@ -105,7 +105,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_other_bytes += len(data)
         super().data_received(data)
         if self._num_other_bytes > MAX_HEAD_BYTES and self._thrown_away is None and not self.transport.is_closing():
-            self._refuse(HeadTooLarge(f"more than {MAX_HEAD_BYTES} bytes that are not of a body"))
+            self._refuse(HeadTooLarge(f"the request head or trailers must have at most {MAX_HEAD_BYTES} bytes"))
 
     # What the parser finds
 
@@ -117,14 +117,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
-            self._refusal = HeadTooLarge(f"more than {MAX_HEADERS} headers")
+            self._refusal = HeadTooLarge(f"a request must have at most {MAX_HEADERS} headers")
             raise _Refused
         if self._in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if len(self._unanswered) > MAX_PIPELINED:
-            self._refusal = HeadTooLarge(f"more than {MAX_PIPELINED} requests that wait for their answers")
+            self._refusal = HeadTooLarge(f"a connection must have at most {MAX_PIPELINED} unanswered requests")
             raise _Refused
         super().on_headers_complete()
         self._in_head = False
@@ -143,7 +143,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._waiting_since = None
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(self._refusal or InvalidRequest("this is not an HTTP request"))
+        self._refuse(self._refusal or InvalidRequest("this is not a valid HTTP request"))
 
     # Ends
 

@@ -53,7 +53,7 @@ def choose_partner(model: str | None, base_url: str | None, api_key: str | None)
     """The model that is named, else the server that is named, else one at the default port, else the default model."""
     if model is not None:
         if base_url is not None:
-            raise ValueError("name a model or a --base-url, not both")
+            raise ValueError("give a model or --base-url, not both")
         return EngineChat(model, os.path.basename(model.rstrip("/")))
     named = base_url or env.base_url()
     if named is not None:

@@ -89,7 +89,7 @@ class ServerChat:
         try:
             self._model = str(models["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
-            raise ChatError(f"{base_url} serves no model") from None
+            raise ChatError(f"{base_url} lists no model") from None
         self.name = f"{self._model} at {base_url}"
 
     def answer(self, messages: Sequence[ChatMessage], options: ChatOptions) -> Generator[str, None, None]:
@@ -110,7 +110,7 @@ class ServerChat:
                     raise ChatError(_message_of(event, "the server failed"))
                 for choice in event.get("choices", ()):
                     yield choice["delta"].get("content") or ""
-        raise ChatError("the server broke off")
+        raise ChatError("the stream ended before the answer was complete")
 
     def close(self) -> None:
         pass  # a connection lasts one answer

@@ -119,7 +119,7 @@ def _run(run: Run, spec: LaunchSpec, run_dir: RunDir, stop: _StopRequest) -> int
         return 1  # the parent is gone
     except Exception as error:
         if stop.is_ready:
-            logger.exception("The process fails")
+            logger.exception("The process failed")
         else:
             _report_failure(spec.ready_fd, error, run_dir)
         return 1
@@ -131,7 +131,7 @@ def _report_failure(ready_fd: int, error: Exception, run_dir: RunDir) -> None:
     user_error = isinstance(error, ValueError | OSError | TercetError)
     # Without the directory of the sockets another process of this engine has failed before, and says why.
     expected = user_error or not run_dir.path.exists()
-    logger.log(logging.DEBUG if expected else logging.ERROR, "The process fails to start", exc_info=error)
+    logger.log(logging.DEBUG if expected else logging.ERROR, "The process failed to start", exc_info=error)
     message = str(error) if user_error else f"{type(error).__name__}: {error}"
     report: ToParent = StartFailed(message or type(error).__name__, user_error)
     write_frame(ready_fd, report)

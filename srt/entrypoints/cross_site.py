@@ -50,13 +50,13 @@ class CrossSiteGuard:
             elif name == b"sec-fetch-site":
                 site = value
         if self._is_local and host is not None and not self._is_own(host):
-            return f"a server on a loopback address does not answer to the name {shown(host)} without an API key"
+            return f"a server on a loopback address without an API key refuses the host name {shown(host)}"
         if scope["method"] in _SAFE_METHODS and scope["path"] not in _GETS_WITH_EFFECT:
             return None
         if site is not None:
-            return None if site in (b"same-origin", b"none") else "a page of another site must not send this"
+            return None if site in (b"same-origin", b"none") else "web pages of other sites must not send this request"
         if origin is not None and origin.partition("://")[2].lower() != (host or "").lower():
-            return f"a page of {shown(origin)} must not send this"
+            return f"web pages of {shown(origin)} must not send this request"
         return None
 
     def _is_own(self, host: str) -> bool:

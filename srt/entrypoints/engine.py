@@ -176,12 +176,12 @@ class Engine:
 def _server_args(model_path: str | None, server_args: ServerArgs | None, settings: dict[str, Any]) -> ServerArgs:
     if server_args is not None:
         if model_path is not None or settings:
-            raise ValueError("give either server_args, or model_path and settings, not both")
+            raise ValueError("give either server_args or model_path with settings, not both")
         return server_args
     if model_path is None:
-        raise ValueError("an Engine needs model_path (or server_args)")
+        raise ValueError("an Engine needs model_path or server_args")
     for name in sorted(set(settings) & _http_settings()):
-        raise ValueError(f"{name} is a setting of the HTTP server: an Engine has no use for it")
+        raise ValueError(f"{name} is a setting of the HTTP server; an Engine does not accept it")
     return ServerArgs.from_dict({"model_path": model_path, "log_level": "warning", **settings})
 
 
@@ -198,12 +198,12 @@ def _body(
     """The call as the body of /generate, checked as that is. Raises InvalidRequest."""
     for name in ("text", "stream", "sampling_params"):
         if name in request:
-            raise InvalidRequest(f"{name} is an argument of generate(), not a further field", param=name)
+            raise InvalidRequest(f"{name} is an argument of generate(); it must not be repeated as a field", param=name)
     body = {"text": prompt, "sampling_params": _plain_sampling(sampling), "stream": stream, **request}
     try:
         plain = msgspec.to_builtins(body, str_keys=True, enc_hook=_plain_value)
     except (TypeError, NotImplementedError) as error:
-        raise InvalidRequest(f"a request is made of what JSON can say: {error}") from error
+        raise InvalidRequest(f"a request must consist of values that JSON can represent: {error}") from error
     for name, value in plain.items():
         if name not in ("text", "input_ids"):  # prompts are checked when they are tokenised
             _check_in_json(value, name)
@@ -223,7 +223,7 @@ def _plain_value(value: Any) -> Any:
     """numpy's arrays and numbers, torch's tensors, and whatever else can list itself."""
     tolist = getattr(value, "tolist", None)
     if tolist is None:
-        raise NotImplementedError(f"{type(value).__name__} is not such")
+        raise NotImplementedError(f"{type(value).__name__} is not supported")
     return tolist()
 
 

@@ -99,7 +99,7 @@ class EngineCore:
     def _on_child_ended(self, ended: asyncio.Future[str]) -> None:
         if self._stopping or self.died.done():
             return
-        logger.error("The engine is dead: %s", ended.result())
+        logger.error("The engine has failed: %s", ended.result())
         self.tokenizer_manager.fail(ended.result())
         self.died.set_result(ended.result())
 

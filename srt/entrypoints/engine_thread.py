@@ -45,7 +45,7 @@ class EngineThread:
         """Runs a coroutine in the engine's loop; cancelling the future cancels it. Raises EngineDead after `stop`."""
         try:
             if os.getpid() != self._owner:
-                raise EngineDead("the engine belongs to another process: a fork can't use it")
+                raise EngineDead("the engine belongs to the parent process; a forked process cannot use it")
             if self._stop.is_set():
                 raise EngineDead(_SHUT_DOWN)
             return asyncio.run_coroutine_threadsafe(work, self._loop)

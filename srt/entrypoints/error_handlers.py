@@ -74,7 +74,7 @@ def envelope(error: TercetError) -> bytes:
 
 def internal_error() -> TercetError:
     """What a client learns of a defect."""
-    return TercetError("internal error: the server's log says more")
+    return TercetError("internal error; the server's log has the details")
 
 
 def error_response(error: TercetError) -> Response:
@@ -98,7 +98,7 @@ async def http_exception(request: Request, error: Exception) -> Response:
         message = f"{request.method} is not allowed on {path}; allowed: {allowed}"
         body = ErrorBody(message, "invalid_request_error", None, "method_not_allowed")
     elif error.status_code == 404:
-        message = f"there is no {path}; /docs lists what there is"
+        message = f"path {path} does not exist; /docs lists all endpoints"
         body = ErrorBody(message, "invalid_request_error", None, "not_found")
     else:
         body = ErrorBody(error.detail, "invalid_request_error", None, None)

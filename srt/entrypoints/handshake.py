@@ -67,7 +67,7 @@ class ReportReader:
             return None
         (length,) = _LENGTH.unpack_from(self._data)
         if length > _MAX_FRAME_BYTES:
-            raise ValueError(f"a report of {length} bytes")
+            raise ValueError(f"a start-up report must not have {length} bytes")
         if len(self._data) < _LENGTH.size + length:
             return None
         payload = self._data[_LENGTH.size : _LENGTH.size + length]

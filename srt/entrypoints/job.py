@@ -87,7 +87,7 @@ class Job:
             await self._manager.start(prompt)
             samples += [Sample(len(samples) + one.index, place, one) for one in prompt.generations]
             if self._gone:
-                raise RequestAborted("the client has gone away")
+                raise RequestAborted("the client has disconnected")
         return samples
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ def check_amount(prompts: Sequence[Prompt]) -> None:
     """Refuses what would multiply beyond all measure."""
     if len(prompts) > MAX_PROMPTS:
         field = prompts[0].param.partition("[")[0]
-        raise InvalidRequest(f"at most {MAX_PROMPTS} prompts in one request, got {len(prompts)}", param=field)
+        raise InvalidRequest(f"a request must have at most {MAX_PROMPTS} prompts, got {len(prompts)}", param=field)
     sequences = sum(prompt.options.sampling.n for prompt in prompts)
     if sequences > MAX_SEQUENCES:
         raise InvalidRequest(f"prompts times n must be at most {MAX_SEQUENCES}, got {sequences}", param="n")

@@ -24,9 +24,9 @@ from .wire import BodyCodec, Int32, Int64, Wire, doc, only
 
 T = TypeVar("T")
 
-_NO_LOGPROBS = "log probabilities are not there yet"
-_NO_GRAMMAR = "constrained output is not there yet"
-_NO_MULTIMODAL = "only text models are served"
+_NO_LOGPROBS = "log probabilities are not implemented"
+_NO_GRAMMAR = "structured output is not implemented"
+_NO_MULTIMODAL = "multimodal models are not supported"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -35,31 +35,39 @@ class NativeSampling(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True
 
     max_new_tokens: Annotated[
         Int64 | UnsetType | None,
-        doc("Most tokens to generate, at least 1; absent: 128; null: to the end of the context"),
+        doc("Maximum number of tokens to generate, at least 1, default 128; null: up to the end of the context"),
     ] = UNSET
-    min_new_tokens: Annotated[Int64 | None, doc("No end token before this many, default 0")] = None
-    stop: Annotated[str | list[str] | None, doc("Texts that end the output, at most 32")] = None
+    min_new_tokens: Annotated[
+        Int64 | None, doc("Minimum number of new tokens; no EOS or stop token is sampled before, default 0")
+    ] = None
+    stop: Annotated[str | list[str] | None, doc("Stop strings: texts that end the output, at most 32")] = None
     stop_token_ids: Annotated[list[int] | None, doc("Token ids that end the output")] = None
-    temperature: Annotated[float | None, doc("At least 0, default 1; below 1e-6: greedy")] = None
+    temperature: Annotated[float | None, doc("At least 0, default 1; a value below 1e-6 selects greedy decoding")] = (
+        None
+    )
     top_p: Annotated[float | None, doc("In (0, 1], default 1")] = None
-    top_k: Annotated[Int32 | None, doc("At least 1, or -1 (default): all tokens")] = None
+    top_k: Annotated[Int32 | None, doc("At least 1; -1 (default) allows all tokens")] = None
     min_p: Annotated[float | None, doc("In [0, 1], default 0")] = None
     frequency_penalty: Annotated[float | None, doc("In [-2, 2], default 0")] = None
     presence_penalty: Annotated[float | None, doc("In [-2, 2], default 0")] = None
     repetition_penalty: Annotated[float | None, doc("In (0, 2], default 1")] = None
-    n: Annotated[int | None, doc("Samples of each prompt, 1 to 128, default 1")] = None
-    logit_bias: Annotated[dict[str, float] | None, doc("Token id to what is added to its logit, in [-100, 100]")] = None
-    sampling_seed: Annotated[Int64 | None, doc("Same seed, same tokens; sample i of n uses seed + i")] = None
-    ignore_eos: Annotated[bool | None, doc("Go on past the model's end tokens")] = None
-    no_stop_trim: Annotated[bool | None, doc("Leave the matched stop in the text")] = None
-    skip_special_tokens: Annotated[bool | None, doc("Leave special tokens out of the text, default true")] = None
-    spaces_between_special_tokens: Annotated[Any, only("text is what the tokenizer decodes", True)] = None
-    stop_regex: Annotated[Any, only("stopping on a regular expression is not there yet", [])] = None
+    n: Annotated[int | None, doc("Number of samples of each prompt, 1 to 128, default 1")] = None
+    logit_bias: Annotated[dict[str, float] | None, doc("Token id to the number added to its logit, in [-100, 100]")] = (
+        None
+    )
+    sampling_seed: Annotated[Int64 | None, doc("The same seed gives the same tokens; sample i uses seed + i")] = None
+    ignore_eos: Annotated[bool | None, doc("Continue after the model's EOS tokens")] = None
+    no_stop_trim: Annotated[bool | None, doc("Keep the matched stop string or stop token in the text")] = None
+    skip_special_tokens: Annotated[bool | None, doc("Omit special tokens from the text, default true")] = None
+    spaces_between_special_tokens: Annotated[
+        Any, only("the tokenizer decides on the spaces between special tokens", True)
+    ] = None
+    stop_regex: Annotated[Any, only("stopping at a regular expression is not implemented", [])] = None
     json_schema: Annotated[Any, only(_NO_GRAMMAR)] = None
     regex: Annotated[Any, only(_NO_GRAMMAR)] = None
     ebnf: Annotated[Any, only(_NO_GRAMMAR)] = None
     structural_tag: Annotated[Any, only(_NO_GRAMMAR)] = None
-    stream_interval: Annotated[Any, only("it is a setting of the server, --stream-interval")] = None
+    stream_interval: Annotated[Any, only("the server's flag --stream-interval sets it")] = None
     custom_params: Annotated[Any, only("custom logit processors are not supported")] = None
 
 
@@ -69,29 +77,31 @@ class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     text: Annotated[str | list[str] | None, doc("The prompt, or a list of prompts")] = None
     input_ids: Annotated[list[int | list[int]] | None, doc("The prompt as token ids, or a list of such prompts")] = None
     sampling_params: Annotated[
-        NativeSampling | list[NativeSampling] | None, doc("How to sample; a list has one for each prompt")
+        NativeSampling | list[NativeSampling] | None, doc("Sampling parameters; a list has one element for each prompt")
     ] = None
-    stream: Annotated[bool | None, doc("Answer by server-sent events")] = None
+    stream: Annotated[bool | None, doc("Stream the answer as server-sent events")] = None
     rid: Annotated[
         str | list[str] | None,
         doc(
-            "Name of the request, for /abort_request; a list has one for each prompt; "
-            "one name stands for all prompts, each of which is called rid_0, rid_1, ..."
+            "Name of the request, for /abort_request; a list has one name for each prompt; "
+            "one name for several prompts names the whole request, and prompt i is called NAME_i"
         ),
     ] = None
-    cache_salt: Annotated[str | list[str] | None, doc("Only requests of the same salt share cached prefixes")] = None
-    extra_key: Annotated[str | list[str] | None, doc("The same as cache_salt, by another name")] = None
+    cache_salt: Annotated[
+        str | list[str] | None, doc("Requests share cached prefixes only with requests of the same salt")
+    ] = None
+    extra_key: Annotated[str | list[str] | None, doc("Another name of cache_salt")] = None
     return_logprob: Annotated[Any, only(_NO_LOGPROBS, False)] = None
     logprob_start_len: Annotated[Any, only(_NO_LOGPROBS, -1)] = None
     top_logprobs_num: Annotated[Any, only(_NO_LOGPROBS, 0)] = None
     token_ids_logprob: Annotated[Any, only(_NO_LOGPROBS, [])] = None
     return_text_in_logprobs: Annotated[Any, only(_NO_LOGPROBS, False)] = None
-    priority: Annotated[Any, only("priorities are not there yet", 0)] = None
-    custom_labels: Annotated[Any, only("metrics are not there yet", {})] = None
-    return_hidden_states: Annotated[Any, only("hidden states are not given out", False)] = None
-    return_routed_experts: Annotated[Any, only("routed experts are not given out", False)] = None
-    lora_path: Annotated[Any, only("LoRA adapters are not there yet", "")] = None
-    input_embeds: Annotated[Any, only("prompts are text or token ids")] = None
+    priority: Annotated[Any, only("request priorities are not implemented", 0)] = None
+    custom_labels: Annotated[Any, only("metrics are not implemented", {})] = None
+    return_hidden_states: Annotated[Any, only("returning hidden states is not implemented", False)] = None
+    return_routed_experts: Annotated[Any, only("returning routed experts is not implemented", False)] = None
+    lora_path: Annotated[Any, only("LoRA adapters are not implemented", "")] = None
+    input_embeds: Annotated[Any, only("a prompt is text or token ids")] = None
     image_data: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
     audio_data: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
     video_data: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
@@ -160,7 +170,7 @@ def prompts_of(server: Server, body: GenerateBody, max_prompts: int | None = Non
 def _options(server: Server, body: GenerateBody, count: int, is_list: bool) -> Iterable[RequestOptions]:
     """The options of each prompt. A list in a field has one value for each."""
     if body.cache_salt is not None and body.extra_key is not None:
-        raise InvalidRequest("cache_salt and extra_key are the same: send one of them", param="extra_key")
+        raise InvalidRequest("cache_salt and extra_key are the same option; send only one of them", param="extra_key")
     salt_field = "extra_key" if body.cache_salt is None else "cache_salt"
     fields = {name: salt_field if name == "cache_salt" else name for name in OPTION_FIELDS}
     columns = {name: _per_prompt(getattr(body, field, None), count, is_list, field) for name, field in fields.items()}
@@ -173,7 +183,7 @@ def _contents(body: GenerateBody) -> tuple[str, Sequence[str | list[int]], bool]
     """Field, prompts, and whether they came as a list."""
     if (body.text is None) == (body.input_ids is None):
         given = "neither" if body.text is None else "both"
-        raise InvalidRequest(f"one of text and input_ids is needed, got {given}", param="text")
+        raise InvalidRequest(f"exactly one of text and input_ids is required, got {given}", param="text")
     if body.input_ids is None:
         assert body.text is not None
         if isinstance(body.text, str):
@@ -189,7 +199,9 @@ def split_ids(given: list[int | list[int]], param: str) -> tuple[list[list[int]]
     if list not in types:
         return [cast(list[int], given)], False
     if len(types) > 1:
-        raise InvalidRequest(f"{param} must be token ids, or lists of token ids, and not a mix", param=param)
+        raise InvalidRequest(
+            f"{param} must be a list of token ids or a list of such lists, not a mix of both", param=param
+        )
     return cast(list[list[int]], given), True
 
 
@@ -209,7 +221,7 @@ def _per_prompt(given: Any, count: int, is_list: bool, param: str) -> Sequence[A
     if not isinstance(given, list):
         return [given] * count
     if not is_list or len(given) != count:
-        wanted = f"a list of {count}" if is_list else "one text, as there is one prompt"
+        wanted = f"a list of {count}" if is_list else "a single string because there is one prompt"
         raise InvalidRequest(f"{param} must be {wanted}, got a list of {len(given)}", param=param)
     return given
 
@@ -220,7 +232,7 @@ def _samplings(
     if not isinstance(given, list):
         return [_sampling(server, given, "sampling_params")] * count
     if not is_list or len(given) != count:
-        wanted = f"a list of {count}" if is_list else "one object, as there is one prompt"
+        wanted = f"a list of {count}" if is_list else "a single object because there is one prompt"
         raise InvalidRequest(f"sampling_params must be {wanted}, got a list of {len(given)}", param="sampling_params")
     return [_sampling(server, one, f"sampling_params[{i}]") for i, one in enumerate(given)]
 

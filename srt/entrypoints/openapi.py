@@ -40,8 +40,10 @@ def endpoints(documented: tuple[Endpoint, ...]) -> tuple[Endpoint, ...]:
         return Response(page, media_type="text/html; charset=utf-8", headers=_DOCS_HEADERS)
 
     own = (
-        Endpoint(("GET",), "/openapi.json", "This API as an OpenAPI 3.1 document", show_spec, answer=dict[str, Any]),
-        Endpoint(("GET",), "/docs", "This API as a page", show_docs),
+        Endpoint(
+            ("GET",), "/openapi.json", "Describes this API as an OpenAPI 3.1 document", show_spec, answer=dict[str, Any]
+        ),
+        Endpoint(("GET",), "/docs", "Describes this API as an HTML page", show_docs),
     )
     return own
 
@@ -100,7 +102,7 @@ def _operation(endpoint: Endpoint, method: str, path: str, schema_of: dict[str, 
         "summary": endpoint.summary,
         "operationId": f"{method.lower()}_{words}",
         "responses": {
-            "200": {"description": "Done", "content": answers},
+            "200": {"description": "Success", "content": answers},
             "default": {"description": "An error", "content": content("application/json", ErrorEnvelope)},
         },
     }
@@ -115,7 +117,7 @@ def _operation(endpoint: Endpoint, method: str, path: str, schema_of: dict[str, 
 def docs_page(documented: tuple[Endpoint, ...]) -> str:
     """One HTML page that asks no other host for anything."""
     parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>Tercet</title><style>{_STYLE}</style>"]
-    parts.append(f"<h1>Tercet {html.escape(__version__)}</h1><p>As a document: <code>/openapi.json</code></p>")
+    parts.append(f"<h1>Tercet {html.escape(__version__)}</h1><p>OpenAPI document: <code>/openapi.json</code></p>")
     for endpoint in documented:
         where = " ".join((endpoint.path, *endpoint.also)).replace(":path", "")
         title = html.escape(f"{'/'.join(endpoint.methods)} {where}")
@@ -174,7 +176,9 @@ def _type(field: FieldDoc) -> str:
 
 
 def _meaning(field: FieldDoc) -> str:
-    return field.description if field.allowed is None else f"Other values are refused: {field.description}"
+    if field.allowed is None:
+        return field.description
+    return f"{field.description[:1].upper()}{field.description[1:]}; only no-op values are accepted"
 
 
 def render(text: str, documented: Iterable[Endpoint]) -> str:

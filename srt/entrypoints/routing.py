@@ -69,7 +69,7 @@ class Server:
         args = self.manager.server_args
         if model is not None and model not in (args.model_name, args.model_path, "default"):
             raise ModelNotFound(
-                f"the model {shown(model)} does not exist; served here: {args.model_name!r}", param="model"
+                f"the model {shown(model)} does not exist; the served model is {args.model_name!r}", param="model"
             )
         return args.model_name
 
@@ -140,7 +140,9 @@ class BoundEndpoint:
             raise too_large
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding not in ("", "identity"):
-            raise InvalidRequest(f"content-encoding {shown(encoding)} is not supported; send the body as it is")
+            raise InvalidRequest(
+                f"content-encoding {shown(encoding)} is not supported; send the body without compression"
+            )
         held = self._server.held
         data = bytearray()
         try:
@@ -150,7 +152,7 @@ class BoundEndpoint:
                 if len(data) > MAX_BODY_BYTES:
                     raise too_large
                 if held.num_bytes > MAX_HELD_BYTES:
-                    raise QueueFull("the server is reading too many bodies: try again later")
+                    raise QueueFull("the request bodies being read exceed the server's memory limit; try again later")
             return await self._decoded(request, data)
         finally:
             held.num_bytes -= len(data)
@@ -159,7 +161,7 @@ class BoundEndpoint:
         codec = self._endpoint.body
         if codec is None:
             if bytes(data).strip() not in (b"", b"{}", b"null"):
-                raise InvalidRequest(f"{self._endpoint.path} takes no body")
+                raise InvalidRequest(f"{self._endpoint.path} accepts no body")
             return None
         if len(data) <= SMALL_BODY_BYTES:
             return codec.decode(data)

@@ -53,7 +53,7 @@ def serve(server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> int:
     try:
         listener = bind(server_args.host, server_args.port)
     except OSError as error:
-        logger.error("Can't listen on %s:%d: %s", server_args.host, server_args.port, error.strerror or error)
+        logger.error("Cannot listen on %s:%d: %s", server_args.host, server_args.port, error.strerror or error)
         return 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Serving(server_args, listener, child_module, max_connections).run())
@@ -149,13 +149,14 @@ class _Serving:
         try:
             core = starting.result()
         except (ValueError, OSError, TercetError) as error:
-            logger.error("Can't start: %s", error)
+            logger.error("Cannot start: %s", error)
             return 1
         try:
             self._gate.app = create_app(core.tokenizer_manager)
             if self._max_connections < _FEW_CONNECTIONS:
                 logger.warning(
-                    "At most %d connections at once: the limit of open files (ulimit -Hn) is low", self._max_connections
+                    "The server accepts at most %d connections because the limit of open files (ulimit -Hn) is low",
+                    self._max_connections,
                 )
             logger.info("Tercet is ready: %s (model %s)", self._url(), self._server_args.model_name)
             await self._first_of(core.died)
@@ -171,11 +172,11 @@ class _Serving:
         """No new requests; returns when the running ones are through, or their time is."""
         manager = core.tokenizer_manager
         manager.draining = True
-        logger.info("Shutting down: %d requests are running", manager.num_unfinished)
+        logger.info("Shutting down; waiting for %d requests", manager.num_unfinished)
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while manager.num_unfinished and len(self._signals) < 2 and not core.died.done():
             if time.monotonic() > deadline:
-                logger.warning("%d requests did not finish in time", manager.num_unfinished)
+                logger.warning("%d requests did not finish before the shutdown timeout", manager.num_unfinished)
                 break
             await asyncio.sleep(_DRAIN_POLL_S)
 

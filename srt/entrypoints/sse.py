@@ -122,7 +122,7 @@ class EventStream:
         except TercetError as error:
             await send(_part(_failure(error)))
         except Exception:
-            logger.exception("a stream failed")
+            logger.exception("A stream failed")
             await send(_part(_failure(internal_error())))
 
 

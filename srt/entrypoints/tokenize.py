@@ -26,15 +26,15 @@ class TokenizeBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     model: Annotated[str | None, doc("As in /v1/completions")] = None
     prompt: Annotated[str | list[str] | None, doc("A text, or a list of texts")] = None
-    messages: Annotated[list[Message] | None, doc("A chat, made into a text by the chat template")] = None
+    messages: Annotated[list[Message] | None, doc("A conversation, which the chat template renders as text")] = None
     add_special_tokens: Annotated[
-        bool | None, doc("Let the tokenizer add its special tokens: default true for a prompt, false for a chat")
+        bool | None, doc("Let the tokenizer add its special tokens; default true with prompt, false with messages")
     ] = None
-    add_generation_prompt: Annotated[bool | None, doc("As in /v1/chat/completions; for a chat only")] = None
-    continue_final_message: Annotated[bool | None, doc("As in /v1/chat/completions; for a chat only")] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, doc("As in /v1/chat/completions; for a chat only")] = None
-    tools: Annotated[Any, only("tool calling is not there yet", [])] = None
-    return_token_strs: Annotated[Any, only("/detokenize tells the text of a token", False)] = None
+    add_generation_prompt: Annotated[bool | None, doc("As in /v1/chat/completions; only with messages")] = None
+    continue_final_message: Annotated[bool | None, doc("As in /v1/chat/completions; only with messages")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, doc("As in /v1/chat/completions; only with messages")] = None
+    tools: Annotated[Any, only("tool calling is not implemented", [])] = None
+    return_token_strs: Annotated[Any, only("/detokenize returns the text of tokens", False)] = None
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True):
@@ -56,9 +56,9 @@ class _ListAnswer(msgspec.Struct, frozen=True):
 class DetokenizeBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of /detokenize."""
 
-    tokens: Annotated[list[int | list[int]], doc("Token ids, or a list of lists of them")]
+    tokens: Annotated[list[int | list[int]], doc("Token ids, or a list of such lists")]
     model: Annotated[str | None, doc("As in /v1/completions")] = None
-    skip_special_tokens: Annotated[bool | None, doc("Leave special tokens out of the text, default true")] = None
+    skip_special_tokens: Annotated[bool | None, doc("Omit special tokens from the text, default true")] = None
 
 
 class DetokenizeAnswer(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ async def tokenize(server: Server, request: Request, body: TokenizeBody) -> ASGI
     server.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         given = "neither" if body.prompt is None else "both"
-        raise InvalidRequest(f"one of prompt and messages is needed, got {given}", param="prompt")
+        raise InvalidRequest(f"exactly one of prompt and messages is required, got {given}", param="prompt")
     if body.messages is not None:
         text = await in_thread_if_large(
             request,
@@ -89,7 +89,7 @@ async def tokenize(server: Server, request: Request, body: TokenizeBody) -> ASGI
     else:
         for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if getattr(body, name) is not None:
-                raise InvalidRequest(f"{name} is for messages, not for a prompt", param=name)
+                raise InvalidRequest(f"{name} is allowed only with messages", param=name)
         if isinstance(body.prompt, list):
             return await _tokenize_list(server, request, body.prompt, body.add_special_tokens is not False)
         assert body.prompt is not None
@@ -117,7 +117,7 @@ async def detokenize(server: Server, request: Request, body: DetokenizeBody) -> 
     """Handler of /detokenize."""
     server.check_model(body.model)
     if server.manager.tokenizer is None:
-        raise InvalidRequest("this engine runs with --skip-tokenizer-init: it knows no text", param="tokens")
+        raise InvalidRequest("this engine has no tokenizer: it runs with --skip-tokenizer-init", param="tokens")
     answer = await in_thread_if_large(
         request,
         _detokenized,

@@ -93,13 +93,15 @@ class ModelConfig:
 
 def _no_window(config: Settings, num_layers: int) -> SlidingWindows:
     if config.get("sliding_window") is not None:
-        raise config.unsupported("sliding_window in a Llama config is not supported: it is used by some engines only")
+        raise config.unsupported(
+            "sliding_window in a Llama config is not supported, because engines interpret it differently"
+        )
     return (None,) * num_layers
 
 
 def _window_everywhere(config: Settings, num_layers: int) -> SlidingWindows:
     if config.get("layer_types") is not None:
-        raise config.unsupported("layer_types in a Mistral config is not supported: its window is one for all layers")
+        raise config.unsupported("layer_types in a Mistral config is not supported: all its layers share one window")
     return (_window(config),) * num_layers
 
 
@@ -158,7 +160,9 @@ def load_model_config(model_path: str | os.PathLike[str], load_format: LoadForma
     """
     path = os.fspath(model_path)
     if not os.path.exists(path):
-        raise FileNotFoundError(f"no model at {path!r}: give a directory with config.json, a .gguf or a .json file")
+        raise FileNotFoundError(
+            f"{path!r} does not exist; give a directory with config.json, a .gguf file or a config.json"
+        )
     is_dir = os.path.isdir(path)
     if not is_dir and not path.endswith((".gguf", ".json")):
         raise ValueError(f"{path!r} must be a directory with config.json, a .gguf file, or a config.json")
@@ -169,7 +173,9 @@ def load_model_config(model_path: str | os.PathLike[str], load_format: LoadForma
     if load_format == "gguf":
         raise ValueError(f"load format gguf needs a .gguf file, got {path!r}")
     if not is_dir and load_format != "dummy":
-        raise ValueError(f"{path!r} has no weights beside it: use --load-format dummy, or give the directory")
+        raise ValueError(
+            f"{path!r} is a config without weights; use --load-format dummy, or give the model's directory"
+        )
     folder = path if is_dir else os.path.dirname(path)
     config_path = os.path.join(path, "config.json") if is_dir else path
     generation_path = os.path.join(folder, "generation_config.json")
@@ -301,7 +307,7 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
             f"GGUF architecture {arch!r} is not supported; supported: {', '.join(_GGUF_ARCHITECTURES)}"
         )
     if (parts := metadata.integer("split.count", 0, minimum=0)) > 1:
-        raise metadata.unsupported(f"this is one of {parts} split files: merge them first")
+        raise metadata.unsupported(f"the file is one of {parts} split files; merge them first")
     prefix = f"{arch}."
     for key in file.metadata:
         if key.startswith(prefix) and key.removeprefix(prefix) not in _GGUF_KEYS:
@@ -314,7 +320,7 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
     tensors = {tensor.name: tensor for tensor in file.tensors}
     for name in ("token_embd.weight", "blk.0.attn_q.weight"):
         if name not in tensors:
-            raise ValueError(f"{file.path} has no tensor {name!r}: it holds no whole model")
+            raise ValueError(f"{file.path} is not a complete model: it has no tensor {name!r}")
     if len(tensors["token_embd.weight"].shape) != 2:
         raise ValueError(
             f"{file.path}: token_embd.weight must have two dimensions, got {tensors['token_embd.weight'].shape}"

@@ -66,7 +66,7 @@ class ChatTemplate:
         Raises InvalidRequest when the messages are not such as the template takes, with the template's own words.
         """
         if not messages:
-            raise InvalidRequest("messages must contain at least one message, got none", param="messages")
+            raise InvalidRequest("messages must contain at least one message", param="messages")
         chat = [_prepare(message) for message in messages]
         if continue_final_message:
             _mark_end(chat, add_generation_prompt)
@@ -81,7 +81,9 @@ class ChatTemplate:
         try:
             prompt = self._template.render(variables)
         except jinja2.TemplateError as error:
-            raise InvalidRequest(f"the chat template says: {error.message}", param="messages") from error
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {error.message}", param="messages"
+            ) from error
         except Exception as error:  # whatever a template does with data that it did not expect
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {error}", param="messages"
@@ -126,7 +128,9 @@ def _mark_end(chat: list[dict[str, Any]], add_generation_prompt: bool) -> None:
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
         )
     if "content" not in chat[-1]:
-        raise InvalidRequest("continue_final_message needs a last message with content", param="continue_final_message")
+        raise InvalidRequest(
+            "continue_final_message requires a last message with content", param="continue_final_message"
+        )
     chat[-1]["content"] += _END_MARK
 
 
@@ -136,7 +140,8 @@ def _cut_at_mark(prompt: str) -> str:
     at = prompt.rfind(_END_MARK.rstrip())
     if at < 0:
         raise InvalidRequest(
-            "continue_final_message: the chat template leaves out the last message", param="continue_final_message"
+            "continue_final_message is not possible: the chat template omits the last message",
+            param="continue_final_message",
         )
     keeps_spaces = prompt.startswith(_END_MARK, at)
     return prompt[:at] if keeps_spaces else prompt[:at].rstrip()

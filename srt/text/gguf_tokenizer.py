@@ -54,7 +54,7 @@ def read_gguf_tokenizer(path: Path) -> TokenizerParts:
 def _build(metadata: Settings) -> TokenizerParts:
     kind = metadata.text(_KEY + "model")
     if kind not in ("gpt2", "llama"):
-        raise ValueError(f"the tokenizer is of model {kind!r}; supported are gpt2, llama")
+        raise ValueError(f"tokenizer model {kind!r} is not supported; supported: gpt2, llama")
     # llama.cpp gives an empty token a name, so that ids and texts stay one to one.
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(_strings(metadata, "tokens"))]
     types = _numbers(metadata, "token_type", len(tokens))
@@ -73,7 +73,7 @@ def _build(metadata: Settings) -> TokenizerParts:
 def _byte_level_bpe(metadata: Settings, tokens: list[str]) -> tokenizers.Tokenizer:
     name = metadata.text(_KEY + "pre") or "default"
     if name not in PRE_TOKENIZERS:
-        raise ValueError(f"the pre-tokenizer is {name!r}; supported are {', '.join(sorted(PRE_TOKENIZERS))}")
+        raise ValueError(f"pre-tokenizer {name!r} is not supported; supported: {', '.join(sorted(PRE_TOKENIZERS))}")
     backend = _bpe(
         tokens,
         # The first character may itself be a space: only what follows it can be the separator.
@@ -114,7 +114,7 @@ def _bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> to
     for left, right in merges:
         # The library would panic, which no `except Exception` catches.
         if left not in vocab or right not in vocab or left + right not in vocab:
-            raise ValueError(f"the merge of {left!r} and {right!r} does not fit the vocabulary")
+            raise ValueError(f"the merge of {left!r} and {right!r} is not in the vocabulary")
     return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
 
 
@@ -129,7 +129,7 @@ def _numbers(metadata: Settings, name: str, length: int) -> npt.NDArray[np.gener
     value = metadata.get(_KEY + name)
     if not isinstance(value, np.ndarray) or len(value) != length:
         given = f"{len(value)} numbers" if isinstance(value, np.ndarray) else quote(value)
-        raise ValueError(f"{_KEY}{name} must be an array of {length} numbers, one a token, got {given}")
+        raise ValueError(f"{_KEY}{name} must be an array of {length} numbers, one for each token, got {given}")
     return value
 
 

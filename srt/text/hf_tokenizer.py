@@ -59,7 +59,7 @@ def read_with_transformers(name_or_path: str) -> TokenizerParts:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:  # anything at all, from a dozen libraries behind it
-        raise ValueError(f"there is no tokenizer that can be read in {name_or_path!r}: {error}") from error
+        raise ValueError(f"cannot load a tokenizer from {name_or_path!r}: {error}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ValueError(
@@ -110,7 +110,7 @@ def _described_tokens(described: Settings) -> list[AddedToken]:
     tokens = {}
     for key in described.untaken():
         if not (key.isascii() and key.isdigit()):
-            raise described.refusal(key, "left out, as only token ids are keys here", described.get(key))
+            raise described.refusal(key, "absent, because all keys must be token ids", described.get(key))
         fields = described.nested(key)
         content = None if fields is None else fields.text("content")
         if fields is None or content is None:

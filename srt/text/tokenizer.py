@@ -119,7 +119,7 @@ class Tokenizer:
     def _template(self, has_tools: bool) -> ChatTemplate:
         if not self._template_sources:
             raise InvalidRequest(
-                "this model has no chat template; start the server with --chat-template, or use completions",
+                "this model has no chat template; start the server with --chat-template, or use /v1/completions",
                 param="messages",
             )
         name = "tool_use" if has_tools and "tool_use" in self._template_sources else "default"

@@ -190,15 +190,15 @@ def test_a_whole_answer(backend: str) -> None:
 FAILURES: list[tuple[str, list[Any], str]] = [
     ("tercet", [native("a", 1), {"error": {"message": "out of memory"}}], "out of memory"),
     ("tercet", [native("a", 1, {"type": "abort", "message": "queue"})], "aborted: queue"),
-    ("tercet", [native("a", 1)], "the stream ended before the answer did"),
+    ("tercet", [native("a", 1)], "the stream ended before the answer was complete"),
     ("tercet", [{"text": "a"}], "an event without meta_info"),
     ("vllm", [chunk("a"), {"error": {"message": "engine died", "code": 500}}], "engine died"),
     ("vllm", [{"object": "error", "message": "old style"}], "old style"),
     ("vllm", [{"error": "just text"}], "just text"),
-    ("vllm", [chunk("a", "abort")], "the server finished with 'abort'"),
-    ("vllm", [chunk("a")], "the stream ended before the answer did"),
+    ("vllm", [chunk("a", "abort")], "the server ended the answer with finish_reason 'abort'"),
+    ("vllm", [chunk("a")], "the stream ended before the answer was complete"),
     ("vllm", [[1, 2]], "cannot read [1, 2]"),
-    ("vllm-chat", [said("", role="assistant")], "the stream ended before the answer did"),
+    ("vllm-chat", [said("", role="assistant")], "the stream ended before the answer was complete"),
     ("vllm-chat", [said("", role="assistant"), said(finish="stop")], "the answer has no token"),
 ]
 

@@ -49,7 +49,7 @@ def test_what_is_measured_is_what_transformers_says(flags: list[str], capsys: py
     [
         (["--window", "129", "--num-tokens", "129"], r"in [2, 128], got 129"),
         (["--window", "20", "--num-tokens", "19"], "at least --window 20"),
-        (["--window", "32"], "has 90 tokens, --num-tokens asks for 4096"),
+        (["--window", "32"], "--num-tokens must be at most 90"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -343,7 +343,7 @@ def test_a_server_that_dies_in_the_middle_of_a_run(bench: Bench, backend: str) -
         result = bench(server.url, *argv, code=1)
     assert (result["completed"], result["failed"]) == (5, 7)
     assert sum(result["errors_by_message"].values()) == 7
-    assert any(message.startswith("no connection to") for message in result["errors_by_message"])
+    assert any(message.startswith("could not connect to") for message in result["errors_by_message"])
     assert "Failed requests:                         7" in bench.out and " failed: " in bench.out
 
 
@@ -361,7 +361,7 @@ def test_failures_in_the_middle_are_counted_with_their_messages(site: LiveSite, 
 def test_nobody_there_is_told_in_time(bench: Bench) -> None:
     began = time.monotonic()
     message = bench.fails("http://127.0.0.1:9", "--ready-check-timeout-sec", "0.6")
-    assert "not ready after 0.6 s: no connection to http://127.0.0.1:9" in message
+    assert "not ready within 0.6 s: could not connect to http://127.0.0.1:9" in message
     assert time.monotonic() - began >= 0.5
     assert "no connection" in bench.fails("http://127.0.0.1:9", "--ready-check-timeout-sec", "0")
 
@@ -372,7 +372,7 @@ def test_a_server_that_never_answers_is_not_ready(bench: Bench) -> None:
 
     with scripted_server(script) as server:
         message = bench.fails(server.url, "--ready-check-timeout-sec", "0.6")
-    assert "not ready after 0.6 s: no answer" in message
+    assert "not ready within 0.6 s: no answer" in message
 
 
 def test_a_server_that_is_starting_is_waited_for(bench: Bench) -> None:
@@ -417,14 +417,14 @@ def test_the_tokenizer_is_the_servers_unless_one_is_named(bench: Bench, tokenize
     "argv, message",
     [
         (["--backend", "llama"], "invalid choice"),
-        (["--dataset-name", "sharegpt"], "needs --dataset-path: nothing is downloaded"),
+        (["--dataset-name", "sharegpt"], "needs --dataset-path"),
         (["--dataset-name", "custom", "--dataset-path", "x", "--random-input-len", "5"], "--random-input-len is for"),
-        (["--gsp-ordered"], "--gsp-ordered is for generated-shared-prefix, not for random"),
+        (["--gsp-ordered"], "--gsp-ordered is allowed only with datasets generated-shared-prefix, got random"),
         (["--sharegpt-output-len", "3"], "is for sharegpt, custom"),
         (["--dataset-name", "random-ids", "--dataset-path", "x"], "--dataset-path is for"),
-        (["--dataset-name", "generated-shared-prefix", "--num-prompts", "1025"], "1024 requests in all"),
-        (["--backend", "vllm-chat", "--tokenize-prompt"], "a chat takes text"),
-        (["--burstiness", "2"], "needs a --request-rate"),
+        (["--dataset-name", "generated-shared-prefix", "--num-prompts", "1025"], "must be at most 1024"),
+        (["--backend", "vllm-chat", "--tokenize-prompt"], "a chat accepts text only"),
+        (["--burstiness", "2"], "needs --request-rate"),
         (["--request-rate", "0"], "must be above 0"),
         (["--request-rate", "nan"], "must be above 0"),
         (["--num-prompts", "0"], "must be at least 1"),

@@ -130,10 +130,10 @@ def test_the_order_is_reversed_from_round_to_round_and_prompts_are_new(bench: Be
     ("trouble", "says", "log"),
     [
         ("breaks at once", "exit code 1", "cannot load the model"),
-        ("short answers", "an answer of 11 tokens instead of 12", None),
+        ("short answers", "an answer has 11 tokens instead of 12", None),
         ("no text", "no text", None),
         ("no counts", "no token counts", None),
-        ("other prompts", "a prompt of 24 token ids was read as 25 tokens", None),
+        ("other prompts", "the server counted 25 tokens in a prompt of 24 token ids", None),
         ("dies under load", "exit code 3", "no more memory"),
     ],
 )
@@ -168,7 +168,8 @@ def test_a_server_that_never_answers_does_not_hold_up_the_others(bench: Bench, t
     assert time.monotonic() - began < 30
     (failure,) = result["failures"]
     assert re.match(
-        "not ready after 0.6 s: 503" if trouble == "never ready" else "no whole answers", failure["message"]
+        "not ready within 0.6 s: 503" if trouble == "never ready" else "the answers were not complete",
+        failure["message"],
     )
 
 
@@ -224,12 +225,12 @@ def test_a_measurement_that_others_disturb_is_repeated(bench: Bench, monkeypatch
 
 
 def test_what_makes_no_sense_is_refused(bench: Bench, tmp_path: Path) -> None:
-    assert "there is no server 'tgi'" in bench.refused("--peer", "tgi=/nowhere")
+    assert "unknown server 'tgi'" in bench.refused("--peer", "tgi=/nowhere")
     assert "there is no" in bench.refused("--peer", "vllm=/nowhere")
     assert "there is no vllm in" in bench.refused("--peer", f"vllm={tmp_path}")
-    assert "takes no part" in bench.refused("--args", "vllm=--seed 1")
+    assert "--args names vllm, which is not measured" in bench.refused("--args", "vllm=--seed 1")
     assert "NAME=VALUE" in bench.refused("--peer", "vllm")
-    assert "there is no workload 'W9'" in bench.refused("--workloads", "W1,W9")
+    assert "unknown workload 'W9'" in bench.refused("--workloads", "W1,W9")
     assert "at least 1" in bench.refused("--rounds", "0")
 
 

@@ -152,9 +152,9 @@ def test_what_is_no_whole_answer_is_an_error(wire: bytes, message: str) -> None:
 def test_nobody_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(HttpError, match=f"no connection to http://127.0.0.1:{port}: "):
+    with pytest.raises(HttpError, match=f"could not connect to http://127.0.0.1:{port}: "):
         ask(f"http://127.0.0.1:{port}")
-    with pytest.raises(HttpError, match="no connection to"):
+    with pytest.raises(HttpError, match="could not connect to"):
         ask("http://no-such-host.invalid")
 
 

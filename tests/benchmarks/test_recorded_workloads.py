@@ -70,7 +70,10 @@ def test_the_order_comes_from_the_seed(tmp_path: Path) -> None:
         ({"a": 1}, "not a list"),
         (["x"], "entry 0: not an object"),
         ([{"conversations": 3}], "must be a list"),
-        ([talk("a", "b"), {"conversations": [{"value": 1}, {}]}], "entry 1: a turn must have content or value"),
+        (
+            [talk("a", "b"), {"conversations": [{"value": 1}, {}]}],
+            "entry 1: a turn must have a text in content or value",
+        ),
         ([talk("ab")], "no prompt"),
     ],
 )
@@ -107,14 +110,14 @@ def test_custom_takes_prompts_and_conversations(write: Any) -> None:
     [
         ("{", "line 2: "),
         ("[1]", "line 2: not an object"),
-        ({"text": "a"}, "line 2: neither prompt nor"),
+        ({"text": "a"}, "line 2: the line has neither a prompt"),
         ({"prompt": "", "output_len": 3}, "line 2: prompt must be"),
         ({"prompt": [1, -2], "output_len": 3}, "line 2: prompt must be"),
         ({"prompt": [1, True], "output_len": 3}, "line 2: prompt must be"),
         ({"prompt": "a", "output_len": 0}, "line 2: output_len must be"),
         ({"prompt": "a", "output_len": "many"}, "line 2: output_len must be"),
         ({"prompt": "a", "output_len": 3, "completion": 3}, "line 2: completion must be"),
-        ({"prompt": "a"}, "line 2: neither output_len nor completion"),
+        ({"prompt": "a"}, "line 2: the line has neither output_len nor completion"),
     ],
 )
 def test_what_custom_cannot_use_is_refused_with_its_line(write: Any, line: Any, message: str) -> None:

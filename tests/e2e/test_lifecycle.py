@@ -119,7 +119,7 @@ def test_a_token_that_the_model_has_no_row_for(run_dirs: Path, tmp_path: Path) -
     (tmp_path / "tokenizer_config.json").write_text("{}")
     flags = [*FLAGS, "--tokenizer-path", str(tmp_path)]
     with ServerProcess(run_dirs, flags, module=REAL_SERVER) as server, server.ready().client() as client:
-        assert "1 tokens that the model has no row for ('[PAD]')" in server.log
+        assert "1 tokens that are not in the model's vocabulary ('[PAD]')" in server.log
         neighbour = Stream(server, "/generate", {"text": "Once", "sampling_params": {"max_new_tokens": 64}})
         assert neighbour.begun.wait(60)
         refused = client.post("/generate", json={"text": "a [PAD] b"})

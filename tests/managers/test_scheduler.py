@@ -302,7 +302,7 @@ def test_a_request_that_cannot_be_made_ends_with_an_error_alone() -> None:
     rig.add("bad", [2] * 10, stop="not a number, so the stop checker's constructor raises")
     rig.add("after", [3] * 10)
     rig.run()
-    assert rig.heard["bad"].finish == AbortFinish("the scheduler cannot work on this request", 500, "TercetError")
+    assert rig.heard["bad"].finish == AbortFinish("the scheduler could not create this request", 500, "TercetError")
     for rid, prompt in (("before", [1] * 10), ("after", [3] * 10)):
         assert rig.heard[rid].ids == expected_output(prompt, 1, 8, 97)
 

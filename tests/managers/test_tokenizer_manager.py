@@ -219,9 +219,9 @@ def test_text_with_a_token_that_the_model_has_no_row_for(caplog: pytest.LogCaptu
         assert "no row" not in caplog.text
         manager = make_manager(scheduler, tokenizer=byte_tokenizer("[PAD]", "<image>"))
         neighbour = await one(manager)
-        assert "2 tokens that the model has no row for ('[PAD]', '<image>')" in caplog.text
+        assert "2 tokens that are not in the model's vocabulary ('[PAD]', '<image>')" in caplog.text
         for text in ("[PAD]", "a<image>b"):
-            with pytest.raises(InvalidRequest, match=f"no row: it has {VOCAB_SIZE}"):
+            with pytest.raises(InvalidRequest, match=f"vocabulary has only {VOCAB_SIZE}"):
                 await manager.submit(text, params())
         assert len(scheduler.received) == 1 and manager.num_unfinished == 1
         assert (await neighbour.result()).text == text_of(8)

@@ -90,7 +90,7 @@ def test_a_build_that_does_not_fit(fields, reason, folder, caplog):
 @pytest.mark.parametrize("content", [b"", b"\x7fELF of an older Tercet", b"tercet build: cut-off"])
 def test_a_build_that_does_not_say_what_it_was_built_for(content, folder, caplog):
     (folder / cpu_build.file_name(HERE.name)).write_bytes(content)
-    assert_runs_on_torch(caplog, "does not say what it was built for")
+    assert_runs_on_torch(caplog, "has no record of what it was built for")
 
 
 def test_a_processor_without_a_build(folder, caplog, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_slower_build_takes_the_place_of_a_stale_one(tmp_path):
     arguments = [sys.executable, "-c", SLOWER_BUILD, str(tmp_path)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == usable[1].name
-    assert f"slower build for {usable[1].name}" in done.stderr and "torch 1.2.3" in done.stderr
+    assert f"slower build of the C++ kernels, for {usable[1].name}" in done.stderr and "torch 1.2.3" in done.stderr
 
 
 needs_sources = pytest.mark.skipif(not cpu_build.sources(ROOT), reason="an installed package has no csrc")

@@ -68,7 +68,8 @@ def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
     new, old = body.max_completion_tokens, body.max_tokens
     if new is not None and old is not None and new != old:
         raise InvalidRequest(
-            f"max_completion_tokens and max_tokens are the same: got {new} and {old}", param="max_tokens"
+            f"max_completion_tokens and max_tokens must be equal if both are given, got {new} and {old}",
+            param="max_tokens",
         )
     return (new, "max_completion_tokens") if new is not None else (old, "max_tokens")
 
@@ -85,10 +86,12 @@ def render_chat(
     tokenizer = server.manager.tokenizer
     if tokenizer is None:
         raise InvalidRequest(
-            "chat needs a tokenizer, and this engine runs with --skip-tokenizer-init", param="messages"
+            "chat needs a tokenizer, but this engine runs with --skip-tokenizer-init", param="messages"
         )
     if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise InvalidRequest(f"messages must be 1 to {MAX_MESSAGES} messages, got {len(messages)}", param="messages")
+        raise InvalidRequest(
+            f"messages must contain 1 to {MAX_MESSAGES} messages, got {len(messages)}", param="messages"
+        )
     reserved = sorted(_RESERVED.intersection(kwargs))
     if reserved:
         raise InvalidRequest(
@@ -110,7 +113,7 @@ def render_chat(
 def _as_template_wants(message: Message, path: str) -> dict[str, str]:
     if message.role in ("tool", "function"):
         raise UnsupportedField(
-            f"role {message.role!r} is not supported: tool calling is not there yet; "
+            f"role {message.role!r} is not supported: tool calling is not implemented; "
             "accepted: system, developer, user, assistant",
             param=f"{path}.role",
         )
@@ -134,7 +137,7 @@ def _text_of(content: str | Sequence[TextPart] | None, path: str) -> str:
     for i, part in enumerate(content):
         if part.type != "text":
             raise UnsupportedField(
-                f"content of type {shown(part.type)} is not supported: only text models are served; accepted: text",
+                f"content of type {shown(part.type)} is not supported; accepted: text",
                 param=f"{path}[{i}].type",
             )
         if part.text is None:

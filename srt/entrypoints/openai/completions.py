@@ -58,7 +58,7 @@ def _contents(prompt: str | list[str | int | list[int]]) -> tuple[Sequence[str |
     if str not in types:
         return split_ids(cast(list[int | list[int]], prompt), "prompt")
     if len(types) > 1:
-        raise InvalidRequest("prompt must be texts or token ids, and not a mix", param="prompt")
+        raise InvalidRequest("prompt must contain only texts or only token ids, not a mix of both", param="prompt")
     return cast(list[str], prompt), True
 
 

@@ -9,11 +9,11 @@ from msgspec import UNSET, UnsetType
 
 from ..wire import Int32, Int64, Wire, doc, only
 
-_NO_LOGPROBS = "log probabilities are not there yet"
-_NO_GRAMMAR = "constrained output is not there yet"
-_NO_TOOLS = "tool calling is not there yet"
-_NO_MULTIMODAL = "only text models are served"
-_NO_STORE = "nothing is stored"
+_NO_LOGPROBS = "log probabilities are not implemented"
+_NO_GRAMMAR = "structured output is not implemented"
+_NO_TOOLS = "tool calling is not implemented"
+_NO_MULTIMODAL = "multimodal models are not supported"
+_NO_STORE = "answers are not stored"
 
 MAX_MESSAGES = 10_000
 
@@ -21,61 +21,67 @@ MAX_MESSAGES = 10_000
 class StreamOptions(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """`stream_options`; only together with `stream: true`."""
 
-    include_usage: Annotated[bool | None, doc("A last chunk with `usage` and no choices")] = None
-    continuous_usage_stats: Annotated[bool | None, doc("`usage` in every chunk: the request's totals so far")] = None
-    include_obfuscation: Annotated[Any, only("chunks are not padded", False)] = None
+    include_usage: Annotated[bool | None, doc("Send a last chunk with `usage` and no choices")] = None
+    continuous_usage_stats: Annotated[
+        bool | None, doc("Send `usage` in every chunk: the totals of the request so far")
+    ] = None
+    include_obfuscation: Annotated[Any, only("chunk padding is not supported", False)] = None
 
 
 class OpenAIBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What /v1/completions and /v1/chat/completions have in common."""
 
-    model: Annotated[
-        str | None, doc("The served name, the model's path, or `default`; absent: the model that is served")
-    ] = None
-    stream: Annotated[bool | None, doc("Answer by server-sent events")] = None
-    stream_options: Annotated[StreamOptions | None, doc("What a stream tells besides text")] = None
-    n: Annotated[int | None, doc("Samples of each prompt, 1 to 128, default 1")] = None
-    temperature: Annotated[float | None, doc("At least 0; below 1e-6: greedy")] = None
-    top_p: Annotated[float | None, doc("In (0, 1]")] = None
-    stop: Annotated[str | list[str] | None, doc("Texts that end the output, at most 32")] = None
-    seed: Annotated[Int64 | None, doc("Same seed, same tokens; sample i of n uses seed + i")] = None
-    frequency_penalty: Annotated[float | None, doc("In [-2, 2], default 0")] = None
-    presence_penalty: Annotated[float | None, doc("In [-2, 2], default 0")] = None
-    logit_bias: Annotated[dict[str, float] | None, doc("Token id to what is added to its logit, in [-100, 100]")] = None
-    top_k: Annotated[Int32 | None, doc("At least 1, or -1: all tokens")] = None
-    min_p: Annotated[float | None, doc("In [0, 1]")] = None
-    repetition_penalty: Annotated[float | None, doc("In (0, 2]")] = None
-    min_tokens: Annotated[Int64 | None, doc("No end token before this many, default 0")] = None
-    stop_token_ids: Annotated[list[int] | None, doc("Token ids that end the output")] = None
-    ignore_eos: Annotated[bool | None, doc("Go on past the model's end tokens")] = None
-    no_stop_trim: Annotated[bool | None, doc("Leave the matched stop in the text")] = None
-    skip_special_tokens: Annotated[bool | None, doc("Leave special tokens out of the text, default true")] = None
-    rid: Annotated[str | None, doc("Name of the request, for /abort_request; it is the answer's `id`")] = None
-    cache_salt: Annotated[str | None, doc("Only requests of the same salt share cached prefixes")] = None
-    return_token_ids: Annotated[bool | None, doc("`token_ids` of each choice and `prompt_token_ids` in the answer")] = (
+    model: Annotated[str | None, doc("The served name, the model's path or `default`; default: the served model")] = (
         None
     )
-    user: Annotated[str | None, doc("A label of the client's; changes nothing")] = None
-    metadata: Annotated[dict[str, str] | None, doc("Labels of the client's; change nothing")] = None
-    spaces_between_special_tokens: Annotated[Any, only("text is what the tokenizer decodes", True)] = None
-    best_of: Annotated[Any, only("samples are not ranked", 1)] = None
+    stream: Annotated[bool | None, doc("Stream the answer as server-sent events")] = None
+    stream_options: Annotated[StreamOptions | None, doc("What a stream contains besides text")] = None
+    n: Annotated[int | None, doc("Number of samples of each prompt, 1 to 128, default 1")] = None
+    temperature: Annotated[float | None, doc("At least 0; a value below 1e-6 selects greedy decoding")] = None
+    top_p: Annotated[float | None, doc("In (0, 1]")] = None
+    stop: Annotated[str | list[str] | None, doc("Stop strings: texts that end the output, at most 32")] = None
+    seed: Annotated[Int64 | None, doc("The same seed gives the same tokens; sample i uses seed + i")] = None
+    frequency_penalty: Annotated[float | None, doc("In [-2, 2], default 0")] = None
+    presence_penalty: Annotated[float | None, doc("In [-2, 2], default 0")] = None
+    logit_bias: Annotated[dict[str, float] | None, doc("Token id to the number added to its logit, in [-100, 100]")] = (
+        None
+    )
+    top_k: Annotated[Int32 | None, doc("At least 1; -1 allows all tokens")] = None
+    min_p: Annotated[float | None, doc("In [0, 1]")] = None
+    repetition_penalty: Annotated[float | None, doc("In (0, 2]")] = None
+    min_tokens: Annotated[
+        Int64 | None, doc("Minimum number of new tokens; no EOS or stop token is sampled before, default 0")
+    ] = None
+    stop_token_ids: Annotated[list[int] | None, doc("Token ids that end the output")] = None
+    ignore_eos: Annotated[bool | None, doc("Continue after the model's EOS tokens")] = None
+    no_stop_trim: Annotated[bool | None, doc("Keep the matched stop string or stop token in the text")] = None
+    skip_special_tokens: Annotated[bool | None, doc("Omit special tokens from the text, default true")] = None
+    rid: Annotated[str | None, doc("Name of the request, for /abort_request; the answer has it as `id`")] = None
+    cache_salt: Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")] = None
+    return_token_ids: Annotated[bool | None, doc("Return `token_ids` of each choice, and `prompt_token_ids`")] = None
+    user: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
+    metadata: Annotated[dict[str, str] | None, doc("Labels for the client's own use; they have no effect")] = None
+    spaces_between_special_tokens: Annotated[
+        Any, only("the tokenizer decides on the spaces between special tokens", True)
+    ] = None
+    best_of: Annotated[Any, only("ranking of samples is not supported", 1)] = None
     logprobs: Annotated[Any, only(_NO_LOGPROBS, False)] = None
     top_logprobs: Annotated[Any, only(_NO_LOGPROBS, 0)] = None
     prompt_logprobs: Annotated[Any, only(_NO_LOGPROBS)] = None
-    echo: Annotated[Any, only("the prompt is not repeated yet", False)] = None
+    echo: Annotated[Any, only("repeating the prompt is not implemented", False)] = None
     response_format: Annotated[Any, only(_NO_GRAMMAR, {"type": "text"})] = None
     regex: Annotated[Any, only(_NO_GRAMMAR)] = None
     ebnf: Annotated[Any, only(_NO_GRAMMAR)] = None
     json_schema: Annotated[Any, only(_NO_GRAMMAR)] = None
     structural_tag: Annotated[Any, only(_NO_GRAMMAR)] = None
     structured_outputs: Annotated[Any, only(_NO_GRAMMAR)] = None
-    stop_regex: Annotated[Any, only("stopping on a regular expression is not there yet", [])] = None
-    include_stop_str_in_output: Annotated[Any, only("its name here is no_stop_trim", False)] = None
-    priority: Annotated[Any, only("priorities are not there yet", 0)] = None
-    service_tier: Annotated[Any, only("there is one tier", "auto", "default")] = None
-    lora_path: Annotated[Any, only("LoRA adapters are not there yet", "")] = None
-    return_hidden_states: Annotated[Any, only("hidden states are not given out", False)] = None
-    truncate_prompt_tokens: Annotated[Any, only("its place is the server's --allow-auto-truncate")] = None
+    stop_regex: Annotated[Any, only("stopping at a regular expression is not implemented", [])] = None
+    include_stop_str_in_output: Annotated[Any, only("this API calls it no_stop_trim", False)] = None
+    priority: Annotated[Any, only("request priorities are not implemented", 0)] = None
+    service_tier: Annotated[Any, only("the server has one service tier", "auto", "default")] = None
+    lora_path: Annotated[Any, only("LoRA adapters are not implemented", "")] = None
+    return_hidden_states: Annotated[Any, only("returning hidden states is not implemented", False)] = None
+    truncate_prompt_tokens: Annotated[Any, only("the server's flag --allow-auto-truncate sets it")] = None
     logits_processors: Annotated[Any, only("custom logit processors are not supported", [])] = None
     custom_logit_processor: Annotated[Any, only("custom logit processors are not supported")] = None
 
@@ -86,11 +92,11 @@ class CompletionBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_field
     prompt: Annotated[
         str | list[str | int | list[int]], doc("A text, token ids, or a list of texts or of token id lists")
     ]
-    max_tokens: Annotated[Int64 | None, doc("Most tokens to generate, at least 1, default 16")] = None
+    max_tokens: Annotated[Int64 | None, doc("Maximum number of tokens to generate, at least 1, default 16")] = None
     add_special_tokens: Annotated[
         bool | None, doc("Let the tokenizer add its special tokens to a text, default true")
     ] = None
-    suffix: Annotated[Any, only("inserting before a suffix is not supported", "")] = None
+    suffix: Annotated[Any, only("insertion before a suffix is not supported", "")] = None
 
 
 class TextPart(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -103,7 +109,7 @@ class TextPart(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     audio_url: Annotated[Any, only(_NO_MULTIMODAL)] = None
     input_audio: Annotated[Any, only(_NO_MULTIMODAL)] = None
     file: Annotated[Any, only(_NO_MULTIMODAL)] = None
-    refusal: Annotated[Any, only("refusals are plain text")] = None
+    refusal: Annotated[Any, only("a refusal is ordinary text in content")] = None
 
 
 class Message(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -111,35 +117,36 @@ class Message(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool", "function"],
-        doc("Who speaks; `tool` and `function` are refused until there are tools"),
+        doc("Author of the message; `tool` and `function` are refused: tool calling is not implemented"),
     ]
     content: Annotated[
-        str | list[TextPart] | None, doc("What is said; parts are put together as they are; it may not be null")
+        str | list[TextPart] | None, doc("Text of the message; parts are concatenated; null is refused")
     ] = None
-    name: Annotated[str | None, doc("Given to the chat template")] = None
-    reasoning_content: Annotated[str | None, doc("Given to the chat template")] = None
+    name: Annotated[str | None, doc("Passed to the chat template")] = None
+    reasoning_content: Annotated[str | None, doc("Passed to the chat template")] = None
     tool_calls: Annotated[Any, only(_NO_TOOLS, [])] = None
     tool_call_id: Annotated[Any, only(_NO_TOOLS)] = None
     function_call: Annotated[Any, only(_NO_TOOLS)] = None
-    refusal: Annotated[Any, only("refusals are plain text")] = None
+    refusal: Annotated[Any, only("a refusal is ordinary text in content")] = None
     audio: Annotated[Any, only(_NO_MULTIMODAL)] = None
-    annotations: Annotated[Any, only("there are none", [])] = None
+    annotations: Annotated[Any, only("annotations are not supported", [])] = None
 
 
 class ChatBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], doc("The chat so far, 1 to 10,000 messages")]
+    messages: Annotated[list[Message], doc("The conversation so far, 1 to 10,000 messages")]
     max_completion_tokens: Annotated[
-        Int64 | None, doc("Most tokens to generate, at least 1; absent: to the end of the context")
+        Int64 | None, doc("Maximum number of tokens to generate, at least 1; default: up to the end of the context")
     ] = None
-    max_tokens: Annotated[Int64 | None, doc("The same, by its older name")] = None
+    max_tokens: Annotated[Int64 | None, doc("The older name of max_completion_tokens")] = None
     add_generation_prompt: Annotated[
-        bool | None, doc("Open the assistant's turn, default true (false with continue_final_message)")
+        bool | None,
+        doc("Open the assistant's turn after the messages, default true (with continue_final_message: false)"),
     ] = None
-    continue_final_message: Annotated[bool | None, doc("Go on with the last message instead of answering it")] = None
+    continue_final_message: Annotated[bool | None, doc("Continue the last message instead of answering it")] = None
     chat_template_kwargs: Annotated[
-        dict[str, Any] | None, doc("Further variables of the chat template, such as `enable_thinking`")
+        dict[str, Any] | None, doc("Further variables for the chat template, such as `enable_thinking`")
     ] = None
     tools: Annotated[Any, only(_NO_TOOLS, [])] = None
     tool_choice: Annotated[Any, only(_NO_TOOLS, "none", "auto")] = None
@@ -150,18 +157,20 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_fields=True
     modalities: Annotated[Any, only(_NO_MULTIMODAL, ["text"])] = None
     audio: Annotated[Any, only(_NO_MULTIMODAL)] = None
     prediction: Annotated[Any, only("predicted outputs are not supported")] = None
-    reasoning_effort: Annotated[Any, only("it is not known here; see chat_template_kwargs")] = None
-    separate_reasoning: Annotated[Any, only("reasoning is not parsed yet", False)] = None
-    stream_reasoning: Annotated[Any, only("reasoning is not parsed yet", True, False)] = None
-    verbosity: Annotated[Any, only("it is not known here", "medium")] = None
-    web_search_options: Annotated[Any, only("there is no web search")] = None
+    reasoning_effort: Annotated[Any, only("send it in chat_template_kwargs")] = None
+    separate_reasoning: Annotated[Any, only("parsing of reasoning is not implemented", False)] = None
+    stream_reasoning: Annotated[Any, only("parsing of reasoning is not implemented", True, False)] = None
+    verbosity: Annotated[Any, only("the verbosity of answers cannot be set", "medium")] = None
+    web_search_options: Annotated[Any, only("web search is not supported")] = None
     prompt_cache_key: Annotated[
-        str | None, doc("Prefixes are cached for all, whatever the key; see cache_salt to keep them apart")
+        str | None, doc("It has no effect: all requests share cached prefixes; cache_salt separates them")
     ] = None
-    safety_identifier: Annotated[str | None, doc("A label of the client's; changes nothing")] = None
-    chat_template: Annotated[Any, only("templates come with the model or from the operator")] = None
+    safety_identifier: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
+    chat_template: Annotated[
+        Any, only("a request cannot bring a chat template; the server's flag --chat-template sets it")
+    ] = None
     documents: Annotated[Any, only("documents are not supported", [])] = None
-    add_special_tokens: Annotated[Any, only("the chat template writes them", False)] = None
+    add_special_tokens: Annotated[Any, only("the chat template writes the special tokens", False)] = None
 
 
 # Answers

@@ -151,7 +151,7 @@ def test_names():
     [
         ({"soft_cap": 30.0}, "soft cap"),
         ({"has_sinks": True}, "sinks"),
-        ({"head_dim": 16}, "heads of one kind"),
+        ({"head_dim": 16}, "the same kind of heads"),
     ],
 )
 def test_what_a_backend_cannot_compute_is_refused_by_name(changes, message):

@@ -21,7 +21,7 @@ from tercet.model_executor.weights.weight_cache import LAYOUT, WeightCache, open
 from tercet.srt.model_files.model_config import load_model_config
 
 CPU = torch.device("cpu")
-KEPT, FAILED, DAMAGED = "are kept in", "cannot be kept", "made anew"
+KEPT, FAILED, DAMAGED = "Cached the dequantised weights in", "Could not cache", "again"
 
 
 @pytest.fixture

@@ -240,4 +240,4 @@ def test_abort_wants_one_of_the_two(site: Site, body: dict[str, Any]) -> None:
 
 def test_endpoints_without_a_body_take_none(site: Site) -> None:
     assert site.post("/flush_cache", b"{}").status_code == 200
-    assert "takes no body" in site.refused("/flush_cache", {"timeout": 5})["message"]
+    assert "accepts no body" in site.refused("/flush_cache", {"timeout": 5})["message"]

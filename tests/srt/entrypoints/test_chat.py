@@ -144,7 +144,7 @@ def test_token_ids(site: Site) -> None:
         ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content is required"),
         ({"messages": [{"content": "a"}]}, "messages[0].role", "messages[0].role is required"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role", "invalid enum value 'robot'"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "tool calling is not there yet"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "tool calling is not implemented"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "got int"),
         (
             {"messages": [*HI, {"role": "user", "content": [{"type": "text"}]}]},
@@ -154,7 +154,7 @@ def test_token_ids(site: Site) -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0].image_url",
-            "only text models are served",
+            "multimodal models are not supported",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
@@ -163,20 +163,24 @@ def test_token_ids(site: Site) -> None:
         ),
         ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "messages[0].weight", "unknown field 'weight'"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls", "tool calling"),
-        ({"messages": HI, "tools": [{"type": "function"}]}, "tools", "tool calling is not there yet"),
+        ({"messages": HI, "tools": [{"type": "function"}]}, "tools", "tool calling is not implemented"),
         ({"messages": HI, "tool_choice": "required"}, "tool_choice", 'accepted: null or "none" or "auto"'),
-        ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format", "constrained output"),
+        ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format", "structured output"),
         ({"messages": HI, "logprobs": True}, "logprobs", "log probabilities"),
         ({"messages": HI, "top_logprobs": 3}, "top_logprobs", "log probabilities"),
-        ({"messages": HI, "store": True}, "store", "nothing is stored"),
-        ({"messages": HI, "service_tier": "flex"}, "service_tier", "there is one tier"),
+        ({"messages": HI, "store": True}, "store", "answers are not stored"),
+        ({"messages": HI, "service_tier": "flex"}, "service_tier", "the server has one service tier"),
         (
             {"messages": HI, "max_completion_tokens": 0},
             "max_completion_tokens",
             "max_completion_tokens must be at least",
         ),
         ({"messages": HI, "max_tokens": 0}, "max_tokens", "max_tokens must be at least 1"),
-        ({"messages": HI, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "are the same: got 2 and 1"),
+        (
+            {"messages": HI, "max_tokens": 1, "max_completion_tokens": 2},
+            "max_tokens",
+            "must be equal if both are given, got 2 and 1",
+        ),
         ({"messages": HI, "prompt": "a"}, "prompt", "unknown field 'prompt'"),
         (
             {"messages": HI, "add_generation_prompt": True, "continue_final_message": True},

@@ -74,7 +74,7 @@ def test_serve_takes_the_model_from_a_config_file(served: list[ServerArgs], tmp_
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["A", "--model-path", "B"], "two models are named: A and --model-path B"),
+        (["A", "--model-path", "B"], "two different models are given: A and --model-path B"),
         (["A", "--no-such-flag"], "--no-such-flag"),
         (["A", "--port", "many"], "--port"),
         (["A", "--port", "70000"], "--port must be in [0, 65535], got 70000"),

@@ -263,7 +263,7 @@ def test_settings_that_do_not_fit_an_engine(tmp_path: Path) -> None:
         Engine()
     with pytest.raises(ValueError, match="not both"):
         Engine("model", server_args=toy_args(tmp_path))
-    with pytest.raises(FileNotFoundError, match="no model at"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         Engine(str(tmp_path / "nothing"))
 
 
@@ -301,7 +301,7 @@ def test_a_start_that_fails_fast_says_why(tmp_path: Path) -> None:
             super().stop()
 
     args = dataclasses.replace(toy_args(tmp_path), model_path=str(tmp_path / "nothing"))
-    with pytest.raises(FileNotFoundError, match="no model at"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         Lingering(args, fake_child.MODULE)
 
 

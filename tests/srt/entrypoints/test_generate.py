@@ -152,7 +152,7 @@ def test_a_streamed_batch_has_an_index(site: Site, body: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("body", "param", "says"),
     [
-        ({}, "text", "one of text and input_ids is needed, got neither"),
+        ({}, "text", "exactly one of text and input_ids is required, got neither"),
         ({"text": "a", "input_ids": [1]}, "text", "got both"),
         ({"text": ""}, "text", "the prompt is empty"),
         ({"text": ["a", ""]}, "text[1]", "the prompt is empty"),
@@ -174,7 +174,7 @@ def test_a_streamed_batch_has_an_index(site: Site, body: dict[str, Any]) -> None
         ({"text": "a", "sampling_params": {"stop_token_ids": [258]}}, "sampling_params.stop_token_ids", "below 258"),
         ({"text": "a", "sampling_params": {"logit_bias": {"x": 1}}}, "sampling_params.logit_bias", "token ids as keys"),
         ({"text": "a", "sampling_params": {"temperature": "hot"}}, "sampling_params.temperature", "got str"),
-        ({"text": "a", "sampling_params": [{}]}, "sampling_params", "one object"),
+        ({"text": "a", "sampling_params": [{}]}, "sampling_params", "a single object"),
         ({"text": ["a"], "sampling_params": [{}, {}]}, "sampling_params", "a list of 1"),
         ({"text": ["a", "b"], "sampling_params": [{}, {"n": 0}]}, "sampling_params[1].n", "[1, 128]"),
         ({"text": ["a", "b"], "rid": ["r"]}, "rid", "a list of 2, got a list of 1"),
@@ -287,6 +287,6 @@ def test_a_text_with_a_token_that_the_model_has_no_row_for(site: Site) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "[PAD]"}]}, "messages"),
     ):
         error = site.refused(path, body)
-        assert "'[PAD]' (id 258), for which the model has no row" in error["message"]
+        assert "'[PAD]' (id 258), but the model's vocabulary has only" in error["message"]
         assert error["param"] == param
     assert site.idle()

@@ -163,5 +163,5 @@ def test_bodies_share_a_budget_of_memory(site: Site, codec: WatchedCodec, monkey
 
     refused, *rest = site.run(several())
     assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
-    assert "too many bodies" in error_of(refused)["message"]
+    assert "exceed the server's memory limit" in error_of(refused)["message"]
     assert [one.status_code for one in rest] == [200] * 4

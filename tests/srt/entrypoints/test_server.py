@@ -67,7 +67,7 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(run_dirs: Pa
         assert client.get("/health").status_code == 200
         assert stream.begun.wait(20)
         server.signal(signal.SIGTERM)
-        assert server.logged("Shutting down: 1 requests are running", 5)
+        assert server.logged("Shutting down; waiting for 1 requests", 5)
         assert client.get("/health").status_code == 503
         refused = client.post("/generate", json=TOKENS)
         assert refused.status_code == 503 and "retry-after" in refused.headers
@@ -136,7 +136,7 @@ def test_a_failed_start_is_one_clear_line(run_dirs: Path, flags: list[str], beha
 
 def test_a_model_that_is_not_there_or_not_supported_is_one_clear_line(run_dirs: Path, tmp_path: Path) -> None:
     other = write_toy_config(tmp_path, architectures=["MambaForCausalLM"], model_type="mamba")
-    for model, message in ((str(tmp_path / "nothing"), "no model at"), (str(other), "'MambaForCausalLM' is not")):
+    for model, message in ((str(tmp_path / "nothing"), "does not exist"), (str(other), "'MambaForCausalLM' is not")):
         flags = ["--model-path", model, "--load-format", "dummy", "--port", "0"]
         with ServerProcess(run_dirs, flags) as server:
             assert server.exit_code(30) == 1
@@ -150,7 +150,7 @@ def test_a_port_in_use_is_one_clear_line_before_any_model(run_dirs: Path) -> Non
         with ServerProcess(run_dirs, ["--model-path", "/nowhere", "--port", str(port)]) as server:
             assert server.exit_code(30) == 1
     assert len(server.lines) == 1
-    assert f"Can't listen on 127.0.0.1:{port}: Address already in use" in server.log
+    assert f"Cannot listen on 127.0.0.1:{port}: Address already in use" in server.log
 
 
 def test_two_servers_on_one_host_never_meet(run_dirs: Path, flags: list[str]) -> None:

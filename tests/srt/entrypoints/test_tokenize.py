@@ -43,13 +43,18 @@ def test_token_ids(site: Site, path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param", "says"),
     [
-        ("/tokenize", {}, "prompt", "one of prompt and messages is needed, got neither"),
+        ("/tokenize", {}, "prompt", "exactly one of prompt and messages is required, got neither"),
         ("/tokenize", {"prompt": "a", "messages": HI}, "prompt", "got both"),
         ("/tokenize", {"prompt": []}, "prompt", "at least one prompt"),
         ("/tokenize", {"prompt": ["a"] * 1025}, "prompt", "at most 1024"),
         ("/tokenize", {"prompt": 5}, "prompt", "got int"),
         ("/tokenize", {"prompt": "x" * 100_000}, "prompt", "at most"),
-        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt", "is for messages"),
+        (
+            "/tokenize",
+            {"prompt": "a", "add_generation_prompt": True},
+            "add_generation_prompt",
+            "is allowed only with messages",
+        ),
         ("/tokenize", {"messages": []}, "messages", "1 to 10000 messages"),
         ("/detokenize", {}, "tokens", "tokens is required"),
         ("/detokenize", {"tokens": [258]}, "tokens", "[0, 258), got 258"),

@@ -185,7 +185,7 @@ def test_generation_config(load):
 
 
 def test_paths_and_load_formats(tmp_path, load):
-    with pytest.raises(FileNotFoundError, match="no model at"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         load_model_config(tmp_path / "absent")
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load_model_config(tmp_path)

@@ -132,7 +132,7 @@ def test_refuses_by_name():
 
 def test_a_template_that_drops_the_last_message_cannot_be_continued():
     template = ChatTemplate("{{ messages[0].content }}", SPECIAL)
-    with pytest.raises(InvalidRequest, match="leaves out"):
+    with pytest.raises(InvalidRequest, match="omits the last message"):
         template.render(CHATS[1], add_generation_prompt=False, continue_final_message=True)
 
 

@@ -242,7 +242,7 @@ def test_refuses_by_name(tmp_path):
         load_tokenizer(str(write_gguf(path, model="gpt2", tokens=None, types=None)))
     with pytest.raises(ValueError, match=r"merges must be an array of strings"):
         load_tokenizer(str(write_gguf(path, model="gpt2", tokens=["a"], types=[NORMAL])))
-    with pytest.raises(ValueError, match=r"'x' and 'y' does not fit"):
+    with pytest.raises(ValueError, match=r"'x' and 'y' is not in the vocabulary"):
         load_tokenizer(str(write_gguf(path, model="gpt2", tokens=["x", "y"], types=[NORMAL] * 2, merges=["x y"])))
     with pytest.raises(ValueError, match=r"does not fit"):
         load_tokenizer(str(write_gguf(path, model="gpt2", tokens=["x", "y"], types=[NORMAL] * 2, merges=[""])))
