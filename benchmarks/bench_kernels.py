@@ -162,7 +162,7 @@ class KernelBench:
 
     def close(self) -> None:
         if self.failed:
-            table = self._result.table("Failed", ["what and why"])
+            table = self._result.table("Failed", ["measurement and reason"])
             for line in self.failed:
                 table.row(line.replace("\n", " ").replace("|", "/"))
 

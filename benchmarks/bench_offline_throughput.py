@@ -173,7 +173,7 @@ def _report(
     table.notes.append(f"{len(rounds['Tercet'])} rounds, medians. {' '.join(notes)}")
     retractions = sum(one.num_retractions for one in rounds["Tercet"])
     if retractions:
-        table.notes.append(f"Tercet retracted requests {retractions} times: its KV pool was too small for all of them.")
+        table.notes.append(f"Tercet retracted requests {retractions} times: its KV pool was too small.")
     result.values.update(
         model=name,
         num_prompts=len(requests),

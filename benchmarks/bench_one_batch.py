@@ -159,7 +159,7 @@ class _Bench:
 
     def close(self) -> None:
         if self._failed:
-            table = self._result.table("Not measured", ["what and why"])
+            table = self._result.table("Not measured", ["measurement and reason"])
             for line in self._failed:
                 table.row(line)
         self._result.tables = [table for table in self._result.tables if table.rows]
@@ -230,7 +230,7 @@ class _Bench:
         table.notes.append(
             f"Busy {number(busy_s * 1e3)} ms a step, in {activity.num_operations / num_steps:.1f} operations."
         )
-        kernels = self._result.table(f"Where the device's time goes {what}", ["operation", "us a step", "share"])
+        kernels = self._result.table(f"Device time by operation {what}", ["operation", "us a step", "share"])
         for name, seconds in list(activity.by_name_s.items())[:_TOP_KERNELS]:
             share = percent(seconds / activity.busy_s)
             kernels.row(name[:80].replace("|", "/"), number(seconds / num_steps * 1e6), share)

@@ -167,8 +167,8 @@ def next_token_logprobs(runner: ModelRunner, ids: torch.Tensor) -> torch.Tensor:
 
 def report(result: Result, everyone: Sequence[Measured], text: str) -> None:
     table = result.table(
-        "Next-token distributions against those of float32",
-        ["weights", "activations", "MiB of weights", "KL divergence, nats", "same likeliest token", "perplexity"],
+        "Next-token distributions compared with float32",
+        ["weights", "activations", "MiB of weights", "KL divergence, nats", "same most likely token", "perplexity"],
     )
     table.notes.append(f"text: {text}")
     rows = []

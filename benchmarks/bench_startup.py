@@ -126,7 +126,7 @@ def _pss(processes: dict[int, Process]) -> dict[str, int]:
 
 def _fill(result: Result, args: argparse.Namespace, starts: list[dict[str, Any]]) -> None:
     times = [one["ready_s"] for one in starts]
-    table = result.table("Start: exec to /health 200", ["median s", "least s", "most s", "processor s"])
+    table = result.table("Start: exec to /health 200", ["median s", "min s", "max s", "processor s"])
     cpu_s = statistics.median(one["cpu_s"] for one in starts)
     table.row(*map(number, (statistics.median(times), min(times), max(times), cpu_s)))
     table = result.table("Memory (PSS): medians", ["MiB", "when ready", "after the requests"])

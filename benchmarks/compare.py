@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logs.mkdir(parents=True, exist_ok=True)
         comparison = Comparison(_plan(args, peers, logs), _say)
         interrupted = _run(comparison)
-    result = Result("compare", "Tercet beside other servers", _PROGRAM, argv, None)
+    result = Result("compare", "Tercet compared with other servers", _PROGRAM, argv, None)
     _fill(result, comparison)
     finish(result, args)
     return 130 if interrupted else 1 if comparison.failures else 0
@@ -224,7 +224,7 @@ def _add_workload(result: Result, comparison: Comparison, workload: Workload) ->
 def _add_starts(result: Result, comparison: Comparison) -> None:
     table = result.table(
         "Starts and memory: medians",
-        ["server", "version", "model", "exec to first token s", "PSS then GiB", "PSS after work GiB", "KV pool GiB"],
+        ["server", "version", "model", "exec to first token s", "PSS idle GiB", "PSS after work GiB", "KV pool GiB"],
     )
     plan = comparison.plan
     for model in plan.models:
@@ -249,7 +249,7 @@ def _add_starts(result: Result, comparison: Comparison) -> None:
                 _gib(pools),
             )
         table.notes.extend(_samples_notes(comparison, model))
-    table.notes.append("PSS: memory of all processes of a server; of its KV pool, only pages that were written to.")
+    table.notes.append("PSS is the memory of all processes of a server. Only the written pages of its KV pool count.")
 
 
 def _samples_notes(comparison: Comparison, model: str) -> list[str]:

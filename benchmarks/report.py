@@ -49,7 +49,7 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
     yield _row("Total generated tokens:", result["total_output_tokens"])
     yield _row("Total generated tokens (retokenized):", result["total_output_tokens_retokenized"])
     if result["ignore_eos"] and result["completed_with_other_length"]:
-        yield _row("Answers of another length than asked:", result["completed_with_other_length"])
+        yield _row("Answers of unexpected length:", result["completed_with_other_length"])
     yield _row("Request throughput (req/s):", result["request_throughput"])
     yield _row("Input token throughput (tok/s):", result["input_throughput"])
     yield _row("Output token throughput (tok/s):", result["output_throughput"])
@@ -73,9 +73,9 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
             yield _row(f"{key} {label} (ms):", result[f"{key.lower()}_{name}_ms"])
     yield "=" * _WIDTH
     if result["completed"] and not result["output_tokens_told_by_server"]:
-        yield "The server told no token counts: generated tokens are retokenized text."
+        yield "The server reported no token counts; generated tokens are counted in the retokenized text."
     if not result["stream"]:
-        yield "Without a stream there is no time to the first token and none between tokens."
+        yield "Without streaming, only end-to-end latency is measured."
     for message, count in result["errors_by_message"].items():
         yield f"{count} failed: {message}"
 

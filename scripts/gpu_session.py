@@ -181,14 +181,14 @@ def _test_folders() -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/gpu", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few sizes")
-    parser.add_argument("--tiny", action="store_true", help="try this script without a GPU; one part is made to fail")
+    parser.add_argument("--quick", action="store_true", help="measure few sizes")
+    parser.add_argument("--tiny", action="store_true", help="try this script without a GPU; one part fails on purpose")
     parser.add_argument("--budget-s", type=float, default=3600, help="seconds for all parts (default: 3600)")
     parser.add_argument("--only", metavar="NAMES", help="parts to run, separated by commas")
-    parser.add_argument("--skip", metavar="NAMES", default="", help="parts to leave out")
-    parser.add_argument("--output", metavar="DIR", type=Path, default=RESULTS, help="default: benchmarks/results")
-    parser.add_argument("--list", action="store_true", help="name the parts and stop")
-    parser.add_argument("--commit", metavar="HASH", help="what is measured, where the checkout does not know it")
+    parser.add_argument("--skip", metavar="NAMES", default="", help="parts to skip, separated by commas")
+    parser.add_argument("--output", metavar="DIR", type=Path, default=RESULTS, help="(default: benchmarks/results)")
+    parser.add_argument("--list", action="store_true", help="list the parts and exit")
+    parser.add_argument("--commit", metavar="HASH", help="commit that is measured, if the checkout has no git history")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         return session(parser, args, Path(scratch))

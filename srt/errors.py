@@ -2,7 +2,7 @@
 
     TercetError                      500  internal_server_error
     |-- InvalidRequest               400  invalid_request_error   (also a ValueError)
-    |   |-- UnsupportedField         400  a known field whose feature is not there
+    |   |-- UnsupportedField         400  a field of a feature that is not implemented
     |   `-- PromptTooLong            400  context_length_exceeded
     |-- ModelNotFound                404  model_not_found
     |-- RequestAborted               499  the client asked for the end, or went away

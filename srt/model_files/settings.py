@@ -82,7 +82,7 @@ class Settings:
         value = self.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
-            raise self.refusal(key, "a token id of at least 0, or a list of such", value)
+            raise self.refusal(key, "a token id of at least 0, or a list of token ids", value)
         return tuple(ids)
 
     def nested(self, key: str) -> Settings | None:

@@ -126,7 +126,7 @@ def _special_texts(config: Settings) -> Iterator[str]:
     for name in _OTHER_SPECIAL_TOKENS:
         others = config.get(name)
         if others is not None and not isinstance(others, list | Mapping):
-            raise config.refusal(name, "a list of tokens, or an object of such", others)
+            raise config.refusal(name, "a list of tokens, or an object whose values are tokens", others)
         values = dict(others) if isinstance(others, Mapping) else dict(enumerate(others or []))
         tokens = Settings(config.source, {f"{name}[{key}]": value for key, value in values.items()})
         for key in tokens.untaken():

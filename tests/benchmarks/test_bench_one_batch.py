@@ -65,4 +65,4 @@ def test_wrong_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: 
 def test_a_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_one_batch.main([])
-    assert "--model-path is needed" in capsys.readouterr().err
+    assert "--model-path is required" in capsys.readouterr().err

@@ -168,7 +168,7 @@ def test_a_server_that_never_answers_does_not_hold_up_the_others(bench: Bench, t
     assert time.monotonic() - began < 30
     (failure,) = result["failures"]
     assert re.match(
-        "not ready within 0.6 s: 503" if trouble == "never ready" else "the answers were not complete",
+        "the server was not ready within 0.6 s: 503" if trouble == "never ready" else "the answers were not complete",
         failure["message"],
     )
 
@@ -226,7 +226,7 @@ def test_a_measurement_that_others_disturb_is_repeated(bench: Bench, monkeypatch
 
 def test_what_makes_no_sense_is_refused(bench: Bench, tmp_path: Path) -> None:
     assert "unknown server 'tgi'" in bench.refused("--peer", "tgi=/nowhere")
-    assert "there is no" in bench.refused("--peer", "vllm=/nowhere")
+    assert "/nowhere does not exist" in bench.refused("--peer", "vllm=/nowhere")
     assert "there is no vllm in" in bench.refused("--peer", f"vllm={tmp_path}")
     assert "--args names vllm, which is not measured" in bench.refused("--args", "vllm=--seed 1")
     assert "NAME=VALUE" in bench.refused("--peer", "vllm")

@@ -74,7 +74,7 @@ def test_the_order_comes_from_the_seed(tmp_path: Path) -> None:
             [talk("a", "b"), {"conversations": [{"value": 1}, {}]}],
             "entry 1: a turn must have a text in content or value",
         ),
-        ([talk("ab")], "no prompt"),
+        ([talk("ab")], "no usable prompt"),
     ],
 )
 def test_what_is_not_sharegpt_is_refused(tmp_path: Path, entries: Any, message: str) -> None:

@@ -76,7 +76,7 @@ def test_what_differs_is_told() -> None:
     assert found["Failed requests:"] == "2" and "2 failed: 503: full" in shown
     assert found["Total input tokens:"] == "9" and found["Total input tokens (by this client):"] == "3"
     assert found["Total cached tokens:"] == "2"
-    assert found["Answers of another length than asked:"] == "1"
+    assert found["Answers of unexpected length:"] == "1"
 
 
 def test_bundled_tokens_show_the_time_between_chunks() -> None:
@@ -89,7 +89,7 @@ def test_what_was_not_measured_is_not_shown() -> None:
     shown = table(result(Output(0.0, 2.0, texts=["ab"]), stream=False))
     assert "TTFT" not in shown and "ITL" not in shown and "Peak output" not in shown
     assert "Mean E2E Latency (ms):" in shown
-    assert "The server told no token counts" in shown and "Without a stream" in shown
+    assert "The server reported no token counts" in shown and "Without streaming" in shown
 
 
 def test_nothing_but_failures_is_a_report_too() -> None:

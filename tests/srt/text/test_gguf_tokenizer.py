@@ -244,7 +244,7 @@ def test_refuses_by_name(tmp_path):
         load_tokenizer(str(write_gguf(path, model="gpt2", tokens=["a"], types=[NORMAL])))
     with pytest.raises(ValueError, match=r"'x' and 'y' is not in the vocabulary"):
         load_tokenizer(str(write_gguf(path, model="gpt2", tokens=["x", "y"], types=[NORMAL] * 2, merges=["x y"])))
-    with pytest.raises(ValueError, match=r"does not fit"):
+    with pytest.raises(ValueError, match=r"is not in the vocabulary"):
         load_tokenizer(str(write_gguf(path, model="gpt2", tokens=["x", "y"], types=[NORMAL] * 2, merges=[""])))
     with pytest.raises(ValueError, match=r"token_type must be an array of 2 numbers"):
         load_tokenizer(str(write_gguf(path, model="gpt2", tokens=["x", "y"], types=[NORMAL], merges=["x x"])))
