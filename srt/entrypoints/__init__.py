@@ -1,1 +1,1 @@
-"""Entry layer: the Engine, the HTTP server, and the one file that starts processes."""
+"""Entry layer: the Python Engine, the HTTP server, and the start of the engine's processes."""

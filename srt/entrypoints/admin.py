@@ -1,4 +1,4 @@
-"""Endpoints about the engine: health, facts, load, cache, aborts."""
+"""Endpoints about the engine itself: health, model and server information, load, cache flush, aborts."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def check_up(server: Server) -> None:
 
 
 async def health_generate(server: Server, request: Request, body: None) -> ASGIApp:
-    """Runs one token through the whole pipeline; 503 when it does not come out in time."""
+    """Generates one token in the running engine. 503 when the token does not arrive in time."""
     check_up(server)
     manager = server.manager
     sampling = manager.make_sampling({"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True})
@@ -155,18 +155,18 @@ async def model_info(server: Server, request: Request, body: None) -> ASGIApp:
 
 
 async def server_info(server: Server, request: Request, body: None) -> ASGIApp:
-    """Settings as they are in force, without secrets, and the state of the scheduler."""
+    """The effective settings, without the API key, and the scheduler's state."""
     return json_response(await collect_server_info(server))
 
 
 async def collect_server_info(server: Server) -> dict[str, Any]:
-    """The answer of /server_info."""
+    """The response of /server_info."""
     manager = server.manager
     state, age_s = await manager.scheduler_state(server.state_timeout_s)
     settings = dataclasses.asdict(manager.server_args)
     del settings["api_key"]
     facts = manager.facts
-    # What was "auto" in the settings is what it came to.
+    # Settings that were "auto" show their resolved values.
     settings |= {
         "dtype": facts.dtype,
         "device": facts.device,
@@ -231,12 +231,12 @@ async def loads(server: Server, request: Request, body: None) -> ASGIApp:
 
 
 def _used_tokens(state: SchedulerState) -> int:
-    """KV slots that requests hold; what only the prefix cache holds is as good as free."""
+    """KV slots that requests hold. Slots that only the prefix cache holds count as free, because it can evict them."""
     return state.num_protected_tokens + state.num_private_tokens
 
 
 async def flush_cache(server: Server, request: Request, body: None) -> ASGIApp:
-    """Raises EngineBusy when requests are running or waiting, still after `timeout` seconds."""
+    """Empties the prefix cache. Raises EngineBusy if requests are still running or waiting after `timeout` seconds."""
     given = request.query_params.get("timeout", "0")
     try:
         timeout_s = float(given)
@@ -257,7 +257,7 @@ async def flush_cache(server: Server, request: Request, body: None) -> ASGIApp:
 
 
 async def abort_request(server: Server, request: Request, body: AbortBody) -> ASGIApp:
-    """Aborts by exact name. Not finding the request is no error: it may just have finished."""
+    """Aborts a request by its name, or all requests. A missing request is no error: it may just have finished."""
     if (body.rid is not None) == bool(body.abort_all):
         raise InvalidRequest("exactly one of rid and abort_all: true is required", param="rid")
     manager = server.manager

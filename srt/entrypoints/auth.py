@@ -1,4 +1,4 @@
-"""The API key: without it nothing answers but the probes that say whether the server is up."""
+"""The API key guard: every path requires the key, except the two probes of the server's health."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .error_handlers import Unauthorized, error_response
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Paths that need no key: they run nothing and tell nothing but a status."""
+"""The paths that need no key. They run no request and return only a status."""
 
 
 class ApiKeyGuard:
-    """Refuses every request, known route or not, that does not bear the key, compared in constant time."""
+    """Refuses every request without the key, on unknown routes, too. The comparison takes constant time."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         assert api_key, "an empty key would admit a request without one"

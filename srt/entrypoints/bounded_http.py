@@ -1,14 +1,15 @@
-"""One HTTP connection, and what it may cost: uvicorn's protocol itself has no limits but that on a body.
+"""HTTP connections with limits on memory and time. uvicorn's own protocol has almost none.
 
-What a connection may cost before its request is known and its API key is checked:
+These limits hold before a request is decoded and its API key is checked:
 
-- A request line and headers, a trailer, and what stands between two pieces of a chunked body: 64 KiB each, plus at most
-  one read. Trailers are dropped, as RFC 9110 (6.5.1) allows.
-- MAX_HEADERS headers, MAX_PIPELINED requests that wait for the answer to an earlier one.
-- HEAD_TIMEOUT_S for a head. For a body BODY_TIMEOUT_S, and a second more for each MIN_BODY_RATE bytes that have come.
+- Memory: MAX_HEAD_BYTES, plus at most one read, for each of: the request line and headers, a trailer, the bytes between
+  two chunks of a body. Trailers are dropped, as RFC 9110 (6.5.1) allows.
+- Number: MAX_HEADERS headers, and MAX_PIPELINED requests that wait for the response to an earlier request.
+- Time: HEAD_TIMEOUT_S for a head. A body has BODY_TIMEOUT_S, plus one second for each MIN_BODY_RATE bytes received.
 
-An answer that comes before its request has been read ends the connection. The connection is not reset at once, because
-a client may not have read the answer: it is closed for writing, and what still comes is thrown away for a while.
+A response that is sent before its request has been read completely ends the connection. A reset at once could destroy
+the response before the client has read it. So the connection is closed for writing, and its input is discarded for
+DISCARD_S.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ MAX_HEAD_BYTES = 1 << 16
 MAX_HEADERS = 256
 MAX_PIPELINED = 64
 MAX_SPARE_CONNECTIONS = 32
-"""Connections beyond the limit that are told so. Further ones are closed without a word."""
-_MAX_THROWN_AWAY_BYTES = 1 << 24
+"""Number of connections beyond the limit that get an error response. Further ones are closed without a response."""
+_MAX_DISCARDED_BYTES = 1 << 24
 
 
 class _Refused(Exception):
-    """Ends the parser's run."""
+    """Stops the HTTP parser."""
 
 
 class _ResponseTransport:
-    """The connection as uvicorn's response sees it: closing it is the protocol's affair."""
+    """The transport that uvicorn's response writes to. Its `close` calls the protocol, not the transport."""
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -47,15 +48,15 @@ class _ResponseTransport:
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. uvicorn's `limit_concurrency` is the number of connections at once (None: any number)."""
+    """One connection. uvicorn's `limit_concurrency` is the maximum number of connections (None: no limit)."""
 
     HEAD_TIMEOUT_S: ClassVar[float] = 30.0
-    """For a request's head, and for the first byte of a new connection."""
+    """Time limit for a request's head, and for the first byte of a new connection."""
     BODY_TIMEOUT_S: ClassVar[float] = 60.0
     MIN_BODY_RATE: ClassVar[int] = 1 << 14
-    """Bytes a second."""
-    THROW_AWAY_S: ClassVar[float] = 2.0
-    """How long what comes behind an early answer is read."""
+    """Bytes per second."""
+    DISCARD_S: ClassVar[float] = 2.0
+    """How long the input is discarded after an early response."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,15 +65,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self._num_headers = 0
         self._num_body_bytes = 0
-        self._num_other_bytes = 0
-        """Since the last byte of a body, or since the message began."""
+        self._num_non_body_bytes = 0
+        """Bytes received since the last byte of a body, or since the message began."""
         self._waiting_since: float | None = None
-        """When the message began that the client has not sent to its end; None: nothing is awaited of it."""
+        """Start time of the message that is being received; None while no message is awaited."""
         self._unanswered: deque[RequestResponseCycle] = deque()
-        """Requests whose heads are there, the oldest first: that is the one being answered."""
+        """Requests with a complete head and no complete response, oldest first. The first one is being answered."""
         self._refusal: TercetError | None = None
-        self._thrown_away: int | None = None
-        """Bytes that came behind an early answer; None: there was none."""
+        self._num_discarded_bytes: int | None = None
+        """Bytes discarded after an early response; None if there was no early response."""
         self._timer: asyncio.TimerHandle | None = None
         self._num_unsent = 0
 
@@ -80,7 +81,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._response_transport = _ResponseTransport(transport, self._close_after_answer)
         self._waiting_since = self.loop.time()
-        self._timer = self.loop.call_later(self.HEAD_TIMEOUT_S, self._look_at_clock)
+        self._timer = self.loop.call_later(self.HEAD_TIMEOUT_S, self._check_deadline)
         if self._max_connections is not None and len(self.connections) > self._max_connections:
             if len(self.connections) > self._max_connections + MAX_SPARE_CONNECTIONS:
                 transport.abort()
@@ -95,19 +96,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._thrown_away is not None:
-            self._thrown_away += len(data)
-            if self._thrown_away > _MAX_THROWN_AWAY_BYTES:
+        if self._num_discarded_bytes is not None:
+            self._num_discarded_bytes += len(data)
+            if self._num_discarded_bytes > _MAX_DISCARDED_BYTES:
                 self.transport.abort()
             return
         if self._waiting_since is None:
             self._waiting_since = self.loop.time()
-        self._num_other_bytes += len(data)
+        self._num_non_body_bytes += len(data)
         super().data_received(data)
-        if self._num_other_bytes > MAX_HEAD_BYTES and self._thrown_away is None and not self.transport.is_closing():
+        if (
+            self._num_non_body_bytes > MAX_HEAD_BYTES
+            and self._num_discarded_bytes is None
+            and not self.transport.is_closing()
+        ):
             self._refuse(HeadTooLarge(f"the request head or trailers must have at most {MAX_HEAD_BYTES} bytes"))
 
-    # What the parser finds
+    # Callbacks of the HTTP parser
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -132,79 +137,79 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
-        self._num_other_bytes = 0
+        self._num_non_body_bytes = 0
         self._num_body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._in_head = True  # the next one's
-        self._num_other_bytes = 0
+        self._in_head = True  # of the next request
+        self._num_non_body_bytes = 0
         self._waiting_since = None
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._refusal or InvalidRequest("this is not a valid HTTP request"))
 
-    # Ends
+    # The end of a response and of the connection
 
     def on_response_complete(self) -> None:
         answered = self._unanswered.popleft()
         super().on_response_complete()
         if answered.more_body:
-            self._throw_away_the_rest()
+            self._discard_input()
 
     def _close_after_answer(self) -> None:
         if self._unanswered and self._unanswered[0].more_body:
-            self._throw_away_the_rest()
+            self._discard_input()
         else:
             self.transport.close()
 
     def _refuse(self, error: TercetError) -> None:
-        """Answers what is no request, or is not read to its end. Where another answer is under way, it is cut off."""
-        is_answering = len(self._unanswered) > 1 or any(one.response_started for one in self._unanswered)
+        """Sends an error and discards the rest of the input. If a response is being sent, resets the connection."""
+        is_answering = len(self._unanswered) > 1 or any(cycle.response_started for cycle in self._unanswered)
         self._end_requests()
         if is_answering:
             self.transport.abort()
         else:
             self.transport.write(_raw_answer(error))
-            self._throw_away_the_rest()
+            self._discard_input()
 
     def _end_requests(self) -> None:
-        """Their handlers learn that the client is gone. uvicorn would tell the youngest alone."""
+        """Tells the handlers of all open requests that the client is gone. uvicorn tells only the newest one."""
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
 
-    def _throw_away_the_rest(self) -> None:
-        if self._thrown_away is not None or self.transport.is_closing():
+    def _discard_input(self) -> None:
+        if self._num_discarded_bytes is not None or self.transport.is_closing():
             return
-        self._thrown_away = 0
+        self._num_discarded_bytes = 0
         self._unset_keepalive_if_required()
         self.flow.resume_reading()
         self.transport.write_eof()
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(self.THROW_AWAY_S, self.transport.abort)
+        self._timer = self.loop.call_later(self.DISCARD_S, self.transport.abort)
 
-    def _look_at_clock(self) -> None:
-        """Runs once in a while, so that a request costs no timer."""
+    def _check_deadline(self) -> None:
+        """Ends a connection that is past its deadline. It runs at intervals, so that requests need no timers."""
         now = self.loop.time()
         next_s = self.HEAD_TIMEOUT_S
         num_unsent = self.transport.get_write_buffer_size()
         if self.transport.is_closing() and num_unsent == self._num_unsent:
-            self.transport.abort()  # the client does not read the end of its answer
+            self.transport.abort()  # the client does not read the end of its response
             return
         self._num_unsent = num_unsent
         is_behind_another = len(self._unanswered) > (0 if self._in_head else 1)
         if self._waiting_since is not None and (is_behind_another or self.flow.read_paused):
-            self._waiting_since = now  # it is the server that takes its time
+            self._waiting_since = now  # the server, not the client, causes the wait
         elif self._waiting_since is not None:
             left_s = self._waiting_since + self._allowed_s() - now
             if left_s <= 0:
                 self._time_out()
                 return
             next_s = min(next_s, left_s)
-        self._timer = self.loop.call_later(next_s, self._look_at_clock)
+        self._timer = self.loop.call_later(next_s, self._check_deadline)
 
     def _allowed_s(self) -> float:
         if self._in_head:
@@ -212,7 +217,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self.BODY_TIMEOUT_S + self._num_body_bytes / self.MIN_BODY_RATE
 
     def _time_out(self) -> None:
-        if self._in_head and self._num_other_bytes == 0:
+        if self._in_head and self._num_non_body_bytes == 0:
             self.transport.close()
         else:
             self._refuse(RequestTimeout(f"the request did not arrive within {self._allowed_s():.0f} s"))

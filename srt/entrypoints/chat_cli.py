@@ -1,4 +1,4 @@
-"""`tercet chat`: a conversation in the terminal, or one question per line of a pipe."""
+"""`tercet chat`: a conversation in the terminal, or one question in each line of a pipe."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .chat_partners import ChatError, ChatMessage, ChatOptions, ChatPartner, Eng
 
 _DEFAULT_BASE_URL = "http://127.0.0.1:30000"
 _HELP = "/reset starts a new conversation, /exit or Ctrl-D ends the program, Ctrl-C stops an answer"
-# Text from a model must not steer the terminal: no control characters but tab and line feed.
-_HARMLESS = {code: None for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+# A model's text must not control the terminal, so all control characters except tab and line feed are removed.
+_CONTROL_CHARACTERS = {code: None for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
 
 
 def chat(
@@ -29,8 +29,10 @@ def chat(
     temperature: float | None,
     max_tokens: int | None,
 ) -> int:
-    """Talks until the user leaves or the input ends; the exit code: 1 when there is nobody to talk to, or when a
-    question of a pipe had no answer."""
+    """Runs a chat until the user leaves or the input ends, and returns the exit code.
+
+    The code is 1 when neither a server nor a model is found, or when a question from a pipe got no answer.
+    """
     log.configure("chat", "warning")
     try:
         partner = choose_partner(model, base_url, (api_key or env.api_key() or "").strip() or None)
@@ -42,7 +44,7 @@ def chat(
         if sys.stdin.isatty():
             return _interactive(conversation)
         return _piped(conversation, sys.stdin)
-    except BrokenPipeError:  # whoever read the answers has left
+    except BrokenPipeError:  # the reader of our stdout is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     finally:
@@ -50,7 +52,10 @@ def chat(
 
 
 def choose_partner(model: str | None, base_url: str | None, api_key: str | None) -> ChatPartner:
-    """The model that is named, else the server that is named, else one at the default port, else the default model."""
+    """The chat partner: the given model, the given server, a server at the default port, or the default model.
+
+    The first that exists, in this order. Raises ValueError, OSError, ChatError or a TercetError.
+    """
     if model is not None:
         if base_url is not None:
             raise ValueError("give a model or --base-url, not both")
@@ -63,7 +68,7 @@ def choose_partner(model: str | None, base_url: str | None, api_key: str | None)
 
 
 class Conversation:
-    """What has been said, and how to go on."""
+    """The messages of a chat, and its next question."""
 
     def __init__(self, partner: ChatPartner, system: str | None, options: ChatOptions, out: TextIO) -> None:
         self.partner = partner
@@ -77,9 +82,10 @@ class Conversation:
         self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def ask(self, question: str) -> None:
-        """Writes the answer as it comes. Ctrl-C stops the answer, of which both sides remember what was shown.
+        """Asks a question and writes the answer as it comes.
 
-        A question that fails is forgotten; raises ChatError or a TercetError then.
+        Ctrl-C stops the answer; the shown part stays in the conversation. A question that fails is removed from the
+        conversation, and raises ChatError or a TercetError.
         """
         self.messages.append({"role": "user", "content": question})
         shown = ""
@@ -87,7 +93,7 @@ class Conversation:
             with contextlib.closing(self.partner.answer(self.messages, self._options)) as pieces:
                 for piece in pieces:
                     shown += piece
-                    self._write(piece.translate(_HARMLESS))
+                    self._write(piece.translate(_CONTROL_CHARACTERS))
         except KeyboardInterrupt:
             self._write(" [stopped]")
         except BaseException:
@@ -107,7 +113,7 @@ class Conversation:
 
 def _interactive(conversation: Conversation) -> int:
     with contextlib.suppress(ImportError):
-        importlib.import_module("readline")  # gives input() its line editing and history, where there is one
+        importlib.import_module("readline")  # where available, it gives input() line editing and a history
     sys.stdout.write(f"{conversation.partner.name}\n{_HELP}\n")
     while True:
         try:

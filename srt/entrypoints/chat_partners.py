@@ -1,4 +1,4 @@
-"""Whom `tercet chat` talks to: a server over HTTP, or an Engine in this process."""
+"""The two chat partners of `tercet chat`: a server over HTTP, and an Engine in this process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _DONE = "[DONE]"
 
 
 class ChatError(Exception):
-    """The answer could not be had; the message says why, for a person."""
+    """The partner gave no answer. The message says why, and is shown to the user."""
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """None: what the model or the server has as a default."""
+    """Sampling options of a chat. None keeps the default of the model or the server."""
 
     temperature: float | None = None
     max_tokens: int | None = None
@@ -35,17 +35,20 @@ class ChatOptions:
 
 class ChatPartner(Protocol):
     name: str
-    """What to call it on the screen."""
+    """The name that the screen shows."""
 
     def answer(self, messages: Sequence[ChatMessage], options: ChatOptions) -> Generator[str, None, None]:
-        """Pieces of the answer as they come; closing it aborts the rest. Raises ChatError or a TercetError."""
+        """Yields the answer in pieces, as they come. Closing the generator aborts the answer.
+
+        Raises ChatError or a TercetError.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class EngineChat:
-    """A model in this process' own Engine."""
+    """Chats with a model in an Engine of this process."""
 
     def __init__(self, model_path: str, name: str) -> None:
         self.name = name
@@ -72,10 +75,10 @@ class EngineChat:
 
 
 class ServerChat:
-    """A server that speaks OpenAI's chat completions, this one or another."""
+    """Chats with any server of OpenAI's chat completions API, Tercet or another."""
 
     def __init__(self, base_url: str, api_key: str | None, *, connect_timeout_s: float = _CONNECT_TIMEOUT_S) -> None:
-        """Raises ValueError for a URL that is none, ChatError when nothing answers there."""
+        """Asks the server for its model. Raises ValueError for an invalid URL, ChatError when no server answers."""
         url = urlsplit(base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"--base-url must be like http://127.0.0.1:30000, got {base_url!r}")
@@ -113,10 +116,10 @@ class ServerChat:
         raise ChatError("the stream ended before the answer was complete")
 
     def close(self) -> None:
-        pass  # a connection lasts one answer
+        pass  # there is no open connection: each answer has its own
 
     def _request(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        """A response of status 200, which owns its connection; raises ChatError for any other."""
+        """A response of status 200, which owns its connection. Raises ChatError for any other status."""
         assert self._url.hostname is not None
         kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._url.hostname, self._url.port, timeout=self._connect_timeout_s)
@@ -124,7 +127,7 @@ class ServerChat:
         try:
             connection.connect()
             connection.sock.settimeout(_ANSWER_TIMEOUT_S if body is not None else self._connect_timeout_s)
-            # Without keep-alive the response has the socket to itself, and closing it tells the server.
+            # Without keep-alive, closing the response closes the socket, so the server sees the disconnect.
             headers = {**self._headers, "Content-Type": "application/json", "Connection": "close"}
             connection.request(method, self._path + path, data, headers)
             response = connection.getresponse()
@@ -138,7 +141,7 @@ class ServerChat:
 
 
 def find_server(base_url: str, api_key: str | None) -> ServerChat | None:
-    """The server at this address, or None where nothing answers."""
+    """The server at this address, or None when no connection is possible. Raises ChatError for a server that fails."""
     try:
         return ServerChat(base_url, api_key, connect_timeout_s=_PROBE_TIMEOUT_S)
     except ChatError as error:

@@ -1,8 +1,8 @@
 """A child process of the engine: `python -m tercet.srt.entrypoints.child ROLE`, started by processes.py.
 
-It learns what to do from its stdin and reports on the pipe named there. It ignores signals that ask it to end: its
-parent gets them too, lets running requests finish, and then tells it to stop. When its parent dies, however that comes,
-it removes the run directory and ends at once, so that nothing of the engine stays behind.
+It reads its launch spec from stdin and reports on the pipe that the spec names. It ignores SIGINT and SIGTERM: the
+parent lets running requests finish, and then tells the child to stop. When the parent dies, for any reason, the child
+removes the run directory and exits at once, so that nothing of the engine is left behind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("tercet.child")  # __name__ is __main__ here
 OnReady = Callable[[SchedulerReady | DetokenizerReady], None]
 ShouldStop = Callable[[], bool]
 Run = Callable[[ServerArgs, RunDir, OnReady, ShouldStop], None]
-"""Runs a role until `should_stop()`; calls `on_ready` once, when it can work."""
+"""Runs a role until `should_stop()` is true. Calls `on_ready` once, when the role is ready."""
 
 _STDIN = 0
 _PARENT_POLL_S = 0.5
@@ -47,7 +47,7 @@ def run_scheduler_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnRea
 
 
 def run_detokenizer_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnReady, should_stop: ShouldStop) -> None:
-    # Imported here: the scheduler's process needs neither.
+    # Imported here: the scheduler process needs neither module.
     from ...managers.detokenizer_manager import run_detokenizer
     from ..text.tokenizer import load_tokenizer
 
@@ -68,9 +68,9 @@ ROLES: Mapping[str, Run] = {"scheduler": run_scheduler_role, "detokenizer": run_
 
 
 def main(roles: Mapping[str, Run] = ROLES) -> int:
-    """The process' exit code: 0 when it was told to stop, 1 when it failed."""
+    """Runs the child process. Returns the exit code: 0 after a requested stop, 1 after a failure."""
     role = sys.argv[1]
-    # Until it is ready: what is imported and loaded stays, and looking through it again and again takes 0.2 s.
+    # Imported and loaded objects stay for the life of the process. Collections during start-up would take 0.2 s.
     gc.disable()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # the parent decides what they mean
@@ -85,36 +85,36 @@ def main(roles: Mapping[str, Run] = ROLES) -> int:
     try:
         return _run(roles[role], spec, run_dir, stop)
     finally:
-        run_dir.remove()  # an engine does not outlive a child, and its parent may be gone before it comes to this
+        run_dir.remove()  # the engine ends with its first child, and the parent may have died without removing it
 
 
 class _StopRequest:
-    """Whether the parent has told this process to stop. One that is not ready yet has nothing to finish, and ends."""
+    """Set when the parent asks this process to stop. A process that is still starting exits at once."""
 
     def __init__(self) -> None:
         self.is_ready = False
-        self._is_told = threading.Event()
+        self._event = threading.Event()
 
-    def tell(self) -> None:
+    def set(self) -> None:
         if not self.is_ready:
             os._exit(0)  # the main thread may be loading weights for minutes
-        self._is_told.set()
+        self._event.set()
 
-    def is_told(self) -> bool:
-        return self._is_told.is_set()
+    def is_set(self) -> bool:
+        return self._event.is_set()
 
 
 def _run(run: Run, spec: LaunchSpec, run_dir: RunDir, stop: _StopRequest) -> int:
-    os.set_inheritable(spec.ready_fd, False)  # a child of this child must not keep the pipe open
+    os.set_inheritable(spec.ready_fd, False)  # this process' own children must not keep the pipe open
 
     def on_ready(facts: SchedulerReady | DetokenizerReady) -> None:
-        gc.freeze()  # nor need it be looked through later
+        gc.freeze()  # later collections skip the loaded objects, too
         gc.enable()
         stop.is_ready = True
         write_frame(spec.ready_fd, facts)
 
     try:
-        run(spec.server_args, run_dir, on_ready, stop.is_told)
+        run(spec.server_args, run_dir, on_ready, stop.is_set)
     except BrokenPipeError:
         return 1  # the parent is gone
     except Exception as error:
@@ -127,9 +127,9 @@ def _run(run: Run, spec: LaunchSpec, run_dir: RunDir, stop: _StopRequest) -> int
 
 
 def _report_failure(ready_fd: int, error: Exception, run_dir: RunDir) -> None:
-    """Tells the parent why this process can't start; what is no user error leaves its traceback in the log."""
+    """Tells the parent why this process cannot start. A defect's traceback goes to the log."""
     user_error = isinstance(error, ValueError | OSError | TercetError)
-    # Without the directory of the sockets another process of this engine has failed before, and says why.
+    # If the run directory is gone, another process of this engine failed first and has reported why.
     expected = user_error or not run_dir.path.exists()
     logger.log(logging.DEBUG if expected else logging.ERROR, "The process failed to start", exc_info=error)
     message = str(error) if user_error else f"{type(error).__name__}: {error}"
@@ -138,8 +138,11 @@ def _report_failure(ready_fd: int, error: Exception, run_dir: RunDir) -> None:
 
 
 def _watch_parent(run_dir: RunDir, stop: _StopRequest) -> None:
-    """Passes on that the parent wants a stop, and ends the process when the parent dies. Its pipe tells of both at
-    once; a fork of the parent may hold that open, so look again."""
+    """Forwards the parent's stop request, and ends this process when the parent dies.
+
+    Both are read from stdin. A fork of the parent may keep that pipe open after the parent's death, so the parent's
+    process id is checked as well, twice a second.
+    """
     parent = os.getppid()
     while os.getppid() == parent:
         readable, _, _ = select.select([_STDIN], [], [], _PARENT_POLL_S)
@@ -147,9 +150,9 @@ def _watch_parent(run_dir: RunDir, stop: _StopRequest) -> None:
             continue
         if os.read(_STDIN, len(STOP)) != STOP:
             break
-        stop.tell()
+        stop.set()
     run_dir.remove()
-    os._exit(1)  # the main thread may be anywhere, in a kernel for seconds even
+    os._exit(1)  # the main thread may be busy for seconds, in a kernel for example
 
 
 if __name__ == "__main__":

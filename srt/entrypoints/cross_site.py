@@ -1,10 +1,14 @@
-"""Keeps web pages of other sites away from a server without an API key.
+"""Protects a server without an API key from the web pages of other sites.
 
-Any page that a browser shows could use a server on the same machine or network, in three ways. It sends a POST, which
-needs no permission as long as the page does not read the answer. It sends a GET, which has an effect on few paths here.
-Or its own host name is made to stand for a local address (DNS rebinding), so that the browser takes the server for the
-page's own. The first two are refused by the rules of Go's http.CrossOriginProtection, which look at headers that only
-browsers send. The third is refused by the Host header.
+Any web page in a browser could use a server on the same machine or network, in three ways:
+
+- A POST request. The browser permits it as long as the page does not read the response.
+- A GET request to one of the few paths where a GET has an effect.
+- DNS rebinding: the page's host name is made to resolve to a local address, so that the browser takes this server for
+  the page's own server.
+
+The rules of Go's http.CrossOriginProtection refuse the first two: they check headers that only browsers send. A check
+of the Host header refuses the third.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ _GETS_WITH_EFFECT = frozenset({"/flush_cache", "/health_generate"})
 
 
 class CrossSiteGuard:
-    """Refuses requests of foreign web pages with 403. For a server without a key; `host`: the address it listens on."""
+    """Refuses requests of other sites' web pages with 403. `host`: the address that the server listens on."""
 
     def __init__(self, app: ASGIApp, host: str) -> None:
         self._app = app
@@ -60,13 +64,16 @@ class CrossSiteGuard:
         return None
 
     def _is_own(self, host: str) -> bool:
-        """An address is what it says; a name could stand for this machine by its owner's will."""
+        """Whether the Host header names this machine.
+
+        A numeric address is safe. The owner of any other domain name can make it resolve to this machine.
+        """
         name = _name_of(host)
         return name in self._own_names or name.endswith(".localhost") or _is_address(name)
 
 
 def _name_of(host: str) -> str:
-    """Of a Host header: without the port, without the brackets of an IPv6 address."""
+    """The host name in a Host header, without the port and without the brackets of an IPv6 address."""
     try:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:

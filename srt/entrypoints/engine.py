@@ -1,4 +1,4 @@
-"""`tercet.Engine`: the engine without HTTP. Same requests, same answers, as Python values.
+"""`tercet.Engine`: the engine without HTTP. Requests and answers are those of /generate, as Python values.
 
 with tercet.Engine(model_path="...") as engine:
     engine.generate("The capital of France is", {"max_new_tokens": 8})["text"]
@@ -21,7 +21,7 @@ from ..sampling_params import SamplingParams
 from ..server_args import ServerArgs, Setting
 from ..text.tokenizer import Tokenizer
 from . import admin, native
-from .engine_request import AsyncEngineStream, EngineRequest, EngineStream, make_room
+from .engine_request import AsyncEngineStream, EngineRequest, EngineStream, make_sample_limit
 from .engine_thread import EngineThread
 from .processes import CHILD_MODULE
 from .routing import Server
@@ -30,19 +30,20 @@ Sampling: TypeAlias = Mapping[str, Any] | SamplingParams | Sequence[Mapping[str,
 
 
 class Engine:
-    """The three processes, driven from Python; works from any thread, inside a running event loop, and in a notebook.
+    """The engine as a Python object. It may be used from any thread, inside a running event loop, and in a notebook.
 
-    `Engine(model_path=..., **settings)` takes the settings of ServerArgs that do not concern HTTP (`log_level` is
-    "warning" unless given), `Engine(server_args=...)` all of them at once. The constructor waits until the model is
-    loaded. Nothing of an engine outlives its process: it ends at `shutdown`, at the end of its `with`, when it is
-    garbage, when the interpreter exits, and when the interpreter is killed.
+    `Engine(model_path=..., **settings)` takes the settings of ServerArgs, except those of the HTTP server. `log_level`
+    defaults to "warning". `Engine(server_args=...)` takes all settings as one object. The constructor waits until the
+    model is loaded. The engine's processes end at `shutdown`, at the end of its `with` block, when the Engine is
+    garbage-collected, when the interpreter exits, and when the interpreter is killed.
 
-    Raises ValueError or OSError where the settings or the model do not fit, EngineDead when a process broke. Methods
-    raise subclasses of TercetError: InvalidRequest for what was asked, EngineDead once a process is gone.
+    The constructor raises ValueError or OSError for invalid settings or an invalid model, and EngineDead when a process
+    fails. Methods raise subclasses of TercetError: InvalidRequest for an invalid request, EngineDead after a process
+    has died.
     """
 
     _child_module: ClassVar[str] = CHILD_MODULE
-    """What a child process runs; tests have another."""
+    """The module that a child process runs; tests replace it."""
 
     def __init__(
         self, model_path: str | None = None, *, server_args: ServerArgs | None = None, **settings: Any
@@ -50,8 +51,8 @@ class Engine:
         self._thread = EngineThread(_server_args(model_path, server_args, settings), self._child_module)
         self._server = Server(self._thread.core.tokenizer_manager, __version__)
         self.server_args = self._server.manager.server_args
-        self._room = make_room(self.server_args)
-        # Runs once: by shutdown(), when this object is garbage, or before the interpreter exits.
+        self._sample_limit = make_sample_limit(self.server_args)
+        # Runs once: at shutdown(), when this object is garbage-collected, or before the interpreter exits.
         self._finalizer = weakref.finalize(self, self._thread.stop)
 
     @overload
@@ -82,18 +83,22 @@ class Engine:
         progress: bool | None = None,
         **request: Any,
     ) -> Any:
-        """Answers for one prompt or a list of them: a dict, or a list of dicts for a list and for n > 1.
+        """Generates the answer to one prompt, or to each prompt of a list.
+
+        Returns a dict; for a list of prompts, or `n` > 1, a list of dicts. With `stream`, returns an iterator of dicts,
+        whose text and token ids are cumulative (unless `incremental_streaming_output` is set). Closing the iterator
+        aborts the request.
 
         `request`: further fields of /generate's body, such as `input_ids` (instead of `prompt`), `rid`, `cache_salt`.
-        `stream`: an iterator of dicts whose text and ids are cumulative; closing it aborts the request.
-        `progress`: a progress bar; by default for more than 16 samples on a terminal.
-        A list may have any length: no more samples than `max_queued_requests` are in the scheduler at a time.
-        An exception, Ctrl-C included, aborts whatever the call has started.
+        `progress`: whether to show a progress bar. By default, a terminal shows one for more than 16 samples.
+
+        A list may have any length: at most `max_queued_requests` samples are in the scheduler at a time. An exception
+        during the call, Ctrl-C included, aborts all its samples.
         """
         made = self._request(prompt, sampling_params, request, stream=stream)
         if stream:
             return EngineStream(self, self._thread, made)
-        return self._thread.wait(made.whole(progress))
+        return self._thread.wait(made.run(progress))
 
     @overload
     def async_generate(
@@ -123,23 +128,26 @@ class Engine:
         progress: bool | None = None,
         **request: Any,
     ) -> Any:
-        """`generate` for the coroutines of any event loop: await it. With `stream`, an asynchronous iterator (which may
-        be awaited first). Cancelling the task that waits aborts the request."""
+        """`generate` for coroutines of any event loop. Returns an awaitable.
+
+        With `stream`, returns an asynchronous iterator; awaiting it first starts the request. Cancelling the waiting
+        task aborts the request.
+        """
         made = self._request(prompt, sampling_params, request, stream=stream)
         if stream:
             return AsyncEngineStream(self, self._thread, made)
-        return self._thread.wait_async(made.whole(progress))
+        return self._thread.wait_async(made.run(progress))
 
     def abort(self, rid: str) -> bool:
-        """Ends the request of exactly this name, as its client would; whether there was one."""
+        """Aborts the request with this name. Returns whether there was such a request."""
         return self._thread.wait(self._abort(rid))
 
     def flush_cache(self, timeout_s: float = 0.0) -> None:
-        """Empties the prefix cache. Raises EngineBusy when requests are still running or waiting after `timeout_s`."""
+        """Empties the prefix cache. Raises EngineBusy if requests are still running or waiting after `timeout_s`."""
         self._thread.wait(self._flush(timeout_s))
 
     def get_server_info(self) -> dict[str, Any]:
-        """What /server_info tells: settings in force, limits, and the scheduler's state."""
+        """The response of /server_info: the effective settings, the limits, and the scheduler's state."""
         return self._thread.wait(admin.collect_server_info(self._server))
 
     @property
@@ -148,7 +156,7 @@ class Engine:
         return self._server.manager.tokenizer
 
     def shutdown(self) -> None:
-        """Ends the engine and its processes; requests under way end with EngineDead. A second call does nothing."""
+        """Stops the engine and its processes. Running requests raise EngineDead. A second call does nothing."""
         self._finalizer()
 
     def __enter__(self) -> Engine:
@@ -162,7 +170,7 @@ class Engine:
     def _request(
         self, prompt: str | Sequence[str] | None, sampling: Sampling, request: Mapping[str, Any], *, stream: bool
     ) -> EngineRequest:
-        return EngineRequest(self._server, self._room, _body(prompt, sampling, request, stream=stream))
+        return EngineRequest(self._server, self._sample_limit, _body(prompt, sampling, request, stream=stream))
 
     async def _abort(self, rid: str) -> bool:
         return self._server.manager.abort(rid)
@@ -195,7 +203,7 @@ def _http_settings() -> set[str]:
 def _body(
     prompt: str | Sequence[str] | None, sampling: Sampling, request: Mapping[str, Any], *, stream: bool = False
 ) -> native.GenerateBody:
-    """The call as the body of /generate, checked as that is. Raises InvalidRequest."""
+    """The body of /generate for a call of `generate`, with the same checks. Raises InvalidRequest."""
     for name in ("text", "stream", "sampling_params"):
         if name in request:
             raise InvalidRequest(f"{name} is an argument of generate(); it must not be repeated as a field", param=name)
@@ -211,16 +219,19 @@ def _body(
 
 
 def _plain_sampling(sampling: Sampling) -> Any:
-    """SamplingParams say everything themselves; a mapping leaves the rest to the model's defaults."""
+    """Sampling parameters as plain values.
+
+    A SamplingParams object sets every parameter. A mapping leaves the others to the model's defaults.
+    """
     if isinstance(sampling, SamplingParams):
         return msgspec.structs.asdict(sampling)
     if isinstance(sampling, Iterable) and not isinstance(sampling, Mapping | str | bytes):
-        return [_plain_sampling(one) for one in sampling]
+        return [_plain_sampling(item) for item in sampling]
     return sampling
 
 
 def _plain_value(value: Any) -> Any:
-    """numpy's arrays and numbers, torch's tensors, and whatever else can list itself."""
+    """A numpy array, numpy number, torch tensor, or other object with `tolist`, as plain Python values."""
     tolist = getattr(value, "tolist", None)
     if tolist is None:
         raise NotImplementedError(f"{type(value).__name__} is not supported")
@@ -228,7 +239,8 @@ def _plain_value(value: Any) -> Any:
 
 
 def _check_in_json(value: Any, path: str) -> None:
-    """Raises InvalidRequest for a number that is not finite and for text that is not Unicode: JSON has neither."""
+    """Raises InvalidRequest for values that JSON cannot represent: numbers that are not finite, text that is not
+    Unicode."""
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(f"{path} must be a finite number, got {value}", param=path)
     if isinstance(value, str):
@@ -237,8 +249,8 @@ def _check_in_json(value: Any, path: str) -> None:
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"{path} must be valid Unicode: {error}", param=path) from error
     elif isinstance(value, dict):
-        for key, one in value.items():
-            _check_in_json(one, f"{path}.{key}")
+        for key, item in value.items():
+            _check_in_json(item, f"{path}.{key}")
     elif isinstance(value, list | tuple):
-        for i, one in enumerate(value):
-            _check_in_json(one, f"{path}[{i}]")
+        for i, item in enumerate(value):
+            _check_in_json(item, f"{path}[{i}]")

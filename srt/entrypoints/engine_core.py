@@ -1,6 +1,6 @@
-"""An engine as one event loop sees it: the two children, the links to them, and the TokenizerManager in between.
+"""A running engine in one event loop: the two child processes, the sockets to them, and the TokenizerManager.
 
-The HTTP server runs one in its own loop, `tercet.Engine` in the loop of a private thread.
+The HTTP server runs an EngineCore in its own event loop, and `tercet.Engine` in the event loop of a private thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class EngineCore:
-    """A started engine. Belongs to the loop it was started in; none of its methods may be called from outside."""
+    """A running engine. It belongs to the event loop in which it was started; call its methods only from there."""
 
     def __init__(
         self,
@@ -41,7 +41,8 @@ class EngineCore:
         self.tokenizer_manager = tokenizer_manager
         self.child_pids = {child.role: child.pid for child in children}
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done when a child is gone that nobody asked to go, with how it went. Clients have their errors by then."""
+        """Done when a child process has died unexpectedly. The result says how it died. By then, every waiting client
+        has its error."""
         self._children = children
         self._run_dir = run_dir
         self._context = context
@@ -53,13 +54,13 @@ class EngineCore:
 
     @classmethod
     async def start(cls, server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> EngineCore:
-        """Starts the processes and waits until they can work; leaves nothing behind when it fails or is cancelled.
+        """Starts the processes and waits until they are ready. Leaves nothing behind when it fails or is cancelled.
 
-        Raises ValueError or OSError where the user has to change something (the message says what), EngineDead where a
-        process broke. `child_module`: what a child runs, for tests.
+        Raises ValueError or OSError for a mistake of the user (the message says what to change), EngineDead when a
+        process fails. `child_module`: the module that a child process runs; tests replace it.
         """
         model_config = load_model_config(server_args.model_path, server_args.load_format)
-        server_args = server_args.with_seed()  # before the children start, so that all processes know the same
+        server_args = server_args.with_seed()  # before the children start, so that all processes use the same seed
         run_dir = RunDir.create()
         context: zmq.Context[Any] = zmq.Context()
         children: list[ChildProcess] = []
@@ -67,7 +68,7 @@ class EngineCore:
             for role in ("scheduler", "detokenizer"):
                 children.append(ChildProcess(role, server_args, run_dir, child_module))
             facts, _, tokenizer = await asyncio.gather(
-                children[0].ready, children[1].ready, _in_daemon_thread(lambda: _tokenizer_of(server_args))
+                children[0].ready, children[1].ready, _in_daemon_thread(lambda: _load_tokenizer(server_args))
             )
             assert isinstance(facts, SchedulerReady)
             logger.info("The random seed is %d", server_args.random_seed)
@@ -85,7 +86,7 @@ class EngineCore:
         return cls(manager, children, run_dir, context, sender, receiver)
 
     async def stop(self) -> None:
-        """Ends requests with an error, then the processes, then removes the sockets. A second call does nothing."""
+        """Ends all requests with an error, stops the processes, and removes the sockets. A second call does nothing."""
         if self._stopping:
             return
         self._stopping = True
@@ -104,14 +105,14 @@ class EngineCore:
         self.died.set_result(ended.result())
 
 
-def _tokenizer_of(server_args: ServerArgs) -> Tokenizer | None:
+def _load_tokenizer(server_args: ServerArgs) -> Tokenizer | None:
     if server_args.skip_tokenizer_init:
         return None
     return load_tokenizer(server_args.model_path, server_args.tokenizer_path, server_args.chat_template)
 
 
 def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Like `asyncio.to_thread`, but nothing waits for the thread at exit: Ctrl-C during the start works at once."""
+    """Like `asyncio.to_thread`, but exit does not wait for the thread, so Ctrl-C during start-up works at once."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -132,7 +133,7 @@ def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         try:
             loop.call_soon_threadsafe(deliver, result, failure)
         except RuntimeError:
-            return  # the loop is closed: nobody wants the result any more
+            return  # the loop is closed, so nothing waits for the result
 
     threading.Thread(target=run, daemon=True).start()
     return future

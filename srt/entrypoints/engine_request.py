@@ -1,6 +1,6 @@
-"""One `Engine.generate` call: what happens of it in the engine's loop, and the two streams that reach in from outside.
+"""One `Engine.generate` call: the request in the engine's event loop, and the streams that the caller iterates over.
 
-A call is a /generate request: its fields are read, refused and answered by the code of that endpoint.
+A call is a /generate request. The code of that endpoint checks its fields and writes its answers.
 """
 
 from __future__ import annotations
@@ -27,44 +27,50 @@ from .job import Sample, outputs
 from .routing import Server
 
 Answer: TypeAlias = dict[str, Any]
-"""One sample: `text`, `output_ids`, `meta_info`; in a stream of several samples `index` too."""
-
+"""One sample: `text`, `output_ids` and `meta_info`. A stream of several samples adds `index`."""
 
 _PROGRESS_ABOVE = 16
-"""Samples above which a progress bar is shown on a terminal."""
+"""With more samples than this, a terminal shows a progress bar."""
 _MAX_IN_FLIGHT = 1024
 _RETRY_S = 0.05
 
 
-def make_room(server_args: ServerArgs) -> asyncio.Semaphore:
-    """Counts the samples of an Engine that its scheduler may know of at a time: all of them may have to wait there."""
+def make_sample_limit(server_args: ServerArgs) -> asyncio.Semaphore:
+    """A semaphore that limits how many samples of an Engine are in its scheduler at a time.
+
+    All of them may be waiting there, so `max_queued_requests` bounds them.
+    """
     return asyncio.Semaphore(min(_MAX_IN_FLIGHT, server_args.max_queued_requests))
 
 
 class EngineRequest:
-    """Belongs to the engine's loop. `room`: what `make_room` gives; all calls of an Engine share it.
+    """One `generate` call in the engine's event loop.
 
-    The scheduler gets the samples one by one, as there is room. So a list may have any length, and no call fails
-    because others fill the queue.
+    `sample_limit`: the semaphore of `make_sample_limit`, which all calls of an Engine share. Samples are sent to the
+    scheduler as the semaphore admits them. So a list of prompts may have any length, and a call never fails because
+    other calls fill the queue.
     """
 
-    def __init__(self, server: Server, room: asyncio.Semaphore, body: native.GenerateBody) -> None:
+    def __init__(self, server: Server, sample_limit: asyncio.Semaphore, body: native.GenerateBody) -> None:
         self._manager = server.manager
         self._server = server
-        self._room = room
+        self._sample_limit = sample_limit
         self._body = body
         self._request: Request | None = None
         self._samples: list[Sample] = []
         self._several = False
         self._feeder: asyncio.Task[None] | None = None
         self._error: Exception | None = None
-        """Why a prompt could not be started."""
+        """The error of a prompt that could not be started."""
         self._answers: AsyncGenerator[Answer, None] | None = None
         self._is_open = False
         self._reading = asyncio.Lock()
 
-    async def whole(self, progress: bool | None) -> Answer | list[Answer]:
-        """The answer in one piece. `progress`: a bar on stderr; None: on a terminal, for many samples."""
+    async def run(self, progress: bool | None) -> Answer | list[Answer]:
+        """Runs the request to its end and returns the complete answer.
+
+        `progress`: whether stderr shows a progress bar. None: a terminal does, for more than 16 samples.
+        """
         self._begin()
         self._feeder = asyncio.create_task(self._feed())
         if progress is None:
@@ -81,19 +87,21 @@ class EngineRequest:
         return answers if self._several else answers[0]
 
     async def open(self) -> None:
-        """Starts a stream; what is wrong with the request is raised here. A second call does nothing."""
+        """Starts a stream. Raises InvalidRequest for an invalid request. A second call does nothing."""
         async with self._reading:
             await self._open()
 
     async def next(self) -> Answer | None:
-        """The next answer of the stream, with all there is of its sample so far; None at the end, and after an error.
-        Opens the stream when nobody has."""
+        """The next answer of the stream; None at the end and after an error. Opens the stream if necessary.
+
+        The text and token ids of an answer are cumulative, unless `incremental_streaming_output` is set.
+        """
         async with self._reading:
             await self._open()
             return None if self._answers is None else await anext(self._answers, None)
 
     async def close(self) -> None:
-        """Ends the stream, and every sample that has not ended."""
+        """Ends the stream and every unfinished sample."""
         self._end()
 
     async def _open(self) -> None:
@@ -115,9 +123,11 @@ class EngineRequest:
         prompts, name, is_list = native.prompts_of(self._server, self._body)
         self._several = is_list or prompts[0].options.sampling.n > 1
         self._request = self._manager.open(prompts, name=name)
-        for place, prompt in enumerate(self._request.prompts):
+        for prompt_index, prompt in enumerate(self._request.prompts):
             first = len(self._samples)
-            self._samples += [Sample(first + one.index, place, one) for one in prompt.generations]
+            self._samples += [
+                Sample(first + generation.index, prompt_index, generation) for generation in prompt.generations
+            ]
 
     def _end(self) -> None:
         if self._feeder is not None:
@@ -126,7 +136,7 @@ class EngineRequest:
             self._request.close()
 
     async def _feed(self) -> None:
-        """Gives the samples to the scheduler as there is room for them. An error ends the request."""
+        """Sends the samples to the scheduler as `sample_limit` admits them. An error ends the request."""
         assert self._request is not None
         try:
             for prompt in self._request.prompts:
@@ -138,25 +148,25 @@ class EngineRequest:
             self._request.close()
 
     async def _send(self, prompt: PromptSamples, generation: Generation) -> None:
-        has_room = False
+        is_acquired = False
         if not generation.is_over:
             with prompt.unless_over():
-                has_room = await self._room.acquire()
-        if not has_room:
+                is_acquired = await self._sample_limit.acquire()
+        if not is_acquired:
             return
         if generation.is_over:
-            self._room.release()
+            self._sample_limit.release()
             return
-        generation.on_end = self._room.release
+        generation.on_end = self._sample_limit.release
         generation.on_queue_full = functools.partial(self._send_later, prompt, generation)
         self._manager.send(prompt, generation)
 
     def _send_later(self, prompt: PromptSamples, generation: Generation) -> None:
-        """The queue may still hold samples that were closed here a moment ago."""
+        """Sends the sample again after a moment: the queue may still hold samples that have just been closed here."""
         asyncio.get_running_loop().call_later(_RETRY_S, self._manager.send, prompt, generation)
 
     async def _outputs(self) -> AsyncIterator[tuple[Sample, TextOut]]:
-        """What job.outputs gives; raises the feeder's error too."""
+        """Like `job.outputs`, but raises the feeder's error, too."""
         async for sample, out in outputs(self._samples):
             if self._error is not None:
                 raise self._error
@@ -186,7 +196,10 @@ def _answer(sample: Sample) -> Answer:
 
 
 class EngineStream(Iterator[Answer]):
-    """What `Engine.generate(stream=True)` gives. It keeps the engine alive; `close`, or its end as garbage, aborts."""
+    """The iterator that `Engine.generate(stream=True)` returns. It keeps the engine alive.
+
+    `close`, or garbage collection of the iterator, aborts the request.
+    """
 
     def __init__(self, engine: object, thread: EngineThread, request: EngineRequest) -> None:
         thread.wait(request.open())
@@ -204,13 +217,16 @@ class EngineStream(Iterator[Answer]):
         return answer
 
     def close(self) -> None:
-        """Aborts what has not finished."""
+        """Aborts the unfinished samples."""
         self._finalizer()
 
 
 class AsyncEngineStream(AsyncIterator[Answer]):
-    """What `Engine.async_generate(stream=True)` gives; belongs to the loop that iterates over it. Awaiting it starts
-    the request, which otherwise the first step does."""
+    """The asynchronous iterator that `Engine.async_generate(stream=True)` returns.
+
+    It belongs to the event loop that iterates over it. The request starts when the iterator is awaited, or at its first
+    step.
+    """
 
     def __init__(self, engine: object, thread: EngineThread, request: EngineRequest) -> None:
         self._engine = engine
@@ -230,7 +246,7 @@ class AsyncEngineStream(AsyncIterator[Answer]):
         return answer
 
     async def aclose(self) -> None:
-        """Aborts what has not finished."""
+        """Aborts the unfinished samples."""
         self._finalizer()
 
     async def _open(self) -> AsyncEngineStream:
@@ -242,4 +258,4 @@ def _close(thread: EngineThread, request: EngineRequest) -> concurrent.futures.F
     try:
         return thread.submit(request.close())
     except EngineDead:
-        return None  # everything has ended already
+        return None  # the engine is dead, so every sample has ended already

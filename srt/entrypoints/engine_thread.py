@@ -1,5 +1,7 @@
-"""A private thread with an event loop in which an EngineCore lives, so that an Engine works from any thread, from
-inside a running loop, and in a notebook."""
+"""A private thread that runs an EngineCore in its own event loop.
+
+So an Engine may be used from any thread, from inside a running event loop, and in a notebook.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,16 @@ from .engine_core import EngineCore
 T = TypeVar("T")
 
 _SHUT_DOWN = "the engine was shut down"
-_LAST_TASKS_S = 1.0
+_PENDING_TASKS_TIMEOUT_S = 1.0
 
 
 class EngineThread:
-    """Starts the engine in its constructor, which raises what `EngineCore.start` raises."""
+    """The thread of one engine. The constructor starts the engine and raises what `EngineCore.start` raises."""
 
     def __init__(self, server_args: ServerArgs, child_module: str) -> None:
         self._loop = uvloop.new_event_loop()
         self._stop = asyncio.Event()
-        self._owner = os.getpid()
+        self._owner_pid = os.getpid()
         self._started: concurrent.futures.Future[EngineCore] = concurrent.futures.Future()
         self._thread = threading.Thread(
             target=self._run, args=(server_args, child_module), name="tercet engine", daemon=True
@@ -37,19 +39,19 @@ class EngineThread:
         self._thread.start()
         try:
             self.core = self._started.result()
-        except BaseException:  # Ctrl-C too: nothing may be left behind
+        except BaseException:  # Ctrl-C, too, must leave no process behind
             self.stop()
             raise
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Runs a coroutine in the engine's loop; cancelling the future cancels it. Raises EngineDead after `stop`."""
+        """Runs a coroutine in the engine's loop. Cancelling the future cancels it. Raises EngineDead after `stop`."""
         try:
-            if os.getpid() != self._owner:
+            if os.getpid() != self._owner_pid:
                 raise EngineDead("the engine belongs to the parent process; a forked process cannot use it")
             if self._stop.is_set():
                 raise EngineDead(_SHUT_DOWN)
             return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # the loop has been closed meanwhile
+        except RuntimeError:  # the loop has just been closed
             work.close()
             raise EngineDead(_SHUT_DOWN) from None
         except EngineDead:
@@ -57,7 +59,7 @@ class EngineThread:
             raise
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """`submit`, and the result. Ctrl-C and any other interruption of the wait cancels the work."""
+        """Runs a coroutine in the engine's loop and returns its result. Ctrl-C during the wait cancels it."""
         future = self.submit(work)
         try:
             return future.result()
@@ -68,7 +70,7 @@ class EngineThread:
             raise
 
     async def wait_async(self, work: Coroutine[Any, Any, T]) -> T:
-        """`wait` for a coroutine of another loop; cancelling that cancels the work."""
+        """Like `wait`, for a caller in another event loop. Cancelling the caller cancels the work."""
         caller = asyncio.current_task()
         assert caller is not None
         try:
@@ -76,32 +78,32 @@ class EngineThread:
         except asyncio.CancelledError:
             if caller.cancelling():
                 raise
-            raise EngineDead(_SHUT_DOWN) from None  # it is the engine that cancelled the work
+            raise EngineDead(_SHUT_DOWN) from None  # the engine cancelled the work, not the caller
 
     def stop(self) -> None:
-        """Ends the engine and its processes, and waits for that. A second call does nothing."""
-        if os.getpid() != self._owner:
+        """Stops the engine and its processes, and waits until they have ended. A second call does nothing."""
+        if os.getpid() != self._owner_pid:
             return  # a fork has a copy of this object, but neither the thread nor the children
-        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so the engine has ended already
             self._loop.call_soon_threadsafe(self._stop.set)
-        if threading.current_thread() is not self._thread:  # else it is garbage that this thread has collected
+        if threading.current_thread() is not self._thread:  # this thread may itself garbage-collect an Engine
             self._thread.join()
 
     def _run(self, server_args: ServerArgs, child_module: str) -> None:
         try:
-            self._loop.run_until_complete(self._live(server_args, child_module))
+            self._loop.run_until_complete(self._run_engine(server_args, child_module))
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
         finally:
             self._loop.close()
 
-    async def _live(self, server_args: ServerArgs, child_module: str) -> None:
+    async def _run_engine(self, server_args: ServerArgs, child_module: str) -> None:
         starting = asyncio.create_task(EngineCore.start(server_args, child_module=child_module))
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
-        starting.cancel()  # does nothing to one that is done
+        starting.cancel()  # no effect on a finished task
         try:
             core = await starting
-        except BaseException as error:  # whatever it is, the constructor waits for it
+        except BaseException as error:  # the constructor waits for the result, and must get any error
             stopping.cancel()
             await asyncio.wait([stopping])
             self._started.set_exception(error)
@@ -109,10 +111,10 @@ class EngineThread:
         self._started.set_result(core)
         await stopping
         await core.stop()
-        # Those who wait have their errors now; let them hear of it before the loop ends.
-        rest = asyncio.all_tasks() - {asyncio.current_task()}
-        if rest:
-            _, late = await asyncio.wait(rest, timeout=_LAST_TASKS_S)
+        # All requests have failed now. Their tasks get a moment to deliver the errors before the loop ends.
+        pending = asyncio.all_tasks() - {asyncio.current_task()}
+        if pending:
+            _, late = await asyncio.wait(pending, timeout=_PENDING_TASKS_TIMEOUT_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)

@@ -1,7 +1,7 @@
-"""Errors as clients see them: OpenAI's envelope for every endpoint, whatever went wrong.
+"""Error responses: every endpoint answers errors in OpenAI's envelope.
 
-A TercetError says its own status, type, code and message. Anything else is a defect: the client gets 500 and a message
-without details, the log gets the traceback.
+A TercetError has a status, type, code and message. Any other exception is a defect: the client gets status 500 and a
+message without details, and the log gets the traceback.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """`param`: the offending field of the request, where there is one."""
+    """The error itself. `param`: the field of the request that is wrong, if there is one."""
 
     message: str
     type: str
@@ -32,7 +32,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ErrorEnvelope(msgspec.Struct, frozen=True):
-    """Body of every answer that is not 2xx, and of the error event in a stream."""
+    """Body of every response that is not 2xx, and data of the error event in a stream."""
 
     error: ErrorBody
 
@@ -68,17 +68,21 @@ class Unauthorized(TercetError):
 
 
 def envelope(error: TercetError) -> bytes:
-    """JSON of the error."""
+    """The error in its envelope, as JSON."""
     return _encode(ErrorEnvelope(ErrorBody(error.message, error.err_type, error.param, error.code)))
 
 
 def internal_error() -> TercetError:
-    """What a client learns of a defect."""
+    """The error that a client gets for a defect. It has no details."""
     return TercetError("internal error; the server's log has the details")
 
 
 def error_response(error: TercetError) -> Response:
-    """503 tells when to come back; 401 how to; 413 closes the connection rather than read on."""
+    """The response of an error.
+
+    503 tells the client when to retry, and 401 how to authenticate. 413 closes the connection, because the rest of the
+    body is not read.
+    """
     headers = {}
     if error.status == 503:
         headers["retry-after"] = str(RETRY_AFTER_S)
@@ -90,7 +94,7 @@ def error_response(error: TercetError) -> Response:
 
 
 async def http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own 404 and 405, in the envelope."""
+    """Puts Starlette's own errors, such as 404 and 405, into the envelope."""
     assert isinstance(error, HTTPException)
     path = ascii(request.url.path)[1:-1][:200]
     if error.status_code == 405:

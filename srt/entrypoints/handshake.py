@@ -1,8 +1,10 @@
-"""What a parent and a child tell each other: one frame down the child's stdin and one frame up a pipe while it starts,
-and one byte down its stdin when it shall stop.
+"""The messages between the parent process and a child process.
 
-A frame is a little-endian uint32 length and that many bytes of msgpack. Both pipes stay open for the life of the
-engine: their end of file is how each side learns of the other's death, however that came.
+At start-up the parent writes one frame, a LaunchSpec, to the child's stdin. The child answers with one frame, its
+report, on a pipe. To stop the child, the parent writes one byte, STOP, to its stdin.
+
+A frame is a little-endian uint32 length, followed by that number of bytes of msgpack. Both pipes stay open for the life
+of the engine. End of file on a pipe tells each side that the other process has died.
 """
 
 from __future__ import annotations
@@ -16,22 +18,22 @@ from ..io_struct import ToParent
 from ..server_args import ServerArgs
 
 STOP = b"\0"
-"""What the parent writes, after the launch spec, when the child shall end."""
+"""The byte that the parent writes to make the child stop."""
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 1 << 24
 
 
 class LaunchSpec(msgspec.Struct, frozen=True):
-    """Everything a child has to know."""
+    """Everything that a child needs to start."""
 
     server_args: ServerArgs
     run_dir: str
     ready_fd: int
-    """The inherited pipe on which the child reports."""
+    """File descriptor of the inherited pipe for the child's report."""
 
 
 def write_frame(fd: int, message: LaunchSpec | ToParent) -> None:
-    """Raises BrokenPipeError when the other side is gone."""
+    """Writes one frame. Raises BrokenPipeError when the other process is gone."""
     payload = msgspec.msgpack.encode(message)
     data = memoryview(_LENGTH.pack(len(payload)) + payload)
     while data:
@@ -39,7 +41,7 @@ def write_frame(fd: int, message: LaunchSpec | ToParent) -> None:
 
 
 def read_spec(fd: int) -> LaunchSpec:
-    """Blocks until the parent has sent it; raises EOFError when the parent is gone before."""
+    """Reads the launch spec, and blocks until the parent has sent it. Raises EOFError when the parent is gone."""
     (length,) = _LENGTH.unpack(_read_exactly(fd, _LENGTH.size))
     return msgspec.msgpack.decode(_read_exactly(fd, length), type=LaunchSpec)
 
@@ -55,13 +57,13 @@ def _read_exactly(fd: int, size: int) -> bytes:
 
 
 class ReportReader:
-    """Collects what a child wrote until its frame is whole."""
+    """Collects the bytes of a child's report until the frame is complete."""
 
     def __init__(self) -> None:
         self._data = b""
 
     def feed(self, data: bytes) -> ToParent | None:
-        """The report, once it is there. Raises ValueError when the bytes are no report."""
+        """The report, or None while the frame is incomplete. Raises ValueError when the bytes are not a report."""
         self._data += data
         if len(self._data) < _LENGTH.size:
             return None

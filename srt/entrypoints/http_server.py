@@ -1,4 +1,4 @@
-"""The HTTP face: every endpoint there is, and the Starlette app made of them."""
+"""The HTTP API: the list of all endpoints, and the Starlette app that serves them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         tokenize.tokenize,
         body=tokenize.TOKENIZE_CODEC,
         answer=tokenize.TokenizeAnswer,
-        also=("/v1/tokenize",),
+        aliases=("/v1/tokenize",),
     ),
     Endpoint(
         ("POST",),
@@ -71,7 +71,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         tokenize.detokenize,
         body=tokenize.DETOKENIZE_CODEC,
         answer=tokenize.DetokenizeAnswer,
-        also=("/v1/detokenize",),
+        aliases=("/v1/detokenize",),
     ),
     Endpoint(
         ("GET",),
@@ -96,7 +96,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Describes the model and its files",
         admin.model_info,
         answer=admin.ModelInfo,
-        also=("/get_model_info",),
+        aliases=("/get_model_info",),
     ),
     Endpoint(
         ("GET",),
@@ -104,7 +104,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Resolved settings, and the scheduler's state in `internal_states`",
         admin.server_info,
         answer=dict[str, Any],
-        also=("/get_server_info",),
+        aliases=("/get_server_info",),
     ),
     Endpoint(("GET",), "/get_load", "Number of requests and of their tokens", admin.get_load, answer=list[admin.Load]),
     Endpoint(
@@ -140,10 +140,10 @@ def create_app(
     state_timeout_s: float = 1.0,
     flush_timeout_s: float = 5.0,
 ) -> Starlette:
-    """The app of one engine. It starts nothing and stops nothing: processes are the caller's.
+    """The app of one engine. It starts and stops no process: the caller does.
 
-    The timeouts are those of `Server`. With an `api_key` in the manager's settings, every path but /health and /ready
-    needs it; without one, pages of other sites are refused.
+    See `Server` for the timeouts. If the manager's settings have an `api_key`, every path except /health and /ready
+    requires it. Without a key, requests of other sites' web pages are refused.
     """
     server = Server(
         tokenizer_manager,
@@ -156,7 +156,7 @@ def create_app(
     routes: list[BaseRoute] = []
     for endpoint in endpoints:
         bound = BoundEndpoint(endpoint, server)
-        routes += [Route(path, bound, methods=endpoint.methods) for path in (endpoint.path, *endpoint.also)]
+        routes += [Route(path, bound, methods=endpoint.methods) for path in (endpoint.path, *endpoint.aliases)]
     args = tokenizer_manager.server_args
     guard = Middleware(CrossSiteGuard, args.host) if args.api_key is None else Middleware(ApiKeyGuard, args.api_key)
     handlers: dict[object, ExceptionHandler] = {HTTPException: http_exception}

@@ -1,7 +1,7 @@
-"""One HTTP request under way: its prompts, and the watch over its client.
+"""One running HTTP request: its prompts and samples, and a task that watches for its client's disconnect.
 
-The client is watched from the first moment, streaming or not. When it goes away, everything that it asked for ends, and
-so does the handler, which reads the samples.
+The task starts with the request, streamed or not. When the client disconnects, all generations of the request end. The
+handler that reads their outputs then ends, too.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..errors import InvalidRequest, RequestAborted
 from ..io_struct import FinishReason, TextOut
 
 MAX_PROMPTS = 1024
-"""Prompts of one request."""
+"""Maximum number of prompts in one request."""
 MAX_SEQUENCES = 4096
-"""Prompts times samples of one request."""
+"""Maximum number of samples in one request: prompts times `n`."""
 
 
 class Sample:
-    """One sample of one prompt, and what has come of it so far."""
+    """One sample of one prompt: its generation, its counts, and its collected outputs."""
 
     def __init__(self, index: int, prompt_index: int, generation: Generation) -> None:
         self.index = index
-        """Place in the answer: samples of the first prompt, then those of the second, ..."""
+        """Index in the response: the samples of the first prompt come first, then those of the second prompt, ..."""
         self.prompt_index = prompt_index
         self.generation = generation
         self.completion_tokens = 0
@@ -39,7 +39,10 @@ class Sample:
         self._ids: list[int] = []
 
     def count(self, out: TextOut) -> None:
-        """Notes the totals. An end that was decided on this side of the scheduler knows none: the last ones stay."""
+        """Updates the finish reason and the counts.
+
+        A finish that the HTTP process decided itself has no counts. The last counts are kept then.
+        """
         self.finish = out.finish
         if out.completion_tokens >= self.completion_tokens:
             self.completion_tokens = out.completion_tokens
@@ -47,7 +50,7 @@ class Sample:
             self.num_retractions = out.num_retractions
 
     def collect(self, out: TextOut) -> None:
-        """Keeps the output too, for an answer in one piece."""
+        """Like `count`, and keeps the text and token ids, for a response that is not streamed."""
         self.count(out)
         self._texts.append(out.text)
         self._ids.extend(out.token_ids)
@@ -70,40 +73,42 @@ class Sample:
 
 
 class Job:
-    """Starts the prompts of one HTTP request, and ends them when its client is gone, or at `close`."""
+    """Starts the prompts of one HTTP request. Ends them when the client disconnects, or at `close`."""
 
     def __init__(self, manager: TokenizerManager, request: Request, receive: Receive) -> None:
         self._manager = manager
         self._request = request
-        self._gone = False
+        self._client_gone = False
         self._watch = asyncio.create_task(self._watch_client(receive))
 
     async def start(self) -> list[Sample]:
-        """Starts every prompt; raises what TokenizerManager.start does."""
+        """Starts every prompt. Raises what `TokenizerManager.start` raises, and RequestAborted after a disconnect."""
         samples: list[Sample] = []
-        for place, prompt in enumerate(self._request.prompts):
-            if place:
-                await asyncio.sleep(0)  # a long list of prompts lets streams go on in between
+        for prompt_index, prompt in enumerate(self._request.prompts):
+            if prompt_index:
+                await asyncio.sleep(0)  # other streams make progress during a long list of prompts
             await self._manager.start(prompt)
-            samples += [Sample(len(samples) + one.index, place, one) for one in prompt.generations]
-            if self._gone:
+            samples += [
+                Sample(len(samples) + generation.index, prompt_index, generation) for generation in prompt.generations
+            ]
+            if self._client_gone:
                 raise RequestAborted("the client has disconnected")
         return samples
 
     def close(self) -> None:
-        """Ends what has not ended: nobody reads it any more."""
+        """Ends the unfinished generations. A second call does nothing."""
         self._watch.cancel()
         self._request.close()
 
     async def _watch_client(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._gone = True
+        self._client_gone = True
         self._request.close()
 
 
-def check_amount(prompts: Sequence[Prompt]) -> None:
-    """Refuses what would multiply beyond all measure."""
+def check_request_size(prompts: Sequence[Prompt]) -> None:
+    """Raises InvalidRequest for too many prompts or samples."""
     if len(prompts) > MAX_PROMPTS:
         field = prompts[0].param.partition("[")[0]
         raise InvalidRequest(f"a request must have at most {MAX_PROMPTS} prompts, got {len(prompts)}", param=field)
@@ -113,9 +118,9 @@ def check_amount(prompts: Sequence[Prompt]) -> None:
 
 
 async def outputs(samples: Sequence[Sample]) -> AsyncIterator[tuple[Sample, TextOut]]:
-    """The outputs of all samples as they come, until every one has finished. Raises the error that a sample ends with.
+    """Yields the outputs of all samples as they come, until every sample has finished.
 
-    A reader that is slow gets fewer, larger outputs (see Generation); nothing piles up here.
+    Raises the error of a sample that ends with an error. A slow reader gets fewer and larger outputs (see Generation).
     """
     if len(samples) == 1:
         async for out in samples[0].generation:

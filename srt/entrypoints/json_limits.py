@@ -1,8 +1,8 @@
 """Limits on the JSON of a large body, checked before it is decoded.
 
-Decoding makes an object of every value: an empty list is three bytes of JSON and sixty of memory. The decoder is one
-call that holds the interpreter's lock from its first byte to its last. These limits keep that call below 0.1 s and its
-result below 100 MB, whatever 16 MiB of JSON contain.
+Decoding makes a Python object of every value: an empty list takes 3 bytes of JSON and 60 bytes of memory. The decoder
+holds the interpreter's lock during the whole call. With these limits, any 16 MiB of JSON decode in less than 0.1 s and
+into less than 100 MB.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 from ..errors import InvalidRequest
 
 MAX_STRINGS = 200_000
-"""Strings in one body, the names of members included. A chat of 10,000 messages has about 50,000."""
+"""Maximum number of strings in one body, names of members included. A chat of 10,000 messages has about 50,000."""
 MAX_CONTAINERS = 100_000
-"""Lists and objects in one body."""
+"""Maximum number of lists and objects in one body."""
 MAX_VALUES = 2_000_000
-"""Elements of lists and members of objects in one body: a prompt of a million token ids has a million."""
+"""Maximum number of list elements and object members in one body. A prompt of a million token ids has a million."""
 
 _SLICE_BYTES = 1 << 18
-"""What is looked at in one go: other threads get their turn between two slices."""
+"""Bytes that are checked at a time. Other threads can run between two slices."""
 
 
 def check_limits(body: bytes | bytearray) -> None:
-    """Raises InvalidRequest when a body has more strings, containers or values than these limits.
+    """Raises InvalidRequest when a body exceeds one of the limits. Takes linear time.
 
-    Takes linear time. What is not JSON is counted up to its first mistake; nothing behind that is decoded.
+    Invalid JSON passes this check when the part before its first mistake is within the limits. That is enough, because
+    the decoder stops there.
     """
     num_quotes = num_containers = num_values = 0
     start = 0
@@ -31,7 +32,7 @@ def check_limits(body: bytes | bytearray) -> None:
         end = min(start + _SLICE_BYTES, len(body))
         piece = body[start:end]
         if end < len(body) and (len(piece) - len(piece.rstrip(b"\\"))) % 2:
-            piece = piece[:-1]  # this backslash escapes the next slice's first character
+            piece = piece[:-1]  # this backslash escapes the first character of the next slice
         start += len(piece)
         if b"\\" in piece:
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")

@@ -1,4 +1,4 @@
-"""POST /generate: SGLang's native request and answer."""
+"""POST /generate: SGLang's native request and response."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..sampling_params import SamplingParams
 from .job import MAX_PROMPTS, Sample
 from .options import OPTION_FIELDS, make_options
 from .routing import Server, in_thread_if_large
-from .sse import Face, answer, event
+from .sse import ResponseFormat, answer, event
 from .wire import BodyCodec, Int32, Int64, Wire, doc, only
 
 T = TypeVar("T")
@@ -142,12 +142,15 @@ async def generate(server: Server, request: Request, body: GenerateBody) -> ASGI
     prompts, name, is_list = await in_thread_if_large(request, prompts_of, server, body, MAX_PROMPTS)
     several = is_list or prompts[0].options.sampling.n > 1
     incremental = server.manager.server_args.incremental_streaming_output
-    face = _NativeFace(several, incremental)
-    return await answer(server, request, prompts, face=face, name=name)
+    response_format = _NativeFormat(several, incremental)
+    return await answer(server, request, prompts, response_format=response_format, name=name)
 
 
 def prompts_of(server: Server, body: GenerateBody, max_prompts: int | None = None) -> tuple[list[Prompt], str, bool]:
-    """The prompts, the name of them all, and whether the request is a list. `max_prompts` None: any number."""
+    """The prompts, their common name, and whether the request has a list of prompts.
+
+    `max_prompts`: the limit on the number of prompts; None for no limit. Raises InvalidRequest.
+    """
     param, contents, is_list = _contents(body)
     count = len(contents)
     if max_prompts is not None:
@@ -168,7 +171,7 @@ def prompts_of(server: Server, body: GenerateBody, max_prompts: int | None = Non
 
 
 def _options(server: Server, body: GenerateBody, count: int, is_list: bool) -> Iterable[RequestOptions]:
-    """The options of each prompt. A list in a field has one value for each."""
+    """The options of each prompt. A field with a list has one value for each prompt."""
     if body.cache_salt is not None and body.extra_key is not None:
         raise InvalidRequest("cache_salt and extra_key are the same option; send only one of them", param="extra_key")
     salt_field = "extra_key" if body.cache_salt is None else "cache_salt"
@@ -180,7 +183,7 @@ def _options(server: Server, body: GenerateBody, count: int, is_list: bool) -> I
 
 
 def _contents(body: GenerateBody) -> tuple[str, Sequence[str | list[int]], bool]:
-    """Field, prompts, and whether they came as a list."""
+    """The name of the prompt field, the prompts, and whether the client sent a list of prompts."""
     if (body.text is None) == (body.input_ids is None):
         given = "neither" if body.text is None else "both"
         raise InvalidRequest(f"exactly one of text and input_ids is required, got {given}", param="text")
@@ -194,7 +197,7 @@ def _contents(body: GenerateBody) -> tuple[str, Sequence[str | list[int]], bool]
 
 
 def split_ids(given: list[int | list[int]], param: str) -> tuple[list[list[int]], bool]:
-    """Token ids of one prompt, or of a list of prompts; True for the latter. An empty list is one empty prompt."""
+    """The token ids of each prompt, and whether `given` was a list of prompts. An empty list is one empty prompt."""
     types = set(map(type, given))
     if list not in types:
         return [cast(list[int], given)], False
@@ -206,7 +209,7 @@ def split_ids(given: list[int | list[int]], param: str) -> tuple[list[list[int]]
 
 
 def check_num_prompts(count: int, param: str, max_prompts: int = MAX_PROMPTS) -> None:
-    """Comes before anything is made of each prompt."""
+    """Raises InvalidRequest for too many prompts. Call it before any work is done for each prompt."""
     if count > max_prompts:
         raise InvalidRequest(f"{param} must have at most {max_prompts} prompts, got {count}", param=param)
 
@@ -234,7 +237,7 @@ def _samplings(
     if not is_list or len(given) != count:
         wanted = f"a list of {count}" if is_list else "a single object because there is one prompt"
         raise InvalidRequest(f"sampling_params must be {wanted}, got a list of {len(given)}", param="sampling_params")
-    return [_sampling(server, one, f"sampling_params[{i}]") for i, one in enumerate(given)]
+    return [_sampling(server, params, f"sampling_params[{i}]") for i, params in enumerate(given)]
 
 
 def _sampling(server: Server, given: NativeSampling | None, path: str) -> SamplingParams:
@@ -254,28 +257,28 @@ def _sampling(server: Server, given: NativeSampling | None, path: str) -> Sampli
 _HONOURED = tuple(SamplingParams.__struct_fields__)
 
 
-class _NativeFace(Face):
+class _NativeFormat(ResponseFormat):
     def __init__(self, several: bool, incremental: bool) -> None:
         self._several = several
         self._incremental = incremental
         self._samples: Sequence[Sample] = ()
-        self._so_far: list[_SoFar] = []
+        self._cumulative: list[_CumulativeJson] = []
 
     def begin(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
-        self._so_far = [_SoFar() for _ in samples]
+        self._cumulative = [_CumulativeJson() for _ in samples]
 
     def events(self, sample: Sample, out: TextOut) -> bytes:
         index = sample.index if self._several else UNSET
         meta = meta_info(sample)
         if self._incremental:
             return event(GenerateAnswer(out.text, out.token_ids, meta, index))
-        so_far = self._so_far[sample.index]
-        so_far.add(out)
-        return event(_RawAnswer(so_far.text(), so_far.output_ids(), meta, index))
+        cumulative = self._cumulative[sample.index]
+        cumulative.add(out)
+        return event(_RawAnswer(cumulative.text(), cumulative.output_ids(), meta, index))
 
-    def whole(self) -> Any:
-        answers = [GenerateAnswer(one.text, one.output_ids, meta_info(one)) for one in self._samples]
+    def full_response(self) -> Any:
+        answers = [GenerateAnswer(sample.text, sample.output_ids, meta_info(sample)) for sample in self._samples]
         return answers if self._several else answers[0]
 
 
@@ -294,7 +297,7 @@ def meta_info(sample: Sample) -> MetaInfo:
 
 
 class _RawAnswer(msgspec.Struct, frozen=True):
-    """GenerateAnswer whose long parts are JSON already."""
+    """A GenerateAnswer whose text and token ids are encoded as JSON already."""
 
     text: msgspec.Raw
     output_ids: msgspec.Raw
@@ -302,8 +305,11 @@ class _RawAnswer(msgspec.Struct, frozen=True):
     index: int | UnsetType = UNSET
 
 
-class _SoFar:
-    """Cumulative text and ids as JSON: each token is escaped once, however often it is sent."""
+class _CumulativeJson:
+    """The text and token ids of a sample so far, as JSON.
+
+    A cumulative stream sends every token many times. Here each token is encoded only once.
+    """
 
     def __init__(self) -> None:
         self._text = bytearray(b'"')

@@ -1,4 +1,7 @@
-"""The documentation, from the declarations that validate: /openapi.json, /docs, and the tables of docs/api.md."""
+"""The API documentation: /openapi.json, /docs, and the tables of docs/api.md.
+
+All of it is made from the declarations of the endpoints and bodies, which also validate requests.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _STYLE = (
 
 
 def endpoints(documented: tuple[Endpoint, ...]) -> tuple[Endpoint, ...]:
-    """The endpoints that tell of the `documented` ones, and of themselves."""
+    """The endpoints /openapi.json and /docs, which document the `documented` endpoints and themselves."""
 
     async def show_spec(server: Server, request: Request, body: None) -> ASGIApp:
         return Response(_spec((*documented, *own)), media_type="application/json")
@@ -54,18 +57,18 @@ def _spec(documented: tuple[Endpoint, ...]) -> bytes:
 
 
 def openapi_document(documented: Iterable[Endpoint]) -> dict[str, Any]:
-    """OpenAPI 3.1. Fields of which only some values are accepted have these as their `enum`."""
+    """The OpenAPI 3.1 document. A field with restricted values lists them as its `enum`."""
     documented = list(documented)
     types: list[Any] = [ErrorEnvelope]
     for endpoint in documented:
-        types += [one for one in (endpoint.answer, endpoint.streams) if one is not None]
+        types += [kind for kind in (endpoint.answer, endpoint.streams) if kind is not None]
         if endpoint.body is not None:
             types.append(endpoint.body.type)
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     schema_of = dict(zip(map(repr, types), schemas, strict=True))
     paths: dict[str, Any] = {}
     for endpoint in documented:
-        for path in (endpoint.path, *endpoint.also):
+        for path in (endpoint.path, *endpoint.aliases):
             operations = {method.lower(): _operation(endpoint, method, path, schema_of) for method in endpoint.methods}
             paths[path.replace(":path", "")] = operations
     return {
@@ -89,8 +92,8 @@ def _operation(endpoint: Endpoint, method: str, path: str, schema_of: dict[str, 
         for name in re.findall(r"\{(\w+)", path)
     ]
     parameters += [
-        {"name": one.name, "in": "query", "description": one.description, "schema": {"type": "number"}}
-        for one in endpoint.query
+        {"name": query.name, "in": "query", "description": query.description, "schema": {"type": "number"}}
+        for query in endpoint.query
     ]
     answers: dict[str, Any] = {"text/html": {}} if endpoint.answer is None else {}
     if endpoint.answer is not None:
@@ -115,11 +118,11 @@ def _operation(endpoint: Endpoint, method: str, path: str, schema_of: dict[str, 
 
 @functools.cache
 def docs_page(documented: tuple[Endpoint, ...]) -> str:
-    """One HTML page that asks no other host for anything."""
+    """One HTML page. It loads nothing from other hosts."""
     parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>Tercet</title><style>{_STYLE}</style>"]
     parts.append(f"<h1>Tercet {html.escape(__version__)}</h1><p>OpenAPI document: <code>/openapi.json</code></p>")
     for endpoint in documented:
-        where = " ".join((endpoint.path, *endpoint.also)).replace(":path", "")
+        where = " ".join((endpoint.path, *endpoint.aliases)).replace(":path", "")
         title = html.escape(f"{'/'.join(endpoint.methods)} {where}")
         parts.append(f"<h3><code>{title}</code></h3><p>{html.escape(endpoint.summary)}</p>")
         for query in endpoint.query:
@@ -139,7 +142,7 @@ def _html_row(field: FieldDoc) -> str:
 
 
 def body_types(documented: Iterable[Endpoint]) -> list[type[Wire]]:
-    """The bodies and the objects in them, each once, a body before its parts."""
+    """The body types and the object types in them. Each occurs once, a body before its parts."""
     found: list[type[Wire]] = []
     waiting = [endpoint.body.type for endpoint in documented if endpoint.body is not None]
     while waiting:
@@ -151,17 +154,17 @@ def body_types(documented: Iterable[Endpoint]) -> list[type[Wire]]:
 
 
 def endpoint_table(documented: Iterable[Endpoint]) -> str:
-    """Markdown table of all endpoints."""
+    """A Markdown table of all endpoints."""
     rows = ["| method | path | what it does |", "|---|---|---|"]
     for endpoint in documented:
-        paths = " ".join(f"`{path}`" for path in (endpoint.path, *endpoint.also)).replace(":path", "")
-        query = "".join(f". `?{one.name}=`: {one.description}" for one in endpoint.query)
+        paths = " ".join(f"`{path}`" for path in (endpoint.path, *endpoint.aliases)).replace(":path", "")
+        query = "".join(f". `?{param.name}=`: {param.description}" for param in endpoint.query)
         rows.append(f"| {' '.join(endpoint.methods)} | {paths} | {endpoint.summary}{query} |")
     return "\n".join(rows) + "\n"
 
 
 def field_table(cls: type[Wire]) -> str:
-    """Markdown table of a body's fields."""
+    """A Markdown table of a body's fields."""
     rows = ["| field | type | what it does |", "|---|---|---|"]
     for field in fields_of(cls):
         cells = (f"`{field.name}`", _type(field), _meaning(field))
@@ -182,7 +185,10 @@ def _meaning(field: FieldDoc) -> str:
 
 
 def render(text: str, documented: Iterable[Endpoint]) -> str:
-    """Markdown with every `<!-- generated: NAME -->` block written anew: `endpoints`, or the name of a body's type."""
+    """The Markdown text with its generated blocks replaced.
+
+    A block starts with `<!-- generated: NAME -->`. NAME is `endpoints` or the name of a body's type.
+    """
     documented = list(documented)
     tables = {cls.__name__: field_table(cls) for cls in body_types(documented)}
     tables["endpoints"] = endpoint_table(documented)
@@ -190,5 +196,5 @@ def render(text: str, documented: Iterable[Endpoint]) -> str:
 
 
 def write_docs(path: Path, documented: Iterable[Endpoint]) -> None:
-    """Brings the generated blocks of a Markdown file up to date."""
+    """Updates the generated blocks of a Markdown file."""
     path.write_text(render(path.read_text(encoding="utf-8"), documented), encoding="utf-8")

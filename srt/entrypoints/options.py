@@ -1,4 +1,4 @@
-"""From a decoded body to RequestOptions: every option that the body has a field for."""
+"""Makes the RequestOptions of a decoded body. Each option is read from the body's field of the same name."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ..request_options import RequestOptions
 from ..sampling_params import SamplingParams
 
 OPTION_FIELDS = tuple(name for name in RequestOptions.__struct_fields__ if name != "sampling")
-"""Options that a body asks for by a field of the same name. Sampling parameters have rules of their own."""
+"""The options that are read from a field of the same name: all but the sampling parameters."""
 
 
 def options_of(body: object, sampling: SamplingParams) -> RequestOptions:
-    """Raises InvalidRequest for a value out of range."""
+    """The options of one request. Raises InvalidRequest for a value out of range."""
     return make_options(sampling, {name: getattr(body, name, None) for name in OPTION_FIELDS})
 
 
 def make_options(sampling: SamplingParams, given: Mapping[str, Any]) -> RequestOptions:
-    """`given`: values by name; None keeps the default."""
+    """Options with these values by name. None keeps an option's default. Raises InvalidRequest."""
     return RequestOptions(sampling=sampling, **{name: value for name, value in given.items() if value is not None})

@@ -1,11 +1,11 @@
-"""Starts the engine's child processes and watches over them; the one file that starts processes.
+"""Starts and watches the engine's child processes. No other file starts processes.
 
-A child is a fresh interpreter (`python -m tercet.srt.entrypoints.child ROLE`): nothing is pickled, nothing is forked,
-so an engine starts as well from a notebook or from a script without a `__main__` guard.
+A child is a new interpreter (`python -m tercet.srt.entrypoints.child ROLE`). Nothing is pickled or forked, so an engine
+also starts from a notebook and from a script without a `__main__` guard.
 
-The parent alone decides what a signal means, and ends its children in order. So each child runs in a session of its
-own, which Ctrl-C does not reach, and ignores SIGTERM, which systemd sends to every process of a service. The parent
-asks a child to stop down its stdin.
+Only the parent handles signals, and it stops its children in an orderly way. So each child runs in its own session,
+which Ctrl-C does not reach, and ignores SIGTERM, which systemd sends to every process of a service. The parent asks a
+child to stop by a byte on its stdin.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _REAP_TIMEOUT_S = 2.0
 
 
 class ChildProcess:
-    """A running child, as its parent's event loop sees it.
+    """A child process, watched from the parent's event loop.
 
-    `ready`: what it reports once it is up. Fails with ValueError where the user has to change something, with
-    EngineDead where the child broke or died. `ended`: done once the process is gone, with how it went, in words.
+    `ready`: a future of the child's report that it is ready. It fails with ValueError for a mistake of the user, with
+    EngineDead when the child failed or died. `ended`: a future that is done when the process is gone. Its result says
+    how the process ended.
     """
 
     def __init__(self, role: Role, server_args: ServerArgs, run_dir: RunDir, module: str = CHILD_MODULE) -> None:
@@ -67,11 +68,11 @@ class ChildProcess:
         self.pid = self._process.pid
         loop.add_reader(self._ready_fd, self._on_readable)
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead already, which the other pipe is about to tell
+        with contextlib.suppress(BrokenPipeError):  # the child is dead already; the ready pipe will report that
             write_frame(self._process.stdin.fileno(), LaunchSpec(server_args, str(run_dir.path), child_fd))
 
     def ask_to_stop(self) -> None:
-        """It ends at once while it starts, after the step that is running when it works."""
+        """Asks the child to stop. A starting child exits at once, a running one after its current step."""
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
@@ -98,11 +99,11 @@ class ChildProcess:
             self.ready.set_result(report)
 
     async def _reap(self) -> None:
-        """Takes the exit status. The pipe closes a moment before the process can be waited for."""
+        """Waits for the exit status. The pipe closes a moment before the status is available."""
         waited_s = 0.0
         while self._process.poll() is None:
             if waited_s >= _REAP_TIMEOUT_S:
-                self._process.kill()  # a process that closed its pipe but lives on is of no use
+                self._process.kill()  # a child that closed its pipe but still runs is broken
             await asyncio.sleep(_REAP_INTERVAL_S)
             waited_s += _REAP_INTERVAL_S
         assert self._process.stdin is not None
@@ -115,11 +116,11 @@ class ChildProcess:
 
     def _fail_ready(self, error: Exception) -> None:
         self.ready.set_exception(error)
-        self.ready.exception()  # seen: when both children fail, only one's failure is awaited
+        self.ready.exception()  # marks it as retrieved: when both children fail, only one future is awaited
 
 
 async def stop_children(children: Iterable[ChildProcess]) -> None:
-    """Asks them to stop; after five seconds SIGKILL. None of them runs or is a zombie afterwards."""
+    """Asks the children to stop, and kills those that still run after five seconds. Waits until all have ended."""
     ends = [child.ended for child in children]
     if not ends:
         return
@@ -134,6 +135,6 @@ async def stop_children(children: Iterable[ChildProcess]) -> None:
 
 def _environment(role: Role) -> dict[str, str]:
     environment = child_environment(usable_cores() if role == "scheduler" else 1)
-    # The child finds the package, and everything else, where this process found it.
+    # The child searches for modules in the same places as this process.
     environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return environment

@@ -1,6 +1,6 @@
-"""What an endpoint is, and the road of every request: query, body, handler, and an answer whatever happens.
+"""`Endpoint`, and the steps of every request: check the query, decode the body, call the handler, send a response.
 
-The list of `Endpoint`s (http_server.py) makes the routes, the OpenAPI document and the tables of docs/api.md.
+The routes, the OpenAPI document and the tables of docs/api.md are made from the list of endpoints in http_server.py.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 * 2**20
-"""A larger body is answered 413, before it is read."""
+"""Maximum size of a body. A larger body is refused with 413 before it is read."""
 MAX_HELD_BYTES = 512 * 2**20
-"""Bytes of all bodies that are being read or decoded; one more body is answered 503."""
+"""Maximum size of all bodies that are being read or decoded. Beyond it, a body is refused with 503."""
 SMALL_BODY_BYTES = 1 << 16
-"""What a body of at most this size asks for before its first token is done in the event loop: a few milliseconds.
-For a larger body it is done in a thread, and the limits of its JSON are checked."""
+"""Maximum size of a small body.
+
+A small body is decoded, rendered and checked in the event loop, which takes a few milliseconds. For a larger body a
+thread does this, after a check of the limits on its JSON.
+"""
 _IS_LARGE = "tercet.body_is_large"
 _encode = msgspec.json.Encoder().encode
 
 
 class HeldBytes:
-    """How many bytes of bodies are in memory, as they came."""
+    """Counts the bytes of undecoded bodies in memory."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -49,23 +52,23 @@ class HeldBytes:
 
 @dataclass(frozen=True)
 class Server:
-    """What handlers share."""
+    """The state that all handlers share."""
 
     manager: TokenizerManager
     version: str
     health_timeout_s: float = 20.0
     """How long /health_generate waits for its token."""
     state_timeout_s: float = 1.0
-    """How long an endpoint waits for the scheduler to tell its state, before it answers with the last one known."""
+    """How long an endpoint waits for the scheduler's state, before it answers with the last known state."""
     flush_timeout_s: float = 5.0
-    """How long /flush_cache waits for the scheduler's answer, on top of its own `timeout`."""
+    """How long /flush_cache waits for the scheduler's reply, in addition to the request's `timeout`."""
     started: int = field(default_factory=lambda: int(time.time()))
     decoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "body-decoder"))
-    """Decodes large bodies, one at a time: decoding holds the interpreter's lock."""
+    """Decodes large bodies, one at a time, because decoding holds the interpreter's lock."""
     held: HeldBytes = field(default_factory=HeldBytes)
 
     def check_model(self, model: str | None) -> str:
-        """The served name; raises ModelNotFound for any but that, the model's path and "default"."""
+        """The served model name. Raises ModelNotFound unless `model` is this name, the model's path or "default"."""
         args = self.manager.server_args
         if model is not None and model not in (args.model_name, args.model_path, "default"):
             raise ModelNotFound(
@@ -79,7 +82,7 @@ Handler = Callable[[Server, Request, Any], Awaitable[ASGIApp]]
 
 @dataclass(frozen=True)
 class Query:
-    """A parameter in the URL."""
+    """A query parameter of a URL."""
 
     name: str
     description: str
@@ -87,7 +90,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One route. Without `body` a request's body must be empty; a query parameter that is not declared is refused."""
+    """One endpoint. Without `body`, a request's body must be empty. Undeclared query parameters are refused."""
 
     methods: tuple[str, ...]
     path: str
@@ -96,20 +99,20 @@ class Endpoint:
     body: BodyCodec[Any] | None = None
     query: tuple[Query, ...] = ()
     answer: Any = None
-    """Type of the JSON answer, for the documentation."""
+    """Type of the JSON response, for the documentation."""
     streams: Any = None
-    """Type of the events of a stream, where there may be one."""
-    also: tuple[str, ...] = ()
+    """Type of a stream's events; None for an endpoint that never streams."""
+    aliases: tuple[str, ...] = ()
     """Other paths of the same endpoint."""
 
 
 class BoundEndpoint:
-    """An endpoint as the ASGI app that serves it."""
+    """The ASGI app of one endpoint."""
 
     def __init__(self, endpoint: Endpoint, server: Server) -> None:
         self._endpoint = endpoint
         self._server = server
-        self._query = {one.name for one in endpoint.query}
+        self._query = {query.name for query in endpoint.query}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -133,7 +136,7 @@ class BoundEndpoint:
         return await self._endpoint.handler(self._server, request, body)
 
     async def _body(self, request: Request) -> Any:
-        """The decoded body. Raises BodyTooLarge, QueueFull or InvalidRequest as soon as it is known."""
+        """The decoded body. Raises BodyTooLarge, QueueFull or InvalidRequest without reading the rest of the body."""
         too_large = BodyTooLarge(f"the body must have at most {MAX_BODY_BYTES} bytes")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > MAX_BODY_BYTES:
@@ -176,7 +179,10 @@ def _decode_large(codec: BodyCodec[T], data: bytearray) -> T:
 
 
 async def in_thread_if_large(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Calls `work`, whose time grows with the request's body: in a thread for a large body, at once for a small one."""
+    """Calls `work`: in a thread if the request's body is large, in the event loop if it is small.
+
+    Use it for work whose time grows with the body.
+    """
     if _IS_LARGE not in request.scope:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""`tercet serve`: the engine and its HTTP server in one event loop, from the first bind to the last drained request.
+"""`tercet serve`: runs the engine and the HTTP server in one event loop, from start-up to shutdown.
 
-The port is bound before anything else and answers from then on: 503 to everything until the engine is ready, so that a
-balancer that asks `/health` early is told the truth. Exit codes: 0 after SIGTERM or Ctrl-C, 1 when the start fails or
-the engine dies, 128 + signal when a signal ends the start.
+The server binds its port first. Until the engine is ready, it answers every request with 503, so that a load balancer's
+health checks fail. Exit codes: 0 after SIGTERM or Ctrl-C, 1 when the start fails or the engine dies, 128 + signal when
+a signal ends the start.
 """
 
 from __future__ import annotations
@@ -33,20 +33,25 @@ from .processes import CHILD_MODULE
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30.0
-"""How long running requests may go on after SIGTERM; a second signal ends them at once."""
+"""How long running requests may continue after SIGTERM. A second signal ends them at once."""
 GRACE_AFTER_DEATH_S = 2.5
-"""How long `/health` goes on answering 503 after a child died, so that balancers see it."""
-_KEEP_ALIVE_S = 75  # longer than balancers and client pools keep an idle connection, which would race its end
+"""How long `/health` answers 503 after a child process has died, so that load balancers notice."""
+# A server must keep idle connections longer than its load balancers and client pools do. Otherwise it may close a
+# connection at the moment a client sends a request on it.
+_KEEP_ALIVE_S = 75
 _CLOSE_TIMEOUT_S = 2
 _DRAIN_POLL_S = 0.02
 _BACKLOG = 2048
 _OTHER_FILES = 128
-"""Open files that are no connections of clients: libraries, sockets between the processes, and what has to spare."""
+"""Open files other than client connections: libraries, sockets between the processes, and a reserve."""
 _FEW_CONNECTIONS = 4096
 
 
 def serve(server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> int:
-    """Serves until a signal comes or the engine dies; the process' exit code. `child_module`: for tests."""
+    """Serves until a signal comes or the engine dies. Returns the process' exit code.
+
+    `child_module`: the module that a child process runs; tests replace it.
+    """
     log.configure("http", server_args.log_level)
     _adopt_uvicorn_logs(server_args.log_level)
     max_connections = max(raise_open_files_limit() - _OTHER_FILES, 1)
@@ -56,11 +61,11 @@ def serve(server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> int:
         logger.error("Cannot listen on %s:%d: %s", server_args.host, server_args.port, error.strerror or error)
         return 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Serving(server_args, listener, child_module, max_connections).run())
+        return runner.run(_ServerRun(server_args, listener, child_module, max_connections).run())
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket (port 0: any free one); raises OSError. A restart may take the port over at once."""
+    """A listening socket (port 0: any free port). A restarted server can bind the same port at once. Raises OSError."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
         0
     ]
@@ -77,7 +82,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _adopt_uvicorn_logs(level: str) -> None:
-    """uvicorn's warnings go where ours go; its access log is for debugging."""
+    """Sends uvicorn's warnings to our log. Its access log is shown at level "debug" only."""
     uvicorn_logger = logging.getLogger("uvicorn")
     uvicorn_logger.handlers[:] = logging.getLogger("tercet").handlers
     uvicorn_logger.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
@@ -85,7 +90,7 @@ def _adopt_uvicorn_logs(level: str) -> None:
 
 
 class _Gate:
-    """The ASGI application: answers 503 until the real one is there."""
+    """The ASGI application that uvicorn runs: it answers 503 until the engine's app is set."""
 
     def __init__(self) -> None:
         self.app: ASGIApp | None = None
@@ -104,15 +109,15 @@ class _Gate:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handlers: what a signal means is decided here."""
+    """uvicorn without its own signal handlers. `_ServerRun` handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-class _Serving:
-    """One run of the server."""
+class _ServerRun:
+    """One run of the server, from the first request to the exit code."""
 
     def __init__(
         self, server_args: ServerArgs, listener: socket.socket, child_module: str, max_connections: int
@@ -139,7 +144,7 @@ class _Serving:
 
     async def _run_engine(self) -> int:
         starting = asyncio.create_task(EngineCore.start(self._server_args, child_module=self._child_module))
-        await self._first_of(starting)
+        await self._wait_for_signal_or(starting)
         if not starting.done():
             starting.cancel()
             await asyncio.wait([starting])
@@ -159,7 +164,7 @@ class _Serving:
                     self._max_connections,
                 )
             logger.info("Tercet is ready: %s (model %s)", self._url(), self._server_args.model_name)
-            await self._first_of(core.died)
+            await self._wait_for_signal_or(core.died)
             if core.died.done():
                 await self._wait_for_signal(GRACE_AFTER_DEATH_S)
                 return 1
@@ -169,7 +174,10 @@ class _Serving:
             await core.stop()
 
     async def _drain(self, core: EngineCore) -> None:
-        """No new requests; returns when the running ones are through, or their time is."""
+        """Refuses new requests and waits until the running ones have finished.
+
+        Returns early after DRAIN_TIMEOUT_S, at a second signal, or when the engine dies.
+        """
         manager = core.tokenizer_manager
         manager.draining = True
         logger.info("Shutting down; waiting for %d requests", manager.num_unfinished)
@@ -180,8 +188,8 @@ class _Serving:
                 break
             await asyncio.sleep(_DRAIN_POLL_S)
 
-    async def _first_of(self, work: asyncio.Future[Any]) -> None:
-        """Returns when the work is done or a signal has come."""
+    async def _wait_for_signal_or(self, work: asyncio.Future[Any]) -> None:
+        """Waits until the work is done or a signal has come."""
         signalled = asyncio.create_task(self._signalled.wait())
         await asyncio.wait([work, signalled], return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()

@@ -1,7 +1,7 @@
-"""One way from generations to an HTTP answer, in one piece or as server-sent events; what it looks like is a Face's.
+"""Runs the prompts of a request and sends the HTTP response: one JSON body, or a stream of server-sent events.
 
-The first output is awaited before the headers are sent, so that a request which cannot be served has its HTTP status.
-What fails later is one error event, then `[DONE]`.
+Each API has a `ResponseFormat`, which writes the JSON. A stream sends its headers after the first output, so that a
+request that cannot be served still gets an HTTP status. A later failure is one error event, then `[DONE]`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...managers.request_registry import Prompt
 from ..errors import TercetError
 from ..io_struct import TextOut
 from .error_handlers import envelope, internal_error
-from .job import Job, Sample, check_amount, outputs
+from .job import Job, Sample, check_request_size, outputs
 from .routing import Server, json_response
 
 logger = logging.getLogger(__name__)
@@ -34,48 +34,50 @@ _encode = msgspec.json.Encoder().encode
 
 
 def event(value: Any) -> bytes:
-    """One server-sent event; JSON has no line breaks, so its data is always one line."""
+    """One server-sent event. Its data is one line, because the JSON has no line breaks."""
     return b"data: " + _encode(value) + b"\n\n"
 
 
-class Face(ABC):
-    """How one request's outputs look on the wire. One object per request."""
+class ResponseFormat(ABC):
+    """Writes the response of one request in the JSON of one API."""
 
     @abstractmethod
     def begin(self, samples: Sequence[Sample]) -> None:
-        """Called once, before any of the others."""
+        """Receives the request's samples. It is called once, before the other methods."""
 
     @abstractmethod
     def events(self, sample: Sample, out: TextOut) -> bytes:
-        """What one output adds to the stream: any number of events. The sample has counted the output."""
+        """The events of one output: none, one or several. `sample.count(out)` has been called before."""
 
     def last_events(self) -> bytes:
-        """What follows when every sample has finished, before `[DONE]`."""
+        """The events between the end of the last sample and `[DONE]`."""
         return b""
 
     @abstractmethod
-    def whole(self) -> Any:
-        """The answer in one piece; the samples have collected their outputs."""
+    def full_response(self) -> Any:
+        """The body of a response that is not streamed. The samples have collected all their outputs."""
 
 
-async def answer(server: Server, request: Request, prompts: Sequence[Prompt], *, face: Face, name: str) -> ASGIApp:
-    """Runs the prompts and returns the response, which closes the job when it has been sent.
+async def answer(
+    server: Server, request: Request, prompts: Sequence[Prompt], *, response_format: ResponseFormat, name: str
+) -> ASGIApp:
+    """Runs the prompts and returns the response. A streamed response closes the job after its last event.
 
-    `name`: what the client may abort. A single prompt bears it as its rid; several prompts are known by it together.
+    `name`: the name for /abort_request. It is the rid of a single prompt, or the common name of several prompts.
     """
-    check_amount(prompts)
+    check_request_size(prompts)
     opened = server.manager.open(prompts, name=name)
     job = Job(server.manager, opened, request.receive)
     try:
         samples = await job.start()
-        face.begin(samples)
+        response_format.begin(samples)
         if prompts[0].options.stream:
-            events = _stream(samples, face)
+            events = _stream(samples, response_format)
             first = await anext(events)
             return EventStream(first, events, job)
         async for sample, out in outputs(samples):
             sample.collect(out)
-        response = json_response(face.whole())
+        response = json_response(response_format.full_response())
     except BaseException:
         job.close()
         raise
@@ -83,18 +85,20 @@ async def answer(server: Server, request: Request, prompts: Sequence[Prompt], *,
     return response
 
 
-async def _stream(samples: Sequence[Sample], face: Face) -> AsyncGenerator[bytes, None]:
+async def _stream(samples: Sequence[Sample], response_format: ResponseFormat) -> AsyncGenerator[bytes, None]:
     async for sample, out in outputs(samples):
         sample.count(out)
-        data = face.events(sample, out)
+        data = response_format.events(sample, out)
         if data:
             yield data
-    yield face.last_events() + DONE
+    yield response_format.last_events() + DONE
 
 
 class EventStream:
-    """The ASGI response that sends events as they come. A client that has gone is the job's affair: it ends the
-    generations, and with them this stream."""
+    """The ASGI response that sends events as they come.
+
+    When the client disconnects, the job ends the generations, and that ends this stream.
+    """
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], job: Job) -> None:
         self._first = first

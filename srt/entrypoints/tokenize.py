@@ -46,7 +46,10 @@ class TokenizeAnswer(msgspec.Struct, frozen=True):
 
 
 class _ListAnswer(msgspec.Struct, frozen=True):
-    """A TokenizeAnswer for a list of texts, with the tokens in JSON: six bytes each, and as objects forty."""
+    """A TokenizeAnswer for a list of texts, with the token ids as JSON.
+
+    A token id takes about 6 bytes of JSON, and about 40 bytes as a Python object.
+    """
 
     tokens: list[msgspec.Raw]
     count: list[int]
@@ -108,7 +111,7 @@ async def _tokenize_list(server: Server, request: Request, texts: list[str], add
         ids = await server.manager.encode(text, add_special_tokens)
         tokens.append(msgspec.Raw(_encode(ids)))
         counts.append(len(ids))
-        await asyncio.sleep(0)  # streams go on in between
+        await asyncio.sleep(0)  # other streams make progress between two texts
     answer = _ListAnswer(tokens, counts, server.manager.facts.context_len)
     return await in_thread_if_large(request, json_response, answer)
 
@@ -137,7 +140,7 @@ def _detokenized(
     texts = []
     for ids in lists:
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            wrong = next(one for one in ids if not 0 <= one < vocab_size)
+            wrong = next(token for token in ids if not 0 <= token < vocab_size)
             raise InvalidRequest(f"token ids must be in [0, {vocab_size}), got {wrong}", param="tokens")
         texts.append(tokenizer.decode(ids, skip_special_tokens))
     return DetokenizeAnswer(texts if is_list else texts[0])

@@ -1,8 +1,8 @@
-"""Request bodies: one declaration per field that decodes it, refuses what is not there, and writes the documentation.
+"""Request bodies: the decoder, the checks and the documentation of a field come from one declaration.
 
-A body is a `Wire` struct. Every field says what it does (`doc`) or, where its feature is not there, which values ask
-for what happens anyway and are therefore accepted (`only`); any other value of such a field, and any field that is not
-declared, is refused by name. `null` means absent for every field.
+A body is a `Wire` struct. `doc` declares a field that is honoured. `only` declares a field of an unimplemented feature,
+which accepts only its no-op values. Other values of such a field, and undeclared fields, are refused by name. `null`
+means absent in every field.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _MISSING = re.compile(r"\AObject missing required field `(.*)`\Z")
 
 
 def doc(description: str, *, max_length: int | None = None) -> Meta:
-    """The description of a field that is honoured."""
+    """Declares a field that is honoured."""
     return Meta(description=description, max_length=max_length)
 
 
 def only(why: str, *allowed: Any) -> Meta:
-    """A field of which only `allowed` (and null) is accepted; `why` says what is missing."""
+    """Declares a field that accepts only null and the `allowed` values. `why` says what is not implemented."""
     values = [None, *allowed]
-    written = " or ".join(msgspec.json.encode(one).decode() for one in values)
-    # `written` also keeps apart what Python takes for equal: typing caches Annotated types by their arguments.
+    written = " or ".join(msgspec.json.encode(value).decode() for value in values)
+    # typing caches Annotated types by their arguments, and False == 0. `written` keeps such types apart.
     return Meta(description=why, extra={"allowed": allowed, "written": written}, extra_json_schema={"enum": values})
 
 
 class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Base of all request bodies and of the objects in them."""
+    """Base class of all request bodies and of the objects in them."""
 
     def __post_init__(self) -> None:
-        for name, allowed, meta in _restricted(type(self)):
+        for name, allowed, meta in _restricted_fields(type(self)):
             value = getattr(self, name)
-            if value is not None and not any(_same(value, one) for one in allowed):
+            if value is not None and not any(_same(value, choice) for choice in allowed):
                 accepted = (meta.extra or {})["written"]
                 raise UnsupportedField(
                     f"{name} is not supported: {meta.description}; accepted: {accepted}; got {shown(value)}", param=name
@@ -60,7 +60,7 @@ class Wire(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
 @dataclass(frozen=True)
 class FieldDoc:
-    """A field as the documentation shows it. `allowed`: the only values accepted, as JSON; None: honoured in full."""
+    """One field in the documentation. `allowed`: the only accepted values, as JSON; None for an honoured field."""
 
     name: str
     type: str
@@ -70,7 +70,7 @@ class FieldDoc:
 
 
 def fields_of(cls: type[Wire]) -> list[FieldDoc]:
-    """Fields of a body: the required ones, the honoured ones, then those of which only some values are accepted."""
+    """The fields of a body: first the required ones, then the honoured ones, then those with restricted values."""
     info = msgspec.inspect.type_info(cls)
     assert isinstance(info, msgspec.inspect.StructType)
     metas = _metas(cls)
@@ -80,18 +80,18 @@ def fields_of(cls: type[Wire]) -> list[FieldDoc]:
         assert meta is not None and meta.description, f"{cls.__name__}.{field.name} has no description"
         allowed = (meta.extra or {}).get("written")
         docs.append(FieldDoc(field.encode_name, _type_text(field.type), field.required, meta.description, allowed))
-    return sorted(docs, key=lambda one: (not one.required, one.allowed is not None))
+    return sorted(docs, key=lambda doc: (not doc.required, doc.allowed is not None))
 
 
 class BodyCodec(Generic[T]):
-    """Decodes JSON bodies of one type; every failure is an InvalidRequest with the field's path in `param`."""
+    """Decodes JSON bodies of one type. Every failure raises InvalidRequest with the field's path in `param`."""
 
     def __init__(self, cls: type[T]) -> None:
         self.type = cls
         self._decoder = msgspec.json.Decoder(cls)
 
     def decode(self, body: bytes | bytearray) -> T:
-        """Makes an object of everything in the body: `json_limits.check_limits` comes first where a client wrote it."""
+        """Decodes JSON. Call `json_limits.check_limits` before this for a client's body: it bounds time and memory."""
         try:
             return self._decoder.decode(body)
         except msgspec.ValidationError as error:
@@ -105,7 +105,7 @@ class BodyCodec(Generic[T]):
             raise InvalidRequest("the body is nested too deeply") from None
 
     def convert(self, value: Any) -> T:
-        """The same from Python values, as JSON would decode to. They may be of any size."""
+        """Makes a body from plain Python values, with the same checks. They may be of any size."""
         try:
             return msgspec.convert(value, self.type)
         except msgspec.ValidationError as error:
@@ -136,7 +136,7 @@ class BodyCodec(Generic[T]):
 
 
 def shown(value: object) -> str:
-    """A client's value in a message: short, on one line."""
+    """A client's value for an error message: on one line, and cut if it is long."""
     text = ascii(value) if isinstance(value, str) else repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
 
@@ -160,8 +160,8 @@ def _metas(cls: type[Wire]) -> dict[str, Meta]:
 
 
 @functools.cache
-def _restricted(cls: type[Wire]) -> tuple[tuple[str, tuple[Any, ...], Meta], ...]:
-    """Name and accepted values of every field declared by `only`."""
+def _restricted_fields(cls: type[Wire]) -> tuple[tuple[str, tuple[Any, ...], Meta], ...]:
+    """Name, accepted values and declaration of every field that `only` declares."""
     found = []
     for name, meta in _metas(cls).items():
         if meta.extra is not None and "allowed" in meta.extra:
@@ -170,12 +170,12 @@ def _restricted(cls: type[Wire]) -> tuple[tuple[str, tuple[Any, ...], Meta], ...
 
 
 def _structs(info: msgspec.inspect.Type) -> Iterator[msgspec.inspect.StructType]:
-    """The struct types that a value of this type can be, looking through null, lists and unions."""
+    """The struct types in a type: the type itself, the members of a union, the items of a list."""
     if isinstance(info, msgspec.inspect.Metadata):
         yield from _structs(info.type)
     elif isinstance(info, msgspec.inspect.UnionType):
-        for one in info.types:
-            yield from _structs(one)
+        for member in info.types:
+            yield from _structs(member)
     elif isinstance(info, msgspec.inspect.ListType):
         yield from _structs(info.item_type)
     elif isinstance(info, msgspec.inspect.StructType):
@@ -183,10 +183,10 @@ def _structs(info: msgspec.inspect.Type) -> Iterator[msgspec.inspect.StructType]
 
 
 def structs_in(cls: type[Wire]) -> list[type[Wire]]:
-    """The types of objects directly in the fields of a body."""
+    """The body types of a body's own fields."""
     info = msgspec.inspect.type_info(cls)
     assert isinstance(info, msgspec.inspect.StructType)
-    inner = [one.cls for field in info.fields for one in _structs(field.type)]
+    inner = [struct.cls for field in info.fields for struct in _structs(field.type)]
     return [cls for cls in inner if issubclass(cls, Wire)]
 
 
@@ -194,24 +194,24 @@ def _struct_at(cls: type, path: str) -> msgspec.inspect.StructType | None:
     here = next(_structs(msgspec.inspect.type_info(cls)), None)
     for part in filter(None, path.split(".")):
         name = part.split("[")[0]
-        field = next((one for one in here.fields if one.encode_name == name), None) if here else None
+        field = next((field for field in here.fields if field.encode_name == name), None) if here else None
         here = next(_structs(field.type), None) if field is not None else here if not name else None
     return here
 
 
 def _hint(name: str, struct: msgspec.inspect.StructType | None) -> str:
-    """Known fields that resemble an unknown one, and where a field of that name does exist."""
+    """A hint for an unknown field: known fields with a similar name, and nested fields of the same name."""
     if struct is None:
         return ""
     near: list[str] = []
     for field in struct.fields:
-        if any(one.encode_name == name for inner in _structs(field.type) for one in inner.fields):
+        if any(inner_field.encode_name == name for inner in _structs(field.type) for inner_field in inner.fields):
             near.append(f"{field.encode_name}.{name}")
-    near += difflib.get_close_matches(name[:_SHOWN_CHARS], [one.encode_name for one in struct.fields])
+    near += difflib.get_close_matches(name[:_SHOWN_CHARS], [field.encode_name for field in struct.fields])
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
-_PLAIN: dict[type, str] = {
+_TYPE_NAMES: dict[type, str] = {
     msgspec.inspect.StrType: "string",
     msgspec.inspect.IntType: "int",
     msgspec.inspect.FloatType: "number",
@@ -221,11 +221,13 @@ _PLAIN: dict[type, str] = {
 
 
 def _type_text(info: msgspec.inspect.Type) -> str:
-    """A type as the documentation writes it; null is left out, as every field may be null."""
+    """A type in the documentation's notation. null is left out, because every field may be null."""
     if isinstance(info, msgspec.inspect.Metadata):
         return _type_text(info.type)
     if isinstance(info, msgspec.inspect.UnionType):
-        return " or ".join(_type_text(one) for one in info.types if not isinstance(one, msgspec.inspect.NoneType))
+        return " or ".join(
+            _type_text(member) for member in info.types if not isinstance(member, msgspec.inspect.NoneType)
+        )
     if isinstance(info, msgspec.inspect.ListType):
         inner = _type_text(info.item_type)
         return f"list of ({inner})" if " or " in inner else f"list of {inner}"
@@ -234,5 +236,5 @@ def _type_text(info: msgspec.inspect.Type) -> str:
     if isinstance(info, msgspec.inspect.StructType):
         return info.cls.__name__
     if isinstance(info, msgspec.inspect.LiteralType):
-        return " or ".join(f'"{one}"' for one in info.values)
-    return _PLAIN[type(info)]
+        return " or ".join(f'"{value}"' for value in info.values)
+    return _TYPE_NAMES[type(info)]

@@ -1,1 +1,1 @@
-"""The OpenAI dialect: request and response types, chat, completions, server-sent events."""
+"""The OpenAI API: request and response types, chat completions, completions, models."""

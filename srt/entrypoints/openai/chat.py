@@ -16,7 +16,7 @@ from ...io_struct import TextOut
 from ..job import Sample
 from ..options import options_of
 from ..routing import Server, in_thread_if_large
-from ..sse import Face, answer, event
+from ..sse import ResponseFormat, answer, event
 from ..wire import BodyCodec, shown
 from .common import Frame, check_stream_options, finish_name, matched_stop, sampling_of, usage_of
 from .protocol import (
@@ -57,14 +57,14 @@ async def chat_completions(server: Server, request: Request, body: ChatBody) -> 
         content=render,
         options=options_of(body, sampling),
         rid=frame.id,
-        add_special_tokens=False,  # the template writes them
+        add_special_tokens=False,  # the chat template writes them
         param="messages",
     )
-    return await answer(server, request, [prompt], face=_ChatFace(frame), name=frame.id)
+    return await answer(server, request, [prompt], response_format=_ChatFormat(frame), name=frame.id)
 
 
 def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
-    """The limit and the field that set it."""
+    """The maximum number of output tokens, and the name of the field that set it."""
     new, old = body.max_completion_tokens, body.max_tokens
     if new is not None and old is not None and new != old:
         raise InvalidRequest(
@@ -82,7 +82,7 @@ def render_chat(
     continue_final_message: bool,
     kwargs: Mapping[str, Any],
 ) -> str:
-    """The prompt of a chat; raises InvalidRequest with the field's path where the messages do not fit."""
+    """The prompt of a chat, as text. Raises InvalidRequest, with the field's path, for invalid messages."""
     tokenizer = server.manager.tokenizer
     if tokenizer is None:
         raise InvalidRequest(
@@ -146,7 +146,7 @@ def _text_of(content: str | Sequence[TextPart] | None, path: str) -> str:
     return "".join(texts)
 
 
-class _ChatFace(Face):
+class _ChatFormat(ResponseFormat):
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._samples: Sequence[Sample] = ()
@@ -183,7 +183,7 @@ class _ChatFace(Face):
         ids = UNSET if prompt_ids is None else prompt_ids
         return event(ChatChunk(frame.id, "chat.completion.chunk", frame.created, frame.model, [choice], usage, ids))
 
-    def whole(self) -> Any:
+    def full_response(self) -> Any:
         frame = self._frame
         choices = []
         for sample in self._samples:

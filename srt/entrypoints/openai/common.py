@@ -1,4 +1,4 @@
-"""What completions and chat do alike: sampling parameters, names of finishes, usage, the frame of a stream."""
+"""Code that completions and chat share: sampling parameters, finish reasons, usage, and the common response fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...sampling_params import SamplingParams
 from ..job import Sample
 from .protocol import FinishName, OpenAIBody, PromptTokensDetails, Usage
 
-# Names of the sampling parameters that this dialect spells otherwise.
+# Names in SamplingParams of the fields that have another name in the OpenAI API.
 _OUR_NAME = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 _SAMPLING_FIELDS = (
     "n",
@@ -41,7 +41,7 @@ _SAMPLING_FIELDS = (
 def sampling_of(
     manager: TokenizerManager, body: OpenAIBody, max_tokens: int | None, max_tokens_field: str
 ) -> SamplingParams:
-    """The sampling parameters; errors name the fields as this dialect does."""
+    """The sampling parameters of a body. Error messages use the field names of the OpenAI API."""
     values: dict[str, Any] = {"max_new_tokens": max_tokens}
     for field in _SAMPLING_FIELDS:
         value = getattr(body, field)
@@ -75,7 +75,11 @@ def matched_stop(sample: Sample) -> int | str | None:
 
 
 def usage_of(samples: Iterable[Sample]) -> Usage:
-    """Totals so far. Of each prompt, the first sample alone says what was cached before the request."""
+    """The token counts so far.
+
+    Each prompt counts once. `cached_tokens` is taken from its first sample, since the others may hit what that one has
+    just cached.
+    """
     prompt_tokens = completion_tokens = cached_tokens = 0
     for sample in samples:
         completion_tokens += sample.completion_tokens
@@ -88,7 +92,7 @@ def usage_of(samples: Iterable[Sample]) -> Usage:
 
 
 class Frame:
-    """What is the same in every chunk of an answer: its name, time and model, and when usage is told."""
+    """The parts that all chunks of a response share: id, creation time, model, and when `usage` is included."""
 
     def __init__(self, body: OpenAIBody, prefix: str, model: str) -> None:
         self.id = body.rid if body.rid is not None else f"{prefix}-{uuid.uuid4().hex}"
@@ -100,7 +104,7 @@ class Frame:
         self._continuous = options is not None and bool(options.continuous_usage_stats)
 
     def chunk_usage(self, samples: Sequence[Sample]) -> Usage | UnsetType | None:
-        """`usage` of a chunk with choices."""
+        """The `usage` field of a chunk with choices."""
         if self._continuous:
             return usage_of(samples)
         return None if self.ends_with_usage else UNSET

@@ -16,7 +16,7 @@ from ..job import Sample
 from ..native import check_not_empty, check_num_prompts, split_ids
 from ..options import options_of
 from ..routing import Server, in_thread_if_large
-from ..sse import Face, answer, event
+from ..sse import ResponseFormat, answer, event
 from ..wire import BodyCodec
 from .common import Frame, check_stream_options, finish_name, matched_stop, sampling_of, usage_of
 from .protocol import Completion, CompletionBody, CompletionChoice
@@ -45,12 +45,12 @@ async def completions(server: Server, request: Request, body: CompletionBody) ->
         )
         for i, content in enumerate(contents)
     ]
-    face = _CompletionFace(frame)
-    return await answer(server, request, prompts, face=face, name=frame.id)
+    response_format = _CompletionFormat(frame)
+    return await answer(server, request, prompts, response_format=response_format, name=frame.id)
 
 
 def _contents(prompt: str | list[str | int | list[int]]) -> tuple[Sequence[str | list[int]], bool]:
-    """The prompts, and whether they came as a list of prompts."""
+    """The prompts, and whether the client sent a list of prompts."""
     if isinstance(prompt, str):
         return [prompt], False
     check_not_empty(prompt, "prompt")
@@ -62,7 +62,7 @@ def _contents(prompt: str | list[str | int | list[int]]) -> tuple[Sequence[str |
     return cast(list[str], prompt), True
 
 
-class _CompletionFace(Face):
+class _CompletionFormat(ResponseFormat):
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._samples: Sequence[Sample] = ()
@@ -74,7 +74,7 @@ class _CompletionFace(Face):
     def events(self, sample: Sample, out: TextOut) -> bytes:
         frame = self._frame
         if not out.text and out.finish is None and not (frame.return_token_ids and out.token_ids):
-            return b""  # tokens whose text is not certain yet
+            return b""  # the text of these tokens is not certain yet
         choice = self._choice(sample, out.text, out.token_ids, sample.index not in self._begun)
         self._begun.add(sample.index)
         usage = frame.chunk_usage(self._samples)
@@ -87,9 +87,9 @@ class _CompletionFace(Face):
         usage = usage_of(self._samples)
         return event(Completion(frame.id, "text_completion", frame.created, frame.model, [], usage))
 
-    def whole(self) -> Any:
+    def full_response(self) -> Any:
         frame = self._frame
-        choices = [self._choice(one, one.text, one.output_ids, True) for one in self._samples]
+        choices = [self._choice(sample, sample.text, sample.output_ids, True) for sample in self._samples]
         usage = usage_of(self._samples)
         return Completion(frame.id, "text_completion", frame.created, frame.model, choices, usage)
 

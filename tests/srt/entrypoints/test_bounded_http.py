@@ -257,7 +257,7 @@ def test_an_answer_before_the_body_ends_the_connection(runner: asyncio.Runner, v
         protocol.data_received(b"x" * READ)
     assert not transport.closed
     assert len(protocol.cycle.body) == 0
-    host.clock.advance(BoundedHttpProtocol.THROW_AWAY_S + 0.1)
+    host.clock.advance(BoundedHttpProtocol.DISCARD_S + 0.1)
     assert transport.aborted
 
 

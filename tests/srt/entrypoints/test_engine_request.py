@@ -12,7 +12,7 @@ import pytest
 from fake_http import FakeScheduler, make_manager, text_of
 
 from tercet.srt.entrypoints.engine import _body
-from tercet.srt.entrypoints.engine_request import EngineRequest, make_room
+from tercet.srt.entrypoints.engine_request import EngineRequest, make_sample_limit
 from tercet.srt.entrypoints.routing import Server
 from tercet.srt.errors import InvalidRequest
 from tercet.srt.io_struct import AbortFinish, ToScheduler
@@ -37,10 +37,10 @@ class Calls:
         self.scheduler = CountingScheduler()
         self.manager = make_manager(self.scheduler, **settings)
         self._server = Server(self.manager, "0")
-        self._room = make_room(self.manager.server_args)
+        self._sample_limit = make_sample_limit(self.manager.server_args)
 
     def call(self, sampling: dict[str, Any], **fields: Any) -> EngineRequest:
-        return EngineRequest(self._server, self._room, _body(None, sampling, fields))
+        return EngineRequest(self._server, self._sample_limit, _body(None, sampling, fields))
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run(asyncio.wait_for(work, 60))
@@ -53,7 +53,7 @@ def test_a_call_never_overfills_the_queue(n: int) -> None:
 
     async def work() -> None:
         sampling = {"max_new_tokens": 2, "n": n}
-        answers = await calls.call(sampling, input_ids=[[i] for i in range(30)]).whole(False)
+        answers = await calls.call(sampling, input_ids=[[i] for i in range(30)]).run(False)
         assert [answer["text"] for answer in answers] == [text_of(2)] * 30 * n
         assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [1] * 30 * n
 
@@ -75,9 +75,9 @@ def test_calls_share_the_room_and_a_short_one_does_not_wait_for_a_long_one() -> 
 
     async def work() -> None:
         sampling = {"max_new_tokens": 2}
-        long = asyncio.create_task(calls.call(sampling, input_ids=[[1]] * 200).whole(False))
+        long = asyncio.create_task(calls.call(sampling, input_ids=[[1]] * 200).run(False))
         streamed = asyncio.create_task(stream(calls.call(sampling, input_ids=[[2]] * 20)))
-        short = await calls.call(sampling, input_ids=[3]).whole(False)
+        short = await calls.call(sampling, input_ids=[3]).run(False)
         assert short["text"] == text_of(2)
         assert len(calls.scheduler.received) < 50
         assert sorted(await streamed) == list(range(20))
@@ -94,7 +94,7 @@ def test_a_full_queue_is_waited_for(is_aborted: bool) -> None:
     calls.scheduler.fail = (0, AbortFinish("the queue is full", 503, "QueueFull"))
 
     async def work() -> None:
-        call = asyncio.create_task(calls.call({"max_new_tokens": 2}, input_ids=[1], rid="mine").whole(False))
+        call = asyncio.create_task(calls.call({"max_new_tokens": 2}, input_ids=[1], rid="mine").run(False))
         while len(calls.scheduler.received) < 3:
             await asyncio.sleep(0.001)
         if is_aborted:
@@ -115,10 +115,10 @@ def test_an_abort_ends_what_waits_for_room() -> None:
     calls.scheduler.mute = True
 
     async def work() -> None:
-        first = asyncio.create_task(calls.call({}, input_ids=[1], rid="first").whole(False))
+        first = asyncio.create_task(calls.call({}, input_ids=[1], rid="first").run(False))
         while not calls.scheduler.received:
             await asyncio.sleep(0)
-        second = asyncio.create_task(calls.call({}, input_ids=[[2], [3]], rid="second").whole(False))
+        second = asyncio.create_task(calls.call({}, input_ids=[[2], [3]], rid="second").run(False))
         await asyncio.sleep(0.01)
         assert calls.manager.num_unfinished == 3
         assert calls.manager.abort("second")
@@ -137,7 +137,7 @@ def test_the_engines_death_ends_what_waits_for_room() -> None:
 
     async def work() -> None:
         request = calls.call({}, input_ids=[[1], [2]])
-        call = asyncio.create_task(request.whole(False))
+        call = asyncio.create_task(request.run(False))
         while not calls.scheduler.received:
             await asyncio.sleep(0)
         calls.manager.fail("the scheduler process died")
@@ -160,7 +160,7 @@ def test_more_than_http_takes_in_one_request() -> None:
     calls = Calls()
 
     async def work() -> None:
-        assert len(await calls.call({"max_new_tokens": 1, "n": 3}, input_ids=[[1]] * 1500).whole(False)) == 4500
+        assert len(await calls.call({"max_new_tokens": 1, "n": 3}, input_ids=[[1]] * 1500).run(False)) == 4500
 
     calls.run(work())
 
@@ -170,7 +170,7 @@ def test_a_late_prompt_that_cannot_be_ends_the_call() -> None:
 
     async def work() -> None:
         with pytest.raises(InvalidRequest) as caught:
-            await calls.call({}, input_ids=[[1]] * 10 + [[1000]] + [[1]] * 10).whole(False)
+            await calls.call({}, input_ids=[[1]] * 10 + [[1000]] + [[1]] * 10).run(False)
         assert caught.value.param == "input_ids[10]"
         assert len(calls.scheduler.received) <= 12
 

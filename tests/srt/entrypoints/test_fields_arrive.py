@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 
 from tercet.srt.entrypoints.admin import AbortBody
 from tercet.srt.entrypoints.engine import _body
-from tercet.srt.entrypoints.engine_request import EngineRequest, make_room
+from tercet.srt.entrypoints.engine_request import EngineRequest, make_sample_limit
 from tercet.srt.entrypoints.http_server import ENDPOINTS
 from tercet.srt.entrypoints.native import GenerateBody, NativeSampling
 from tercet.srt.entrypoints.openai.protocol import Message, StreamOptions, TextPart
@@ -290,10 +290,10 @@ def engine_call(name: str, value: Any, stream: bool) -> Seen:
 
     async def work() -> Any:
         request = EngineRequest(
-            Server(manager, "0"), make_room(manager.server_args), _body(prompt, sampling, fields, stream=stream)
+            Server(manager, "0"), make_sample_limit(manager.server_args), _body(prompt, sampling, fields, stream=stream)
         )
         if not stream:
-            return await request.whole(False)
+            return await request.run(False)
         await request.open()
         last = None
         while (answer := await request.next()) is not None:
