@@ -1,4 +1,7 @@
-"""The command line: `tercet serve`, `tercet chat`, `tercet bench`; `python -m tercet.launch_server` is the first."""
+"""The command line: `tercet serve`, `tercet chat` and `tercet bench`.
+
+`python -m tercet.launch_server` is the same as `tercet serve`.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,10 @@ _BENCHMARKS = {
     "startup": "bench_startup",
     "compare": "compare",
 }
-"""What comes after `tercet bench`, and the module in benchmarks/ whose `main` it is."""
-_MODEL = f"Hugging Face directory or .gguf file; default: {DEFAULT_MODEL_NAME}, if installed ({HOW_TO_GET_IT})"
+"""Name of each benchmark on the command line -> its module in benchmarks/."""
+_MODEL = (
+    f"Hugging Face directory or .gguf file; without one: {DEFAULT_MODEL_NAME}, if it is installed ({HOW_TO_GET_IT})"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,9 +99,9 @@ def _serve(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> in
 
 
 def server_args_of(namespace: argparse.Namespace) -> ServerArgs:
-    """Settings from a parsed command line: the model by place or by flag, or from --config, or the default one.
+    """Settings from a parsed command line.
 
-    Raises ValueError.
+    The model is the positional argument, --model-path, the model in --config, or the default model. Raises ValueError.
     """
     named = getattr(namespace, "model_path", None)
     if namespace.model is not None:
@@ -125,7 +130,7 @@ def _chat(namespace: argparse.Namespace) -> int:
 
 
 def _bench(name: str, arguments: Sequence[str]) -> int:
-    # By name: benchmarks stand above everything, and nothing imports them.
+    # Imported by name: benchmarks are the top layer, and no module may import them.
     module = importlib.import_module(f".benchmarks.{_BENCHMARKS[name]}", __package__)
     exit_code: int = module.main(arguments)
     return exit_code

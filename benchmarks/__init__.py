@@ -1,1 +1,1 @@
-"""Benchmarks: how fast is it, and what did it cost."""
+"""Benchmarks of the engine, of single kernels, and of running servers."""

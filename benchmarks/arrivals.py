@@ -1,4 +1,4 @@
-"""When requests arrive: all at once, at random at a mean rate, or as a trace says."""
+"""Arrival times of requests: all at once, random with a given mean rate, or taken from a trace."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> np.ndarray:
-    """Seconds after the start, float64 [count], the first at 0.
+    """Random arrival times in seconds after the start, float64 [count]. The first is 0.
 
-    `rate`: requests a second in the mean; inf: all at once. Gaps are gamma distributed with shape `burstiness` and mean
-    1 / rate: 1 is a Poisson process, less comes in bursts (the gaps' variance is mean squared / burstiness), more is
-    more regular. Raises ValueError for a rate or a burstiness that is not positive.
+    `rate`: mean number of requests per second; inf: all at once. The gaps follow a gamma distribution with shape
+    `burstiness`, mean 1 / rate and variance mean ** 2 / burstiness. A burstiness of 1 gives a Poisson process, smaller
+    values give bursts, larger ones more regular gaps. Raises ValueError for a rate or burstiness that is not positive.
     """
     if not rate > 0:
         raise ValueError(f"the request rate must be positive (inf sends all at once), got {rate}")
@@ -27,13 +27,13 @@ def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Gen
 
 
 def trace_times(timestamps_s: Sequence[float | None], slowdown: float) -> np.ndarray:
-    """Seconds after the start, float64 [n], of requests in the order of their timestamps; `slowdown` stretches them.
+    """Arrival times of a trace in seconds after the start, float64 [n]. `slowdown` multiplies them.
 
-    Raises ValueError when a timestamp is missing, the order is wrong or `slowdown` is not positive.
+    Raises ValueError when a timestamp is missing, timestamps decrease, or `slowdown` is not positive.
     """
     if not 0 < slowdown < math.inf:
         raise ValueError(f"the slowdown factor must be positive and finite, got {slowdown}")
-    if any(one is None for one in timestamps_s):
+    if any(timestamp is None for timestamp in timestamps_s):
         raise ValueError("this dataset has no timestamps; only mooncake has them")
     times = np.array(timestamps_s, dtype=np.float64)
     if times.size and (np.diff(times) < 0).any():

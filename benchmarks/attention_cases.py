@@ -1,4 +1,4 @@
-"""Attention kernels over the shapes that serving has."""
+"""Benchmark cases of the attention kernels, with shapes that occur in serving."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .limits import causal_pairs
 from .timing import Call
 
 _FP8_SCALE = 0.02
-# Tokens of each request, and how many of them are new: across tiles and splits, with prefix and without.
+# Lengths of the checked requests and their numbers of new tokens. They cross tiles and splits, with and without prefix.
 _CHECK_LENS, _CHECK_NEW = (1, 17, 300, 513), (1, 17, 44, 200)
 _CHECK_LENS_CPU, _CHECK_NEW_CPU = (1, 17, 44), (1, 17, 20)
-"""for the interpreter, whose tiles are small too"""
+"""The same for Triton's interpreter, which uses smaller tiles."""
 _GPU_BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -33,7 +33,7 @@ _GPU_BACKENDS = {
 
 @dataclass(frozen=True)
 class Heads:
-    """Of one model. `dtype`: of queries; `fp8`: whether K and V are stored as float8_e4m3fn."""
+    """The attention heads of one model. `dtype`: type of the queries; `fp8`: whether K and V are float8_e4m3fn."""
 
     name: str
     num_heads: int
@@ -53,7 +53,7 @@ class Heads:
 
     @property
     def query_bytes(self) -> int:
-        """of one token's queries; its output is as large"""
+        """Bytes of one token's queries, and of its attention output."""
         return self.num_heads * self.head_dim * self.dtype.itemsize
 
     @property
@@ -63,7 +63,7 @@ class Heads:
 
 
 class _Pool:
-    """Requests of these lengths with random keys and values, each in slots of its own, one after the other."""
+    """A KV pool with random keys and values for requests of these lengths. Each request has consecutive slots."""
 
     def __init__(self, heads: Heads, lens: Sequence[int]) -> None:
         self.heads = heads
@@ -86,8 +86,8 @@ class _Pool:
         heads = self.heads
         return torch.randn(num_tokens, heads.num_heads, heads.head_dim, dtype=heads.dtype, device=heads.device)
 
-    def doubles(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, K, V and table for the twin, in float64 on the CPU."""
+    def float64_operands(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, K, V and the slot table for the reference implementation, in float64 on the CPU."""
         return q.double().cpu(), self.k.double().cpu(), self.v.double().cpu(), self.table.cpu()
 
 
@@ -107,7 +107,7 @@ def decode_cases(heads: Heads, batch_by_context: Sequence[tuple[int, int]]) -> l
 
 
 def _decode_call(pool: _Pool, rows: slice, q: torch.Tensor, out: torch.Tensor, lens: Sequence[int]) -> Call:
-    """`rows`: which of the pool's requests; `lens`: theirs."""
+    """A call of the decode kernel. `rows`: the requests of the pool to decode; `lens`: their lengths."""
     heads = pool.heads
     tile = decode_tile(arch_of(heads.device), heads.head_dim)
     capacity = sum(-(-length // tile.split) for length in lens)
@@ -123,7 +123,7 @@ def _decode_case(heads: Heads, batch: int, context: int) -> Case:
     num_bytes = batch * (context * heads.kv_bytes_per_token + 2 * heads.query_bytes)
     sets = num_sets(num_bytes, heads.device)
     pool = _Pool(heads, [context] * (batch * sets))
-    calls, rivals = [], []
+    calls, baselines = [], []
     for i in range(sets):
         q = pool.queries(batch)
         rows = slice(i * batch, (i + 1) * batch)
@@ -132,12 +132,12 @@ def _decode_case(heads: Heads, batch: int, context: int) -> Case:
             span = slice(1 + rows.start * context, 1 + rows.stop * context)
             shape = (batch, context, heads.num_kv_heads, heads.head_dim)
             k, v = (x[span].view(shape).transpose(1, 2) for x in (pool.k, pool.v))
-            rivals.append(partial(_sdpa, q[:, :, None], k, v))
+            baselines.append(partial(_sdpa, q[:, :, None], k, v))
     return Case(
         num_bytes=num_bytes,
         flops=4 * batch * context * heads.num_heads * heads.head_dim,
         calls=calls,
-        rivals=_by_backend(rivals, heads.device),
+        baselines=_by_backend(baselines, heads.device),
     )
 
 
@@ -149,7 +149,7 @@ def _check_decode(heads: Heads) -> float:
     _decode_call(pool, slice(None), q, out, check_lens)()
     rows, lens = pool.rows.cpu(), pool.lens.cpu()
     return relative_error(
-        out, decode_attention_ref(*pool.doubles(q), rows, lens, sm_scale=heads.head_dim**-0.5, **pool.scales)
+        out, decode_attention_ref(*pool.float64_operands(q), rows, lens, sm_scale=heads.head_dim**-0.5, **pool.scales)
     )
 
 
@@ -157,7 +157,7 @@ def _check_decode(heads: Heads) -> float:
 
 
 def extend_cases(heads: Heads, shapes: Sequence[tuple[int, int, int]]) -> list[CaseMaker]:
-    """shapes: (requests, cached prefix of each, new tokens of each)."""
+    """Cases of the extend kernel. `shapes`: (requests, cached tokens of each, new tokens of each)."""
     return [
         CaseMaker(
             "extend attention",
@@ -185,16 +185,16 @@ def _extend_call(pool: _Pool, new: Sequence[int], q: torch.Tensor, out: torch.Te
 def _extend_case(heads: Heads, requests: int, prefix: int, new: int) -> Case:
     pool = _Pool(heads, [prefix + new] * requests)
     q = pool.queries(requests * new)
-    rivals: list[Callable[[], object]] = []
+    baselines: list[Callable[[], object]] = []
     if prefix == 0 and not heads.fp8:
         k, v = (x[1:].view(requests, new, *x.shape[1:]).transpose(1, 2) for x in (pool.k, pool.v))
-        rivals.append(partial(_sdpa, q.view(requests, new, *q.shape[1:]).transpose(1, 2), k, v, is_causal=True))
+        baselines.append(partial(_sdpa, q.view(requests, new, *q.shape[1:]).transpose(1, 2), k, v, is_causal=True))
     pairs = causal_pairs(prefix + new, prefix)
     return Case(
         num_bytes=requests * ((prefix + new) * heads.kv_bytes_per_token + 2 * new * heads.query_bytes),
         flops=4 * requests * pairs * heads.num_heads * heads.head_dim,
         calls=[_extend_call(pool, [new] * requests, q, torch.empty_like(q))],
-        rivals=_by_backend(rivals, heads.device),
+        baselines=_by_backend(baselines, heads.device),
     )
 
 
@@ -208,20 +208,25 @@ def _check_extend(heads: Heads) -> float:
     new = torch.tensor(check_new)
     starts = F.pad(new.cumsum(0), (1, 0))
     reference = extend_attention_ref(
-        *pool.doubles(q), pool.rows.cpu(), starts, pool.lens.cpu() - new, sm_scale=heads.head_dim**-0.5, **pool.scales
+        *pool.float64_operands(q),
+        pool.rows.cpu(),
+        starts,
+        pool.lens.cpu() - new,
+        sm_scale=heads.head_dim**-0.5,
+        **pool.scales,
     )
     assert check_new[0] == 1
-    several = slice(1, None)  # a request of one new token is the decode kernel's
+    several = slice(1, None)  # the first request has one new token, which the decode kernel computes
     return relative_error(out[several], reference[several])
 
 
-# torch's own
+# torch's attention, for comparison
 
 
 def _sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, backend: SDPBackend | None = None, is_causal: bool = False
 ) -> torch.Tensor:
-    """q: [B, heads, new, D]; k, v: [B, kv heads, length, D], dense already: the gathering is not part of it."""
+    """torch's attention. q: [B, heads, new, D]; k, v: [B, kv heads, length, D], gathered from the pool before."""
     if backend is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
     with sdpa_kernel(backend):

@@ -1,4 +1,4 @@
-"""What each kind of server is asked and how its answer is read: one class for SGLang's dialect, one for OpenAI's."""
+"""Writes requests to a server and reads its responses, in SGLang's native API or in OpenAI's."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from .workloads import Request
 
 _EMPTY = msgspec.Raw(b'""')
 _DONE = b"[DONE]"
-_MOST_ERROR_CHARS = 500
+_MAX_ERROR_CHARS = 500
 
 
 @dataclass(slots=True)
 class Output:
-    """What became of one request. Times are `time.perf_counter()` seconds."""
+    """The outcome of one request. Times are in seconds, as `time.perf_counter()` gives them."""
 
     start_s: float = 0.0
-    """Just before the request is written (and its connection made, where there is none to take)."""
+    """Time just before the request is written, and before a new connection is made for it, if one is needed."""
     end_s: float = 0.0
     arrivals: list[float] = field(default_factory=list)
-    """Of every chunk that brought tokens; empty when the answer was not streamed."""
+    """Arrival time of each chunk that has tokens; empty for a response that is not streamed."""
     counts: list[int] = field(default_factory=list)
-    """Tokens each chunk brought, where the server tells; else empty."""
+    """Number of tokens in each chunk; empty if the server does not send it."""
     texts: list[str] = field(default_factory=list)
-    """Text by chunk, or the whole in one."""
+    """Text of each chunk, or the complete text as one item."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     error: str | None = None
-    """Why it failed; None: it did not."""
+    """Error message; None for a request that succeeded."""
 
     @property
     def text(self) -> str:
@@ -48,21 +48,21 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What all requests of a run ask for."""
+class RequestSettings:
+    """The settings that all requests of a run share."""
 
     model: str = "default"
     stream: bool = True
     ignore_eos: bool = True
     temperature: float = 0.0
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the body; `sampling_params` is merged, everything else replaces."""
+    """Further fields of the body. An object is merged into an existing object; other values replace existing ones."""
     incremental: bool = False
-    """The native server streams what is new instead of all there is so far."""
+    """Whether a stream of the native API has only the new text, not all text so far."""
 
 
 class RequestFailed(Exception):
-    """The server said so, or its answer makes no sense; the message is for a person."""
+    """The server reported an error or sent an invalid response. The message is shown to the user."""
 
 
 class Usage(msgspec.Struct):
@@ -78,41 +78,44 @@ C = TypeVar("C", bound=msgspec.Struct)
 
 
 class Dialect(ABC, Generic[C]):
-    """How one kind of request is written and its answer read."""
+    """Writes the requests of one API and reads its responses."""
 
     path: str
     ids_allowed = True
     """Whether prompts may be token ids."""
 
-    def __init__(self, wish: Wish, chunk: type[C]) -> None:
-        self.wish = wish
+    def __init__(self, settings: RequestSettings, chunk: type[C]) -> None:
+        self.settings = settings
         self._decoder = msgspec.json.Decoder(chunk)
 
     @abstractmethod
     def body(self, request: Request) -> dict[str, Any]:
-        """Of a request, without the user's extra fields."""
+        """The body of a request, without the user's extra fields."""
 
     @abstractmethod
-    def take(self, chunk: C, output: Output, now: float | None) -> bool:
-        """Takes one event, or with `now` None a whole answer; True: it was the last. Raises RequestFailed."""
+    def read_event(self, chunk: C, output: Output, now: float | None) -> bool:
+        """Reads one event of a stream, or a complete response if `now` is None, into `output`.
+
+        Returns whether it was the last event. Raises RequestFailed.
+        """
 
     def encode(self, request: Request) -> bytes:
         body = self.body(request)
-        for name, value in self.wish.extra.items():
-            both_objects = isinstance(value, dict) and isinstance(body.get(name), dict)
-            body[name] = {**body[name], **value} if both_objects else value
+        for name, value in self.settings.extra.items():
+            are_objects = isinstance(value, dict) and isinstance(body.get(name), dict)
+            body[name] = {**body[name], **value} if are_objects else value
         return msgspec.json.encode(body)
 
     async def send(self, client: HttpClient, body: bytes) -> Output:
-        """Runs one request. Failures are in the result, not raised."""
+        """Runs one request. A failure is noted in the result, not raised."""
         output = Output(start_s=time.perf_counter())
         try:
-            if self.wish.stream:
+            if self.settings.stream:
                 await self._stream(client, body, output)
             else:
                 _check_status(answer := await client.request("POST", self.path, body))
                 output.end_s = time.perf_counter()
-                self._take_json(answer.body, output, None)
+                self._read_json(answer.body, output, None)
             if not output.completion_tokens and not output.text:
                 raise RequestFailed("the answer has no token")
         except (HttpError, RequestFailed) as error:
@@ -123,7 +126,7 @@ class Dialect(ABC, Generic[C]):
 
     async def _stream(self, client: HttpClient, body: bytes, output: Output) -> None:
         events = EventSplitter()
-        ended = False  # by the dialect's last event or [DONE], whichever comes first
+        ended = False  # set at the API's last event or at [DONE], whichever comes first
 
         def on_data(data: bytes, now: float) -> None:
             nonlocal ended
@@ -131,19 +134,19 @@ class Dialect(ABC, Generic[C]):
                 if event == _DONE:
                     ended = True
                 else:
-                    ended |= self._take_json(event, output, now)
+                    ended |= self._read_json(event, output, now)
                     output.end_s = now
 
         _check_status(await client.stream(self.path, body, on_data))
         if not ended:
             raise RequestFailed("the stream ended before the answer was complete")
 
-    def _take_json(self, data: bytes, output: Output, now: float | None) -> bool:
+    def _read_json(self, data: bytes, output: Output, now: float | None) -> bool:
         try:
             chunk = self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestFailed(f"cannot read {_shorten(data.decode(errors='replace'))}: {error}") from error
-        return self.take(chunk, output, now)
+        return self.read_event(chunk, output, now)
 
 
 class _NativeMeta(msgspec.Struct):
@@ -160,23 +163,23 @@ class NativeChunk(msgspec.Struct):
 
 
 class Native(Dialect[NativeChunk]):
-    """SGLang's /generate, of Tercet and SGLang."""
+    """SGLang's native API, /generate, which Tercet serves, too."""
 
     path = "/generate"
 
-    def __init__(self, wish: Wish) -> None:
-        super().__init__(wish, NativeChunk)
+    def __init__(self, settings: RequestSettings) -> None:
+        super().__init__(settings, NativeChunk)
 
     def body(self, request: Request) -> dict[str, Any]:
         sampling = {
-            "temperature": self.wish.temperature,
+            "temperature": self.settings.temperature,
             "max_new_tokens": request.output_len,
-            "ignore_eos": self.wish.ignore_eos,
+            "ignore_eos": self.settings.ignore_eos,
         }
         field_name = "text" if isinstance(request.prompt, str) else "input_ids"
-        return {field_name: request.prompt, "sampling_params": sampling, "stream": self.wish.stream}
+        return {field_name: request.prompt, "sampling_params": sampling, "stream": self.settings.stream}
 
-    def take(self, chunk: NativeChunk, output: Output, now: float | None) -> bool:
+    def read_event(self, chunk: NativeChunk, output: Output, now: float | None) -> bool:
         if chunk.error is not None or chunk.meta_info is None:
             raise RequestFailed(message_of(chunk.error) or "an event without meta_info")
         meta = chunk.meta_info
@@ -190,7 +193,8 @@ class Native(Dialect[NativeChunk]):
         output.prompt_tokens = meta.prompt_tokens
         output.completion_tokens = meta.completion_tokens
         output.cached_tokens = meta.cached_tokens
-        if self.wish.incremental or finish is not None:  # where text is all there is so far, only the last is read
+        # Cumulative text is decoded only once, from the last event.
+        if self.settings.incremental or finish is not None:
             output.texts.append(msgspec.json.decode(chunk.text, type=str))
         return finish is not None
 
@@ -217,31 +221,32 @@ class OpenAIChunk(msgspec.Struct):
 
 
 class Completions(Dialect[OpenAIChunk]):
-    """OpenAI's /v1/completions, with the extras that SGLang and vLLM take."""
+    """OpenAI's /v1/completions, with the extra fields of SGLang and vLLM."""
 
     path = "/v1/completions"
 
-    def __init__(self, wish: Wish) -> None:
-        super().__init__(wish, OpenAIChunk)
+    def __init__(self, settings: RequestSettings) -> None:
+        super().__init__(settings, OpenAIChunk)
 
     def body(self, request: Request) -> dict[str, Any]:
         return {"prompt": request.prompt, "max_tokens": request.output_len, **self._common()}
 
     def _common(self) -> dict[str, Any]:
         common = {
-            "model": self.wish.model,
-            "temperature": self.wish.temperature,
-            "stream": self.wish.stream,
-            "ignore_eos": self.wish.ignore_eos,
+            "model": self.settings.model,
+            "temperature": self.settings.temperature,
+            "stream": self.settings.stream,
+            "ignore_eos": self.settings.ignore_eos,
         }
-        if self.wish.stream:
+        if self.settings.stream:
             common["stream_options"] = {"include_usage": True}
         return common
 
-    def take(self, chunk: OpenAIChunk, output: Output, now: float | None) -> bool:
+    def read_event(self, chunk: OpenAIChunk, output: Output, now: float | None) -> bool:
         if chunk.error is not None or chunk.object == "error":
             raise RequestFailed(message_of(chunk.error) or chunk.message or "the server failed")
-        if chunk.usage is not None:  # in a chunk of its own, in the last with text, or in each: the last counts
+        # Servers send usage in a separate chunk, in the last chunk with text, or in every chunk. The last one counts.
+        if chunk.usage is not None:
             usage = chunk.usage
             output.prompt_tokens = usage.prompt_tokens
             output.completion_tokens = usage.completion_tokens
@@ -264,12 +269,16 @@ class Completions(Dialect[OpenAIChunk]):
         return choice.text or ""
 
     def _brings_token(self, choice: OpenAIChoice, text: str, output: Output) -> bool:
-        """A token may have no text of its own; a finish alone is no token, unless there was none before."""
+        """Whether a chunk has a token.
+
+        A chunk without text has one, because a token may have no text. A chunk with only a finish reason has none,
+        unless no token came before it.
+        """
         return bool(text) or choice.finish_reason is None or not output.arrivals
 
 
 class Chat(Completions):
-    """OpenAI's /v1/chat/completions: every prompt is one user's message."""
+    """OpenAI's /v1/chat/completions. Each prompt is sent as one message of the user."""
 
     path = "/v1/chat/completions"
     ids_allowed = False
@@ -283,18 +292,18 @@ class Chat(Completions):
         return "" if said is None else (said.reasoning_content or said.reasoning or "") + (said.content or "")
 
     def _brings_token(self, choice: OpenAIChoice, text: str, output: Output) -> bool:
-        """The first chunk only names the role, before there is a token."""
+        """Whether a chunk has a token. The first chunk names only the role and has none."""
         return bool(text) or (choice.finish_reason is not None and not output.arrivals)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A kind of server."""
+    """One kind of server: its API, its default port, and how to empty its prefix cache."""
 
     dialect: type[Native] | type[Completions]
     default_port: int
     flush_path: str
-    """POSTed to, it forgets cached prefixes."""
+    """A POST to this path empties the prefix cache."""
 
 
 _SGLANG_FLUSH = "/flush_cache?timeout=30"
@@ -310,16 +319,16 @@ BACKENDS = {
 
 
 class EventSplitter:
-    """Server-sent events out of pieces of a body; only their data."""
+    """Splits the pieces of a streamed body into the data of server-sent events."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._partial_line = b""
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The data of the events that this piece completes."""
-        lines = (self._rest + piece).split(b"\n") if self._rest else piece.split(b"\n")
-        self._rest = lines.pop()
+        """Adds a piece of the body. Returns the data of each event that it completes."""
+        lines = (self._partial_line + piece).split(b"\n") if self._partial_line else piece.split(b"\n")
+        self._partial_line = lines.pop()
         events = []
         for line in lines:
             if line.startswith(b"data:"):
@@ -337,7 +346,7 @@ def _check_status(response: Response) -> None:
 
 
 def error_text(body: bytes) -> str:
-    """What a failed answer says, as far as it can be read."""
+    """The error message in a failed response, or the start of its text."""
     try:
         return message_of(json.loads(body)) or _shorten(body.decode())
     except ValueError:
@@ -345,11 +354,11 @@ def error_text(body: bytes) -> str:
 
 
 def message_of(error: Any) -> str | None:
-    """The message in an error of any dialect: a text, or an object with `message`, `detail` or `error`."""
+    """The message in an error of any API: a string, or an object with `message`, `detail` or `error`."""
     while isinstance(error, dict):
         error = error.get("message") or error.get("error") or error.get("detail")
     return None if error is None else _shorten(error if isinstance(error, str) else json.dumps(error))
 
 
 def _shorten(text: str) -> str:
-    return text if len(text) <= _MOST_ERROR_CHARS else text[:_MOST_ERROR_CHARS] + "..."
+    return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + "..."

@@ -1,10 +1,10 @@
-"""Measures every kernel on the shapes of serving, against the ceilings of the device and the kernels of torch.
+"""Measure every kernel with shapes that occur in serving, against the device's ceilings and against torch.
 
     python -m tercet.benchmarks.bench_kernels [--only decode,extend] [--model-path llama-3.1-8b ...] [--quick]
 
-Each kernel is first checked against its float64 twin on random data; a kernel that fails is not timed. Times
-are medians of graph replays; the L2 cache is overwritten before each. Without a GPU the kernels run in Triton's
-interpreter (TRITON_INTERPRET=1), where only the checks are meaningful.
+Before a kernel is timed, it is compared with its reference implementation in float64 on random data. A kernel that
+fails this check is not timed. Times are medians of graph replays; the L2 cache is overwritten before each replay.
+Without a GPU, kernels run in Triton's interpreter (TRITON_INTERPRET=1). Then the checks are valid, the times are not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _HEADER = [
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 when a kernel is wrong or broke."""
+    """Runs the benchmark. Returns the exit code: 1 when a kernel is wrong or fails."""
     parser = _parser()
     args = parser.parse_args(argv)
     only = args.only.split(",")
@@ -129,7 +129,7 @@ def _makers(args: argparse.Namespace, device: torch.device, only: Sequence[str])
 
 
 class KernelBench:
-    """A table a kernel. One case at a time is in memory."""
+    """Checks and times kernels, and writes one table for each. Only one case is in memory at a time."""
 
     def __init__(self, result: Result, ceilings: Ceilings, device: torch.device, *, check_only: bool) -> None:
         self.failed: list[str] = []
@@ -153,7 +153,7 @@ class KernelBench:
                     self._add(maker, error)
             else:
                 self._measure(maker, maker.make(), error)
-        except Exception as broken:  # whatever a compiler or driver raises: the other kernels go on
+        except Exception as broken:  # an error of a compiler or driver must not stop the other kernels
             self.failed.append(f"{what}: {type(broken).__name__}: {str(broken)[:300]}")
         finally:
             gc.collect()
@@ -167,26 +167,26 @@ class KernelBench:
                 table.row(line.replace("\n", " ").replace("|", "/"))
 
     def _check(self, kernel: str, shape: str, check: Callable[[], float]) -> float:
-        """Once for a kernel and a model: the check's own shapes are the same."""
+        """The relative error of a kernel. Checked once for each kernel and model, because all cases share the check."""
         key = (kernel, shape.rpartition(",")[0])
         if key not in self._errors:
             self._errors[key] = check()
         return self._errors[key]
 
     def _measure(self, maker: CaseMaker, case: Case, error: float | None) -> None:
-        rivals: dict[str, float] = {}
-        for name, calls in case.rivals.items():
+        baselines: dict[str, float] = {}
+        for name, calls in case.baselines.items():
             try:
-                rivals[name] = median_s(calls, self._device)
+                baselines[name] = median_s(calls, self._device)
             except RuntimeError:
-                # A backend that does not take this shape; without a rival a table is poorer, not wrong.
+                # A torch backend may not support this shape. Then the table lacks this comparison.
                 synchronize(self._device)
-        seconds = median_s(case.calls, self._device) if case.calls else min(rivals.values())
+        seconds = median_s(case.calls, self._device) if case.calls else min(baselines.values())
         host_s = self._host_s(case.calls[0]) if case.calls else None
-        self._add(maker, error, case, seconds, host_s, rivals)
+        self._add(maker, error, case, seconds, host_s, baselines)
 
     def _host_s(self, call: Call) -> float:
-        """What a call costs the host, which on a GPU is done when the work is queued."""
+        """Seconds of host time for one call. On a GPU, a call returns when its work is queued."""
         count = _HOST_CALLS if self._device.type == "cuda" else 1
         synchronize(self._device)
         start = time.perf_counter()
@@ -203,7 +203,7 @@ class KernelBench:
         case: Case | None = None,
         seconds: float | None = None,
         host_s: float | None = None,
-        rivals: dict[str, float] | None = None,
+        baselines: dict[str, float] | None = None,
     ) -> None:
         if maker.kernel not in self._tables:
             header = ["shape", "error"] if self._check_only else _HEADER
@@ -215,8 +215,8 @@ class KernelBench:
             self._result.values["cases"].append(row)
             return
         limit = max(case.num_bytes / self._ceilings.bytes_per_s, case.flops / self._ceilings.flops_per_s)
-        best = min(rivals, key=lambda name: rivals[name]) if rivals else None
-        fastest = None if rivals is None or best is None else rivals[best]
+        best = min(baselines, key=lambda name: baselines[name]) if baselines else None
+        fastest = None if baselines is None or best is None else baselines[best]
         self._tables[maker.kernel].row(
             maker.shape,
             number(seconds * 1e6),
@@ -230,7 +230,7 @@ class KernelBench:
             shown_error,
         )
         row.update(seconds=seconds, limit_s=limit, num_bytes=case.num_bytes, flops=case.flops)
-        self._result.values["cases"].append({**row, "host_s": host_s, "torch_s": rivals})
+        self._result.values["cases"].append({**row, "host_s": host_s, "torch_s": baselines})
 
 
 if __name__ == "__main__":

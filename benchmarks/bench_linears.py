@@ -1,11 +1,11 @@
-"""Measures the matrix products of a decode step on a CPU, for each kind of packed weights and for oneDNN.
+"""Measure the matrix products of one decode step on a CPU, for every packed weight format, against oneDNN.
 
     python -m tercet.benchmarks.bench_linears [--model-path smollm2-135m] [--batch-size 1,4,16,64] [--kinds bf16,...]
 
-A step runs every linear layer of the model once, in order, then the output head, and nothing else. With --prefill the
-rows are tokens of one prompt, and the head multiplies only the last row. The kinds take turns and multiply the same
-random weights with the same random inputs. The ceilings are what torch reaches in the same run: the rate of reading
-memory, and the rate of large matrix products in the data type of the kind.
+A step runs every linear layer of the model once, in order, and then the output head. It has no other operations. With
+--prefill, the rows are the tokens of one prompt, and the head multiplies only the last one. All kinds multiply the same
+random weights with the same random inputs, in alternating order. The ceilings are measured with torch in the same run:
+memory reads, and products of large matrices of the same type.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ _WEIGHT_STD = 0.02
 _CHECK_ROWS = 7
 _HEAD = "lm_head.weight"
 _SETTLE_S = 0.02
-"""Threads of OpenMP spin for a while after a step of torch's: not beside the step of somebody else."""
+"""Pause before each timed step: OpenMP threads spin for a while after a torch step and would slow the next step."""
 _HEADER = ["batch", "kind", "ms a step", "GB/s", "TOP/s", "limit ms", "of the limit", "error"]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One form of weights and the layers that multiply with it."""
+    """One weight format, with the layers that multiply with it."""
 
     name: str
     layers: LayerKinds
     dtype: torch.dtype
-    """of activations"""
+    """Type of the activations."""
     form: str | None = None
-    """of weights; None: that of activations"""
+    """Format of the weights; None: the type of the activations."""
 
     @property
     def multiplied(self) -> torch.dtype:
-        """Numbers whose products are the work."""
+        """Type of the numbers that are multiplied."""
         return self.dtype if self.form is None else torch.int8
 
 
 def kinds_here(config: ModelConfig) -> dict[str, Kind]:
-    """Those that run on this processor, and with this model."""
+    """The kinds that this processor and this model support, by name."""
     float32, bfloat16 = torch.float32, torch.bfloat16
     kinds = []
     if cpu_extension.multiplies(float32):
@@ -83,7 +83,7 @@ def kinds_here(config: ModelConfig) -> dict[str, Kind]:
 
 
 class Step:
-    """All linears of a model in one kind. `prefill`: the head multiplies one row."""
+    """All linear layers of a model in one kind. `prefill`: whether the head multiplies only one row."""
 
     def __init__(self, kind: Kind, *, prefill: bool = False) -> None:
         self.kind = kind
@@ -91,11 +91,11 @@ class Step:
         self._num_weights = 0
         self._num_head_weights = 0
         self.num_bytes = 0.0
-        """of weights"""
+        """Bytes of all weights."""
         self.error = math.nan
-        """relative, of the product with the first weight"""
+        """Relative error of the product with the first weight."""
         self._layers: list[tuple[str, int, Layer]] = []
-        """name, width, layer"""
+        """Name, input width and layer of each linear layer."""
         self._inputs: dict[int, torch.Tensor] = {}
 
     @property
@@ -106,7 +106,7 @@ class Step:
         return 2 * (rows * self._num_weights + (1 if self._prefill else rows) * self._num_head_weights)
 
     def add(self, name: str, weight: torch.Tensor) -> None:
-        """weight: float32 [n, k]"""
+        """Adds a linear layer. `weight`: float32 [n, k]"""
         layers = self.kind.layers
         form = HEAD_FORM if self.kind.form and name == _HEAD else self.kind.form
         rounded = weight.to(self.kind.dtype) if form is None else quantize(weight, form)
@@ -126,8 +126,8 @@ class Step:
             self._num_weights += weight.numel()
         self.num_bytes += weight.numel() * (self.kind.dtype.itemsize if form is None else BITS_PER_WEIGHT[form] / 8)
 
-    def take(self, inputs: dict[int, torch.Tensor]) -> None:
-        """inputs: width -> float32 [rows, width]"""
+    def set_inputs(self, inputs: dict[int, torch.Tensor]) -> None:
+        """Sets the inputs of all layers. `inputs`: width -> float32 [rows, width]"""
         self._inputs = {width: x.to(self.kind.dtype) for width, x in inputs.items()}
 
     def seconds(self) -> float:
@@ -139,7 +139,7 @@ class Step:
 
 
 def weight_shapes(config: ModelConfig) -> list[tuple[str, int, int]]:
-    """(name, n, k) of every matrix that a step multiplies with, in the step's order."""
+    """(name, n, k) of every weight matrix of a step, in the order of the step."""
     shapes = {p.name: p.shape for p in family_of(config).parameters(config) if len(p.shape) == 2}
     embedding = shapes.pop("embed_tokens.weight")
     shapes.setdefault(_HEAD, embedding)
@@ -164,13 +164,13 @@ class CpuCeilings(NamedTuple):
         return max(step.num_bytes / self.read_bytes_per_s, by_ops)
 
     def best(self, other: CpuCeilings) -> CpuCeilings:
-        """Whoever else is on the machine lowers what is measured, never raises it."""
+        """The higher value of each ceiling. Other processes can only lower a measured ceiling."""
         ops = {dtype: max(mine, other.ops_per_s[dtype]) for dtype, mine in self.ops_per_s.items()}
         return CpuCeilings(max(self.read_bytes_per_s, other.read_bytes_per_s), ops)
 
 
 def measure_cpu(kinds: Sequence[Kind], *, small: bool) -> CpuCeilings:
-    """`small`: sizes that prove nothing, for tests."""
+    """Measures the ceilings. `small`: sizes too small for valid numbers, for tests."""
     values = torch.randn(1 << (16 if small else 26))
     read = values.nbytes / median_s([values.amax], _CPU)
     size = 128 if small else 2048
@@ -179,7 +179,7 @@ def measure_cpu(kinds: Sequence[Kind], *, small: bool) -> CpuCeilings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Runs the benchmark. Returns the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     if min(args.batch_size) < 1:
@@ -193,14 +193,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not set(names) <= set(here):
         parser.error(f"--kinds must name kinds of {', '.join(here)} for this model and processor, got {args.kinds}")
     torch.manual_seed(args.seed)
-    keep_freed_memory()  # as a server does
+    keep_freed_memory()  # a server does the same
     kinds = [here[name] for name in names]
     model = model_name(args.model_path)
     result = Result(f"linears-{model}", f"Linear layers: {model}", parser.prog, argv, _CPU)
     with torch.inference_mode():
         ceilings = measure_cpu(kinds, small=args.small_ceilings)
         steps = make_steps(config, kinds, prefill=args.prefill)
-        seconds = {batch_size: in_turns(steps, batch_size, args.rounds) for batch_size in args.batch_size}
+        seconds = {batch_size: time_alternating(steps, batch_size, args.rounds) for batch_size in args.batch_size}
         ceilings = ceilings.best(measure_cpu(kinds, small=args.small_ceilings))
     report(result, steps, seconds, ceilings)
     finish(result, args)
@@ -240,11 +240,11 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def in_turns(steps: Sequence[Step], batch_size: int, rounds: int) -> list[float]:
-    """Seconds of each: the order is reversed from round to round, the median counts."""
+def time_alternating(steps: Sequence[Step], batch_size: int, rounds: int) -> list[float]:
+    """Median seconds of each step over all rounds. The order of the steps is reversed in every second round."""
     inputs = {width: torch.randn(batch_size, width) for width in steps[0].widths}
     for step in steps:
-        step.take(inputs)
+        step.set_inputs(inputs)
         step.seconds()
     times: dict[str, list[float]] = {step.kind.name: [] for step in steps}
     for turn in range(rounds):
@@ -256,7 +256,7 @@ def in_turns(steps: Sequence[Step], batch_size: int, rounds: int) -> list[float]
 
 
 def report(result: Result, steps: Sequence[Step], seconds: dict[int, list[float]], ceilings: CpuCeilings) -> None:
-    """seconds: batch size -> of each step"""
+    """Fills the result. `seconds`: batch size -> seconds of each step"""
     table = result.table("Linear layers of one step", _HEADER)
     products = [f"{_name(dtype)} {number(ops / 1e12)} TOP/s" for dtype, ops in ceilings.ops_per_s.items()]
     reading = f"reading {number(ceilings.read_bytes_per_s / 1e9)} GB/s"
@@ -264,19 +264,19 @@ def report(result: Result, steps: Sequence[Step], seconds: dict[int, list[float]
     result.values.update(cases=[], read_bytes_per_s=ceilings.read_bytes_per_s)
     result.values["ops_per_s"] = {_name(dtype): ops for dtype, ops in ceilings.ops_per_s.items()}
     for batch_size, all_seconds in seconds.items():
-        for step, one in zip(steps, all_seconds, strict=True):
+        for step, step_seconds in zip(steps, all_seconds, strict=True):
             limit = ceilings.limit_s(step, batch_size)
             table.row(
                 str(batch_size),
                 step.kind.name,
-                number(one * 1e3),
-                number(step.num_bytes / one / 1e9),
-                number(step.num_ops(batch_size) / one / 1e12),
+                number(step_seconds * 1e3),
+                number(step.num_bytes / step_seconds / 1e9),
+                number(step.num_ops(batch_size) / step_seconds / 1e12),
                 number(limit * 1e3),
-                percent(limit / one),
+                percent(limit / step_seconds),
                 f"{step.error:.1e}",
             )
-            case = {"batch_size": batch_size, "kind": step.kind.name, "seconds": one, "limit_s": limit}
+            case = {"batch_size": batch_size, "kind": step.kind.name, "seconds": step_seconds, "limit_s": limit}
             result.values["cases"].append(case | {"relative_error": step.error})
 
 

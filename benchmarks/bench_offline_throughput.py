@@ -1,11 +1,11 @@
-"""Measures the output tokens per second of the whole engine for many requests that arrive at once.
+"""Measure the throughput of the whole engine, in tokens per second, for many requests at once.
 
     python -m tercet.benchmarks.bench_offline_throughput --model-path qwen3-0.6b --num-prompts 256
     python -m tercet.benchmarks.bench_offline_throughput --model-path llama-3.1-8b --num-prompts 32 \\
         --input-len 32 --output-len 8192 --compare transformers
 
-`tercet.Engine` sends greedy requests of random token ids to the three processes. A peer gets the same ids in the same
-run, in alternating order. The first run of each engine is a warm-up and is not timed.
+`tercet.Engine` runs the three processes. Prompts are random token ids, and sampling is greedy. A peer gets the same
+token ids in the same run, in alternating order. The first run of each engine is a warm-up and is not timed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .limits import ModelCost, workload_s
 from .offline_workloads import Span, random_requests
 from .presets import model_name
 from .results import Result, add_results_arguments, finish, number, percent
-from .rounds import Round, Side, TercetSide, in_turns, median_seconds, warmups
+from .rounds import Round, Side, TercetSide, median_seconds, run_alternating, warmups
 from .workloads import Request
 
 _FRACTION_BESIDE_PEER = 0.45
-"""of a GPU's memory, where a peer's model and cache have to fit too"""
+"""Fraction of a GPU's memory for Tercet when a peer's model and cache must fit, too."""
 
 T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 when the peer could not be measured."""
+    """Runs the benchmark. Returns the exit code: 1 when the peer could not be measured."""
     parser = _parser()
     args = parser.parse_args(argv)
     server_args = engine_args(parser, args)
@@ -58,10 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = Result(f"offline-{name}-{args.num_prompts}x{args.output_len.high}", title, parser.prog, argv, device)
     multiplied = dtype if server_args.quantization is None else torch.int8
     result.ceilings = measure_ceilings(device, multiplied, small=args.small_ceilings)
-    least = workload_s(
+    limit_s = workload_s(
         ModelCost.of(config, dtype.itemsize, quantization=server_args.quantization),
-        [one.prompt_len for one in requests],
-        [one.output_len for one in requests],
+        [request.prompt_len for request in requests],
+        [request.output_len for request in requests],
         result.ceilings,
     )
     if args.compare and device.type == "cuda" and server_args.mem_fraction_static is None:
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rounds, notes = _run(args, server_args, requests, device, dtype)
     except ValueError as error:
         parser.error(str(error))
-    _report(result, name, requests, rounds, least, notes)
+    _report(result, name, requests, rounds, limit_s, notes)
     result.values.update(dtype=str(dtype).removeprefix("torch."), seed=args.seed, compared=args.compare)
     finish(result, args)
     return 1 if args.compare and args.compare not in rounds else 0
@@ -117,7 +117,7 @@ def _run(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[dict[str, list[Round]], list[str]]:
-    """Rounds by side, and what has to be said about them."""
+    """The rounds of each side, and notes for the report."""
     notes = []
     with contextlib.ExitStack() as stack:
         engine, seconds = _timed(lambda: stack.enter_context(Engine(server_args=server_args)))
@@ -126,19 +126,19 @@ def _run(
         ours.run(warmups(requests))
         sides: dict[str, Side] = {"Tercet": ours}
         if args.compare == "transformers":
-            # Imported here: it takes seconds, and most runs do not need it.
+            # Imported here: transformers takes seconds to import, and most runs do not need it.
             from .transformers_peer import TransformersSide
 
             try:
                 peer, seconds = _timed(lambda: TransformersSide(server_args.model_path, device, dtype, requests))
                 stack.callback(peer.close)
                 peer.run(warmups(requests))
-            except Exception as error:  # a peer that cannot must not cost our own numbers
+            except Exception as error:  # a failing peer must not discard our own numbers
                 notes.append(f"transformers could not be measured: {type(error).__name__}: {str(error)[:300]}")
             else:
                 notes.append(f"transformers was ready after {number(seconds)} s, attention {peer.attention!r}.")
                 sides["transformers"] = peer
-        return in_turns(sides, requests, args.rounds), notes
+        return run_alternating(sides, requests, args.rounds), notes
 
 
 def _timed(make: Callable[[], T]) -> tuple[T, float]:
@@ -151,10 +151,10 @@ def _report(
     name: str,
     requests: Sequence[Request],
     rounds: dict[str, list[Round]],
-    least: float,
+    limit_s: float,
     notes: Sequence[str],
 ) -> None:
-    num_in, num_out = sum(one.prompt_len for one in requests), sum(one.output_len for one in requests)
+    num_in, num_out = sum(request.prompt_len for request in requests), sum(request.output_len for request in requests)
     title = f"{name}: {len(requests)} requests, {num_in:,} tokens in, {num_out:,} out"
     table = result.table(title, ["engine", "s", "output tok/s", "all tok/s", "requests/s", "of the limit", "x Tercet"])
     ours = median_seconds(rounds["Tercet"])
@@ -166,12 +166,14 @@ def _report(
             number(num_out / seconds),
             number((num_in + num_out) / seconds),
             number(len(requests) / seconds),
-            percent(least / seconds),
+            percent(limit_s / seconds),
             number(ours / seconds),
         )
-    table.row("limit", number(least), number(num_out / least), number((num_in + num_out) / least), "-", "100 %", "-")
+    table.row(
+        "limit", number(limit_s), number(num_out / limit_s), number((num_in + num_out) / limit_s), "-", "100 %", "-"
+    )
     table.notes.append(f"{len(rounds['Tercet'])} rounds, medians. {' '.join(notes)}")
-    retractions = sum(one.num_retractions for one in rounds["Tercet"])
+    retractions = sum(round_.num_retractions for round_ in rounds["Tercet"])
     if retractions:
         table.notes.append(f"Tercet retracted requests {retractions} times: its KV pool was too small.")
     result.values.update(
@@ -179,9 +181,9 @@ def _report(
         num_prompts=len(requests),
         input_tokens=num_in,
         output_tokens=num_out,
-        limit_s=least,
+        limit_s=limit_s,
         output_tok_s=num_out / ours,
-        seconds={side: [one.seconds for one in done] for side, done in rounds.items()},
+        seconds={side: [round_.seconds for round_ in done] for side, done in rounds.items()},
         num_retractions=retractions,
     )
 

@@ -1,9 +1,9 @@
-"""Measures one batch at a time: prefill latency, decode steps against memory bandwidth, idle time of the device.
+"""Measure single steps: prefill latency, decode steps against the memory bandwidth, and the device's idle time.
 
     python -m tercet.benchmarks.bench_one_batch --model-path llama-3.2-1b --batch-size 1,32 --context-len 1024,8192
 
-Decode steps are launched on the runner alone ("runner") and by the scheduler, as in the engine ("scheduler"). Both keep
-one step in flight. Weights, prompts and cached keys and values are random.
+Decode steps are measured twice: directly on the runner ("runner"), and through the scheduler, as in the engine
+("scheduler"). Both keep one step in flight. Weights, prompts and cached keys and values are random.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TOP_KERNELS = 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 when something that was asked for could not be measured."""
+    """Runs the benchmark. Returns the exit code: 1 when a requested measurement failed."""
     parser = _parser()
     args = parser.parse_args(argv)
     server_args = engine_args(parser, args)
@@ -51,14 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = resolve_device(server_args.device)
         dtype = resolve_dtype(server_args.dtype, checkpoint_dtype(config), device)
         result = Result(f"one-batch-{name}", f"One batch: {name}", parser.prog, argv, device)
-        # First, while the memory is free: the KV pool takes what it finds.
+        # Ceilings come first, while memory is free: the KV pool later takes all free memory.
         multiplied = dtype if server_args.quantization is None else torch.int8
         result.ceilings = measure_ceilings(device, multiplied, small=args.small_ceilings)
         bench = _Bench(args, result, ModelCost.of(config, dtype.itemsize, quantization=server_args.quantization))
         result.values.update(model=name, dtype=str(dtype).removeprefix("torch."))
         for graphs in _graph_settings(args, server_args):
             settings = dataclasses.replace(server_args, disable_cuda_graph=graphs == "off")
-            with bench.or_failed(f"all with graphs {graphs}"):
+            with bench.record_failure(f"all with graphs {graphs}"):
                 engine = LocalEngine(settings, config)
                 bench.run(engine, graphs if device.type == "cuda" or engine.runner.model.compiled else "none")
                 del engine
@@ -120,6 +120,8 @@ def _numbers(text: str) -> list[int]:
 
 
 class _Bench:
+    """Runs the measurements and fills the result's tables."""
+
     def __init__(self, args: argparse.Namespace, result: Result, cost: ModelCost) -> None:
         assert result.ceilings is not None
         self._args = args
@@ -128,7 +130,7 @@ class _Bench:
         self._cost = cost
         self._failed: list[str] = []
         self._tokens: dict[tuple[int, int], bytes] = {}
-        """What a decode batch answered with the first setting of graphs."""
+        """Output tokens of each decode batch (size, context) with the first graph setting, to compare the next with."""
         result.values.update(prefill=[], decode=[], idle=[], failed=self._failed)
         self._prefill_table = result.table(
             "Prefill of one prompt", ["tokens", "ms", "tok/s", "limit tok/s", "of the limit"]
@@ -137,24 +139,24 @@ class _Bench:
         self._decode_table = result.table("Decode steps", header)
 
     def run(self, engine: LocalEngine, graphs: str) -> None:
-        """Measures all there is with one setting of graphs: "on", "off", or "none" where layers are torch's."""
+        """Runs all measurements with one graph setting: "on", "off", or "none" for layers in plain torch."""
         runner = engine.runner
         self._result.values.update(
             attention_backend=runner.settings.attention_backend, page_size=runner.settings.page_size
         )
-        if not self._result.values["prefill"]:  # no graph has a part in it
+        if not self._result.values["prefill"]:  # prefills use no graph, so they are measured once
             for length in self._args.prefill_len:
-                with self.or_failed(f"prefill of {length} tokens"):
+                with self.record_failure(f"prefill of {length} tokens"):
                     self._prefill(engine, length)
         for batch_size in self._args.batch_size:
             for context_len in self._args.context_len:
                 what = f"decode of {batch_size} x {context_len}, graphs {graphs}"
-                with self.or_failed(f"{what}, by the runner"):
+                with self.record_failure(f"{what}, by the runner"):
                     self._on_runner(engine, graphs, batch_size, context_len)
-                with self.or_failed(f"{what}, by the scheduler"):
+                with self.record_failure(f"{what}, by the scheduler"):
                     self._on_scheduler(engine, graphs, batch_size, context_len)
         if self._args.idle_steps and engine.device.type != "cpu":
-            with self.or_failed(f"device idle time, graphs {graphs}"):
+            with self.record_failure(f"device idle time, graphs {graphs}"):
                 self._idle(engine, graphs)
 
     def close(self) -> None:
@@ -168,10 +170,10 @@ class _Bench:
         with DirectBatch.of(engine, 1, length, 0) as batch:
             batch.prefill()
             seconds = statistics.median(batch.prefill() for _ in range(self._args.rounds))
-        least = prefill_s(self._cost, [length], self._ceilings)
-        speed, limit = number(length / seconds), number(length / least)
-        self._prefill_table.row(str(length), number(seconds * 1e3), speed, limit, percent(least / seconds))
-        self._result.values["prefill"].append({"tokens": length, "seconds": seconds, "limit_s": least})
+        limit_s = prefill_s(self._cost, [length], self._ceilings)
+        speed, limit = number(length / seconds), number(length / limit_s)
+        self._prefill_table.row(str(length), number(seconds * 1e3), speed, limit, percent(limit_s / seconds))
+        self._result.values["prefill"].append({"tokens": length, "seconds": seconds, "limit_s": limit_s})
 
     def _on_runner(self, engine: LocalEngine, graphs: str, batch_size: int, context_len: int) -> None:
         num_steps, rounds = self._args.num_steps, self._args.rounds
@@ -195,8 +197,8 @@ class _Bench:
     def _add_decode(
         self, graphs: str, driver: str, batch_size: int, context_len: int, mean_len: int, seconds: float, **more: object
     ) -> None:
-        """`mean_len`: of the contexts while the clock ran."""
-        least = decode_step_s(self._cost, [mean_len] * batch_size, self._ceilings)
+        """Adds a row to the table of decode steps. `mean_len`: mean context length during the timed steps."""
+        limit_s = decode_step_s(self._cost, [mean_len] * batch_size, self._ceilings)
         self._decode_table.row(
             str(batch_size),
             str(context_len),
@@ -204,14 +206,17 @@ class _Bench:
             driver,
             number(seconds * 1e3),
             number(batch_size / seconds),
-            number(batch_size / least),
-            percent(least / seconds),
+            number(batch_size / limit_s),
+            percent(limit_s / seconds),
         )
         row = {"batch_size": batch_size, "context_len": context_len, "cuda_graph": graphs, "driver": driver}
-        self._result.values["decode"].append({**row, "step_s": seconds, "limit_s": least, **more})
+        self._result.values["decode"].append({**row, "step_s": seconds, "limit_s": limit_s, **more})
 
     def _idle(self, engine: LocalEngine, graphs: str) -> None:
-        """Over decode steps through the scheduler, from a trace of the device alone, which slows the host least."""
+        """Measures the device's idle time during decode steps of the scheduler.
+
+        The trace records device events only, because that slows the host least.
+        """
         num_steps, batch_size, context_len = self._args.idle_steps, self._args.batch_size[0], self._args.context_len[0]
         with tempfile.TemporaryDirectory() as folder:
             path = self._args.trace or Path(folder) / "trace.json"
@@ -247,8 +252,11 @@ class _Bench:
         )
 
     @contextmanager
-    def or_failed(self, what: str) -> Iterator[None]:
-        """One thing that does not fit, or that a compiler or driver refuses, must not cost the others."""
+    def record_failure(self, what: str) -> Iterator[None]:
+        """Notes the failure of one measurement, so that the others still run.
+
+        A measurement fails when it does not fit into memory, or when a compiler or driver raises an error.
+        """
         try:
             yield
         except Exception as error:

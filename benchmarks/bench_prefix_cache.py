@@ -1,9 +1,8 @@
-"""Measures the gain from the prefix cache, on groups of prompts that share a prefix.
+"""Measure the gain of the prefix cache: groups of prompts with a shared prefix, with and without the cache.
 
     python -m tercet.benchmarks.bench_prefix_cache --model-path qwen3-0.6b --num-groups 32 --prompts-per-group 8
 
-An engine with the cache and one without take turns in the same run. Each round starts with an empty cache. All requests
-arrive at once, in random order.
+Two engines take turns in the same run. Each round starts with an empty cache. All requests are sent at once, shuffled.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from .engine_args import add_engine_arguments, engine_args
 from .offline_workloads import shared_prefix_requests
 from .presets import model_name
 from .results import Result, add_results_arguments, finish, number, percent
-from .rounds import Round, Side, TercetSide, in_turns, median_seconds, warmups
+from .rounds import Round, Side, TercetSide, median_seconds, run_alternating, warmups
 from .workloads import Request
 
 _ON, _OFF = "with the cache", "without"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Runs the benchmark. Returns the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     server_args = engine_args(parser, args)
@@ -48,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config.vocab_size,
     )
     if server_args.max_total_tokens is None:
-        # Both engines are alive at once, so neither may take all the memory; this is room for every request.
+        # Both engines run at the same time, so neither may take all memory. This pool size fits all requests.
         page = server_args.page_size or PAGE_OF_PANELS
-        needed = sum(-(-(one.prompt_len + one.output_len) // page) * page for one in requests)
+        needed = sum(-(-(request.prompt_len + request.output_len) // page) * page for request in requests)
         server_args = dataclasses.replace(server_args, max_total_tokens=needed + page)
     try:
         result = Result(
@@ -96,13 +95,13 @@ def _run(server_args: ServerArgs, requests: Sequence[Request], num_rounds: int) 
             settings = dataclasses.replace(server_args, disable_radix_cache=disabled)
             sides[name] = TercetSide(stack.enter_context(Engine(server_args=settings)))
             sides[name].run(warmups(requests))
-        return in_turns(sides, requests, num_rounds)
+        return run_alternating(sides, requests, num_rounds)
 
 
 def _report(
     result: Result, args: argparse.Namespace, name: str, requests: Sequence[Request], rounds: dict[str, list[Round]]
 ) -> None:
-    num_in, num_out = sum(one.prompt_len for one in requests), sum(one.output_len for one in requests)
+    num_in, num_out = sum(request.prompt_len for request in requests), sum(request.output_len for request in requests)
     best = (args.prompts_per_group - 1) * args.shared_len / (args.prompts_per_group * (args.shared_len + args.own_len))
     title = (
         f"{name}: {args.num_groups} groups of {args.prompts_per_group}, {args.shared_len} shared + {args.own_len} own "
@@ -113,7 +112,7 @@ def _report(
     hit_rates = {}
     for side, done in rounds.items():
         seconds = median_seconds(done)
-        hit_rates[side] = sum(one.cached_tokens for one in done) / (num_in * len(done))
+        hit_rates[side] = sum(round_.cached_tokens for round_ in done) / (num_in * len(done))
         table.row(
             side,
             number(seconds),
@@ -136,7 +135,7 @@ def _report(
         best_hit_rate=best,
         speed_up=without / median_seconds(rounds[_ON]),
         same_answers=same,
-        seconds={side: [one.seconds for one in done] for side, done in rounds.items()},
+        seconds={side: [round_.seconds for round_ in done] for side, done in rounds.items()},
     )
 
 

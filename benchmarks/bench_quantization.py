@@ -1,10 +1,10 @@
-"""Measures how much quantization changes a model's next-token distributions on a text.
+"""Measure the cost of quantization: the change of a model's next-token distributions on a text.
 
     python -m tercet.benchmarks.bench_quantization [--model-path MODEL] [--num-tokens 4096]
 
-The text is cut into independent windows. At every token the distribution of the next token is compared with the
-distribution of the same model in float32, by the Kullback-Leibler divergence and by the most likely token. The model
-runs as in serving, but only prefills, with activations in the default data type. CPU only.
+The text is cut into independent windows. For every token of every window, the next-token distribution is compared with
+that of the same model in float32: the Kullback-Leibler divergence, and whether the likeliest token is the same. The
+model runs prefills only, on the same code as in serving, with the default activation type. CPU only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REFERENCE = "float32"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Runs the benchmark. Returns the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_windows(args: argparse.Namespace, config: ModelConfig) -> torch.Tensor:
-    """int64 [windows, window]. Raises ValueError."""
+    """The windows of token ids, int64 [windows, window]. Raises ValueError for a text that is too short."""
     if not 2 <= args.window <= config.context_len:
         raise ValueError(f"--window must be in [2, {config.context_len}], got {args.window}")
     num_windows = args.num_tokens // args.window
@@ -96,26 +96,26 @@ def read_windows(args: argparse.Namespace, config: ModelConfig) -> torch.Tensor:
 
 @dataclass
 class Measured:
-    """One way to hold the weights, over all windows."""
+    """The results of one weight format over all windows."""
 
     name: str
     runner: ModelRunner
     divergences: list[torch.Tensor] = field(default_factory=list)
-    """nats, at every token"""
+    """Divergence from the reference in nats, for each token."""
     agreements: list[torch.Tensor] = field(default_factory=list)
-    """whether the likeliest next token is that of the reference, at every token"""
+    """Whether the likeliest next token equals the reference's, for each token."""
     losses: list[torch.Tensor] = field(default_factory=list)
-    """nats, of every next token that the window has"""
+    """Negative log probability of the actual next token in nats, for each token but a window's last."""
 
     def add(self, ids: torch.Tensor, reference: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """ids: int64 [T]; others: float32 [T, vocab]"""
+        """Adds one window. ids: int64 [T]; reference, logprobs: float32 [T, vocab]"""
         self.divergences.append((reference.exp() * (reference - logprobs)).sum(1))
         self.agreements.append(reference.argmax(1) == logprobs.argmax(1))
         self.losses.append(-logprobs[:-1].gather(1, ids[1:, None]).squeeze(1))
 
 
 def compare(config: ModelConfig, windows: torch.Tensor) -> list[Measured]:
-    """The reference first."""
+    """Measures all weight formats. The reference comes first."""
     window = windows.shape[1]
 
     def measured(name: str, dtype: str, quantization: str | None) -> Measured:
@@ -132,19 +132,19 @@ def compare(config: ModelConfig, windows: torch.Tensor) -> list[Measured]:
         )
         return Measured(name, load_runner(resolve_settings(server_args, config), config))
 
-    everyone = [measured(name, name, None) for name in (_REFERENCE, "bfloat16")]
-    everyone += [measured(form, "auto", form) for form in BITS_PER_WEIGHT]
+    variants = [measured(name, name, None) for name in (_REFERENCE, "bfloat16")]
+    variants += [measured(form, "auto", form) for form in BITS_PER_WEIGHT]
     for ids in windows:
-        reference = next_token_logprobs(everyone[0].runner, ids)
-        for one in everyone:
-            logprobs = reference if one is everyone[0] else next_token_logprobs(one.runner, ids)
-            one.add(ids, reference, logprobs)
-    return everyone
+        reference = next_token_logprobs(variants[0].runner, ids)
+        for variant in variants:
+            logprobs = reference if variant is variants[0] else next_token_logprobs(variant.runner, ids)
+            variant.add(ids, reference, logprobs)
+    return variants
 
 
 @torch.inference_mode()
 def next_token_logprobs(runner: ModelRunner, ids: torch.Tensor) -> torch.Tensor:
-    """ids: int64 [T], a whole request -> float32 [T, vocab], after every token"""
+    """Log probabilities of the next token after each token, float32 [T, vocab]. ids: int64 [T], a whole request."""
     count = len(ids)
     slots = torch.arange(1, count + 1)
     lens = np.array([count], np.int32)
@@ -165,27 +165,27 @@ def next_token_logprobs(runner: ModelRunner, ids: torch.Tensor) -> torch.Tensor:
     return runner.forward(batch).log_softmax(1)
 
 
-def report(result: Result, everyone: Sequence[Measured], text: str) -> None:
+def report(result: Result, variants: Sequence[Measured], text: str) -> None:
     table = result.table(
         "Next-token distributions compared with float32",
         ["weights", "activations", "MiB of weights", "KL divergence, nats", "same most likely token", "perplexity"],
     )
     table.notes.append(f"text: {text}")
     rows = []
-    for one in everyone:
+    for variant in variants:
         row: dict[str, Any] = {
-            "weights": one.name,
-            "activations": str(one.runner.settings.dtype).removeprefix("torch."),
-            "weight_bytes": one.runner.num_bytes.weights,
-            "kl_divergence": torch.cat(one.divergences).double().mean().item(),
-            "same_likeliest_token": torch.cat(one.agreements).double().mean().item(),
-            "perplexity": math.exp(torch.cat(one.losses).double().mean().item()),
+            "weights": variant.name,
+            "activations": str(variant.runner.settings.dtype).removeprefix("torch."),
+            "weight_bytes": variant.runner.num_bytes.weights,
+            "kl_divergence": torch.cat(variant.divergences).double().mean().item(),
+            "same_likeliest_token": torch.cat(variant.agreements).double().mean().item(),
+            "perplexity": math.exp(torch.cat(variant.losses).double().mean().item()),
         }
         rows.append(row)
         table.row(
-            one.name,
+            variant.name,
             row["activations"],
-            number(one.runner.num_bytes.weights / 2**20),
+            number(variant.runner.num_bytes.weights / 2**20),
             f"{row['kl_divergence']:.4f}",
             percent(row["same_likeliest_token"]),
             f"{row['perplexity']:.2f}",

@@ -1,7 +1,7 @@
 """Measure a running server over HTTP: `tercet bench serving`, or `python -m tercet.benchmarks.bench_serving`.
 
-It talks to Tercet, SGLang, vLLM and whatever speaks OpenAI's dialect, loads no torch and takes little from a server on
-the same cores. docs/benchmarks.md says what is measured, and how.
+It works with Tercet, SGLang, vLLM and any server of the OpenAI API. It loads no torch and uses little processor time,
+so that it hardly slows a server on the same cores. docs/benchmarks.md describes the measurements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..srt import env
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
 from . import plots, workloads
 from .arrivals import arrival_times, trace_times
-from .backends import BACKENDS, Dialect, Output, Wish, error_text
+from .backends import BACKENDS, Dialect, Output, RequestSettings, error_text
 from .http_client import HttpClient, HttpError
 from .metrics import Measured, measure
 from .provenance import command_line, provenance
@@ -40,17 +40,19 @@ _POLL_S = 0.5
 
 
 class BenchError(Exception):
-    """There is nothing to measure; the message says why."""
+    """The benchmark cannot run. The message says why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; the exit code: 0 when every request succeeded, 1 when one failed or nothing could be
-    measured or written, 130 when interrupted."""
+    """Runs the benchmark and returns the exit code.
+
+    0: every request succeeded. 1: a request failed, or nothing could be measured or written. 130: interrupted.
+    """
     options = parse(_PROGRAM, argv)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             run = runner.run(_run(options))
-        result = {**_settings(options, run.wish), **run.measured.figures, "client_cpu_seconds": run.client_cpu_s}
+        result = {**_settings(options, run.settings), **run.measured.figures, "client_cpu_seconds": run.client_cpu_s}
         result.update(server_info=run.server_info, **provenance(command_line(_PROGRAM, argv)))
         sys.stdout.write(table(result))
         if options.output_file is not None:
@@ -68,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_requests(options: argparse.Namespace, maker: PromptMaker) -> list[Request]:
-    """The dataset that the options name. Raises ValueError."""
+    """The requests of the dataset that the options name. Raises ValueError."""
     count, path, seed = options.num_prompts, options.dataset_path, options.seed
     sizes = options.random_input_len, options.random_output_len, options.random_range_ratio
     match options.dataset_name:
@@ -96,24 +98,24 @@ def make_requests(options: argparse.Namespace, maker: PromptMaker) -> list[Reque
 
 @dataclass(frozen=True)
 class _Server:
-    """What a server tells about itself."""
+    """Information that the server gives about itself."""
 
     model: str | None
-    """The name to ask it for."""
+    """The model name for requests."""
     paths: list[str]
-    """Where its tokenizer may be, best first."""
+    """Possible paths of its tokenizer, the best one first."""
     info: dict[str, Any] | None
-    """Its settings, where it has /server_info."""
+    """Its settings; None for a server without /server_info."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    wish: Wish
+    settings: RequestSettings
     requests: list[Request]
     outputs: list[Output]
     measured: Measured
     client_cpu_s: float
-    """What this client took from a server on the same cores, while requests were under way."""
+    """Processor seconds that this client used during the run."""
     server_info: dict[str, Any] | None
 
 
@@ -126,7 +128,7 @@ async def _run(options: argparse.Namespace) -> _Run:
         tokenizer = _tokenizer(options, server)
         maker = PromptMaker(tokenizer, options.tokenize_prompt)
         requests = make_requests(options, maker)
-        wish = Wish(
+        settings = RequestSettings(
             model=options.served_model_name or options.model or server.model or "default",
             stream=not options.disable_stream,
             ignore_eos=not options.disable_ignore_eos,
@@ -134,11 +136,11 @@ async def _run(options: argparse.Namespace) -> _Run:
             extra=options.extra_request_body or {},
             incremental=bool((server.info or {}).get("incremental_streaming_output")),
         )
-        dialect = backend.dialect(wish)
-        if not dialect.ids_allowed and any(not isinstance(one.prompt, str) for one in requests):
+        dialect = backend.dialect(settings)
+        if not dialect.ids_allowed and any(not isinstance(request.prompt, str) for request in requests):
             raise BenchError(f"the dataset has prompts of token ids, but --backend {options.backend} accepts text only")
         times = _times(options, requests)
-        bodies = [dialect.encode(one) for one in requests]
+        bodies = [dialect.encode(request) for request in requests]
 
         await _warm_up(client, dialect, options, maker, requests)
         if options.flush_cache:
@@ -154,11 +156,11 @@ async def _run(options: argparse.Namespace) -> _Run:
     finally:
         await client.close()
     measured = measure(requests, outputs, duration_s, tokenizer, options.goodput)
-    return _Run(wish, requests, outputs, measured, cpu_s, server.info)
+    return _Run(settings, requests, outputs, measured, cpu_s, server.info)
 
 
 async def _wait_until_ready(client: HttpClient, timeout_s: float) -> None:
-    """Until the server answers; raises BenchError when it does not in time."""
+    """Waits until the server answers. Raises BenchError after the timeout."""
     deadline = time.monotonic() + timeout_s
     if timeout_s == 0:
         return
@@ -189,13 +191,13 @@ async def _ask_server(client: HttpClient) -> _Server:
     model = await _get_json(client, "/model_info") or {}
     info = await _get_json(client, "/server_info")
     if info is not None:
-        info.pop("api_key", None)  # results are shown around
+        info.pop("api_key", None)  # results may be published
     paths = [model.get("tokenizer_path"), model.get("model_path"), card.get("root"), card.get("id")]
-    return _Server(card.get("id"), [one for one in paths if isinstance(one, str) and one], info)
+    return _Server(card.get("id"), [path for path in paths if isinstance(path, str) and path], info)
 
 
 async def _get_json(client: HttpClient, path: str) -> dict[str, Any] | None:
-    """None where the server has no such page."""
+    """The JSON object at this path; None if the server has none."""
     answer = await client.request("GET", path)
     try:
         content = json.loads(answer.body) if answer.status == 200 else None
@@ -205,12 +207,16 @@ async def _get_json(client: HttpClient, path: str) -> dict[str, Any] | None:
 
 
 def _tokenizer(options: argparse.Namespace, server: _Server) -> Tokenizer:
-    """The one that is named, else the first on this machine, else the first that anybody names."""
+    """The tokenizer at --tokenizer.
+
+    Without that flag: the first of --model and the server's paths that exists on this machine, else simply the first.
+    Raises BenchError.
+    """
     named = options.tokenizer or options.model
     places = ([named] if named else []) + ([] if options.tokenizer else server.paths)
     if not places:
         raise BenchError("the server does not name its model; give --tokenizer")
-    place = next((one for one in places if Path(one).exists()), places[0])
+    place = next((place for place in places if Path(place).exists()), places[0])
     try:
         return load_tokenizer(place)
     except ValueError as error:
@@ -220,9 +226,9 @@ def _tokenizer(options: argparse.Namespace, server: _Server) -> Tokenizer:
 async def _warm_up(
     client: HttpClient, dialect: Dialect[Any], options: argparse.Namespace, maker: PromptMaker, like: Sequence[Request]
 ) -> None:
-    """Raises BenchError when it fails: so would the rest."""
+    """Sends the warm-up requests. Raises BenchError when one fails, because the measured requests would fail, too."""
     requests = workloads.warmups(maker, like, options.warmup_requests, options.seed)
-    bodies = [dialect.encode(one) for one in requests]
+    bodies = [dialect.encode(request) for request in requests]
     outputs, _ = await drive(client, dialect, bodies, np.zeros(len(bodies)), options.max_concurrency)
     for output in outputs:
         if output.error is not None:
@@ -231,7 +237,7 @@ async def _warm_up(
 
 def _times(options: argparse.Namespace, requests: Sequence[Request]) -> np.ndarray:
     if options.use_trace_timestamps:
-        return trace_times([one.timestamp_s for one in requests], options.mooncake_slowdown_factor)
+        return trace_times([request.timestamp_s for request in requests], options.mooncake_slowdown_factor)
     rng = random_stream(options.seed, Stream.ARRIVALS)
     return arrival_times(len(requests), options.request_rate, options.burstiness or 1.0, rng)
 
@@ -247,8 +253,8 @@ def _source_text(path: Path | None) -> str:
     return (path or workloads.BUNDLED_TEXT).read_text(encoding="utf-8")
 
 
-def _settings(options: argparse.Namespace, wish: Wish) -> dict[str, Any]:
-    """What was asked for, so far as it mattered."""
+def _settings(options: argparse.Namespace, settings: RequestSettings) -> dict[str, Any]:
+    """The settings of the run for the result. Settings without effect in this run are left out."""
     flags = [name for name, (datasets, _) in DATASET_FLAGS.items() if options.dataset_name in datasets]
     mattered = {name: getattr(options, name) for name in flags}
     path = mattered.pop("dataset_path", None)
@@ -256,7 +262,7 @@ def _settings(options: argparse.Namespace, wish: Wish) -> dict[str, Any]:
         "tag": options.tag,
         "backend": options.backend,
         "base_url": options.base_url,
-        "model": wish.model,
+        "model": settings.model,
         "dataset_name": options.dataset_name,
         "dataset_path": None if path is None else str(path),
         "num_prompts": options.num_prompts,
@@ -266,27 +272,27 @@ def _settings(options: argparse.Namespace, wish: Wish) -> dict[str, Any]:
         "max_concurrency": options.max_concurrency,
         "warmup_requests": options.warmup_requests,
         "flush_cache": options.flush_cache,
-        "stream": wish.stream,
-        "ignore_eos": wish.ignore_eos,
-        "temperature": wish.temperature,
-        "extra_request_body": dict(wish.extra),
+        "stream": settings.stream,
+        "ignore_eos": settings.ignore_eos,
+        "temperature": settings.temperature,
+        "extra_request_body": dict(settings.extra),
         "seed": options.seed,
         **mattered,
     }
 
 
 def _details(run: _Run) -> dict[str, Any]:
-    """One entry for every request, in the order they were sent."""
-    zero = min(one.start_s for one in run.outputs)
+    """Lists with one entry for each request, in the order of sending."""
+    zero = min(output.start_s for output in run.outputs)
     return {
-        "input_lens": [one.prompt_len for one in run.requests],
+        "input_lens": [request.prompt_len for request in run.requests],
         "output_lens": run.measured.output_lens,
-        "start_times": [one.start_s - zero for one in run.outputs],
-        "latencies": [one.latency_s for one in run.outputs],
-        "ttfts": [one.arrivals[0] - one.start_s if one.arrivals else None for one in run.outputs],
+        "start_times": [output.start_s - zero for output in run.outputs],
+        "latencies": [output.latency_s for output in run.outputs],
+        "ttfts": [output.arrivals[0] - output.start_s if output.arrivals else None for output in run.outputs],
         "itls": run.measured.itls,
-        "generated_texts": [one.text for one in run.outputs],
-        "errors": [one.error or "" for one in run.outputs],
+        "generated_texts": [output.text for output in run.outputs],
+        "errors": [output.error or "" for output in run.outputs],
     }
 
 

@@ -1,9 +1,9 @@
-"""Measures the time from exec to the first 200 of /health, and the memory of each process.
+"""Measure a server's start: the time from exec to the first 200 of /health, and the memory of each process.
 
     python -m tercet.benchmarks.bench_startup --rounds 5 MODEL --dtype bfloat16
 
-All other flags go to `tercet serve`. The first start is not timed: it brings files into the page cache and fills the
-weight cache. Linux only.
+Flags that are not the benchmark's own go to `tercet serve`. The first start is not timed: it brings files into the page
+cache and fills the weight cache. Linux only.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .peers.server import Server, ServerFailed, free_port, last_lines
 from .results import Result, Table, add_results_arguments, finish, number
 
 _HOST = "127.0.0.1"
-_MOST_PROMPT_ID = 100
+_PROMPT_ID_LIMIT = 100
 _SETTLE_S = 0.5
-"""After it is ready, for threads to end and memory to go back."""
+"""Pause after the server is ready, in which threads end and memory is returned to the system."""
 _MIB = 1 << 20
 _CHILDREN = get_args(Role)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Runs the benchmark. Returns the exit code."""
     parser = _parser()
     args, serve_flags = parser.parse_known_args(argv)
     try:
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _start(args: argparse.Namespace, serve_flags: Sequence[str]) -> dict[str, Any]:
-    """One server, from exec to its end. Raises ServerFailed."""
+    """Starts a server, measures it and stops it. Raises ServerFailed."""
     port = free_port()
     argv = [sys.executable, "-m", "tercet", "serve", *serve_flags, "--host", _HOST, "--port", str(port)]
     client = HttpClient(f"http://{_HOST}:{port}")
@@ -90,7 +90,7 @@ async def _start(args: argparse.Namespace, serve_flags: Sequence[str]) -> dict[s
                     await _ask(client, "POST", "/generate", _request(args))
                 return {
                     "ready_s": ready_s,
-                    "cpu_s": sum(one.cpu_s for one in processes.values()),
+                    "cpu_s": sum(process.cpu_s for process in processes.values()),
                     "pss_bytes_ready": pss_ready,
                     "pss_bytes_used": _pss(server.processes()),
                     "kv_bytes_per_token": state["kv_bytes"] / state["max_total_num_tokens"],
@@ -103,7 +103,7 @@ async def _start(args: argparse.Namespace, serve_flags: Sequence[str]) -> dict[s
 
 
 def _request(args: argparse.Namespace) -> bytes:
-    ids = [random.randrange(_MOST_PROMPT_ID) for _ in range(args.input_len)]
+    ids = [random.randrange(_PROMPT_ID_LIMIT) for _ in range(args.input_len)]
     sampling = {"max_new_tokens": args.output_len, "temperature": 0.0, "ignore_eos": True}
     return json.dumps({"input_ids": ids, "sampling_params": sampling}).encode()
 
@@ -117,17 +117,17 @@ async def _ask(client: HttpClient, method: str, path: str, body: bytes = b"") ->
 
 
 def _pss(processes: dict[int, Process]) -> dict[str, int]:
-    """Bytes by the processes' roles; the children are called by theirs."""
+    """Memory (PSS) in bytes by role: each child's role, and "http" for the main process."""
     found: Counter[str] = Counter()
-    for pid, one in processes.items():
-        found[one.name if one.name in _CHILDREN else "http"] += pss_bytes(pid)
+    for pid, process in processes.items():
+        found[process.name if process.name in _CHILDREN else "http"] += pss_bytes(pid)
     return dict(found)
 
 
 def _fill(result: Result, args: argparse.Namespace, starts: list[dict[str, Any]]) -> None:
-    times = [one["ready_s"] for one in starts]
-    table = result.table("Start: exec to /health 200", ["median s", "min s", "max s", "processor s"])
-    cpu_s = statistics.median(one["cpu_s"] for one in starts)
+    times = [start["ready_s"] for start in starts]
+    table = result.table("Start: exec to /health 200", ["median s", "least s", "most s", "processor s"])
+    cpu_s = statistics.median(start["cpu_s"] for start in starts)
     table.row(*map(number, (statistics.median(times), min(times), max(times), cpu_s)))
     table = result.table("Memory (PSS): medians", ["MiB", "when ready", "after the requests"])
     for name in sorted(starts[0]["pss_bytes_ready"]):
@@ -143,7 +143,7 @@ def _fill(result: Result, args: argparse.Namespace, starts: list[dict[str, Any]]
 
 def _memory_row(table: Table, name: str, starts: list[dict[str, Any]], size_of: Any) -> None:
     medians = (
-        statistics.median(size_of(one[when]) for one in starts) for when in ("pss_bytes_ready", "pss_bytes_used")
+        statistics.median(size_of(start[when]) for start in starts) for when in ("pss_bytes_ready", "pss_bytes_used")
     )
     table.row(name, *(number(size / _MIB) for size in medians))
 

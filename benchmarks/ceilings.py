@@ -1,8 +1,8 @@
-"""Measures the ceilings of a device: copy bandwidth, and the rate of matrix products on random data.
+"""Measure the device's ceilings: the bandwidth of a large copy, and the speed of large matrix products.
 
     python -m tercet.benchmarks.ceilings [--device cuda] [--results DIR]
 
-Every benchmark measures them in its own run and reports its share of them.
+Every benchmark measures the ceilings in its own run and compares its results with them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from .timing import median_s
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype = torch.bfloat16, *, small: bool = False) -> Ceilings:
-    """Both ceilings; a second on a GPU, a few on a CPU. `small`: sizes that prove nothing, for tests."""
+    """Measures both ceilings, which takes one second on a GPU and a few seconds on a CPU.
+
+    `small`: sizes too small for valid numbers, for tests.
+    """
     on_gpu = device.type == "cuda"
     copy_bytes = 1 << 22 if small else 1 << 32 if on_gpu else 1 << 28
     size = 128 if small else 8192 if on_gpu else 2048
     bytes_per_s = _copy_bytes_per_s(device, copy_bytes)
     flops_per_s = matmul_flops_per_s(device, dtype, size)
     if on_gpu:
-        torch.cuda.empty_cache()  # another process may want it
+        torch.cuda.empty_cache()  # another process may need the memory
     return Ceilings(bytes_per_s, flops_per_s)
 
 
 def _copy_bytes_per_s(device: torch.device, num_bytes: int) -> float:
-    """Bytes read and bytes written, both counted."""
+    """Bandwidth of a copy. Bytes read and bytes written both count."""
     source = torch.empty(num_bytes // 4, dtype=torch.int32, device=device).random_()
     target = torch.empty_like(source)
     seconds = median_s([lambda: target.copy_(source)], device)
@@ -40,8 +43,8 @@ def _copy_bytes_per_s(device: torch.device, num_bytes: int) -> float:
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """A product of two square matrices of a floating dtype, or of int8 (operations on integers then)."""
-    # Zeros run faster: less switches in the multipliers, and the clock stays up.
+    """Operations per second of a product of two square matrices, of a floating-point type or of int8."""
+    # The data is random: with zeros, a GPU draws less power and keeps a higher clock.
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     if dtype == torch.int8:
         a, b = (x.mul(40).clamp(-127, 127) for x in (a, b))
@@ -53,7 +56,7 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype, size: int) -> f
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Measures the ceilings and prints them. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tercet.benchmarks.ceilings", description=__doc__)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument(

@@ -1,11 +1,11 @@
-"""Tercet beside other servers: `tercet bench compare`, or `python -m tercet.benchmarks.compare`.
+"""Compare Tercet with other servers: `tercet bench compare`, or `python -m tercet.benchmarks.compare`.
 
-One after the other, on the same machine and model files, driven by the same client with the same token ids; the order
-is reversed from round to round. benchmarks/peers/README.md says how to install the others. Linux only.
+The servers run one after another, on the same machine and model files. The same client sends the same token ids to
+each. The order is reversed in every second round. benchmarks/peers/README.md says how to install the servers. Linux
+only.
 
-Every server is started anew for each round and model. Kept, they would have to share the memory, and a stopped process
-wakes up to timers that ran out meanwhile; so nobody else is there, no cache has seen the prompts, and there are as many
-starts to take the median of. It costs a slow starter's time, outside the clock.
+Every server is started again for each round and model. So each has the whole memory for itself, its caches have not
+seen the prompts, and every round gives one start-up time. Start-up is not part of the measured throughput.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ _MAKE_MODELS = [str(OWN_PYTHON), "-m", "tercet.benchmarks.peers.models"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 when everybody did everything, 1 when something failed, 130 when interrupted; what was measured
-    is shown in any case."""
+    """Runs the comparison and returns the exit code. All results so far are shown in any case.
+
+    0: every server finished every workload. 1: something failed. 130: interrupted.
+    """
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(comparison: Comparison) -> bool:
-    """True: it was interrupted, by Ctrl-C or SIGTERM."""
+    """Runs the comparison. Returns whether Ctrl-C or SIGTERM interrupted it."""
 
     async def run() -> None:
         task = asyncio.current_task()
@@ -141,11 +143,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace, peers: Sequence[Peer], logs: Path) -> Plan:
-    workloads = [one.quick() if args.quick else one for one in args.workloads]
+    workloads = [workload.quick() if args.quick else workload for workload in args.workloads]
     return Plan(
         peers=peers,
         workloads=workloads,
-        models={name: model_files(name, args.models) for name in dict.fromkeys(one.model for one in workloads)},
+        models={
+            name: model_files(name, args.models) for name in dict.fromkeys(workload.model for workload in workloads)
+        },
         num_rounds=args.rounds or (1 if args.quick else 5),
         seed=args.seed,
         ready_timeout_s=args.ready_timeout_s,
@@ -156,7 +160,10 @@ def _plan(args: argparse.Namespace, peers: Sequence[Peer], logs: Path) -> Plan:
 
 
 def _peers(args: argparse.Namespace) -> list[Peer]:
-    """Tercet first. Raises ValueError, and ServerFailed when a program does not tell its version."""
+    """The servers to compare, Tercet first.
+
+    Raises ValueError, and ServerFailed when a program does not report its version.
+    """
     places = {TERCET: OWN_PYTHON, **(dict(args.peer) or find_on_path())}
     flags = dict(args.args)
     for name in {*places, *flags} - ENGINES.keys():
@@ -183,8 +190,8 @@ def _fill(result: Result, comparison: Comparison) -> None:
         "starts": comparison.starts,
         "runs": comparison.runs,
         "failures": [
-            {"peer": peer, "workload": workload, "message": one.message, "log": one.log}
-            for (peer, workload), one in comparison.failures.items()
+            {"peer": peer, "workload": workload, "message": failure.message, "log": failure.log}
+            for (peer, workload), failure in comparison.failures.items()
         ],
     }
 
@@ -194,7 +201,7 @@ def _add_workload(result: Result, comparison: Comparison, workload: Workload) ->
         f"{workload.title}: medians",
         ["server", "output tok/s", "Tercet's / its", "TTFT ms", "TPOT ms", "server CPU s", "client CPU s", "rounds"],
     )
-    most_other = 0.0
+    max_other_share = 0.0
     for peer in comparison.plan.peers:
         runs = _runs(comparison, peer, workload)
         failure = comparison.failures.get((peer.name, workload.name))
@@ -205,20 +212,20 @@ def _add_workload(result: Result, comparison: Comparison, workload: Workload) ->
         if not runs:
             table.row(peer.name, *["-"] * 6, "0")
             continue
-        most_other = max(most_other, *(one["others_share"] for one in runs))
-        speeds = [one["output_throughput"] for one in runs]
+        max_other_share = max(max_other_share, *(run["others_share"] for run in runs))
+        speeds = [run["output_throughput"] for run in runs]
         table.row(
             peer.name,
             f"{number(_median(speeds))} ({number(min(speeds))}-{number(max(speeds))})",
             number(_ratio(comparison, peer, workload)),
             *(
-                number(_median(one[name] for one in runs))
+                number(_median(run[name] for run in runs))
                 for name in ("median_ttft_ms", "median_tpot_ms", "server_cpu_s", "client_cpu_s")
             ),
             str(len(runs)),
         )
         table.notes.extend(_cpu_note(peer.name, runs))
-    table.notes.append(f"Other processes took at most {percent(most_other)} of the cores during a measurement.")
+    table.notes.append(f"Other processes took at most {percent(max_other_share)} of the cores during a measurement.")
 
 
 def _add_starts(result: Result, comparison: Comparison) -> None:
@@ -229,22 +236,22 @@ def _add_starts(result: Result, comparison: Comparison) -> None:
     plan = comparison.plan
     for model in plan.models:
         for peer in plan.peers:
-            starts = [one for one in comparison.starts if one["peer"] == peer.name and one["model"] == model]
+            starts = [start for start in comparison.starts if start["peer"] == peer.name and start["model"] == model]
             if not starts:
                 continue
-            pools = [one["kv_bytes"] for one in starts if one["kv_bytes"] is not None]
+            pools = [start["kv_bytes"] for start in starts if start["kv_bytes"] is not None]
             worked = [
-                one["pss_bytes"]
+                run["pss_bytes"]
                 for workload in plan.workloads
                 if workload.model == model
-                for one in _runs(comparison, peer, workload)
+                for run in _runs(comparison, peer, workload)
             ]
             table.row(
                 peer.name,
                 peer.version,
                 model,
-                number(_median(one["ready_s"] for one in starts)),
-                _gib([one["pss_bytes"] for one in starts]),
+                number(_median(start["ready_s"] for start in starts)),
+                _gib([start["pss_bytes"] for start in starts]),
                 _gib(worked),
                 _gib(pools),
             )
@@ -253,7 +260,7 @@ def _add_starts(result: Result, comparison: Comparison) -> None:
 
 
 def _samples_notes(comparison: Comparison, model: str) -> list[str]:
-    """Who says what: the same weights say the same, but for what rounding does."""
+    """Notes with each server's text for the same prompt. With the same weights, only rounding may change it."""
     said: dict[str, list[str]] = {}
     for start in comparison.starts:
         if start["model"] == model and start["peer"] not in (names := said.setdefault(start["sample"], [])):
@@ -262,22 +269,22 @@ def _samples_notes(comparison: Comparison, model: str) -> list[str]:
 
 
 def _runs(comparison: Comparison, peer: Peer, workload: Workload) -> list[dict[str, Any]]:
-    return [one for one in comparison.runs if (one["peer"], one["workload"]) == (peer.name, workload.name)]
+    return [run for run in comparison.runs if (run["peer"], run["workload"]) == (peer.name, workload.name)]
 
 
 def _ratio(comparison: Comparison, peer: Peer, workload: Workload) -> float | None:
-    """Tercet's output tokens a second over the peer's: the median of the rounds that both have."""
-    own = {one["round"]: one["output_throughput"] for one in _runs(comparison, comparison.plan.peers[0], workload)}
-    theirs = {one["round"]: one["output_throughput"] for one in _runs(comparison, peer, workload)}
+    """Tercet's output tokens per second, divided by the peer's: the median over the rounds that both finished."""
+    own = {run["round"]: run["output_throughput"] for run in _runs(comparison, comparison.plan.peers[0], workload)}
+    theirs = {run["round"]: run["output_throughput"] for run in _runs(comparison, peer, workload)}
     ratios = [own[round_] / theirs[round_] for round_ in own.keys() & theirs.keys()]
     return statistics.median(ratios) if ratios else None
 
 
 def _cpu_note(name: str, runs: Sequence[dict[str, Any]]) -> list[str]:
-    """How a server of several processes shares out its processor time, all rounds together."""
+    """A note on the share of each of the server's processes in its processor time, over all rounds."""
     used: Counter[str] = Counter()
-    for one in runs:
-        used.update(one["server_cpu_s_by_name"])
+    for run in runs:
+        used.update(run["server_cpu_s_by_name"])
     total = sum(used.values())
     if len(used) < 2 or not total:
         return []
@@ -290,7 +297,7 @@ def _failure_note(name: str, message: str, log: str) -> str:
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    known = [one for one in values if one is not None]
+    known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
 

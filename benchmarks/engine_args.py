@@ -1,7 +1,7 @@
-"""The settings of the engine under test, as flags of a benchmark: those of `tercet serve`, but for the HTTP ones.
+"""The flags for the engine under test: the settings of `tercet serve`, except those of the HTTP server.
 
-`--model-path` takes a preset's name too. Benchmarks speak token ids, so no tokenizer is loaded, and a model that is a
-bare config.json has random weights.
+`--model-path` also accepts the name of a preset. Prompts are token ids, so no tokenizer is loaded. A model that is only
+a config.json gets random weights.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .presets import model_path
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine", "the settings of `tercet serve`; --model-path may name a preset")
-    settings.add_arguments(group)  # type: ignore[arg-type]  # a group takes arguments just as a parser does
+    settings.add_arguments(group)  # type: ignore[arg-type]  # an argument group has the same methods as a parser
 
 
 def engine_args(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> ServerArgs:
-    """What was asked for. Leaves through `parser.error` where it does not fit."""
+    """The engine's settings. Exits through `parser.error` for invalid settings."""
     for name in sorted(_http_settings() & set(vars(namespace))):
         parser.error(f"{name} is a setting of the HTTP server, which this benchmark does not start")
     if not hasattr(namespace, "model_path") and namespace.config is None:
@@ -38,7 +38,7 @@ def engine_args(parser: argparse.ArgumentParser, namespace: argparse.Namespace) 
 
 
 def _missing(namespace: argparse.Namespace, defaults: dict[str, object]) -> dict[str, object]:
-    """A preset's name gives way to its path; anything else that was given stays."""
+    """The default settings that the command line does not give, and the path in place of a preset's name."""
     return {name: value for name, value in defaults.items() if name == "model_path" or not hasattr(namespace, name)}
 
 

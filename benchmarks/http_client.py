@@ -1,7 +1,8 @@
-"""An HTTP/1.1 client that takes little from a server on the same cores: asyncio streams of bytes, httptools' parser.
+"""A small HTTP/1.1 client that uses little processor time, so that it hardly slows a server on the same cores.
 
-It does what a benchmark needs and no more: bodies of known length out, whole or streamed answers in, connections kept
-alive. Every piece of a streamed body is handed over with the time its bytes were read.
+It is made of an asyncio protocol and the parser of httptools. It has only what a benchmark needs: request bodies of
+known length, complete or streamed responses, and keep-alive connections. Each piece of a streamed body is handed over
+with its arrival time.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from urllib.parse import urlsplit
 import httptools
 
 OnData = Callable[[bytes, float], None]
-"""Gets a piece of the body and `time.perf_counter()` of its arrival."""
+"""Receives a piece of the body and its arrival time, as `time.perf_counter()` gives it."""
 
 CONNECT_TIMEOUT_S = 30.0
 
 
 class HttpError(Exception):
-    """No whole answer: nobody listens, the connection broke, or what came is not HTTP."""
+    """No complete response: no server listens, the connection broke, or the response is not HTTP."""
 
 
 class _StaleConnection(HttpError):
-    """A kept connection was closed before a byte of the answer: the server had given it up."""
+    """The server closed an idle keep-alive connection before it sent a byte of the response."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,14 @@ class Response:
     status: int
     reason: str
     body: bytes
-    """Empty where a 200 was streamed."""
+    """Empty for a streamed response of status 200."""
 
 
 class HttpClient:
-    """One server. Use it within one event loop, and close it there."""
+    """A client of one server. Use and close it within one event loop."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
-        """`headers` go with every request. Raises ValueError for what is no URL or no header."""
+        """`headers` are sent with every request. Raises ValueError for an invalid URL or header."""
         url = urlsplit(base_url)
         try:
             port = url.port
@@ -65,13 +66,14 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def request(self, method: str, path: str, body: bytes = b"") -> Response:
-        """The whole answer, whatever its status. Raises HttpError."""
+        """Sends a request. Returns the complete response of any status. Raises HttpError."""
         return await self._exchange(method, path, body, None)
 
     async def stream(self, path: str, body: bytes, on_data: OnData) -> Response:
-        """POSTs; the body of a 200 goes to `on_data` as it comes, that of any other answer is in the result.
+        """Sends a POST request. The body of a 200 goes to `on_data` in pieces, as it arrives.
 
-        What `on_data` raises ends the exchange and comes out here. Raises HttpError.
+        Any other response has its body in the result. Raises HttpError. An exception of `on_data` ends the exchange and
+        is raised here.
         """
         return await self._exchange("POST", path, body, on_data)
 
@@ -79,7 +81,7 @@ class HttpClient:
         for connection in self._idle:
             connection.abort()
         self._idle.clear()
-        await asyncio.sleep(0)  # the loop tells the transports
+        await asyncio.sleep(0)  # the loop closes the transports in its next turn
 
     async def _exchange(self, method: str, path: str, body: bytes, on_data: OnData | None) -> Response:
         head = f"{method} {self._path}{path} HTTP/1.1\r\nContent-Length: {len(body)}\r\n".encode()
@@ -102,7 +104,7 @@ class HttpClient:
             return response
 
     async def _connection(self) -> tuple[_Connection, bool]:
-        """A connection, and whether it is new."""
+        """An idle connection or a new one, and whether it is new."""
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable:
@@ -119,7 +121,7 @@ class HttpClient:
 
 
 class _Connection(asyncio.Protocol):
-    """One exchange after the other. The `on_...` methods without a time are the parser's."""
+    """One connection, with one exchange at a time. The HTTP parser calls the `on_...` methods."""
 
     def __init__(self) -> None:
         self.reusable = True
@@ -153,12 +155,12 @@ class _Connection(asyncio.Protocol):
         self._body = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass of it
 
     def data_received(self, data: bytes) -> None:
         self._now = time.perf_counter()
         if self._done is None or self._done.done():
-            self.abort()  # nobody asked
+            self.abort()  # data without a request
             return
         self._begun = True
         try:
@@ -173,7 +175,7 @@ class _Connection(asyncio.Protocol):
         if self._done is None or self._done.done():
             return
         if exc is None and self._in_body and not self._framed:
-            self._finish()  # a body that lasts until the connection ends
+            self._finish()  # this body ends with the connection
         elif not self._begun:
             self._fail(_StaleConnection(str(exc or "closed")))
         else:

@@ -1,10 +1,11 @@
-"""What physics allows: the fewest bytes and operations that a step of a model takes, and the time they need at least.
+"""The speed limit of a step: the minimum bytes and operations of a model's step, and the minimum time for them.
 
-A decode step reads every weight once and the keys and values of every request once; a prefill multiplies every token
-with every weight. The embedding is a look-up: it counts only where it is the output head too. Small things (norms,
-activations, logits) are left out, so a limit is a little optimistic. On the other side, most of the last layer is not
-needed for tokens that nothing is sampled from (models/decoder.py), and counted as if it were: a model of two or three
-layers can come out better than its limit.
+A decode step reads every weight once, and the keys and values of every request once. A prefill multiplies every token
+with every weight. The embedding is a look-up, so it counts only if it is also the output head.
+
+Two simplifications: Norms, activations and logits are left out, which makes the limit slightly too fast. The last layer
+counts in full, although the model skips most of it for tokens that are not sampled (models/decoder.py). So a model of
+two or three layers can be faster than its limit.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from ..srt.model_files.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Bytes and floating-point operations of a model in one dtype. All numbers are of all layers together."""
+    """Bytes and floating-point operations of a model in one dtype, summed over all layers."""
 
     weight_bytes: int
-    """read by a step that samples"""
+    """Bytes of weights that a sampling step reads."""
     kv_bytes_per_token: int
     layer_flops_per_token: int
-    """linears of the layers; attention and head come on top"""
+    """Operations of the linear layers for one token, without attention and output head."""
     head_flops_per_token: int
-    """of a token that is sampled"""
+    """Operations of the output head for one sampled token."""
     attention_flops_per_pair: int
-    """of one query position and one key position that it sees"""
+    """Operations of attention for one pair of a query position and a key position."""
 
     @classmethod
     def of(
@@ -57,11 +58,14 @@ class ModelCost:
         )
 
     def decode_bytes(self, context_lens: Sequence[int]) -> int:
-        """Bytes that one decode step moves; `context_lens`: tokens each request attends to, the new one included."""
+        """Bytes that one decode step moves. `context_lens`: context length of each request, its new token included."""
         return self.weight_bytes + self.kv_bytes_per_token * sum(context_lens)
 
     def prefill_flops(self, prompt_lens: Sequence[int], cached_lens: Sequence[int] | None = None) -> int:
-        """Operations of whole prompts, one sampled token each, of which the first `cached_lens` tokens are cached."""
+        """Operations of prefilling whole prompts and sampling one token for each.
+
+        `cached_lens`: number of cached tokens at the start of each prompt; None: no tokens are cached.
+        """
         cached = [0] * len(prompt_lens) if cached_lens is None else cached_lens
         new = sum(prompt_lens) - sum(cached)
         pairs = sum(causal_pairs(end, start) for start, end in zip(cached, prompt_lens, strict=True))
@@ -73,34 +77,37 @@ class ModelCost:
 
 
 def causal_pairs(end: int, start: int = 0) -> int:
-    """Pairs of a query position in [start, end) and a key position that it sees."""
+    """Number of (query, key) pairs with a query position in [start, end) and a key position up to it."""
     return (end * (end + 1) - start * (start + 1)) // 2
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reached in this run."""
+    """The device's measured maximum speeds in this run."""
 
     bytes_per_s: float
-    """of a large copy, counting bytes read and bytes written"""
+    """Bandwidth of a large copy. Bytes read and bytes written both count."""
     flops_per_s: float
-    """of a large matrix product on random data"""
+    """Speed of a large matrix product on random data."""
 
 
 def decode_step_s(cost: ModelCost, context_lens: Sequence[int], ceilings: Ceilings) -> float:
-    """Least time of one decode step."""
+    """Minimum seconds of one decode step."""
     return cost.decode_bytes(context_lens) / ceilings.bytes_per_s
 
 
 def prefill_s(cost: ModelCost, prompt_lens: Sequence[int], ceilings: Ceilings) -> float:
-    """Least time of prefilling these prompts."""
+    """Minimum seconds of prefilling these prompts."""
     by_flops = cost.prefill_flops(prompt_lens) / ceilings.flops_per_s
     return max(by_flops, cost.weight_bytes / ceilings.bytes_per_s)
 
 
 def workload_s(cost: ModelCost, prompt_lens: Sequence[int], output_lens: Sequence[int], ceilings: Ceilings) -> float:
-    """Least time of whole requests when all of them fit and start at once: the prefill, then decode steps in which
-    everybody who is not done takes part. The first token of each comes from the prefill."""
+    """Minimum seconds of whole requests, if all fit into memory and start at once.
+
+    One prefill computes all prompts and gives each request its first token. Every request takes part in each following
+    decode step until its last token.
+    """
     steps = max(output_lens) - 1
     kv_reads = sum(
         causal_pairs(prompt + output - 1, prompt) for prompt, output in zip(prompt_lens, output_lens, strict=True)

@@ -1,7 +1,7 @@
-"""Scheduler and runner in this very process, without sockets: what a step of the model costs, and nothing around it.
+"""The scheduler and the runner in this process, without sockets, to measure the steps of a model alone.
 
-Two ways to drive it. `run_decode` sends requests through the scheduler, with the overlap that its settings ask for.
-`DirectBatch` goes past the scheduler, to the runner, with a context of any length made up at no cost.
+There are two ways to run steps. `run_decode` sends requests through the scheduler, with or without overlap as its
+settings say. `DirectBatch` calls the runner directly, with random keys and values as context, which need no prefill.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from .timing import synchronize
 
-_MOST_PROMPT_ID = 10_000
-"""Ids of made-up prompts are below this, and below the vocabulary's size."""
+_PROMPT_ID_LIMIT = 10_000
+"""Random prompts have token ids below this limit and below the vocabulary size."""
 _SETTLE_STEPS = 8
-"""Decode steps between the last prefill and the clock's start."""
+"""Number of decode steps that are not timed, after the last prefill."""
 
 
 class _Inbox:
-    """Messages put here by hand."""
+    """The scheduler's inbox: a list that LocalEngine fills."""
 
     def __init__(self) -> None:
         self.messages: list[ToScheduler] = []
@@ -56,7 +56,7 @@ class _Inbox:
 
 
 class _Refusals:
-    """Takes the detokenizer's place; only what went wrong is kept."""
+    """Takes the place of the link to the detokenizer. It keeps only the errors."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -70,14 +70,14 @@ class _Refusals:
 
 class _Nobody:
     def send(self, message: ToTokenizer, /) -> None:
-        """Heartbeats and replies; nobody waits for them here."""
+        """Drops heartbeats and replies."""
 
 
 class LocalEngine:
-    """A loaded model with its scheduler. Raises ValueError for settings that do not fit."""
+    """A loaded model with its scheduler. Raises ValueError for settings that do not fit the model."""
 
     def __init__(self, server_args: ServerArgs, config: ModelConfig, seed: int = 0) -> None:
-        """`seed`: of prompts and made-up contexts."""
+        """`seed`: seed of random prompts and contexts."""
         self.config = config
         self.server_args = server_args
         self.runner = load_runner(resolve_settings(server_args, config), config)
@@ -91,12 +91,12 @@ class LocalEngine:
         self._num_submitted = 0
 
     def random_ids(self, count: int, rng: np.random.Generator | None = None) -> Int32Array:
-        """rng: None: one that gives other ids every time"""
-        most = min(_MOST_PROMPT_ID, self.config.vocab_size)
-        return (rng or self._rng).integers(0, most, count, dtype=np.int32)
+        """Random token ids. `rng`: the generator; None: the engine's own, which gives different ids in each call."""
+        limit = min(_PROMPT_ID_LIMIT, self.config.vocab_size)
+        return (rng or self._rng).integers(0, limit, count, dtype=np.int32)
 
     def check_room(self, batch_size: int, num_tokens: int) -> None:
-        """Raises ValueError unless so many requests of so many tokens each can run at once."""
+        """Raises ValueError unless `batch_size` requests of `num_tokens` tokens each can run at once."""
         runner, max_rows = self.runner, self.runner.settings.max_running_requests
         if batch_size > max_rows:
             raise ValueError(f"batch {batch_size} is more than --max-running-requests {max_rows}")
@@ -114,10 +114,10 @@ class LocalEngine:
         num_steps: int,
         window: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> float:
-        """Seconds of one decode step through the scheduler, the mean of `num_steps` in a row.
+        """Mean seconds of one decode step through the scheduler, over `num_steps` consecutive steps.
 
-        `batch_size` requests of `context_len` random prompt tokens are prefilled first. `window` is entered around the
-        steps that are timed.
+        First, `batch_size` requests of `context_len` random prompt tokens are prefilled. `window`: makes a context
+        manager that is entered for the timed steps.
         """
         num_new = num_steps + _SETTLE_STEPS + 4
         self.check_room(batch_size, context_len + num_new)
@@ -151,9 +151,11 @@ class LocalEngine:
 
 
 class DirectBatch:
-    """`batch_size` rows with `context_len` tokens of KV each, of which all but the last are random numbers, and steps
-    for them, driven on the runner itself. Only while the scheduler has nothing to do. Two of one size, of engines with
-    the same seed, have the same numbers."""
+    """A batch whose steps run directly on the runner. Use it only while the scheduler is idle.
+
+    It has `batch_size` rows with `context_len` tokens each. The keys and values of all but the last token are random
+    numbers. Engines with the same seed give the same numbers for the same size.
+    """
 
     def __init__(self, engine: LocalEngine, batch_size: int, context_len: int, num_steps: int) -> None:
         engine.check_room(batch_size, context_len + num_steps)
@@ -174,20 +176,23 @@ class DirectBatch:
         self._fill(slots)
         self._allocator = kv.allocator
         self.tokens = [self._launch(self._first_step(context_len)).wait().tokens]
-        """int32 [B] of every step so far"""
+        """Output tokens of each step so far, int32 [B]."""
         self._steps = [self._decode_step() for _ in range(num_steps)]
 
     @classmethod
     @contextmanager
     def of(cls, engine: LocalEngine, batch_size: int, context_len: int, num_steps: int) -> Iterator[DirectBatch]:
-        """Gives everything back at the end."""
+        """A DirectBatch whose KV memory is released at the end of the `with` block."""
         try:
             yield cls(engine, batch_size, context_len, num_steps)
         finally:
             engine.scheduler.kv.flush()
 
     def decode(self, num_steps: int) -> float:
-        """Seconds of one decode step, the mean of `num_steps` in a row, each launched before the last one is home."""
+        """Mean seconds of one decode step, over `num_steps` consecutive steps.
+
+        Each step is launched before the tokens of the step before it are read.
+        """
         steps, self._steps = self._steps[:num_steps], self._steps[num_steps:]
         assert len(steps) == num_steps, "more steps than were made room for"
         synchronize(self._engine.device)
@@ -204,7 +209,7 @@ class DirectBatch:
         return (time.perf_counter() - start) / num_steps
 
     def prefill(self) -> float:
-        """Seconds from launch to the first token of one step that computes the whole context of every row."""
+        """Seconds of one prefill of the whole context of every row, from its launch to its tokens."""
         ends = np.full(len(self.rows), self._context_len, dtype=np.int32)
         step = self._extend_step(np.zeros_like(ends), ends, self._engine.random_ids(int(ends.sum())))
         synchronize(self._engine.device)
@@ -218,7 +223,7 @@ class DirectBatch:
         return launched
 
     def _fill(self, slots: Int32Array) -> None:
-        """Zeros could run faster than real numbers do."""
+        """Fills the slots with random numbers, because a step could run faster on zeros."""
         where = torch.from_numpy(slots.astype(np.int64)).to(self._engine.device)
         pool = self._runner.kv_pool
         config = self._engine.config
@@ -228,7 +233,7 @@ class DirectBatch:
             pool.set_kv(layer, where, *kv.normal_(generator=numbers))
 
     def _first_step(self, context_len: int) -> StepInputs:
-        """The last token of the context, through the model: rows and table are known to the device after it."""
+        """The step of the context's last token. It also sends the new rows and the slot table to the runner."""
         step = self._extend_step(self.lens - 1, self.lens, self._engine.random_ids(len(self.rows), self._rng))
         step.table_updates = [TableUpdate(int(row), 0, self._table[row, :context_len].copy()) for row in self.rows]
         greedy = SamplingParams(temperature=0.0, ignore_eos=True)

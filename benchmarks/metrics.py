@@ -1,4 +1,7 @@
-"""What a run's outputs amount to. Latencies are of the requests that succeeded; failures are counted."""
+"""Computes the figures of a serving run from its outputs.
+
+Latencies cover only the requests that succeeded. Failures are counted.
+"""
 
 from __future__ import annotations
 
@@ -19,43 +22,43 @@ SLO_NAMES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class Timeline:
-    """When tokens came and requests ran, seconds after the first request was sent."""
+    """Arrival times of tokens, and start and end times of requests, in seconds after the first request was sent."""
 
     token_s: np.ndarray
-    """float64 [chunks], ascending"""
+    """Arrival time of each chunk, float64 [chunks], ascending."""
     tokens: np.ndarray
-    """int64 [chunks]"""
+    """Number of tokens in each chunk, int64 [chunks]."""
     starts_s: np.ndarray
-    """float64 [requests], ascending"""
+    """Start time of each request, float64 [requests], ascending."""
     ends_s: np.ndarray
-    """float64 [requests], ascending"""
+    """End time of each request, float64 [requests], ascending."""
 
 
 @dataclass(frozen=True)
 class Latencies:
-    """Seconds, one array a quantity; those that need a stream are empty without one."""
+    """Latencies in seconds, with one array for each metric. Metrics that need a stream are empty without one."""
 
     e2el: np.ndarray
     ttft: np.ndarray
     tpot: np.ndarray
-    """(end to end - TTFT) / (tokens - 1) of requests with 2 tokens or more"""
+    """(end-to-end latency - TTFT) / (tokens - 1), for requests with at least 2 tokens."""
     itl: np.ndarray
-    """One for every token but those of a request's first chunk; see `token_gaps`"""
+    """Inter-token latency of each token, except those of a request's first chunk; see `token_gaps`."""
     gaps: np.ndarray
-    """One for every chunk but a request's first: how long nothing came"""
+    """Time between two consecutive chunks of a request."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A run, read. `figures` has the names and units of the JSON line."""
+    """The figures of a run. `figures` has the names and units of the JSON line."""
 
     figures: dict[str, Any]
     latencies: Latencies
     timeline: Timeline
     output_lens: list[int]
-    """By request; 0 where it failed."""
+    """Output tokens of each request; 0 for a failed request."""
     itls: list[list[float]]
-    """By request, seconds; see `token_gaps`; empty where it failed."""
+    """Inter-token latencies of each request in seconds (see `token_gaps`); empty for a failed request."""
 
 
 def measure(
@@ -65,9 +68,11 @@ def measure(
     tokenizer: Tokenizer,
     slos_ms: Mapping[str, float] | None = None,
 ) -> Measured:
-    """`duration_s`: from the first request sent to the last answer's end."""
-    retokenized = [len(ids) for ids in tokenizer.encode_batch([one.text for one in outputs], add_special_tokens=False)]
-    good = [i for i, one in enumerate(outputs) if one.error is None]
+    """Computes all figures. `duration_s`: seconds from the first request's start to the last response's end."""
+    retokenized = [
+        len(ids) for ids in tokenizer.encode_batch([output.text for output in outputs], add_special_tokens=False)
+    ]
+    good = [i for i, output in enumerate(outputs) if output.error is None]
     output_lens = [0] * len(outputs)
     for i in good:
         told = outputs[i].completion_tokens
@@ -79,13 +84,15 @@ def measure(
 
     inputs = [requests[i].prompt_len if (told := outputs[i].prompt_tokens) is None else told for i in good]
     total_in, total_out = sum(inputs), sum(output_lens)
-    cached = [one for i in good if (one := outputs[i].cached_tokens) is not None]
+    cached = [count for i in good if (count := outputs[i].cached_tokens) is not None]
     output_throughput = total_out / duration_s
     figures: dict[str, Any] = {
         "duration": duration_s,
         "completed": len(good),
         "failed": len(outputs) - len(good),
-        "errors_by_message": dict(Counter(one.error for one in outputs if one.error is not None).most_common()),
+        "errors_by_message": dict(
+            Counter(output.error for output in outputs if output.error is not None).most_common()
+        ),
         "total_input_tokens": total_in,
         "total_input_text_tokens": total_in,
         "total_input_tokens_by_client": sum(requests[i].prompt_len for i in good),
@@ -113,19 +120,19 @@ def measure(
 
 
 def statistics_ms(name: str, values: np.ndarray) -> dict[str, float | None]:
-    """`mean_NAME_ms` and so on; None where nothing was measured."""
-    keys = ["mean", "median", "std", *(f"p{one}" for one in PERCENTILES), "max"]
+    """`mean_NAME_ms`, `median_NAME_ms` and so on. None if there are no values."""
+    keys = ["mean", "median", "std", *(f"p{percentile}" for percentile in PERCENTILES), "max"]
     if not values.size:
         return {f"{key}_{name}_ms": None for key in keys}
     results = [values.mean(), np.median(values), values.std(), *np.percentile(values, PERCENTILES), values.max()]
-    return {f"{key}_{name}_ms": float(one) * 1000 for key, one in zip(keys, results, strict=True)}
+    return {f"{key}_{name}_ms": float(value) * 1000 for key, value in zip(keys, results, strict=True)}
 
 
 def chunk_counts(output: Output, output_len: int, tokenizer: Tokenizer) -> np.ndarray:
-    """int64 [chunks]: tokens that came with each chunk of a stream; they sum up to `output_len`.
+    """Number of tokens in each chunk of a stream, int64 [chunks]. The sum is `output_len`.
 
-    As the server counted, chunk by chunk. Where it only told the total: one each if that is right, else in proportion
-    to what each chunk's text is encoded to (at least one).
+    The server's own counts are used if it sends them. If it sends only the total, each chunk has one token where that
+    gives the total. Otherwise the total is split in proportion to the encoded lengths of the chunks' texts.
     """
     chunks = len(output.arrivals)
     if not chunks:
@@ -141,9 +148,10 @@ def chunk_counts(output: Output, output_len: int, tokenizer: Tokenizer) -> np.nd
 
 
 def token_gaps(arrivals: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Inter-token latencies, float64 [sum(counts) - counts[0]]: the tokens of a chunk share the time since the chunk
-    before alike, so the mean is that of the tokens however they were bundled. Those of the first chunk have no such
-    time. Chunks without a token do not count.
+    """Inter-token latencies in seconds, float64 [sum(counts) - counts[0]].
+
+    The time between two chunks is divided equally among the tokens of the later chunk, so the mean does not depend on
+    the number of tokens in a chunk. The first chunk's tokens have no latency. Chunks without tokens are ignored.
     """
     held = counts > 0
     gaps = np.diff(arrivals[held])
@@ -171,7 +179,7 @@ def _latencies(good: Sequence[tuple[Output, int]], itls: Sequence[np.ndarray]) -
 
 
 def _timeline(outputs: Sequence[Output], counts: Mapping[int, np.ndarray]) -> Timeline:
-    zero = min((one.start_s for one in outputs), default=0.0)
+    zero = min((output.start_s for output in outputs), default=0.0)
     times = np.array([now - zero for i in counts for now in outputs[i].arrivals])
     tokens = np.concatenate([np.zeros(0, dtype=np.int64), *counts.values()])
     order = np.argsort(times, kind="stable")
@@ -179,13 +187,13 @@ def _timeline(outputs: Sequence[Output], counts: Mapping[int, np.ndarray]) -> Ti
     return Timeline(
         token_s=times[order],
         tokens=tokens[order],
-        starts_s=np.sort(np.array([one.start_s - zero for one in good])),
-        ends_s=np.sort(np.array([one.end_s - zero for one in good])),
+        starts_s=np.sort(np.array([output.start_s - zero for output in good])),
+        ends_s=np.sort(np.array([output.end_s - zero for output in good])),
     )
 
 
 def _peak_throughput(timeline: Timeline, mean: float) -> float | None:
-    """Most tokens in any one second; never under the mean, which it would be for a run of less than a second."""
+    """Maximum number of tokens in any second. At least the mean, which is higher in a run of less than a second."""
     if not timeline.token_s.size:
         return None
     before = np.concatenate([[0], np.cumsum(timeline.tokens)])
@@ -195,7 +203,7 @@ def _peak_throughput(timeline: Timeline, mean: float) -> float | None:
 
 
 def _peak_concurrency(timeline: Timeline) -> int:
-    """Most requests under way at once; one that ends when another starts is not under way with it."""
+    """Maximum number of concurrent requests. A request that ends when another starts does not overlap with it."""
     if not timeline.starts_s.size:
         return 0
     begun = np.arange(1, timeline.starts_s.size + 1)
@@ -206,8 +214,10 @@ def _peak_concurrency(timeline: Timeline) -> int:
 def _goodput(
     good: Sequence[tuple[Output, int]], num_sent: int, slos_ms: Mapping[str, float], duration_s: float
 ) -> dict[str, Any]:
-    """Requests that succeeded and met every objective. One without a stream has no TTFT and no TPOT to meet; TPOT of a
-    single token is 0."""
+    """Counts the requests that succeeded and met every objective.
+
+    Objectives for TTFT and TPOT do not apply to requests without a stream. The TPOT of a single token is 0.
+    """
     met = dict.fromkeys(slos_ms, 0)
     all_met = 0
     for output, output_len in good:

@@ -1,4 +1,4 @@
-"""Token ids at random, for engines that are driven without a server."""
+"""Workloads of random token ids, for benchmarks without a server."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 from .workloads import Request
 
-_MOST_ID = 10_000
+_MAX_ID = 10_000
 
 
 class Span(NamedTuple):
-    """A length drawn uniformly from [low, high]."""
+    """A range of lengths. A length is drawn uniformly from [low, high]."""
 
     low: int
     high: int
 
     @classmethod
     def parse(cls, text: str) -> Span:
-        """ "512" or "100-1024". Raises ValueError."""
+        """Parses "512" or "100-1024". Raises ValueError."""
         low, _, high = text.partition("-")
         span = cls(int(low), int(high or low))
         if not 1 <= span.low <= span.high:
@@ -27,27 +27,27 @@ class Span(NamedTuple):
 
 
 def random_requests(num_prompts: int, inputs: Span, outputs: Span, seed: int, vocab_size: int) -> list[Request]:
-    """Prompts of ids in [0, 10000], or below the vocabulary's size.
+    """Requests with random prompts of ids in [0, 10000] that are below the vocabulary size.
 
-    Drawn from Python's generator in the order that is usual for this workload (each prompt's length, then its ids; all
-    output lengths at the end), so that a seed gives the numbers that others published: seed 0, 256 prompts, 100-1024
-    in and out are 142,827 tokens in and 133,966 out.
+    Numbers are drawn from Python's generator in the usual order of this workload: each prompt's length and then its
+    ids, and all output lengths at the end. So a seed gives the same token counts as published results: seed 0 with 256
+    prompts and lengths of 100-1024 gives 142,827 input tokens and 133,966 output tokens.
     """
     rng = random.Random(seed)
-    most = min(_MOST_ID, vocab_size - 1)
-    prompts = [[rng.randint(0, most) for _ in range(rng.randint(*inputs))] for _ in range(num_prompts)]
+    max_id = min(_MAX_ID, vocab_size - 1)
+    prompts = [[rng.randint(0, max_id) for _ in range(rng.randint(*inputs))] for _ in range(num_prompts)]
     return [Request(ids, len(ids), rng.randint(*outputs)) for ids in prompts]
 
 
 def shared_prefix_requests(
     num_groups: int, per_group: int, shared_len: int, own_len: int, output_len: int, seed: int, vocab_size: int
 ) -> list[Request]:
-    """Groups of prompts that begin alike, shuffled."""
+    """Requests in groups, shuffled. The prompts of a group share a prefix."""
     rng = random.Random(seed)
-    most = min(_MOST_ID, vocab_size - 1)
+    max_id = min(_MAX_ID, vocab_size - 1)
 
     def ids(count: int) -> list[int]:
-        return [rng.randint(0, most) for _ in range(count)]
+        return [rng.randint(0, max_id) for _ in range(count)]
 
     requests = []
     for _ in range(num_groups):

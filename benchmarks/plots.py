@@ -1,5 +1,7 @@
-"""A run in pictures: latencies as cumulative distributions, throughput and concurrency over time; in the terminal
-without any library, and as PNG with matplotlib, where it is installed."""
+"""Plots of a run: latencies as cumulative distributions, throughput and concurrency over time.
+
+Plots in the terminal need no library. PNG files need matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,16 @@ import numpy as np
 from .metrics import Latencies, Timeline
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Unicode's braille patterns: the bit of each dot, 4 rows of 2."""
+"""The bit of each dot in Unicode's braille patterns, in 4 rows of 2 dots."""
 _BLANK = 0x2800
 _HEIGHT = 8
 _MARGIN = 10
-_MOST_BINS = 200
+_MAX_BINS = 200
 _LONG_NAMES = {"e2el": "End-to-end latency", "ttft": "TTFT", "tpot": "TPOT", "itl": "ITL"}
 
 
 def terminal_cdfs(latencies: Latencies, width: int) -> str:
-    """One plot for each latency that was measured; `width`: columns."""
+    """One plot for each measured latency. `width`: terminal columns."""
     plots = []
     for name, values in _measured(latencies):
         xs, ys = cdf(values * 1000)
@@ -46,8 +48,8 @@ def has_matplotlib() -> bool:
 
 
 def save_png(path: Path, title: str, latencies: Latencies, timeline: Timeline) -> None:
-    """Needs matplotlib. Raises OSError where the file cannot be written."""
-    figure_module = importlib.import_module("matplotlib.figure")  # an extra: most installations have none
+    """Writes a PNG file. Needs matplotlib. Raises OSError if the file cannot be written."""
+    figure_module = importlib.import_module("matplotlib.figure")  # an optional dependency
     figure: Any = figure_module.Figure(figsize=(12, 5), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2)
@@ -70,25 +72,26 @@ def save_png(path: Path, title: str, latencies: Latencies, timeline: Timeline) -
 
 
 def cdf(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted values, and the share of values that are not larger than each."""
+    """The sorted values, and for each the share of values that are not larger."""
     xs = np.sort(values)
     return xs, np.arange(1, xs.size + 1) / xs.size
 
 
 def throughput(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
-    """Middles of bins (s) from the first request to the last answer, and tokens per second in each.
+    """The centres of time bins in seconds, and the tokens per second in each bin.
 
-    Bins of a second; smaller ones for a short run, so that there are at least 20.
+    The bins cover the time from the first request to the last response. There is one bin for each second, but at least
+    20 and at most 200 bins.
     """
     end = float(max(timeline.ends_s[-1], timeline.token_s[-1])) or 1e-9
-    num_bins = min(_MOST_BINS, max(20, int(end)))
+    num_bins = min(_MAX_BINS, max(20, int(end)))
     edges = np.linspace(0.0, end, num_bins + 1)
     tokens, _ = np.histogram(timeline.token_s, bins=edges, weights=timeline.tokens)
     return (edges[1:] + edges[:-1]) / 2, tokens / np.diff(edges)
 
 
 def concurrency(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
-    """Times (s) of every start and end, and the number of requests under way from then on."""
+    """The times of all starts and ends in seconds, and the number of running requests after each."""
     times = np.concatenate([timeline.ends_s, timeline.starts_s])  # at the same time, ends come first
     steps = np.concatenate([-np.ones(timeline.ends_s.size), np.ones(timeline.starts_s.size)])
     order = np.argsort(times, kind="stable")
@@ -96,12 +99,15 @@ def concurrency(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw(title: str, xs: np.ndarray, ys: np.ndarray, width: int, top: float | None = None) -> str:
-    """A line through points of ascending x >= 0, y >= 0, in braille patterns; from 0 to `top` (None: the largest y)."""
+    """Draws a line in braille patterns through points with ascending x >= 0 and y >= 0.
+
+    The y axis goes from 0 to `top` (None: the largest y).
+    """
     columns = max(10, width - _MARGIN - 1)
     left, right = (float(xs[0]), float(xs[-1])) if xs.size else (0.0, 1.0)
     high = top if top is not None else (float(ys.max()) if ys.size else 0.0) or 1.0
     cells = np.zeros((_HEIGHT, columns), dtype=np.int32)
-    # For every column of dots the values that fall into it: a line from the lowest to the highest.
+    # Each column of dots gets a vertical line from its lowest to its highest value.
     at = ((xs - left) / ((right - left) or 1.0) * (2 * columns - 1)).round().astype(int)
     rows = (ys / high * (4 * _HEIGHT - 1)).round().astype(int)
     before = None

@@ -1,6 +1,6 @@
-"""Shapes of published models, for benchmarks with random weights: config.json files, without weights or tokenizer.
+"""Presets: the config.json files of published models, for benchmarks with random weights and without a tokenizer.
 
-A benchmark's `--model-path` takes a preset's name or a path. A preset's path is a model path like any other:
+A benchmark's `--model-path` accepts a preset's name or a path. A preset's path also works as a model path elsewhere:
 
     tercet serve "$(python -m tercet.benchmarks.presets qwen3-0.6b)" --load-format dummy --skip-tokenizer-init
 """
@@ -18,7 +18,7 @@ PRESETS = tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
 
 def model_path(model: str) -> str:
-    """Path of a preset's config.json, or `model` itself where that is a path. Raises ValueError."""
+    """The path of a preset's config.json, or `model` itself if it is a path. Raises ValueError."""
     if model in PRESETS:
         return str(_FOLDER / f"{model}.json")
     if not Path(model).exists():
@@ -27,7 +27,7 @@ def model_path(model: str) -> str:
 
 
 def model_name(model: str) -> str:
-    """What a table calls it."""
+    """The model's name in tables and file names."""
     path = Path(model)
     if path.name == "config.json":
         return path.parent.name
@@ -35,12 +35,12 @@ def model_name(model: str) -> str:
 
 
 def load_shape(model: str) -> ModelConfig:
-    """The model's configuration, with random weights. Raises ValueError, FileNotFoundError."""
+    """The model's configuration, for random weights. Raises ValueError or FileNotFoundError."""
     return load_model_config(model_path(model), "dummy")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the path of each preset that is named; all names when none is. Returns the exit code."""
+    """Prints the path of each named preset, or the names of all presets. Returns the exit code."""
     names = sys.argv[1:] if argv is None else argv
     try:
         lines = [model_path(name) for name in names] or list(PRESETS)

@@ -1,4 +1,4 @@
-"""Where a figure comes from: date, command, commit and machine, for every result that is written down."""
+"""The provenance of a result: date, command, commit and machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 def provenance(command: Sequence[str]) -> dict[str, Any]:
-    """Names and values for a result's JSON; `command` is what was run, as a list of arguments."""
+    """The provenance for a result's JSON. `command`: the program and its arguments."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
@@ -30,7 +30,7 @@ def provenance(command: Sequence[str]) -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """The machine this process runs on: of the server too only where both are the same."""
+    """The machine of this process. The server under test may run on another machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cpu = re.search(r"^model name\s*: (.*)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     memory = re.search(r"^MemTotal:\s*(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
@@ -45,7 +45,7 @@ def hardware() -> dict[str, Any]:
 
 
 def commit(checkout: Path) -> str | None:
-    """The commit that is checked out, read from .git without git; None where there is none."""
+    """The commit of a checkout, read from .git without the git program; None outside a checkout."""
     git = checkout / ".git"
     if git.is_file():  # a linked working tree
         git = checkout / _read(git).removeprefix("gitdir:").strip()
@@ -62,7 +62,7 @@ def commit(checkout: Path) -> str | None:
 
 
 def command_line(program: str, argv: Sequence[str] | None) -> list[str]:
-    """The command as it could be typed again."""
+    """The command as a list of arguments, for `provenance`."""
     return [*shlex.split(program), *(sys.argv[1:] if argv is None else argv)]
 
 

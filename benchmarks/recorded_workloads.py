@@ -1,4 +1,4 @@
-"""What is asked, from a file: ShareGPT's conversations, prompts of one's own, Mooncake's traces."""
+"""Workloads from files: ShareGPT conversations, custom prompts, Mooncake traces."""
 
 from __future__ import annotations
 
@@ -10,29 +10,33 @@ from typing import Any
 from .workloads import Prompt, PromptMaker, Request, Stream, random_stream
 
 MOONCAKE_BLOCK = 512
-"""Tokens that one of a trace's hash ids stands for (Mooncake: a KVCache-centric disaggregated architecture, 2024)."""
+"""Tokens for each hash id of a trace (Mooncake: a KVCache-centric disaggregated architecture, 2024)."""
 _SHORTEST = 2
 
 
 def sharegpt(
     maker: PromptMaker, path: Path, num_prompts: int, output_len: int | None, context_len: int | None, seed: int
 ) -> list[Request]:
-    """Dataset `sharegpt`: the first question of conversations, in random order, asked for as many tokens as the answer
-    has, or for `output_len`. Those of under 2 tokens, or over `context_len` in all, are left out.
+    """Dataset `sharegpt`: the first questions of conversations, in random order.
 
-    Raises ValueError for a file of another form, or one with no such conversation.
+    The output length is that of the recorded answer, or `output_len`. Conversations with fewer than 2 tokens in the
+    prompt or output, or with more than `context_len` tokens in both, are left out.
+
+    Raises ValueError for a file of another format, or if no conversation is left.
     """
-    turns = [_two_turns(one, f"{path}, entry {i}") for i, one in enumerate(_read_json(path))]
-    return _sample(maker, [one for one in turns if one], path, num_prompts, output_len, context_len, seed)
+    turns = [_two_turns(entry, f"{path}, entry {i}") for i, entry in enumerate(_read_json(path))]
+    return _sample(maker, [turn for turn in turns if turn], path, num_prompts, output_len, context_len, seed)
 
 
 def custom(
     maker: PromptMaker, path: Path, num_prompts: int, output_len: int | None, context_len: int | None, seed: int
 ) -> list[Request]:
-    """Dataset `custom`: one JSON object a line, in random order: `prompt` (text or token ids) with `output_len` or
-    with a `completion` to be as long as, or `conversations` as ShareGPT has them. `output_len` overrides.
+    """Dataset `custom`: prompts from a file with one JSON object in each line, in random order.
 
-    Raises ValueError, with the line's number, for a line of another form.
+    An object has `prompt` (text or token ids) and either `output_len` or `completion`, whose length is then the output
+    length. Or it has `conversations`, as in ShareGPT. The argument `output_len` overrides the output lengths.
+
+    Raises ValueError, with the line's number, for a line of another format.
     """
     lines: list[tuple[Prompt, str | int | None]] = []
     for where, line in _read_lines(path):
@@ -43,7 +47,7 @@ def custom(
             lines.append(turns)
             continue
         prompt = line["prompt"]
-        is_ids = isinstance(prompt, list) and all(type(one) is int and one >= 0 for one in prompt)
+        is_ids = isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
         if not (isinstance(prompt, str) or is_ids) or not prompt:
             raise ValueError(f"{where}: prompt must be a text or a list of token ids")
         completion = line.get("completion")
@@ -57,11 +61,13 @@ def custom(
 
 
 def mooncake(maker: PromptMaker, path: Path, num_prompts: int, seed: int) -> list[Request]:
-    """Dataset `mooncake`: one JSON object a line with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`,
-    one for every 512 tokens of the prompt. The same hash id is the same text, so prefixes are shared as in the trace;
-    without hash ids nothing is. In the order of the timestamps.
+    """Dataset `mooncake`: the requests of a trace, in the order of their timestamps.
 
-    Raises ValueError, with the line's number, for a line of another form.
+    Each line is a JSON object with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one id for every
+    512 tokens of the prompt. Equal hash ids become equal tokens, so requests share prefixes as in the trace. Without
+    hash ids, they share none.
+
+    Raises ValueError, with the line's number, for a line of another format.
     """
     block = _blocks(maker, seed)
     rows: list[tuple[float, Request]] = []
@@ -73,9 +79,9 @@ def mooncake(maker: PromptMaker, path: Path, num_prompts: int, seed: int) -> lis
         if not isinstance(timestamp, int | float):
             raise ValueError(f"{where}: timestamp must be a number of milliseconds")
         hash_ids = line.get("hash_ids", [])
-        if not isinstance(hash_ids, list) or not all(type(one) is int and one >= 0 for one in hash_ids):
+        if not isinstance(hash_ids, list) or not all(type(hash_id) is int and hash_id >= 0 for hash_id in hash_ids):
             raise ValueError(f"{where}: hash_ids must be a list of numbers")
-        ids = [token for one in hash_ids for token in block(one)][:input_len]
+        ids = [token for hash_id in hash_ids for token in block(hash_id)][:input_len]
         ids += maker.random_ids(input_len - len(ids), random_stream(seed, Stream.CONTENT, number))
         seconds = timestamp / 1000.0
         rows.append((seconds, _of_ids(maker, ids, output_len, seconds)))
@@ -83,9 +89,9 @@ def mooncake(maker: PromptMaker, path: Path, num_prompts: int, seed: int) -> lis
 
 
 def first_questions(path: Path) -> str:
-    """The first question of every conversation of a ShareGPT file, as one text."""
-    turns = (_two_turns(one, f"{path}, entry {i}") for i, one in enumerate(_read_json(path)))
-    return "\n\n".join(one[0] for one in turns if one)
+    """The first questions of all conversations of a ShareGPT file, joined into one text."""
+    turns = (_two_turns(entry, f"{path}, entry {i}") for i, entry in enumerate(_read_json(path)))
+    return "\n\n".join(turn[0] for turn in turns if turn)
 
 
 def _blocks(maker: PromptMaker, seed: int) -> Callable[[int], Sequence[int]]:
@@ -124,7 +130,7 @@ def _sample(
         if len(requests) == num_prompts:
             break
         given, answer = rows[i]
-        prompt, length = maker.whole(given) if isinstance(given, str) else (given, len(given))
+        prompt, length = maker.exact(given) if isinstance(given, str) else (given, len(given))
         if output_len is not None:
             wanted = output_len
         elif isinstance(answer, str):
@@ -132,7 +138,7 @@ def _sample(
         else:
             assert answer is not None
             wanted = answer
-        # What a file says in so many words is taken; a recorded answer may be empty.
+        # An explicit output length is always accepted. A recorded answer may be too short to measure.
         too_short = isinstance(answer, str) and min(length, wanted) < _SHORTEST
         if not too_short and (context_len is None or length + wanted <= context_len):
             requests.append(Request(prompt, length, wanted))
@@ -142,7 +148,7 @@ def _sample(
 
 
 def _two_turns(entry: Any, where: str) -> tuple[str, str] | None:
-    """Question and answer of a conversation; None where it has fewer turns."""
+    """The first question and answer of a conversation; None if it has fewer than two turns."""
     if not isinstance(entry, dict):
         raise ValueError(f"{where}: not an object")
     turns = entry.get("conversations", entry.get("conversation", []))

@@ -1,4 +1,7 @@
-"""A run's report: a table for people, with SGLang's labels so that tools read it, and one line of JSON."""
+"""The report of a serving run: a table and one line of JSON.
+
+The table has the labels of SGLang's benchmark, because tools parse them.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ _SECTIONS = {
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """`result`: what the JSON line has. What was not measured is not shown."""
+    """The table of a run. `result`: the values of the JSON line. Missing values are left out."""
     return "\n".join(_lines(result)) + "\n"
 
 
 def json_line(result: Mapping[str, Any]) -> str:
-    """One line, valid JSON: an infinite number is a text."""
+    """The result as one line of valid JSON. Infinite numbers are written as strings."""
     return json.dumps(_finite(result), ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -68,7 +71,7 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
         if name == "chunk_gap" and result["tokens_per_chunk"] <= 1:
             continue  # the same as the inter-token latency
         yield _rule(title, "-")
-        keys = ["Mean", "Median", *(f"P{one}" for one in PERCENTILES)]
+        keys = ["Mean", "Median", *(f"P{percentile}" for percentile in PERCENTILES)]
         for key in [*keys, "Max"] if name in ("itl", "chunk_gap") else keys:
             yield _row(f"{key} {label} (ms):", result[f"{key.lower()}_{name}_ms"])
     yield "=" * _WIDTH
@@ -104,7 +107,7 @@ def _or(value: Any, otherwise: Any) -> Any:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

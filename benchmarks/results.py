@@ -1,6 +1,6 @@
-"""A benchmark's outcome: tables for people, one JSON line for programs, and both as files where a folder is given.
+"""The result of a benchmark: tables for people and one JSON line for programs, optionally written to files.
 
-Files are called `<date>-<hardware>-<name>.md` and `.json`; they name the machine, the versions, the commit and the
+The files are `<date>-<hardware>-<name>.md` and `.json`. They include the machine, the versions, the commit and the
 command.
 """
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from .provenance import command_line, provenance
 from .report import json_line
 
-if TYPE_CHECKING:  # what measures servers from outside loads no torch
+if TYPE_CHECKING:  # benchmarks of external servers load no torch
     import torch
 
     from .limits import Ceilings
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # what measures servers from outside loads no torch
 
 @dataclass
 class Table:
-    """Cells are text; the title says what was measured."""
+    """A table of text cells, with a title and notes."""
 
     title: str
     header: Sequence[str]
@@ -44,7 +44,7 @@ class Table:
         return "\n\n".join([f"### {self.title}", table, *self.notes]) + "\n"
 
     def text(self) -> str:
-        """For a terminal: columns that line up."""
+        """The table for a terminal, with aligned columns."""
         lines = [list(self.header), *self.rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
         shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
@@ -52,12 +52,12 @@ class Table:
 
 
 class Result:
-    """What one run of a benchmark found. `values` is what the JSON line has besides the circumstances."""
+    """The result of one benchmark run. `values`: the values of the JSON line, without the circumstances."""
 
     def __init__(
         self, name: str, title: str, program: str, argv: Sequence[str] | None, device: torch.device | None
     ) -> None:
-        """`name`: of the files. `device`: where it ran; None: only the processor had work."""
+        """`name`: part of the file names. `device`: the device under test; None for benchmarks without torch."""
         self.name = name
         self.title = title
         self.where = circumstances(program, argv, device)
@@ -97,7 +97,7 @@ class Result:
 
 
 def circumstances(program: str, argv: Sequence[str] | None, device: torch.device | None) -> dict[str, Any]:
-    """Date, command, commit, versions and machine."""
+    """The circumstances of a run: date, command, commit, versions and machine."""
     found = provenance(command_line(program, argv))
     found["versions"] = {"tercet": found["tercet_version"]}
     for package in ("torch", "triton", "transformers"):
@@ -106,7 +106,7 @@ def circumstances(program: str, argv: Sequence[str] | None, device: torch.device
     found["device"] = None if device is None else str(device)
     if device is None:
         return found
-    # Imported here: what measures servers from outside has no device.
+    # Imported here: benchmarks of external servers load no torch.
     import torch
 
     if device.type == "cuda":
@@ -123,7 +123,7 @@ def hardware_text(where: dict[str, Any]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """So many significant digits, and never fewer than the whole number has; "-" for what was not measured."""
+    """A number with `digits` significant digits, but with all digits before the decimal point. None becomes "-"."""
     if value is None:
         return "-"
     if abs(value) >= 10 ** (digits - 1):
@@ -140,7 +140,7 @@ def add_results_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def finish(result: Result, args: argparse.Namespace) -> None:
-    """Shows the tables, writes the files that are asked for, and ends with the JSON line."""
+    """Prints the tables, writes the requested files, and prints the JSON line last."""
     sys.stdout.write(result.text() + "\n")
     if args.results is not None:
         for path in write(result, args.results):
@@ -150,13 +150,13 @@ def finish(result: Result, args: argparse.Namespace) -> None:
 
 
 def write(result: Result, folder: Path) -> tuple[Path, Path]:
-    """The two files; what has the same name is replaced."""
+    """Writes the two files and returns their paths. Existing files are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     where = result.where
     machine = where["hardware"]
     hardware = machine["gpus"][0] if where["device"] and where["device"].startswith("cuda") else machine["cpu"]
     stem = f"{where['date'][:10]}-{_slug(hardware)}-{_slug(result.name)}"
-    # Not with_suffix: a model's name has dots.
+    # with_suffix would cut the file name, because model names have dots.
     markdown, plain = folder / f"{stem}.md", folder / f"{stem}.json"
     markdown.write_text(result.markdown(), encoding="utf-8")
     plain.write_text(json_line(result.as_json()), encoding="utf-8")

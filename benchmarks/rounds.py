@@ -1,4 +1,4 @@
-"""The same requests through several engines, in turns."""
+"""Runs the same requests on several engines, in alternating order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WARMUP_OUTPUT = 8
 
 @dataclass(frozen=True)
 class Round:
-    """What came of all requests, run once."""
+    """The result of running all requests once."""
 
     seconds: float
     output_ids: list[list[int]]
@@ -26,19 +26,24 @@ class Round:
 
 
 class Side(Protocol):
-    """An engine that is compared."""
+    """One of the compared engines."""
 
     def run(self, requests: Sequence[Request]) -> Round:
-        """All of them at once, greedily, each to its full length. Nothing is cached from earlier rounds."""
+        """Runs all requests at once, greedily and to their full lengths. No prefix of earlier rounds is cached."""
 
 
 def warmups(requests: Sequence[Request]) -> list[Request]:
-    """The same prompts for a few tokens: what is compiled or recorded at first use is out of the clock."""
-    return [Request(one.prompt, one.prompt_len, min(one.output_len, _WARMUP_OUTPUT)) for one in requests]
+    """The same prompts with short outputs. They trigger compilation and graph recording before the timed rounds."""
+    return [
+        Request(request.prompt, request.prompt_len, min(request.output_len, _WARMUP_OUTPUT)) for request in requests
+    ]
 
 
-def in_turns(sides: dict[str, Side], requests: Sequence[Request], num_rounds: int) -> dict[str, list[Round]]:
-    """Each side once a round, the order reversed from round to round. Raises ValueError when an answer is short."""
+def run_alternating(sides: dict[str, Side], requests: Sequence[Request], num_rounds: int) -> dict[str, list[Round]]:
+    """Runs each side once in each round. The order is reversed in every second round.
+
+    Raises ValueError for an answer that is too short.
+    """
     rounds: dict[str, list[Round]] = {name: [] for name in sides}
     for number in range(num_rounds):
         for name in reversed(sides) if number % 2 else sides:
@@ -49,11 +54,11 @@ def in_turns(sides: dict[str, Side], requests: Sequence[Request], num_rounds: in
 
 
 def check_lengths(name: str, requests: Sequence[Request], done: Round) -> None:
-    """Speed counts only for whole answers."""
+    """Raises ValueError for an answer that is too short, because its speed would not be comparable."""
     short = [
-        (len(ids), one.output_len)
-        for one, ids in zip(requests, done.output_ids, strict=True)
-        if len(ids) != one.output_len
+        (len(ids), request.output_len)
+        for request, ids in zip(requests, done.output_ids, strict=True)
+        if len(ids) != request.output_len
     ]
     if short:
         raise ValueError(
@@ -63,27 +68,29 @@ def check_lengths(name: str, requests: Sequence[Request], done: Round) -> None:
 
 
 def median_seconds(rounds: Sequence[Round]) -> float:
-    return statistics.median(one.seconds for one in rounds)
+    return statistics.median(round_.seconds for round_ in rounds)
 
 
 class TercetSide:
-    """Our engine: three processes, the way that users take."""
+    """Tercet: an Engine with its three processes, as users run it."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def run(self, requests: Sequence[Request]) -> Round:
         self.engine.flush_cache(timeout_s=60)
-        sampling = [{"temperature": 0, "max_new_tokens": one.output_len, "ignore_eos": True} for one in requests]
+        sampling = [
+            {"temperature": 0, "max_new_tokens": request.output_len, "ignore_eos": True} for request in requests
+        ]
         start = time.perf_counter()
         answers: list[dict[str, Any]] = self.engine.generate(
-            input_ids=[ids_of(one) for one in requests], sampling_params=sampling, progress=False
+            input_ids=[ids_of(request) for request in requests], sampling_params=sampling, progress=False
         )
         seconds = time.perf_counter() - start
         meta = [answer["meta_info"] for answer in answers]
         return Round(
             seconds,
             [answer["output_ids"] for answer in answers],
-            cached_tokens=sum(one["cached_tokens"] for one in meta),
-            num_retractions=sum(one["num_retractions"] for one in meta),
+            cached_tokens=sum(info["cached_tokens"] for info in meta),
+            num_retractions=sum(info["num_retractions"] for info in meta),
         )

@@ -1,4 +1,4 @@
-"""The command line of the serving benchmark: SGLang's names, where it has one."""
+"""The command line of the serving benchmark. Flags have the names of SGLang's benchmark, where it has them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ DATASET_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
     "use_trace_timestamps": (_MOONCAKE, False),
     "mooncake_slowdown_factor": (_MOONCAKE, 1.0),
 }
-"""The datasets a flag is for, and its default: refused with any other dataset, where it would do nothing."""
+"""Each dataset flag's datasets and default. With another dataset, the flag has no effect and is refused."""
 _DEFAULT_NUM_PROMPTS = 1000
 
 
 def parse(program: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Complete and checked options; exits with a message for what makes no sense."""
+    """Parses the command line into complete and checked options. Exits with a message for invalid options."""
     parser = _parser(program)
     options = parser.parse_args(argv)
     try:
@@ -169,7 +169,7 @@ def _add_output_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _complete(options: argparse.Namespace) -> None:
-    """Fills in defaults; raises ValueError."""
+    """Fills in defaults. Raises ValueError for options that contradict each other."""
     name = options.dataset_name
     for flag, (datasets, default) in DATASET_FLAGS.items():
         given = getattr(options, flag)

@@ -1,4 +1,4 @@
-"""The kernels between the matrix products, and the matrix products themselves, at a model's sizes."""
+"""Benchmark cases of the small kernels and of torch's matrix products, with a model's sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOGIT_BYTES = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one model's layers, on one device."""
+    """The sizes of one model's layers, and a source of random tensors on one device."""
 
     name: str
     config: ModelConfig
@@ -42,12 +42,12 @@ class Sizes:
         return torch.randn(shape, dtype=dtype or self.dtype, device=self.device)
 
     def repeat(self, num_bytes: int, make: Callable[[], Call]) -> list[Call]:
-        """As many calls as it takes to outgrow the cache."""
+        """Enough calls for their inputs to exceed the cache. `num_bytes`: bytes of one call's inputs."""
         return [make() for _ in range(num_sets(num_bytes, self.device))]
 
 
 def small_cases(sizes: Sizes, token_counts: Sequence[int]) -> list[CaseMaker]:
-    """For steps of so many tokens; those over the vocabulary for that many sampled rows."""
+    """Cases for steps of each number of tokens. Kernels over the vocabulary take it as the number of sampled rows."""
     makers = []
     for num_tokens in token_counts:
         label = f"{sizes.name}, {num_tokens} tokens"
@@ -63,13 +63,13 @@ def small_cases(sizes: Sizes, token_counts: Sequence[int]) -> list[CaseMaker]:
         ):
             over_vocab = make in (_argmax_case, _sample_case, _open_case, _logprobs_case)
             if over_vocab and num_tokens > 512:
-                continue  # nobody samples that many at once
+                continue  # no step samples this number of rows
             makers.append(CaseMaker(kernel, label, partial(make, sizes, num_tokens), partial(check, sizes), tolerance))
     return makers
 
 
 def linear_cases(sizes: Sizes, token_counts: Sequence[int]) -> list[CaseMaker]:
-    """torch's own products: what is left to win there."""
+    """Cases of torch's matrix products. They show the distance to the device's ceiling."""
     config = sizes.config
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     shapes = {
@@ -152,7 +152,7 @@ def _check_activation(sizes: Sizes) -> float:
 
 
 class _Qkv:
-    """New tokens' fused projections, and a pool that takes their keys and values in scattered slots."""
+    """The fused projections of new tokens, and a KV pool with scattered slots for their keys and values."""
 
     def __init__(self, sizes: Sizes, num_tokens: int) -> None:
         config = sizes.config
@@ -220,7 +220,7 @@ def _check_store(sizes: Sizes) -> float:
     return max(relative_error(case.k_buffer, k_buffer), relative_error(case.v_buffer, v_buffer))
 
 
-# Over the vocabulary
+# Kernels over the vocabulary
 
 
 def _logits(sizes: Sizes, num_rows: int) -> torch.Tensor:
@@ -240,7 +240,7 @@ def _check_argmax(sizes: Sizes) -> float:
 
 
 def _sampling_inputs(sizes: Sizes, num_rows: int) -> list[torch.Tensor]:
-    """Arguments of `sample_ranked`, in its order."""
+    """The arguments of `sample_ranked`, in its order."""
     x = _logits(sizes, num_rows)
     full = partial(torch.full, (num_rows,), device=sizes.device)
     draw = torch.rand(num_rows, dtype=torch.float64, device=sizes.device)
@@ -265,7 +265,7 @@ def _check_sample(sizes: Sizes) -> float:
 
 
 def _open_inputs(sizes: Sizes, num_rows: int) -> list[torch.Tensor]:
-    """Logits, then what `sample_open` takes after the largest of them."""
+    """The logits, and then the arguments of `sample_open` that follow the largest logits."""
     x, _, temperature, _, _, gap, draw = _sampling_inputs(sizes, num_rows)
     return [x, temperature, torch.full_like(gap, torch.inf), draw]
 

@@ -1,4 +1,7 @@
-"""How long device work takes: medians, on a GPU from events around graph replays, so that launches cost nothing."""
+"""Measures the time of device work.
+
+On a GPU, events around graph replays measure the time, so that launch overhead does not count.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,11 @@ def synchronize(device: torch.device) -> None:
 
 
 def median_s(calls: Sequence[Call], device: torch.device, *, repeat_ms: int = _REPEAT_MS) -> float:
-    """Seconds of one call, the median of many rounds over all of `calls`.
+    """Median seconds of one call, over many rounds of all `calls`.
 
-    The calls do the same work on inputs of their own: enough of them, and a round's inputs do not fit into the caches.
-    On a GPU a round is one graph replay, before which the L2 cache is overwritten. A call must not wait for the device.
+    The calls do the same work on different inputs. With enough calls, the inputs of a round do not fit into the caches.
+    On a GPU, a round is one graph replay, and the L2 cache is overwritten before it. Calls must not wait for the
+    device.
     """
     if device.type == "cuda":
         return _graph_s(calls, device, repeat_ms)
@@ -39,14 +43,14 @@ def median_s(calls: Sequence[Call], device: torch.device, *, repeat_ms: int = _R
 
 
 def _graph_s(calls: Sequence[Call], device: torch.device, repeat_ms: int) -> float:
-    # Imported here: Triton takes half a second, and a CPU needs none of it.
+    # Imported here: importing Triton takes half a second, and only a GPU needs it.
     from triton.testing import do_bench
 
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for call in calls:
-            call()  # compiles kernels and makes handles, which a capture must not
+            call()  # compiles kernels and creates handles, which is not possible during graph capture
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):

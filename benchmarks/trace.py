@@ -1,4 +1,4 @@
-"""What a torch profiler trace says about the device: how long it worked, and how long it stood still."""
+"""Reads the device's busy and idle time from a torch profiler trace."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 _DEVICE_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
-"""Categories of events that keep the device busy, in the traces that torch writes for CUDA and ROCm."""
+"""Event categories that are device work, in torch's traces for CUDA and ROCm."""
 
 
 @dataclass(frozen=True)
 class DeviceActivity:
-    """Of one stretch of a trace, from the first device operation's start to the last one's end."""
+    """The device's activity between the start of its first and the end of its last operation."""
 
     busy_s: float
-    """at least one operation ran"""
+    """Seconds with at least one running operation."""
     span_s: float
     num_operations: int
     by_name_s: dict[str, float]
-    """seconds of each kernel, the longest first; overlapping ones count twice"""
+    """Seconds of each kernel, the longest first. Overlapping kernels both count."""
 
     @property
     def idle_share(self) -> float:
@@ -30,7 +30,7 @@ class DeviceActivity:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace that `export_chrome_trace` wrote, compressed or not."""
+    """The events of a trace from `export_chrome_trace`, compressed or not."""
     data = path.read_bytes()
     if path.suffix == ".gz":
         data = gzip.decompress(data)
@@ -39,7 +39,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def device_activity(events: Iterable[Mapping[str, Any]]) -> DeviceActivity | None:
-    """None when the device did nothing, which is so on a CPU."""
+    """The device's activity; None for a trace without device operations, such as a trace of a CPU."""
     work = sorted(
         (float(event["ts"]), float(event["ts"]) + float(event["dur"]), str(event["name"]))
         for event in events

@@ -1,4 +1,4 @@
-"""Sends the requests of a run when their time has come, and gathers what becomes of them."""
+"""Sends the requests of a run at their arrival times, and collects the outputs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ async def drive(
     max_concurrency: int | None = None,
     on_finished: Callable[[Output], None] = lambda output: None,
 ) -> tuple[list[Output], float]:
-    """Outputs in the order of the bodies, and the seconds from the first start to the last end.
+    """Sends all bodies. Returns the outputs in their order, and the seconds from the first start to the last end.
 
-    `times_s`: float64 [n] ascending, when each is sent; later where `max_concurrency` are under way. A request's own
-    clock starts when it is sent.
+    `times_s`: arrival time of each request, float64 [n], ascending. A request is sent later if `max_concurrency`
+    requests are running. Its latency counts from the moment of sending.
     """
     assert len(bodies) == len(times_s)
     slots = asyncio.Semaphore(max_concurrency or max(1, len(bodies)))
 
-    async def one(body: bytes) -> Output:
+    async def send(body: bytes) -> Output:
         try:
             output = await dialect.send(client, body)
         finally:
@@ -44,8 +44,8 @@ async def drive(
             if wait > 0:
                 await asyncio.sleep(wait)
             await slots.acquire()
-            tasks.append(group.create_task(one(body)))
+            tasks.append(group.create_task(send(body)))
     outputs = [task.result() for task in tasks]
     if not outputs:
         return outputs, 0.0
-    return outputs, max(one.end_s for one in outputs) - min(one.start_s for one in outputs)
+    return outputs, max(output.end_s for output in outputs) - min(output.start_s for output in outputs)

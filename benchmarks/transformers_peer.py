@@ -1,4 +1,4 @@
-"""transformers' continuous batching on the same token ids, in this process: the peer that is always installed."""
+"""transformers' continuous batching in this process, as a peer for comparison. transformers is always installed."""
 
 from __future__ import annotations
 
@@ -19,28 +19,31 @@ from .rounds import Round
 from .workloads import Request
 
 _PAGE = 256
-"""tokens; its default (the name of the setting differs between versions)"""
+"""Tokens in a page: transformers' default. The setting's name differs between versions."""
 _NO_TOKEN = -1
-"""As the end of a sequence: none ends early."""
+"""As end token, this id lets no sequence end early."""
 
 
 class TransformersSide:
-    """A loaded model and its running batcher; `close` stops it. Prefixes are not shared, so rounds do not help each
-    other. Raises ValueError for a model that it cannot load, and when the batcher breaks."""
+    """A loaded model and its running batcher. `close` stops the batcher.
+
+    It shares no prefixes, so no round benefits from an earlier one. Raises ValueError for a model that transformers
+    cannot load, and when the batcher fails.
+    """
 
     def __init__(
         self, model_path: str, device: torch.device, dtype: torch.dtype, requests: Sequence[Request], seed: int = 0
     ) -> None:
-        """`requests`: what is to come, by which the batcher sizes itself."""
+        """`requests`: the coming requests, from which the batcher computes its sizes."""
         torch.manual_seed(seed)
         model = _load(model_path, device, dtype)
         hints = WorkloadHints(
-            max_prompt_length=max(one.prompt_len for one in requests),
-            max_generated_length=max(one.output_len for one in requests),
+            max_prompt_length=max(request.prompt_len for request in requests),
+            max_generated_length=max(request.output_len for request in requests),
             num_requests=len(requests),
         )
-        # A GPU's memory is its own to size; the batcher would take nearly all of a machine's.
-        num_blocks = None if device.type == "cuda" else sum(_num_blocks(one) for one in requests)
+        # On a CPU, the batcher would take nearly all of the machine's memory. On a GPU, its own choice is fine.
+        num_blocks = None if device.type == "cuda" else sum(_num_blocks(request) for request in requests)
         self._num_added = 0
         self._stack = ExitStack()
         self._manager = self._stack.enter_context(
@@ -56,9 +59,9 @@ class TransformersSide:
         names = [f"request-{self._num_added + i}" for i in range(len(requests))]
         self._num_added += len(requests)
         start = time.perf_counter()
-        for name, one in zip(names, requests, strict=True):
+        for name, request in zip(names, requests, strict=True):
             self._manager.add_request(
-                ids_of(one), request_id=name, max_new_tokens=one.output_len, eos_token_id=_NO_TOKEN
+                ids_of(request), request_id=name, max_new_tokens=request.output_len, eos_token_id=_NO_TOKEN
             )
         answers: dict[str, list[int]] = {}
         while len(answers) < len(requests):
@@ -77,8 +80,8 @@ class TransformersSide:
         self._stack.close()
 
 
-def _num_blocks(one: Request) -> int:
-    return -(-(one.prompt_len + one.output_len) // _PAGE)
+def _num_blocks(request: Request) -> int:
+    return -(-(request.prompt_len + request.output_len) // _PAGE)
 
 
 def _load(model_path: str, device: torch.device, dtype: torch.dtype) -> Any:
@@ -89,7 +92,7 @@ def _load(model_path: str, device: torch.device, dtype: torch.dtype) -> Any:
         model.to(device)
     elif path.suffix == ".json":
         config = AutoConfig.for_model(**json.loads(path.read_text(encoding="utf-8")))
-        with device:  # random weights are made where they are needed
+        with device:  # random weights are created directly on the device
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
         raise ValueError(f"transformers needs a directory or a config.json, got {model_path!r}")

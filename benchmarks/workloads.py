@@ -1,4 +1,4 @@
-"""What is asked: prompts made up from a seed. The same seed and tokenizer give the same requests, everywhere."""
+"""Synthetic workloads: prompts from a seed. The same seed and tokenizer give the same requests on every machine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy as np
 from ..srt.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | list[int]
-"""Text, or token ids."""
+"""A text, or token ids."""
 
 BUNDLED_TEXT = Path(__file__).with_name("data") / "pride_and_prejudice.txt"
 _ROUNDS = 32
 
 
 class Stream(IntEnum):
-    """Independent streams of random numbers out of one seed, so that one choice does not shift another."""
+    """Independent streams of random numbers from one seed, so that the draws of one do not shift those of another."""
 
     LENGTHS = 0
     CONTENT = 1
@@ -39,14 +39,14 @@ def random_stream(seed: int, stream: Stream, *more: int) -> np.random.Generator:
 class Request:
     prompt: Prompt
     prompt_len: int
-    """Tokens, as this tokenizer encodes the prompt (with what it adds to a text); a chat template adds more."""
+    """Tokens of the prompt, with the special tokens that the tokenizer adds to a text. A chat template adds more."""
     output_len: int
     timestamp_s: float | None = None
-    """When it came, in a trace."""
+    """Arrival time in the trace; None without a trace."""
 
 
 class PromptMaker:
-    """Prompts of given lengths, as text or as ids."""
+    """Makes prompts of given lengths, as text or as token ids."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
         self.tokenizer = tokenizer
@@ -54,10 +54,10 @@ class PromptMaker:
 
     @cached_property
     def plain_ids(self) -> np.ndarray:
-        """int32 [n]: the tokens that are their own encoding, without special ones. Ids at random do not survive
-        decoding and encoding: pieces of characters become replacement characters, and some texts have two spellings.
+        """The ids of all tokens that decode to a text which encodes to the same token, int32 [n]. No special tokens.
 
-        Raises ValueError when there are none.
+        Other ids change when they are decoded and encoded again: parts of characters become replacement characters, and
+        some texts have two encodings. Raises ValueError if there is no such token.
         """
         ids = [i for i in range(self.tokenizer.vocab_size) if i not in self.tokenizer.special_ids]
         texts = self.tokenizer.backend.decode_batch([[i] for i in ids])
@@ -71,21 +71,21 @@ class PromptMaker:
 
     @cached_property
     def num_added(self) -> int:
-        """Tokens that the tokenizer adds to every text."""
+        """Number of special tokens that the tokenizer adds to every text."""
         return len(self.tokenizer.encode(""))
 
     def random_ids(self, count: int, rng: np.random.Generator) -> list[int]:
         return rng.choice(self.plain_ids, size=count).tolist()
 
     def random_prompt(self, count: int, rng: np.random.Generator) -> tuple[Prompt, int]:
-        """Tokens drawn at random; see `fit`."""
+        """A random prompt of `count` tokens, and its actual length; see `fit`."""
         return self.fit(count, lambda more: self.random_ids(more, rng))
 
     def fit(self, count: int, draw: Callable[[int], list[int]]) -> tuple[Prompt, int]:
-        """A prompt of `count` tokens (at least 1) out of the ids that `draw(n)` gives, and its real length.
+        """A prompt of `count` tokens (at least 1) from the ids that `draw(n)` gives, and its actual length.
 
-        Neighbours in a text may merge or come apart when it is encoded again: it is cut and extended until the count is
-        right; a text that never fits comes as near as it came.
+        Neighbouring tokens of a text may merge or split when the text is encoded again. So the text is cut and extended
+        until its length is right. If that never succeeds, the closest text is returned.
         """
         if self.as_ids:
             return draw(count), count
@@ -103,14 +103,14 @@ class PromptMaker:
         assert length is not None
         return text, length + self.num_added
 
-    def whole(self, text: str) -> tuple[Prompt, int]:
-        """This very text."""
+    def exact(self, text: str) -> tuple[Prompt, int]:
+        """The given text as a prompt, and its length."""
         ids = self.tokenizer.encode(text)
         return (ids if self.as_ids else text), len(ids)
 
 
 def lengths(full: int, range_ratio: float, count: int, rng: np.random.Generator) -> np.ndarray:
-    """int64 [count], uniform in [max(1, full * range_ratio), full]. Raises ValueError."""
+    """Random lengths, int64 [count], uniform in [max(1, full * range_ratio), full]. Raises ValueError."""
     if full < 1:
         raise ValueError(f"a length must be at least 1, got {full}")
     if not 0 <= range_ratio <= 1:
@@ -121,7 +121,7 @@ def lengths(full: int, range_ratio: float, count: int, rng: np.random.Generator)
 def random_ids(
     maker: PromptMaker, num_prompts: int, input_len: int, output_len: int, range_ratio: float, seed: int
 ) -> list[Request]:
-    """Dataset `random-ids`: tokens at random."""
+    """Dataset `random-ids`: random tokens."""
     sizes = _both_lengths(num_prompts, input_len, output_len, range_ratio, seed)
     rng = random_stream(seed, Stream.CONTENT)
     return [Request(*maker.random_prompt(n_in, rng), n_out) for n_in, n_out in sizes]
@@ -130,9 +130,9 @@ def random_ids(
 def random_text(
     maker: PromptMaker, num_prompts: int, input_len: int, output_len: int, range_ratio: float, seed: int, text: str
 ) -> list[Request]:
-    """Dataset `random`: pieces of a text, each from a place of its own, over the end back to the start.
+    """Dataset `random`: pieces of a text, each from a different position. At the end, the text starts again.
 
-    No two start at the same place as long as there are places, so that no prompt is a prefix of another.
+    Positions repeat only when all have been used, so that no prompt is a prefix of another.
     """
     ids = maker.tokenizer.encode(text, add_special_tokens=False)
     if not ids:
@@ -156,7 +156,7 @@ def shared_prefix(
     ordered: bool,
     seed: int,
 ) -> list[Request]:
-    """Dataset `generated-shared-prefix`: groups whose prompts begin alike; shuffled unless `ordered`."""
+    """Dataset `generated-shared-prefix`: groups of prompts with a shared prefix. Shuffled unless `ordered`."""
     for name, value in (("groups", num_groups), ("prompts per group", prompts_per_group)):
         if value < 1:
             raise ValueError(f"the number of {name} must be at least 1, got {value}")
@@ -182,11 +182,12 @@ def shared_prefix(
 
 
 def warmups(maker: PromptMaker, like: Sequence[Request], count: int, seed: int) -> list[Request]:
-    """Requests as long as the first ones, with prompts of their own, so that no cache knows what will be measured."""
+    """Warm-up requests with the lengths of the first requests, but other prompts, so that no measured prompt is
+    cached."""
     rng = random_stream(seed, Stream.WARMUP)
     return [
-        Request(*maker.random_prompt(one.prompt_len, rng), min(one.output_len, 32))
-        for one in (like[i % len(like)] for i in range(count))
+        Request(*maker.random_prompt(request.prompt_len, rng), min(request.output_len, 32))
+        for request in (like[i % len(like)] for i in range(count))
     ]
 
 
@@ -198,7 +199,7 @@ def _both_lengths(count: int, input_len: int, output_len: int, range_ratio: floa
 
 
 class _Reader:
-    """Ids of a text, round and round."""
+    """Reads the token ids of a text in order. After the end it continues at the start."""
 
     def __init__(self, ids: list[int], place: int) -> None:
         self._ids = ids

@@ -1,7 +1,7 @@
-"""What scripts/gpu runs: parts in order of what they are worth, each in a process of its own.
+"""The program of scripts/gpu: runs tests and benchmarks in order of importance, each in its own process.
 
-A part that fails, hangs or does not fit into the budget does not keep the others from running. At the end there are
-three files of one name: all tables (.md), all JSON lines (.json), and all that was said (.log).
+A part that fails, hangs or does not fit into the time budget does not stop the others. The session writes three files
+with the same name: all tables (.md), all JSON lines (.json), and all output (.log).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BENCH = [sys.executable, "-m"]
 _GRACE_S = 15
-"""between the request to end and the end"""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One command. `needs_s`: it is not started with less than that left; `limit_s`: it is ended after that."""
+    """One command. It is not started with less than `needs_s` left, and is stopped after `limit_s`."""
 
     name: str
     what: str
@@ -42,7 +42,7 @@ class Part:
 class Outcome:
     part: Part
     state: str
-    """"passed", or why not"""
+    """"passed", or why the part did not pass."""
     seconds: float = 0.0
     output: str = ""
     tables: str = ""
@@ -54,7 +54,7 @@ def bench(name: str, what: str, module: str, arguments: str, needs_s: int, limit
 
 
 def parts(quick: bool) -> list[Part]:
-    """In order of importance: first whether it is right, then what nobody has measured yet."""
+    """The parts in order of importance: first the tests, then the measurements."""
     one_batch = "--context-len 1024 --num-steps 64" if quick else "--context-len 1024,8192 --num-steps 128"
     big_batch, peer_batch = ("1024", "256") if quick else ("8192", "1024")
     batch_of_32 = "--model-path llama-3.1-8b --num-prompts 32 --input-len 32 --output-len"
@@ -123,7 +123,7 @@ def parts(quick: bool) -> list[Part]:
             90,
             300,
         ),
-        # Without flash-attn, transformers masks one big rectangle of all requests: 8,192 tokens would take it too long.
+        # Without flash-attn, transformers pads all requests to one masked matrix. 8,192 tokens would take too long.
         bench(
             "peer-8b",
             f"Llama-3.1-8B: batch 32, {peer_batch} new tokens each, beside transformers",
@@ -136,7 +136,7 @@ def parts(quick: bool) -> list[Part]:
 
 
 def tiny_parts(folder: Path) -> list[Part]:
-    """The same programs on made-up sizes, to try this script on a machine without a GPU. No number means anything."""
+    """The same programs with tiny sizes, to test this script on a machine without a GPU. The numbers have no value."""
     model = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 131,
@@ -211,7 +211,7 @@ def session(parser: argparse.ArgumentParser, args: argparse.Namespace, scratch: 
     outcomes: list[Outcome] = []
     for part in chosen:
         outcomes.append(run(part, end, scratch))
-        report.write(outcomes)  # after each: whoever is cut off keeps what there is
+        report.write(outcomes)  # after each part, so that an interrupted session keeps its results
     say("\n" + summary(outcomes))
     for file in report.files:
         say(f"written: {file}\n")
@@ -226,7 +226,7 @@ def say(text: str) -> None:
 
 
 def run(part: Part, end: float, scratch: Path) -> Outcome:
-    """What it says is shown when it is over."""
+    """Runs a part and prints its output at the end."""
     left = end - time.monotonic()
     if left < part.needs_s:
         say(f"\n== {part.name}: not started, {left:.0f} s are left and it needs {part.needs_s}\n")
@@ -247,7 +247,7 @@ def run(part: Part, end: float, scratch: Path) -> Outcome:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # so that what it starts can be ended with it
+        start_new_session=True,  # so that its child processes can be stopped with it
     )
     try:
         output, _ = process.communicate(timeout=limit)
@@ -256,7 +256,7 @@ def run(part: Part, end: float, scratch: Path) -> Outcome:
         output = stop(process)
         state = f"stopped after {limit:.0f} s"
     seconds = time.monotonic() - start
-    # The JSON line is for the file; the end of a long output is what tells most.
+    # The JSON line goes only to the file. The end of a long output has the most information.
     shown = [line for line in output.splitlines() if not line.startswith('{"benchmark"')]
     say("\n".join(line[:300] for line in shown[-60:]) + f"\n== {part.name}: {state}, {seconds:.1f} s\n")
     outcome = Outcome(part, state, seconds, output)
@@ -268,7 +268,7 @@ def run(part: Part, end: float, scratch: Path) -> Outcome:
 
 
 def stop(process: subprocess.Popen[str]) -> str:
-    """Ends the part and what it started; what it had said."""
+    """Stops the part and its child processes. Returns its output."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, signum)
@@ -283,7 +283,7 @@ def stop(process: subprocess.Popen[str]) -> str:
 
 def summary(outcomes: list[Outcome]) -> str:
     rows = [["part", "what", "state", "s"], ["---"] * 4]
-    rows += [[one.part.name, one.part.what, one.state, f"{one.seconds:.0f}"] for one in outcomes]
+    rows += [[outcome.part.name, outcome.part.what, outcome.state, f"{outcome.seconds:.0f}"] for outcome in outcomes]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
@@ -298,19 +298,24 @@ class Report:
         slug = "".join(c if c.isalnum() or c == "." else "-" for c in self.hardware.lower())
         stem = f"{self._start:%Y-%m-%d-%H%M}-{slug}-{'tiny' if args.tiny else 'gpu'}"
         args.output.mkdir(parents=True, exist_ok=True)
-        # Not with_suffix: the hardware's name may have dots.
+        # with_suffix would cut the file name, because the hardware's name may have dots.
         self.files = [args.output / f"{stem}.{suffix}" for suffix in ("md", "json", "log")]
 
     def write(self, outcomes: list[Outcome]) -> None:
         commit = f"\n\nCommit {self._commit}." if self._commit else ""
         head = f"# {self.hardware}, {self._start:%Y-%m-%d %H:%M} UTC\n\nBy `{self._command}`.{commit}\n\n"
-        # The parts' own titles go one level down, under this file's.
-        tables = [one.tables.replace("\n### ", "\n#### ").replace("# ", "## ", 1) for one in outcomes if one.tables]
-        values = {one.part.name: one.json_line or {"state": one.state} for one in outcomes}
+        # The parts' titles become outcome level lower than the titles of this file.
+        tables = [
+            outcome.tables.replace("\n### ", "\n#### ").replace("# ", "## ", 1)
+            for outcome in outcomes
+            if outcome.tables
+        ]
+        values = {outcome.part.name: outcome.json_line or {"state": outcome.state} for outcome in outcomes}
         whole = {"commit": self._commit, "command": self._command, "hardware": self.hardware, "parts": values}
         log = [
-            f"== {one.part.name}: {one.state}, {one.seconds:.1f} s\n{shlex.join(one.part.command)}\n{one.output}\n"
-            for one in outcomes
+            f"== {outcome.part.name}: {outcome.state}, {outcome.seconds:.1f} s\n"
+            f"{shlex.join(outcome.part.command)}\n{outcome.output}\n"
+            for outcome in outcomes
         ]
         texts = (head + summary(outcomes) + "\n" + "\n".join(tables), json.dumps(whole, indent=1) + "\n", "".join(log))
         for file, text in zip(self.files, texts, strict=True):
@@ -329,7 +334,7 @@ def hardware() -> str:
 
 
 def without_output(argv: list[str]) -> list[str]:
-    """Where the files went is of no interest in them."""
+    """The arguments without --output: the result files need not name their own folder."""
     kept, skipping = [], False
     for word in argv:
         if not skipping and word != "--output" and not word.startswith("--output="):

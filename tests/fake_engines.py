@@ -11,7 +11,7 @@ from tercet.benchmarks.peers.engines import Engine, Launch
 
 
 def fake(trouble: str = "none") -> Engine:
-    def launch(python: Path, model: object, room: object, port: int) -> Launch:
+    def launch(python: Path, model: object, capacity: object, port: int) -> Launch:
         return Launch([str(python), fake_peer.__file__, str(port), trouble], "any", {})
 
     return Engine("python", launch, re.compile(r"KV pool ([\d.]+) (GiB)"))

@@ -1,1 +1,1 @@
-"""Other servers beside Tercet: their models, how they are started, how they are watched."""
+"""Comparison with other servers: their model files, start-up, observation and workloads."""

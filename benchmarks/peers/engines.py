@@ -1,6 +1,7 @@
-"""How each server is started beside Tercet, on the same model files and all cores; README.md says how to install them.
+"""Starts each kind of server, on the same model files and all cores. README.md says how to install them.
 
-Every server gets what it was found to be fastest with on a machine of few cores, and room for the workload.
+Every server runs with the settings that were fastest for it on a machine with few cores, and with enough capacity for
+the workload.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ HOST = "127.0.0.1"
 _VLLM_KV_GIB = 4
 _CONTEXT_LEN = 4096
 _LLAMA_KV_NUMBER_BYTES = 2
-"""Its keys and values are float16 by default."""
+"""llama.cpp stores keys and values as float16 by default."""
 _MALLOC_PLACES = ("/usr/lib/*/libtcmalloc_minimal.so.4", "/usr/lib*/libtcmalloc_minimal.so.4")
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 _SHIM = Path(__file__).with_name("transformers_shim.py")
 
 
 @dataclass(frozen=True)
-class Room:
-    """What a workload needs at once."""
+class Capacity:
+    """The capacity that a workload needs: concurrent requests, and tokens of each."""
 
     requests: int
     tokens: int
-    """of one request, prompt and answer"""
+    """Tokens of one request, prompt and output together."""
 
 
 @dataclass(frozen=True)
 class Launch:
     argv: list[str]
     model: str
-    """its name in requests"""
+    """Name of the model in requests."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """in addition to the caller's"""
+    """Environment variables in addition to the caller's."""
     kv_bytes: int | None = None
-    """Of its KV memory, where that is asked for; None: its log may tell."""
+    """Size of the KV memory if the launch sets it; None if only the server's log may say it."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,21 @@ class Engine:
     """A kind of server."""
 
     program: str
-    """The file that is looked for: in a folder that is named, in its bin/, or on PATH."""
-    launch: Callable[[Path, ModelFiles, Room, int], Launch | None]
-    """(program, model, room, port) -> how to start it; None: it cannot read this model."""
+    """Name of the program's file. It is looked for in a given folder, in its bin/, or on PATH."""
+    launch: Callable[[Path, ModelFiles, Capacity, int], Launch | None]
+    """(program, model, capacity, port) -> the launch; None if the server cannot read this model."""
     kv_size: re.Pattern[str] | None = None
-    """Where its log tells the size of its KV memory: a number and its unit, or several that are added up."""
+    """Finds the size of the KV memory in the log: a number and its unit. Several matches are added up."""
     packages: Sequence[str] = ()
-    """Python packages that it may come as, whose metadata have its version; else the program is asked."""
+    """Python packages whose metadata may have the version. Without any, the program is asked."""
     on_path: bool = False
-    """The program's name alone says what it is."""
+    """Whether the program's name alone identifies the server, so that it may be looked for on PATH."""
 
     def version(self, program: Path) -> str:
-        """ "-" where the environment's metadata know none. Raises ServerFailed when the program does not say."""
+        """The server's version; "-" if the environment's metadata have none.
+
+        Raises ServerFailed when the program does not report its version.
+        """
         if not self.packages:
             said = run_to_end([str(program), "--version"]).strip()
             return said.partition("\n")[0].removeprefix("version: ")
@@ -79,11 +83,11 @@ class Engine:
 
 
 _UNITS = {"MiB": 2**20, "GiB": 2**30, "GB": 2**30}
-"""SGLang says GB, and divides by 2**30."""
+"""SGLang writes GB for 2**30 bytes."""
 
 
 def locate(engine: Engine, place: Path) -> Path:
-    """The program itself, of a path to it or to the environment that it is in. Raises ValueError."""
+    """The program's file. `place`: its path, or the path of its environment. Raises ValueError."""
     if place.is_dir():
         for folder in (place / "bin", place):
             if (folder / engine.program).is_file():
@@ -95,17 +99,17 @@ def locate(engine: Engine, place: Path) -> Path:
 
 
 def find_on_path() -> dict[str, Path]:
-    """The servers whose program can be found by its name, by the name of the engine."""
+    """Engine name -> program, for the servers that are found on PATH."""
     found = {name: shutil.which(engine.program) for name, engine in ENGINES.items() if engine.on_path}
     return {name: Path(place) for name, place in found.items() if place is not None}
 
 
-def _tercet(python: Path, model: ModelFiles, room: Room, port: int) -> Launch:
+def _tercet(python: Path, model: ModelFiles, capacity: Capacity, port: int) -> Launch:
     argv = [str(python), "-m", "tercet", "serve", str(model.folder), "--dtype", "bfloat16"]
     return Launch([*argv, "--host", HOST, "--port", str(port)], str(model.folder))
 
 
-def _vllm(program: Path, model: ModelFiles, room: Room, port: int) -> Launch:
+def _vllm(program: Path, model: ModelFiles, capacity: Capacity, port: int) -> Launch:
     argv = [str(program), "serve", str(model.folder), "--dtype", "bfloat16"]
     argv += ["--max-model-len", str(_CONTEXT_LEN), "--host", HOST, "--port", str(port)]
     return Launch(argv, str(model.folder), _OFFLINE | ({} if hardware()["gpus"] else _vllm_cpu_env(program)))
@@ -117,38 +121,38 @@ def _vllm_cpu_env(program: Path) -> dict[str, str]:
     preload = [str(found[0]) for found in (malloc, openmp) if found]
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(_VLLM_KV_GIB),
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{usable_cores() - 1}",  # its "auto" leaves a core idle
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{usable_cores() - 1}",  # "auto" would leave one core idle
         **({"LD_PRELOAD": ":".join(preload)} if preload else {}),
     }
 
 
-def _llama_cpp(program: Path, model: ModelFiles, room: Room, port: int) -> Launch:
-    return _llama_server(program, model.gguf, model, room, port)
+def _llama_cpp(program: Path, model: ModelFiles, capacity: Capacity, port: int) -> Launch:
+    return _llama_server(program, model.gguf, model, capacity, port)
 
 
-def _llama_cpp_quantized(program: Path, model: ModelFiles, room: Room, port: int) -> Launch | None:
+def _llama_cpp_quantized(program: Path, model: ModelFiles, capacity: Capacity, port: int) -> Launch | None:
     file = quantized_file(model.name)
-    return None if file is None else _llama_server(program, file, model, room, port)
+    return None if file is None else _llama_server(program, file, model, capacity, port)
 
 
-def _llama_server(program: Path, file: Path, model: ModelFiles, room: Room, port: int) -> Launch:
+def _llama_server(program: Path, file: Path, model: ModelFiles, capacity: Capacity, port: int) -> Launch:
     threads = str(usable_cores())
-    # Its context is shared out to the slots in equal parts.
-    context_len = room.requests * (-(-room.tokens // 256) * 256)
-    argv = [str(program), "-m", str(file), "-np", str(room.requests), "-c", str(context_len), "--cont-batching"]
+    # llama-server divides its context equally among its slots.
+    context_len = capacity.requests * (-(-capacity.tokens // 256) * 256)
+    argv = [str(program), "-m", str(file), "-np", str(capacity.requests), "-c", str(context_len), "--cont-batching"]
     argv += ["-t", threads, "-tb", threads, "--host", HOST, "--port", str(port)]
     config = load_model_config(model.folder)
     numbers_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     return Launch(argv, "default", kv_bytes=context_len * numbers_per_token * _LLAMA_KV_NUMBER_BYTES)
 
 
-def _transformers(python: Path, model: ModelFiles, room: Room, port: int) -> Launch:
+def _transformers(python: Path, model: ModelFiles, capacity: Capacity, port: int) -> Launch:
     argv = [str(python), "-P", str(_SHIM), "serve", str(model.folder), "--continuous-batching", "--dtype", "bfloat16"]
     device = "auto" if hardware()["gpus"] else "cpu"
     return Launch([*argv, "--device", device, "--host", HOST, "--port", str(port)], str(model.folder), _OFFLINE)
 
 
-def _sglang(python: Path, model: ModelFiles, room: Room, port: int) -> Launch:
+def _sglang(python: Path, model: ModelFiles, capacity: Capacity, port: int) -> Launch:
     argv = [str(python), "-m", "sglang.launch_server", "--model-path", str(model.folder), "--dtype", "bfloat16"]
     device = [] if hardware()["gpus"] else ["--device", "cpu"]
     return Launch([*argv, *device, "--host", HOST, "--port", str(port)], str(model.folder), _OFFLINE)

@@ -1,4 +1,4 @@
-"""What /proc tells about processes: who belongs to whom, processor time, memory. Linux only."""
+"""Reads the parents, sessions, processor time and memory of processes from /proc. Linux only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 PROC = Path("/proc")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _ROLES = re.compile(rb"\btercet\.srt\.entrypoints\.child\x00(\w+)")
-"""A child of Tercet is called by its role: all of its processes run the same program."""
+"""Finds the role of a Tercet child process. The role is its name, because all its processes run the same program."""
 
 
 @dataclass(frozen=True)
@@ -21,41 +21,42 @@ class Process:
     session: int
     name: str
     cpu_s: float
-    """of all its threads, and of the children that it has waited for"""
+    """Processor seconds of all its threads, and of the children that it has waited for."""
 
 
 def all_processes() -> dict[int, Process]:
-    """By process id, without zombies."""
+    """All processes by process id, without zombies."""
     found = (_read_process(int(path.name)) for path in PROC.iterdir() if path.name.isdecimal())
-    return {one.pid: one for one in found if one is not None}
+    return {process.pid: process for process in found if process is not None}
 
 
 def family(root: int, sessions: Collection[int]) -> dict[int, Process]:
-    """`root`, all its descendants, and whoever is in one of the sessions or in one that a descendant has begun."""
+    """`root`, its descendants, and all processes in the given sessions or in a session that a descendant started."""
     processes = all_processes()
     sessions = set(sessions)
     members: dict[int, Process] = {}
     while True:
         new = [
-            one
-            for one in processes.values()
-            if one.pid not in members and (one.pid == root or one.parent in members or one.session in sessions)
+            process
+            for process in processes.values()
+            if process.pid not in members
+            and (process.pid == root or process.parent in members or process.session in sessions)
         ]
         if not new:
             return members
-        members.update((one.pid, one) for one in new)
-        sessions.update(one.session for one in new)
-        sessions.discard(os.getsid(0))  # whatever happens, the caller's own is no part of it
+        members.update((process.pid, process) for process in new)
+        sessions.update(process.session for process in new)
+        sessions.discard(os.getsid(0))  # the caller's own session never belongs to the family
 
 
 def pss_bytes(pid: int) -> int:
-    """Memory of a process, pages that are shared counted in proportion; 0 for one that is gone."""
+    """Memory of a process (PSS: shared pages count in proportion); 0 for a process that has ended."""
     found = re.search(rb"^Pss:\s+(\d+) kB$", _read(PROC / str(pid) / "smaps_rollup"), re.MULTILINE)
     return int(found[1]) << 10 if found else 0
 
 
 def busy_s() -> float:
-    """Seconds since the machine's start that its cores were in use, all together; by its host's other guests too."""
+    """Seconds of use of all cores since the machine's start. Use by other guests of a virtual host counts, too."""
     first, _, _ = _read(PROC / "stat").partition(b"\n")
     user, nice, system, _idle, _iowait, irq, softirq, steal, *_guests = (int(word) for word in first.split()[1:])
     return (user + nice + system + irq + softirq + steal) / _TICKS_PER_S
@@ -73,7 +74,7 @@ def _read_process(pid: int) -> Process | None:
 
 
 def _read(path: Path) -> bytes:
-    """Empty for a process that is gone meanwhile, or is not ours to look at."""
+    """The file's content; empty if the process has ended or is not readable for us."""
     try:
         return path.read_bytes()
     except OSError:

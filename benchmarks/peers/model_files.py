@@ -1,4 +1,4 @@
-"""Where the models of a comparison are: each one's weights in every format that a server reads."""
+"""Paths of the comparison's model files. Each model is there in every format that a server reads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ...srt.model_files.default_model import require_default_model
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """One model, the same bfloat16 weights in both."""
+    """The files of one model. Both formats have the same bfloat16 weights."""
 
     name: str
     folder: Path
-    """Hugging Face's format: config.json, model.safetensors, tokenizer"""
+    """Folder in Hugging Face's format: config.json, model.safetensors, tokenizer."""
     gguf: Path
 
     @property
@@ -30,5 +30,5 @@ def model_files(name: str, where: Path) -> ModelFiles:
 
 
 def quantized_file(name: str) -> Path | None:
-    """The file that the default model's bfloat16 weights are made from; the toy model has none."""
+    """The quantized file from which the default model's bfloat16 weights are made; None for the toy model."""
     return require_default_model() if name == DEFAULT else None

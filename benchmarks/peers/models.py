@@ -1,8 +1,8 @@
 """Makes the models of a comparison: `python -m tercet.benchmarks.peers.models DIR`.
 
-Two models, each as a GGUF file and as a Hugging Face folder with the same bfloat16 weights: the default model, and a
-toy of two layers with random weights, on which a server's own work is all there is. Nothing is downloaded: both begin
-with the GGUF file of the installed default model.
+There are two models: the default model, and a toy model of two layers with random weights. The toy model is so small
+that it shows the server's own overhead. Each is written as a GGUF file and as a Hugging Face folder, with the same
+bfloat16 weights. Nothing is downloaded: both are made from the GGUF file of the installed default model.
 """
 
 from __future__ import annotations
@@ -64,27 +64,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make(
     files: ModelFiles, source: gguf.GGUFReader, settings: Mapping[str, Any], tensors: Iterable[tuple[str, Array]]
 ) -> None:
-    """Both formats of one model: metadata from `source` but for `settings`, weights (float32, by their GGUF names)
-    rounded to bfloat16. What stands under the final names is complete, even after an interruption."""
+    """Writes both formats of one model.
+
+    The metadata comes from `source`, except for `settings`. `tensors`: the weights in float32, by their GGUF names.
+    They are rounded to bfloat16. An interrupted call leaves no incomplete file under the final names.
+    """
     part = files.folder.with_name(files.folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     _write_gguf(part / files.gguf.name, source, settings, tensors)
     _write_folder(part / files.gguf.name, part / files.folder.name)
     shutil.rmtree(files.folder, ignore_errors=True)
-    for one in (files.gguf, files.folder):
-        (part / one.name).replace(one)
+    for path in (files.gguf, files.folder):
+        (part / path.name).replace(path)
     part.rmdir()
 
 
 def plain_tensors(source: gguf.GGUFReader) -> Iterator[tuple[str, Array]]:
-    """(name, float32 as the file has it) of every weight."""
+    """(name, float32 array in the file's layout) of every weight."""
     for tensor in source.tensors:
         yield tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
 
 
 def toy_tensors(vocab_size: int = 49152) -> Iterator[tuple[str, Array]]:
-    """Random weights for `_TOY_SETTINGS`, the same every time; the output head is the embedding."""
+    """Random weights for `_TOY_SETTINGS`, equal in each call. The output head is the embedding."""
     rng = np.random.default_rng(0)
     hidden, mlp, q, kv = _TOY_HIDDEN, _TOY_MLP, _TOY_HEADS * _TOY_HEAD_DIM, _TOY_KV_HEADS * _TOY_HEAD_DIM
     layer: dict[str, tuple[int, ...]] = {
@@ -117,14 +120,15 @@ def _write_gguf(
     writer = gguf.GGUFWriter(path, "llama")
     for field in source.fields.values():
         if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
-            continue  # the writer's own, and what is no longer so
+            continue  # the writer adds its own fields, and some fields no longer apply
         element = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, settings.get(field.name, field.contents()), field.types[0], element)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     kind = gguf.GGMLQuantizationType.BF16
     for name, values in tensors:
         rounded = gguf.quantize(values, kind)
-        if values.ndim == 1:  # llama.cpp wants norms in float32: the rounded ones, so that both formats are one model
+        # llama.cpp needs norms in float32. They are rounded first, so that both formats have the same weights.
+        if values.ndim == 1:
             writer.add_tensor(name, gguf.dequantize(rounded, kind).astype(np.float32))
         else:
             writer.add_tensor(name, rounded, raw_dtype=kind)
@@ -135,7 +139,7 @@ def _write_gguf(
 
 
 def _write_folder(path: Path, folder: Path) -> None:
-    """The GGUF file's model, as transformers saves it."""
+    """Writes the GGUF file's model as a folder, with transformers."""
     config = load_model_config(path)
     checkpoint = GGUFCheckpoint(config)
     eos = config.eos_token_ids[0]
@@ -163,7 +167,7 @@ def _write_folder(path: Path, folder: Path) -> None:
     )
     assert missing == ["lm_head.weight"] and not unexpected, "the head is the embedding"
     model.save_pretrained(folder)
-    # As this engine reads it: transformers overlooks the file's pre-tokenizer and splits numbers otherwise.
+    # The tokenizer is read with our code: transformers ignores the file's pre-tokenizer and splits numbers differently.
     parts = read_gguf_tokenizer(path)
     template = parts.chat_templates["default"]
     PreTrainedTokenizerFast(

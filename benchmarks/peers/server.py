@@ -1,4 +1,4 @@
-"""One running server: started, waited for, watched, and ended with all of its processes."""
+"""One running server: starts it, waits until it is ready, watches it, and stops all of its processes."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ _LOG_LINES = 8
 
 
 class ServerFailed(Exception):
-    """It did not start, did not answer as asked, or died; the message is for a person."""
+    """The server did not start, gave a wrong answer, or died. The message is shown to the user."""
 
     log = ""
-    """The end of what the server said until then."""
+    """The end of the server's log at that time."""
 
 
 class Server:
-    """Starts at once, in a session of its own, so that Ctrl-C reaches the caller alone; use it as a context manager.
+    """A server process, started by the constructor. Use it as a context manager.
 
-    A process that leaves the family before it is seen, by two forks and a session of its own, is not found.
+    It runs in its own session, so that Ctrl-C reaches only the caller. A process that detaches itself with two forks
+    and a new session, before it has been seen, is not found.
     """
 
     def __init__(self, argv: Sequence[str], added_env: Mapping[str, str], log: Path) -> None:
-        """Raises ServerFailed when there is no such program."""
+        """Starts the server. Raises ServerFailed if the program does not exist."""
         self.log = log
         self.began_s = time.monotonic()
         with log.open("wb") as file:
@@ -63,19 +64,19 @@ class Server:
         self.stop()
 
     def check_alive(self, within_s: float = 0.0) -> None:
-        """Raises ServerFailed if the process has ended, or ends within this time."""
+        """Raises ServerFailed if the process has ended or ends within `within_s`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._process.wait(within_s)
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise ServerFailed(f"the server ended ({how})")
 
     async def wait_until_healthy(self, client: HttpClient, timeout_s: float) -> None:
-        """Until GET /health is answered with 200. Raises ServerFailed."""
+        """Waits until GET /health answers 200. Raises ServerFailed."""
         next_look = 0.0
         while True:
             self.check_alive()
-            if time.monotonic() > next_look:  # rarely: it takes milliseconds from a server that starts
-                self.processes()  # sees sessions that begin meanwhile
+            if time.monotonic() > next_look:  # at long intervals, because it costs the starting server milliseconds
+                self.processes()  # notes the sessions that the server has started
                 next_look = time.monotonic() + _LOOK_S
             why = "no answer"
             with contextlib.suppress(TimeoutError):
@@ -92,9 +93,9 @@ class Server:
             await asyncio.sleep(_POLL_S)
 
     def processes(self) -> dict[int, Process]:
-        """All that belong to it, by process id."""
+        """All processes of the server, by process id."""
         found = family(self._process.pid, self._sessions)
-        self._sessions |= {one.session for one in found.values()}
+        self._sessions |= {process.session for process in found.values()}
         return found
 
     def pss_bytes(self) -> int:
@@ -104,14 +105,14 @@ class Server:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def stop(self) -> None:
-        """Ends it: SIGTERM, then SIGKILL to whoever is left. None of its processes runs afterwards."""
+        """Stops the server: SIGTERM first, then SIGKILL for the remaining processes. Waits until all have ended."""
         self.processes()
         try:
             if self._process.poll() is None:
                 self._process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(_TERM_TIMEOUT_S)
-        finally:  # even when Ctrl-C is pressed once more
+        finally:  # also at a second Ctrl-C
             self._kill()
 
     def _kill(self) -> None:
@@ -123,12 +124,12 @@ class Server:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL_S)
-            self._process.poll()  # takes its exit status
+            self._process.poll()  # reaps the process
         self._process.wait()
 
 
 def run_to_end(argv: Sequence[str]) -> str:
-    """What a program says that makes something. Raises ServerFailed when it fails, with the end of that."""
+    """Runs a program to its end and returns its output. Raises ServerFailed, with the end of the output, on failure."""
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:
@@ -139,7 +140,7 @@ def run_to_end(argv: Sequence[str]) -> str:
 
 
 def last_lines(log: Path) -> str:
-    """The end of what a server said."""
+    """The last lines of a server's log."""
     return _last_lines(log.read_bytes())
 
 
@@ -149,15 +150,15 @@ def _last_lines(said: bytes) -> str:
 
 
 def cpu_s_by_name(before: Mapping[int, Process], after: Mapping[int, Process]) -> dict[str, float]:
-    """Processor seconds between two looks at a server; processes of one name together."""
+    """Processor seconds between two snapshots of a server's processes, summed by process name."""
     used: Counter[str] = Counter()
-    for pid, one in after.items():
-        used[one.name] += one.cpu_s - (before[pid].cpu_s if pid in before else 0.0)  # type: ignore[assignment]
+    for pid, process in after.items():
+        used[process.name] += process.cpu_s - (before[pid].cpu_s if pid in before else 0.0)  # type: ignore[assignment]
     return {name: round(seconds, 3) for name, seconds in used.items()}
 
 
 def free_port() -> int:
-    """One that nobody listens on at this moment."""
+    """A port on which no process listens now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     return port

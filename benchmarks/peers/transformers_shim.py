@@ -1,7 +1,7 @@
-"""`transformers serve` for a benchmark: run by the Python that has transformers, with the same arguments.
+"""Runs `transformers serve` for a benchmark, with the same arguments, in a Python that has transformers.
 
-Its /v1/completions takes text alone and refuses `ignore_eos`. Here it takes token ids and honours `ignore_eos`; all the
-rest, from batching to streaming, is its own.
+The /v1/completions of `transformers serve` accepts only text and refuses `ignore_eos`. This shim makes it accept token
+ids and honour `ignore_eos`. Everything else, from batching to streaming, is unchanged.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from transformers.cli.serving import completion
 from transformers.cli.transformers import app
 
 _NO_TOKEN = -1
-"""As the end of a sequence: none ends early."""
+"""As end token, this id lets no sequence end early."""
 
 
 class Completions(completion.CompletionHandler):
-    """/v1/completions, streamed: `prompt` is a list of token ids."""
+    """Handler of /v1/completions for a streamed request whose `prompt` is a list of token ids."""
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         model_id, model, processor = self._resolve_model(body)
@@ -31,5 +31,5 @@ class Completions(completion.CompletionHandler):
 
 if __name__ == "__main__":
     module: Any = completion
-    module.CompletionHandler = Completions  # `serve` takes it from there
+    module.CompletionHandler = Completions  # `serve` uses the class in this module
     app()

@@ -1,4 +1,4 @@
-"""The workloads of a comparison, and one of them driven through one server."""
+"""The workloads of a comparison, and the code that runs one of them on one server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..http_client import HttpClient
 from ..metrics import measure
 from ..traffic import drive
 from ..workloads import PromptMaker, Request
-from .engines import Room
+from .engines import Capacity
 from .linux_processes import busy_s
 from .model_files import DEFAULT, TOY
 from .server import Server, ServerFailed, cpu_s_by_name
@@ -30,7 +30,7 @@ _QUICK_OUTPUT = 8
 
 @dataclass(frozen=True)
 class Workload:
-    """All requests are sent at once, so many under way; all are alike in length."""
+    """A workload. All its requests have the same lengths and arrive at once; `concurrency` limits the running ones."""
 
     name: str
     model: str
@@ -39,7 +39,7 @@ class Workload:
     own_len: int
     output_len: int
     shared_len: int = 0
-    """Tokens that all prompts begin with, before their own."""
+    """Number of tokens that all prompts share at their start, before their own tokens."""
 
     @property
     def input_len(self) -> int:
@@ -54,24 +54,24 @@ class Workload:
         )
 
     def requests(self, maker: PromptMaker, seed: int) -> list[Request]:
-        """Prompts that no other seed gives."""
+        """The requests of this seed. Different seeds give different prompts."""
         if self.shared_len:
             sizes = self.shared_len, self.own_len, self.output_len
             return workloads.shared_prefix(maker, 1, self.num_requests, *sizes, True, seed)
         return workloads.random_ids(maker, self.num_requests, self.own_len, self.output_len, 1.0, seed)
 
     def warmup(self) -> Workload:
-        """As many at once and as long, but with short answers."""
+        """The warm-up workload: the same concurrency and prompt lengths, with short outputs."""
         return replace(self, num_requests=self.concurrency, output_len=min(self.output_len, _WARMUP_OUTPUT))
 
     def quick(self) -> Workload:
-        """Small enough to see only whether everything works."""
+        """A small version of the workload, which only checks that everything works."""
         return replace(self, num_requests=min(self.num_requests, _QUICK_REQUESTS), output_len=_QUICK_OUTPUT)
 
 
 WORKLOADS = {
-    one.name: one
-    for one in (
+    workload.name: workload
+    for workload in (
         Workload("W1", DEFAULT, 32, 16, 256, 128),
         Workload("W2", DEFAULT, 32, 16, 128, 64, shared_len=896),
         Workload("W3", DEFAULT, 4, 1, 32, 128),
@@ -80,52 +80,56 @@ WORKLOADS = {
 }
 
 
-def room_for(model: str) -> Room:
-    """For any workload of this model, whichever are run: a server has one set-up for all of them."""
-    some = [one for one in WORKLOADS.values() if one.model == model]
-    return Room(max(one.concurrency for one in some), max(one.input_len + one.output_len for one in some))
+def capacity_for(model: str) -> Capacity:
+    """The capacity for every workload of a model, so that a server's set-up does not depend on the chosen workloads."""
+    of_model = [workload for workload in WORKLOADS.values() if workload.model == model]
+    return Capacity(
+        max(workload.concurrency for workload in of_model),
+        max(workload.input_len + workload.output_len for workload in of_model),
+    )
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A server and the way to talk to it."""
+    """A running server with its client and API."""
 
     server: Server
     client: HttpClient
     dialect: Dialect[Any]
     timeout_s: float
-    """for all requests that are sent together"""
+    """Time limit for all requests of one `send`."""
 
     async def send(
         self, requests: Sequence[Request], bodies: Sequence[bytes], concurrency: int
     ) -> tuple[list[Output], float]:
-        """What comes back, and the seconds that it takes. Raises ServerFailed when an answer is not as asked."""
+        """Sends the requests. Returns the outputs and the seconds. Raises ServerFailed for a wrong answer."""
         times_s = np.zeros(len(bodies))
         try:
             async with asyncio.timeout(self.timeout_s):
                 outputs, duration_s = await drive(self.client, self.dialect, bodies, times_s, concurrency)
         except TimeoutError:
-            raise ServerFailed(f"the answers were not complete within {self.timeout_s:g} s") from None
-        # The connections of a process that dies are closed before it counts as ended.
+            raise ServerFailed(f"no whole answers after {self.timeout_s:g} s") from None
+        # A dying process closes its connections a moment before its end is visible.
         self.server.check_alive(within_s=1.0 if any(output.error for output in outputs) else 0.0)
         check_answers(requests, outputs)
         return outputs, duration_s
 
 
-async def run(to: Connection, workload: Workload, maker: PromptMaker, seed: str) -> dict[str, Any]:
-    """Warms up, then measures: figures of the client, and what server and others took of the processor meanwhile.
+async def run(connection: Connection, workload: Workload, maker: PromptMaker, seed: str) -> dict[str, Any]:
+    """Warms up a server and measures a workload on it.
 
-    Raises ServerFailed when an answer is not as asked.
+    Returns the client's figures, and the processor time of the server, of the client and of other processes. Raises
+    ServerFailed for a wrong answer.
     """
     warmup = workload.warmup()
     requests = warmup.requests(maker, zlib.crc32(f"{seed}/warm-up".encode()))
-    await to.send(requests, [to.dialect.encode(one) for one in requests], warmup.concurrency)
+    await connection.send(requests, [connection.dialect.encode(request) for request in requests], warmup.concurrency)
     requests = workload.requests(maker, zlib.crc32(f"{seed}/measured".encode()))
-    bodies = [to.dialect.encode(one) for one in requests]
-    gc.collect()  # not while the clock runs
-    before, busy, own = to.server.processes(), busy_s(), time.process_time()
-    outputs, duration_s = await to.send(requests, bodies, workload.concurrency)
-    after, busy, own = to.server.processes(), busy_s() - busy, time.process_time() - own
+    bodies = [connection.dialect.encode(request) for request in requests]
+    gc.collect()  # now, so that no collection runs during the measurement
+    before, busy, own = connection.server.processes(), busy_s(), time.process_time()
+    outputs, duration_s = await connection.send(requests, bodies, workload.concurrency)
+    after, busy, own = connection.server.processes(), busy_s() - busy, time.process_time() - own
     by_name = cpu_s_by_name(before, after)
     server_cpu_s = sum(by_name.values())
     return {
@@ -134,12 +138,12 @@ async def run(to: Connection, workload: Workload, maker: PromptMaker, seed: str)
         "server_cpu_s_by_name": by_name,
         "client_cpu_s": own,
         "others_cpu_s": max(0.0, busy - server_cpu_s - own),
-        "pss_bytes": to.server.pss_bytes(),
+        "pss_bytes": connection.server.pss_bytes(),
     }
 
 
 def check_answers(requests: Sequence[Request], outputs: Sequence[Output]) -> None:
-    """Speed counts only for real, whole answers to what was asked. Raises ServerFailed."""
+    """Raises ServerFailed for an answer that is empty, has another length, or belongs to another prompt length."""
     for request, output in zip(requests, outputs, strict=True):
         if output.error is not None:
             raise ServerFailed(f"a request failed: {output.error}")

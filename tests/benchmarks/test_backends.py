@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_http import Exchange, scripted_server, sse
 
-from tercet.benchmarks.backends import BACKENDS, Dialect, EventSplitter, Output, Wish, error_text
+from tercet.benchmarks.backends import BACKENDS, Dialect, EventSplitter, Output, RequestSettings, error_text
 from tercet.benchmarks.http_client import HttpClient
 from tercet.benchmarks.workloads import Request
 
@@ -23,8 +23,8 @@ COMPLETIONS = ["sglang-oai", "vllm"]
 NATIVE = ["tercet", "sglang"]
 
 
-def dialect(backend: str, **wish: Any) -> Dialect[Any]:
-    return BACKENDS[backend].dialect(Wish(**wish))
+def dialect(backend: str, **settings: Any) -> Dialect[Any]:
+    return BACKENDS[backend].dialect(RequestSettings(**settings))
 
 
 def send(speaks: Dialect[Any], script: Any) -> tuple[Output, Exchange]:

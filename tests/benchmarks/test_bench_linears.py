@@ -41,7 +41,7 @@ def test_a_prompt_needs_the_head_once() -> None:
         step.add("lm_head.weight", torch.randn(7, 100))
         name, width, head = step._layers[-1]
         step._layers[-1] = name, width, lambda x, head=head, heads=heads: heads.append(len(x)) or head(x)
-        step.take({100: torch.randn(50, 100)})
+        step.set_inputs({100: torch.randn(50, 100)})
         assert step.seconds() > 0
         assert step.num_ops(50) == 2 * (50 * 1000 + heads[0] * 700)
         assert heads == [1 if step is steps[1] else 50]

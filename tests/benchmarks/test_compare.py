@@ -23,10 +23,10 @@ from fake_engines import fake
 from tercet import launch_server
 from tercet.benchmarks import compare
 from tercet.benchmarks.peers import comparison, engines
-from tercet.benchmarks.peers.engines import ENGINES, Engine, Room
+from tercet.benchmarks.peers.engines import ENGINES, Capacity, Engine
 from tercet.benchmarks.peers.model_files import DEFAULT, TOY, ModelFiles, model_files
 from tercet.benchmarks.peers.server import ServerFailed
-from tercet.benchmarks.peers.workload import WORKLOADS, room_for
+from tercet.benchmarks.peers.workload import WORKLOADS, capacity_for
 from tercet.benchmarks.workloads import PromptMaker
 
 QUICK = ["--quick", "--workloads", "W1,W3"]
@@ -147,7 +147,7 @@ def test_a_bad_server_is_a_row_of_the_table(bench: Bench, trouble: str, says: st
 
 
 def test_who_cannot_read_a_model_has_an_empty_row(bench: Bench) -> None:
-    engine = Engine("python", lambda python, model, room, port: None)
+    engine = Engine("python", lambda python, model, capacity, port: None)
     result = bench("--quick", "--workloads", "W3", vllm=engine)
     assert result["failures"] == [] and {one["peer"] for one in result["starts"]} == {"tercet"}
     assert re.search(r"^vllm +-( +-)+ +0$", bench.out, re.MULTILINE)
@@ -274,7 +274,7 @@ def toy(tmp_path: Path) -> ModelFiles:
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_server_is_started_on_the_model_with_its_port(name: str, toy: ModelFiles, tmp_path: Path) -> None:
     program = tmp_path / "bin" / ENGINES[name].program
-    launch = ENGINES[name].launch(program, toy, room_for(TOY), 12345)
+    launch = ENGINES[name].launch(program, toy, capacity_for(TOY), 12345)
     if launch is None:
         assert name == "llama.cpp-q4_1", "the toy model has no quantised file"
         return
@@ -283,7 +283,7 @@ def test_every_server_is_started_on_the_model_with_its_port(name: str, toy: Mode
 
 
 def test_llama_cpp_gets_a_slot_for_each_request_and_context_for_all(toy: ModelFiles) -> None:
-    launch = ENGINES["llama.cpp"].launch(Path("llama-server"), toy, Room(16, 1088), 1)
+    launch = ENGINES["llama.cpp"].launch(Path("llama-server"), toy, Capacity(16, 1088), 1)
     assert launch is not None
     flags = dict(pairwise(launch.argv))
     assert flags["-np"] == "16" and flags["-c"] == str(16 * 1280)
