@@ -227,7 +227,7 @@ def test_a_measurement_that_others_disturb_is_repeated(bench: Bench, monkeypatch
 def test_what_makes_no_sense_is_refused(bench: Bench, tmp_path: Path) -> None:
     assert "unknown server 'tgi'" in bench.refused("--peer", "tgi=/nowhere")
     assert "/nowhere does not exist" in bench.refused("--peer", "vllm=/nowhere")
-    assert "there is no vllm in" in bench.refused("--peer", f"vllm={tmp_path}")
+    assert "have no program vllm" in bench.refused("--peer", f"vllm={tmp_path}")
     assert "--args names vllm, which is not measured" in bench.refused("--args", "vllm=--seed 1")
     assert "NAME=VALUE" in bench.refused("--peer", "vllm")
     assert "unknown workload 'W9'" in bench.refused("--workloads", "W1,W9")
