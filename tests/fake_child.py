@@ -1,7 +1,7 @@
-"""Children without a model: real processes, real links, made-up tokens. `FAKE_CHILD` chooses how the scheduler fails.
+"""Child processes without a model, for tests: real processes and sockets, with fixed tokens.
 
-Run as `python -m fake_child ROLE` in place of `tercet.srt.entrypoints.child`. Token i of an answer is 100 + i and its
-text "<i> ", 10 ms apart.
+Run as `python -m fake_child ROLE` in place of `tercet.srt.entrypoints.child`. Token i of an answer is 100 + i, with the
+text "<i> ". Tokens are 10 ms apart. The environment variable `FAKE_CHILD` chooses how the scheduler fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Entries for the table of servers that are compared: each starts fake_peer."""
+"""Entries for the table of compared servers, for tests. Each entry starts fake_peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine without processes behind the real TokenizerManager and the real HTTP app, and two ways to talk to it."""
+"""A fake scheduler behind the real TokenizerManager and the real HTTP app, and two clients for it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tercet.srt.text.tokenizer_parts import TokenizerParts
 T = TypeVar("T")
 
 WORDS = ("one", " two", ' "three"', "", " fünf", " \\six\n", " 🙂")
-"""Text of output token i is WORDS[i % 7]: one token has no text yet, some need escapes in JSON."""
+"""Output token i has the text WORDS[i % 7]. One token has no text, and some texts need escapes in JSON."""
 CONTEXT_LEN = 256
 VOCAB_SIZE = 258
 EOS = 256
@@ -56,29 +56,29 @@ TEMPLATE = (
 
 
 def text_of(num_tokens: int) -> str:
-    """What the fake engine writes in so many tokens."""
+    """The fake engine's text of `num_tokens` tokens."""
     return "".join(WORDS[i % len(WORDS)] for i in range(num_tokens))
 
 
 class FakeScheduler:
-    """Writes WORDS to every prompt, `step` tokens an output. The knobs apply to requests that come after."""
+    """Answers every prompt with WORDS, `step` tokens in each output. A test sets the attributes before its requests."""
 
     def __init__(self) -> None:
         self.manager: TokenizerManager
         self.step = 1
         self.stop_after: int | None = None
-        """Ends with the stop token after so many tokens; None: at max_new_tokens."""
+        """Number of tokens before the stop token; None: run to max_new_tokens."""
         self.fail: tuple[int, FinishReason] | None = None
-        """Ends like this after so many tokens."""
+        """Number of tokens, and the finish reason after them."""
         self.mute = False
-        """Accepts requests and says nothing, but answers aborts."""
+        """Accepts requests and sends no output, but answers aborts."""
         self.unsent = 0
-        """Tokens that an aborted request has made and not sent yet."""
+        """Number of tokens that an aborted request has generated and not sent yet."""
         self.dead = False
         """Answers no calls."""
         self.delay_s = 0.0
         self.gate = False
-        """Every output waits in `held` for a `release`."""
+        """Holds every output in `held` until `release`."""
         self.held: list[tuple[GenerateReq, int]] = []
         self._loop: asyncio.AbstractEventLoop
         self.received: list[GenerateReq] = []
@@ -110,7 +110,7 @@ class FakeScheduler:
             loop.call_soon(self.manager.on_message, StateReply(message.call_id, self.state()))
 
     def release(self) -> None:
-        """From any thread: lets one output go that is held."""
+        """Sends one held output. May be called from any thread."""
         self._loop.call_soon_threadsafe(self._write, *self.held.pop(0))
 
     def _go_on(self, request: GenerateReq, done: int) -> None:
@@ -172,8 +172,10 @@ class FakeScheduler:
 
 
 def byte_tokenizer(*added: str) -> Tokenizer:
-    """Token i is byte i; 256 and 257 are special; `added` have the ids from 258 on, which the model has no rows for.
-    What it encodes is the text's UTF-8."""
+    """A tokenizer that encodes text as UTF-8: token i is byte i, and 256 and 257 are special tokens.
+
+    `added`: further tokens, with ids from 258 on, which are outside the model's vocabulary.
+    """
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
@@ -195,7 +197,7 @@ _TOKENIZER = byte_tokenizer()
 def make_manager(
     scheduler: FakeScheduler, *, tokenizer: Tokenizer | None = _TOKENIZER, **settings: Any
 ) -> TokenizerManager:
-    """A manager on top of the fake scheduler; context 256, vocabulary 258, served as "tiny"."""
+    """A TokenizerManager with the fake scheduler: context 256, vocabulary 258, model name "tiny"."""
     args = ServerArgs(**{"model_path": "/models/tiny-1", "served_model_name": "tiny", **settings})
     config = ModelConfig(
         architecture="LlamaForCausalLM",
@@ -231,7 +233,7 @@ def make_manager(
 
 
 class Site:
-    """The app in this process, one event loop, no sockets. A stream's answer is read as a whole."""
+    """A client of the app in this process, with one event loop and no sockets. It reads a stream to its end."""
 
     def __init__(self, *, app: dict[str, Any] | None = None, **settings: Any) -> None:
         self.scheduler = FakeScheduler()
@@ -246,7 +248,7 @@ class Site:
         return self._runner.run(work)
 
     def request(self, method: str, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
-        """`body`: bytes (or parts of them) as they are, or anything as JSON."""
+        """Sends a request. `body`: bytes, or pieces of bytes, are sent unchanged; other values as JSON."""
         if isinstance(body, bytes | AsyncIterable):
             kwargs["content"] = body
         elif body is not None:
@@ -260,26 +262,26 @@ class Site:
         return self.request("POST", path, body, **kwargs)
 
     def good(self, path: str, body: Any) -> Any:
-        """The JSON of an answer that has to be 200."""
+        """The JSON of a response that must have status 200."""
         answer = self.post(path, body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """The events of a stream without the last, which has to be `[DONE]`."""
+        """The events of a stream, without the last one, which must be `[DONE]`."""
         answer = self.post(path, {**body, "stream": True})
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"].startswith("text/event-stream")
         return events_of(answer.content)
 
     def refused(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
-        """The error of an answer that has to have this status."""
+        """The error of a response that must have this status."""
         answer = self.post(path, body)
         assert answer.status_code == status, answer.text
         return error_of(answer)
 
     def idle(self) -> bool:
-        """Whether nothing is left of any request, here or in the scheduler."""
+        """Whether neither the manager nor the scheduler has any request."""
         return not self.scheduler.running and self.manager.num_unfinished == 0
 
     def close(self) -> None:
@@ -288,14 +290,14 @@ class Site:
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
-    """The error in an answer, which has to be in OpenAI's envelope."""
+    """The error in a response, which must use OpenAI's envelope."""
     body = answer.json()
     assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}, body
     return body["error"]
 
 
 def events_of(content: bytes) -> list[Any]:
-    """The JSON of server-sent events up to `[DONE]`, which has to be the last."""
+    """The JSON of server-sent events before `[DONE]`, which must be the last event."""
     parts = content.decode().split("\n\n")
     assert parts.pop() == ""
     assert all(part.startswith("data: ") and "\n" not in part for part in parts)
@@ -313,7 +315,7 @@ class LiveSite:
         self.url = f"http://{address[0]}:{address[1]}"
 
     def send(self, method: str, path: str, body: Any) -> socket.socket:
-        """A connection on which the request is under way."""
+        """Sends a request and returns its connection, without reading the response."""
         data = json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         connection = socket.create_connection(self.address, timeout=20)

@@ -1,4 +1,4 @@
-"""`python fake_peer.py PORT TROUBLE`: a server like those that are compared, as good or as bad as a test wants it."""
+"""A fake of a compared server: `python fake_peer.py PORT TROUBLE`. TROUBLE chooses how it misbehaves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TROUBLES = (
     "has many processes",
 )
 LOAD = 4
-"""Tokens of an answer from which on a request counts as load: what only asks whether the server is there is less."""
+"""Minimum output tokens of a measured request. Start-up checks ask for fewer tokens."""
 
 
 class Peer:
@@ -53,7 +53,7 @@ class Peer:
 
 
 SAMPLE_LEN = len("The capital of France is")
-"""Its tokens are bytes."""
+"""Length of the sample prompt in tokens. A token is a byte."""
 
 
 async def serve(port: int, trouble: str) -> None:
@@ -64,7 +64,7 @@ async def serve(port: int, trouble: str) -> None:
 
 
 def start_others() -> None:
-    """A child and its child, which SIGTERM does not end; the second is in a session of its own."""
+    """Starts a child process and a grandchild that ignore SIGTERM. The grandchild has its own session."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sleeper = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
     starter = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleeper!r}], start_new_session=True)"

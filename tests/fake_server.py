@@ -1,4 +1,4 @@
-"""`python -m fake_server FLAGS`: the server of `tercet serve` around the children of fake_child."""
+"""`python -m fake_server FLAGS`: the server of `tercet serve`, with the child processes of fake_child."""
 
 from __future__ import annotations
 

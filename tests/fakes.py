@@ -1,4 +1,4 @@
-"""Honest stand-ins: a model whose every answer depends on every KV slot it reads, and queues that are lists."""
+"""Fakes for tests of the scheduler: a model whose tokens depend on every KV slot it reads, queues, and a clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def next_token(ids: Sequence[int] | np.ndarray, seed: int, vocab_size: int) -> int:
-    """The fake language model: the token that follows `ids`, a hash of all of them in order, and of the seed."""
+    """The fake language model. The next token is a hash of all `ids`, in order, and of the seed."""
     tokens = np.asarray(ids, dtype=np.uint64) + np.uint64(1)
     with np.errstate(over="ignore"):
         powers = np.cumprod(np.full(len(tokens), _MULTIPLIER, dtype=np.uint64))
@@ -26,7 +26,7 @@ def next_token(ids: Sequence[int] | np.ndarray, seed: int, vocab_size: int) -> i
 def expected_output(
     prompt: Sequence[int], seed: int, max_new_tokens: int, vocab_size: int, stop_ids: frozenset[int] = frozenset()
 ) -> list[int]:
-    """What a request must generate, whatever the schedule."""
+    """The output tokens that a request must get with any schedule."""
     ids = list(prompt)
     for _ in range(max_new_tokens):
         ids.append(next_token(ids, seed, vocab_size))
@@ -36,7 +36,7 @@ def expected_output(
 
 
 class FakeStep:
-    """Tokens are there once `sample` was called, which the runner insists on before it launches again."""
+    """A launched step. `sample` must be called before the tokens are read and before the next launch."""
 
     def __init__(self, tokens: np.ndarray) -> None:
         self._tokens = tokens
@@ -52,17 +52,20 @@ class FakeStep:
 
 
 class FakeRunner:
-    """Runs `next_token` over a simulated KV pool. A slot holds a token and its position; the table it reads is its own
-    copy, kept up to date only by what a step says, as on a GPU. Any slot lost, shared wrongly or overwritten shows."""
+    """Runs `next_token` over a simulated KV pool, in which a slot holds a token and its position.
+
+    As on a GPU, it reads its own copy of the slot table, which only the table updates of a step change. So a lost,
+    overwritten or wrongly shared slot gives wrong tokens or an error.
+    """
 
     def __init__(self, table_shape: tuple[int, int], pool_size: int, page_size: int = 1, vocab_size: int = 97) -> None:
         self.vocab_size = vocab_size
         self.steps: list[StepInputs] = []
         self.invalid_rows: set[int] = set()
         self.poison: int | None = None
-        """A token whose KV is NaN, and so is all KV that is computed after it in a sequence, and its logits."""
+        """A token with invalid KV. All later KV of its sequence, and the logits, are invalid, too."""
         self.is_nan = np.zeros(pool_size + page_size, dtype=np.bool_)
-        """Of the KV of each slot."""
+        """Whether the KV of each slot is invalid."""
         self._table = np.zeros(table_shape, dtype=np.int32)
         self._last: FakeStep | None = None
         self._kv_token = np.full(pool_size + page_size, -1, dtype=np.int64)
@@ -111,7 +114,7 @@ class FakeRunner:
 
 
 class FakeInbox:
-    """Messages wait in a list. `on_idle` is asked when the scheduler would sleep."""
+    """A list of messages. `on_idle` is called when the scheduler would sleep."""
 
     def __init__(self, on_idle: Callable[[], None] = lambda: None) -> None:
         self.messages: list = []
@@ -137,7 +140,7 @@ class FakeOutbox:
 
 
 class FakeClock:
-    """Seconds that pass when a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0

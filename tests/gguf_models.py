@@ -1,4 +1,4 @@
-"""GGUF files made of small transformers models."""
+"""Writes GGUF files from small transformers models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gguf_name(name):
 
 
 def interleave_halves(array, num_heads):
-    """What llama.cpp's converter does to q and k of Llama models: row i of a half goes beside row i of the other."""
+    """Permutes rows of q or k as llama.cpp's converter does for Llama: rows i of both halves become neighbours."""
     heads = array.reshape(num_heads, 2, -1, *array.shape[1:])
     return np.stack([heads[:, 0], heads[:, 1]], axis=2).reshape(array.shape)
 

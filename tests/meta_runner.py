@@ -1,8 +1,8 @@
-"""A whole ModelRunner whose device memory holds no values: whatever would wait for one raises.
+"""A ModelRunner on torch's meta device, to prove that no step waits for the device.
 
-Tensors on torch's meta device have shapes only, so `.item()`, `.tolist()`, `nonzero`, a boolean index, a branch on a
-tensor and every copy back to the host fail there. What meta lets pass and CUDA would wait for is refused by
-`NoWaiting`: host memory that goes to the device by any other road than from pinned memory, without blocking.
+Tensors on the meta device have shapes but no values. So `.item()`, `.tolist()`, `nonzero`, a boolean index, a branch on
+a tensor and every copy to the host raise an error. `NoWaiting` refuses the remaining waits: copies from the host that
+are blocking or do not start in pinned memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class NoWaiting(TorchDispatchMode):
         self._patches = ExitStack()
 
     def __enter__(self):
-        # Made from Python numbers, a tensor's way to the device passes the dispatcher by.
+        # These functions copy Python numbers to the device without the dispatcher, so they are replaced.
         for name in ("tensor", "as_tensor", "asarray"):
             self._patches.enter_context(mock.patch.object(torch, name, _refuse))
         return super().__enter__()
@@ -74,7 +74,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 class MetaAccelerator(FakeAccelerator):
-    """Copies home bring zeros. A replay runs nothing, as the host sees it."""
+    """A fake accelerator for meta tensors. Copies to the host give zeros, and a replay runs nothing."""
 
     def __init__(self) -> None:
         super().__init__(lag=20)
@@ -132,7 +132,7 @@ def make_meta_runner(monkeypatch, config, attention=MetaAttention, **options):
 
 
 def every_kind_of_step():
-    """Prefills, chunks, decodes, both mixed, with and without rows to sample and table updates."""
+    """Steps of every kind: prefills, chunks, decodes and mixed steps, with and without sampled rows and updates."""
     rows = np.arange(1, len(EVERY_SAMPLING) + 1, dtype=np.int32)
     n = len(rows)
     none = np.empty(0, np.int32)
@@ -171,7 +171,7 @@ def every_kind_of_step():
 
 
 def launch_all(runner, accelerator):
-    """Every kind of step, one after the other without reading a token; then they are read."""
+    """Launches steps of every kind without reading a token in between. Then reads all tokens."""
     waits = accelerator.num_waits
     results = []
     for step in every_kind_of_step():

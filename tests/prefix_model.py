@@ -1,7 +1,7 @@
-"""A cache of prefixes that is too simple to be wrong: one dictionary entry for each cached page.
+"""A simple prefix cache as the reference for the radix cache: one dictionary entry for each cached page.
 
-Pages that came in together and were used together have equal histories, so evicting page by page must pick
-just what the radix tree picks, which knows whole edges.
+Pages that were inserted and used together have equal histories. So eviction by single pages must choose the same pages
+as the radix tree, which evicts from the ends of edges.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PrefixModel:
         self.policy = get_evict_policy(policy)
         self.pages: dict[Key, Page] = {}
         self.discarded: list[Page] = []
-        """Pages that are no longer cached and still locked."""
+        """Pages that are no longer cached but still locked."""
         self.tick = 0
 
     def path(self, namespace: str, tokens: list[int]) -> list[Page]:
@@ -65,7 +65,7 @@ class PrefixModel:
         return duplicate_len, taken_len
 
     def lock(self, namespace: str, tokens: list[int], already: int = 0) -> list[Page]:
-        """The pages that were locked: those of `tokens` from token `already` on."""
+        """Locks the pages of `tokens` from token `already` on, and returns them."""
         pages = self.path(namespace, tokens)[already // self.page_size :]
         for page in pages:
             page.num_locks += 1

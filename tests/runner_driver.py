@@ -10,12 +10,12 @@ from tercet.srt.sampling_params import SamplingParams
 
 
 class RunnerDriver:
-    """Every request has a row of its own, and pages in random order."""
+    """Runs requests on a runner. Each request has one row, and its pages are in random order."""
 
     def __init__(self, runner, seed=0):
         self.runner = runner
         self.table = np.zeros((runner.settings.max_running_requests + 1, runner.settings.context_len), np.int32)
-        # Slots of nobody hold a NaN: attending to one by mistake shows.
+        # Unused slots hold NaN, so that a step that reads one by mistake gives NaN.
         page = runner.settings.page_size
         pages = np.arange(page, runner.max_total_num_tokens + page).reshape(-1, page)
         for buffer in (*runner.kv_pool.k_buffer, *runner.kv_pool.v_buffer):
@@ -32,7 +32,7 @@ class RunnerDriver:
         return self._sample(logits, rows, seq_lens)
 
     def add(self, row, sampling=None):
-        """Starts a request in `row`; to be given to `extend`'s new_rows."""
+        """Starts a request in `row`. Pass the result to `extend` in `new_rows`."""
         self.lens[row] = 0
         none = np.empty(0, np.int32)
         return NewRow(
@@ -57,7 +57,10 @@ class RunnerDriver:
         return self.table[row, start:end].copy()
 
     def extend(self, chunks, sampled=None, new_rows=()):
-        """chunks: {row: token ids, or None for its newest token on the device}. Returns the tokens."""
+        """Runs an extend step. Returns its tokens.
+
+        `chunks`: {row: token ids, or None for the row's newest token on the device}
+        """
         rows = np.array(list(chunks), np.int32)
         ids = [np.array([FROM_DEVICE] if part is None else part, np.int32) for part in chunks.values()]
         slots = [self._grow(row, len(part)) for row, part in zip(chunks, ids, strict=True)]
@@ -74,7 +77,7 @@ class RunnerDriver:
         return self._run(step)
 
     def decode(self, rows, forced=None):
-        """One token of each row; `forced` replaces what is on the device as the input."""
+        """Runs a decode step: one token for each row. `forced`: input tokens in place of the newest ones."""
         if forced is not None:
             self.runner.future_tokens[torch.tensor(list(rows))] = torch.tensor(
                 forced, device=self.runner.settings.device
@@ -94,7 +97,10 @@ class RunnerDriver:
         return launched.wait().tokens
 
     def logits_along(self, row, ids, chunks):
-        """Feeds `ids` alone in chunks of these lengths, the rest by decode steps; {position: logits of its token}."""
+        """Runs one request's `ids` in chunks of these lengths, and the remaining ids in decode steps.
+
+        Returns {position: logits of its token}.
+        """
         found = {}
         end = 0
         new_rows = [self.add(row)]

@@ -1,4 +1,4 @@
-"""Runners for tests: the settings of a server, with pages of one token and few rows unless a test says otherwise."""
+"""Makes runners for tests, with the settings of a server but, by default, pages of one token and few rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tercet.srt.server_args import ServerArgs
 
 
 def make_settings(config: ModelConfig, **settings) -> RunnerSettings:
-    """`settings`: of ServerArgs."""
+    """The runner's settings. `settings`: fields of ServerArgs."""
     defaults = {"device": "cpu", "page_size": 1, "weight_cache": "off", "random_seed": 0}
     return resolve_settings(ServerArgs(model_path=config.model_path, **{**defaults, **settings}), config)
 

@@ -1,4 +1,4 @@
-"""What the sampler is compared with: the same semantics, written slowly in numpy with float64, one row at a time."""
+"""The reference for tests of the sampler: the same semantics in plain numpy with float64, one row at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def new_row(
 
 
 def edited_logits(logits: Float64Array, row: NewRow, generated: list[int]) -> Float64Array:
-    """Logits after penalties, bias and early stops; `generated`: all tokens of the output so far."""
+    """The logits after penalties, bias and the ban on early stops. `generated`: the output tokens so far."""
     x, params = logits.copy(), row.sampling
     for token in set(row.prompt_ids.tolist()) | set(generated):
         x[token] *= params.repetition_penalty if x[token] < 0 else 1 / params.repetition_penalty
@@ -45,7 +45,7 @@ def probabilities(logits: Float64Array, temperature: float) -> Float64Array:
 
 
 def mass_above(logits: Float64Array, temperature: float) -> Float64Array:
-    """Of each token: the probability of all that are strictly more probable."""
+    """For each token: the total probability of all strictly more probable tokens."""
     values, index = np.unique(logits, return_inverse=True)
     masses = np.bincount(index, weights=probabilities(logits, temperature), minlength=len(values))
     above = np.append(np.cumsum(masses[::-1])[::-1][1:], 0.0)
@@ -63,7 +63,7 @@ def kept_tokens(logits: Float64Array, params: SamplingParams) -> npt.NDArray[np.
 
 
 def near_a_threshold(logits: Float64Array, params: SamplingParams, margin: float = 1e-6) -> bool:
-    """Whether float32 may see a token on the other side of top-p's or min-p's threshold."""
+    """Whether a token is so near the threshold of top-p or min-p that float32 may decide differently."""
     p = probabilities(logits, params.temperature)
     distance = np.abs(mass_above(logits, params.temperature) - params.top_p)
     near_top_p = params.top_p < 1 and bool((distance < margin).any())
@@ -73,7 +73,7 @@ def near_a_threshold(logits: Float64Array, params: SamplingParams, margin: float
 def possible_tokens(
     logits: Float64Array, params: SamplingParams, draws: Float64Array, margin: float = 1e-6
 ) -> list[set[int]]:
-    """For each draw: the token there on the cumulative distribution, and those within float32's precision."""
+    """For each draw: the token at its place in the cumulative distribution, and tokens within float32's precision."""
     kept = kept_tokens(logits, params)
     if (params.top_k == -1 or params.top_k >= len(logits)) and params.top_p == 1:
         kept = np.sort(kept)  # with nothing to rank, the order is that of the ids

@@ -1,4 +1,4 @@
-"""A whole scheduler on the fake runner, with its messages in lists: what the tests of `managers` drive."""
+"""A complete scheduler on the fake runner, with its messages in lists, for the tests of `managers`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tercet.srt.sampling_params import SamplingParams
 
 @dataclass
 class Heard:
-    """What a client heard of one request."""
+    """The outputs that a client received for one request."""
 
     ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -35,7 +35,7 @@ class Heard:
 
 
 class StopAfter:
-    """A stop checker for tests: matches when the last tokens are `pattern`."""
+    """A stop checker for tests. It matches when the last tokens are `pattern`."""
 
     def __init__(self, pattern: tuple[int, ...]) -> None:
         self._pattern = pattern
@@ -70,7 +70,7 @@ class Rig:
         decode_log_interval: int = 1_000_000,
         make_runner: Callable[[], Runner] | None = None,
     ) -> None:
-        """make_runner: default: a FakeRunner"""
+        """`make_runner`: makes the runner; a FakeRunner by default."""
         pool = ReqToTokenPool(max_running, context_len)
         allocator = make_allocator(pool_size, page_size)
         cache = RadixCache(allocator, page_size, eviction) if radix else ChunkCache(page_size)
@@ -119,7 +119,7 @@ class Rig:
         self.inbox.messages.append(AbortReq(rid))
 
     def turn(self) -> None:
-        """One turn, with the books audited after it."""
+        """Runs one turn of the scheduler, and then audits the KV memory."""
         self.in_flight = self.scheduler.turn(self.in_flight)
         if self._audit:
             self.kv.audit(self.scheduler.queues.holders())
@@ -138,7 +138,7 @@ class Rig:
         return self.in_flight is not None or self.scheduler.queues.is_busy or bool(self.inbox.messages)
 
     def run(self, max_turns: int = 20_000) -> int:
-        """Turns until nothing is left; how many it took. A hang is a failure."""
+        """Runs turns until no request is left. Returns their number. Fails after `max_turns`."""
         for count in range(max_turns):
             if not self.is_busy:
                 return count
@@ -147,5 +147,5 @@ class Rig:
 
     @property
     def extend_sizes(self) -> list[int]:
-        """Tokens of each extend step so far."""
+        """Number of tokens in each extend step so far."""
         return [int(np.sum(step.extend_lens)) for step in self.runner.steps if step.extend_lens is not None]

@@ -1,4 +1,4 @@
-"""A server that says what a test tells it to, byte for byte: every request runs the test's script."""
+"""A server that sends exactly the bytes of a test's script. Every request runs the script."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 @dataclass
 class Exchange:
-    """One request, and the way to answer it."""
+    """One request, with the methods to answer it."""
 
     number: int
-    """Requests before it, on all connections."""
+    """Number of earlier requests on all connections."""
     connection: int
-    """Connections before its own."""
+    """Number of earlier connections."""
     method: str
     path: str
     headers: dict[str, str]
@@ -41,14 +41,14 @@ class Exchange:
         await self.send(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
 
     async def piece(self, data: bytes) -> None:
-        """A piece of a stream's body."""
+        """Sends a piece of a stream's body."""
         await self.send(b"%x\r\n%s\r\n" % (len(data), data))
 
     async def event(self, content: Any) -> None:
         await self.piece(sse(content))
 
     async def stream(self, events: Sequence[Any], done: bool = True) -> None:
-        """A whole stream; with `done`, the last event is `[DONE]`."""
+        """Sends a complete stream. With `done`, the last event is `[DONE]`."""
         await self.begin_stream()
         for content in events:
             await self.event(content)
@@ -68,9 +68,9 @@ class ScriptedServer:
         self.script = script
         self.seen: list[Exchange] = []
         self.failures: list[BaseException] = []
-        """What the script raised."""
+        """Exceptions of the script."""
         self.left: list[int] = []
-        """Connections that have ended."""
+        """Numbers of the connections that have ended."""
         self.url = ""
         self.listener: asyncio.Server
         self._connections = 0
@@ -88,7 +88,7 @@ class ScriptedServer:
                 self.seen.append(exchange)
                 await self.script(exchange)
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client has left, or the script has hung up
+            pass  # the client or the script has closed the connection
         except Exception as error:
             self.failures.append(error)
         finally:
@@ -102,7 +102,7 @@ def sse(content: Any) -> bytes:
 
 @contextmanager
 def scripted_server(script: Script) -> Iterator[ScriptedServer]:
-    """The server on a free port, in a thread."""
+    """Runs the server on a free port, in a thread."""
     server = ScriptedServer(script)
     started = threading.Event()
     stop: list[Callable[[], None]] = []

@@ -1,4 +1,4 @@
-"""The attention shapes that serving uses, as tensors that take no memory: for compiling kernels ahead of time."""
+"""Attention shapes that occur in serving, as meta tensors without memory, to compile kernels ahead of time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 
 def operands(shape: Shape, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q (a view of a fused projection), the pool twice, the table."""
+    """q (a view of a fused projection), the K pool, the V pool and the slot table. Both pools are one tensor."""
     heads = shape.num_heads + 2 * shape.num_kv_heads
     q = meta(num_tokens, heads, shape.head_dim, dtype=shape.dtype)[:, : shape.num_heads]
     pool = meta(

@@ -1,4 +1,4 @@
-"""The package's sources as data: its modules, what each imports and when. For tests of the house rules."""
+"""The package's source files as data, for tests of the house rules: the modules and their imports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Import:
     when: When
     line: int
     name: str | None
-    """What is taken from the target; None when it is the module itself."""
+    """The name that is imported from the target; None for an import of the module itself."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _parse(path: Path) -> ast.Module:
 
 
 def files() -> Iterator[Path]:
-    """Every file of the checkout that is ours: no hidden folders but .ci, nothing built, no caches."""
+    """All source files of the checkout, without build results, caches and hidden folders (except .ci)."""
     for folder, folders, names in os.walk(ROOT):
         folders[:] = sorted(
             name
@@ -70,7 +70,7 @@ def files() -> Iterator[Path]:
             and name not in {"__pycache__", "build", "dist"}
             and not name.endswith(".egg-info")
         )
-        # In a worktree .git is a file, and names a place on the machine.
+        # In a git worktree, .git is a file with a path of the machine.
         yield from (Path(folder, name) for name in sorted(names) if name != ".git")
 
 
@@ -124,10 +124,10 @@ def _walk(node: ast.AST, package: list[str], when: When) -> Iterator[Import]:
 
 
 def loaded_with(name: str, *, whens: frozenset[When] = frozenset({When.ALWAYS})) -> dict[str, str]:
-    """Modules of the package that importing `name` loads -> the module that asked for each.
+    """The package's modules that an import of `name` loads -> the module that imports each.
 
-    A module brings the `__init__` of every package above it, as Python does; that of the root, the lazy public face,
-    brings nothing more.
+    An import also loads the `__init__` of every package above the module. The root's `__init__`, the lazy public API,
+    loads nothing else.
     """
     asked_by = {name: name}
     todo = [name]
@@ -146,7 +146,7 @@ def loaded_with(name: str, *, whens: frozenset[When] = frozenset({When.ALWAYS}))
 
 
 def chain(asked_by: dict[str, str], name: str) -> str:
-    """ "a -> b -> c": how `name` came to be loaded."""
+    """The chain of imports that loaded `name`, as "a -> b -> c"."""
     names = [name]
     while asked_by[names[-1]] != names[-1]:
         names.append(asked_by[names[-1]])

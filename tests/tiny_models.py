@@ -58,14 +58,14 @@ CONFIGS = {
 
 
 def make_model(name, seed=0):
-    """A float32 model whose biases and norms are random too: initialised, they would hide a missing one."""
+    """A float32 model with random biases and norms. Their usual values, 0 and 1, would hide a missing parameter."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32, attn_implementation="eager")
     for key, parameter in model.named_parameters():
         if key.endswith("norm.weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         else:
-            # large enough that attention is far from uniform, so that a wrong rotation shows
+            # Large weights make attention far from uniform, so that a wrong rotation changes the output.
             torch.nn.init.normal_(parameter, 0, 0.2)
     return model.eval()
 

@@ -1,4 +1,4 @@
-"""Texts and small tokenizers that the tokenizer's and the detokenizer's tests share."""
+"""Texts and small tokenizers for the tests of the tokenizer and of the detokenizer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ texts = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=60),
     st.lists(st.sampled_from(_FRAGMENTS), max_size=14).map("".join),
 )
-"""Any Unicode text, and texts made of what tokenizers disagree about."""
+"""Any Unicode text, and texts of the characters that tokenizers treat differently."""
 
 
 def default_gguf() -> Path:
@@ -88,7 +88,7 @@ def train(
 
 @functools.cache
 def byte_level_tokenizer() -> Tokenizer:
-    """With every byte in its vocabulary, and special tokens of both sorts."""
+    """A byte-level tokenizer with every byte in its vocabulary, and with both kinds of special tokens."""
     backend = train(
         decoder=decoders.ByteLevel(),
         pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -100,7 +100,7 @@ def byte_level_tokenizer() -> Tokenizer:
 
 @functools.cache
 def sentencepiece_tokenizer() -> Tokenizer:
-    """As Llama 2's: U+2581 for spaces, a byte for what has no token."""
+    """A tokenizer like that of Llama 2: U+2581 for a space, and byte tokens for characters without a token."""
     words = ["▁", "▁the", "▁cat", "s", "▁▁", "a", "b", "c", "t", "é", "h", "e", "."]
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab.update({f"<0x{byte:02X}>": 3 + byte for byte in range(256)})
@@ -120,7 +120,7 @@ def sentencepiece_tokenizer() -> Tokenizer:
 
 @functools.cache
 def metaspace_tokenizer() -> Tokenizer:
-    """One whose decoder does more than to join bytes."""
+    """A tokenizer whose decoder does more than join bytes."""
     return as_tokenizer(
         train(decoder=decoders.Metaspace(), pre_tokenizer=pre_tokenizers.Metaspace(), special=("<unk>", "</s>"))
     )

@@ -1,4 +1,4 @@
-"""Engines and servers of real processes around a made-up model (see fake_child), and how to look after them."""
+"""Starts and stops engines and servers with real processes and a fake model (see fake_child), for tests."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def toy_args(folder: Path) -> ServerArgs:
 
 
 def toy_flags(folder: Path) -> list[str]:
-    """The same as a command line."""
+    """The same settings as command line flags."""
     return ["--model-path", str(write_toy_config(folder)), "--load-format", "dummy", "--skip-tokenizer-init"]
 
 
 def text_of(num_tokens: int) -> str:
-    """What the fake child answers in so many tokens."""
+    """The fake child's text of `num_tokens` tokens."""
     return "".join(f"<{i}> " for i in range(num_tokens))
 
 
 def environment(run_dirs: Path, **extra: str) -> dict[str, str]:
-    """For a Python that imports what this one does and makes its run directories here."""
+    """The environment of a Python process with this process' import path and with its run directories in `run_dirs`."""
     return {**os.environ, "TMPDIR": str(run_dirs), "PYTHONPATH": os.pathsep.join(sys.path), **extra}
 
 
@@ -73,7 +73,7 @@ def is_gone(pid: int, within_s: float) -> bool:
 
 
 class ServerProcess:
-    """A server that a command line starts, with what it logs. Ends with the `with`."""
+    """A server process and its log. The process is killed at the end of the `with` block."""
 
     def __init__(
         self, run_dirs: Path, flags: Sequence[str], *, module: Sequence[str] = FAKE_SERVER, **env: str
@@ -102,7 +102,7 @@ class ServerProcess:
         self._reader.join()
 
     def ready(self, within_s: float = 120) -> ServerProcess:
-        """Waits until it says that it is, which tells `url`."""
+        """Waits until the server logs that it is ready, which sets `url`."""
         with self._changed:
             self._changed.wait_for(lambda: self.url or self._is_over, within_s)
         assert self.url, self.log
@@ -118,7 +118,7 @@ class ServerProcess:
 
     @property
     def children(self) -> dict[str, int]:
-        """Process ids by role."""
+        """The process ids of the children by role."""
         return {child.cmdline()[-1]: child.pid for child in psutil.Process(self.pid).children()}
 
     def signal(self, signum: signal.Signals) -> None:
@@ -145,7 +145,7 @@ class ServerProcess:
 
 
 class Stream:
-    """A streaming request in a thread of its own: what it got, and when it ended."""
+    """A streaming request in its own thread, with the received data and the time of its end."""
 
     def __init__(self, server: ServerProcess, path: str, body: dict[str, object]) -> None:
         self.status = 0

@@ -1,7 +1,7 @@
-"""Compiles what our kernel wrappers launch, for GPUs that are not here, and reads what the machine code needs.
+"""Compiles kernels for GPUs that this machine does not have, and reads the resources that the machine code uses.
 
-A test calls a wrapper as serving would, on meta tensors. `recorded` keeps the launches instead of running them, and
-`compile_launch` takes them through Triton's own specialisation and compiler for a target. No device is involved.
+A test calls a kernel wrapper as serving does, on meta tensors. `recorded` stores the launches instead of running them.
+`compile_launch` compiles a launch with Triton's own specialisation for a target. No device is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
-"""Bytes of shared memory a block may have. Sources: CUDA C++ programming guide, compute capabilities; CDNA3 ISA."""
+"""Maximum shared memory of a block in bytes. Sources: CUDA C++ programming guide, compute capabilities; CDNA3 ISA."""
 _ASSEMBLY = {"cuda": "ptx", "hip": "amdgcn"}
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -40,19 +40,19 @@ class Launch:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes: bytes of shared memory a block; registers a thread, and how much of them is spilled."""
+    """The resources of one kernel: bytes of shared memory per block, registers per thread, and spilled registers."""
 
     kernel: str
     shared: int
     registers: int
     spilled: int
     assembly: str = field(repr=False)
-    """PTX or amdgcn"""
+    """PTX or amdgcn assembly."""
 
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Within, kernels are noted and not launched."""
+    """A context in which kernel launches are recorded and not run."""
     launches: list[Launch] = []
     run = JITFunction.run
 
@@ -68,19 +68,19 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 def what_is_compiled(launch: Launch, arch: str) -> tuple[str, str, str]:
-    """Launches that are alike in this run the same machine code; another one waits for the compiler."""
+    """The key of a launch's machine code. Launches with equal keys share it; a launch with a new key is compiled."""
     _, specialization, options = _bind(launch, make_backend(TARGETS[arch]))
     return launch.kernel.fn.__name__, str(specialization), str(options)
 
 
 def _bind(launch: Launch, backend: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
-    """Arguments by name; what Triton specialises on: types, constants, multiples of 16; options such as num_warps."""
+    """Arguments by name; Triton's specialisation (types, constants, multiples of 16); options such as num_warps."""
     bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
     return bind(*launch.args, **launch.kwargs)
 
 
 def compile_launch(launch: Launch, arch: str) -> Resources:
-    """Raises what the compiler raises."""
+    """Compiles a launch for a target. Raises the compiler's exceptions."""
     target = TARGETS[arch]
     backend = make_backend(target)
     kernel = launch.kernel
@@ -102,7 +102,7 @@ def assert_fits(resources: Resources, arch: str) -> None:
 
 
 def _nvidia(compiled: Any) -> tuple[int, int]:
-    """A stack frame or local memory in a kernel without arrays or calls is where spilled registers go."""
+    """Registers and spills. Our kernels have no arrays or calls, so stack and local memory hold only spills."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -112,7 +112,7 @@ def _nvidia(compiled: Any) -> tuple[int, int]:
 
 
 def _amd(compiled: Any) -> tuple[int, int]:
-    """Spilled scalar registers go to lanes of vector registers and do not count."""
+    """Registers and spills. Scalar registers spill to lanes of vector registers, which does not count."""
     text = compiled.asm["amdgcn"]
     use = {name: int(value) for name, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s*(\d+)", text)}
     return use["vgpr_count"], use["vgpr_spill_count"]

@@ -1,9 +1,9 @@
-"""Runs test files under TRITON_INTERPRET=1, each in a process of its own.
+"""Runs test files under TRITON_INTERPRET=1, each in its own process.
 
-Triton reads the variable when it is imported and when a kernel is defined, so one process can either interpret or
-compile. A conftest.py hands its folder's files to `InterpretedFile`; the process that it starts collects as usual.
+Triton reads this variable when it is imported and when a kernel is defined, so one process can either interpret or
+compile kernels. The conftest.py of a folder collects its files as `InterpretedFile`, which starts that process.
 
-One test by itself:           TRITON_INTERPRET=1 python -m pytest FILE -k NAME
+A single test:                TRITON_INTERPRET=1 python -m pytest FILE -k NAME
 2000 cases in every test:     TERCET_KERNEL_CASES=2000 python -m pytest --timeout=0 tests/model_executor/kernels
 """
 
@@ -24,13 +24,13 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def examples(usual: int) -> int:
-    """How many cases a test draws: `usual`, or what the environment asks for."""
+    """Number of cases that a test draws: TERCET_KERNEL_CASES, or `usual` if that is not set."""
     return int(os.environ.get("TERCET_KERNEL_CASES", usual))
 
 
 class InterpretedRun(pytest.Item):
     def runtest(self) -> None:
-        # No time limit in there: this process has one, and kills that one at it.
+        # The inner process has no time limit: this process has one, and kills the inner process when it is exceeded.
         options = ["-q", "-p", "no:cacheprovider", "--timeout=0", f"--rootdir={self.config.rootpath}"]
         ran = subprocess.run(
             [sys.executable, "-m", "pytest", *options, self.path],
@@ -55,7 +55,7 @@ class InterpretedFile(pytest.File):
 
 
 def let_scalars_be_indices() -> None:
-    """Triton 3.6 makes loop bounds of one-element arrays with int(), which numpy 2.4 refuses; 3.9 squeezes first."""
+    """Fixes loop bounds: numpy 2.4 refuses int() of a one-element array. Triton 3.6 needs this, 3.9 does not."""
     from triton.runtime import interpreter  # only here: the outer process never imports Triton
 
     patch_tensor = interpreter._patch_lang_tensor
@@ -68,8 +68,8 @@ def let_scalars_be_indices() -> None:
 
 
 def poison_new_tensors() -> None:
-    """What torch.empty gives holds NaN, or the largest integer: a kernel that leaves some of its output out is seen."""
-    import torch  # only here: the outer process need not wait for it
+    """Fills new tensors of torch.empty with NaN or the largest integer, so that a test notices missing output."""
+    import torch  # imported here, because the outer process does not need it
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
@@ -77,9 +77,9 @@ def poison_new_tensors() -> None:
 
 @contextmanager
 def dots_by_rows() -> Iterator[None]:
-    """Within, a row of a dot product has the same bits wherever it stands in its tile, as on a GPU's matrix units.
+    """A context in which a row of a dot product has the same bits at every position in its tile, as on a GPU.
 
-    numpy's BLAS gives a row other bits at another place in the matrix.
+    With numpy's BLAS, the bits of a row depend on its position in the matrix.
     """
     from triton.runtime import interpreter  # only here: the outer process never imports Triton
 
