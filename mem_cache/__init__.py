@@ -1,5 +1,5 @@
-"""Layer 1, memory: who owns which slot of the KV pool. Token ids and slot indices only, never a request.
+"""Layer 1, memory: who owns which slot of the KV pool. It knows token ids and slot indices, but no requests.
 
-Everything here is numpy on the host, but for `token_to_kv_pool`, the one file that imports torch.
-docs/memory.md tells the whole story.
+All of it is numpy on the host, except `token_to_kv_pool`, the only file that imports torch.
+docs/memory.md describes the whole layer.
 """

@@ -1,14 +1,16 @@
-"""Which slots of the KV pool are free.
+"""Allocators: which slots of the KV pool are free.
 
-A slot holds K and V of one token in every layer. Slots come in pages of `page_size`; a page holds consecutive
-positions of one sequence in consecutive slots. Page 0 (slot 0 when the page size is 1) is a dummy: it is
-never given out, so that the writes of padded batch entries have somewhere harmless to go.
+A slot holds K and V of one token in every layer. A page is `page_size` consecutive slots, which hold consecutive
+positions of one sequence. Page 0 (slot 0 when the page size is 1) is a dummy: it is never allocated, and padded
+batch entries write to it.
 
-Free units (slots, or pages) live in two places: a sorted run that allocations consume from its low end, and a
-pile of returned ones in the order they came. Only when the run is too short for an allocation is the top of the
-pile merged into it. So a request gets neighbouring, ascending slots wherever there are any (its KV is read in
-long strides), freeing is one copy, allocating is one slice, and each unit is sorted once per trip through the
-pool.
+The free list keeps its units (pages, or slots when the page size is 1) in two places: a sorted run, and a stack of
+freed units in the order of their return. An allocation takes the low end of the run. When the run is too short, the
+top of the stack is merged into it. So
+
+- a request gets neighbouring, ascending slots where there are any, and its KV is read in long strides,
+- allocating is one slice, and freeing is one copy,
+- a unit is sorted once between two allocations of it.
 """
 
 from __future__ import annotations
@@ -21,19 +23,19 @@ import numpy.typing as npt
 
 from .page_ledger import PageLedger
 
-# Units that one refill sorts at most, unless a single allocation wants more: under half a millisecond, where sorting
-# all of a pool of a million slots would hold up the scheduler for tens of them.
+# Most units that a refill takes from the stack, unless one allocation needs more. Sorting them takes less than half a
+# millisecond. Sorting a pool of a million slots would stop the scheduler for tens of milliseconds.
 _MOST_SORTED = 65536
-# Free units that one slice of an audit looks at.
+# Most free units that one slice of an audit checks.
 _MAX_SLICE_UNITS = 32768
 
 
 class _FreeList:
-    """Unit numbers 1..num_units, each free or out. An operation is a few numpy calls over what it moves."""
+    """The free units among 1..num_units. Each operation is a few numpy calls on the units that it moves."""
 
     def __init__(self, num_units: int) -> None:
         self.num_units = num_units
-        # Never written after it is made: a refill makes a new one.
+        # Read-only: a refill makes a new array.
         self._run: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self._run_start = 0
         self._returned: npt.NDArray[np.int32] = np.empty(num_units, dtype=np.int32)
@@ -48,17 +50,18 @@ class _FreeList:
         self.num_free = self.num_units
 
     def take(self, count: int) -> npt.NDArray[np.int32]:
-        """int32 [count], ascending; the caller has checked that `count <= num_free`."""
+        """Allocate `count` units, at most `num_free`. Returns int32 [count], ascending."""
         num_missing = count - (len(self._run) - self._run_start)
         if num_missing > 0:
             self._refill(max(num_missing, _MOST_SORTED))
         start = self._run_start
         self._run_start = start + count
         self.num_free -= count
-        # A copy, so that a small answer that is kept does not keep the whole run alive.
+        # A view that the caller keeps would keep the whole run in memory.
         return self._run[start : start + count].copy()
 
     def give(self, units: npt.NDArray[np.int32]) -> None:
+        """Take back allocated units, in any order."""
         end = self._num_returned + len(units)
         assert self.num_free + len(units) <= self.num_units, "more was freed than was ever allocated"
         self._returned[self._num_returned : end] = units
@@ -66,13 +69,13 @@ class _FreeList:
         self.num_free += len(units)
 
     def slices(self) -> Iterator[npt.NDArray[np.int32]]:
-        """Every free unit, in no particular order, as views of at most `_MAX_SLICE_UNITS` units."""
+        """Yield all free units, in no particular order, as views of at most `_MAX_SLICE_UNITS` units."""
         for units in (self._run[self._run_start :], self._returned[: self._num_returned]):
             for start in range(0, len(units), _MAX_SLICE_UNITS):
                 yield units[start : start + _MAX_SLICE_UNITS]
 
     def _refill(self, most: int) -> None:
-        """Move up to `most` units, the last ones returned, from the pile into the run."""
+        """Move the units that were freed last, at most `most` of them, from the stack into the run."""
         left = max(self._num_returned - most, 0)
         self._run = np.concatenate((self._run[self._run_start :], self._returned[left : self._num_returned]))
         self._run.sort()
@@ -81,14 +84,14 @@ class _FreeList:
 
 
 class BaseAllocator(ABC):
-    """Gives out and takes back slots. `size`: tokens in the pool, without the dummy page.
+    """Allocates and frees slots. `size`: tokens in the pool, without the dummy page.
 
-    Nothing here evicts: an allocation that does not fit answers None and changes nothing, and the caller
-    makes room.
+    An allocator never evicts. An allocation that does not fit returns None and changes nothing; the caller evicts
+    first.
     """
 
     def __init__(self, size: int, page_size: int) -> None:
-        """Raises ValueError when `size` is no positive multiple of `page_size`, or does not fit in int32."""
+        """Raises ValueError unless `size` is a positive multiple of `page_size` and fits in int32."""
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         if size < page_size or size % page_size:
@@ -101,12 +104,12 @@ class BaseAllocator(ABC):
 
     @property
     def num_free(self) -> int:
-        """Tokens that can be allocated now (whole free pages)."""
+        """Tokens that fit in the free pages."""
         return self._free.num_free * self.page_size
 
     @abstractmethod
     def tokens_needed(self, prefix_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> int:
-        """What growing from `prefix_lens` to `seq_lens` (int32 [B] each) would take from `num_free`."""
+        """Tokens that an allocation from `prefix_lens` to `seq_lens` takes from `num_free`. Both are int32 [B]."""
 
     @abstractmethod
     def alloc_extend(
@@ -115,28 +118,29 @@ class BaseAllocator(ABC):
         seq_lens: npt.NDArray[np.int32],
         last_slots: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.int32] | None:
-        """Slots for positions [prefix_lens[i], seq_lens[i]) of each sequence i, one sequence after the other.
+        """Allocate slots for positions [prefix_lens[i], seq_lens[i]) of each sequence i.
 
-        All arguments int32 [B]; `last_slots[i]` is the slot of position `prefix_lens[i] - 1` (0 without a
-        prefix), whose page is filled up first. Returns int32 [sum(seq_lens - prefix_lens)], or None when the
-        pool is too short for all.
+        All arguments are int32 [B]. `last_slots[i]` is the slot of position `prefix_lens[i] - 1`, or 0 without a
+        prefix; the rest of its page is filled first. Returns int32 [sum(seq_lens - prefix_lens)], one sequence after
+        the other, or None when the free pages do not suffice for all sequences.
         """
 
     @abstractmethod
     def alloc_decode(
         self, seq_lens: npt.NDArray[np.int32], last_slots: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32] | None:
-        """One more slot for each sequence: int32 [B], or None when the pool is too short for all.
+        """Allocate one more slot for each sequence: int32 [B], or None when the free pages do not suffice for all.
 
-        `seq_lens`: int32 [B], lengths with the new token; `last_slots`: int32 [B], slot of the token before
-        it (0: none).
+        `seq_lens`: int32 [B], lengths with the new token. `last_slots`: int32 [B], slot of the token before the new
+        one, or 0 if there is none.
         """
 
     @abstractmethod
     def free(self, slots: npt.NDArray[np.int32]) -> None:
-        """Take back int32 [n] slots, in any order, and copy them. Pages touched are freed whole, each once.
+        """Free the pages of `slots`: int32 [n], in any order. The array is copied.
 
-        The caller owns all of each page that it names. Only an audit finds a slot that was freed twice.
+        The caller must own the whole of each page. A page named several times in one call is freed once; a page freed
+        again by a later call is found only by an audit.
         """
 
     def clear(self) -> None:
@@ -144,21 +148,21 @@ class BaseAllocator(ABC):
         self._free.clear()
 
     def audit(self, owned_slots: npt.NDArray[np.int32]) -> None:
-        """Runs `audit_slices` to its end. `owned_slots`: int32 [m], every slot held outside the allocator."""
+        """Run `audit_slices` to its end. `owned_slots`: int32 [m], all slots that are allocated."""
         for _ in self.audit_slices([owned_slots]):
             pass
 
     def audit_slices(self, owned_slots: Iterable[npt.NDArray[np.int32]]) -> Iterator[None]:
-        """Checks that free pages and the pages of `owned_slots` are together each page of the pool, once.
+        """Check that each page of the pool is either free or owned, and only once.
 
-        Works in slices: yields after each array of `owned_slots` and after each `_MAX_SLICE_UNITS` free pages. Nothing
-        may be allocated or freed before it ends.
+        Yields after each array of `owned_slots` and after each `_MAX_SLICE_UNITS` free pages. The caller must not
+        allocate or free before the last slice.
 
-        `owned_slots`: int32 arrays of slots, together every slot held outside the allocator (by the cache, and by
-        requests for themselves). A slot may be named only once, and the slots of one page stand in one array. Slots at
-        a page's end that no array names go with their page.
+        `owned_slots`: int32 arrays that together name the slots of all allocated pages: the cache's and the private
+        ones of requests. A slot appears only once, and the slots of one page appear in one array. A page's unused last
+        slots may be left out.
 
-        Raises AssertionError that names slots freed twice, leaked or shared.
+        Raises AssertionError that names the pages freed twice, leaked or shared.
         """
         ledger = PageLedger(self.size // self.page_size)
         for slots in owned_slots:
@@ -171,7 +175,7 @@ class BaseAllocator(ABC):
 
 
 class TokenToKVPoolAllocator(BaseAllocator):
-    """Page size 1: slots 1..size, each on its own."""
+    """The allocator of single slots, 1..size (page size 1)."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, page_size=1)
@@ -199,14 +203,14 @@ class TokenToKVPoolAllocator(BaseAllocator):
 
 
 class PagedTokenToKVPoolAllocator(BaseAllocator):
-    """Pages 1..size/page_size; page p is the slots [p * page_size, (p + 1) * page_size)."""
+    """The allocator of pages 1..size/page_size. Page p is the slots [p * page_size, (p + 1) * page_size)."""
 
     def __init__(self, size: int, page_size: int) -> None:
         super().__init__(size, page_size)
         self._page_offsets = np.arange(page_size, dtype=np.int32)
 
     def _num_pages(self, num_tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Pages that hold `num_tokens` tokens, elementwise."""
+        """The number of pages that hold `num_tokens` tokens, elementwise."""
         return (num_tokens + (self.page_size - 1)) // self.page_size
 
     def tokens_needed(self, prefix_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> int:
@@ -223,7 +227,7 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
         num_new = int((num_pages_after - self._num_pages(prefix_lens)).sum())
         if num_new > self._free.num_free:
             return None
-        # The pages that each sequence will write: its half-full last page, if it has one, then new ones.
+        # The pages that each sequence writes: its partly filled last page, if there is one, then new pages.
         first_page_used = prefix_lens % page_size
         num_touched = num_pages_after - prefix_lens // page_size
         touched_end = np.cumsum(num_touched)
@@ -235,7 +239,7 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
         is_old[old_at] = True
         pages[old_at] = last_slots[has_old] // page_size
         pages[~is_old] = self._free.take(num_new)
-        # All slots of those pages, then of each sequence the stretch that is new.
+        # First all slots of those pages, then, for each sequence, the slots of its new positions.
         page_slots = (pages[:, None] * page_size + self._page_offsets).ravel()
         lens = seq_lens - prefix_lens
         ends = np.cumsum(lens)
@@ -262,8 +266,7 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
         if not len(slots):
             return
         pages = slots // self.page_size
-        # Slots mostly come in runs of a page: dropping neighbours first leaves little for the sort in
-        # np.unique.
+        # The slots of a page are mostly neighbours: dropping equal neighbours leaves little for np.unique to sort.
         changes = np.empty(len(pages), dtype=np.bool_)
         changes[0] = True
         np.not_equal(pages[1:], pages[:-1], out=changes[1:])
@@ -271,5 +274,5 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
 
 
 def make_allocator(size: int, page_size: int) -> BaseAllocator:
-    """The allocator for a pool of `size` tokens. Raises ValueError as BaseAllocator does."""
+    """Make the allocator for a pool of `size` tokens. Raises ValueError as BaseAllocator does."""
     return TokenToKVPoolAllocator(size) if page_size == 1 else PagedTokenToKVPoolAllocator(size, page_size)

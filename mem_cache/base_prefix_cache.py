@@ -1,4 +1,4 @@
-"""What the scheduler may ask of a cache of KV prefixes."""
+"""The interface of prefix caches: caches that keep the KV of token prefixes for later requests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 
 class CacheNode:
-    """A place in the cache, opaque to its users: the end of one cached prefix.
+    """An opaque handle: the end of one cached prefix.
 
-    Kept from `match` to be locked, and from `lock` to be unlocked. While locked it stays valid whatever
-    happens in the cache; unlocked, only until the next call of `evict` or `discard`.
+    A caller gets it from `match` and passes it to `lock` and `unlock`. A locked handle stays valid until `reset`. An
+    unlocked one is valid until the next `evict` or `discard`.
     """
 
     __slots__ = ()
@@ -23,18 +23,18 @@ class CacheNode:
 
 @dataclass(frozen=True)
 class MatchResult:
-    """`slots`: int32 [n], slots of the first n tokens, n page aligned; `node`: where that prefix ends."""
+    """The longest cached prefix. `slots`: int32 [n], n page aligned; `node`: the end of the prefix."""
 
     slots: npt.NDArray[np.int32]
     node: CacheNode
 
 
 class InsertResult(NamedTuple):
-    """Who owns which of the inserted slots now.
+    """Who owns the inserted slots after `insert`.
 
-    [0, duplicate_len): the cache had these tokens and keeps its own slots. Where the caller's slots are
-    others, they are still the caller's, who must free them. [duplicate_len, taken_len): the cache's now.
-    [taken_len, ...): the caller's.
+    [0, duplicate_len): the cache already had these tokens and keeps its own slots. The caller frees those of its
+    slots that differ from the cache's. [duplicate_len, taken_len): the cache owns the caller's slots. [taken_len,
+    ...): the caller still owns its slots.
     """
 
     duplicate_len: int
@@ -42,25 +42,25 @@ class InsertResult(NamedTuple):
 
 
 class BasePrefixCache(ABC):
-    """Token prefixes whose KV is kept for requests to come, in whole pages of `page_size` tokens.
+    """Token prefixes whose KV is kept for later requests, in whole pages of `page_size` tokens.
 
-    `evictable_size`, `protected_size`: tokens held by the cache that `evict` could free, and that locks hold
-    back. A namespace is part of the key: equal tokens in two namespaces never share a slot.
+    `evictable_size`: tokens in the cache that `evict` can free. `protected_size`: tokens in the cache that are locked.
+    A namespace is part of the key: equal tokens in two namespaces never share a slot.
     """
 
     shares: ClassVar[bool]
-    """Whether anything that is inserted can ever be matched."""
+    """Whether `match` can ever find an inserted prefix."""
     page_size: int
     evictable_size: int
     protected_size: int
 
     @abstractmethod
     def match(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> MatchResult:
-        """The longest cached prefix of tokens: int32 [n]; counts as an access. Its slots stay the cache's."""
+        """Find the longest cached prefix of tokens: int32 [n]. Counts as an access. The cache still owns the slots."""
 
     @abstractmethod
     def match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
-        """How many slots `match` would return, with no effect on the cache: to order a queue by."""
+        """The number of slots that `match` would return. Has no effect on the cache; the queue is ordered by it."""
 
     @abstractmethod
     def insert(
@@ -70,19 +70,19 @@ class BasePrefixCache(ABC):
         namespace: str = "",
         priority: int = 0,
     ) -> InsertResult:
-        """Offer the KV of tokens: int32 [n], which lies in slots: int32 [n]; counts as an access.
+        """Offer the KV of tokens: int32 [n], stored in slots: int32 [n], to the cache. Counts as an access.
 
-        Both arrays are copied. A ragged last page is left with the caller. Of two leaves, that of lower
-        priority is evicted first; tokens keep the highest priority that they were ever inserted with.
+        Both arrays are copied. The caller keeps an incomplete last page. A leaf of lower priority is evicted before
+        one of higher priority. Tokens keep the highest priority of all their inserts.
         """
 
     @abstractmethod
     def evictable_len(self, node: CacheNode) -> int:
-        """Tokens that `lock(node)` would take from `evictable_size`; with no effect on the cache."""
+        """The number of tokens that `lock(node)` would take from `evictable_size`. Has no effect on the cache."""
 
     @abstractmethod
     def lock(self, node: CacheNode) -> None:
-        """Keep the prefix that ends at `node` from eviction until it is unlocked as often; a use of it."""
+        """Protect the prefix that ends at `node` from eviction. Needs one `unlock` for each `lock`. Counts as a use."""
 
     @abstractmethod
     def unlock(self, node: CacheNode) -> None:
@@ -90,41 +90,40 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def move_lock(self, held: CacheNode, node: CacheNode) -> None:
-        """`lock(node)` and `unlock(held)` in one, where `held` ends a prefix of what `node` ends.
+        """Replace the lock on `held` by one on `node`, where the prefix of `held` is a prefix of that of `node`.
 
-        Walks only from `node` up to `held`, and is no new use of the shared part: a prompt that grows chunk
-        by chunk counts once.
+        Visits only the nodes from `node` up to `held`. The shared part is not used again: a prompt that grows by
+        chunks counts as one use.
         """
 
     @abstractmethod
     def evict(self, num_tokens: int) -> int:
-        """Free at least `num_tokens` tokens into the allocator, or all it can. Returns how many."""
+        """Free at least `num_tokens` tokens, or all that are evictable. Returns the number of freed tokens."""
 
     @abstractmethod
     def discard(self, tokens: npt.NDArray[np.int32], kept_len: int, namespace: str = "") -> None:
-        """Take the KV of tokens: int32 [n] out of the cache, but for the first `kept_len`, and all KV that was computed
-        on top of it. `kept_len` is page aligned.
+        """Remove the KV of tokens: int32 [n] from position `kept_len` on, and all KV that continues it.
 
-        No later `match` finds it. What is unlocked is freed now, and what is locked when its last lock goes; until then
-        it counts as protected.
+        `kept_len` is page aligned. No later `match` finds removed KV. Unlocked KV is freed at once. Locked KV counts as
+        protected and is freed with its last `unlock`.
         """
 
     @abstractmethod
     def is_discarded(self, node: CacheNode) -> bool:
-        """Whether the prefix that ends at this locked node was discarded: KV on top of it must not be inserted."""
+        """Whether the prefix of this locked node was discarded. KV that continues it must then not be inserted."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything, locks and handles too. Slots are not freed: the caller clears the allocator."""
+        """Forget all prefixes, locks and handles. The slots are not freed: the caller clears the allocator."""
 
     def audit(self) -> npt.NDArray[np.int32]:
-        """Runs `audit_slices` to its end; every slot that the cache holds: int32 [evictable + protected]."""
+        """Run `audit_slices` to its end. Returns all slots of the cache: int32 [evictable + protected]."""
         return np.concatenate([np.empty(0, dtype=np.int32), *self.audit_slices()])
 
     @abstractmethod
     def audit_slices(self) -> Iterator[npt.NDArray[np.int32]]:
-        """Recomputes everything in slices of bounded work; yields the slots that each slice found the cache to hold.
+        """Recompute the sizes, locks and structure in slices of bounded work. Yields the slots found by each slice.
 
-        The cache must not change before the end. Raises AssertionError where sizes, locks or structure are wrong. That
-        no slot is held twice is for `BaseAllocator.audit_slices` to check, which takes what this yields.
+        The cache must not change before the last slice. Raises AssertionError when a size, a lock or the structure is
+        wrong. `BaseAllocator.audit_slices` takes the slots and checks that none is held twice.
         """

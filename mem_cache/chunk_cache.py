@@ -1,4 +1,4 @@
-"""The cache that shares nothing."""
+"""The prefix cache for `--disable-radix-cache`: it keeps nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchRe
 
 
 class ChunkCache(BasePrefixCache):
-    """Matches nothing and takes nothing: every slot of a request is private to it from start to end."""
+    """A cache that never matches and never takes a slot. Every slot of a request stays private."""
 
     shares = False
 
@@ -40,25 +40,25 @@ class ChunkCache(BasePrefixCache):
         return 0
 
     def lock(self, node: CacheNode) -> None:
-        """Nothing is held, so nothing is locked."""
+        """Does nothing: there is no KV to protect."""
 
     def unlock(self, node: CacheNode) -> None:
-        """Nothing is held, so nothing is locked."""
+        """Does nothing: there is no KV to protect."""
 
     def move_lock(self, held: CacheNode, node: CacheNode) -> None:
-        """Nothing is held, so nothing is locked."""
+        """Does nothing: there is no KV to protect."""
 
     def evict(self, num_tokens: int) -> int:
         return 0
 
     def discard(self, tokens: npt.NDArray[np.int32], kept_len: int, namespace: str = "") -> None:
-        """Nothing is held, so nothing is discarded."""
+        """Does nothing: there is no KV to discard."""
 
     def is_discarded(self, node: CacheNode) -> bool:
         return False
 
     def reset(self) -> None:
-        """There is nothing to forget."""
+        """Does nothing: there is no KV to forget."""
 
     def audit_slices(self) -> Iterator[npt.NDArray[np.int32]]:
         return iter(())

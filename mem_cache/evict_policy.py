@@ -1,7 +1,7 @@
-"""Which unlocked leaf of the cache goes first.
+"""Eviction policies: which unlocked leaf of the radix cache is evicted first.
 
-A policy is a function from a leaf's history to a key; the smallest key is evicted first. All times are ticks
-of the cache's own counter, so that a run can be repeated exactly.
+A policy maps a leaf's history to a key. The leaf with the smallest key is evicted first. Times are ticks of the
+cache's own counter, not of a clock, so a run can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Protocol
 
 
 class LeafHistory(Protocol):
-    """What a policy may look at."""
+    """The facts about a leaf that a policy may use."""
 
-    created: int  # tick of the insert that brought these tokens
-    last_access: int  # tick of the last match or insert that went through them
-    num_uses: int  # how often they were locked
+    created: int  # tick of the insert of these tokens
+    last_access: int  # tick of the last match or insert of these tokens
+    num_uses: int  # number of locks so far
 
 
 EvictPolicy = Callable[[LeafHistory], tuple[int, ...]]
@@ -27,22 +27,22 @@ def lru(leaf: LeafHistory) -> tuple[int, ...]:
 
 
 def lfu(leaf: LeafHistory) -> tuple[int, ...]:
-    """Least often used first; among equals the least recently used."""
+    """Least frequently used first, then least recently used."""
     return (leaf.num_uses, leaf.last_access)
 
 
 def fifo(leaf: LeafHistory) -> tuple[int, ...]:
-    """Oldest first, used or not."""
+    """Oldest first, however recently it was used."""
     return (leaf.created,)
 
 
 def mru(leaf: LeafHistory) -> tuple[int, ...]:
-    """Most recently used first: keeps part of a working set that is swept in a circle and does not fit."""
+    """Most recently used first. Keeps part of a working set that is read in a circle and does not fit."""
     return (-leaf.last_access,)
 
 
 def filo(leaf: LeafHistory) -> tuple[int, ...]:
-    """Newest first: keeps what came in first, such as prefixes warmed at start."""
+    """Newest first. Keeps the first prefixes, such as those that were warmed at the start."""
     return (-leaf.created,)
 
 
@@ -50,7 +50,7 @@ EVICT_POLICIES: dict[str, EvictPolicy] = {"lru": lru, "lfu": lfu, "fifo": fifo, 
 
 
 def get_evict_policy(name: str) -> EvictPolicy:
-    """The policy of that name. Raises ValueError that lists the names when there is none."""
+    """The policy called `name`. Raises ValueError with a list of the names for an unknown one."""
     policy = EVICT_POLICIES.get(name)
     if policy is None:
         raise ValueError(f"unknown eviction policy {name!r}; allowed: {', '.join(EVICT_POLICIES)}")

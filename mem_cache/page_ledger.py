@@ -1,4 +1,4 @@
-"""A count of every page of a pool, in slices: each page must be free or owned, once."""
+"""The ledger of an audit: it records each page of a pool as free or owned, and finds pages recorded twice or never."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 _NUM_NAMED = 16
-"""Pages that an error names at most."""
+"""Most pages that an error names."""
 
 
 class PageUse(IntEnum):
-    """What an audit has found about a page so far."""
+    """The state of a page, as far as the audit has found it."""
 
     UNKNOWN = 0
     FREE = 1
@@ -20,35 +20,35 @@ class PageUse(IntEnum):
 
 
 class PageLedger:
-    """One byte for each page of a pool. Every method raises AssertionError where the books are wrong."""
+    """One `PageUse` for each page of a pool. Every method raises AssertionError for a page with two uses or none."""
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
         self._num_known = 0
-        # The memory of np.zeros is mapped when it is first written, so a ledger for millions of pages costs nothing.
+        # np.zeros takes memory only where it is written, so a new ledger for millions of pages is cheap.
         self._uses: npt.NDArray[np.uint8] = np.zeros(num_pages + 1, dtype=np.uint8)
 
     def add_free(self, pages: npt.NDArray[np.int32]) -> None:
-        """`pages`: int32 [n], pages that the allocator calls free."""
+        """Record pages: int32 [n] of the allocator's free list."""
         pages = np.sort(pages)
         _check_distinct(pages, "pages freed twice")
         self._add(pages, PageUse.FREE)
 
     def add_owned(self, slots: npt.NDArray[np.int32], page_size: int) -> None:
-        """`slots`: int32 [n], held outside the allocator. The slots of one page must come in one call."""
+        """Record the pages of slots: int32 [n], which are allocated. The slots of one page must be in one call."""
         slots = np.sort(slots)
         _check_distinct(slots, "slots owned twice")
         pages = slots // page_size
         self._add(pages[np.diff(pages, prepend=-1) != 0], PageUse.OWNED)
 
     def check_complete(self) -> None:
-        """Every page has been added."""
+        """Raise AssertionError unless each page has been recorded."""
         if self._num_known != self._num_pages:
             leaked = np.flatnonzero(self._uses[1:] == PageUse.UNKNOWN) + 1
             raise AssertionError(f"{len(leaked)} pages neither free nor owned: {leaked[:_NUM_NAMED].tolist()}")
 
     def _add(self, pages: npt.NDArray[np.int32], use: PageUse) -> None:
-        """`pages`: sorted and distinct."""
+        """Record `pages`, which are sorted and distinct."""
         if len(pages) and (pages[0] < 1 or pages[-1] > self._num_pages):
             raise AssertionError("a slot outside the pool, or of the dummy page, is free or owned")
         before = self._uses[pages]
@@ -62,7 +62,7 @@ class PageLedger:
 
 
 def _check_distinct(values: npt.NDArray[np.int32], what: str) -> None:
-    """`values`: sorted."""
+    """Raise AssertionError when `values`, which are sorted, contain an equal pair."""
     twice = values[1:][values[1:] == values[:-1]]
     if len(twice):
         raise AssertionError(f"{len(twice)} {what}: {twice[:_NUM_NAMED].tolist()}")

@@ -1,4 +1,4 @@
-"""The radix cache's audit: recomputes all that the cache keeps on record, in slices of bounded work."""
+"""The radix cache's audit: it recomputes the cache's sizes, locks and heap from the tree, in slices of bounded work."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:  # the cache imports this file
     from .radix_cache import RadixCache
 
 _SLICE_WORK = 32768
-"""Work of one slice: about 2 ms. Its unit is the check of one token."""
+"""Work of one slice, about 2 ms. The unit is the check of one token."""
 _NODE_WORK = 256
-"""Work of a step in the tree or in the heap, measured in tokens."""
+"""Work of a visit to a tree node, in the same unit."""
 
 Slots = npt.NDArray[np.int32]
 
 
 def audit_slices(cache: RadixCache) -> Iterator[Slots]:
-    """As `BasePrefixCache.audit_slices` says."""
+    """Audit `cache`, as `BasePrefixCache.audit_slices` describes."""
     audit = _RadixAudit(cache)
     yield from audit.check_tree()
     yield from audit.check_discarded()
@@ -31,7 +31,7 @@ def audit_slices(cache: RadixCache) -> Iterator[Slots]:
 
 
 class _RadixAudit:
-    """One audit: what it has counted so far."""
+    """The running counts of one audit."""
 
     def __init__(self, cache: RadixCache) -> None:
         self._cache = cache
@@ -40,12 +40,12 @@ class _RadixAudit:
         """Leaves without locks."""
         self._num_evictable = 0
         self._num_protected = 0
-        # Of the slice that is being worked on.
+        # Work and slots of the current slice.
         self._work = 0
         self._slots: list[Slots] = []
 
     def check_tree(self) -> Iterator[Slots]:
-        """Visits every node; yields the slots found."""
+        """Visit each node of the tree. Yields the slots found."""
         root = self._cache._root
         _check(root.parent is None and not len(root.tokens) and not root.slots.size, "the root is empty")
         path = [_Visit(root)]
@@ -54,7 +54,7 @@ class _RadixAudit:
             key, child = next(visit.children, (b"", None))
             if child is None:
                 path.pop()
-                # The locks of namespaces count on no root.
+                # A lock does not count on the root.
                 _check(
                     visit.node is root or visit.node.lock_count >= visit.locks_below, "a lock counts on all its path"
                 )
@@ -74,7 +74,7 @@ class _RadixAudit:
         yield self._end_slice()
 
     def check_discarded(self) -> Iterator[Slots]:
-        """Visits the nodes that have left the tree and are still locked; yields the slots found."""
+        """Visit the discarded nodes, which are locked and no longer in the tree. Yields the slots found."""
         root = self._cache._root
         for node in self._cache._discarded:
             _check(node.lock_count > 0, "a discarded node is locked")
@@ -86,7 +86,7 @@ class _RadixAudit:
         yield self._end_slice()
 
     def check_heap(self) -> Iterator[Slots]:
-        """Visits every entry of the heap; yields no slots."""
+        """Visit each entry of the heap. Yields empty arrays."""
         cache = self._cache
         _check(len(cache._heap) <= cache._max_heap_len, "the heap is bounded")
         tickets: set[int] = set()
@@ -147,7 +147,7 @@ class _RadixAudit:
 
 
 class _Visit:
-    """A node on the way from the root to where the audit is."""
+    """A node on the path from the root to the current node of the audit."""
 
     __slots__ = ("children", "locks_below", "node")
 
@@ -155,10 +155,10 @@ class _Visit:
         self.node = node
         self.children = iter(node.children.items())
         self.locks_below = 0
-        """Locks of the children visited so far."""
+        """Sum of the lock counts of the children visited so far."""
 
 
 def _check(condition: bool, rule: str) -> None:
-    # Not an assert statement: audits also run where python -O has removed those.
+    # Not an assert statement: python -O removes those, and audits run there, too.
     if not condition:
         raise AssertionError(f"radix cache: violated: {rule}")

@@ -1,21 +1,21 @@
-"""A radix tree of token prefixes: requests that begin alike share the KV of their beginning.
+"""The radix cache: a radix tree of token prefixes. Requests with equal first tokens share the KV of these tokens.
 
 Source: RadixAttention (Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", 2024).
 
-An edge is a run of tokens, a multiple of the page size, with the slot of each. The children of a node are
-keyed by the bytes of the first page of their edge, so siblings differ within their first page, and edges are
-compared token by token: nothing rests on a hash. Below the root stands one node without tokens for each
-namespace in use, and the trees below those never meet. It goes when its last child goes.
+An edge is a run of whole pages of tokens, with the slot of each token. A node stores its children by the bytes of
+the first page of their edges, so siblings differ within their first page. Edges are compared token by token; the tree
+relies on no hash. Each namespace in use has one node without tokens below the root, and its own tree below that node.
+The namespace's node is removed with its last child.
 
-A lock on a node counts on every node up to the root. So what hangs below an unlocked node is unlocked too,
-and all of it can be evicted, leaf by leaf.
+A lock on a node counts on each node on the path to the root. So all descendants of an unlocked node are unlocked and
+can be evicted, leaf by leaf.
 
-A prefix that is discarded leaves the tree with all that hangs below it. Those of its nodes that are locked
-keep their slots and their way up to the root until their last lock goes.
+A discarded prefix leaves the tree with all its descendants. The locked nodes among them keep their slots and their
+parents until their last lock is released.
 
-The leaves that may be evicted stand in a heap. A leaf whose key changes is pushed again under a new ticket,
-and entries with an old ticket are skipped when they come up: no call ever looks through the whole tree, but
-for the rare rebuilding of a heap most of whose entries are old.
+The evictable leaves are in a heap. When a leaf's key changes, the leaf is pushed again with a new ticket. Entries
+with an old ticket are void and are skipped when they are popped. So no call visits the whole heap, except a rare
+rebuild when most entries are void.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from .evict_policy import get_evict_policy
 from .radix_audit import audit_slices
 from .radix_node import NO_TICKET, NOTHING, RadixNode
 
-# Old heap entries that are tolerated beside as many as there are nodes, so that small trees do not rebuild
-# all the time.
+# Added to the limit of the heap's length, so that small trees do not rebuild their heap all the time.
 _HEAP_SLACK = 64
 
 
@@ -42,12 +41,12 @@ _HeapEntry = tuple[tuple[int, ...], int, RadixNode]
 
 
 class RadixCache(BasePrefixCache):
-    """The sharing prefix cache. Not thread safe: it lives in the scheduler's loop."""
+    """The prefix cache that shares KV between requests. Not thread safe: only the scheduler's loop uses it."""
 
     shares = True
 
     def __init__(self, allocator: BaseAllocator, page_size: int, policy: str) -> None:
-        """Evicted slots are freed into `allocator`. Raises ValueError for an unknown eviction policy."""
+        """`allocator` gets the slots that are evicted. Raises ValueError for an unknown eviction policy."""
         assert page_size == allocator.page_size
         self.page_size = page_size
         self._allocator = allocator
@@ -61,7 +60,7 @@ class RadixCache(BasePrefixCache):
         self._tick = 0
         self._next_ticket = NO_TICKET + 1
         self._heap: list[_HeapEntry] = []
-        # Nodes that have left the tree and are still locked.
+        # Nodes that are no longer in the tree and still locked.
         self._discarded: set[RadixNode] = set()
         self._root = RadixNode(None, b"", NOTHING, NOTHING, tick=0, priority=0)
 
@@ -96,10 +95,10 @@ class RadixCache(BasePrefixCache):
         return InsertResult(duplicate_len, taken_len)
 
     def _find(self, tokens: npt.NDArray[np.int32], namespace: str) -> tuple[list[RadixNode], int, int]:
-        """Walk down as far as tokens match, changing nothing.
+        """Walk down as far as the tokens match. Has no effect on the tree.
 
-        Returns the nodes passed without the namespace's own, the length matched, and how much of it lies in
-        the last node, which may be less than the whole of that node.
+        Returns the nodes on the path without the namespace's node, the matched length, and the matched length within
+        the last node, which may match only in part.
         """
         assert tokens.dtype == np.int32
         page_size = self.page_size
@@ -112,7 +111,7 @@ class RadixCache(BasePrefixCache):
             if node is None:
                 break
             path.append(node)
-            # Never 0: the key was the whole first page.
+            # Never 0: the key is the whole first page.
             in_last = _common_len(node.tokens, tokens[pos:end]) // page_size * page_size
             pos += in_last
             if in_last < len(node.tokens):
@@ -120,7 +119,7 @@ class RadixCache(BasePrefixCache):
         return path, pos, in_last
 
     def _descend(self, tokens: npt.NDArray[np.int32], namespace: str) -> tuple[list[RadixNode], int]:
-        """As `_find`, but the last node is split where the match ends: all nodes of the path match whole."""
+        """Walk down as `_find` does, and split the last node at the end of the match: all nodes then match whole."""
         path, matched_len, in_last = self._find(tokens, namespace)
         if path and in_last < len(path[-1].tokens):
             path[-1] = self._split(path[-1], in_last)
@@ -135,13 +134,12 @@ class RadixCache(BasePrefixCache):
             self._push(path[-1])
 
     def _split(self, node: RadixNode, upper_len: int) -> RadixNode:
-        """Cut an edge in two and return the new upper node, which has the history of the whole.
+        """Cut an edge in two. Returns the new upper node, which copies the locks and history of `node`.
 
-        `node` stays the lower one: it still ends where it ended, so the handles and locks on it keep their
-        meaning.
+        `node` becomes the lower half. Its end does not move, so handles and locks on it keep their meaning.
         """
         assert 0 < upper_len < len(node.tokens) and node.parent is not None
-        # Copies, not views: each half must be able to go without the memory of the other.
+        # Copies, not views: each half must be able to release its memory alone.
         upper_tokens, upper_slots = node.tokens[:upper_len].copy(), node.slots[:upper_len].copy()
         upper = RadixNode(node.parent, node.key, upper_tokens, upper_slots, node.created, node.priority)
         upper.lock_count = node.lock_count
@@ -180,7 +178,7 @@ class RadixCache(BasePrefixCache):
     def evictable_len(self, node: CacheNode) -> int:
         current = self._attached(node)
         num_tokens = 0
-        # Above a locked node all are locked.
+        # All nodes above a locked node are locked.
         while current is not self._root and current.lock_count == 0:
             assert current.parent is not None
             num_tokens += len(current.tokens)
@@ -209,7 +207,7 @@ class RadixCache(BasePrefixCache):
             current = parent
 
     def move_lock(self, held: CacheNode, node: CacheNode) -> None:
-        # The part that both share stays locked throughout, once for this holder.
+        # The shared path up to the root keeps the lock that it has from `held`.
         self._lock_up_to(node, self._attached(held))
 
     def _lock_up_to(self, node: CacheNode, stop: RadixNode) -> None:
@@ -232,7 +230,7 @@ class RadixCache(BasePrefixCache):
     # Eviction
 
     def evict(self, num_tokens: int) -> int:
-        """As the interface says. The last leaf is shortened from its end, by whole pages, not lost whole."""
+        """Evict leaves in the order of the policy. The last leaf loses only the pages that are needed, from its end."""
         page_size = self.page_size
         freed: list[npt.NDArray[np.int32]] = []
         num_freed = 0
@@ -263,7 +261,7 @@ class RadixCache(BasePrefixCache):
         self.num_nodes -= 1
 
     def _unlink(self, node: RadixNode) -> None:
-        """Take a node, with all that hangs below it, out of the tree. It keeps its parent."""
+        """Take a node, with all its descendants, out of the tree. The node keeps its link to its parent."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
@@ -278,16 +276,16 @@ class RadixCache(BasePrefixCache):
 
     @staticmethod
     def _clear_node(node: RadixNode) -> npt.NDArray[np.int32]:
-        """Invalidate a node that has left the tree; the slots that it held."""
+        """Invalidate a node that is no longer in the tree. Returns its slots."""
         slots = node.slots
-        # Old heap entries may keep the node for a while; they shall not keep its arrays.
+        # Void heap entries may keep the node in memory for a while. They must not keep its arrays.
         node.parent = None
         node.tokens = node.slots = NOTHING
         node.ticket = NO_TICKET
         return slots
 
     def _push(self, leaf: RadixNode) -> None:
-        """Enter a leaf without locks in the heap, under its key of now; its entry of before becomes void."""
+        """Push a leaf without locks onto the heap with its present key. Its earlier entry becomes void."""
         leaf.ticket = self._next_ticket
         self._next_ticket += 1
         heapq.heappush(self._heap, ((leaf.priority, *self._policy(leaf)), leaf.ticket, leaf))
@@ -298,7 +296,7 @@ class RadixCache(BasePrefixCache):
         return 2 * self.num_nodes + _HEAP_SLACK
 
     def _bound_heap(self) -> None:
-        """Drop void entries once they are more than half; it cannot recur before as many pushes."""
+        """Rebuild the heap without void entries once they are the majority. So a push costs O(log n) on average."""
         if len(self._heap) > self._max_heap_len:
             self._heap = [entry for entry in self._heap if entry[1] == entry[2].ticket]
             heapq.heapify(self._heap)
@@ -339,12 +337,12 @@ class RadixCache(BasePrefixCache):
 
 
 def _namespace_key(namespace: str) -> bytes:
-    # surrogatepass: any str is a valid namespace, and different ones give different bytes.
+    # surrogatepass: every str is a valid namespace, and different strings give different bytes.
     return namespace.encode("utf-8", "surrogatepass")
 
 
 def _common_len(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
-    """Length of the longest common prefix."""
+    """The length of the longest common prefix of two arrays."""
     shorter = min(len(a), len(b))
     differs = a[:shorter] != b[:shorter]
     first = int(differs.argmax()) if shorter else 0
@@ -352,7 +350,7 @@ def _common_len(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
 
 
 def _shortened(array: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int32]:
-    """The first `length` elements; a copy where a view would keep more than twice their memory alive."""
+    """The first `length` elements. A copy, if a view would keep an array of more than twice that length in memory."""
     base = array if array.base is None else array.base
     assert isinstance(base, np.ndarray)
     return array[:length].copy() if 2 * length < len(base) else array[:length]

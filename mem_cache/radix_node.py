@@ -13,7 +13,7 @@ NO_TICKET = 0
 
 
 class RadixNode(CacheNode):
-    """One edge and its end. `tokens`, `slots`: int32 [n]; `key`: its key in `parent.children`."""
+    """An edge and the node at its end. `tokens`, `slots`: int32 [n]; `key`: the node's key in `parent.children`."""
 
     __slots__ = (
         "children",
@@ -48,5 +48,5 @@ class RadixNode(CacheNode):
         self.last_access = tick
         self.num_uses = 0
         self.priority = priority
-        # Of this node's entry in the heap; NO_TICKET unless the node is a leaf without locks.
+        # The ticket of this node's valid heap entry; NO_TICKET unless the node is a leaf without locks.
         self.ticket = NO_TICKET

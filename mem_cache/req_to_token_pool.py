@@ -1,4 +1,4 @@
-"""The table from (request, position) to slot, and what of it a runner has not seen yet."""
+"""The table from (request, position) to slot, and the record of changes that runners have not got yet."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class TableUpdate(NamedTuple):
 
 
 class ReqToTokenPool:
-    """A fixed number of rows, one for each running request; a row names the slot of each of its positions.
+    """The scheduler's table of slots. Each running request has a row with the slot of each of its positions.
 
-    `req_to_token`: int32 [num_rows + 1, context_len], to be read by anybody and written by the methods alone. Row 0 is
-    never given out and stays all zeros: padded batch entries point at it and so at the dummy slot 0. A row beyond the
-    length of its request holds stale numbers that must not be read.
+    `req_to_token`: int32 [num_rows + 1, context_len]. Any code may read it, but only the methods write it. Row 0 is
+    never allocated and stays all zeros: padded batch entries use it and so the dummy slot 0. Positions beyond the
+    length of a request hold old numbers, which must not be read.
 
-    A runner has a table of its own, which may lie on a device or in another process. It learns the slots of a step's
-    new tokens from the step itself (`write_new`, `write_next`), everything else from `take_updates`.
+    A runner has its own copy of the table, on a device or in another process. Each step names the slots of its new
+    tokens (`write_new`, `write_next`); all other changes reach the runner through `take_updates`.
     """
 
     def __init__(self, num_rows: int, context_len: int) -> None:
@@ -35,7 +35,7 @@ class ReqToTokenPool:
             raise ValueError(f"num_rows and context_len must be at least 1, got {num_rows} and {context_len}")
         self.num_rows = num_rows
         self.context_len = context_len
-        # np.zeros maps memory without touching it: a row costs nothing until it is first written.
+        # np.zeros takes memory only where it is written: an unused row costs none.
         self.req_to_token: Int32Array = np.zeros((num_rows + 1, context_len), dtype=np.int32)
         self._free_rows: list[int] = []
         self._is_free = bytearray()
@@ -44,11 +44,11 @@ class ReqToTokenPool:
 
     @property
     def num_free(self) -> int:
-        """Rows that can be allocated now."""
+        """The number of free rows."""
         return len(self._free_rows)
 
     def alloc(self) -> int | None:
-        """Take one row (never row 0), the most recently freed first; None when every row is taken."""
+        """Allocate the row that was freed last, never row 0. Returns None when no row is free."""
         if not self._free_rows:
             return None
         row = self._free_rows.pop()
@@ -56,32 +56,32 @@ class ReqToTokenPool:
         return row
 
     def free(self, row: int) -> None:
-        """Give a row back. Its contents are left as they are."""
+        """Free a row. Its slots stay in the table."""
         assert 1 <= row <= self.num_rows and not self._is_free[row], f"row {row} is not allocated"
         self._is_free[row] = True
         self._free_rows.append(row)
 
     def clear(self) -> None:
-        """Make every row free. The table is not wiped: its pages would all have to be touched."""
+        """Free all rows. The table is not zeroed, because that would write to all of its memory."""
         self._free_rows = list(range(self.num_rows, 0, -1))
         self._is_free = bytearray([False] + [True] * self.num_rows)
 
     def write(self, row: int, start: int, slots: Int32Array) -> None:
-        """Set positions [start, start + len(slots)) of a row. Runners learn of it by `take_updates`."""
+        """Set positions [start, start + len(slots)) of a row, and record the change for `take_updates`."""
         if len(slots):
             self.req_to_token[row, start : start + len(slots)] = slots
             self._dirty.append((row, start, start + len(slots)))
 
     def write_new(self, row: int, start: int, slots: Int32Array) -> None:
-        """`write` for tokens that the next step computes, in an EXTEND step: the step itself names their slots."""
+        """Set the slots of tokens that the next EXTEND step computes. Records nothing: the step names these slots."""
         self.req_to_token[row, start : start + len(slots)] = slots
 
     def write_next(self, rows: Int32Array, positions: Int32Array, slots: Int32Array) -> None:
-        """`write_new` for one token of each row; all int32 [B]."""
+        """Set the slot of one new token of each row, for a DECODE step. All arguments are int32 [B]."""
         self.req_to_token[rows, positions] = slots
 
     def take_updates(self) -> list[TableUpdate]:
-        """What `write` has changed since the last call, for the step that is built next."""
+        """The changes made by `write` since the last call. They belong to the step that is built next."""
         dirty, self._dirty = self._dirty, []
-        # As the table is now: two owners of a row may have written the same positions since the last step.
+        # Read from the table now: two owners of a row may have written the same positions since the last step.
         return [TableUpdate(row, start, self.req_to_token[row, start:end].copy()) for row, start, end in dirty]

@@ -1,4 +1,4 @@
-"""The tensors that hold K and V. The only file of this layer that imports torch."""
+"""The KV pool: the tensors that hold K and V. The only file of this layer that imports torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from ..srt.machine.huge_pages import zeroed
 
 
 class MHATokenToKVPool:
-    """K and V of every slot, a pair of tensors for each layer; for MHA, GQA and MQA.
+    """The KV pool of MHA, GQA and MQA models: K and V of every slot, in two tensors for each layer.
 
-    `k_buffer[layer]`, `v_buffer[layer]`: [size + page_size, num_kv_heads, head_dim]; the first page is the
-    dummy that padded entries write to. Everything starts as zeros: memory that was never written must not
-    hold a NaN, since zero attention weight times NaN is NaN.
+    `k_buffer[layer]`, `v_buffer[layer]`: [size + page_size, num_kv_heads, head_dim]. The first page is the dummy that
+    padded entries write to. All values start as zero: a slot that was never written must not hold a NaN, because an
+    attention weight of zero times NaN is NaN.
 
-    With a `panel` slots lie in blocks of so many as csrc/cpu/kv_panels.h has them, `n` numbers to a word of 32 bits:
-    k_buffer [blocks, num_kv_heads, head_dim / n, panel, n],
-    v_buffer [blocks, num_kv_heads, head_dim / panel, panel / n, panel, n].
-    A block has all layers side by side, so that as many pages of memory are in use as there are tokens.
+    If `panel` is given, the pool has the panel layout of csrc/cpu/kv_panels.h: blocks of `panel` slots, with `n`
+    numbers in a word of 32 bits.
+    k_buffer: [blocks, num_kv_heads, head_dim / n, panel, n],
+    v_buffer: [blocks, num_kv_heads, head_dim / panel, panel / n, panel, n].
+    All layers of a block are neighbours in memory, so memory use grows with the number of tokens.
     """
 
     def __init__(
@@ -33,9 +34,9 @@ class MHATokenToKVPool:
         device: torch.device | str,
         panel: int | None = None,
     ) -> None:
-        """`size`: tokens without the dummy page. Raises ValueError when it is no multiple of the page.
+        """`size`: tokens, without the dummy page. Raises ValueError unless it is a positive multiple of `page_size`.
 
-        A page is whole panels, and so is a head.
+        `page_size` and `head_dim` must be multiples of `panel`.
         """
         if page_size < 1 or size < page_size or size % page_size:
             raise ValueError(f"pool size must be a positive multiple of page size {page_size}, got {size}")
@@ -59,13 +60,13 @@ class MHATokenToKVPool:
 
     @staticmethod
     def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes that one slot costs over all layers, K and V together."""
+        """The size of one slot in bytes: K and V of all layers."""
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     def set_kv(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k, v: [T, num_kv_heads, head_dim] at slots: int64 [T], cast to the pool's dtype.
 
-        Slots are distinct but for the dummy, where whichever write comes last stays.
+        The slots are distinct, except the dummy slot, which keeps the last write.
         """
         k, v = k.to(self.dtype), v.to(self.dtype)
         if self._panel is None:
@@ -79,7 +80,7 @@ class MHATokenToKVPool:
         self.v_buffer[layer][block, :, :, word, :, half] = v.reshape(tokens, heads, dim // self._panel, self._panel)
 
     def get_kv(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """k, v: [T, num_kv_heads, head_dim] of slots: int64 [T]."""
+        """Read k, v: [T, num_kv_heads, head_dim] of slots: int64 [T]."""
         k, v = self.k_buffer[layer], self.v_buffer[layer]
         if self._panel is None:
             return k[slots], v[slots]
@@ -91,6 +92,6 @@ class MHATokenToKVPool:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Pages that nobody has touched: a pool costs memory only as it fills up, and no time at the start (1 GiB: 1.4 s
-    # with torch.zeros).
+    # Memory that is mapped but not written: the pool takes memory only as it fills, and no time at the start.
+    # torch.zeros would take 1.4 s for 1 GiB.
     return torch.from_numpy(zeroed(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)

@@ -1,1 +1,1 @@
-"""Execution layer: a step's inputs in, next tokens out. It knows neither requests nor queues."""
+"""Layer 2, execution: it takes the inputs of a step and returns the next tokens. It knows no requests and no queues."""

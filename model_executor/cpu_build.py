@@ -1,6 +1,6 @@
-"""How csrc/cpu is compiled, and what a compiled file says about itself.
+"""How csrc/cpu is compiled, and the stamp that each compiled file carries.
 
-`setup.py` runs this file by its path, before the package exists: it imports neither torch nor anything of Tercet.
+`setup.py` runs this file by its path before the package exists, so it imports neither torch nor Tercet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ X86_FLAGS: dict[str, tuple[str, ...]] = {
     "avx2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
 }
 OTHER_FLAGS: dict[str, tuple[str, ...]] = {"generic": ("-DCPU_CAPABILITY=DEFAULT", "-Wno-psabi")}
-"""Flags by the name of the build; `cpu_extension.VARIANTS` says which processor runs which."""
+"""Compiler flags by the name of the build. `cpu_extension.VARIANTS` says which processors run which build."""
 
 _MARK = b"tercet build: "
 
@@ -37,29 +37,31 @@ def is_x86() -> bool:
 
 
 def flags_by_name() -> dict[str, tuple[str, ...]]:
-    """The builds for this kind of machine, and their compiler flags."""
+    """The names of the builds for this kind of processor, and their compiler flags."""
     return X86_FLAGS if is_x86() else OTHER_FLAGS
 
 
 def find_compiler(cxx: str | None) -> str | None:
-    """The path of the C++ compiler that builds extensions: `cxx`, the environment's variable of that name, or else the
-    compiler that built Python. None where it does not exist."""
+    """The path of the C++ compiler, or None if it does not exist.
+
+    The compiler is `cxx` (the environment variable CXX), or else the one that built Python.
+    """
     command = cxx or sysconfig.get_config_var("CXX") or "c++"
     return shutil.which(command.split()[0])
 
 
 def file_name(variant: str) -> str:
-    """The name of a build for this interpreter; another version of Python has another suffix."""
+    """The file name of a build for this interpreter. Each version of Python has its own suffix."""
     return f"_cpu_{variant}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def sources(root: Path) -> list[Path]:
-    """The C++ files of a checkout at `root`; none for an installed package, which comes without them."""
+    """The C++ files of the checkout at `root`. An installed package has none."""
     return sorted(path for path in (root / "csrc/cpu").glob("*") if path.suffix in (".h", ".cpp"))
 
 
 def sources_digest(root: Path) -> str | None:
-    """Changes with every change of the C++ files; None where there are none."""
+    """A digest of the C++ files; None if there are none."""
     digest, files = hashlib.sha256(), sources(root)
     for path in files:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -67,7 +69,7 @@ def sources_digest(root: Path) -> str | None:
 
 
 class BuildStamp(NamedTuple):
-    """What a compiled file was made of. It stands in the file itself (csrc/cpu/ops.cpp)."""
+    """The versions that a compiled file was built from. The file itself contains them (csrc/cpu/ops.cpp)."""
 
     torch: str
     sources: str
@@ -77,7 +79,7 @@ class BuildStamp(NamedTuple):
 
 
 def read_stamp(path: Path) -> BuildStamp | None:
-    """The stamp of a compiled file, which is read and not loaded; None for a file without one.
+    """Read the stamp of a compiled file without loading the file. Returns None for a file without a stamp.
 
     Raises OSError if the file cannot be read.
     """
@@ -92,7 +94,7 @@ def read_stamp(path: Path) -> BuildStamp | None:
 
 
 def remedy(root: Path) -> str:
-    """How to build the operations of the package at `root`, with the compiler's errors in view."""
+    """Instructions for building the operations of the package at `root` so that compiler errors are shown."""
     if sources(root):
         return f"To build them: cd {root} && {sys.executable} setup.py build_ext --inplace"
     return (
@@ -102,5 +104,5 @@ def remedy(root: Path) -> str:
 
 
 def other_builds(folder: Path, variant: str) -> Iterator[Path]:
-    """Builds of a variant for other versions of Python."""
+    """The builds of a variant for other versions of Python."""
     return (path for path in sorted(folder.glob(f"_cpu_{variant}.*")) if path.name != file_name(variant))

@@ -1,7 +1,7 @@
-"""The compiled operations of a CPU (csrc/cpu), in the build that suits this processor.
+"""The compiled CPU operations (csrc/cpu): choosing and loading the build for this processor.
 
-They are built when the package is installed, once for each kind of processor that `VARIANTS` names. Where no build can
-be loaded, everything runs on torch's operations, and a warning says why.
+The operations are built when the package is installed, once for each kind of processor in `VARIANTS`. If no build can
+be loaded, torch's operations replace them, and a warning says why.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 class Variant(NamedTuple):
-    """A build of csrc/cpu; cpu_build.py has the compiler's flags for each name."""
+    """A build of csrc/cpu. cpu_build.py has the compiler flags for each name."""
 
     name: str
     runs_here: Callable[[], bool]
     bfloat16: bool
-    """Whether its linear layers multiply bfloat16."""
+    """Whether its linear layers can multiply bfloat16."""
 
 
 VARIANTS = (
@@ -41,7 +41,7 @@ VARIANTS = (
 
 @functools.cache
 def load() -> Variant | None:
-    """Makes `torch.ops.tercet_cpu` known; None where no build for this processor can be loaded."""
+    """Load the fastest build for this processor as `torch.ops.tercet_cpu`. Returns None if none can be loaded."""
     problems: list[str] = []
     for variant in VARIANTS:
         if not variant.runs_here():
@@ -71,12 +71,12 @@ def load() -> Variant | None:
 
 
 def remedy() -> str:
-    """How to build the operations."""
+    """Instructions for building the operations."""
     return cpu_build.remedy(_ROOT)
 
 
 def _load_build(name: str) -> str | None:
-    """Loads a build into torch. Returns what is wrong with it; None: nothing, it is loaded."""
+    """Load a build into torch. Returns None, or the reason why it was not loaded."""
     path = _FOLDER / cpu_build.file_name(name)
     if not path.exists():
         for other in cpu_build.other_builds(_FOLDER, name):
@@ -86,7 +86,7 @@ def _load_build(name: str) -> str | None:
         stamp = cpu_build.read_stamp(path)
         if stamp is None:
             return f"{path.name} has no record of what it was built for"
-        # A build for another torch may load and then crash: it is judged before it is loaded.
+        # A build for another torch may load and then crash, so the stamp is checked first.
         if stamp.torch != torch.__version__:
             return f"{path.name} was built for torch {stamp.torch}, and this is torch {torch.__version__}"
         if stamp.sources != (cpu_build.sources_digest(_ROOT) or stamp.sources):
@@ -98,16 +98,16 @@ def _load_build(name: str) -> str | None:
 
 
 def lanes() -> int:
-    """Floats of a vector register: a panel of a packed matrix is twice as wide."""
+    """The number of floats in a vector register. A panel of a packed matrix is twice as wide."""
     return int(torch.ops.tercet_cpu.lanes())
 
 
 def take_threads() -> None:
-    """Gives the compiled operations as many threads as torch has, and leaves one to torch.
+    """Give torch's threads to the compiled operations, and leave one thread to torch.
 
-    A thread of torch's (OpenMP) goes on spinning for milliseconds after its work, on a core that these operations then
-    lack: one indexing of 9,216 numbers in a decode step made all of it 1.3 times as slow. A second call changes
-    nothing, unless torch was given threads again.
+    A torch thread (OpenMP) spins for milliseconds after its work, on a core that the compiled operations need: a
+    decode step with one torch indexing of 9,216 numbers took 1.3 times as long. A second call changes nothing, unless
+    torch got threads again.
     """
     threads = torch.get_num_threads()
     if threads > 1:
@@ -116,12 +116,12 @@ def take_threads() -> None:
 
 
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether linear layers of this type run on the compiled operations."""
+    """Whether the compiled operations can multiply this type in linear layers."""
     variant = load()
     return variant is not None and (dtype == torch.float32 or (dtype == torch.bfloat16 and variant.bfloat16))
 
 
 def kv_panel(dtype: torch.dtype, head_dim: int) -> int | None:
-    """Slots of a block of a KV pool in panels (csrc/cpu/kv_panels.h); None where keys have to be packed first."""
+    """The panel of the KV pool in slots (csrc/cpu/kv_panels.h); None if attention has to pack K and V at each step."""
     panel = 2 * lanes()
     return panel if multiplies(dtype) and head_dim % panel == 0 else None

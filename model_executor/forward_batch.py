@@ -1,4 +1,4 @@
-"""One step on the device: what a model and an attention backend see of it. step.py has the same on the host."""
+"""A step's inputs on the device, as the model and the attention backend read them. step.py has the host's form."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from .step import ForwardMode, Int32Array
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """T tokens, B rows."""
+    """The tensors of one step. It has T new tokens in B rows."""
 
     mode: ForwardMode
     rows: torch.Tensor
-    """int64 [B]"""
+    """int64 [B], rows of `req_to_token`"""
     seq_lens: torch.Tensor
-    """int64 [B], this step's tokens included"""
+    """int64 [B], lengths with this step's tokens"""
     input_ids: torch.Tensor
     """int64 [T]"""
     positions: torch.Tensor
     """int64 [T]"""
     out_cache_loc: torch.Tensor
-    """int64 [T]"""
+    """int64 [T], slots for K and V of the new tokens"""
     req_to_token: torch.Tensor
-    """int32 [num_rows + 1, context_len]: slot of each position of each row"""
+    """int32 [num_rows + 1, context_len], slot of each position of each row"""
     logits_indices: torch.Tensor | None
-    """int64 [num_sampled] tokens whose next token is wanted; None: every token"""
+    """int64 [num_sampled], indices in [T] of the tokens whose logits are computed; None: all tokens"""
     extend_start_loc: torch.Tensor | None
-    """int64 [B + 1] where each row's new tokens start in [T]; None in DECODE"""
+    """int64 [B + 1], index in [T] of each row's first new token; None in DECODE"""
     prefix_lens: torch.Tensor | None
-    """int64 [B] cached tokens before this step's; None in DECODE"""
+    """int64 [B], number of tokens before this step's; None in DECODE"""
     seq_lens_host: Int32Array
-    """the same numbers on the host, so that planning never waits for the device"""
+    """`seq_lens` on the host, so that planning never waits for the device"""
     extend_lens_host: Int32Array | None
+    """[B], number of new tokens of each row, on the host; None in DECODE"""
 
     @property
     def batch_size(self) -> int:

@@ -1,10 +1,10 @@
-"""A step's contract: what the scheduler sends to a runner, and what comes back.
+"""The contract of a step: the inputs that the scheduler sends to a runner, and the outputs that the runner returns.
 
-Everything here is numpy and plain values, without torch: a step can be encoded (`encode_step`), sent to a worker in
-another process, and run there on a table and a pool of its own.
+Both are numpy arrays and plain values, without torch. So a step can be encoded (`encode_step`), sent to a worker in
+another process, and run there with the worker's own table and KV pool.
 
-The newest token of every row stays with the runner, so a decode step needs no token from the host: the scheduler can
-plan step N+1 while the tokens of step N are on their way.
+The runner keeps the newest token of each row, so a decode step needs no token from the host: the scheduler can plan
+step N+1 before the host has the tokens of step N.
 """
 
 from __future__ import annotations
@@ -36,52 +36,54 @@ __all__ = [
 
 Int32Array = npt.NDArray[np.int32]
 FROM_DEVICE = -1
-"""In `StepInputs.input_ids`: take the row's newest token from the device."""
+"""In `StepInputs.input_ids`: the row's newest token, which the runner keeps on the device."""
 
 
 class ForwardMode(Enum):
+    """The kind of a step."""
+
     EXTEND = "extend"
-    """Every row brings one or more new tokens against its cached prefix (prefill, chunks, and decodes mixed in)."""
+    """Each row has one or more new tokens after its cached prefix: prefills, chunks, and decodes mixed in."""
     DECODE = "decode"
-    """Every row brings exactly its newest token, which is on the device."""
+    """Each row has exactly one new token, its newest, which is on the device."""
 
 
 @dataclass(slots=True, frozen=True)
 class NewRow:
-    """A row of ReqToTokenPool that has a new owner: everything that sampling has to know about the request."""
+    """The new owner of a row of ReqToTokenPool: the facts about the request that sampling needs."""
 
     row: int
     sampling: SamplingParams
     seed: int
-    """`sampling.sampling_seed`, or what the engine drew."""
+    """`sampling.sampling_seed`, or a seed drawn by the engine."""
     prompt_ids: Int32Array
     output_ids: Int32Array
-    """Not empty after a retraction."""
+    """The tokens generated before a retraction; empty for a new request."""
     stop_ids: tuple[int, ...]
-    """EOS and stop tokens; not to be chosen before `min_new_tokens`."""
+    """EOS and stop tokens, which are not sampled before `min_new_tokens`."""
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """One step. B rows, T new tokens in all (T == B in DECODE)."""
+    """The inputs of a step with B rows and T new tokens (T == B in DECODE)."""
 
     mode: ForwardMode
     rows: Int32Array
-    """[B] row of each request in ReqToTokenPool, never 0."""
+    """[B], row of each request in ReqToTokenPool, never 0."""
     seq_lens: Int32Array
-    """[B] tokens of the request whose KV is in the pool after this step."""
+    """[B], number of tokens of each request whose KV is in the pool after this step."""
     out_cache_loc: Int32Array
-    """[T] slots that the new tokens' KV goes to. The runner writes them into its table."""
+    """[T], slots for the KV of the new tokens. The runner also writes them into its table."""
     new_rows: list[NewRow] = field(default_factory=list)
     table_updates: list[TableUpdate] = field(default_factory=list)
-    """Every other change of the table since the step before, to be made before the step runs."""
-    # EXTEND only; None in DECODE, where each row has one token, from the device, and is sampled.
+    """All other changes of the table since the previous step. The runner applies them before the step."""
+    # The next fields are for EXTEND. In DECODE they are None: each row has one token, on the device, and is sampled.
     extend_lens: Int32Array | None = None
-    """[B] new tokens of each row, >= 1; the cached prefix is seq_lens - extend_lens."""
+    """[B], number of new tokens of each row, >= 1. The cached prefix has seq_lens - extend_lens tokens."""
     input_ids: Int32Array | None = None
-    """[T] the new tokens, FROM_DEVICE for a decoding row in a mixed batch."""
+    """[T], the new tokens; FROM_DEVICE for a decoding row of a mixed batch."""
     sampled: npt.NDArray[np.bool_] | None = None
-    """[B] whether a next token is wanted; False for a chunk that is not its prompt's last."""
+    """[B], whether the row's next token is sampled; False for a chunk that is not the last of its prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -89,21 +91,21 @@ class StepInputs:
 
     @property
     def num_sampled(self) -> int:
-        """Rows whose next token is wanted."""
+        """The number of rows whose next token is sampled."""
         return len(self.rows) if self.sampled is None else int(self.sampled.sum())
 
 
 @dataclass(slots=True, frozen=True)
 class StepOutput:
-    """What a step produced, row by row in the order of the sampled rows; R = `StepInputs.num_sampled`."""
+    """The outputs of a step, for its R sampled rows in their order (R is `StepInputs.num_sampled`)."""
 
     tokens: Int32Array
-    """[sum(num_tokens)] new tokens of every row, one row after the other; -1 for invalid logits, as a row's last."""
+    """[sum(num_tokens)], new tokens, one row after the other. A row with invalid logits ends with -1."""
     num_tokens: Int32Array | None = None
-    """[R] new tokens of each row, >= 1: more than one where drafts were accepted. None: one each."""
+    """[R], number of new tokens of each row, >= 1, and more than 1 for accepted drafts. None: 1 for all rows."""
 
     def rows(self) -> list[list[int]]:
-        """[R] the new tokens of each row."""
+        """The new tokens of each row: R lists."""
         tokens = self.tokens.tolist()
         if self.num_tokens is None:
             return [[token] for token in tokens]
@@ -115,27 +117,30 @@ class LaunchedStep(Protocol):
     """A step whose forward pass is queued."""
 
     def sample(self) -> None:
-        """Queues the choice of the next tokens: once, before the next `launch`. It is a call of its own because the
-        choice may depend on the tokens of the step before (the mask of a grammar), which the forward pass does not."""
+        """Queue the choice of the next tokens. Must be called once, before the next `launch`.
+
+        It is a separate call because, unlike the forward pass, it may depend on the host's view of earlier tokens (the
+        mask of a grammar).
+        """
 
     def wait(self) -> StepOutput:
-        """Blocks until the chosen tokens are on the host."""
+        """Wait until the tokens are on the host, and return them."""
 
 
 class Runner(Protocol):
-    """What the scheduler asks of the execution layer; `ModelRunner` and the tests' fake both satisfy it."""
+    """The scheduler's interface to the execution layer. `ModelRunner` implements it, and so does the tests' fake."""
 
     def launch(self, step: StepInputs) -> LaunchedStep:
-        """Queues one step's forward pass and returns without waiting for it (a CPU has computed it on return)."""
+        """Queue the forward pass of a step. Returns without waiting on a GPU, and after the pass on a CPU."""
 
 
 def encode_step(step: StepInputs) -> bytes:
-    """The step as msgpack; arrays travel as their dtype and their bytes."""
+    """Encode a step as msgpack. An array becomes its dtype and its bytes."""
     return _encoder.encode(step)
 
 
 def decode_step(data: bytes) -> StepInputs:
-    """Raises msgspec.ValidationError for bytes that are no step. The arrays are views of `data`, read-only."""
+    """Decode a step. Its arrays are read-only views of `data`. Raises msgspec.ValidationError for invalid data."""
     return _decoder.decode(data)
 
 

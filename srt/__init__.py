@@ -1,1 +1,1 @@
-"""Contract layer: what every process agrees on. Nothing here imports torch."""
+"""Layer 0, the contract: settings, messages and errors that all processes share. It does not import torch."""

@@ -1,4 +1,4 @@
-"""The one place that reads the process environment."""
+"""Access to environment variables. No other file reads them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def child_environment(compute_threads: int | None) -> dict[str, str]:
-    """The environment of a child process; `compute_threads` bounds its OpenMP pool (None: leave as it is).
+    """The environment of a child process. `compute_threads`: threads of its OpenMP pool; None: not set.
 
-    Threads of an idle pool sleep instead of spinning: the engine's processes share few cores.
+    Threads of an idle pool sleep instead of spinning, because the engine's processes share few cores.
     """
     env = dict(os.environ)
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -21,13 +21,15 @@ def child_environment(compute_threads: int | None) -> dict[str, str]:
 
 
 def with_added(added: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a program that is not the engine's: this one's, and what is added."""
+    """The environment of another program: this process's environment and the `added` variables."""
     return {**os.environ, **added}
 
 
 def api_key() -> str | None:
-    """TERCET_API_KEY: the key of a server whose command line must not show it. Without the spaces and line breaks
-    around it; None when the variable is not there, "" when it is empty."""
+    """TERCET_API_KEY without white space around it: the API key, if the command line must not show it.
+
+    None if the variable is not set, "" if it is empty.
+    """
     key = os.environ.get("TERCET_API_KEY")
     return None if key is None else key.strip()
 
@@ -38,13 +40,16 @@ def base_url() -> str | None:
 
 
 def cache_folder() -> Path | None:
-    """`tercet` in XDG_CACHE_HOME, or else in ~/.cache: what may be removed at any time. None where there is no home."""
+    """The cache folder: `tercet` in XDG_CACHE_HOME, or else in ~/.cache. None if there is no home folder.
+
+    Users may remove the folder at any time.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # which the XDG specification says to ignore
+    if not os.path.isabs(base):  # the XDG specification says to ignore a relative path
         base = os.path.expanduser("~/.cache")
     return Path(base) / "tercet" if os.path.isabs(base) else None
 
 
 def triton_interpreted() -> bool:
-    """TRITON_INTERPRET=1: Triton kernels run on the CPU, for tests."""
+    """Whether TRITON_INTERPRET=1, which makes Triton kernels run on the CPU, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"

@@ -1,19 +1,19 @@
-"""Every error that Tercet raises on purpose.
+"""The errors that Tercet raises on purpose.
 
     TercetError                      500  internal_server_error
     |-- InvalidRequest               400  invalid_request_error   (also a ValueError)
     |   |-- UnsupportedField         400  a field of a feature that is not implemented
     |   `-- PromptTooLong            400  context_length_exceeded
     |-- ModelNotFound                404  model_not_found
-    |-- RequestAborted               499  the client asked for the end, or went away
-    |-- QueueFull                    503  try again later
-    |-- EngineBusy                   400  needs an idle engine (flush)
-    |-- OutOfKVMemory                500  one request that can never fit in what is there
+    |-- RequestAborted               499  the client aborted the request or closed the connection
+    |-- QueueFull                    503  the waiting queue is full: try again later
+    |-- EngineBusy                   400  the call (flush) needs an idle engine
+    |-- OutOfKVMemory                500  the request can never fit into the KV pool
     |-- InvalidLogits                500  the model produced NaN for this request
-    |-- EngineDead                   503  a process of the engine is gone
-    `-- ModelNotSupported            (start-up) ValueError naming the supported architectures
+    |-- EngineDead                   503  a process of the engine has died
+    `-- ModelNotSupported            (start-up) ValueError that names the supported architectures
 
-Each class knows its HTTP status, its OpenAI `type` and `code`, so that no handler has a table of its own.
+Each class has its HTTP status and its OpenAI `type` and `code`, so that handlers need no tables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import ClassVar
 
 
 class TercetError(Exception):
-    """Base of all. `param` names the offending request field, where there is one."""
+    """The base class of all errors. `param`: the request field that is wrong, if there is one."""
 
     status: ClassVar[int] = 500
     err_type: ClassVar[str] = "internal_server_error"
@@ -100,4 +100,4 @@ BY_TYPE: dict[str, type[TercetError]] = {
         EngineDead,
     )
 }
-"""The classes that may cross a process boundary, by the name that `io_struct.AbortFinish` carries."""
+"""The errors that are sent between processes, by the name in `io_struct.AbortFinish.err_type`."""

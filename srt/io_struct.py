@@ -1,12 +1,12 @@
-"""The messages between the three processes: one union per link, frozen, tagged, typed; nothing else crosses.
+"""The messages between the three processes. Each link has one union of frozen, tagged, typed messages.
 
     TokenizerManager --ToScheduler--> Scheduler --ToDetokenizer--> DetokenizerManager --ToTokenizer--> TokenizerManager
                      <----------------ToTokenizer (replies, heartbeats)---- Scheduler
 
-Everything that a client sees about a request, its failure included, takes the road through the detokenizer, so that
-nothing overtakes a token. Prompts travel as raw int32 buffers inside the msgpack frame, because the scheduler wants
-them as numpy arrays (1,000 ids, encode to array: 23 us raw, 65 us as a list); outputs of a few ids travel as lists
-(one id, there and back: 0.3 us as a list, 0.9 us raw).
+All outputs of a request, also its failure, go through the detokenizer, so that they arrive in order.
+
+A prompt is sent as raw int32 bytes in the msgpack frame, because the scheduler needs a numpy array: 1,000 ids take
+23 us raw and 65 us as a list. Outputs have few ids and are sent as lists: one id takes 0.3 us as a list, 0.9 us raw.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from .request_options import RequestOptions
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Token ids as the bytes that travel."""
+    """Encode token ids as int32 bytes."""
     return array("i", ids).tobytes()
 
 
 def unpack_ids(data: bytes) -> npt.NDArray[np.int32]:
-    """A view of those bytes as int32 [n], read-only."""
+    """Decode the bytes of `pack_ids`: a read-only view, int32 [n]."""
     return np.frombuffer(data, dtype=np.int32)
 
 
-# How a request ended. The field names are those of `meta_info.finish_reason` on the wire.
+# The reason why a request ended. The field names are those of `meta_info.finish_reason` in the API.
 
 
 class StopFinish(msgspec.Struct, frozen=True, tag="stop", tag_field="type"):
-    """`matched`: the stop token's id, or the stop string."""
+    """The request ended at a stop. `matched`: the stop token's id, or the stop string."""
 
     matched: int | str
 
 
 class LengthFinish(msgspec.Struct, frozen=True, tag="length", tag_field="type"):
-    """`length`: the number of tokens generated."""
+    """The request reached its maximum length. `length`: the number of generated tokens."""
 
     length: int
 
 
 class AbortFinish(msgspec.Struct, frozen=True, tag="abort", tag_field="type"):
-    """`status_code` None: the client asked for it, which is not an error. `err_type`: a class of `errors.BY_TYPE`."""
+    """The request was aborted. `status_code` None: by its client, no error. `err_type`: a key of `errors.BY_TYPE`."""
 
     message: str
     status_code: int | None = None
@@ -62,7 +62,7 @@ FinishReason = StopFinish | LengthFinish | AbortFinish
 
 
 class GenerateReq(msgspec.Struct, frozen=True, tag="generate"):
-    """One prompt, one sample; validated and tokenised. `n` is unfolded before this."""
+    """A validated and tokenised request for one sample of one prompt. A request with `n` > 1 becomes several."""
 
     rid: str
     input_ids: bytes
@@ -70,16 +70,20 @@ class GenerateReq(msgspec.Struct, frozen=True, tag="generate"):
 
 
 class AbortReq(msgspec.Struct, frozen=True, tag="abort"):
-    """`rid` None: every request there is."""
+    """Abort a request. `rid` None: all requests."""
 
     rid: str | None
 
 
 class FlushCacheReq(msgspec.Struct, frozen=True, tag="flush"):
+    """Empty the prefix cache. The answer is a FlushCacheReply."""
+
     call_id: int
 
 
 class StateReq(msgspec.Struct, frozen=True, tag="state"):
+    """Send the scheduler's state. The answer is a StateReply."""
+
     call_id: int
 
 
@@ -90,7 +94,7 @@ ToScheduler = GenerateReq | AbortReq | FlushCacheReq | StateReq
 
 
 class DecodeOptions(msgspec.Struct, frozen=True, array_like=True):
-    """What the detokenizer must know about a request; sent with its first output."""
+    """The detokenizer's options of a request, sent with its first output."""
 
     skip_special_tokens: bool
     no_stop_trim: bool
@@ -98,7 +102,7 @@ class DecodeOptions(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one request since its last TokenOut. Counts are totals."""
+    """The new tokens of a request since its last TokenOut. Counts are totals since the start."""
 
     rid: str
     token_ids: list[int]
@@ -106,13 +110,15 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """Prompt tokens whose KV was found in the prefix cache at first admission."""
+    """Prompt tokens whose KV was in the prefix cache at the first admission."""
     num_retractions: int
     options: DecodeOptions | None = None
-    """Set on the first TokenOut of the request."""
+    """Set in the first TokenOut of the request."""
 
 
 class BatchTokenOut(msgspec.Struct, frozen=True, tag="tokens"):
+    """The TokenOuts of one step."""
+
     outs: list[TokenOut]
 
 
@@ -123,8 +129,11 @@ ToDetokenizer = BatchTokenOut
 
 
 class TextOut(msgspec.Struct, frozen=True, array_like=True):
-    """A TokenOut with its text. `text` is what became certain since the last one: never half a character, never part
-    of a stop string; together with `finish` comes all the rest. `token_ids` may run ahead of `text`."""
+    """A TokenOut with its text. `text`: the text that has become certain since the last TextOut.
+
+    It never ends inside a character or inside a possible stop string, so `token_ids` may be ahead of it. The TextOut
+    with `finish` has the rest of the text.
+    """
 
     rid: str
     text: str
@@ -137,21 +146,25 @@ class TextOut(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchTextOut(msgspec.Struct, frozen=True, tag="texts"):
+    """The TextOuts of one BatchTokenOut."""
+
     outs: list[TextOut]
 
 
 class FlushCacheReply(msgspec.Struct, frozen=True, tag="flushed"):
+    """The answer to a FlushCacheReq."""
+
     call_id: int
     ok: bool
-    """False: requests were running or waiting, nothing was flushed."""
+    """False: requests were running or waiting, so the cache was not emptied."""
     num_busy: int
 
 
 class SchedulerState(msgspec.Struct, frozen=True):
-    """A look at the scheduler, for /server_info, /get_load and tests. Tokens are KV slots."""
+    """The scheduler's state, for /server_info, /get_load and tests. Tokens are KV slots."""
 
     num_running: int
-    """Requests that hold KV: those that decode, and the prompt of which a part is computed."""
+    """Requests that hold KV: the decoding ones, and the one whose prompt is computed in chunks."""
     num_waiting: int
     num_free_tokens: int
     num_evictable_tokens: int
@@ -159,24 +172,26 @@ class SchedulerState(msgspec.Struct, frozen=True):
     num_private_tokens: int
     max_total_num_tokens: int
     last_gen_throughput: float
-    """Tokens a second over the last decode log interval. Time in which nothing ran does not count."""
+    """Generated tokens per second in the last interval between decode log lines, without idle time."""
     cache_hit_rate: float
-    """Cached share of all prompt tokens admitted since the start."""
+    """Share of prompt tokens that were in the prefix cache, over all requests admitted since the start."""
     num_retractions: int
     num_aborted: int
     num_finished: int
     num_kv_repairs: int
-    """Times the idle audit found a mistake in the KV books and rebuilt the pool."""
+    """Number of times that the idle audit found an error in the KV accounting and rebuilt the pool."""
     new_token_ratio: float
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The scheduler's loop has turned. Sent at least twice a second while it is not inside a step."""
+    """The sign that the scheduler's loop runs. Sent at least twice a second, except during a step."""
 
     state: SchedulerState
 
 
 class StateReply(msgspec.Struct, frozen=True, tag="state"):
+    """The answer to a StateReq."""
+
     call_id: int
     state: SchedulerState
 
@@ -184,22 +199,22 @@ class StateReply(msgspec.Struct, frozen=True, tag="state"):
 ToTokenizer = BatchTextOut | Heartbeat | FlushCacheReply | StateReply
 
 
-# In place of a message, within the process that received it
+# Within the process that receives a message
 
 
 class BrokenMessage(msgspec.Struct, frozen=True):
-    """What arrived and could not be decoded or handled; the log has the details."""
+    """The replacement for a message that could not be decoded or handled. The log has the details."""
 
     rids: list[str]
     """The requests that the message names. They end with an error."""
     reason: str
-    """What their clients are told."""
+    """The error message for their clients."""
 
 
 def request_ids(message: Any) -> list[str]:
-    """The ids of the requests that a message names. `message`: built-in types, as a msgpack frame holds them.
+    """The ids of the requests that a message names. `message`: the built-in types of a decoded msgpack frame.
 
-    Nothing is assumed of it, so that it may be broken anywhere.
+    The message may be invalid in any way.
     """
     if not isinstance(message, dict):
         return []
@@ -213,12 +228,12 @@ def request_ids(message: Any) -> list[str]:
 
 
 class SchedulerReady(msgspec.Struct, frozen=True, tag="scheduler_ready"):
-    """The facts that only the scheduler's process knows, once the model is loaded."""
+    """The scheduler process is ready. The fields are facts that only a loaded model knows."""
 
     max_total_num_tokens: int
     max_running_requests: int
     max_req_input_len: int
-    """Tokens of the longest prompt that can be served (context and KV pool considered)."""
+    """Tokens of the longest prompt that fits into the context and into the KV pool."""
     context_len: int
     chunked_prefill_size: int
     max_prefill_tokens: int
@@ -230,15 +245,15 @@ class SchedulerReady(msgspec.Struct, frozen=True, tag="scheduler_ready"):
     weight_bytes: int
     kv_bytes: int
     graph_bytes: int = 0
-    """Device memory of CUDA graphs; 0 where there are none."""
+    """Device memory of CUDA graphs; 0 without graphs."""
 
 
 class DetokenizerReady(msgspec.Struct, frozen=True, tag="detokenizer_ready"):
-    pass
+    """The detokenizer process is ready."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
-    """`user_error`: the message alone tells what to change; otherwise the log has the traceback."""
+    """A child could not start. `user_error`: the message says what to change; otherwise the log has the traceback."""
 
     message: str
     user_error: bool

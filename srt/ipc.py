@@ -1,9 +1,9 @@
-"""ZeroMQ PUSH/PULL over `ipc://` in a 0700 directory of this run: typed messages in, typed messages out.
+"""The links between processes: typed messages over ZeroMQ PUSH/PULL sockets, in a private directory (mode 0700).
 
-A message that cannot be decoded or handled is logged, and arrives as a `BrokenMessage`. Those behind it are not lost.
+A message that cannot be decoded or handled is logged and replaced by a `BrokenMessage`. Later messages are not lost.
 
-No pickle, no TCP port, no name that another engine on the host could meet. Senders never block: queues are unbounded,
-because a process that waits for another one could not notice the other one's death.
+The links use no pickle, no TCP ports, and no names that another engine on the host could use. Senders never block, so
+queues are unbounded: a process that waits for another process could not notice that the other one has died.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_UNIX_PATH = 100  # sun_path holds 108 bytes on Linux
 
 
 class RunDir:
-    """The private directory that holds the sockets of one engine."""
+    """The private directory with the sockets of one engine."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,7 +41,7 @@ class RunDir:
 
     @classmethod
     def create(cls) -> RunDir:
-        """A new directory of mode 0700; under /tmp where TMPDIR is too long for a socket's name."""
+        """Create a directory of mode 0700, in /tmp if TMPDIR is too long for the name of a socket."""
         path = tempfile.mkdtemp(prefix="tercet-")
         if len(os.fsencode(path)) + len("/detokenizer") > _MAX_UNIX_PATH:
             os.rmdir(path)
@@ -53,7 +53,7 @@ class RunDir:
 
 
 class Sender(Generic[T]):
-    """The pushing end of a link."""
+    """The sending end of a link."""
 
     def __init__(self, context: zmq.Context[Any], address: str) -> None:
         self._socket = context.socket(zmq.PUSH)
@@ -63,7 +63,7 @@ class Sender(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, message: T) -> None:
-        """Queues the message; raises zmq.Again never, as the queue has no bound."""
+        """Queue a message. Never blocks and never raises zmq.Again, because the queue is unbounded."""
         self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Sender(Generic[T]):
 
 
 class Receiver(Generic[T]):
-    """The pulling end of a link, for a synchronous loop. `union` is the type of what may arrive."""
+    """The receiving end of a link, for a synchronous loop. `union`: the type of the messages."""
 
     def __init__(self, context: zmq.Context[Any], address: str, union: Any) -> None:
         self._socket = context.socket(zmq.PULL)
@@ -80,7 +80,7 @@ class Receiver(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
 
     def drain(self) -> list[T | BrokenMessage]:
-        """All messages that are here, without waiting."""
+        """Return all messages that have arrived, without waiting."""
         messages: list[T | BrokenMessage] = []
         while True:
             try:
@@ -89,12 +89,12 @@ class Receiver(Generic[T]):
                 return messages
             try:
                 messages.append(self._decoder.decode(frame))
-            except Exception:  # not msgspec's alone: structs check themselves
+            except Exception:  # not only msgspec's errors: structs also check their values
                 logger.exception("Could not decode a message of %d bytes", len(frame))
                 messages.append(BrokenMessage(_request_ids_of(frame), "a message of this request could not be decoded"))
 
     def wait(self, timeout_s: float) -> bool:
-        """Blocks until a message is here or the time is over; whether one is here."""
+        """Wait until a message has arrived or the time is over. Returns whether a message has arrived."""
         return bool(self._socket.poll(int(timeout_s * 1000)))
 
     def close(self) -> None:
@@ -102,11 +102,11 @@ class Receiver(Generic[T]):
 
 
 class AsyncReceiver(Generic[T]):
-    """The pulling end in an event loop: calls `on_message` for everything that arrives.
+    """The receiving end of a link in an event loop. Calls `on_message` for each message.
 
-    When `on_message` raises, it is called once more, with a `BrokenMessage` for the requests that the message names.
+    If `on_message` raises an exception, it is called once more, with a `BrokenMessage` for the requests of the message.
 
-    It watches ZeroMQ's file descriptor itself. That descriptor is edge-triggered, so every wake-up drains the socket.
+    The loop watches ZeroMQ's file descriptor. The descriptor is edge-triggered, so each wake-up drains the socket.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class AsyncReceiver(Generic[T]):
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         loop.add_reader(self._receiver._socket.fileno(), self._drain)
-        loop.call_soon(self._drain)  # what came before the reader was there makes no edge
+        loop.call_soon(self._drain)  # earlier messages trigger no edge
 
     def _drain(self) -> None:
         if self._loop is None:
@@ -146,7 +146,7 @@ class AsyncReceiver(Generic[T]):
 
 
 def _request_ids_of(frame: bytes) -> list[str]:
-    """The ids of the requests that a msgpack frame names, as far as it can be read."""
+    """The ids of the requests that a msgpack frame names; none if the frame is not valid msgpack."""
     try:
         return request_ids(msgspec.msgpack.decode(frame))
     except msgspec.DecodeError:

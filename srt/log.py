@@ -1,4 +1,4 @@
-"""Logging for every process: one line each, with time, role and level, to stderr."""
+"""The logging of all processes: to stderr, one line per entry, with time, role and level."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def configure(role: str, level: str) -> None:
-    """Sets up the `tercet` logger of this process; a second call replaces the first."""
+    """Set up the `tercet` logger of this process. A second call replaces the first."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"[%(asctime)s {role}] %(levelname)s %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("tercet")

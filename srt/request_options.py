@@ -1,4 +1,6 @@
-"""What a request wants besides its prompt: one struct that travels whole from the decoded body to the scheduler.
+"""The options of a request: one struct with all its settings except the prompt.
+
+It is passed unchanged from the decoded body to the scheduler:
 
     body --options_of--> Prompt.options --> GenerateReq.options --> Req.options
 
@@ -17,14 +19,15 @@ MAX_SALT_CHARS = 256
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Raises InvalidRequest for a value out of range."""
+    """The options of one request. Raises InvalidRequest for a value out of range."""
 
     sampling: SamplingParams
     """In the scheduler `n` is 1, and `max_new_tokens` and `sampling_seed` are always set."""
     cache_salt: str = ""
-    """Namespace of the prefix cache: only requests of the same salt share prefixes."""
+    """Namespace of the prefix cache: only requests with the same salt share prefixes."""
     stream: bool = False
-    """False: nobody reads before the end, so the scheduler sends nothing between the first token and the last."""
+    """False: the client reads only the complete output, so the scheduler sends no output between the first token and
+    the last."""
 
     def __post_init__(self) -> None:
         if len(self.cache_salt) > MAX_SALT_CHARS:

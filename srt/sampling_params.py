@@ -1,4 +1,7 @@
-"""How a request wants its tokens chosen and its text ended. Validated once, in the HTTP process."""
+"""The sampling parameters of a request: how its tokens are chosen and when it ends.
+
+They are checked once, in the HTTP process.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,15 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_N = 128
 MAX_LOGIT_BIAS = 1024
 GREEDY_BELOW = 1e-6
-"""A temperature under this is greedy decoding."""
+"""A temperature below this means greedy decoding."""
 _SHOWN_CHARS = 80
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters of one request; the defaults are those of SGLang's `/generate`.
+    """The sampling parameters of one request. The defaults are those of SGLang's `/generate`.
 
-    Raises InvalidRequest on any value out of range: what was given, what is allowed.
-    `top_k`, `top_p` and `min_p` select jointly: each threshold is taken on the full distribution after temperature,
-    and none changes the meaning of another. `sampling_seed` None means: drawn by the engine.
+    `top_k`, `top_p` and `min_p` are joint filters: each threshold is computed on the full distribution after
+    temperature, so no filter changes the meaning of another. Raises InvalidRequest for a value out of range.
     """
 
     max_new_tokens: int | None = 128
@@ -41,8 +43,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     n: int = 1
     logit_bias: dict[str, float] | None = None
-    """Token id (JSON wants it as text) -> what is added to its logit."""
+    """The number that is added to the logit of a token id. Keys are text, as JSON requires."""
     sampling_seed: int | None = None
+    """None: drawn by the engine."""
     ignore_eos: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
@@ -104,7 +107,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raises InvalidRequest when a token id that was named does not exist in the model's vocabulary."""
+        """Raise InvalidRequest for a token id that is not in the model's vocabulary."""
         for token in self.stop_token_ids or ():
             _check("stop_token_ids", token, token < vocab_size, f"token ids below {vocab_size}")
         for key in self.logit_bias or ():

@@ -1,5 +1,7 @@
-"""Every setting of an engine: one annotated field each. The command line, its help, the docs table and the validation
-come from these fields, and from nowhere else."""
+"""The settings of an engine. Each is one annotated field.
+
+The command line, its help, the docs table and the validation are made from these fields alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from . import env
 
 @dataclass(frozen=True)
 class Setting:
-    """How a field shows itself: one line of help, and whether it belongs to the HTTP server only."""
+    """The annotation of a field: its line of help, and whether only the HTTP server has it."""
 
     help: str
     server_only: bool = False
@@ -33,9 +35,9 @@ def _server(text: str) -> Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArgs:
-    """Settings of an engine. Frozen: a derived setting is a new object (`dataclasses.replace`).
+    """The settings of an engine. They are frozen: a change makes a new object (`dataclasses.replace`).
 
-    Raises ValueError, naming the flag, what was given and what is allowed.
+    Raises ValueError that names the flag, the given value and the allowed ones.
     """
 
     model_path: Annotated[str, Setting("Hugging Face directory, .gguf file, or config.json (dummy weights)")]
@@ -182,7 +184,7 @@ class ServerArgs:
             raise ValueError(f"--watchdog-timeout must be positive, got {self.watchdog_timeout}")
 
     def with_seed(self) -> ServerArgs:
-        """The same settings with a random seed: one drawn from the system where none is set."""
+        """The same settings with `random_seed` set. If it is None, a seed is drawn from the system."""
         if self.random_seed is not None:
             return self
         return dataclasses.replace(self, random_seed=secrets.randbits(32))
@@ -193,7 +195,7 @@ class ServerArgs:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ServerArgs:
-        """From keyword arguments or a parsed file; raises ValueError on an unknown name or a wrong type."""
+        """Make settings from keyword arguments or a parsed file. Raises ValueError for a wrong name or type."""
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
@@ -210,7 +212,7 @@ def _flag(name: str) -> str:
 
 @dataclass(frozen=True)
 class _Flag:
-    """One field, as argparse and the docs want it."""
+    """A field in the form that argparse and the docs table need."""
 
     name: str
     type: type
@@ -227,7 +229,7 @@ def _flags() -> list[_Flag]:
         annotated = hints[field.name]
         base, setting = get_args(annotated)
         optional = False
-        if get_origin(base) in (types.UnionType, typing.Union):  # of a Literal: the latter
+        if get_origin(base) in (types.UnionType, typing.Union):  # `Literal[...] | None` is a typing.Union
             optional = True
             base = next(arg for arg in get_args(base) if arg is not type(None))
         choices = get_args(base) if get_origin(base) is Literal else None
@@ -237,7 +239,7 @@ def _flags() -> list[_Flag]:
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, model_required: bool = True) -> None:
-    """Adds a flag for every setting, and `--config FILE` (YAML of the same names; the command line wins)."""
+    """Add a flag for each setting, and `--config FILE`: a YAML file of settings, which flags override."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings; the command line overrides it")
     for flag in _flags():
         if flag.type is bool:
@@ -257,7 +259,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, model_required: bool = Tru
 
 
 def from_namespace(namespace: argparse.Namespace) -> ServerArgs:
-    """Settings from parsed arguments; raises ValueError where they do not fit."""
+    """Make settings from parsed arguments. Raises ValueError as ServerArgs does."""
     known = {flag.name for flag in _flags()}
     values: dict[str, Any] = {}
     if getattr(namespace, "config", None):
@@ -266,12 +268,12 @@ def from_namespace(namespace: argparse.Namespace) -> ServerArgs:
     if "api_key" not in values:
         values["api_key"] = env.api_key()
     if isinstance(values["api_key"], str):
-        values["api_key"] = values["api_key"].strip()  # a file that holds a key usually ends in a line break
+        values["api_key"] = values["api_key"].strip()  # a key from a file usually ends with a line break
     return ServerArgs.from_dict(values)
 
 
 def parse_args(argv: Sequence[str]) -> ServerArgs:
-    """The command line of `python -m tercet.launch_server`; leaves by SystemExit(2) with a message when it is wrong."""
+    """Parse the command line of `python -m tercet.launch_server`. Exits with a message (status 2) if it is wrong."""
     parser = argparse.ArgumentParser(prog="tercet.launch_server", description="Serve a model over HTTP.")
     add_arguments(parser)
     namespace = parser.parse_args(argv)

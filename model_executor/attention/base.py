@@ -1,4 +1,4 @@
-"""What the model asks of an attention backend."""
+"""The interface of attention backends."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from ..forward_batch import ForwardBatch
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Attention of one layer, as its model family wants it."""
+    """The attention of one layer, as its model family defines it."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
-    """of the product of a query and a key"""
+    """factor of the dot product of a query and a key"""
     rope: RopeConfig
     window: int | None = None
-    """a token attends to so many of the last positions, itself included; None: to all"""
+    """number of last positions that a token attends to, itself included; None: all positions"""
     soft_cap: float | None = None
-    """scores become soft_cap * tanh(score / soft_cap); None: they stay (Gemma 2)"""
+    """scores become soft_cap * tanh(score / soft_cap) (Gemma 2); None: no cap"""
     has_sinks: bool = False
-    """every head has a learned logit that takes part in the softmax, without a value (GPT-OSS)"""
+    """whether each head has a learned logit that joins the softmax without a value (GPT-OSS)"""
 
 
 class AttentionBackend(ABC):
-    """Attends to all keys and values of a layer that a request has, those of this step included.
+    """Computes attention over the KV pool, for all layers of a model.
 
-    The model's caller calls `plan(batch)` once per step, then the model calls `forward` for layer 0, 1, ... in
-    order; layers that store K and V themselves call `attend` instead. A token at position p of a request attends to
-    positions 0..p of that request, or to the last `window` of them (itself included) in a layer with a sliding
-    window. A backend may keep what it planned, never what it computed.
+    The runner calls `plan(batch)` once per step. Then the model calls `forward` for layers 0, 1, ... in order. Layers
+    that store K and V themselves call `attend` instead. A token at position p of a request attends to positions 0..p
+    of that request, the tokens of this step included. In a layer with a sliding window it attends to the last `window`
+    of them. A backend may keep its plan until the next step, but no results.
     """
 
     name: str
 
     def __init__(self, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> None:
-        """`specs`: one per layer. Raises ModelNotSupported for one that this backend cannot compute."""
+        """`specs`: one per layer. Raises ModelNotSupported for a spec that this backend cannot compute."""
         first = specs[0]
         for spec in specs:
             if spec.soft_cap is not None or spec.has_sinks:
@@ -63,30 +63,35 @@ class AttentionBackend(ABC):
         self.scales = [spec.scale for spec in specs]
         """[num_layers]"""
         self.sliding_windows = [spec.window for spec in specs]
-        """[num_layers] None: the layer sees everything"""
+        """[num_layers]; None: the layer attends to all positions"""
 
     def num_splits(self, seq_lens: npt.NDArray[np.int32]) -> int | None:
-        """Units of attention work that decoding requests of these lengths are (host, int32 [B]).
+        """The number of work units (splits) of decoding requests with these lengths: host, int32 [B].
 
-        A backend that answers promises that a DECODE step may be recorded in a CUDA graph: `plan` takes from
-        `seq_lens_host` only how many units to make room for, and the recorded work then serves any lengths that are no
-        more units than that. None: steps of this backend cannot be recorded.
+        None: the steps of this backend cannot be recorded in a CUDA graph. A number promises that a DECODE step can be
+        recorded: `plan` uses `seq_lens_host` only to size its buffers, and the recorded step serves all lengths with at
+        most that many units.
         """
         return None
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
-        """Prepares what all layers of this step share. Must not wait for the device."""
+        """Prepare the plan that all layers of this step share. Must not wait for the device."""
 
     @abstractmethod
     def attend(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
-        """q: [T, num_heads, head_dim], rotated; head_dim is contiguous, the other strides are free (a view of the fused
-        projection). The new tokens' K and V stand at `batch.out_cache_loc` of the pool. Returns
-        [T, num_heads * head_dim]."""
+        """Compute attention for q: [T, num_heads, head_dim], rotated. Returns [T, num_heads * head_dim].
+
+        The last dimension of q is contiguous; the others may have any strides, because q is often a view of the fused
+        projection. The pool already holds K and V of the new tokens, at `batch.out_cache_loc`.
+        """
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Stores k, v ([T, num_kv_heads, head_dim], strides as of q; k rotated) where the batch says, then attends."""
+        """Store k, v: [T, num_kv_heads, head_dim] at `batch.out_cache_loc`, then call `attend`.
+
+        k is rotated. The strides of k and v are as free as those of q.
+        """
         self.kv_pool.set_kv(layer_id, batch.out_cache_loc, k, v)
         return self.attend(q, layer_id, batch)

@@ -1,4 +1,4 @@
-"""The attention backend of CPUs: one compiled operation for prefill, decode and both at once (csrc/cpu/attention.h)."""
+"""The attention backend of CPUs: one compiled operation for prefill, decode and mixed steps (csrc/cpu/attention.h)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from .base import AttentionBackend
 
 
 class CpuAttentionBackend(AttentionBackend):
-    """A token's result does not depend, bit for bit, on the rest of the batch, on chunks or on what was cached."""
+    """Attention by the compiled operation.
+
+    The bits of a token's result do not depend on the other requests of the batch, on the chunks or on the cached
+    prefix.
+    """
 
     name = "cpu"
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Nothing: the operation takes the batch as it is."""
+        """Does nothing: the operation makes its own plan."""
 
     def attend(self, q: torch.Tensor, layer_id: int, batch: ForwardBatch) -> torch.Tensor:
         return torch.ops.tercet_cpu.attention(

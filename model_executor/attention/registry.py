@@ -1,4 +1,4 @@
-"""Attention backends by name."""
+"""The table of attention backends: their names, the default of each device, and the KV layout that they need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .. import cpu_extension
 from .base import AttentionBackend, AttentionSpec
 
 _PACKAGE = __package__
-# Named rather than imported: the Triton backend costs half a second of imports that a CPU server does not need.
+# Modules are imported on use: importing the Triton backend takes half a second that a CPU server does not need.
 _BACKENDS = {
     "torch": ("torch_backend", "TorchAttentionBackend"),
     "cpu": ("cpu_backend", "CpuAttentionBackend"),
@@ -20,13 +20,13 @@ _BACKENDS = {
 }
 BACKEND_NAMES = tuple(_BACKENDS)
 PAGE_OF_PANELS = 32
-"""Tokens that are whole panels in every build of the compiled operations."""
+"""The default page size for a pool in panels: a multiple of the panel of every build."""
 
 
 def resolve_attention_backend(name: str, device: torch.device) -> str:
-    """`auto` is triton on a GPU, and on a CPU the compiled operations where they were built, else torch.
+    """Turn `auto` into the name of a backend: triton on a GPU; on a CPU, cpu if its operations are built, else torch.
 
-    Raises ValueError for a name that is not known, or a backend that cannot run on this device.
+    Raises ValueError for an unknown name and for a backend that cannot run on this device.
     """
     if name == "auto":
         if device.type == "cuda":
@@ -40,18 +40,24 @@ def resolve_attention_backend(name: str, device: torch.device) -> str:
 
 
 def kv_panel(backend: str, page_size: int, head_dim: int, dtype: torch.dtype) -> int | None:
-    """Slots of a block where the KV pool is to be kept in panels (`MHATokenToKVPool`); `backend` is resolved."""
+    """The panel of the KV pool in slots, or None if the pool has no panels (`MHATokenToKVPool`).
+
+    `backend`: a name from `resolve_attention_backend`.
+    """
     panel = cpu_extension.kv_panel(dtype, head_dim) if backend == "cpu" else None
     return panel if panel is not None and page_size % panel == 0 else None
 
 
 def default_page_size(backend: str, head_dim: int, dtype: torch.dtype) -> int:
-    """Tokens of a KV page: one, or what it takes to keep keys and values in panels; `backend` is resolved."""
+    """The default page size in tokens: PAGE_OF_PANELS if the pool can have panels, else 1.
+
+    `backend`: a name from `resolve_attention_backend`.
+    """
     return 1 if kv_panel(backend, PAGE_OF_PANELS, head_dim, dtype) is None else PAGE_OF_PANELS
 
 
 def create_attention_backend(name: str, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> AttentionBackend:
-    """`name` as `resolve_attention_backend` returned it; `specs`: one per layer."""
+    """Make the backend called `name`, which comes from `resolve_attention_backend`. `specs`: one per layer."""
     module, cls = _BACKENDS[name]
     backend = getattr(import_module(f".{module}", _PACKAGE), cls)(specs, kv_pool)
     assert isinstance(backend, AttentionBackend)

@@ -1,7 +1,7 @@
-"""Attention in plain PyTorch: the reference for the kernels, and what a CPU runs.
+"""The attention backend in plain PyTorch: the reference for the kernels, and the fallback without compiled operations.
 
-Rows that bring one token are gathered into padded rectangles and attended to together, their query heads of a KV
-head folded into the query length so that no key is repeated. Rows that bring more are attended to one by one.
+Rows with one new token are grouped into padded rectangles, and each rectangle is one call. The query heads of a KV head
+are folded into the query length, so that keys are not repeated. Each row with several new tokens is one call.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from ..forward_batch import ForwardBatch
 from .base import AttentionBackend, AttentionSpec
 
 _MAX_PADDING = 2
-"""A rectangle holds rows whose context lengths differ by at most this factor."""
+"""The context lengths of a rectangle's rows differ by at most this factor."""
 
 
 @dataclass(slots=True)
 class _Rectangle:
-    """Rows with one new token each, padded to the longest."""
+    """Rows with one new token each, padded to the longest context."""
 
     tokens: torch.Tensor | None
-    """int64 [b] their tokens in [T]; None: all tokens of the batch, in order"""
+    """int64 [b], indices of the rows' tokens in [T]; None: all tokens of the batch, in order"""
     slots: torch.Tensor
-    """int64 [b * L], the dummy slot 0 where padded"""
+    """int64 [b * L], slots of the context; padding repeats the slot of position 0"""
     mask: torch.Tensor | None
-    """bool [b, 1, 1, L], True where attended to; None: no padding"""
+    """bool [b, 1, 1, L], False at padding; None: no padding"""
 
 
 @dataclass(slots=True)
 class _Span:
-    """One row with several new tokens, [start, end) of [T]."""
+    """A row with several new tokens, [start, end) of [T]."""
 
     start: int
     end: int
     slots: torch.Tensor
-    """int64 [L], those of the new tokens at the end"""
+    """int64 [L], slots of the context, the new tokens last"""
     mask: torch.Tensor | None
-    """bool [end - start, L]; None: plain causal, no cached prefix"""
+    """bool [end - start, L]; None: the plain causal mask, without a cached prefix"""
 
 
 @dataclass(slots=True)
@@ -53,14 +53,17 @@ class _Plan:
 
 
 class TorchAttentionBackend(AttentionBackend):
-    """A row's result depends on other rows by no more than the rounding of sums of another length (padding)."""
+    """Attention by torch's scaled_dot_product_attention.
+
+    Other rows of the batch change a row's padding and with it the rounding of its sums, but nothing else.
+    """
 
     name = "torch"
 
     def __init__(self, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> None:
         super().__init__(specs, kv_pool)
         self._plans: dict[int | None, _Plan] = {}
-        # One memcpy per slot: index_select over flat rows is several times faster than indexing [slot, head, dim].
+        # index_select over flat rows is one memcpy per slot, several times faster than indexing [slot, head, dim].
         self._keys = [buffer.view(buffer.shape[0], -1) for buffer in kv_pool.k_buffer]
         self._values = [buffer.view(buffer.shape[0], -1) for buffer in kv_pool.v_buffer]
 
@@ -80,7 +83,7 @@ class TorchAttentionBackend(AttentionBackend):
         alone = len(groups) == 1 and len(single) == len(seq_lens)
         rectangles = []
         for group in groups:
-            # in the order of the batch where it is all of it, so that its output needs no scattering
+            # A rectangle of the whole batch keeps the batch's order, so its output needs no scattering.
             members = single if alone else single[group]
             rectangles.append(self._rectangle(batch, members, ends, window, alone))
         spans = [
@@ -103,7 +106,7 @@ class TorchAttentionBackend(AttentionBackend):
         contexts = lens - starts
         columns = np.arange(contexts.max())
         valid = columns < contexts[:, None]
-        # Past its end a row points at position 0, whose slot is its own and finite, and masked anyway.
+        # Padding reads the row's own position 0: its KV is finite, and the mask drops it.
         positions = np.where(valid, starts[:, None] + columns, 0)
         rows = batch.rows if alone else batch.rows[torch.from_numpy(members).to(device)]
         slots = batch.req_to_token[rows[:, None], torch.from_numpy(positions).to(device)]
@@ -173,7 +176,7 @@ class TorchAttentionBackend(AttentionBackend):
 
 
 def _similar_lengths(lengths: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int64]]:
-    """Indices of `lengths`, grouped so that no length is more than _MAX_PADDING times another of its group."""
+    """Group the indices of `lengths` so that lengths within a group differ by at most a factor of _MAX_PADDING."""
     order = np.argsort(-lengths, kind="stable")
     groups: list[npt.NDArray[np.int64]] = []
     begin = 0

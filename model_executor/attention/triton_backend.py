@@ -1,7 +1,7 @@
-"""The attention backend of GPUs: our Triton kernels over the slot-indexed pool.
+"""The attention backend of GPUs: Triton kernels that read the KV pool by slot.
 
-A request that brings one token is served by the decode kernels, in a mixed batch too, and one that brings more by the
-extend kernel. Which kernel computes a token, and hence its bits, never depends on the other requests of the batch.
+The decode kernels serve requests with one new token, in mixed batches too. The extend kernel serves requests with
+several. So the kernel that computes a token, and the token's bits, do not depend on the other requests of the batch.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from .base import AttentionBackend, AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """None: no request of this step is of that kind."""
+    """The work of one step."""
 
     decode: WorkMap | None
+    """None: no request has one new token"""
     extend: WorkMap | None
+    """None: no request has several new tokens"""
     q_loc: torch.Tensor | None
-    """[B] the decoding requests' tokens in a mixed batch; None in DECODE, where it is the request's index"""
+    """[B], index of each request's first token in [T]; None in a DECODE step, where it is the request's index"""
 
 
 class TritonAttentionBackend(AttentionBackend):
-    """See the module. Needs a CUDA or ROCm device, or TRITON_INTERPRET=1 and the CPU."""
+    """Attention by Triton kernels. Needs a CUDA or ROCm device, or a CPU with TRITON_INTERPRET=1."""
 
     name = "triton"
 
@@ -51,7 +53,7 @@ class TritonAttentionBackend(AttentionBackend):
         return int((-(-seq_lens // self._decode_tile.split)).sum())
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Numbers the units of work on the device; the host's copy of the lengths only sizes the buffers."""
+        """Number the work units on the device. The host's copy of the lengths only sizes the buffers."""
         if batch.mode is ForwardMode.DECODE:
             capacity = self.num_splits(batch.seq_lens_host)
             self._plan = _Plan(split_map(batch.seq_lens, self._decode_tile.split, capacity), None, None)

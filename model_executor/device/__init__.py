@@ -1,1 +1,1 @@
-"""The device: memory, streams, transfers, types."""
+"""The device: its memory, streams, transfers and types."""

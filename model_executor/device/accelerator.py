@@ -1,7 +1,7 @@
-"""The few things that the engine asks of CUDA beside tensors: pinned memory, events, a stream for copies, graphs.
+"""The CUDA services that the engine uses beside tensors: pinned memory, events, a copy stream, and graphs.
 
-One short method each, so that what is built on them can be tested without a GPU by a stand-in of the same methods
-(tests/fake_accelerator.py).
+Each service is one short method. A fake with the same methods (tests/fake_accelerator.py) replaces the class in tests,
+so that the code above it is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from .memory import Memory
 
 
 class Event(Protocol):
-    """A place in a stream. `torch.cuda.Event` is one."""
+    """A point in a stream, such as a `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether the device has passed it. Never waits."""
+        """Whether the device has reached the event. Never waits."""
 
     def synchronize(self) -> None:
-        """Waits until the device has passed it."""
+        """Wait until the device has reached the event."""
 
 
 class Graph(Protocol):
-    """Recorded device work. `torch.cuda.CUDAGraph` is one."""
+    """Recorded device work, such as a `torch.cuda.CUDAGraph`."""
 
     def replay(self) -> None:
-        """Queues the work again on the current stream, on the very memory it was recorded with."""
+        """Queue the recorded work on the current stream. It reads and writes the memory addresses of the recording."""
 
 
 class Accelerator:
-    """One CUDA device, which becomes the current one of the calling thread. Work is queued on its current stream."""
+    """A CUDA device. The constructor makes it the calling thread's current device. Work goes to its current stream."""
 
     def __init__(self, device: torch.device) -> None:
         # Triton launches on the current device, whatever device its tensors are on.
@@ -42,22 +42,23 @@ class Accelerator:
         self._graph_pool = torch.cuda.graph_pool_handle()
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Host memory that the device copies from and to without the host's help: uint8 [num_bytes].
+        """Allocate page-locked host memory, which the device copies without the host's help: uint8 [num_bytes].
 
-        Allocating may wait for the device, so hot paths keep what they have.
+        The allocation may wait for the device, so the hot path reuses its buffers.
         """
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def mark(self) -> Event:
-        """An event behind all that was queued so far."""
+        """Queue an event behind the work queued so far."""
         event = torch.cuda.Event()
         event.record()
         return event
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor) -> Event:
-        """Queues target (pinned) = source, beside what will be queued from now on; the event passes when it is done.
+        """Queue a copy of `source` to `target` (pinned) on the copy stream. Returns the event of its end.
 
-        The caller keeps `source` alive until then.
+        The copy waits for the work queued so far and runs beside later work. The caller must keep `source` alive until
+        the event is reached.
         """
         computed = torch.cuda.Event()
         computed.record()
@@ -69,10 +70,10 @@ class Accelerator:
         return arrived
 
     def record(self, work: Callable[[], object]) -> Graph:
-        """Does `work` once for real, which compiles kernels and warms libraries up, then records it.
+        """Run `work` once, so that kernels are compiled and libraries are warm, then record it as a graph.
 
-        All graphs use one pool of memory for what is allocated within: nothing allocated in one may be used after
-        another was replayed, and they must not run beside each other.
+        All graphs allocate from one memory pool. So two graphs must not run at the same time, and a tensor allocated in
+        one graph must not be used after the replay of another.
         """
         self._recording.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._recording):
@@ -84,7 +85,7 @@ class Accelerator:
         return graph
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Device memory that `work` takes at its height beyond what was allocated before."""
+        """Run `work` and return its peak device memory in bytes, without the memory allocated before."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -93,14 +94,14 @@ class Accelerator:
         return torch.cuda.max_memory_allocated() - before
 
     def memory(self) -> Memory:
-        """What the device has now, when torch has given back what it only cached."""
+        """The device's memory, after torch has returned its cached memory."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         available, total = torch.cuda.mem_get_info()
-        # What is left of torch's cache are holes between tensors: small ones still fit there, the pool does not.
+        # The rest of torch's cache is holes between tensors, too small for the KV pool: it counts as used.
         return Memory(total, available)
 
 
 def make_accelerator(device: torch.device) -> Accelerator | None:
-    """None for anything but a GPU: memory that needs no transfers, work that needs no queue."""
+    """Make the accelerator of a GPU. Returns None for a CPU, which needs no transfers and no queue."""
     return Accelerator(device) if device.type == "cuda" else None

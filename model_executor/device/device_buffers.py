@@ -1,7 +1,7 @@
-"""What travels between host and device: step inputs on their way there, tokens on their way back.
+"""Transfers between host and device: step inputs to the device, tokens to the host.
 
-On a GPU both go through pinned memory that is kept and used again once an event says that its copy is done; allocating
-it anew for every step could wait for the device. On a CPU nothing travels.
+On a GPU both use pinned buffers. A buffer is reused when an event says that its copy is done, because an allocation at
+each step could wait for the device. On a CPU there are no transfers.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from .accelerator import Accelerator, Event
 Array = npt.NDArray[Any]
 
 _ALIGNMENT = 16
-"""Bytes. Each array of a transfer begins at a multiple."""
+"""Each array of a transfer starts at a multiple of this number of bytes."""
 _FIRST_BUFFERS = 16
 _SMALLEST_BUFFER = 1 << 16
 
 
 @dataclass(slots=True)
 class _Staging:
+    """A pinned buffer for uploads."""
+
     tensor: torch.Tensor
     """uint8, pinned"""
     view: npt.NDArray[np.uint8]
-    """the same memory"""
+    """the memory of `tensor`"""
     copied: Event | None = None
-    """passes when the device has taken what was put in last"""
+    """reached when the device has copied the buffer's present contents"""
 
 
 class Uploads:
-    """Sends arrays to the device: one transfer a call, queued on the current stream, and no waiting for it."""
+    """Sends arrays to the device. Each call queues one transfer on the current stream and does not wait for it."""
 
     def __init__(self, device: torch.device, accelerator: Accelerator | None) -> None:
-        """accelerator: None where device memory is host memory."""
+        """accelerator: None if device memory is host memory."""
         self._device = device
         self._accelerator = accelerator
         self._buffers: deque[_Staging] = deque()
@@ -48,9 +50,10 @@ class Uploads:
             self._buffers.extend(self._allocate(_SMALLEST_BUFFER) for _ in range(_FIRST_BUFFERS))
 
     def send(self, *arrays: Array) -> tuple[torch.Tensor, ...]:
-        """A tensor on the device for each array, of the same dtype and shape.
+        """Send arrays to the device. Returns one tensor for each array, with its dtype and shape.
 
-        The caller gives the arrays away: on a CPU the tensors share their memory. Elsewhere they are views of one.
+        The caller must not use the arrays afterwards: on a CPU the tensors share their memory. On a GPU the tensors are
+        views of one tensor.
         """
         if self._accelerator is None:
             return tuple(torch.from_numpy(array).to(self._device) for array in arrays)
@@ -65,7 +68,7 @@ class Uploads:
         )
 
     def send_to(self, target: torch.Tensor, array: Array) -> None:
-        """target = array, of the same dtype and size. The target is contiguous."""
+        """Copy `array` to `target`, which has the same dtype and size and is contiguous."""
         if self._accelerator is None:
             target.copy_(torch.from_numpy(array))
             return
@@ -75,10 +78,10 @@ class Uploads:
         staging.copied = self._accelerator.mark()
 
     def _stage(self, arrays: tuple[Array, ...], starts: list[int], num_bytes: int) -> _Staging:
-        """The arrays in pinned memory that nobody reads any more. The caller sets `copied`."""
+        """Copy arrays into a free pinned buffer. The caller sets the buffer's `copied`."""
         oldest = self._buffers[0]
         if oldest.copied is not None and not oldest.copied.query():
-            # All are on their way: steps were launched faster than ever before.
+            # All buffers are in transfer: add another.
             staging = self._allocate(num_bytes)
         else:
             staging = self._buffers.popleft()
@@ -97,23 +100,26 @@ class Uploads:
 
 
 class _Copy(NamedTuple):
+    """A copy to the host that may not be done yet."""
+
     source: torch.Tensor
     """kept alive until the copy is done"""
     done: Event
     give_back: Callable[[], None]
-    """to be called when the host's buffer was read"""
+    """called when the host's buffer has been read"""
 
 
 class TokenCopy:
-    """A step's tokens on their way to the host. On a CPU they are there already."""
+    """A step's tokens during their transfer to the host. On a CPU they are already there."""
 
     def __init__(self, tokens: torch.Tensor, copy: _Copy | None = None) -> None:
-        """tokens: int64 [n] on the host, valid once `copy` is done (None: it is)"""
+        """tokens: int64 [n] on the host, valid when `copy` is done; copy None: valid now."""
         self._tokens = tokens
         self._copy = copy
         self._read: Int32Array | None = None
 
     def wait(self) -> Int32Array:
+        """Wait for the transfer and return the tokens: int32 [n]."""
         if self._read is None:
             if self._copy is not None:
                 self._copy.done.synchronize()
@@ -125,19 +131,19 @@ class TokenCopy:
 
 
 class Downloads:
-    """Copies tokens to the host, beside the next step's work."""
+    """Copies tokens to the host while the device computes the next step."""
 
     def __init__(self, max_tokens: int, accelerator: Accelerator | None) -> None:
-        """max_tokens: of one step"""
+        """max_tokens: most tokens of one step"""
         self._accelerator = accelerator
         self._num_bytes = 8 * max_tokens
         self._free = [] if accelerator is None else [accelerator.pinned(self._num_bytes) for _ in range(4)]
 
     def fetch(self, tokens: torch.Tensor) -> TokenCopy:
-        """tokens: int64 [n]"""
+        """Start the copy of tokens: int64 [n]."""
         if self._accelerator is None:
             return TokenCopy(tokens)
-        # More than a few unread results: somebody launches without reading, as a benchmark may.
+        # No free buffer: the caller launches steps without reading their tokens, as a benchmark does.
         buffer = self._free.pop() if self._free else self._accelerator.pinned(self._num_bytes)
         target = buffer[: tokens.nbytes].view(torch.int64)
         arrived = self._accelerator.fetch(tokens, target)
@@ -145,7 +151,7 @@ class Downloads:
 
 
 def _layout(arrays: tuple[Array, ...]) -> tuple[list[int], int]:
-    """Where each array begins, in bytes, and how many bytes there are in all."""
+    """The offset of each array in bytes, and the total number of bytes."""
     starts = []
     end = 0
     for array in arrays:

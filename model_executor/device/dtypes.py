@@ -1,4 +1,4 @@
-"""Which floating-point type a model computes in."""
+"""The floating-point type that a model computes in."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def resolve_dtype(name: str, checkpoint: str | None, device: torch.device) -> torch.dtype:
-    """`name`: "auto" or a key of DTYPES. `checkpoint`: the dtype of the weights as stored, None where unknown.
+    """Turn the setting `name` ("auto" or a key of DTYPES) into a type. `checkpoint`: type of the stored weights.
 
-    "auto" is, on a GPU, the checkpoint's own 16-bit type, and bfloat16 for any other; on a CPU bfloat16 where the
-    processor multiplies it natively, else float32. Raises ValueError for another name.
+    "auto" on a GPU: float16 for a float16 checkpoint, else bfloat16. "auto" on a CPU: bfloat16 if the processor
+    multiplies it natively, else float32. `checkpoint` is None if unknown. Raises ValueError for another name.
     """
     if name in DTYPES:
         return DTYPES[name]
@@ -23,5 +23,8 @@ def resolve_dtype(name: str, checkpoint: str | None, device: torch.device) -> to
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """AVX512-BF16 or AMX. (oneDNN "supports" bfloat16 from AVX512 on, by way of float32, which is slower.)"""
+    """Whether the processor multiplies bfloat16 natively, by AVX512-BF16 or AMX.
+
+    With plain AVX512, oneDNN also takes bfloat16, but converts it to float32, which is slower.
+    """
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -1,4 +1,4 @@
-"""Memory of the machine, and what of it this process may use."""
+"""The memory of the machine, and the part of it that this process may use."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import NamedTuple
 from ...srt.machine.cgroups import ROOT, ControlGroup, control_groups, read_text
 
 _UNLIMITED = 1 << 60
-"""version 1 of control groups writes "no limit" as a number beyond this"""
+"""Version 1 of control groups writes "no limit" as a number above this one."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a device, or of what this process may use of a host."""
+    """Memory in bytes: that of a device, or the part of the host's that this process may use."""
 
     total: int
     available: int
 
 
 class _Files(NamedTuple):
-    """Names in a control group of one version."""
+    """File names of a control group, which depend on the version."""
 
     limits: tuple[str, ...]
     usage: str
     page_cache: tuple[str, ...]
-    """entries of memory.stat: file pages count as used, but the kernel drops them when memory is wanted"""
+    """entries of memory.stat. File pages count as used, but the kernel drops them when memory is short"""
 
 
 _CGROUP_FILES = {
@@ -36,7 +36,10 @@ _CGROUP_FILES = {
 
 
 def host_memory(proc: Path = Path("/proc"), cgroup_root: Path = ROOT) -> Memory:
-    """The machine's memory, or less where a control group of this process allows less (containers, systemd, Slurm)."""
+    """The memory that this process may use: the machine's, or less if a control group sets a limit.
+
+    Containers, systemd and Slurm set such limits.
+    """
     lines = read_text(proc / "meminfo").splitlines()
     meminfo = {key: int(value.split()[0]) * 1024 for key, _, value in (line.partition(":") for line in lines)}
     total, available = meminfo["MemTotal"], meminfo["MemAvailable"]
@@ -50,6 +53,6 @@ def host_memory(proc: Path = Path("/proc"), cgroup_root: Path = ROOT) -> Memory:
 
 
 def _used(group: ControlGroup, files: _Files) -> int:
-    """Bytes that the group cannot be rid of."""
+    """Bytes in use by the group, without the file pages that the kernel can drop."""
     stat = dict(line.split(maxsplit=1) for line in group.read("memory.stat").splitlines())
     return max((group.number(files.usage) or 0) - sum(int(stat.get(name, 0)) for name in files.page_cache), 0)

@@ -1,1 +1,1 @@
-"""Triton kernels, one operation a file, each with its plain-torch twin."""
+"""Triton kernels. Each file has one operation and its reference in plain torch (`*_ref`)."""

@@ -1,4 +1,4 @@
-"""The gated half of a feed-forward layer: activation(gate) * up (GLU variants, arXiv 2002.05202)."""
+"""The gated activation of a feed-forward layer: activation(gate) * up (GLU variants, arXiv 2002.05202)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def _act_and_mul_kernel(x_ptr, out_ptr, stride_x, WIDTH: tl.constexpr, ACT: tl.c
 
 
 def act_and_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """[T, 2 * n] -> activation(first half) * second half, [T, n], computed in float32.
+    """Compute activation(first half) * second half in float32: [T, 2 * n] -> [T, n].
 
-    activation: "silu", "gelu" (with erf) or "gelu_tanh"; ValueError for another. The last dimension is contiguous.
+    The last dimension is contiguous. activation: "silu", "gelu" (with erf) or "gelu_tanh". Raises ValueError for
+    another.
     """
     if activation not in _CODES:
         raise ValueError(f"activation must be one of {', '.join(_CODES)}, got {activation!r}")
@@ -48,7 +49,7 @@ def act_and_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor
 
 
 def act_and_mul_ref(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """The same in plain torch."""
+    """`act_and_mul` in plain torch."""
     wide = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
     gate, up = wide.chunk(2, dim=-1)
     if activation == "silu":

@@ -1,4 +1,4 @@
-"""Greedy choice: the first of the largest logits, in two steps so that one row keeps many multiprocessors busy."""
+"""Greedy choice: the first of the largest logits. It takes two kernels, so that many multiprocessors share a row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _argmax_chunk_kernel(x_ptr, part_max_ptr, part_id_ptr, stride_x, vocab, num_
     x = tl.where(x != x, float("-inf"), x)
     top = tl.max(x, axis=0)
     first = tl.min(tl.where(x == top, i, _NOTHING), axis=0)
-    # +inf and no id mark a chunk with a NaN: nothing beats it, and it names no token.
+    # A chunk with a NaN stores +inf, which no other chunk exceeds, and the id -1.
     tl.store(part_max_ptr + row * num_chunks + chunk, tl.where(broken, float("inf"), top))
     tl.store(part_id_ptr + row * num_chunks + chunk, tl.where(broken, -1, first))
 
@@ -42,9 +42,9 @@ def _argmax_merge_kernel(part_max_ptr, part_id_ptr, out_ptr, num_chunks, BLOCK: 
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The first of the largest logits of every row: [n, vocab], any float dtype -> int64 [n].
+    """The index of the first of the largest logits of each row: [n, vocab], any float dtype -> int64 [n].
 
-    INVALID_TOKEN for a row with a NaN, or of nothing but -inf. The last dimension is contiguous.
+    A row that has a NaN, or only -inf, gives INVALID_TOKEN. The last dimension is contiguous.
     """
     n, vocab = logits.shape
     assert has_dense_rows(logits) and 0 < vocab < 2**31 - _CHUNK
@@ -63,7 +63,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def argmax_ref(logits: torch.Tensor) -> torch.Tensor:
-    """The same in plain torch."""
-    peak = logits.amax(-1)  # NaN where any logit is
+    """`argmax` in plain torch."""
+    peak = logits.amax(-1)  # NaN if any logit of the row is NaN
     first = (logits == peak[:, None]).int().argmax(-1)
     return first.where(peak > -torch.inf, INVALID_TOKEN)

@@ -1,9 +1,9 @@
-"""Decode attention: one new token per request against its KV in the pool, split over the KV by a fixed tile.
+"""Decode attention: one new token per request attends to its KV in the pool, in splits of a fixed length.
 
-Two kernels (Flash-Decoding, https://pytorch.org/blog/flash-decoding/): programs walk units of `split` tokens of one
-request and one KV head and leave a partial softmax each; the second kernel merges a request's partials by their
-log-sum-exp. Splits start at multiples of `split`, so a request's arithmetic is the same whatever else is in the batch.
-All query heads of a KV head form one tile: the KV is read once.
+Source: Flash-Decoding, https://pytorch.org/blog/flash-decoding/. A work unit is a split (`split` tokens of KV of one
+request) and one KV head. The first kernel computes the partial softmax of each unit. The second kernel merges a
+request's partial results by their log-sum-exp. Splits start at multiples of `split`, so a request's arithmetic does not
+depend on the other requests of the batch. All query heads of a KV head form one tile, so the KV is read once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _MERGE_BLOCK = 16
 _MAX_HEAD_BLOCK = 64
 
 
-# A step's batch size and buffers' places vary: specialising on them would compile while serving.
+# The batch size and the alignment of these buffers vary from step to step. Specialising on them would compile kernels
+# while serving.
 _INDICES = ["rows_ptr", "seq_lens_ptr", "q_loc_ptr", "work_starts_ptr", "work_rows_ptr"]
 
 
@@ -74,7 +75,7 @@ def _decode_split_kernel(
     elif q_dtype == tl.float32:
         compute: tl.constexpr = tl.float32
     else:
-        # e4m3 is exact in fp16, and fp16 probabilities are finer than bf16 ones.
+        # fp16 holds e4m3 exactly, and rounds probabilities less than bf16.
         compute: tl.constexpr = tl.float16
     k_head_ptr = k_ptr + kv_head * HEAD_DIM
     v_head_ptr = v_ptr + kv_head * HEAD_DIM
@@ -89,7 +90,7 @@ def _decode_split_kernel(
         if HAS_WINDOW:
             first = tl.maximum(seq_len - window, 0)
             lo = tl.maximum(lo, first // BLOCK_N * BLOCK_N)
-        # A split wholly before the window leaves no partial, and the merge does not look for one.
+        # A split that ends before the window stores no partial result, and the merge skips it.
         if lo < hi:
             q_token = b.to(tl.int64)
             if HAS_Q_LOC:
@@ -160,7 +161,7 @@ def _decode_merge_kernel(
     out_token = b.to(tl.int64)
     if HAS_Q_LOC:
         out_token = tl.load(q_loc_ptr + b).to(tl.int64)
-        if begin == end:  # extend attention has this request
+        if begin == end:  # extend attention computes this request
             return
     if HAS_WINDOW:
         seq_len = tl.load(seq_lens_ptr + b).to(tl.int32)
@@ -181,7 +182,7 @@ def _decode_merge_kernel(
         total = total * fade + tl.sum(weight, axis=0)
         acc = acc * fade + tl.sum(weight[:, None] * o, axis=0)
         top = new_top
-    # A padded request without KV has no partial: its output is zero.
+    # A padded request without KV has no partial result: its output is zero.
     total = tl.where(total == 0.0, 1.0, total)
     out = (acc / total).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (out_token * NUM_HEADS + head) * HEAD_DIM + offs_d, out, mask=mask_d)
@@ -205,14 +206,14 @@ def decode_attention(
     q_loc: torch.Tensor | None = None,
     tile: DecodeTile | None = None,
 ) -> None:
-    """out[b] = softmax(cap(q[b] @ K_b * sm_scale)) @ V_b over the KV of request b.
+    """Compute out[b] = softmax(cap(q[b] @ K_b * sm_scale)) @ V_b over the KV of each request b.
 
-    q: [T, num_heads, head_dim], head_dim contiguous; T == B, or q_loc: int [B] says which token is whose.
+    q: [T, num_heads, head_dim], last dimension contiguous. q_loc: int [B], the token of each request; None: T == B.
     k_buffer, v_buffer: [slots, num_kv_heads, head_dim], contiguous, of q's dtype or float8_e4m3fn (then K is
     k_buffer * k_scale). req_to_token: int32 [rows, context]; rows, seq_lens: int [B].
-    work: `split_map(seq_lens, tile.split, ...)`; requests without a unit in it are left alone when q_loc is given, and
-    get zeros when it is not. out: [T, num_heads, head_dim], contiguous.
-    soft_cap: scores become cap * tanh(scores / cap). window: only the last so many positions are seen.
+    work: `split_map(seq_lens, tile.split, ...)`. A request without a work unit gets no output if q_loc is given, else
+    zeros. out: [T, num_heads, head_dim], contiguous.
+    soft_cap: scores become cap * tanh(scores / cap). window: number of last positions that are attended to.
     """
     num_tokens, num_heads, head_dim = q.shape
     slots, num_kv_heads, _ = k_buffer.shape
@@ -232,7 +233,7 @@ def decode_attention(
     tile = tile or decode_tile(arch, head_dim, fp32=q.dtype == torch.float32)
     assert work.tile == tile.split and tile.split % tile.block_n == 0
     group = num_heads // num_kv_heads
-    # 16 rows are the least that tl.dot takes.
+    # tl.dot needs at least 16 rows.
     block_h = min(max(16, triton.next_power_of_2(group)), _MAX_HEAD_BLOCK)
     block_d = padded_head_dim(head_dim)
     head_blocks = num_kv_heads * triton.cdiv(group, block_h)
@@ -307,7 +308,7 @@ def decode_attention_ref(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """The same in plain torch, one request after the other, in q's dtype. Returns [B, num_heads, head_dim]."""
+    """`decode_attention` in plain torch, in q's dtype, for T == B. Returns [B, num_heads, head_dim]."""
     group = q.shape[1] // k_buffer.shape[1]
     out = torch.zeros_like(q)
     for b in range(q.shape[0]):

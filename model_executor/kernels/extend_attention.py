@@ -1,10 +1,10 @@
-"""Extend attention: each request's new tokens against its cached prefix and themselves, in one pass over slot indices.
+"""Extend attention: the new tokens of each request attend to its cached prefix and to each other.
 
-The new tokens' KV is in the pool already, so prefix and new tokens are read alike and any chunking works. A tile is
-`block_m` (token, query head) pairs of one request and one KV head, so the KV is read once for all heads of its group.
-The loop over the KV goes by tiles at multiples of `block_n` from position 0, and a tile that a query cannot see leaves
-its sums untouched: a token's arithmetic depends neither on the chunk that brought it nor on the rest of the batch.
-Source: FlashAttention-2, https://arxiv.org/abs/2307.08691.
+Source: FlashAttention-2, https://arxiv.org/abs/2307.08691. The pool already holds the KV of the new tokens, so the
+kernel reads prefix and new tokens in the same way, through the table of slots. A query tile is `block_m` pairs (token,
+query head) of one request and one KV head, so the KV is read once for all query heads of its group. The loop over the
+KV goes by tiles at multiples of `block_n` from position 0. A tile that is masked for a query does not change the
+query's sums. So a token's arithmetic depends neither on the chunks of its prompt nor on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One KV tile at positions [start, start + BLOCK_N). Not MASKED: all queries see all of it, but for the window."""
+    """Attend to the KV tile at positions [start, start + BLOCK_N). Not MASKED: no causal mask, but a window may be."""
     compute: tl.constexpr = q.dtype
     position = start + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
@@ -70,10 +70,10 @@ def _attend(
     if HAS_WINDOW:
         scores = tl.where(position[None, :] > q_pos[:, None] - window, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
-    # Before its window begins a query has seen nothing: keep exp2(-inf - -inf) from being NaN.
+    # Before its window a query has no finite score: avoid exp2(-inf - -inf), which is NaN.
     pivot = tl.where(new_top == float("-inf"), 0.0, new_top) if HAS_WINDOW else new_top
     fade = tl.exp2(top - pivot)
-    # Said in one operation: left to the compiler, masked and unmasked tiles would be rounded differently.
+    # An explicit fma: the compiler could otherwise round masked and unmasked tiles differently.
     p = tl.exp2(tl.fma(scores, scale, -pivot[:, None]))
     total = total * fade + tl.sum(p, axis=1)
     v_offsets = slots[:, None] * stride_slot + offs_d[None, :]
@@ -87,7 +87,8 @@ def _attend(
     return new_top, total, acc
 
 
-# A step's batch size and buffers' places vary: specialising on them would compile while serving.
+# The batch size and the alignment of these buffers vary from step to step. Specialising on them would compile kernels
+# while serving.
 _INDICES = ["rows_ptr", "extend_start_ptr", "prefix_lens_ptr", "work_starts_ptr", "work_rows_ptr"]
 
 
@@ -128,7 +129,7 @@ def _extend_kernel(
     if unit >= tl.load(work_starts_ptr + batch):
         return
     b = tl.load(work_rows_ptr + unit)
-    # The last tile of a request sees the most KV: start it first.
+    # The last query tile of a request attends to the most KV: start it first.
     tile = tl.load(work_starts_ptr + b + 1) - 1 - unit
     q_start = tl.load(extend_start_ptr + b)
     q_len = (tl.load(extend_start_ptr + b + 1) - q_start).to(tl.int32)
@@ -146,7 +147,7 @@ def _extend_kernel(
     elif q_dtype == tl.float32:
         compute: tl.constexpr = tl.float32
     else:
-        # e4m3 is exact in fp16, and fp16 probabilities are finer than bf16 ones.
+        # fp16 holds e4m3 exactly, and rounds probabilities less than bf16.
         compute: tl.constexpr = tl.float16
     q_offsets = (q_start.to(tl.int64) + token[:, None]) * stride_qt + head[:, None] * stride_qh + offs_d[None, :]
     q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0).to(compute)
@@ -157,7 +158,7 @@ def _extend_kernel(
     first_token = tile * BLOCK_M // GROUP
     last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
     end = prefix + last_token + 1
-    # Tiles below `diagonal` are seen whole by the tile's first query, hence by all.
+    # The first query of the query tile attends to all KV before `diagonal`, and so do the others: no causal mask.
     diagonal = (prefix + first_token + 1) // BLOCK_N * BLOCK_N
     begin = 0
     if HAS_WINDOW:
@@ -178,7 +179,7 @@ def _extend_kernel(
             HEAD_DIM, True, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     if HAS_WINDOW:
-        total = tl.where(total == 0.0, 1.0, total)  # rows beyond the request's last token; they are not stored
+        total = tl.where(total == 0.0, 1.0, total)  # rows beyond the request's last token, which are not stored
     out = acc * v_scale / total[:, None]
     out_offsets = ((q_start.to(tl.int64) + token[:, None]) * NUM_HEADS + head[:, None]) * HEAD_DIM + offs_d[None, :]
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -202,12 +203,12 @@ def extend_attention(
     v_scale: float = 1.0,
     tile: ExtendTile | None = None,
 ) -> None:
-    """out[t] = causal attention of new token t over positions 0 .. p(t) of its request.
+    """Compute causal attention of each new token t to positions 0 .. p(t) of its request, where p(t) is its position.
 
-    q: [T, num_heads, head_dim], head_dim contiguous; tokens [extend_start_loc[b], extend_start_loc[b + 1]) are request
-    b's at positions prefix_lens[b], prefix_lens[b] + 1, ... extend_start_loc: int [B + 1]; rows, prefix_lens: int [B].
-    work: `query_tile_map(extend_start_loc, group, tile.block_m, T)`; requests without a unit in it (those of one new
-    token) are left alone. Other arguments as in `decode_attention`.
+    q: [T, num_heads, head_dim], last dimension contiguous. Tokens [extend_start_loc[b], extend_start_loc[b + 1]) belong
+    to request b and have positions prefix_lens[b], prefix_lens[b] + 1, ... extend_start_loc: int [B + 1]; rows,
+    prefix_lens: int [B]. work: `query_tile_map(extend_start_loc, group, tile.block_m, T)`. Requests without a work unit
+    (those with one new token) get no output. Other arguments as in `decode_attention`.
     """
     _, num_heads, head_dim = q.shape
     slots, num_kv_heads, _ = k_buffer.shape
@@ -275,7 +276,7 @@ def extend_attention_ref(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """The same in plain torch, one request after the other, in q's dtype. Returns [T, num_heads, head_dim]."""
+    """`extend_attention` in plain torch, in q's dtype. Returns [T, num_heads, head_dim]."""
     group = q.shape[1] // k_buffer.shape[1]
     out = torch.zeros_like(q)
     starts = extend_start_loc.tolist()

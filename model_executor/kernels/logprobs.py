@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens, in one pass over the logits and without the softmax in memory."""
+"""Log probabilities of given tokens, in one pass over the logits. The softmax is not stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _logprobs_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         x = tl.load(x_ptr + row * stride_x + start + i, mask=start + i < vocab, other=float("-inf")).to(tl.float32)
-        # Every lane keeps its own running sum: one reduction at the end instead of one a block.
+        # Each lane keeps its own running sum, so there is one reduction at the end instead of one per block.
         new_top = tl.where((x > top) | (x != x), x, top)
         pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
         total = total * tl.exp(top - pivot) + tl.exp(x - pivot)
@@ -36,7 +36,7 @@ def _logprobs_kernel(
 
 
 def logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """log softmax(logits)[tokens]: float32 [n, k]; NaN in a row with a NaN.
+    """Compute log_softmax(logits) at `tokens`: float32 [n, k]. A row with a NaN gives NaN.
 
     logits: [n, vocab], any float dtype, last dimension contiguous; tokens: int64 [n, k], contiguous.
     """
@@ -60,6 +60,6 @@ def logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def logprobs_ref(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The same in plain torch."""
+    """`logprobs` in plain torch."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide.log_softmax(-1).gather(1, tokens)

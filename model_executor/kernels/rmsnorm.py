@@ -1,4 +1,4 @@
-"""Root-mean-square layer normalisation (arXiv 1910.07467), alone or with the residual added before it."""
+"""RMSNorm (arXiv 1910.07467), with or without the addition of the residual before it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _rmsnorm_kernel(
     x = tl.load(x_ptr + row * stride_x + i, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual_ptr + row * WIDTH + i, mask=mask, other=0.0).to(tl.float32)
-        # The norm is of what the next block will read back, rounding included.
+        # Normalise the rounded value, which the next block reads back.
         stored = x.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row * WIDTH + i, stored, mask=mask)
         x = stored.to(tl.float32)
@@ -40,10 +40,10 @@ def _rmsnorm_kernel(
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """x / rms(x) * weight, computed in float32: [T, n] in x's dtype.
+    """Compute x / rms(x) * weight in float32. Returns [T, n] in x's dtype.
 
-    x: [T, n], n contiguous; weight: [n]. With residual ([T, n], contiguous, x's dtype): residual += x, in place, and
-    the result is the norm of the new residual.
+    x: [T, n], last dimension contiguous; weight: [n]. With a residual ([T, n], contiguous, x's dtype), x is added to it
+    in place, and the result is the norm of the new residual.
     """
     num_tokens, width = x.shape
     assert has_dense_rows(x) and weight.shape == (width,) and weight.is_contiguous()
@@ -70,7 +70,7 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.T
 def rmsnorm_ref(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The same in plain torch."""
+    """`rmsnorm` in plain torch."""
     if residual is not None:
         residual += x
         x = residual

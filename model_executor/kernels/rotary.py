@@ -1,7 +1,7 @@
-"""Rotary position embedding (arXiv 2104.09864), fused with what stands around it: query and key norm, the KV store.
+"""Rotary position embedding (arXiv 2104.09864), fused with the norm of queries and keys and the store of K and V.
 
-One kernel takes the fused projection of a layer: queries are normed, rotated and written back in place, keys are
-normed, rotated and stored in the pool, values are stored. K and V are read and written once between the two.
+One kernel reads the fused projection of a layer. It normalises and rotates the queries in place, normalises and rotates
+the keys and stores them in the pool, and stores the values. So K and V are read once and written once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .primitives import FP8_E4M3_MAX, as_kernel_operand, encode_e4m3
 _HEADS_PER_PROGRAM = 8
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a view that begins anywhere
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a view with any alignment
 def _rotary_kernel(
     qkv_ptr,
     cos_ptr,
@@ -43,7 +43,7 @@ def _rotary_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Components are handled in pairs (a, b): the two that turn together, and beyond ROTARY_DIM any two."""
+    """Process components in pairs (a, b): two that rotate together, or any two beyond ROTARY_DIM."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     pair = tl.arange(0, BLOCK_HALF)
@@ -57,7 +57,7 @@ def _rotary_kernel(
         b = 2 * pair + 1
     is_q = head < NUM_HEADS
     is_v = head >= NUM_HEADS + NUM_KV_HEADS
-    # Without a pool the values have nothing to be done to.
+    # Without a pool, values need no work.
     live = head < (NUM_HEADS + 2 * NUM_KV_HEADS if STORE else NUM_HEADS + NUM_KV_HEADS)
     mask = live[:, None] & (pair < HEAD_DIM // 2)[None, :]
     source = qkv_ptr + token * stride_t + head[:, None] * stride_h
@@ -86,7 +86,7 @@ def _rotary_kernel(
         slot = tl.load(slots_ptr + token).to(tl.int64)
         if FP8:
             inverse = tl.where(is_v, inv_v_scale, inv_k_scale)[:, None]
-            # Through the activations' dtype, so that fused and separate stores leave the same bytes.
+            # Round to the activations' dtype first, so that this store and `store_kv` write the same bytes.
             stored_x = encode_e4m3(turned_x.to(dtype).to(tl.float32) * inverse)
             stored_y = encode_e4m3(turned_y.to(dtype).to(tl.float32) * inverse)
         else:
@@ -119,13 +119,15 @@ def rotary(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Rotates query and key heads of a fused projection in place; with a pool, stores K and V there instead.
+    """Rotate the query heads of a fused projection in place, and the keys in place or into the pool.
 
-    qkv: [T, num_heads + 2 * num_kv_heads, head_dim], head_dim contiguous; without a pool value heads may be missing.
-    cos, sin: float32 [T, rotary_dim / 2], last dimension contiguous, equal strides; components beyond rotary_dim stay.
-    neox: component i turns with i + rotary_dim / 2; otherwise (GPT-J) 2 i turns with 2 i + 1.
-    q_weight, k_weight: [head_dim], both or none: heads go through RMSNorm with eps first.
-    k_buffer, v_buffer, slots: as in `store_kv`; all or none. K in qkv is then left as it was.
+    qkv: [T, num_heads + 2 * num_kv_heads, head_dim], last dimension contiguous; without a pool the value heads may be
+    missing. cos, sin: float32 [T, rotary_dim / 2], last dimension contiguous, equal strides. Components beyond
+    rotary_dim are not rotated.
+    neox: component i rotates with i + rotary_dim / 2; otherwise (GPT-J) 2 i rotates with 2 i + 1.
+    q_weight, k_weight: [head_dim], both or none. If given, RMSNorm with eps normalises each head first.
+    k_buffer, v_buffer, slots: as in `store_kv`; all or none. If given, K and V are stored there, and K in qkv does not
+    change.
     """
     num_tokens, heads_there, head_dim = qkv.shape
     store = slots is not None
@@ -194,7 +196,7 @@ def rotary_ref(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """The same in plain torch, in place."""
+    """`rotary` in plain torch."""
     half = cos.shape[1]
     qk = qkv[:, : num_heads + num_kv_heads].to(torch.promote_types(qkv.dtype, torch.float32), copy=True)
     if q_weight is not None and k_weight is not None:

@@ -1,13 +1,14 @@
-"""Draws tokens under temperature, top-k, top-p and min-p by searching for thresholds: the vocabulary is never sorted.
+"""Sampling with temperature, top-k, top-p and min-p, by bisection for thresholds instead of a sort of the vocabulary.
 
-The selections are joint, as in joint_sampling.py: each threshold is taken on the whole distribution after temperature,
-a token has to pass all, what is kept is renormalised, and the draw inverts the cumulative distribution. Probabilities
-are integers in units of 2**-34 of the best token's, so sums are exact in any order.
+The filters are joint, as in joint_sampling.py: each threshold is computed on the whole distribution after temperature,
+and a token must pass all filters. The kept tokens are renormalised, and the draw inverts their cumulative distribution.
+A token's weight is its probability as an integer, in units of 2**-34 of the best token's probability, so sums are exact
+in any order.
 
-A gap is how far a token's log-probability is below the best one's. Gaps are not negative, so they are ordered as their
-bits are, and a threshold is found by bisecting 31 bits: "the smallest gap up to which there are k tokens", "... up to
-which the weight is the mass", "... up to which the weight exceeds the draw". Tokens of equal gap are ranked by id.
-First the few tokens that can matter are gathered, so that the bisections go over them and not over the vocabulary.
+A token's gap is the best token's log probability less its own. Gaps are not negative, so they have the order of their
+bits as integers, and a bisection of 31 bits finds a threshold: the smallest gap up to which there are k tokens, up to
+which the weights sum to the mass, or up to which the weights exceed the draw. Tokens of equal gap are ranked by id. The
+kernel first gathers the few most probable tokens, and bisects over these instead of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import triton.language as tl
 
 from .primitives import has_dense_rows
 
-# With 16 warps, no register spill in either kernel with Triton 3.6 and 3.9; not yet measured on a device.
+# With 16 warps neither kernel spills registers under Triton 3.6 and 3.9. Not yet measured on a device.
 _RANKED_BLOCK = 4096
 _OPEN_BLOCK = 2048
 _CANDIDATES = 4096
 _ONE = tl.constexpr(2**34)
 _INF_BITS = tl.constexpr(0x7F800000)
-# exp(-24.3) * 2**34 < 0.5: tokens further away weigh nothing.
+# exp(-24.3) * 2**34 < 0.5: the weight of a token with a larger gap rounds to 0.
 _WEIGHTLESS_BITS = tl.constexpr(0x41C26666)
 _COARSE_BITS = tl.constexpr(19)
 _UNLIMITED = tl.constexpr(2**62)
@@ -39,13 +40,13 @@ def _weigh(gap):
 
 @triton.jit
 def _best(peak):
-    """The largest logit, finite, and 0.0 rather than -0.0: a gap of -0.0 has other bits than one of 0.0."""
+    """The largest logit, made finite. -0.0 becomes 0.0, because a gap of -0.0 would have the wrong bits."""
     return tl.where(peak == 0.0, 0.0, tl.minimum(peak, 3.4028234663852886e38))
 
 
 @triton.jit
 def _gaps(values_ptr, start, n, best, temperature, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
-    """(gap, its bits, whether there is such a token) for positions start .. start + BLOCK."""
+    """(gap, bits of the gap, whether the position is below n) for positions start .. start + BLOCK."""
     i = start + tl.arange(0, BLOCK)
     there = i < n
     if GATHERED:
@@ -58,7 +59,7 @@ def _gaps(values_ptr, start, n, best, temperature, GATHERED: tl.constexpr, BLOCK
 
 @triton.jit
 def _count(values_ptr, n, limit, best, temperature, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
-    """Tokens with gaps of at most `limit` (bits)."""
+    """The number of tokens with gaps of at most `limit` (bits)."""
     total = tl.zeros([BLOCK], tl.int32)
     for start in range(0, n, BLOCK):
         _, bits, there = _gaps(values_ptr, start, n, best, temperature, GATHERED, BLOCK)
@@ -68,7 +69,7 @@ def _count(values_ptr, n, limit, best, temperature, GATHERED: tl.constexpr, BLOC
 
 @triton.jit
 def _weight(values_ptr, n, limit, best, temperature, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
-    """The weight of tokens with gaps of at most `limit` (bits)."""
+    """The sum of the weights of tokens with gaps of at most `limit` (bits)."""
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, n, BLOCK):
         gap, bits, there = _gaps(values_ptr, start, n, best, temperature, GATHERED, BLOCK)
@@ -78,7 +79,7 @@ def _weight(values_ptr, n, limit, best, temperature, GATHERED: tl.constexpr, BLO
 
 @triton.jit
 def _reach(values_ptr, n, high, wanted, best, temperature, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest limit up to which the weight is at least `wanted`; `high` when none below it is."""
+    """The smallest gap (bits) up to which the weights sum to at least `wanted`, or `high` if none is below it."""
     low = 0
     while low < high:
         middle = low + (high - low) // 2
@@ -102,7 +103,7 @@ def _draw(
     GATHERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The position of the chosen token among the n at values_ptr, which hold every token that may be kept."""
+    """The position of the drawn token among the n tokens at values_ptr, which include all tokens that may be kept."""
     by_count = _INF_BITS + 0
     if top_k < n:
         low = 0
@@ -121,7 +122,7 @@ def _draw(
     limit = tl.minimum(tl.minimum(by_mass, max_gap_bits), by_count)
     total = _weight(values_ptr, n, limit, best, temperature, GATHERED, BLOCK)
     if (limit == by_count) & (top_k < n):
-        # Of the tokens at this very gap, those of the highest ids are beyond the k-th.
+        # Among the tokens with exactly this gap, the ones with the highest ids are beyond the k-th.
         excess = _count(values_ptr, n, limit, best, temperature, GATHERED, BLOCK) - top_k
         total -= tl.maximum(excess, 0) * _weigh(limit.to(tl.float32, bitcast=True))
     point = tl.minimum((draw * total.to(tl.float64)).to(tl.int64), total - 1)
@@ -138,7 +139,7 @@ def _draw(
         hit = (equal == 1) & (rank == nth)
         position = tl.minimum(position, tl.min(tl.where(hit, start + tl.arange(0, BLOCK), n), axis=0))
         seen += tl.sum(equal, axis=0)
-    # In bounds for any input: a row of NaN chooses nothing, and its answer is thrown away.
+    # In bounds for any input: a row with NaN finds no token, and its result is dropped.
     return tl.minimum(position, n - 1)
 
 
@@ -173,7 +174,7 @@ def _sample_ranked_kernel(
         everything = _weight(values, vocab, _WEIGHTLESS_BITS, best, temperature, False, BLOCK)
         mass = tl.ceil(everything.to(tl.float64) * top_p).to(tl.int64)
 
-    # As many of the best as there is room for, cut at a coarse gap.
+    # Find a coarse limit of the gap below which all tokens fit into the candidates.
     limit = _WEIGHTLESS_BITS + 0
     if _count(values, vocab, limit, best, temperature, False, BLOCK) > CANDIDATES:
         low = 0
@@ -197,8 +198,8 @@ def _sample_ranked_kernel(
         tl.store(id_ptr + row * CANDIDATES + place, start + tl.arange(0, BLOCK), mask=fits)
         weight += tl.sum(tl.where(near == 1, _weigh(gap), 0), axis=0)
         found += tl.sum(near, axis=0)
-    tl.debug_barrier()  # what other threads gathered is read next
-    # Everything that may be kept is there when any one selection ends before the cut.
+    tl.debug_barrier()  # the next loads read what other threads stored
+    # The candidates include all tokens that may be kept if any one filter ends within them.
     enough = (top_k <= found) | (weight >= mass) | (max_gap_bits <= limit) | (limit == _WEIGHTLESS_BITS)
     if enough & (found <= CANDIDATES):
         gathered = gap_ptr + row * CANDIDATES
@@ -247,12 +248,12 @@ def _sample_open_kernel(
 def sample_open(
     x: torch.Tensor, peak: torch.Tensor, temperature: torch.Tensor, max_gap: torch.Tensor, draw: torch.Tensor
 ) -> torch.Tensor:
-    """Inverts the cumulative distribution over all tokens in order of id, in two passes: int64 [n], -1 where peak is
-    NaN or -inf.
+    """Draw a token of each row without top-k and top-p: int64 [n], or -1 if the row's peak is NaN or -inf.
 
-    x: [n, vocab] logits, any float dtype, last dimension contiguous, of at most 2**19 tokens (sums stay below 2**53).
-    peak: float32 [n] the largest of each row. temperature: float32 [n], > 0. max_gap: float32 [n], tokens further below
-    the best (after temperature) are out. draw: float64 [n] in [0, 1).
+    Inverts the cumulative distribution over the tokens in order of id, in two passes.
+    x: [n, vocab] logits, any float dtype, last dimension contiguous, vocab at most 2**19 (sums stay below 2**53).
+    peak: float32 [n], the largest logit of each row. temperature: float32 [n], > 0. max_gap: float32 [n], the largest
+    gap (after temperature) of a kept token. draw: float64 [n] in [0, 1).
     """
     n, vocab = x.shape
     assert has_dense_rows(x) and vocab <= 2**19
@@ -286,11 +287,12 @@ def sample_ranked(
     *,
     num_candidates: int = _CANDIDATES,
 ) -> torch.Tensor:
-    """Inverts the cumulative distribution over the kept tokens, the most probable first, then by id: int64 [n].
+    """Draw a token of each row with top-k and top-p: int64 [n], or -1 if the row's peak is NaN or -inf.
 
-    top_k: int [n], keeps tokens of rank < top_k. top_p: float64 [n], keeps a token when all that are strictly more
-    probable weigh less than top_p of everything; 1 keeps all. Others, and -1, as in `sample_open`.
-    num_candidates: room for gathered tokens; rows that need more go over the whole vocabulary, with the same result.
+    Inverts the cumulative distribution over the kept tokens, the most probable first, then by id.
+    top_k: int [n], keeps tokens of rank < top_k. top_p: float64 [n], keeps a token if the strictly more probable tokens
+    together weigh less than top_p of the total; 1 keeps all. Other arguments as in `sample_open`.
+    num_candidates: room for gathered tokens. A row that needs more searches the whole vocabulary, with the same result.
     """
     n, vocab = x.shape
     assert has_dense_rows(x) and vocab <= 2**19
@@ -322,7 +324,7 @@ def sample_ranked(
 
 
 def weigh_ref(gap: torch.Tensor) -> torch.Tensor:
-    """Weights in units of 2**-34 of the best token's: int64 like gap."""
+    """Weights in units of 2**-34 of the best token's: int64, in the shape of gap."""
     return (torch.exp(-gap) * 2.0**34 + 0.5).long()
 
 
@@ -336,7 +338,10 @@ def sample_ref(
     draw: torch.Tensor,
     weigh: Callable[[torch.Tensor], torch.Tensor] = weigh_ref,
 ) -> torch.Tensor:
-    """Both in plain torch, with a sort; without top_k and top_p in order of id. `weigh`: whose exp is meant."""
+    """`sample_ranked` in plain torch, with a sort; with top_k and top_p None, `sample_open`.
+
+    weigh: the function from gaps to weights. Tests pass one with the exp of the device.
+    """
     out = torch.full((x.shape[0],), -1, dtype=torch.int64, device=x.device)
     for row in range(x.shape[0]):
         if not peak[row] > -torch.inf:

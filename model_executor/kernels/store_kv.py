@@ -1,4 +1,4 @@
-"""Writes the new tokens' K and V into their slots of the pool."""
+"""The store of new tokens' K and V into the KV pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .primitives import FP8_E4M3_MAX, as_kernel_operand, encode_e4m3
 from .tuning import row_warps
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a view that begins anywhere
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a view with any alignment
 def _store_kv_kernel(
     k_ptr,
     v_ptr,
@@ -49,11 +49,11 @@ def store_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """k_buffer[slots] = k, v_buffer[slots] = v; into float8_e4m3fn divided by the scale and saturating at 448.
+    """Store k and v at `slots` of k_buffer and v_buffer.
 
-    k, v: [T, num_kv_heads, head_dim], each token's heads contiguous (any stride between tokens). k_buffer, v_buffer:
-    [slots, num_kv_heads, head_dim], contiguous, of k's dtype or float8_e4m3fn. slots: int [T], distinct but for the
-    dummy slot 0, where any of the writes may stay.
+    k, v: [T, num_kv_heads, head_dim], each token's heads contiguous, any stride between tokens. k_buffer, v_buffer:
+    [slots, num_kv_heads, head_dim], contiguous, of k's dtype or float8_e4m3fn; the latter stores values divided by the
+    scale and saturated at 448. slots: int [T], distinct, except the dummy slot 0, which keeps any one of its writes.
     """
     num_tokens, num_kv_heads, head_dim = k.shape
     width = num_kv_heads * head_dim
@@ -93,7 +93,7 @@ def store_kv_ref(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """The same in plain torch, in place."""
+    """`store_kv` in plain torch."""
     for new, pool, scale in ((k, k_buffer, k_scale), (v, v_buffer, v_scale)):
         if pool.dtype == torch.float8_e4m3fn:
             new = (new.float() * (1.0 / scale)).clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX)

@@ -1,11 +1,11 @@
-"""Tiles, warps and pipeline stages per architecture: a table, because autotuning must never run while serving.
+"""The tiles, warps and pipeline stages of the attention kernels on each architecture.
 
-NOT YET MEASURED ON A DEVICE. The rows were chosen from what the compiler reports for each target (no register spill,
-shared memory such that two programs fit on a multiprocessor for decode): sm_80 has 163 KB of shared memory a block,
-sm_90 227 KB, gfx942 64 KB, and one [64, 128] bf16 tile is 16 KB.
+They are a table because autotuning must not run while serving. NOT YET MEASURED ON A DEVICE. The rows were chosen from
+the compiler's reports for each target: no register spills, and for decode, shared memory for two programs per
+multiprocessor. sm_80 has 163 KB of shared memory per block, sm_90 227 KB, gfx942 64 KB. A [64, 128] bf16 tile is 16 KB.
 
-`split` is part of the result, not only of its speed: partial softmaxes are merged at multiples of it. It is the same
-for every batch, so nobody's numbers depend on who else is in the batch.
+`split` affects the bits of a result, not only its speed, because partial softmaxes are merged at multiples of it. It is
+the same for every batch, so a request's bits do not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from functools import cache
 import torch
 
 INTERPRETER = "interpreter"
-"""Stands for a CPU tensor: only TRITON_INTERPRET=1 can run a kernel there."""
+"""The architecture of CPU tensors: only TRITON_INTERPRET=1 runs kernels on them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
-    """Decode attention: one program walks `split` tokens of one KV head, `block_n` at a time."""
+    """The tile of decode attention: a work unit is `split` tokens of one KV head, read `block_n` at a time."""
 
     split: int
     block_n: int
@@ -33,7 +33,8 @@ class DecodeTile:
 
 @dataclass(frozen=True, slots=True)
 class ExtendTile:
-    """Extend attention: one program has `block_m` (token, query head) pairs and walks the KV `block_n` at a time."""
+    """The tile of extend attention: a program has `block_m` (token, query head) pairs, and reads `block_n` KV tokens
+    at a time."""
 
     block_m: int
     block_n: int
@@ -41,8 +42,8 @@ class ExtendTile:
     num_stages: int
 
 
-# Head dims are padded to a power of two inside the kernels: 64, 128 or 256. A KV tile's address depends on another load
-# (its slots), which halves the pipeline's reach on NVIDIA: 5 stages keep two tiles in flight, 3 keep one.
+# The kernels pad head dims to 64, 128 or 256. The address of a KV tile depends on another load (its slots), so on
+# NVIDIA a tile takes two pipeline stages: 5 stages keep two tiles in flight, 3 keep one.
 _DECODE = {
     "sm_80": {
         64: DecodeTile(256, 64, 4, 5, 4),
@@ -59,7 +60,7 @@ _DECODE = {
         128: DecodeTile(256, 32, 4, 2, 4),
         256: DecodeTile(256, 16, 4, 2, 4),
     },
-    # Small, so that tests of a few dozen tokens cross every boundary.
+    # Small tiles, so that tests with a few dozen tokens cross every boundary.
     INTERPRETER: {dim: DecodeTile(32, 16, 1, 1, 3) for dim in (64, 128, 256)},
 }
 _EXTEND = {
@@ -80,13 +81,13 @@ _EXTEND = {
     },
     INTERPRETER: {dim: ExtendTile(16, 16, 1, 1) for dim in (64, 128, 256)},
 }
-# Decoding fp8 takes registers: where the tile above would spill with it, a smaller one.
+# Decoding fp8 takes registers. These smaller tiles replace the ones that would spill.
 _EXTEND_FP8 = {
     ("sm_80", 128): ExtendTile(64, 64, 8, 5),
     ("sm_80", 256): ExtendTile(32, 32, 4, 3),
     ("sm_90", 256): ExtendTile(32, 32, 4, 3),
 }
-# fp32 products do not go to matrix units on NVIDIA: operands and sums are all in registers. For tests and small models.
+# fp32 products do not use matrix units on NVIDIA, so operands and sums are in registers. For tests and small models.
 _DECODE_FP32 = {
     (arch, width): tile
     for arch in ("sm_80", "sm_90")
@@ -105,7 +106,7 @@ _MAX_HEAD_DIM = 256
 
 
 def arch_of(device: torch.device) -> str:
-    """The table's name for a device: `sm_90`, `gfx942`, ... or `interpreter` for the CPU."""
+    """The name of a device's architecture in the tables: `sm_90`, `gfx942`, ..., or `interpreter` for a CPU."""
     if device.type != "cuda":
         return INTERPRETER
     return _arch_of_gpu(torch.cuda.current_device() if device.index is None else device.index)
@@ -125,40 +126,40 @@ def _num_multiprocessors(index: int) -> int:
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for the CPU."""
+    """The number of multiprocessors of a GPU; 1 for a CPU."""
     if device.type != "cuda":
         return 1
     return _num_multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The power of two, at least 64, that a kernel's tiles have for this head dim."""
+    """The width of the kernels' tiles for this head dim: a power of two, at least 64. Raises ValueError above 256."""
     if not 1 <= head_dim <= _MAX_HEAD_DIM:
         raise ValueError(f"the Triton attention kernels support head dims up to {_MAX_HEAD_DIM}, got {head_dim}")
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
 def _known(arch: str) -> str:
-    """Architectures without rows of their own use the nearest with no more shared memory."""
+    """The architecture whose rows serve `arch`: itself, or a related one with no more shared memory."""
     if arch in _DECODE:
         return arch
     return "gfx942" if arch.startswith("gfx") else "sm_80"
 
 
 def decode_tile(arch: str, head_dim: int, *, fp32: bool = False) -> DecodeTile:
-    """`fp32`: whether queries and KV are."""
+    """The tile of decode attention. `fp32`: whether queries and KV are float32."""
     arch, width = _known(arch), padded_head_dim(head_dim)
     plain = _DECODE[arch][width]
     return _DECODE_FP32.get((arch, width), plain) if fp32 else plain
 
 
 def extend_tile(arch: str, head_dim: int, fp8: bool = False, *, fp32: bool = False) -> ExtendTile:
-    """`fp8`: whether the KV is; `fp32`: whether queries and KV are."""
+    """The tile of extend attention. `fp8`: whether the KV is float8; `fp32`: whether queries and KV are float32."""
     arch, width = _known(arch), padded_head_dim(head_dim)
     special = _EXTEND_FP8 if fp8 else _EXTEND_FP32 if fp32 else {}
     return special.get((arch, width), _EXTEND[arch][width])
 
 
 def row_warps(block: int) -> int:
-    """Warps of a kernel that holds one row of `block` elements: about 8 elements a thread."""
+    """The number of warps of a kernel that processes a row of `block` elements: about 8 elements per thread."""
     return min(16, max(1, block // 256))

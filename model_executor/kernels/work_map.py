@@ -1,9 +1,9 @@
-"""Flattens ragged work: which request does the w-th unit of work belong to?
+"""Work maps: the list of the work units of a batch of requests with different lengths.
 
-A grid of [requests, longest request] is mostly empty when lengths differ, and under CUDA graphs the longest request is
-not known at all. So units are numbered through: request b has ceil(length_b * scale / tile) of them, from starts[b] on.
-The attention kernels walk the units with whatever number of programs suits the device; who gets which does not change
-a result.
+A grid of [requests, longest request] is mostly empty when lengths differ, and in a CUDA graph the longest request is
+unknown. So the units of all requests have consecutive numbers: request b has ceil(length_b * scale / tile) units,
+beginning with number starts[b]. The attention kernels divide the units among a number of programs that suits the
+device. The division does not change the results.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ _BATCH_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class WorkMap:
-    """`starts`: int32 [B + 1] first unit of each request, the total last. `rows`: int32 [capacity] request of each."""
+    """The work units of a batch.
+
+    starts: int32 [B + 1], number of the first unit of each request, then the total. rows: int32 [capacity], request of
+    each unit.
+    """
 
     starts: torch.Tensor
     rows: torch.Tensor
     tile: int
-    """what a unit is"""
+    """size of a unit, in tokens or (token, query head) pairs"""
 
     @property
     def capacity(self) -> int:
         return self.rows.shape[0]
 
 
-# A step's batch size and buffers' places vary: specialising on them would compile while serving.
+# The batch size and the alignment of these buffers vary from step to step. Specialising on them would compile kernels
+# while serving.
 @triton.jit(
     do_not_specialize=["batch", "scale", "tile", "capacity"],
     do_not_specialize_on_alignment=["lens_ptr", "extend_start_ptr", "starts_ptr", "rows_ptr"],
@@ -53,7 +58,7 @@ def _work_map_kernel(
     b = tl.program_id(0)
     start = 0
     count = 0
-    # Blocks of one size for any batch: no step has to wait for a compiler.
+    # One block size for all batches, so that no step waits for the compiler.
     for first in range(0, b + 1, BLOCK_B):
         i = first + tl.arange(0, BLOCK_B)
         live = i < batch
@@ -105,10 +110,10 @@ def _launch(
 def split_map(
     seq_lens: torch.Tensor, split: int, capacity: int, extend_start_loc: torch.Tensor | None = None
 ) -> WorkMap:
-    """Units of `split` tokens of KV, for decode attention.
+    """The work units of decode attention: `split` tokens of KV each.
 
-    seq_lens: int [B]. With extend_start_loc (int [B + 1]) only requests that bring exactly one token have units.
-    `capacity` must be at least the total; units beyond it would be lost (the host knows the lengths and checks).
+    seq_lens: int [B]. With extend_start_loc (int [B + 1]), only requests with exactly one new token have units.
+    `capacity` must be at least the total number of units, which the host knows: units beyond it would be lost.
     """
     if extend_start_loc is None:
         return _launch(seq_lens, seq_lens, 1, split, capacity, 0)
@@ -117,10 +122,10 @@ def split_map(
 
 
 def query_tile_map(extend_start_loc: torch.Tensor, group: int, block_m: int, num_tokens: int) -> WorkMap:
-    """Units of `block_m` (token, query head) pairs, for extend attention.
+    """The work units of extend attention: `block_m` (token, query head) pairs each.
 
-    extend_start_loc: int [B + 1]. Requests that bring exactly one token have none: decode attention serves them. The
-    capacity follows from the number of tokens, so this needs no length from the host.
+    extend_start_loc: int [B + 1]. Requests with exactly one new token have no units, because decode attention serves
+    them. The capacity is computed from the number of tokens, so the host's copy of the lengths is not needed.
     """
     batch = extend_start_loc.shape[0] - 1
     capacity = triton.cdiv(num_tokens * group, block_m) + batch
@@ -128,7 +133,7 @@ def query_tile_map(extend_start_loc: torch.Tensor, group: int, block_m: int, num
 
 
 def split_map_ref(seq_lens: torch.Tensor, split: int, extend_start_loc: torch.Tensor | None = None) -> WorkMap:
-    """`split_map` in plain torch, with exactly the capacity that is needed."""
+    """`split_map` in plain torch. The capacity is the number of units."""
     units = torch.ceil(seq_lens / split).to(torch.int32)
     if extend_start_loc is not None:
         units = torch.where(extend_start_loc.diff() == 1, units, 0)
@@ -136,7 +141,7 @@ def split_map_ref(seq_lens: torch.Tensor, split: int, extend_start_loc: torch.Te
 
 
 def query_tile_map_ref(extend_start_loc: torch.Tensor, group: int, block_m: int) -> WorkMap:
-    """`query_tile_map` in plain torch, with exactly the capacity that is needed."""
+    """`query_tile_map` in plain torch. The capacity is the number of units."""
     new = extend_start_loc.diff()
     units = torch.ceil(torch.where(new == 1, 0, new) * group / block_m).to(torch.int32)
     return _map_of_units(units, block_m)

@@ -1,1 +1,1 @@
-"""Building blocks of a decoder: norms, rotary embedding, linear layers."""
+"""The layers of a decoder: embeddings, norms, rotary embedding, linear layers, attention."""

@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU feed-forward layer (arXiv 2002.05202)."""
+"""The gated activation of a SwiGLU feed-forward layer (arXiv 2002.05202)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import torch.nn.functional as F
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[T, 2 * n] -> silu(first half) * second half, [T, n]."""
+    """Compute silu(first half) * second half: [T, 2 * n] -> [T, n]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

@@ -1,4 +1,4 @@
-"""Attention of one layer, from the fused projection of queries, keys and values on: heads' norm, rotation, backend."""
+"""The attention layer in plain torch: norm of heads, rotary embedding, then the attention backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .rotary import CosSin, rotate
 
 
 class QKNorm(NamedTuple):
-    """Weights [head_dim] of the norm of every query and key head (Qwen 3)."""
+    """The norm of query and key heads (Qwen 3). The weights have shape [head_dim]."""
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
@@ -21,7 +21,7 @@ class QKNorm(NamedTuple):
 
 
 class Attention:
-    """qkv [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]."""
+    """Attention on the fused projection: qkv [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]."""
 
     def __init__(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> None:
         self.layer_id = layer_id

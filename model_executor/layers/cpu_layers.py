@@ -1,4 +1,4 @@
-"""The layers of a decoder on the compiled operations of a CPU (csrc/cpu): eight of them a layer and step."""
+"""The layers of a decoder on the compiled CPU operations (csrc/cpu): eight operations per decoder layer and step."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ _ops = torch.ops.tercet_cpu
 
 
 class CpuRMSNorm(RMSNorm):
-    """Sum and norm in one pass."""
+    """RMSNorm that adds the residual and normalises in one pass."""
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return _ops.rms_norm(x, residual, self.weight, self.eps)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """weight [n, k] -> panels [ceil(n / width), k / per_word, width, per_word], zeros beyond n.
+    """Pack a weight into panels: [n, k] -> [ceil(n / width), k / per_word, width, per_word]. Pads n with zeros.
 
-    A panel holds as many columns of the product as two vector registers hold floats, word by word of 32 bits: those of
-    one step of a row's dot products lie side by side.
+    A panel holds `width` rows of the weight, as many as there are floats in two vector registers. For each word (32
+    bits) of a row it holds that word of all its rows side by side, because one step of the dot products reads them
+    together.
     """
     width, per_word = 2 * cpu_extension.lanes(), 4 // weight.itemsize
     n, k = weight.shape
@@ -44,17 +45,18 @@ _arena = Arena()
 
 
 def on_huge_pages(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy."""
+    """A contiguous copy of x on huge pages."""
     return torch.from_numpy(_arena.take(x.nbytes)).view(x.dtype).view(x.shape).copy_(x)
 
 
 def padded(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
-    """Zeros at the end of that dimension; x itself, not a copy, where its length is a multiple already."""
+    """Pad dimension `dim` with zeros to a multiple of `multiple`. Returns x itself if no padding is needed."""
     missing = -x.shape[dim] % multiple
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
 
 
 def pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """Pack a bias [n] as `pack` packs rows: float32 [ceil(n / width), width]."""
     if bias is None:
         return None
     width = 2 * cpu_extension.lanes()
@@ -62,7 +64,7 @@ def pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class CpuLinear:
-    """As `Linear`; `to_float`: the result is float32 whatever x is."""
+    """`Linear` on packed weights. `to_float`: the result is float32 for every type of x."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, to_float: bool = False) -> None:
         self.num_out = weight.shape[0]
@@ -75,7 +77,7 @@ class CpuLinear:
 
 
 class CpuGatedLinear:
-    """As `GatedLinear`: the two halves of a panel are what one vector of the result is made of."""
+    """`GatedLinear` on packed weights. A panel holds gate rows in one half and the matching up rows in the other."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.num_out = weight.shape[0] // 2
@@ -87,14 +89,14 @@ class CpuGatedLinear:
 
 
 def interleave(gate_up: torch.Tensor) -> torch.Tensor:
-    """[2 * n, ...]: a vector's worth of rows of the first half, the same of the second, the next of the first ..."""
+    """Reorder the rows of gate_up [2 * n, ...]: `lanes` gate rows, the matching up rows, the next gate rows, ..."""
     lanes = cpu_extension.lanes()
     halves = padded(gate_up.view(2, -1, *gate_up.shape[1:]), 1, lanes).view(2, -1, lanes, *gate_up.shape[1:])
     return halves.transpose(0, 1).reshape(-1, *gate_up.shape[1:])
 
 
 class PackedEmbedding:
-    """As `Embedding`, out of the packed output head of a model that ties the two."""
+    """`Embedding` that reads the packed output head, for models that tie the embedding to the head."""
 
     def __init__(self, head: CpuLinear) -> None:
         self._packed = head.packed
@@ -104,31 +106,33 @@ class PackedEmbedding:
 
 
 class Rotation(NamedTuple):
-    """Where a step's tokens look up their angles."""
+    """The rotation of a step: the table of cosines and sines, and the position of each token."""
 
     cos_sin: torch.Tensor
     positions: torch.Tensor
 
 
 class CpuRotary:
-    """Cosines and sines of the positions that sequences have reached, float32 [context_len, head_dim]. Memory is taken
-    as it is filled: a context of a million tokens would take half a gigabyte at once."""
+    """The table of cosines and sines, float32 [context_len, head_dim], filled up to the longest sequence so far.
+
+    Memory is taken as the table fills: a full table for a context of a million tokens would take half a gigabyte.
+    """
 
     def __init__(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> None:
         table = torch.from_numpy(zeroed(context_len * head_dim * 4)).view(torch.float32).view(context_len, head_dim)
         self._rotations = RotationTable(rope, table)
 
     def cover(self, num_positions: int) -> None:
-        """To be called before a step whose sequences have so many tokens."""
+        """Fill the table for sequences of up to `num_positions` tokens. Called before each step."""
         self._rotations.cover(num_positions)
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
-        """positions: int64 [T], covered when they are used"""
+        """positions: int64 [T], below the last `cover` when the step runs."""
         return Rotation(self._rotations.table, positions)
 
 
 class CpuAttention:
-    """Norm of heads, rotation and the store of K and V in one operation. As `Attention` otherwise."""
+    """`Attention` whose norm of heads, rotation and store of K and V are one operation."""
 
     def __init__(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> None:
         self.layer_id = layer_id
@@ -144,7 +148,7 @@ class CpuAttention:
 
 
 class CpuLayers(TorchLayers):
-    """Norms, rotation and attention are compiled operations; linear layers are torch's."""
+    """Norms, rotation and attention on compiled operations; linear layers and embeddings on torch's."""
 
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
         return CpuRMSNorm(weight, eps)
@@ -157,7 +161,7 @@ class CpuLayers(TorchLayers):
 
 
 class CpuFloatLayers(CpuLayers):
-    """Everything is a compiled operation."""
+    """All layers on compiled operations."""
 
     compiled = True
 
@@ -176,7 +180,10 @@ class CpuFloatLayers(CpuLayers):
 
 
 def cpu_layers(dtype: torch.dtype, widths: Iterable[int] = ()) -> CpuLayers:
-    """Linear layers are torch's where this processor's build does not multiply the type, or a width is no whole number
-    of words (32 bits)."""
+    """Make the layers of a CPU for a type and the widths of the model's vectors.
+
+    Linear layers are torch's if the build for this processor cannot multiply the type, or if a width is not a multiple
+    of a word (32 bits).
+    """
     whole_words = all(width * dtype.itemsize % 4 == 0 for width in widths)
     return CpuFloatLayers() if whole_words and cpu_extension.multiplies(dtype) else CpuLayers()

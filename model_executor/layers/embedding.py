@@ -1,4 +1,4 @@
-"""Token ids to vectors."""
+"""The embedding layer: token ids to vectors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..forward_batch import ForwardBatch
 
 
 class Embedding:
-    """ids int64 [T] -> [T, hidden]; weight: [vocab, hidden]. Ids are below vocab, which the caller has checked."""
+    """Look up embeddings: ids int64 [T] -> [T, hidden]; weight: [vocab, hidden]. The caller has checked the ids."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight

@@ -1,6 +1,6 @@
-"""Which layers a model is made of: plain torch, our Triton kernels, or a CPU's compiled operations.
+"""The kinds of layers that a model can be built from: plain torch, Triton kernels, or compiled CPU operations.
 
-Chosen once, when the model is built.
+The kind is chosen once, when the model is built.
 """
 
 from __future__ import annotations
@@ -21,60 +21,63 @@ from .rotary import RotaryEmbedding
 
 
 class Layer(Protocol):
-    """x [T, in] -> [T, out]. `batch`: whose tokens these are, for a layer that has weights of some requests' own (an
-    adapter); None outside a step."""
+    """A layer without attention: x [T, in] -> [T, out].
+
+    `batch`: the batch of these tokens, for a layer with weights that differ between requests (an adapter); None outside
+    a step.
+    """
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None, /) -> torch.Tensor: ...
 
 
 class Rotary(Protocol):
-    """positions: int64 [T] -> what `LayerKinds.attention` takes as the rotation."""
+    """Rotary embedding: positions int64 [T] -> the rotation that is passed to the attention layers."""
 
     def cover(self, num_positions: int) -> None:
-        """Called before a step of a CPU: its positions are below `num_positions`."""
+        """Prepare for positions below `num_positions`. Called before each step on a CPU."""
 
     def __call__(self, positions: torch.Tensor, /) -> Any: ...
 
 
 class AttentionLayer(Protocol):
-    """qkv [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]; keys and values go to the pool."""
+    """Attention: qkv [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim]. Stores K and V in the pool."""
 
     def __call__(self, qkv: torch.Tensor, rotation: Any, batch: ForwardBatch, /) -> torch.Tensor: ...
 
 
 class LayerKinds(Protocol):
-    """Makes layers that fit together. Those of another kind take and return the same but for rounding.
+    """A factory of layers of one kind. Layers of different kinds give the same results, except for rounding.
 
-    A weight is a tensor, or a QuantizedWeight where layers of such are made.
+    A weight is a tensor, or a QuantizedWeight for a kind with quantized layers.
     """
 
     compiled: bool
-    """Whether layers are a CPU's compiled operations, every one of them."""
+    """Whether all layers are compiled CPU operations."""
 
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm: ...
 
     def rotary(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> Rotary:
-        """For positions below `context_len`."""
+        """Make the rotary embedding for positions below `context_len`."""
 
     def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer: ...
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer: ...
 
     def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
-        """Gate and up projection in one, to silu(gate) * up."""
+        """Make the fused gate and up projection, which returns silu(gate) * up."""
 
     def head(self, weight: Any) -> Layer:
-        """Hidden states to logits."""
+        """Make the output head, from hidden states to logits."""
 
     def embedding(self, weight: Any) -> Layer:
-        """Token ids to vectors."""
+        """Make the embedding, from token ids to vectors."""
 
     def tied_embedding(self, weight: Any, head: Layer) -> Layer:
-        """The same where the head is made of the same weight."""
+        """Make the embedding of a model whose output head has the same weight."""
 
 
 class TorchLayers:
-    """Layers of plain torch (LayerKinds)."""
+    """The LayerKinds of plain torch."""
 
     compiled = False
 
@@ -106,22 +109,22 @@ class TorchLayers:
 def layers_for(
     attention_backend: str, dtype: torch.dtype, *, quantized: bool = False, widths: Iterable[int] = ()
 ) -> LayerKinds:
-    """Kernels beside kernels: the layers that run where this attention backend does. Only `cpu` has quantized ones.
+    """The kind of layers that goes with an attention backend. Only `cpu` has quantized layers.
 
-    `widths`: of everything that linear layers multiply
+    `widths`: lengths of the vectors that linear layers multiply.
     """
     assert not quantized or attention_backend == "cpu"
     match attention_backend:
         case "triton":
-            from .triton_layers import TritonLayers  # Triton takes half a second to import
+            from .triton_layers import TritonLayers  # importing Triton takes half a second
 
             return TritonLayers()
         case "cpu" if quantized:
-            from .quantized_layers import QuantizedLayers  # as below
+            from .quantized_layers import QuantizedLayers  # needs the compiled operations
 
             return QuantizedLayers(dtype)
         case "cpu":
-            from .cpu_layers import cpu_layers  # its operations exist where the backend does
+            from .cpu_layers import cpu_layers  # needs the compiled operations, which this backend has loaded
 
             return cpu_layers(dtype, widths)
     return TorchLayers()

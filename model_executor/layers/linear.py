@@ -1,4 +1,4 @@
-"""Matrices that activations are multiplied with."""
+"""Linear layers in plain torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from .activation import silu_and_mul
 
 
 class Linear:
-    """x [T, in] -> x @ weight.T + bias [T, out]; weight: [out, in], bias: [out] or None.
+    """A linear layer: x [T, in] -> x @ weight.T + bias [T, out]; weight: [out, in], bias: [out] or None.
 
-    On a CPU the weight is packed once into the layout that oneDNN multiplies with, instead of at every call. A row of
-    the result is then the same, bit for bit, however many rows are multiplied at once; `F.linear` in float32 does not
-    keep to that (docs/log.md).
+    On a CPU the weight is packed once into oneDNN's layout, instead of at each call. The bits of a row of the result
+    then do not depend on the number of rows; with `F.linear` in float32 they do (docs/log.md).
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -32,7 +31,10 @@ class Linear:
 
 
 class GatedLinear:
-    """x [T, in] -> activation(x @ weight.T + bias) [T, out]; weight: [2 * out, in], the gate's rows first."""
+    """A linear layer with a gated activation: x [T, in] -> activation(x @ weight.T + bias) [T, out].
+
+    weight: [2 * out, in], the gate's rows first.
+    """
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class GatedLinear:
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether oneDNN multiplies this type natively on this processor."""
+    """Whether the weight can be packed: oneDNN must multiply its type natively on this processor."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:

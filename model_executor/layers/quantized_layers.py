@@ -1,4 +1,4 @@
-"""Linear layers over weights of 8 or 4 bits, on the compiled operations of a CPU (csrc/cpu/quantized.h)."""
+"""Linear layers with 8-bit or 4-bit weights, on the compiled CPU operations (csrc/cpu/quantized.h)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from .quantized_weight import GROUP, QuantizedWeight
 
 _ops = torch.ops.tercet_cpu
 _PER_WORD = 4
-"""numbers of a row that are multiplied at once"""
+"""8-bit values in a word of 32 bits"""
 
 
 def pack_quantized(weight: QuantizedWeight) -> torch.Tensor:
-    """weight [n, k] -> uint8 [ceil(n / width), k / GROUP, bytes of a group of a panel]; scales are zero beyond n.
+    """Pack a weight into panels: [n, k] -> uint8 [ceil(n / width), k / GROUP, bytes of a panel's group].
 
-    A panel is as wide as one of floats (`pack`). What a group is made of: csrc/cpu/quantized.h.
+    A panel is as wide as one of floats (`pack`). Rows beyond n have scales of zero. csrc/cpu/quantized.h describes the
+    layout of a group.
     """
     lanes = cpu_extension.lanes()
 
@@ -37,7 +38,7 @@ def pack_quantized(weight: QuantizedWeight) -> torch.Tensor:
 
 
 class QuantizedLinear:
-    """As `Linear`; `to_float`: the result is float32 whatever x is."""
+    """`Linear` on quantized weights. `to_float`: the result is float32 for every type of x."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, to_float: bool = False) -> None:
         self.num_out = weight.shape[0]
@@ -50,7 +51,7 @@ class QuantizedLinear:
 
 
 class QuantizedGatedLinear:
-    """As `GatedLinear`: the two halves of a panel are what one vector of the result is made of."""
+    """`GatedLinear` on quantized weights. A panel holds gate rows in one half and the matching up rows in the other."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
         self.num_out = weight.shape[0] // 2
@@ -63,7 +64,7 @@ class QuantizedGatedLinear:
 
 
 class QuantizedEmbedding:
-    """As `Embedding`, out of the output head of 8 bits of a model that ties the two."""
+    """`Embedding` that reads the 8-bit output head, for models that tie the embedding to the head."""
 
     def __init__(self, head: QuantizedLinear, dtype: torch.dtype) -> None:
         self._packed = head.packed
@@ -74,12 +75,12 @@ class QuantizedEmbedding:
 
 
 class QuantizedLayers(CpuLayers):
-    """Everything is a compiled operation; weights have the bits that they come with."""
+    """All layers on compiled operations, with 8-bit and 4-bit weights."""
 
     compiled = True
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """`dtype`: of activations"""
+        """`dtype`: type of the activations."""
         self._dtype = dtype
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:

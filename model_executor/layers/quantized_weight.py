@@ -1,8 +1,8 @@
-"""Weights of 8 or 4 bits: how they are held, and how they are rounded.
+"""Quantized weights of 8 or 4 bits: their format and their rounding.
 
-Every 32 weights along a row share a scale, and a minimum where they have 4 bits, as in ggml's types Q8_0 and Q4_1. The
-numbers that they are multiplied with are rounded to 8 bits on the way, in groups of 32 as well (csrc/cpu/quantized.h).
-Scales for whole rows would cost several times the accuracy (docs/log.md).
+Each group of 32 weights along a row has a scale, and 4-bit groups also a minimum, as in ggml's types Q8_0 and Q4_1. The
+matrix product rounds activations to 8 bits, also in groups of 32 (csrc/cpu/quantized.h). One scale per row would make
+the error several times larger (docs/log.md).
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import NamedTuple
 import torch
 
 GROUP = 32
-"""weights along a row that share a scale"""
+"""Weights along a row that share a scale."""
 _CHUNK_ROWS = 4096
-"""rows that are rounded at once: intermediate tensors take several times their memory"""
+"""Rows that are rounded at once. The intermediate tensors take several times the memory of these rows."""
 
 
 class QuantizedWeight(NamedTuple):
-    """A matrix [n, k]: values * scales + minima, group by group; k is a multiple of GROUP."""
+    """A matrix [n, k] whose groups are values * scale + minimum. k is a multiple of GROUP."""
 
     values: torch.Tensor
-    """[n, k]; int8: above -128; int4: uint8, below 16"""
+    """[n, k]; 8 bits: int8, above -128; 4 bits: uint8, below 16"""
     scales: torch.Tensor
     """float16 [n, k / GROUP]"""
     minima: torch.Tensor | None
-    """the same; None: int8"""
+    """float16 [n, k / GROUP]; None: 8 bits"""
 
     @property
     def bits(self) -> int:
@@ -37,32 +37,35 @@ class QuantizedWeight(NamedTuple):
         return self.values.shape
 
     def dequantize(self) -> torch.Tensor:
-        """float32 [n, k]"""
+        """The matrix as float32 [n, k]."""
         groups = self.values.unflatten(1, (-1, GROUP)) * self.scales.float()[..., None]
         if self.minima is not None:
             groups += self.minima.float()[..., None]
         return groups.flatten(1)
 
     def with_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedWeight:
-        """`change` moves, adds or removes rows of the tensor that it is given."""
+        """Apply `change` to the rows of all tensors. It may move, add or remove rows."""
         minima = None if self.minima is None else change(self.minima)
         return QuantizedWeight(change(self.values), change(self.scales), minima)
 
 
 def quantize(weight: torch.Tensor, form: str) -> QuantizedWeight:
-    """weight: [n, k], any floating dtype. Multiples of the scale that are nearest to it; the scale is such that the
-    largest magnitude of a group, for int4 its extremes, can be had."""
+    """Round a weight [n, k] of any floating dtype to `form`, "int8" or "int4".
+
+    Each value becomes the nearest step of its group's scale. With int8 the steps reach the largest magnitude of the
+    group, with int4 its minimum and maximum.
+    """
     return stacked(_quantize(rows.float().unflatten(1, (-1, GROUP)), form) for rows in weight.split(_CHUNK_ROWS))
 
 
 def stacked(weights: Iterable[QuantizedWeight]) -> QuantizedWeight:
-    """Rows of all, of one form, one after the other."""
+    """Concatenate the rows of several weights of the same form."""
     values, scales, minima = zip(*weights, strict=True)
     return QuantizedWeight(torch.cat(values), torch.cat(scales), None if minima[0] is None else torch.cat(minima))
 
 
 def _quantize(groups: torch.Tensor, form: str) -> QuantizedWeight:
-    """groups: float32 [n, k / GROUP, GROUP]"""
+    """Round groups: float32 [n, k / GROUP, GROUP]."""
     if form == "int8":
         scales = _float16_scales(groups.abs().amax(2) / 127)
         return QuantizedWeight(_steps(groups, scales).clamp_(-127, 127).to(torch.int8).flatten(1), scales, None)
@@ -73,8 +76,11 @@ def _quantize(groups: torch.Tensor, form: str) -> QuantizedWeight:
 
 
 def _float16_scales(exact: torch.Tensor) -> torch.Tensor:
-    """Rounds to the nearest float16, or to the next larger one where the nearest is much too small: no multiple of it
-    would be near the largest weight of the group. That happens below 2**-14 only, where float16 has a fixed step."""
+    """Round scales to float16: to the nearest, or to the next larger if the nearest is much too small.
+
+    A scale that is too small cannot reach the largest weight of its group. This happens only below 2**-14, where
+    float16 has a fixed step.
+    """
     nearest = exact.half()
     is_too_small = nearest.float() < exact * (1 - 2**-11)
     return (nearest.view(torch.int16) + is_too_small).view(torch.float16)

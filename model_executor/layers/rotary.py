@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864) in the half-split layout: component i turns with component i + dim/2."""
+"""Rotary position embedding (arXiv 2104.09864) in the half-split layout: component i rotates with i + head_dim / 2."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ import torch
 from ...srt.model_files.rope_config import FrequencyDivisors, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 _BLOCK = 2048
-"""positions of a table that are computed at once"""
+"""Positions of a table that are computed at once."""
 
 
 class CosSin(NamedTuple):
-    """One step's rotation, float32. `RotaryEmbedding` makes it [T, 1, head_dim] each: both halves of cos are the same,
-    those of sin differ in sign (-, +), so that rotating is x * cos + swapped_halves(x) * sin."""
+    """Cosines and sines of a step's tokens, float32.
+
+    From `RotaryEmbedding` both are [T, 1, head_dim]. The halves of cos are equal and those of sin have opposite signs
+    (-, +), so a rotation is x * cos + swapped_halves(x) * sin.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
 class RotaryEmbedding:
-    """Angles are computed per step rather than looked up: a handful of operations that all layers share."""
+    """Rotary embedding without a table: each step computes its angles once, for all layers."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         frequencies, self.attention_factor = rope_frequencies(rope, head_dim)
@@ -30,7 +33,7 @@ class RotaryEmbedding:
         """float32 [head_dim / 2], radians per position"""
 
     def cover(self, num_positions: int) -> None:
-        """There is no table that would have to reach so far."""
+        """Does nothing: there is no table."""
 
     def __call__(self, positions: torch.Tensor) -> CosSin:
         """positions: int64 [T]"""
@@ -40,20 +43,20 @@ class RotaryEmbedding:
 
 
 class RotationTable:
-    """Cosines and sines of the positions below `len(table)`, computed in blocks as far as `cover` was told.
+    """A table of cosines and sines of the positions below `len(table)`. `cover` fills it in blocks.
 
-    A whole table at once would take several times its memory for a moment.
+    Filling the whole table at once would take several times its memory for intermediate tensors.
     """
 
     def __init__(self, rope: RopeConfig, table: torch.Tensor) -> None:
-        """table: float32 [context_len, head_dim], to be filled: cosines, then sines of head_dim / 2 angles"""
+        """table: float32 [context_len, head_dim], to be filled. A row has head_dim / 2 cosines, then as many sines."""
         frequencies, self._factor = rope_frequencies(rope, table.shape[1])
         self._frequencies = frequencies.to(table.device)
         self.table = table
         self._num_covered = 0
 
     def cover(self, num_positions: int) -> None:
-        """Fills the table at least up to that many positions."""
+        """Fill the table for at least `num_positions` positions."""
         while self._num_covered < num_positions:
             block = self.table[self._num_covered : self._num_covered + _BLOCK]
             positions = torch.arange(
@@ -67,13 +70,13 @@ class RotationTable:
 
 
 def rotate(x: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-    """x [T, heads, head_dim] rotated, computed in float32 and returned in x's dtype."""
+    """Rotate x: [T, heads, head_dim] in float32. Returns x's dtype."""
     swapped = x.roll(x.shape[-1] // 2, -1)
     return torch.addcmul(x * cos_sin.cos, swapped.to(torch.float32), cos_sin.sin).to(x.dtype)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Radians per position, float32 [head_dim / 2] on the CPU, and the factor on cos and sin."""
+    """The frequencies in radians per position, float32 [head_dim / 2] on the CPU, and the factor of cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
     match rope.scaling:
@@ -90,7 +93,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, flo
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    # How many times a component turns in the original context: few turns -> scaled, many -> kept.
+    # Rotations of each component in the original context. Components with few are scaled, those with many are kept.
     turns = scaling.original_context_len / (2 * math.pi / frequencies)
     kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies

@@ -1,4 +1,4 @@
-"""The layers of a decoder on our Triton kernels: fewer launches and fewer passes over memory than plain torch."""
+"""The layers of a decoder on Triton kernels, with fewer launches and fewer memory passes than plain torch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .rotary import CosSin, RotationTable
 
 
 class TritonRMSNorm(RMSNorm):
-    """Sum and norm in one kernel."""
+    """RMSNorm that adds the residual and normalises in one kernel."""
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return rmsnorm(x, self.weight, self.eps, residual)
 
 
 class RotaryTable:
-    """Cosine and sine of every position of the context, computed once: a step looks its own up in one operation."""
+    """The table of cosines and sines of all positions, computed once. A step reads its rows in one operation."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> None:
         rotations = RotationTable(rope, torch.empty((context_len, head_dim), device=device))
@@ -35,16 +35,16 @@ class RotaryTable:
         self._table = rotations.table.view(context_len, 2, head_dim // 2)
 
     def cover(self, num_positions: int) -> None:
-        """The table holds all positions."""
+        """Does nothing: the table covers all positions."""
 
     def __call__(self, positions: torch.Tensor) -> CosSin:
-        """positions: int64 [T] -> [T, head_dim / 2] each"""
+        """Look up cosines and sines: positions int64 [T] -> [T, head_dim / 2] each."""
         cos, sin = self._table.index_select(0, positions).unbind(1)
         return CosSin(cos, sin)
 
 
 class TritonAttention:
-    """Norm of heads, rotation and the store of K and V in one kernel. As `Attention` otherwise."""
+    """`Attention` whose norm of heads, rotation and store of K and V are one kernel."""
 
     def __init__(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> None:
         self.layer_id = layer_id
@@ -63,7 +63,7 @@ class TritonAttention:
 
 
 class TritonLayers(TorchLayers):
-    """Norms, rotation, attention and activations are kernels; products are torch's (cuBLAS)."""
+    """Norms, rotation, attention and activations on Triton kernels; matrix products on torch's (cuBLAS)."""
 
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
         return TritonRMSNorm(weight, eps)

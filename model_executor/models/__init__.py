@@ -1,1 +1,1 @@
-"""Model families, as tables over shared decoder blocks."""
+"""Model families and the decoder that they share."""

@@ -1,4 +1,4 @@
-"""The decoder that Llama, Mistral, Qwen 2 and Qwen 3 share. What differs between them is in ModelConfig."""
+"""The decoder of Llama, Mistral, Qwen 2 and Qwen 3. Their differences are fields of ModelConfig."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .parameters import decoder_parameters
 
 
 class DecoderLayer:
-    """residual += attention(norm(residual)), then residual += feed_forward(norm(residual)).
+    """One layer: residual += attention(norm(residual)), then residual += feed_forward(norm(residual)).
 
-    The sum is left to the norm that follows it, in the next layer or after the last, which does both in one pass.
+    Each sum is computed by the next norm, in the same pass: that of the next layer, or the final norm.
     """
 
     def __init__(
@@ -46,19 +46,24 @@ class DecoderLayer:
     def attend(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Any, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x, residual), [T, hidden] each, to what attention has found, [T, heads * head_dim], and the residual, to
-        which x has been added in place. The first layer has no residual: x becomes it."""
+        """Add x to the residual in place, and compute attention: the attention output [T, heads * head_dim], residual.
+
+        x, residual: [T, hidden] each. The first layer has no residual: x becomes the residual.
+        """
         normed = self.input_norm(x, residual)
         return self.attention(self.qkv_proj(normed, batch), rotation, batch), x if residual is None else residual
 
     def feed_forward(self, found: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """What has yet to be added to the residual, which is changed in place."""
+        """Add attention's output to the residual in place, and compute the feed-forward output, [T, hidden].
+
+        The caller adds the result to the residual.
+        """
         normed = self.post_attention_norm(self.o_proj(found, batch), residual)
         return self.down_proj(self.gate_up_proj(normed, batch), batch)
 
 
 class Decoder:
-    """A Model. `lm_head` is the embedding matrix itself where the config ties them."""
+    """The decoder as a Model. `lm_head` and `embed_tokens` share their weight if the config ties them."""
 
     def __init__(
         self,
@@ -89,7 +94,7 @@ class Decoder:
         for layer in self.layers:
             found, residual = layer.attend(x, residual, rotation, batch)
             if layer is self.layers[-1] and batch.logits_indices is not None:
-                # The keys and values of all are stored: from here on nobody asks for the others.
+                # K and V of all tokens are stored. The rest of the model is needed only for the sampled tokens.
                 found = found.index_select(0, batch.logits_indices)
                 residual = residual.index_select(0, batch.logits_indices)
                 if not len(residual):

@@ -1,7 +1,7 @@
-"""A model family as one object: everything that differs between kinds of models, on this side of their files.
+"""The interface of model families: one object holds all that the execution layer needs to know about a family.
 
-srt/model_files/model_config.py says how a family's config.json is read; `Family.implementation` there names the module
-of this folder whose `FAMILY` is the object.
+srt/model_files/model_config.py reads a family's config.json. Its `Family.implementation` names the module of this
+folder whose `FAMILY` is the object.
 """
 
 from __future__ import annotations
@@ -20,41 +20,44 @@ from ..layers.kinds import Layer, LayerKinds, Rotary
 from .parameters import Parameter
 
 Parameters = Mapping[str, Any]
-"""Tensors by the names of `ModelFamily.parameters`; QuantizedWeights where layers of such are made."""
+"""Tensors, or QuantizedWeights for quantized layers, by the names of `ModelFamily.parameters`."""
 
 
 class Model(Protocol):
-    """Token ids to logits."""
+    """A model: from token ids to logits."""
 
     compiled: bool
-    """Between embedding and logits there is nothing but a CPU's compiled operations."""
+    """Whether all operations between embedding and logits are compiled CPU operations."""
     embed_tokens: Layer
     rotary: Rotary
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """input_ids, positions: int64 [T] -> normalised hidden states [num_sampled, hidden], those of the tokens whose
-        next token is wanted"""
+        """Compute normalised hidden states: input_ids, positions int64 [T] -> [num_sampled, hidden].
+
+        The result has the tokens of `batch.logits_indices`.
+        """
 
     def transform(self, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """`forward` from embedded tokens on: x [T, hidden], which is overwritten."""
+        """`forward` without the embedding: x [T, hidden] is the embedded tokens, and is overwritten."""
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden [num_sampled, hidden_size] -> float32 [num_sampled, vocab], in `out` where that is given"""
+        """Compute logits: hidden [num_sampled, hidden] -> float32 [num_sampled, vocab], written to `out` if given."""
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """`build(config, parameters, attention backend, layers, context_len)` makes a Model."""
+    """A model family: how its parameters, its attention and its model are made from a config."""
 
     parameters: Callable[[ModelConfig], list[Parameter]]
-    """every tensor of a model, and which tensors of its checkpoint it is made of"""
+    """the tensors of a model, and the checkpoint tensors that each is made from"""
     attention: Callable[[ModelConfig], list[AttentionSpec]]
-    """attention of every layer"""
+    """the attention of each layer"""
     build: Callable[[ModelConfig, Parameters, AttentionBackend, LayerKinds, int], Model]
+    """makes the model from config, parameters, attention backend, layers and context length"""
 
 
 def family_of(config: ModelConfig) -> ModelFamily:
-    """The family that computes the models of this architecture."""
+    """The family of the config's architecture."""
     module = import_module(f".{FAMILIES[config.architecture].implementation}", __package__)
     family = module.FAMILY
     assert isinstance(family, ModelFamily)

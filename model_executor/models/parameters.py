@@ -1,4 +1,4 @@
-"""The tensors of a decoder, and which tensors of a checkpoint each is made of. A table, not code."""
+"""The parameters of a decoder, and the checkpoint tensors that each is made from."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ...srt.model_files.model_config import ModelConfig
 
 
 class Part(NamedTuple):
-    """A tensor of a checkpoint, by its Hugging Face name, and its shape."""
+    """A checkpoint tensor: its Hugging Face name and its shape."""
 
     name: str
     shape: tuple[int, ...]
 
 
 class Parameter(NamedTuple):
-    """A tensor of ours: `parts` stacked along the first dimension. Fused so that one multiplication does for all."""
+    """A tensor of the model: checkpoint tensors stacked along the first dimension, so that one product serves all."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,11 +24,11 @@ class Parameter(NamedTuple):
 
 
 def decoder_parameters(config: ModelConfig) -> list[Parameter]:
-    """Every parameter of the model that `config` describes; names are those `Decoder` looks up."""
+    """The parameters of the model that `config` describes, under the names that `Decoder` uses."""
     hidden, head_dim = config.hidden_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     inter = config.intermediate_size
-    # name -> ((checkpoint name, rows) ..., columns (None: a vector), bias)
+    # name: (((checkpoint name, rows), ...), columns, whether it has a bias)
     linears = {
         "qkv_proj": (
             (("self_attn.q_proj", q_size), ("self_attn.k_proj", kv_size), ("self_attn.v_proj", kv_size)),

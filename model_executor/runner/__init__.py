@@ -1,1 +1,1 @@
-"""Running steps: the ModelRunner, recorded decode steps, memory for the KV pool."""
+"""The model runner: settings, loading, running steps, recorded decode steps, the size of the KV pool."""

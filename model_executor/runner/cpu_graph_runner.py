@@ -1,7 +1,7 @@
-"""Decode steps of a CPU as one call: hundreds of operations without Python or torch between them.
+"""Recorded decode steps of a CPU: hundreds of operations in one call, without Python or torch between them.
 
-The layers, from embedded tokens to logits, are recorded once, for the largest batch (csrc/cpu/graph.h): every operation
-with the addresses that it reads and writes. A step fills in what it brings and performs them for the rows that it has.
+The operations from embedded tokens to logits are recorded once, for the largest batch, with the addresses that they
+read and write (csrc/cpu/graph.h). A step writes its inputs to these addresses and runs the operations for its rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .slot_table import SlotTable
 
 
 class CpuGraphRunner:
-    """Runs decode steps of up to `max_rows` requests. Records on construction."""
+    """Runs decode steps of up to `max_rows` requests. The constructor records the operations."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class CpuGraphRunner:
     ) -> None:
         """
         Args:
-            model: its layers, the embedding aside, are compiled operations (RuntimeError otherwise)
-            newest_tokens: int64 [num_rows + 1]
+            model: a model whose layers, except the embedding, are compiled operations (RuntimeError otherwise)
+            newest_tokens: int64 [num_rows + 1], newest token of each row
         """
         self._embed = model.embed_tokens
         self._rotary = model.rotary
@@ -48,7 +48,7 @@ class CpuGraphRunner:
             mode=ForwardMode.DECODE,
             rows=rows,
             seq_lens=seq_lens,
-            input_ids=rows,  # embedded before
+            input_ids=rows,  # not read: the recording starts after the embedding
             positions=positions,
             out_cache_loc=slots,
             req_to_token=table.tensor,
@@ -59,7 +59,7 @@ class CpuGraphRunner:
             extend_lens_host=None,
         )
         self._kept = model, batch
-        """The graph knows addresses only."""
+        """Kept alive, because the graph holds only their addresses."""
         self._graph = torch.classes.tercet_cpu.Graph()
         self._graph.record(max_rows)
         try:
@@ -68,7 +68,7 @@ class CpuGraphRunner:
             self._graph.finish()
 
     def run(self, rows: Int32Array, seq_lens: Int32Array, slots: Int32Array) -> DecodeOutputs:
-        """Performs the step."""
+        """Run a decode step."""
         size, positions = len(rows), seq_lens - 1
         self._table[rows, positions] = slots
         self._rotary.cover(int(seq_lens.max()))

@@ -1,15 +1,14 @@
-"""Decode steps as CUDA graphs: hundreds of kernel launches become one.
+"""Recorded decode steps of a GPU: a CUDA graph replaces hundreds of kernel launches by one.
 
-A graph is recorded for each of a few batch sizes, and a step runs on the smallest that holds it. What a step brings
-(rows, lengths, slots) is copied to where the graph reads it; what is left of the batch is filled with row 0, of length
-1, at slot 0: padding reads and writes the dummy slot, the dummy's entry of the table, and nobody's KV.
+A graph is recorded for each of a few batch sizes. A step runs on the smallest graph that holds it. Its inputs (rows,
+lengths, slots) are copied to the buffers that the graph reads. Padding has row 0, length 1 and slot 0: it reads and
+writes only the dummy slot and the dummy's entry of the table.
 
-From there on nothing is needed from the host: the newest tokens, the table of slots and the numbering of attention
-work are read and written inside the graph. Choosing the next tokens is not part of it: that depends on what requests
-ask for.
+The graph needs nothing else from the host: it reads the newest tokens, updates the table of slots and numbers the
+attention work on the device. Sampling is not in the graph, because it depends on the options of the requests.
 
-A step that no graph has room for, or any step where graphs are switched off, is padded to the same size and launched
-kernel by kernel: libraries choose their kernels by the size of the batch, so the bits are those of the graph.
+A step with too much attention work for its graph is padded to the same size and launched kernel by kernel, and so are
+all steps when graphs are disabled. Libraries choose kernels by the batch size, so the bits are equal to the graph's.
 """
 
 from __future__ import annotations
@@ -34,18 +33,19 @@ _STEP, _LARGE, _LARGE_STEP = 8, 128, 16
 
 
 Decode = Callable[[DecodeInputs, Int32Array, torch.Tensor], object]
-"""Queues a decode step. Of `seq_lens_host`, int32 [B], only the amount of work may be taken, as an upper bound; logits
-go to the last argument, float32 [B, vocab]."""
+"""Queues a decode step: (inputs, seq_lens_host, logits). It writes the logits, float32 [B, vocab].
+
+It may use `seq_lens_host`, int32 [B], only as an upper bound of the attention work."""
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """Batch sizes to record, ascending: 1, 2, 4, 8, from there in steps of 8, from 128 of 16; `largest` is the last."""
+    """The batch sizes to record, ascending: 1, 2, 4, every 8th up to 128, every 16th beyond. `largest` is the last."""
     sizes = [*_SMALL_BATCHES, *range(_STEP, _LARGE, _STEP), *range(_LARGE, largest, _LARGE_STEP)]
     return [size for size in sizes if size < largest] + [largest]
 
 
 class CudaGraphRunner:
-    """Runs decode steps of up to the largest size. Records on construction."""
+    """Runs decode steps of up to `max_rows` requests. The constructor records the graphs."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class CudaGraphRunner:
     ) -> None:
         """
         Args:
-            decode: queues a step; must do so with nothing from the host but what it is given
-            attention: of `decode`; one whose steps may be recorded (`num_splits`)
+            decode: queues a step; must use nothing from the host except its arguments
+            attention: the backend that `decode` uses; must support recorded steps (`num_splits`)
             sizes: batch sizes, ascending
-            pool_tokens: of the KV pool; with context_len it bounds the work that a graph has room for
-            logits: float32 [largest size, vocab], where all steps leave theirs
-            record: False launches every step kernel by kernel
+            pool_tokens: size of the KV pool; with context_len it bounds the attention work of a graph
+            logits: float32 [largest size, vocab], the output of all steps
+            record: False launches each step kernel by kernel
         """
         self._uploads = uploads
         self._decode = decode
@@ -79,11 +79,11 @@ class CudaGraphRunner:
         self._graphs: dict[int, Graph] = {}
         self._room: dict[int, int] = {}
         self.num_bytes = 0
-        """device memory that the graphs took"""
+        """device memory of the graphs"""
         if not record:
             return
         started, available = time.monotonic(), accelerator.memory().available
-        # The largest first: what it takes of the shared memory is enough for all the others.
+        # The largest first: the memory pool that it fills is large enough for all others.
         for size in reversed(self._sizes):
             self._record(size, accelerator, longest_lens(size, pool_tokens, context_len))
         self.num_bytes = max(0, available - accelerator.memory().available)
@@ -94,7 +94,7 @@ class CudaGraphRunner:
 
     def _record(self, size: int, accelerator: Accelerator, lens: Int32Array) -> None:
         inputs = self._inputs_of(size)
-        # Recording does the work once for real: as padding.
+        # Recording also runs the work once, on padding.
         inputs.rows.zero_()
         inputs.seq_lens.fill_(1)
         inputs.slots.zero_()
@@ -107,17 +107,17 @@ class CudaGraphRunner:
         return num_splits
 
     def _inputs_of(self, size: int) -> DecodeInputs:
-        """Where the graph of this batch size reads: next to one another, so that one copy fills them."""
+        """The input buffers of the graph of this batch size. They are contiguous, so one copy fills them."""
         return DecodeInputs(*self._inputs[: 3 * size].view(3, size))
 
     def run(self, rows: Int32Array, seq_lens: Int32Array, slots: Int32Array) -> DecodeOutputs:
-        """Queues the step, padded to the smallest recorded size that holds it."""
+        """Queue a decode step, padded to the smallest batch size that holds it."""
         count = len(rows)
         size = next(size for size in self._sizes if size >= count)
         packed = np.zeros((3, size), np.int64)
         packed[1, count:] = 1
         packed[:, :count] = rows, seq_lens, slots
-        # The step before has read its inputs when this copy arrives: both are on one stream.
+        # The stream orders this copy after the previous step, which reads the same buffers.
         self._uploads.send_to(self._inputs[: 3 * size], packed.reshape(-1))
         inputs, lens = self._inputs_of(size), packed[1].astype(np.int32)
         if size in self._graphs and self._work(lens) <= self._room[size]:
@@ -128,10 +128,10 @@ class CudaGraphRunner:
 
 
 def longest_lens(size: int, pool_tokens: int, context_len: int) -> Int32Array:
-    """Lengths that stand for the attention work which a graph has room for: int32 [size].
+    """Sequence lengths with the most attention work that a graph has room for: int32 [size].
 
-    Twice what the pool holds, in as few requests as the context allows. Requests that share long prefixes can be more
-    work than that; they are so much that launching the kernels one by one costs nothing beside them.
+    They sum to twice the tokens of the pool, in as few requests as the context length allows. Requests that share long
+    prefixes can need more. Their step then takes so long that launching its kernels one by one hardly matters.
     """
     tokens = 2 * pool_tokens
     lens = np.ones(size, np.int32)

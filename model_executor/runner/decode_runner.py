@@ -1,4 +1,4 @@
-"""How a decode step runs: launched operation by operation, or recorded once and replayed."""
+"""The interface of runners of recorded decode steps, and the inputs and outputs of a decode step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..step import Int32Array
 
 
 class DecodeInputs(NamedTuple):
-    """What a decode step brings: int64 [B] each, on the device."""
+    """The inputs of a decode step: int64 [B] each, on the device."""
 
     rows: torch.Tensor
     seq_lens: torch.Tensor
@@ -18,6 +18,8 @@ class DecodeInputs(NamedTuple):
 
 
 class DecodeOutputs(NamedTuple):
+    """The outputs of a decode step, on the device."""
+
     logits: torch.Tensor
     """float32 [B, vocab], overwritten by the next step"""
     rows: torch.Tensor
@@ -25,12 +27,12 @@ class DecodeOutputs(NamedTuple):
 
 
 class DecodeRunner(Protocol):
-    """Runs decode steps from the newest tokens of their rows to logits, and writes their slots into the table."""
+    """Runs decode steps, from the newest token of each row to logits, and writes the new slots into the table."""
 
     max_rows: int
-    """requests of the largest step that it runs"""
+    """most requests of a step"""
     num_bytes: int
-    """device memory that its recordings take"""
+    """device memory of the recordings"""
 
     def run(self, rows: Int32Array, seq_lens: Int32Array, slots: Int32Array) -> DecodeOutputs:
-        """Queues a step of at most `max_rows` requests; int32 [B] each, as in StepInputs."""
+        """Queue a step of at most `max_rows` requests. The arguments are int32 [B] each, as in StepInputs."""

@@ -1,14 +1,14 @@
-"""How many tokens of keys and values fit into the memory that is left."""
+"""The size of the KV pool: the number of tokens whose K and V fit into the free memory."""
 
 from __future__ import annotations
 
 from ..device.memory import Memory
 
 GPU_MARGIN = 0.02
-"""of a GPU's memory stays free by default: for what allocators round up, and for neighbours that grow a little"""
+"""Share of a GPU's memory that stays free by default, for rounding in allocators and for other processes."""
 DEFAULT_CPU_BYTES = 4 << 30
 DEFAULT_CPU_SHARE = 0.25
-"""of the memory that is available: a server on somebody's own machine takes no more unless it is told to"""
+"""Share of the available memory: by default, a server on a CPU leaves most of the memory to other programs."""
 
 
 def num_kv_tokens(
@@ -22,15 +22,20 @@ def num_kv_tokens(
     on_cpu: bool,
     reserve: int = 0,
 ) -> int:
-    """Tokens of the KV pool, a multiple of the page size. `memory` is as it is after the weights were loaded.
+    """The size of the KV pool in tokens, a multiple of the page size.
 
-    `reserve` bytes are left for steps (activations, logits, graphs); what is left after that always bounds the pool.
-    `max_total_tokens` decides where it is given. Otherwise `mem_fraction_static` of the total memory is for weights and
-    keys and values together; without it the pool is all that is left of a GPU but a margin, and modest on a CPU. Raises
-    ValueError when that leaves less than two pages, or when the tokens asked for do not fit.
+    `memory`: the memory after the weights were loaded. `reserve`: bytes to keep free for steps (activations, logits,
+    graphs). The pool never exceeds the rest. Within this bound its size is
+
+    - `max_total_tokens`, if given,
+    - else `mem_fraction_static` of the total memory, less the memory in use (the weights), if given,
+    - else, on a GPU, the rest less a margin,
+    - else, on a CPU, DEFAULT_CPU_BYTES or one full context, but at most DEFAULT_CPU_SHARE of the available memory.
+
+    Raises ValueError if fewer than two pages fit, or if `max_total_tokens` does not fit.
     """
     available = memory.available - reserve
-    # One page more is allocated than is served: the dummy that padded writes hit.
+    # The pool has one more page: the dummy that padded entries write to.
     fits = (available // bytes_per_token - page_size) // page_size * page_size
     if max_total_tokens is not None:
         if max_total_tokens > fits:

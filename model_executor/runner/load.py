@@ -1,4 +1,7 @@
-"""Builds a ModelRunner: weights, memory, KV pool, layers, recorded decode steps, threads. The one way to do so."""
+"""The construction of a ModelRunner: weights, KV pool, layers, recorded decode steps, threads.
+
+The scheduler process, the benchmarks and the tests all build their runners here.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +36,16 @@ from .step_memory import activation_bytes, rotation_bytes
 from .warmup import largest_steps
 
 _BYTES_PER_GRAPH = 8 << 20
-"""kept free for what the driver remembers of each graph beside the memory it works on"""
+"""Memory kept free for the driver's own data of each graph."""
 
 
 def load_runner(settings: RunnerSettings, config: ModelConfig) -> ModelRunner:
-    """Reads the weights and makes everything ready for the first `launch`.
+    """Load the weights and build a runner that is ready for its first `launch`.
 
-    On a CPU it also sets up this process: freed memory stays with it, and compiled operations compute on torch's
-    threads, torch on one.
+    It also changes this process: freed memory stays with the process, and for a compiled model the compiled operations
+    take torch's threads and leave one to torch.
 
-    Raises ValueError for a checkpoint that does not fit its config, and where memory does not suffice.
+    Raises ValueError if the checkpoint does not match its config, or if the memory does not suffice.
     """
     loading = _Loading(settings, config)
     runner = loading.on_accelerator() if loading.accelerator is not None else loading.on_cpu()
@@ -54,7 +57,7 @@ def load_runner(settings: RunnerSettings, config: ModelConfig) -> ModelRunner:
 
 
 class _Loading:
-    """What the steps of one `load_runner` share."""
+    """The state of one `load_runner` call."""
 
     def __init__(self, settings: RunnerSettings, config: ModelConfig) -> None:
         self.settings = settings
@@ -72,7 +75,7 @@ class _Loading:
             self.uploads,
             use_kernels=settings.attention_backend == "triton",
         )
-        # Shared by the runner that is measured and the one that serves: what is measured has them in it.
+        # Shared by the runner that is measured and the runner that serves, so that the measurement includes it.
         self.table = SlotTable(settings.max_running_requests, settings.context_len, settings.device)
         self.weight_bytes = sum(parameter_bytes(config, settings.dtype.itemsize, settings.quantization).values())
         self.bytes_per_token = MHATokenToKVPool.bytes_per_token(
@@ -80,7 +83,7 @@ class _Loading:
         )
 
     def on_cpu(self) -> ModelRunner:
-        # The weights have yet to be read, by the layers that are made of them.
+        # The layers read the weights later, so the memory for the weights is still free: subtract it.
         host = host_memory()
         memory = Memory(host.total, max(host.available - self.weight_bytes, 0))
         runner = self._build(self._pool_tokens(memory, self.cpu_reserve(memory)))
@@ -89,8 +92,11 @@ class _Loading:
         return runner
 
     def on_accelerator(self) -> ModelRunner:
-        """Measures the largest steps on a pool of hardly more than the dummy page first: nobody knows what libraries
-        and compilers take until they are asked. This compiles every kernel that serving needs, too."""
+        """Build the runner of a GPU, in two passes.
+
+        The first pass runs the largest steps on a pool of one page, because the memory that libraries take can only be
+        measured. It also compiles all kernels that serving needs. The second pass builds the pool on the memory left.
+        """
         accelerator = self.accelerator
         assert accelerator is not None
         sizes, reserve = self._measure(self._build(self.settings.page_size), accelerator)
@@ -100,9 +106,9 @@ class _Loading:
         return runner
 
     def cpu_reserve(self, memory: Memory) -> int:
-        """Bytes that must stay free beside weights and KV for the largest step, which may decode every row, too.
+        """Bytes to keep free for the largest step, which also decodes all rows.
 
-        `memory`: what weights leave
+        `memory`: the memory without the weights.
         """
         settings, config = self.settings, self.config
         num_rows = settings.max_running_requests
@@ -113,9 +119,9 @@ class _Loading:
         reserve += self.sampler.max_edit_bytes + self.sampler.max_choice_bytes
         if compiled and settings.record_decodes:
             recorded = settings.max_recorded_rows
-            # A recorded step keeps what it works on, and shares memory among tensors of one size only.
+            # A recorded step keeps its tensors, and shares memory only among tensors of equal size.
             reserve += step_bytes(tokens=2 * recorded, rows=recorded)
-        # No sequence is longer than the pool. Other backends compute angles without a table.
+        # A sequence is no longer than the pool. Only the cpu backend's layers have a table of angles.
         longest = min(settings.context_len, memory.available // self.bytes_per_token)
         return reserve + (rotation_bytes(config, longest) if settings.attention_backend == "cpu" else 0)
 
@@ -124,7 +130,7 @@ class _Loading:
             attention_backend,
             self.settings.dtype,
             quantized=self.settings.quantization is not None,
-            # Heads are even, and so are all of them side by side.
+            # Only the widths that may be odd: head_dim is even, so the width of all heads is, too.
             widths=(self.config.hidden_size, self.config.intermediate_size),
         )
 
@@ -142,7 +148,7 @@ class _Loading:
         )
 
     def _build(self, pool_tokens: int) -> ModelRunner:
-        """A runner over a pool of this size."""
+        """Build a runner with a pool of `pool_tokens` tokens."""
         settings, config = self.settings, self.config
         kv_pool = MHATokenToKVPool(
             pool_tokens,
@@ -173,7 +179,7 @@ class _Loading:
         )
 
     def _measure(self, runner: ModelRunner, accelerator: Accelerator) -> tuple[list[int], int]:
-        """Batch sizes that decode steps are padded to, and bytes that must stay free beside weights and KV."""
+        """Measure the largest steps. Returns the batch sizes of recorded decode steps, and the bytes to keep free."""
         settings = self.settings
         step_bytes = 0
         for step in largest_steps(settings.max_running_requests, settings.context_len, settings.max_prefill_tokens):
@@ -183,12 +189,12 @@ class _Loading:
             return [], reserve
         sizes = batch_sizes(settings.max_recorded_rows)
         max_tokens = accelerator.memory().available // self.bytes_per_token
-        # What decode steps keep, apart from everybody else: the logits, and in graphs as much as the largest takes.
+        # Decode steps keep memory of their own: the logits, and in graphs the tensors of the largest graph.
         reserve += accelerator.peak_bytes(partial(self._decode_padding, runner, sizes[-1], max_tokens))
         return sizes, reserve + (len(sizes) * _BYTES_PER_GRAPH if settings.record_decodes else 0)
 
     def _decode_padding(self, runner: ModelRunner, size: int, pool_tokens: int) -> None:
-        """A decode step of padding alone, with the buffers of the largest graph for a pool of this size."""
+        """Run a decode step of padding, with the buffers of the largest graph for a pool of `pool_tokens` tokens."""
         lens = longest_lens(size, pool_tokens, self.settings.context_len)
         rows = torch.zeros(size, dtype=torch.int64, device=self.settings.device)
         with torch.inference_mode():

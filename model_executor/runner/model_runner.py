@@ -1,4 +1,4 @@
-"""Runs one step of the model: StepInputs in, next tokens out, everything between on the device. load.py builds it."""
+"""The ModelRunner: it runs steps of the model on the device, from StepInputs to next tokens. load.py builds it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .slot_table import SlotTable
 
 
 class RunnerBytes(NamedTuple):
-    """Memory of the device, in bytes."""
+    """Device memory of a runner, in bytes."""
 
     weights: int
     kv_pool: int
@@ -33,9 +33,9 @@ class RunnerBytes(NamedTuple):
 class ModelRunner:
     """A loaded model with its KV pool, table of slots, attention backend and sampler, on one device.
 
-    `launch` and `sample` are called in turns by one thread. The scheduler makes its allocator as large as the KV pool
-    (`max_total_num_tokens`), and its ReqToTokenPool as large as the table: `max_running_requests` rows of
-    `context_len`.
+    One thread calls `launch` and then `sample` for each step. The scheduler's allocator must have the size of the KV
+    pool (`max_total_num_tokens`), and its ReqToTokenPool the size of the table: `max_running_requests` rows of
+    `context_len` positions.
     """
 
     def __init__(
@@ -60,28 +60,28 @@ class ModelRunner:
         self.sampler = sampler
         self.num_bytes = num_bytes
         self.is_asynchronous = accelerator is not None
-        """Whether `launch` returns before the step is done. A CPU has computed it by then: overlapping steps would keep
-        every token back for one of them."""
+        """Whether `launch` returns before the step is done. On a CPU it does not, and overlapping steps would only
+        delay each token by one step."""
         num_rows = settings.max_running_requests
         self.future_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=settings.device)
-        """[num_rows + 1] newest token of each row; the next step reads it here, before the host knows it"""
+        """[num_rows + 1], newest token of each row. The next step reads it here, before the host knows it."""
         self._uploads = uploads
         self._downloads = Downloads(num_rows, accelerator)
         self._recorded_decodes: DecodeRunner | None = None
 
     @property
     def max_total_num_tokens(self) -> int:
-        """Tokens of the KV pool."""
+        """The size of the KV pool in tokens."""
         return self.kv_pool.size
 
     def record_decodes(self, decodes: DecodeRunner) -> None:
-        """From now on `decodes` runs the decode steps that are not too large for it."""
+        """Run decode steps of up to `decodes.max_rows` requests with `decodes` from now on."""
         self._recorded_decodes = decodes
         self.num_bytes = self.num_bytes._replace(graphs=decodes.num_bytes)
 
     @torch.inference_mode()
     def launch(self, step: StepInputs) -> RunningStep:
-        """Queues the forward pass. `sample` on the result comes next, before another `launch`."""
+        """Queue the forward pass of a step. The caller must call `sample` on the result before the next `launch`."""
         for new_row in step.new_rows:
             self.sampler.set_row(new_row)
         if step.mode is ForwardMode.DECODE:
@@ -93,18 +93,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def choose(self, logits: torch.Tensor, device_rows: torch.Tensor, rows: Int32Array, lens: Int32Array) -> TokenCopy:
-        """Queues the choice of the next token of each row, for the next step to read, and its copy to the host.
+        """Queue the choice of the next token of each row, and the copy of the tokens to the host.
 
-        `logits`: float32 [R, vocab]; `device_rows`: int64 [R], the same as `rows`: int32 [R]; `lens`: int32 [R],
-        tokens of each request before the new one.
+        The next step reads the tokens from `future_tokens`. `logits`: float32 [R, vocab]. `device_rows`: int64 [R], the
+        rows on the device. `rows`: int32 [R], the rows on the host. `lens`: int32 [R], length of each request before
+        the new token.
         """
         tokens = self.sampler.sample(logits, rows, lens)
-        # A row with an invalid token may run one more step before the host knows: any id will do for it.
+        # A row with an invalid token (-1) may run one more step before the host sees it. Any valid id serves there.
         self.future_tokens.index_copy_(0, device_rows, tokens.clamp(min=0))
         return self._downloads.fetch(tokens)
 
     def forward(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
-        """float32 logits [num_sampled, vocab], in `out` where that is given"""
+        """Queue the forward pass of a batch. Returns float32 logits [num_sampled, vocab], written to `out` if given."""
         self.attention.plan(batch)
         if not self.is_asynchronous:
             self.model.rotary.cover(batch.max_seq_len)
@@ -112,10 +113,10 @@ class ModelRunner:
         return self.model.logits(hidden, out)
 
     def decode(self, inputs: DecodeInputs, seq_lens: Int32Array, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Queues a decode step, or records it; logits as `forward` returns them.
+        """Queue a decode step, also inside a recording. Returns logits as `forward` does.
 
-        The work must not depend on what is in a tensor. Of `seq_lens`, int32 [B] on the host, it takes only how much
-        attention work there may be.
+        The queued work must not depend on the values in tensors. `seq_lens`: int32 [B] on the host, used only as an
+        upper bound of the attention work.
         """
         rows, lens, slots = inputs
         positions = lens - 1
@@ -137,7 +138,7 @@ class ModelRunner:
         return self.forward(batch, out)
 
     def _launch_decode(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits, and the rows (int64) that are sampled: all of the step's."""
+        """Queue a DECODE step. Returns the logits and the rows (int64) to sample, which are all rows of the step."""
         if step.table_updates:
             self.table.write(*self._uploads.send(*self.table.places(step.table_updates)))
         recorded = self._recorded_decodes
@@ -147,7 +148,7 @@ class ModelRunner:
         return self.decode(inputs, step.seq_lens), inputs.rows
 
     def _launch_extend(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits, and the rows (int64) that are sampled."""
+        """Queue an EXTEND step. Returns the logits and the rows (int64) to sample."""
         extend_lens, input_ids, sampled = step.extend_lens, step.input_ids, step.sampled
         assert extend_lens is not None and input_ids is not None and sampled is not None
         prefix_lens_host = step.seq_lens - extend_lens
@@ -192,7 +193,7 @@ class ModelRunner:
 
 
 class RunningStep:
-    """A step whose forward pass is queued (a LaunchedStep)."""
+    """The LaunchedStep of a ModelRunner: a step whose forward pass is queued."""
 
     def __init__(
         self,
@@ -222,6 +223,6 @@ def _int64(array: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
 
 
 def _ranges(starts: npt.NDArray[np.integer], lens: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """[starts[0], starts[0] + 1, ..., then starts[1], ...], lens[i] numbers of each."""
+    """Concatenate ranges: starts[0], starts[0] + 1, ..., then starts[1], ..., with lens[i] numbers from starts[i]."""
     ends = np.cumsum(lens, dtype=np.int64)
     return np.arange(ends[-1], dtype=np.int64) + np.repeat(starts - (ends - lens), lens)

@@ -1,4 +1,4 @@
-"""Everything that a runner has to know, resolved once: no "auto" and no None where a number is meant."""
+"""The settings of a runner, resolved once from the server's: "auto" and missing values are replaced."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from ..weights.quantization import check_quantization
 
 _DEFAULT_RECORDED_ROWS = 256
 _SMALLEST_LIMITS_FOR_PAGES = (2048, 128, 128)
-"""Tokens of the KV pool, of a step's prompts and of a chunk. Below one of them, pages of several tokens waste much."""
+"""Tokens of the KV pool, of a step's prompts and of a chunk. Below any of these, the default page size is 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerSettings:
-    """The settings of a runner as they are in force."""
+    """The resolved settings of a runner."""
 
     device: torch.device
     dtype: torch.dtype
-    """of weights, activations, keys and values"""
+    """type of weights, activations, keys and values"""
     attention_backend: str
-    """a name of attention.registry.BACKEND_NAMES"""
+    """one of attention.registry.BACKEND_NAMES"""
     quantization: str | None
     weight_cache: str
     page_size: int
     context_len: int
     max_running_requests: int
     max_prefill_tokens: int
-    """prompt tokens of the largest step; a GPU keeps memory for it"""
+    """most prompt tokens of a step; memory is kept free for it"""
     chunked_prefill_size: int
-    """prompt tokens of one request in one step"""
+    """most prompt tokens of one request in one step"""
     mem_fraction_static: float | None
-    """None: the pool takes what steps leave of a GPU; on a CPU it is modest"""
+    """share of the memory for weights and KV pool; None: the default of `kv_budget.num_kv_tokens`"""
     max_total_tokens: int | None
-    """None: the memory decides"""
+    """tokens of the KV pool; None: computed from the memory"""
     record_decodes: bool
     """whether decode steps are recorded as graphs"""
     max_recorded_rows: int
-    """requests of the largest decode step that is recorded"""
+    """most requests of a recorded decode step"""
     seed: int
-    """of dummy weights; 0 when the settings have none"""
+    """seed of dummy weights; 0 by default"""
 
 
 def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSettings:
-    """Raises ValueError for settings that do not fit the model or the machine."""
+    """Resolve the server's settings for a model. Raises ValueError if they do not suit the model or the machine."""
     device = resolve_device(server_args.device)
     on_cpu = device.type == "cpu"
     dtype = resolve_dtype(server_args.dtype, checkpoint_dtype(config), device)
@@ -80,7 +80,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N`. Raises ValueError for a device that is not there."""
+    """The device called `name`: `auto`, `cpu`, `cuda` or `cuda:N`. Raises ValueError for a device that is missing."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -92,7 +92,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _page_size(server_args: ServerArgs) -> int | None:
-    """None: the default of the attention backend, which a small pool or small steps rule out."""
+    """The page size: the setting, or 1 for a small pool or small steps, or None for the backend's default."""
     limits = server_args.max_total_tokens, server_args.max_prefill_tokens, server_args.chunked_prefill_size
     is_small = any(
         limit is not None and limit < smallest

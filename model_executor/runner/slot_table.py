@@ -1,4 +1,4 @@
-"""A runner's own table from (row, position) to slot, on its device."""
+"""The runner's copy of the table from (row, position) to slot, on its device."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..step import Int32Array, StepInputs, TableUpdate
 
 
 class SlotTable:
-    """`tensor`: int32 [num_rows + 1, context_len]. What a row holds beyond its request is stale."""
+    """The table of slots. `tensor`: int32 [num_rows + 1, context_len]. Positions beyond a request hold old numbers."""
 
     def __init__(self, num_rows: int, context_len: int, device: torch.device) -> None:
-        # On a CPU zeros are mapped, not written: a row costs memory once it is used.
+        # On a CPU torch.zeros takes memory only where it is written: an unused row costs none.
         self.tensor = torch.zeros((num_rows + 1, context_len), dtype=torch.int32, device=device)
         self._flat = self.tensor.view(-1)
         self._context_len = context_len
 
     def changes(self, step: StepInputs, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], Int32Array]:
-        """Everything that an EXTEND step changes: places in the flattened table, and the slots that belong there.
+        """The changes of the table by an EXTEND step: indices into the flattened table, and the new slots.
 
-        `positions`: int64 [T] of the step's new tokens.
+        `positions`: int64 [T], positions of the step's new tokens.
         """
         assert step.extend_lens is not None
         new = np.repeat(step.rows.astype(np.int64) * self._context_len, step.extend_lens) + positions
@@ -31,7 +31,7 @@ class SlotTable:
         return np.concatenate((places, new)), np.concatenate((slots, step.out_cache_loc))
 
     def places(self, updates: Sequence[TableUpdate]) -> tuple[npt.NDArray[np.int64], Int32Array]:
-        """The same for the updates alone."""
+        """The changes of the table by `updates`, in the form of `changes`."""
         if not updates:
             return np.empty(0, np.int64), np.empty(0, np.int32)
         starts = [update.row * self._context_len + update.start for update in updates]
@@ -39,10 +39,12 @@ class SlotTable:
         return np.concatenate(places), np.concatenate([update.slots for update in updates])
 
     def write(self, places: torch.Tensor, slots: torch.Tensor) -> None:
-        """`places`: int64 [n] on the device, as `changes` gives them; `slots`: int32 [n]. Places that repeat have the
-        same slot."""
+        """Write slots: int32 [n] at places: int64 [n], both on the device, in the form of `changes`.
+
+        Equal places must have equal slots.
+        """
         self._flat.index_copy_(0, places, slots)
 
     def write_next(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """One slot for each row; int64 [B] each, on the device. May be recorded in a graph."""
+        """Write one slot of each row. The arguments are int64 [B] on the device. May be recorded in a graph."""
         self.write(rows * self._context_len + positions, slots.int())

@@ -1,4 +1,7 @@
-"""Steps of nobody, as large as any that serving will see: done once at the start to learn how much memory they take."""
+"""Warm-up steps without requests, as large as the largest of serving. They run once at the start of a GPU server.
+
+They measure the memory that steps take, and compile all kernels.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from ..step import ForwardMode, Int32Array, NewRow, StepInputs
 
 
 def largest_steps(num_rows: int, context_len: int, max_prefill_tokens: int) -> list[StepInputs]:
-    """A prefill of so many tokens with as many requests as there can be, all sampled in the way that takes the most
-    memory; then small ones for what else is compiled at its first use: one that samples from the whole vocabulary, and
-    a greedy one in which a request of one token meets one of two.
+    """The warm-up steps, all prefills:
 
-    All write to the dummy slot, as the rows' tables must be zeros. Rows are left to owners who know nothing of them.
+    - the largest step: `max_prefill_tokens` in as many requests as possible, sampled in the way that takes most memory,
+    - a small step that samples from the whole vocabulary,
+    - a small greedy step of a request with one token and a request with two.
+
+    The small steps compile the remaining kernels. All steps write to the dummy slot, so the rows of the table must be
+    zeros. The next owner of a row overwrites the row's state.
     """
     count = min(num_rows, max_prefill_tokens)
     lens = np.full(count, min(context_len, max_prefill_tokens // count), np.int32)

@@ -1,1 +1,1 @@
-"""Choosing the next token: parameters of every row, edits of logits, sampling."""
+"""Sampling: the sampling parameters of each row, edits of logits, and the choice of the next token."""

@@ -1,8 +1,8 @@
-"""Random numbers without a generator's state: the draw at a position is a hash of (seed, position).
+"""A counter-based random number generator: the draw at a position is a hash of (seed, position).
 
-A request keeps its random stream in whatever batch or row it runs, and after a retraction, because nothing has
-to be saved. The hash is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-OOPSLA 2014); the seed is mixed first, so that the streams of neighbouring seeds have nothing in common.
+It has no state, so a request's draws do not depend on its batch or row, and they stay the same after a retraction. The
+hash is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). The seed is
+mixed first, so that neighbouring seeds give unrelated streams.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FLOAT64_BITS = 53
 
 
 def uniform(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Draws uniformly in [0, 1), 53 bits each: element i depends on (seeds[i], positions[i]) alone.
+    """Draw uniform numbers in [0, 1), with 53 bits each. Element i depends only on (seeds[i], positions[i]).
 
     Args:
         seeds: int64 [n], any value
@@ -29,7 +29,7 @@ def uniform(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> n
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finaliser; arithmetic modulo 2**64."""
+    """The finaliser of SplitMix64, in arithmetic modulo 2**64."""
     z = (z ^ (z >> np.uint64(30))) * _MULTIPLIER_1
     z = (z ^ (z >> np.uint64(27))) * _MULTIPLIER_2
     return z ^ (z >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""How tokens are chosen from logits on a CPU, by its compiled operations: no sort of the vocabulary, no copy of it."""
+"""The TokenChoice on compiled CPU operations, which neither sort nor copy the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .token_choice import Block
 
 
 class CpuChoice:
-    """See TokenChoice."""
+    """Chooses tokens with compiled CPU operations (TokenChoice)."""
 
     def greedy(self, x: torch.Tensor) -> torch.Tensor:
         tokens: torch.Tensor = torch.ops.tercet_cpu.argmax(x.contiguous())
@@ -28,4 +28,4 @@ class CpuChoice:
         )
         return tokens
 
-    few = many = open  # one operation for all of them
+    few = many = open  # one operation serves all three

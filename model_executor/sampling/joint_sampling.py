@@ -1,10 +1,10 @@
-"""Draws a token from logits under temperature, top-k, top-p and min-p, by inverting the cumulative distribution.
+"""Sampling with temperature, top-k, top-p and min-p, by inverting the cumulative distribution.
 
-The three selections are joint: each threshold is taken on the whole distribution after temperature, a token has to
-pass all of them, and what is kept is renormalised. The most probable token always passes.
+The three filters are joint: each threshold is computed on the whole distribution after temperature, a token must pass
+all filters, and the kept tokens are renormalised. The most probable token always passes.
 
-Floating-point sums depend on the order of addition, hence on the shape of the batch and on the kernel. Probabilities
-are turned into integers first, so every sum is exact, and a draw is the same bit for bit on any path through here.
+Floating-point sums depend on the order of addition, and so on the batch and on the kernel. Probabilities are therefore
+converted to integers ("weights"). Their sums are exact, so a draw gives the same token on all code paths.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from __future__ import annotations
 import torch
 
 WEIGHT_BITS = 34
-"""The most probable token weighs 2**34, and one that is 2**35 times less probable nothing."""
+"""The most probable token has weight 2**34. A token that is 2**35 times less probable has weight 0."""
 MAX_VOCAB_SIZE = 2**19
-"""The weights of more tokens could exceed 2**53, beyond which float64 does not hold every integer."""
+"""With more tokens the sum of weights could exceed 2**53, above which float64 does not hold every integer."""
 
 
 def gaps_below_best(x: torch.Tensor, peak: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """How far each token's log-probability is below the best one's: float32 [n, vocab], >= 0. Changes x.
+    """The gap of each token: the best token's log probability less its own. float32 [n, vocab], >= 0. Overwrites x.
 
-    Logits of +inf, should there be any, share the probability.
+    Logits of +inf have equal gaps.
     """
-    # Adding 0 turns -0.0 into 0.0. Every best token's gap is then 0.0, never -0.0, which other bits would rank apart.
+    # Adding 0 turns -0.0 into 0.0. So the gap of each best token is 0.0. -0.0 has other bits and another rank.
     best = peak.clamp(max=torch.finfo(torch.float32).max).add_(0.0)
     return x.neg_().add_(best).clamp_(min=0).div_(temperature)
 
 
 def weigh(gap: torch.Tensor) -> torch.Tensor:
-    """Probabilities relative to the best token's, in units of 2**-WEIGHT_BITS: int64 like gap."""
+    """Weights: probabilities relative to the best token's, in units of 2**-WEIGHT_BITS. int64, in the shape of gap."""
     return torch.neg(gap).exp_().mul_(2.0**WEIGHT_BITS).round_().long()
 
 
 def choose_open(gap: torch.Tensor, draw: torch.Tensor, max_gap: torch.Tensor | None) -> torch.Tensor:
-    """Inverts the cumulative distribution over all tokens in order of id.
+    """Draw tokens without top-k and top-p, by inverting the cumulative distribution over tokens in order of id.
 
     Args:
         gap: float32 [n, vocab]
         draw: float64 [n, 1] in [0, 1)
-        max_gap: float32 [n, 1] or None: tokens further below the best are out
+        max_gap: float32 [n, 1], the largest gap of a kept token; None: all tokens are kept
     """
     weights = weigh(gap)
     if max_gap is not None:
@@ -55,28 +55,28 @@ def choose_ranked(
     mass: torch.Tensor,
     max_gap: torch.Tensor,
 ) -> torch.Tensor:
-    """Inverts the cumulative distribution over the kept tokens, the most probable first, then by id.
+    """Draw tokens with top-k and top-p, by inverting the cumulative distribution over the kept tokens.
 
-    The kept tokens are the first few in that order, whatever the parameters.
+    Tokens are ranked by probability, the most probable first, then by id. The kept tokens are always the first ranks.
 
     Args:
-        widths: how many tokens to rank. Rows that may keep more than widths[0] are done again with the rest of
-            widths, which needs a look at the result. The last width has to be enough for every row.
+        widths: numbers of tokens to rank. Rows that may keep more than widths[0] tokens are drawn again with
+            widths[1:]; with several widths this waits for the result. The last width must suffice for all rows.
         gap: float32 [n, vocab]
         draw: float64 [n, 1] in [0, 1)
         top_k: int64 [n, 1], keeps a token of rank < top_k
-        mass: int64 [n, 1], top_p of the weight of the whole vocabulary, rounded up: keeps a token when all that
-            are strictly more probable weigh less
-        max_gap: float32 [n, 1], keeps a token no further below the best
+        mass: int64 [n, 1], top_p times the weight of the whole vocabulary, rounded up. Keeps a token if the strictly
+            more probable tokens together weigh less
+        max_gap: float32 [n, 1], the largest gap of a kept token
     """
     width, *wider = widths
     gaps, ids = _closest(gap, width)
     cumulative = weigh(gaps).cumsum(dim=-1)
-    # The token that completes the mass is the last one in, with those as probable as itself.
+    # The token that completes the mass is kept, and so are the tokens of equal probability.
     completes = torch.searchsorted(cumulative, mass).clamp_(max=width - 1)
     last_gap = torch.minimum(gaps.gather(1, completes), max_gap)
     kept = (torch.arange(width, device=gap.device) < top_k) & (gaps <= last_gap)
-    # Never 0, even in a row of NaN, whose choice is thrown away but has to be within bounds.
+    # The clamp is for a row of NaN, which keeps no token: its index must be in bounds, and its result is dropped.
     last = kept.sum(dim=-1, keepdim=True).sub_(1).clamp_(min=0)
     tokens = ids.gather(1, _invert(cumulative, cumulative.gather(1, last), draw)).squeeze(1)
     if wider:
@@ -88,10 +88,10 @@ def choose_ranked(
 
 
 def _closest(gap: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `width` smallest gaps in ascending order, equal ones by id: float32 and int64 [n, width].
+    """The `width` smallest gaps in ascending order, and the tokens' ids: float32 and int64 [n, width].
 
-    Non-negative floats are ordered as their bits are, so (bits, id) in one integer makes every key unique and
-    the order the same from any sorting algorithm.
+    Equal gaps are in order of id. Non-negative floats have the order of their bits as integers. So keys of (bits, id)
+    in one integer are unique, and every sorting algorithm gives the same order.
     """
     keys = gap.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
     keys += torch.arange(gap.shape[1], device=gap.device)
@@ -103,7 +103,7 @@ def _closest(gap: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _invert(cumulative: torch.Tensor, total: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
-    """The first index whose cumulative weight exceeds draw * total: int64 [n, 1], in bounds for any input."""
+    """The first index whose cumulative weight exceeds draw * total: int64 [n, 1]. It is in bounds for any input."""
     point = torch.minimum((draw * total).long(), total - 1)
     found = torch.searchsorted(cumulative, point, right=True)
     return found.clamp_(max=cumulative.shape[1] - 1)

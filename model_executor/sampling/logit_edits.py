@@ -1,15 +1,15 @@
-"""What a request changes in its logits before sampling: penalties, logit bias, and no stop token too early.
+"""Edits of a request's logits before sampling: penalties, logit bias, and the suppression of early stop tokens.
 
-In this order, per token t with logit x, of which the prompt and the output so far are known:
+For each token t with logit x, in this order:
 
-1. repetition_penalty r, when t is in the prompt or the output: x * r if x < 0, else x / r (Keskar et al.,
+1. repetition_penalty r, if t is in the prompt or the output: x * r if x < 0, else x / r (Keskar et al.,
    "CTRL", 2019)
-2. frequency_penalty f: x - f * (times t is in the output)
-3. presence_penalty p: x - p when t is in the output
-4. logit_bias
-5. -inf for stop tokens, until the output has min_new_tokens
+2. frequency_penalty f: x - f * (number of times that t is in the output)
+3. presence_penalty p, if t is in the output: x - p
+4. logit_bias b: x + b
+5. stop tokens, until the output has min_new_tokens: -inf
 
-Tokens are counted on the device, as they are sampled: when the next step starts, they may not be home yet.
+Output tokens are counted on the device when they are sampled, because the host may not have them at the next step.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .sampling_state import Column, SamplingState
 
 
 class LazyRowTable:
-    """One line of a [lines, width] device tensor for each row that asked for it.
+    """A device tensor [lines, width] with a line for each row that needs one.
 
-    The table grows by doubling and never beyond num_rows lines, so an engine in which nobody sets penalties
-    spends nothing. A row keeps its line until its next owner asks for none.
+    The table starts empty and doubles up to num_rows lines, so it takes no memory while no request needs a line. A row
+    keeps its line until `release`.
     """
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class LazyRowTable:
         self.table = torch.empty((0, width), dtype=dtype, device=device)
 
     def assign(self, row: int) -> torch.Tensor:
-        """The row's line, zeroed: a view [width] of `table`, valid until the next `assign`."""
+        """Give the row a line of zeros. Returns a view [width] of `table`, valid until the next `assign`."""
         if self._lines[row] < 0:
             if not self._free:
                 self._grow()
@@ -44,13 +44,13 @@ class LazyRowTable:
         return self.table[int(self._lines[row])].zero_()
 
     def release(self, row: int) -> None:
-        """Takes the row's line back, if it has one."""
+        """Free the row's line, if it has one."""
         if self._lines[row] >= 0:
             self._free.append(int(self._lines[row]))
             self._lines[row] = -1
 
     def lines(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The line of each row, -1 for a row without one."""
+        """The line of each row; -1 for a row without a line."""
         return self._lines[rows]
 
     def _grow(self) -> None:
@@ -62,19 +62,19 @@ class LazyRowTable:
 
 
 class LogitEdits:
-    """The edits of rows 1..num_rows. All device work is queued on the current stream."""
+    """The logit edits of rows 1..num_rows. All device work is queued on the current stream."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, state: SamplingState) -> None:
         self._vocab_size = vocab_size
         self._state = state
-        # 2 * (times in the output) + (is in the prompt); the prompt only where a repetition penalty wants it.
+        # 2 * (number of times in the output) + (1 if in the prompt). The prompt counts only for a repetition penalty.
         self._counts = LazyRowTable(num_rows, vocab_size, torch.int32, device)
         self._bias = LazyRowTable(num_rows, vocab_size, torch.float32, device)
         self._stop_ids: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)] * (num_rows + 1)
         self._stops_from = np.zeros(num_rows + 1, np.int64)
 
     def set_row(self, new_row: NewRow) -> None:
-        """The row has a new owner; forgets the old one's edits. Ids beyond the logits are passed over."""
+        """Set the edits of a row's new owner, and forget the old owner's. Ids outside the vocabulary are skipped."""
         params = new_row.sampling
         row = new_row.row
         repetition = params.repetition_penalty != 1
@@ -99,16 +99,16 @@ class LogitEdits:
 
     @property
     def allocated_bytes(self) -> int:
-        """Device memory of the tables now."""
+        """The present device memory of the tables, in bytes."""
         return self._counts.table.nbytes + self._bias.table.nbytes
 
     def needed(self, rows: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """bool [n]: which rows' logits are to be edited at this step."""
+        """Which rows need edits at this step: bool [n]."""
         early = seq_lens < self._stops_from[rows]
         return (self._counts.lines(rows) >= 0) | (self._bias.lines(rows) >= 0) | early
 
     def apply(self, x: torch.Tensor, rows: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]) -> None:
-        """Edits x in place: float32 [n, vocab], the logits of the rows."""
+        """Edit the logits of the rows in place. x: float32 [n, vocab]."""
         self._penalise(x, rows)
         biased = np.flatnonzero(self._bias.lines(rows) >= 0)
         if len(biased):
@@ -119,11 +119,11 @@ class LogitEdits:
         if any(map(len, stop_ids)):
             at = np.stack((np.repeat(early, [len(ids) for ids in stop_ids]), np.concatenate(stop_ids)))
             index = tuple(self._state.send(at))
-            # A clamp rather than a fill: NaN stays NaN, so that broken logits are still seen as such.
+            # A clamp keeps NaN, unlike a fill, so that invalid logits are still found.
             x.index_put_(index, x[index].clamp(max=-torch.inf))
 
     def count(self, rows: npt.NDArray[np.int64], tokens: torch.Tensor) -> None:
-        """Counts the tokens just sampled for the rows; tokens: int64 [n] on the device, -1 counts nothing."""
+        """Count the sampled tokens of the rows. tokens: int64 [n] on the device; -1 is not counted."""
         counted = np.flatnonzero(self._counts.lines(rows) >= 0)
         if not len(counted):
             return
@@ -133,7 +133,7 @@ class LogitEdits:
         self._counts.table.view(-1).index_add_(0, flat, 2 * (token >= 0).to(torch.int32))
 
     def _penalise(self, x: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
-        """Penalties by plain arithmetic on all elements: a masked fill costs a CPU many times as much."""
+        """Apply the penalties by arithmetic on all elements: on a CPU a masked fill takes many times as long."""
         counted = np.flatnonzero(self._counts.lines(rows) >= 0)
         if not len(counted):
             return
@@ -143,7 +143,7 @@ class LogitEdits:
         y = x.index_select(0, at[0])
         if (params[:, Column.REPETITION] != 1).any():
             seen = counts.clamp(max=1).float()
-            # The penalty where a token was seen, else 1. Both are exact, unlike seen * (penalty - 1) + 1.
+            # The penalty for a seen token, else 1. Both are exact, unlike seen * (penalty - 1) + 1.
             factor = seen * self._parameter(at[2], Column.REPETITION)
             factor += seen.neg_().add_(1)
             y = (y.clamp(max=0) * factor).add_(y.clamp_(min=0).div_(factor))

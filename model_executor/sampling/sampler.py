@@ -1,8 +1,7 @@
-"""Chooses the next token of every row: greedy, or sampled with temperature, top-k, top-p and min-p jointly.
+"""The sampler: it chooses the next token of each row, greedily or with temperature, top-k, top-p and min-p.
 
-A request's token depends on its own logits, parameters, seed and position, bit for bit, whatever else is in
-the batch: see joint_sampling.py for how. Nothing here waits for the device, except on a CPU, where there is
-nothing to wait for.
+A request's token depends only on its own logits, parameters, seed and position, never on the rest of the batch
+(joint_sampling.py says how). The sampler never waits for a GPU.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from .token_choice import INVALID_TOKEN, Block, TokenChoice, TorchChoice
 __all__ = ["INVALID_TOKEN", "Sampler"]
 
 BLOCK_ELEMENTS = 2**22
-"""Rows are sampled in blocks of about this many logits, which bounds the memory of the steps in between."""
+"""Rows are sampled in blocks of about this many logits, which bounds the memory of intermediate tensors."""
 _BYTES_PER_RANKED_LOGIT = 64
 
 
 class Sampler:
-    """Samples from logits for the rows 0..num_rows of a ReqToTokenPool (row 0, padding, is greedy).
+    """Samples tokens for rows 0..num_rows of a ReqToTokenPool. Row 0 is padding and greedy.
 
-    All device work is queued on the current stream; `set_row` and `sample` must be called on the same one.
+    All device work is queued on the current stream, which must be the same for `set_row` and `sample`.
 
     Args:
-        num_rows: rows that requests may hold, 1..num_rows
-        vocab_size: width of the logits; ValueError where it exceeds MAX_VOCAB_SIZE
-        device: where the logits will be
-        uploads: the way there; default: one of its own
-        use_kernels: choose on Triton kernels
+        num_rows: requests have rows 1..num_rows
+        vocab_size: width of the logits, at most MAX_VOCAB_SIZE (else ValueError)
+        device: device of the logits
+        uploads: transfers to the device; None: its own
+        use_kernels: whether Triton kernels choose the tokens
     """
 
     def __init__(
@@ -62,36 +61,41 @@ class Sampler:
 
     @property
     def max_edit_bytes(self) -> int:
-        """Device memory that edits of logits take when every row asks for all of them: counts, biases, one of the two
-        while it grows, and the edited copy."""
+        """The device memory of logit edits in bytes when all rows need all edits.
+
+        It holds the counts, the biases, a second copy of one of these while it grows, and the edited logits.
+        """
         return self._num_rows * self._vocab_size * 4 * 4
 
     @property
     def max_choice_bytes(self) -> int:
-        """Memory that torch's choice of tokens takes on a CPU: a block of logits as keys, weights and sums of 64 bits
-        each, and those in order. Compiled operations need next to none."""
+        """The memory in bytes that the choice of tokens takes on a CPU.
+
+        torch needs keys, weights and sums of 64 bits for a block of logits, and their sorted copies. Compiled
+        operations need almost none.
+        """
         if isinstance(self._choice, CpuChoice):
             return 0
         return _BYTES_PER_RANKED_LOGIT * self._vocab_size * min(self._block_rows, self._num_rows)
 
     @torch.inference_mode()
     def set_row(self, new_row: NewRow) -> None:
-        """The row has a new owner, or the same one again after a retraction: forgets what it knew of the row."""
+        """Set the parameters of a row's new owner (or the same one after a retraction), and forget the old ones."""
         assert 0 < new_row.row <= self._num_rows, new_row.row
         self._state.set_row(new_row)
         self._edits.set_row(new_row)
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Int32Array, seq_lens: Int32Array) -> torch.Tensor:
-        """Chooses one token per row, and counts it for the row's penalties.
+        """Choose one token for each row, and count it for the row's penalties.
 
         Args:
             logits: [n, vocab], any float type; not changed
             rows: int32 [n], the row of each line of logits
-            seq_lens: int32 [n], tokens of the request before the one to be chosen
+            seq_lens: int32 [n], length of the request before the new token
 
         Returns:
-            int64 [n] on the device; INVALID_TOKEN where logits hold a NaN or leave no token possible
+            int64 [n] on the device; INVALID_TOKEN if the logits have a NaN or are all -inf
         """
         n = len(rows)
         assert logits.shape == (n, self._vocab_size), (tuple(logits.shape), n, self._vocab_size)
@@ -100,7 +104,7 @@ class Sampler:
         x = self._edited(logits, host_rows, positions)
         groups, choice = self._state.group(host_rows), self._choice
         if len(groups.greedy):
-            # Of all rows: leaving the sampled ones out would mean to copy the others.
+            # Run it on all rows: to leave out the sampled rows, the others would have to be copied.
             tokens = choice.greedy(x)
         else:
             tokens = torch.empty(n, dtype=torch.int64, device=self._device)
@@ -118,7 +122,7 @@ class Sampler:
     def _edited(
         self, logits: torch.Tensor, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> torch.Tensor:
-        """The logits in float32 after penalties, bias and early stops."""
+        """The edited logits in float32."""
         edited = np.flatnonzero(self._edits.needed(rows, positions))
         x = logits.detach().to(torch.float32, copy=len(edited) > 0)
         for block in self._blocks(edited):
@@ -134,7 +138,7 @@ class Sampler:
 
 def _make_choice(state: SamplingState, vocab_size: int, device: torch.device, use_kernels: bool) -> TokenChoice:
     if use_kernels:
-        from .triton_choice import TritonChoice  # Triton takes half a second to import
+        from .triton_choice import TritonChoice  # importing Triton takes half a second
 
         return TritonChoice(state)
     on_cpu = device.type == "cpu"

@@ -1,7 +1,7 @@
-"""Sampling parameters of every row: a numpy mirror to plan with, a device table to compute with.
+"""The sampling parameters of each row, in a numpy table on the host and a copy on the device.
 
-The mirror answers "does any row of this batch need top-p?" without waiting for the device. The device gets a
-row's parameters once, when the row changes its owner.
+The host's table answers questions such as "does any row of this batch need top-p?" without waiting for the device. The
+device gets a row's parameters once, when the row gets a new owner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..device.device_buffers import Uploads
 from ..step import NewRow
 
 SMALL_TOP_K = 1024
-"""Up to this, the k most probable tokens are selected; above, the whole vocabulary is put in order."""
+"""Up to this top-k only the k most probable tokens are ranked. Above it the vocabulary is ranked as for top-p."""
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 
@@ -31,10 +31,10 @@ class Column(IntEnum):
     TEMPERATURE = 0
     """1 for a greedy row."""
     TOP_K = 1
-    """The vocabulary's size when off, so that "rank < k" needs no special case."""
+    """The size of the vocabulary if top-k is off, so that "rank < k" needs no special case."""
     TOP_P = 2
     MAX_GAP = 3
-    """min_p as a distance: p >= min_p * p_max means (best logit - logit) / temperature <= -log(min_p)."""
+    """min_p as a gap: p >= min_p * p_max is the same as (best logit - logit) / temperature <= -log(min_p)."""
     REPETITION = 4
     FREQUENCY = 5
     PRESENCE = 6
@@ -42,19 +42,19 @@ class Column(IntEnum):
 
 @dataclass(slots=True, frozen=True)
 class Groups:
-    """Positions in a batch, int64 each, by how their token is found."""
+    """The positions in a batch, int64 each, grouped by the way in which their tokens are chosen."""
 
     greedy: npt.NDArray[np.int64]
     open: npt.NDArray[np.int64]
-    """Sampled from the whole vocabulary, or from what min_p leaves of it."""
+    """Sampled without top-k and top-p, with or without min_p."""
     few: npt.NDArray[np.int64]
     """Sampled with a top-k of at most SMALL_TOP_K, with or without top-p. Sorted by top-k."""
     many: npt.NDArray[np.int64]
-    """Sampled with top-p or a large top-k: how many tokens are kept is not known beforehand."""
+    """Sampled with top-p or a large top-k. The number of kept tokens is not known before."""
 
 
 class SamplingState:
-    """Parameters of rows 0..num_rows (row 0 is the padding row, greedy)."""
+    """The parameters of rows 0..num_rows. Row 0 is padding and greedy."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, uploads: Uploads | None = None) -> None:
         self._vocab_size = vocab_size
@@ -68,18 +68,18 @@ class SamplingState:
         self._changed: set[int] = set()
 
     def set_row(self, new_row: NewRow) -> None:
-        """The row has a new owner. The device hears of it at the next `flush`."""
+        """Set the parameters of a row's new owner. The device gets them at the next `flush`."""
         params = new_row.sampling
         row = new_row.row
         greedy = params.is_greedy
         self.host[row] = (
-            # Finite in float32: a logit of -inf divided by it has to stay -inf.
+            # Finite in float32: a logit of -inf divided by it must stay -inf.
             1.0 if greedy else min(params.temperature, _FLOAT32_MAX),
             self._vocab_size if params.top_k == -1 else min(params.top_k, self._vocab_size),
             params.top_p,
-            # Not -0.0 for a min_p of 1: kernels compare gaps by their bits.
+            # abs: a min_p of 1 must give 0.0 and not -0.0, because kernels compare gaps by their bits.
             math.inf if params.min_p == 0 else abs(math.log(params.min_p)),
-            # Not 0 in float32: 0 / 0 is NaN.
+            # Not 0 in float32, because 0 / 0 is NaN.
             max(params.repetition_penalty, _FLOAT32_TINY),
             params.frequency_penalty,
             params.presence_penalty,
@@ -89,28 +89,28 @@ class SamplingState:
         self._changed.add(row)
 
     def flush(self) -> None:
-        """Sends the rows that changed, in one copy; nothing when none did."""
+        """Send the changed rows to the device in one copy. Does nothing if no row has changed."""
         if not self._changed:
             return
         rows = np.fromiter(self._changed, np.int64, len(self._changed))
         self._changed.clear()
-        # The row number travels as one more float64 column: exact, and one copy instead of two.
+        # The row number is one more float64 column, which is exact, so that one copy suffices.
         packed = self.send(np.column_stack((rows.astype(np.float64), self.host[rows])))
         self._device_table.index_copy_(0, packed[:, 0].long(), packed[:, 1:])
 
     def send(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """The array on the device, without waiting for the device. The caller gives it away."""
+        """Send an array to the device without waiting. The caller must not use the array afterwards."""
         return self._uploads.send(array)[0]
 
     def on_device(self, rows: torch.Tensor, column: Column) -> torch.Tensor:
-        """One parameter of some rows, float64 [n, 1]; rows: int64 [n] on the device."""
+        """One parameter of the rows: float64 [n, 1]. rows: int64 [n] on the device."""
         return self._device_table[:, column].index_select(0, rows).unsqueeze(1)
 
     def seeds(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return self._seeds[rows]
 
     def group(self, rows: npt.NDArray[np.int64]) -> Groups:
-        """Sorts the positions of a batch into groups; rows: int64 [n]."""
+        """Group the positions of a batch by the way in which their tokens are chosen. rows: int64 [n]."""
         sampled = ~self._greedy[rows]
         top_k = self.host[rows, Column.TOP_K]
         few = sampled & (top_k <= SMALL_TOP_K) & (top_k < self._vocab_size)

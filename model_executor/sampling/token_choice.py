@@ -1,4 +1,7 @@
-"""How tokens are chosen from logits, in plain torch. triton_choice.py and cpu_choice.py do the same on kernels."""
+"""The TokenChoice interface, and its implementation in plain torch.
+
+triton_choice.py and cpu_choice.py implement it with kernels.
+"""
 
 from __future__ import annotations
 
@@ -13,56 +16,61 @@ from .joint_sampling import choose_open, choose_ranked, gaps_below_best, weigh
 from .sampling_state import Column, SamplingState
 
 CPU_WIDTHS = (256, 4096)
+"""Numbers of tokens that are ranked on a CPU, before the whole vocabulary is."""
 INVALID_TOKEN = -1
 
 
 @dataclass(slots=True, frozen=True)
 class Block:
-    """Some lines of a batch that are sampled alike."""
+    """Lines of a batch whose tokens are chosen in the same way."""
 
     logits: torch.Tensor
-    """float32 [n, vocab] of the whole batch, edited"""
+    """float32 [n, vocab], the edited logits of the whole batch"""
     lines: torch.Tensor
-    """int64 [b], which of them, on the device"""
+    """int64 [b], indices of the block's lines in `logits`, on the device"""
     rows: torch.Tensor
-    """int64 [b], on the device"""
+    """int64 [b], rows of the lines, on the device"""
     draw: torch.Tensor
-    """float64 [b] in [0, 1), on the device"""
+    """float64 [b] in [0, 1), random draws, on the device"""
     params: npt.NDArray[np.float64]
-    """[b, columns] of SamplingState, on the host"""
+    """[b, columns], parameters of the rows (SamplingState), on the host"""
 
     def take(self) -> torch.Tensor:
-        """A copy of the lines: float32 [b, vocab]."""
+        """A copy of the block's lines: float32 [b, vocab]."""
         return self.logits.index_select(0, self.lines)
 
 
 class TokenChoice(Protocol):
-    """Each answers int64 [b]: INVALID_TOKEN where logits hold a NaN or leave no token possible."""
+    """Chooses tokens from logits.
+
+    Each method returns int64 [b], with INVALID_TOKEN for logits that have a NaN or are all -inf. `Groups` says which
+    rows use which method.
+    """
 
     def greedy(self, x: torch.Tensor) -> torch.Tensor:
-        """The first of the largest; x: float32 [b, vocab]."""
+        """Choose the first of the largest logits. x: float32 [b, vocab]."""
 
     def open(self, block: Block) -> torch.Tensor:
-        """From the whole vocabulary, or from what min_p leaves of it."""
+        """Sample without top-k and top-p, with or without min_p."""
 
     def few(self, block: Block) -> torch.Tensor:
-        """With a small top-k, and perhaps top-p."""
+        """Sample with a small top-k, with or without top-p."""
 
     def many(self, block: Block) -> torch.Tensor:
-        """With top-p or a large top-k."""
+        """Sample with top-p or a large top-k."""
 
 
 class TorchChoice:
-    """See TokenChoice."""
+    """Chooses tokens in plain torch (TokenChoice)."""
 
     def __init__(self, state: SamplingState, vocab_size: int, *, on_cpu: bool) -> None:
         self._state = state
-        # A CPU finds top-p's tokens among a few hundred, mostly, and may look at the result before it tries
-        # more. Elsewhere looking would mean waiting, so the whole vocabulary is sorted at once.
+        # Top-p mostly keeps a few hundred tokens. A CPU can rank these first and check whether they suffice. On a GPU
+        # the check would have to wait for the device, so the whole vocabulary is sorted at once.
         self._top_p_widths = (*(w for w in CPU_WIDTHS if on_cpu and w < vocab_size), vocab_size)
 
     def greedy(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type == "cpu":  # numpy's argmax is vectorised, torch's is not: a factor of 20
+        if x.device.type == "cpu":  # numpy's argmax is vectorised and 20 times as fast as torch's
             tokens = torch.from_numpy(x.numpy().argmax(axis=-1))
         else:
             tokens = x.argmax(dim=-1)
@@ -92,7 +100,7 @@ class TorchChoice:
         return _valid(choose_ranked(widths, gap, block.draw.unsqueeze(1), top_k, mass, max_gap), peak)
 
     def _gaps(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest logit of each row, [b], and `gaps_below_best`."""
+        """The largest logit of each row, [b], and the gaps of its tokens, [b, vocab]."""
         x = block.take()
         peak = x.amax(dim=-1, keepdim=True)
         temperature = self._state.on_device(block.rows, Column.TEMPERATURE).float()
@@ -100,5 +108,5 @@ class TorchChoice:
 
 
 def _valid(tokens: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
-    # The largest is NaN where any logit is.
+    # The peak is NaN if any logit of the row is NaN.
     return tokens.masked_fill_(~(peak > -torch.inf), INVALID_TOKEN)

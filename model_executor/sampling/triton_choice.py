@@ -1,4 +1,4 @@
-"""How tokens are chosen from logits, on our Triton kernels: no sort of the vocabulary, few launches."""
+"""The TokenChoice on Triton kernels, with few launches and without a sort of the vocabulary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .token_choice import Block
 
 
 class TritonChoice:
-    """See TokenChoice."""
+    """Chooses tokens with Triton kernels (TokenChoice)."""
 
     def __init__(self, state: SamplingState) -> None:
         self._state = state

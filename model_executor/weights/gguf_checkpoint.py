@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file under their Hugging Face names, dequantised, in Hugging Face's order of rows."""
+"""The Checkpoint of GGUF files: dequantised tensors with Hugging Face's names and order of rows."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# rope_freqs became part of ModelConfig.rope
+# ModelConfig.rope has the values of rope_freqs.
 _NOT_WEIGHTS = ("rope_freqs.weight",)
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GLOBAL_NAME = re.compile(r"(\w+)\.(weight|bias)")
-# Only the "llama" architecture of llama.cpp turns neighbouring components together, and reorders rows for it.
+# Only llama.cpp's "llama" architecture rotates neighbouring components together, and reorders rows for that.
 _PERMUTED_ARCHITECTURES = ("llama",)
 
 
@@ -47,11 +47,11 @@ _PLAIN = {
 }
 
 
-# gguf undoes every type, but 16 rows at a time in numpy, which costs seconds for the smallest of models. So the common
-# types are undone here, many blocks at a time, to the same bits. A function takes uint8 [n, bytes of a block] and
-# returns float32 [n, numbers of a block]. Layouts: ggml-common.h.
+# The gguf package dequantises all types, but with numpy and 16 rows at a time, which takes seconds even for the
+# smallest models. So the common types are dequantised here, many blocks at a time, to the same bits. Each function
+# takes uint8 [n, bytes of a block] and returns float32 [n, values of a block]. Source of the layouts: ggml-common.h.
 _CHUNK = 1024
-"""blocks at a time: they stay in the cache, and torch does not start its threads for so little"""
+"""Blocks that are dequantised at once: few enough to stay in the CPU's cache and to need no other torch threads."""
 
 
 def _scales(blocks: torch.Tensor, count: int) -> torch.Tensor:
@@ -59,7 +59,7 @@ def _scales(blocks: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _halves(blocks: torch.Tensor, index: int) -> torch.Tensor:
-    """The float16 at that place of every block."""
+    """The float16 value number `index` of each block."""
     return blocks[..., 2 * index : 2 * index + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
@@ -87,7 +87,8 @@ _FAST = {
 }
 
 
-# The forms of quantization.py that a type has already. The arguments are blocks of the type, uint8 [n, k / 32, bytes].
+# Conversions from a GGML type to a form of quantization.py that holds the same values. The argument is the blocks of a
+# tensor: uint8 [n, k / 32, bytes of a block].
 _FORMS: dict[tuple[gguf.GGMLQuantizationType, str], Callable[[torch.Tensor], QuantizedWeight]] = {
     (gguf.GGMLQuantizationType.Q8_0, "int8"): lambda blocks: QuantizedWeight(
         blocks[..., 2:].flatten(1).view(torch.int8), _halves(blocks, 0), None
@@ -105,7 +106,7 @@ _FORMS: dict[tuple[gguf.GGMLQuantizationType, str], Callable[[torch.Tensor], Qua
 
 
 class GGUFCheckpoint:
-    """Implements weights.Checkpoint. Raises ValueError for a tensor whose quantisation cannot be undone."""
+    """A Checkpoint of a GGUF file. Raises ValueError for a tensor that cannot be dequantised."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._file = GGUFFile(config.model_path)
@@ -115,11 +116,11 @@ class GGUFCheckpoint:
         self._permuted_heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads} if permuted else {}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """float32, float16 or bfloat16"""
+        """The tensor called `name`, as float32, float16 or bfloat16."""
         return self._in_order(name)(self._dequantize(self._tensors[name]))
 
     def quantized(self, name: str, form: str) -> QuantizedWeight | None:
-        """The very numbers of the file, if its type has such groups; else None."""
+        """The tensor in `form`, with exactly the file's values. None if its type cannot be converted exactly."""
         info = self._tensors[name]
         kind, _, raw = self._blocks(info)
         make = _FORMS.get((kind, form))
@@ -130,7 +131,7 @@ class GGUFCheckpoint:
         )
 
     def _in_order(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """From the order of rows in the file to Hugging Face's."""
+        """The function that reorders the rows of a tensor from the file's order to Hugging Face's."""
         for projection, num_heads in self._permuted_heads.items():
             if projection in name:
                 rows = self._tensors[name].shape[0]
@@ -140,7 +141,7 @@ class GGUFCheckpoint:
         return lambda tensor: tensor
 
     def _blocks(self, info: GGUFTensor) -> tuple[gguf.GGMLQuantizationType, int, npt.NDArray[np.uint8]]:
-        """The tensor's type, numbers of a block, and uint8 [blocks, bytes of a block], mapped."""
+        """The tensor's type, the number of values in a block, and the mapped blocks: uint8 [blocks, block bytes]."""
         try:
             kind = gguf.GGMLQuantizationType(info.type)
             block_len, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -156,7 +157,7 @@ class GGUFCheckpoint:
     def _dequantize(self, info: GGUFTensor) -> torch.Tensor:
         kind, block_len, blocks = self._blocks(info)
         if kind in _PLAIN:
-            # The file is mapped read-only, which torch has no notion of: hence the copy.
+            # A copy, because the mapping is read-only and torch has no read-only tensors.
             return torch.from_numpy(blocks.copy()).view(_PLAIN[kind]).view(info.shape)
         if kind in _FAST:
             out = torch.empty(len(blocks), block_len)
@@ -173,13 +174,13 @@ class GGUFCheckpoint:
 
 
 def unpermute(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of each head from llama.cpp's order (0, n/2, 1, n/2 + 1, ...) back to (0, 1, ..., n - 1)."""
+    """Reorder the rows of each head from llama.cpp's order (0, n/2, 1, n/2 + 1, ...) to (0, 1, ..., n - 1)."""
     pairs = tensor.view(num_heads, tensor.shape[0] // num_heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 
 def _hf_name(name: str) -> str:
-    """A name that is not in the table stays as it is, and is reported as unexpected."""
+    """The Hugging Face name of a tensor. An unknown name is returned unchanged, and later reported as unexpected."""
     if match := _BLOCK_NAME.fullmatch(name):
         block, stem, kind = match.groups()
         return f"model.layers.{block}.{_NAMES[stem]}.{kind}" if stem in _NAMES else name

@@ -1,7 +1,7 @@
-"""Parameters from a checkpoint, or random ones.
+"""The loader of parameters, from a checkpoint or random.
 
-On a CPU, a parameter is read when a layer asks for it and is held by that layer alone: one that packs what it is given
-leaves nothing of the checkpoint in memory.
+On a CPU a parameter is read when a layer asks for it, and only that layer holds it. A layer that packs its weight keeps
+no part of the checkpoint in memory.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from .quantization import quantized_forms
 from .safetensors_checkpoint import SafetensorsCheckpoint
 from .weight_cache import WeightCache
 
-# Tensors that old checkpoints carry and every implementation computes anew.
+# Tensors of old checkpoints that are computed instead of loaded.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _DUMMY_STD = 0.02
 
 
 class Checkpoint(Protocol):
-    """Tensors by their Hugging Face names."""
+    """The tensors of a model's files, by their Hugging Face names."""
 
     names: frozenset[str]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """On the CPU, any floating dtype; read when asked for. Raises ValueError for another dtype."""
+        """Read a tensor of any floating dtype to the CPU. Raises ValueError for another dtype."""
 
     def quantized(self, name: str, form: str) -> QuantizedWeight | None:
-        """Exactly as it is stored; None where that is another form."""
+        """Read a tensor in the quantized `form`, with the stored values. None if it is stored in another form."""
 
 
 def checkpoint_dtype(config: ModelConfig) -> str | None:
-    """What the config says, else the dtype of the embedding in the files; None without files (dummy)."""
+    """The dtype in the config, or else that of the stored embedding. None without files (dummy weights)."""
     if config.dtype is not None or config.load_format != "safetensors":
         return config.dtype
     checkpoint = SafetensorsCheckpoint(config.model_path)
@@ -52,12 +52,12 @@ def load_parameters(
     cache: WeightCache | None = None,
     quantization: str | None = None,
 ) -> Mapping[str, Any]:
-    """Name -> tensor, as its family lists them, or QuantizedWeight where `quantized_forms` has it.
+    """Load the family's parameters, by name: tensors, or QuantizedWeights for the names in `quantized_forms`.
 
-    `seed` is for dummy weights, `cache` for dequantised ones.
+    `seed`: seed of dummy weights. `cache`: cache of dequantised weights.
 
-    Raises ValueError naming tensors that are missing or unexpected; on a CPU one that is of another shape than the
-    config implies, or quantized, raises it when it is asked for.
+    Raises ValueError for missing and unexpected tensors, and for a tensor whose shape differs from the config's or
+    whose type is not supported. On a CPU the latter two are raised when the parameter is read.
     """
     forms = quantized_forms(config, quantization)
     if config.load_format == "dummy":
@@ -66,7 +66,7 @@ def load_parameters(
     def stored() -> StoredParameters:
         return StoredParameters(_open(config), config, dtype, forms)
 
-    # The cache keeps numbers of one dtype; what is quantized comes out of the file itself.
+    # The cache keeps tensors of one dtype. Quantized parameters are read from the file itself.
     if config.load_format == "gguf" and cache is not None and not forms:
         parameters = cache.parameters(config.model_path, family_of(config).parameters(config), dtype, stored)
     else:
@@ -77,22 +77,22 @@ def load_parameters(
 def _open(config: ModelConfig) -> Checkpoint:
     if config.load_format != "gguf":
         return SafetensorsCheckpoint(config.model_path)
-    from .gguf_checkpoint import GGUFCheckpoint  # gguf takes a tenth of a second to import
+    from .gguf_checkpoint import GGUFCheckpoint  # importing gguf takes a tenth of a second
 
     return GGUFCheckpoint(config)
 
 
 class StoredParameters(Mapping[str, Any]):
-    """The parameters of a checkpoint. Each is read whenever it is asked for, and not kept.
+    """The parameters of a checkpoint. Each access reads the parameter, and none is kept.
 
-    A parameter that the checkpoint has as it is, mapped and of the wanted dtype, is a view of the file; others are put
-    together, part by part.
+    A parameter that is one mapped tensor of the right dtype is a view of the file. Others are converted and put
+    together from their parts.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, forms: Mapping[str, str]
     ) -> None:
-        """forms: of the parameters that are to be quantized"""
+        """forms: quantized form of each parameter that is quantized."""
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._forms = forms
@@ -101,7 +101,7 @@ class StoredParameters(Mapping[str, Any]):
         _refuse("missing", needed - checkpoint.names)
         extra = {name for name in checkpoint.names - needed if not name.endswith(_IGNORED_SUFFIXES)}
         if config.tie_word_embeddings and LM_HEAD in extra:
-            # Some savers write the tied matrix twice. If the copies differ, the config is wrong.
+            # Some programs save the tied matrix twice. If the copies differ, the config is wrong.
             if not torch.equal(checkpoint.tensor(LM_HEAD), checkpoint.tensor(EMBEDDING)):
                 raise ValueError(f"tie_word_embeddings is set, but the checkpoint's {LM_HEAD} differs from {EMBEDDING}")
             extra.discard(LM_HEAD)

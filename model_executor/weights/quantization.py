@@ -1,4 +1,4 @@
-"""The setting `quantization`: what it may be, which parameters it rounds, and the bytes that they take then."""
+"""The setting `quantization`: its values, the parameters that it quantizes, and their size in bytes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..layers.quantized_weight import GROUP
 from ..models.family import family_of
 
 BITS_PER_WEIGHT = {"int8": 8 + 16 / GROUP, "int4": 4 + 2 * 16 / GROUP}
-"""with their share of scales and minima, which are float16"""
+"""Bits per weight, including the float16 scale and minimum of its group."""
 HEAD_FORM = "int8"
-"""of the output head, whatever the layers have: its errors are the logits' own"""
+"""The form of the output head for every setting, because its errors go directly into the logits."""
 
 
 def check_quantization(quantization: str | None, attention_backend: str, device: torch.device) -> None:
-    """Raises ValueError for a name that is not known, and where nothing can compute with such weights."""
+    """Check the setting. Raises ValueError for an unknown name, and if this backend has no quantized layers."""
     if quantization is None:
         return
     if quantization not in BITS_PER_WEIGHT:
@@ -31,9 +31,9 @@ def check_quantization(quantization: str | None, attention_backend: str, device:
 
 
 def quantized_forms(config: ModelConfig, quantization: str | None) -> dict[str, str]:
-    """Parameter -> "int8" or "int4": every matrix that something is multiplied with.
+    """The form ("int8" or "int4") of each parameter that is quantized: all matrices of linear layers.
 
-    Raises ValueError where rows are no multiple of GROUP.
+    Raises ValueError if the length of a matrix's rows is not a multiple of GROUP.
     """
     if quantization is None:
         return {}
@@ -51,7 +51,7 @@ def quantized_forms(config: ModelConfig, quantization: str | None) -> dict[str, 
 
 
 def parameter_bytes(config: ModelConfig, dtype_bytes: int, quantization: str | None = None) -> dict[str, int]:
-    """Of each parameter as layers hold it; `dtype_bytes`: of a number of those that are not quantized."""
+    """The size of each parameter in bytes, as layers hold it. `dtype_bytes`: bytes of an unquantized value."""
     forms = quantized_forms(config, quantization)
     return {
         name: int(math.prod(shape) * (BITS_PER_WEIGHT[forms[name]] / 8 if name in forms else dtype_bytes))

@@ -1,4 +1,4 @@
-"""Tensors of the safetensors files of a Hugging Face directory."""
+"""The Checkpoint of a Hugging Face directory with safetensors files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SINGLE = "model.safetensors"
 
 
 class SafetensorsCheckpoint:
-    """Implements weights.Checkpoint; tensors are mapped. Raises ValueError, FileNotFoundError."""
+    """A Checkpoint of safetensors files, whose tensors are mapped. Raises ValueError and FileNotFoundError."""
 
     def __init__(self, folder: str) -> None:
         self._file_of: dict[str, SafetensorsFile] = {}
@@ -38,14 +38,14 @@ class SafetensorsCheckpoint:
         return self._file_of[name][name]
 
     def quantized(self, name: str, form: str) -> None:
-        """Nothing here is stored in groups."""
+        """None: safetensors files have no quantized form."""
 
     def dtype(self, name: str) -> torch.dtype:
         return self._file_of[name].dtype(name)
 
 
 def _weight_map(index_path: str) -> dict[str, str]:
-    """Tensor -> name of its file."""
+    """The file name of each tensor, from the index."""
     index = Settings(index_path, read_json_object(index_path))
     files = index.get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(filename, str) for filename in files.values()):
@@ -57,7 +57,7 @@ def _without_index(folder: str) -> list[str]:
     present = sorted(os.listdir(folder))
     if _SINGLE in present:
         return [_SINGLE]
-    # Mistral's own format lies beside the Hugging Face one under this name, with other tensor names.
+    # Mistral's directories also have "consolidated" files, in Mistral's own format with other tensor names.
     found = [name for name in present if name.endswith(".safetensors") and not name.startswith("consolidated")]
     if found:
         return found

@@ -1,4 +1,4 @@
-"""A safetensors file whose tensors are mapped one by one, so that a tensor nobody holds takes no memory."""
+"""A safetensors file whose tensors are mapped one by one, so that a tensor without references takes no memory."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class SafetensorsFile(Mapping[str, torch.Tensor]):
-    """Name -> tensor: a matrix is a view of the file's pages, which are read when they are touched; a vector is copied,
-    being less than a page.
+    """The tensors of a safetensors file, by name.
 
-    A tensor may be written to, which changes it alone. A file that is changed in place, instead of being replaced,
-    changes the matrices that are still in use, or ends the process. Raises ValueError for what is no regular file, not
-    safetensors or not whole, and for a tensor that is not floating point; OSError.
+    A matrix is a view of the mapped file, whose pages are read on first access. A vector is a copy, because it is
+    smaller than a page. Writing to a tensor does not change the file. If another program changes the file in place,
+    matrices in use change, or the process is killed; replacing the file is safe.
+
+    Raises ValueError if the path is not a regular file, if the file is not valid safetensors or is truncated, and for a
+    tensor that is not floating point. Raises OSError if the file cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._file = open_file(self.path)  # open for as long as there may be tensors to map
+        self._file = open_file(self.path)  # stays open, because tensors are mapped later
         try:
             with safe_open(self.path, framework="pt"):
-                pass  # every number in the header has been checked
+                pass  # this checks the header
         except SafetensorError as error:
             raise ValueError(f"{self.path!r} is not a valid safetensors file: {error}") from None
-        except RuntimeError as error:  # torch opens it once more by its name, which may have gone meanwhile
+        except RuntimeError as error:  # torch opens the path again, and the file may have been removed
             raise FileNotFoundError(errno.ENOENT, str(error), self.path) from None
         length = self._file.read(8)
         self.header = length + self._file.read(int.from_bytes(length, "little"))
-        """all that comes before the data"""
+        """the bytes of the file before the data"""
         self._entries: dict[str, dict[str, Any]] = json.loads(self.header[8:])
         self._entries.pop("__metadata__", None)
 
@@ -53,7 +55,7 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         return tuple(self._entries[name]["shape"])
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises ValueError for a type that no weights of ours have."""
+        """The dtype of a tensor. Raises ValueError for a type that is not supported."""
         stored = self._entries[name]["dtype"]
         if stored not in _TYPES:
             raise ValueError(f"tensor {name!r} has dtype {stored}: quantized weights are not supported")
@@ -67,10 +69,10 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         page_begin = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         pages = mmap.mmap(self._file.fileno(), end - page_begin, access=mmap.ACCESS_COPY, offset=page_begin)
         tensor = torch.frombuffer(pages, dtype=torch.uint8, offset=begin - page_begin).view(dtype).view(shape)
-        return tensor if tensor.dim() > 1 else tensor.clone()  # the view holds the map
+        return tensor if tensor.dim() > 1 else tensor.clone()  # a view keeps the mapping alive
 
     def data_crc32(self) -> int:
-        """Checksum of all that comes after the header."""
+        """The CRC-32 of the data after the header."""
         with (
             mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as whole,
             memoryview(whole) as view,

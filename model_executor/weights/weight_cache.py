@@ -1,8 +1,8 @@
-"""Dequantised weights on disk: a GGUF file's numbers are worked out once, later starts map them.
+"""The weight cache: dequantised weights on disk. A GGUF file is dequantised once, and later starts map the result.
 
-An entry is a safetensors file of all parameters, in the order of the decoder's table. It is named after the content of
-the GGUF file, the dtype and LAYOUT; its header is known beforehand but for the checksum of what follows. So an entry
-is good if it starts with the header that its own checksum gives, and is made anew otherwise.
+An entry is a safetensors file with all parameters, in the order of the family's table. Its name has a hash of the GGUF
+file's content, the dtype and LAYOUT. Its header follows from these and from the checksum of the data. So an entry is
+valid if its header equals the header computed with its checksum. An invalid entry is made again.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .safetensors_file import DTYPE_NAMES, SafetensorsFile
 logger = logging.getLogger(__name__)
 
 LAYOUT = 1
-"""To be raised when other parameters, or other numbers, come out of the same file."""
+"""The version of the entries. Raise it when the same GGUF file gives other parameters or other values."""
 MOST_BYTES = 32 << 30
-"""of all entries: those used longest ago go first"""
+"""Most bytes of all entries together. The least recently used entries are removed first."""
 _PREFIX = "tercet-"
 _SUFFIX = ".safetensors"
 _UNFINISHED = ".tmp"
 _ABANDONED_S = 24 * 3600
-"""A file that is unfinished for so long has nobody who writes it."""
+"""An unfinished file of this age is abandoned: its writer has died."""
 _ALIGNMENT = 64
 
 
 def open_weight_cache(setting: str) -> WeightCache | None:
-    """`setting`: as --weight-cache, so auto, off or a folder."""
+    """Open the cache of the setting --weight-cache: auto, off or a folder. Returns None if there is no cache."""
     if setting == "off":
         return None
     folder = env.cache_folder() if setting == "auto" else Path(setting)
@@ -51,7 +51,7 @@ def open_weight_cache(setting: str) -> WeightCache | None:
 
 
 class WeightCache:
-    """A folder of entries, which need not exist yet and may be used by many at once."""
+    """A folder of entries. The folder need not exist, and several processes may use it at once."""
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
         self._folder = folder
@@ -64,16 +64,17 @@ class WeightCache:
         dtype: torch.dtype,
         make: Callable[[], Mapping[str, torch.Tensor]],
     ) -> Mapping[str, torch.Tensor]:
-        """What `make` gives, all of it in `table`, mapped from the entry of the file `source`.
+        """The parameters of the GGUF file `source`, mapped from its entry, which is made from `make()` if needed.
 
-        Where nothing can be written, which is logged, `make()` itself. Raises OSError when `source` cannot be read.
+        `table` lists the parameters. If no entry can be written, logs a warning and returns the result of `make()`.
+        Raises OSError if `source` cannot be read.
         """
         with open_file(source) as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
         entry = _Entry(self._folder, content, table, dtype)
         kept = entry.open()
         if kept is not None:
-            with contextlib.suppress(OSError):  # of a folder that may only be read
+            with contextlib.suppress(OSError):  # the folder may be read-only
                 os.utime(entry.path)
             return kept
         made = make()
@@ -87,7 +88,7 @@ class WeightCache:
             return made
 
     def _make_room(self, num_bytes: int) -> None:
-        """Removes what is left over or used longest ago. Raises OSError when there is no room all the same."""
+        """Remove abandoned files and the least recently used entries. Raises OSError if that does not make room."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for path in self._folder.glob(f"{_PREFIX}*{_UNFINISHED}"):
             if _age_s(path) > _ABANDONED_S:
@@ -104,7 +105,7 @@ class WeightCache:
 
 
 class _Entry:
-    """One file of the cache, there or not."""
+    """An entry of the cache, whose file may not exist yet."""
 
     def __init__(self, folder: Path, content: str, table: Sequence[Parameter], dtype: torch.dtype) -> None:
         self._table = table
@@ -115,7 +116,7 @@ class _Entry:
         self.num_bytes = self._data_start + dtype.itemsize * sum(math.prod(one.shape) for one in table)
 
     def open(self) -> SafetensorsFile | None:
-        """None when there is none, or one that is cut short, damaged or something else, which is logged."""
+        """Open the entry. Returns None if there is no file, or if it is truncated, damaged or invalid (logged)."""
         try:
             file = SafetensorsFile(self.path)
             if file.header == self._header(file.data_crc32()):
@@ -128,7 +129,7 @@ class _Entry:
         return None
 
     def write(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Whole or not at all, one parameter after the other. Raises OSError."""
+        """Write the entry, one parameter after the other. The file appears only when it is complete. Raises OSError."""
         descriptor, unfinished = tempfile.mkstemp(_UNFINISHED, _PREFIX, self.path.parent)
         try:
             with open(descriptor, "wb") as file:
@@ -147,7 +148,7 @@ class _Entry:
             raise
 
     def _header(self, checksum: int) -> bytes:
-        """Of the same length for every checksum."""
+        """The header for a checksum of the data. Its length is the same for every checksum."""
         entries: dict[str, object] = {"__metadata__": {"tercet": self._key, "crc32": f"{checksum:08x}"}}
         begin = 0
         for name, shape, _ in self._table:
@@ -160,7 +161,7 @@ class _Entry:
 
 
 def _age_s(path: Path) -> float:
-    """Seconds since it was written or used; endless for one that is gone meanwhile."""
+    """Seconds since the file was written or used. Infinite if the file no longer exists."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:

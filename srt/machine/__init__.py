@@ -1,1 +1,1 @@
-"""The machine: cores, control groups, memory pages, open files."""
+"""The machine: its cores, control groups, huge pages, and the limit of open files."""

@@ -1,4 +1,4 @@
-"""The control groups that limit this process: its own, and every group that contains it."""
+"""The control groups (cgroups) that limit this process: its own group, and each group that contains it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 class ControlGroup(NamedTuple):
-    """One group: its folder and the version (1 or 2) of its files."""
+    """A control group: its folder, and the version (1 or 2) of its files."""
 
     folder: Path
     version: int
 
     def read(self, name: str) -> str:
-        """The text of one of its files; empty where there is none."""
+        """The text of one of its files; empty if there is no such file."""
         return read_text(self.folder / name)
 
     def number(self, name: str) -> int | None:
-        """A file that holds one number; None where there is no such file, or it says "max"."""
+        """The number in one of its files; None if there is no such file, or if its text is "max"."""
         text = self.read(name).strip()
         return int(text) if text.lstrip("-").isdigit() else None
 
 
 def control_groups(controller: str, root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> list[ControlGroup]:
-    """The groups that may limit `controller` ("cpu", "memory"), from this process' own up to the mount point.
+    """The groups that may limit `controller` ("cpu", "memory"), from this process's own group up to the mount point.
 
-    The mount point is always among them: a container often shows its own group there, under a path that names another.
+    The mount point is always included: in a container it often is the container's own group, whatever path
+    /proc/self/cgroup names.
     """
     own_paths = dict(_own_paths(controller, own_groups))
     groups = []
@@ -43,7 +44,7 @@ def control_groups(controller: str, root: Path = ROOT, own_groups: Path = OWN_GR
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; empty where it cannot be read."""
+    """The text of a file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
@@ -51,7 +52,7 @@ def read_text(path: Path) -> str:
 
 
 def _own_paths(controller: str, own_groups: Path) -> Iterator[tuple[int, str]]:
-    """(version, path below the mount point), from lines of `hierarchy:controllers:path`."""
+    """Read (version, path below the mount point) from lines of the form `hierarchy:controllers:path`."""
     for line in read_text(own_groups).splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -61,6 +62,6 @@ def _own_paths(controller: str, own_groups: Path) -> Iterator[tuple[int, str]]:
 
 
 def _mount_of_version_1(controller: str, root: Path) -> Path:
-    """Controllers that are mounted together ("cpu,cpuacct") have a link for each, but not everywhere."""
+    """The mount point of a controller. It may be shared ("cpu,cpuacct"); some systems have no link for each name."""
     together = [mount for mount in sorted(root.glob(f"*{controller}*")) if controller in mount.name.split(",")]
     return together[0] if together else root / controller

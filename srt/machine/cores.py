@@ -1,4 +1,4 @@
-"""How many CPUs and cores this process may really use: what the scheduler allows, not what the machine has."""
+"""The number of CPUs and cores that this process may use, which may be less than the machine has."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .cgroups import OWN_GROUPS, ROOT, ControlGroup, control_groups
 
 
 def usable_cores() -> int:
-    """Physical cores that this process may use: the number of threads that should compute. At most `usable_cpus()`.
+    """The number of physical cores that this process may use, at most `usable_cpus()`.
 
-    Two hardware threads of a core (SMT) share its multiplication units and its first two levels of cache. The second
-    one serves the processes around the model better.
+    It is the number of compute threads. The two hardware threads of a core (SMT) share its multiplication units and
+    its L1 and L2 caches. So the second one is better left to the other processes of the engine.
     """
     return min(usable_cpus(), physical_cores(_allowed_cpus()))
 
 
 def physical_cores(cpus: Iterable[int], folder: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Cores that these CPUs belong to. A CPU whose siblings are unknown counts as a core."""
+    """The number of cores that contain `cpus`. A CPU with unknown siblings counts as a core."""
     cores = set()
     for cpu in cpus:
         try:
@@ -32,8 +32,10 @@ def physical_cores(cpus: Iterable[int], folder: Path = Path("/sys/devices/system
 
 
 def usable_cpus() -> int:
-    """CPUs of the affinity mask, or fewer where a cgroup's CPU quota (v1 or v2) allows less; at least 1. Each hardware
-    thread of a core is a CPU."""
+    """The number of CPUs (hardware threads) that this process may use, at least 1.
+
+    It is the number of CPUs in the affinity mask, or less if the CPU quota of a control group (v1 or v2) is less.
+    """
     allowed, quota = len(_allowed_cpus()), cgroup_quota()
     return max(1, allowed if quota is None else min(allowed, math.ceil(quota)))
 
@@ -43,7 +45,7 @@ def _allowed_cpus() -> set[int]:
 
 
 def cgroup_quota(root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> float | None:
-    """The least CPU quota, in cores, of this process' cgroup and of those around it; None: no limit, or no cgroups."""
+    """The least CPU quota, in CPUs, of the control groups of this process. None: no quota, or no control groups."""
     quotas = [_quota(group) for group in control_groups("cpu", root, own_groups)]
     return min((quota for quota in quotas if quota is not None), default=None)
 

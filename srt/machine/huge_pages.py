@@ -1,7 +1,7 @@
-"""Zeroed memory on huge pages, where the system has them: streaming through it takes half as many waits for page tables
-in a virtual machine (20 instead of 30 GB/s of one thread, docs/log.md).
+"""Zeroed memory on huge pages, if the system has them.
 
-Memory comes from the system 2 MiB at a time, when it is first touched.
+Huge pages save waits for page tables: in a virtual machine one thread reads 29 instead of 20 GB/s (docs/log.md). The
+system provides the memory on first access, 2 MiB at a time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ALIGNMENT = 64
 
 
 def zeroed(num_bytes: int) -> Bytes:
-    """From the start of a huge page; goes back to the system with the array."""
+    """Allocate zeroed memory, aligned to a huge page. It is returned to the system with the last view of the array."""
     mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # the kernel has no huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(mapped, np.uint8)
     start = -memory.ctypes.data % HUGE_PAGE
@@ -31,7 +31,10 @@ def zeroed(num_bytes: int) -> Bytes:
 
 
 class Arena:
-    """Zeroed pieces side by side, for what is smaller than a huge page. A chunk goes back when all its pieces have."""
+    """An allocator of small pieces of zeroed memory on shared huge pages.
+
+    A chunk is returned to the system when all its pieces have been released.
+    """
 
     def __init__(self) -> None:
         self._chunk: Bytes = np.empty(0, np.uint8)

@@ -1,4 +1,4 @@
-"""The limit of open files: every connection is one."""
+"""The limit of open files of this process. Each connection is an open file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _ENOUGH_FILES = 1 << 16
 
 
 def raise_open_files_limit() -> int:
-    """Raises this process' limit as far as its user may, to 65,536 at most; returns the limit. Children inherit it.
+    """Raise this process's limit to 65,536, or to the hard limit if that is lower. Returns the new limit.
 
-    The usual limit, 1,024, suits programs that call `select`. A process that reaches its limit can accept no
-    connection, and libzmq ends it.
+    Child processes inherit the limit. The usual limit of 1,024 is made for programs that call `select`. A process that
+    reaches its limit cannot accept connections, and libzmq aborts it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)

@@ -1,1 +1,1 @@
-"""Model files: what a checkpoint directory or a GGUF file says about its model."""
+"""Model files: the settings of a model, read from a checkpoint directory or a GGUF file."""

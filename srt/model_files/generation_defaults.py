@@ -1,4 +1,4 @@
-"""Sampling parameters that come with a model: generation_config.json, or `general.sampling.*` of a GGUF file."""
+"""A model's default sampling parameters, from generation_config.json or from `general.sampling.*` of a GGUF file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .settings import Settings
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Sampling parameters that the model's authors recommend; None where they say nothing."""
+    """The sampling parameters that the model's authors recommend. None: no recommendation."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -32,21 +32,21 @@ GGUF_KEYS = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-"""Field of GenerationDefaults -> the key of the file."""
+"""The file's key for each field of GenerationDefaults."""
 
 
 def read_generation_defaults(source: Settings, keys: Mapping[str, str]) -> GenerationDefaults:
-    """Raises ValueError for what no request could ask for."""
+    """Read the defaults. Raises ValueError for values that a request could not have."""
     values = {name: source.optional_number(key, above=-math.inf) for name, key in keys.items()}
     top_k = values.pop("top_k")
     if top_k is not None and not top_k.is_integer():
         raise source.refusal(keys["top_k"], "an integer", top_k)
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     if top_k is not None:
-        # both formats write "all tokens" as 0
+        # Both formats write "all tokens" as 0.
         given["top_k"] = int(top_k) if top_k > 0 else -1
     try:
-        SamplingParams(**given)  # as every request would that leaves them to the model
+        SamplingParams(**given)  # checks the values
     except InvalidRequest as error:
         raise ValueError(f"{source.source}: {error}") from None
     return GenerationDefaults(**given)

@@ -1,10 +1,10 @@
-"""Read the header of a GGUF file: metadata and the directory of tensors, without their data.
+"""The reader of GGUF headers: the metadata, and the table of tensors without their data.
 
-The `gguf` package's reader turns every element of every array into objects of its own, which costs seconds for a
-vocabulary. A server reads the header in three processes before it is ready, so here arrays are only stepped
-over when the file is opened, and decoded when somebody asks for them.
+The `gguf` package's reader makes Python objects of all elements of all arrays, which takes seconds for a vocabulary.
+Three processes of a server read the header before the server is ready. So this reader skips arrays when it opens the
+file, and decodes an array on first access.
 
-Format: GGUF specification, versions 2 and 3, little endian.
+Source: GGUF specification, versions 2 and 3, little endian.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
-# value type -> (struct format, numpy dtype), little endian
+# The struct format and the numpy dtype of each value type, little endian.
 _SCALARS: dict[int, tuple[struct.Struct, np.dtype[np.generic]]] = {
     code: (struct.Struct("<" + fmt), np.dtype(dtype))
     for code, fmt, dtype in (
@@ -49,8 +49,11 @@ _U64 = struct.Struct("<Q")
 
 
 class GGUFTensor(NamedTuple):
-    """Where one tensor lies. `shape` is row-major as in numpy and torch (a linear is [out, in]), the reverse of the
-    file's own order; `type` is the GGML quantisation type; `offset` counts bytes from the start of the file."""
+    """An entry of the table of tensors.
+
+    shape: row-major, as in numpy and torch (a linear layer is [out, in]). The file has the reverse order.
+    type: GGML quantisation type. offset: bytes from the start of the file.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -59,13 +62,13 @@ class GGUFTensor(NamedTuple):
 
 
 class GGUFFile:
-    """A GGUF file, opened.
+    """An open GGUF file.
 
     `metadata` maps a key to a Python scalar, a string, a `list[str]` (array of strings) or a numpy array (array of
-    numbers). An array is decoded at its first access and kept. `tensors` is in file order.
+    numbers). An array is decoded on first access and kept. `tensors` has the order of the file.
 
-    Raises ValueError when the file is not GGUF, has another version or byte order, is cut short, or contradicts itself;
-    OSError when it cannot be opened.
+    Raises ValueError if the file is not GGUF, has another version or byte order, is truncated or is inconsistent.
+    Raises OSError if it cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -126,14 +129,17 @@ class GGUFFile:
                 raise ValueError(f"{self.path} is cut short: tensor {tensor.name!r} lies past the end of the file")
 
     def tensor_bytes(self, tensor: GGUFTensor, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """A read-only view (uint8[num_bytes], no copy) of a tensor's data; ValueError when the file ends before."""
+        """A tensor's data: a read-only view, uint8 [num_bytes]. Raises ValueError if the file ends before its end."""
         if tensor.offset + num_bytes > len(self._bytes.map):
             raise ValueError(f"{self.path} is cut short: tensor {tensor.name!r} runs past the end of the file")
         return np.frombuffer(self._bytes.map, np.uint8, num_bytes, tensor.offset)
 
 
 class _Bytes:
-    """A file's bytes, and how to read them. A step takes a position and returns the position behind what it read."""
+    """The mapped bytes of a file, and methods that read values from them.
+
+    The methods take a position. `string` and `skip` also return the position after the value.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -193,7 +199,7 @@ class _Bytes:
         (count,) = _U64.unpack_from(data, pos + 4)
         pos += 12
         if item_type != _STRING:
-            # A copy: a view would keep the whole file mapped for as long as the array lives.
+            # A copy, because a view would keep the whole file mapped while the array is in use.
             return np.frombuffer(data, self._scalar(key, item_type)[1], count, pos).copy()
         strings = []
         unpack = _U64.unpack_from
@@ -208,7 +214,7 @@ class _Bytes:
 
 
 class _Metadata(Mapping[str, MetadataValue]):
-    """The metadata of one file, decoded on access. Holds no GGUFFile: the two would keep one another, and the map."""
+    """The metadata of a file, decoded on access. It has no reference to the GGUFFile: a cycle would delay the unmap."""
 
     def __init__(self, file: _Bytes, entries: dict[str, tuple[int, int]]) -> None:
         self._file = file
@@ -227,5 +233,5 @@ class _Metadata(Mapping[str, MetadataValue]):
         return len(self._entries)
 
     def __contains__(self, key: object) -> bool:
-        # Mapping's own would decode the value only to learn that it exists.
+        # Mapping's own method would decode the value.
         return key in self._entries

@@ -1,7 +1,7 @@
-"""What a checkpoint says about its model, from config.json or from a GGUF file's metadata.
+"""The config of a model, read from config.json or from the metadata of a GGUF file.
 
-A setting that the decoder would silently ignore is refused here by name, so that a model which starts is
-computed as it was trained. Knows nothing of torch: the HTTP process reads it too.
+A setting that the decoder would ignore is refused by name, so a model that starts is computed as it was trained. The
+file does not import torch, because the HTTP process reads the config too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _MOST_LAYERS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One decoder-only model. `sliding_windows` has an entry per layer, None where a layer sees everything."""
+    """The config of a decoder-only model.
+
+    sliding_windows: one entry per layer; None: the layer attends to all positions.
+    """
 
     architecture: str
     hidden_size: int
@@ -44,7 +47,7 @@ class ModelConfig:
     vocab_size: int
     context_len: int
     sliding_windows: SlidingWindows = ()
-    """empty: no layer has a window (filled in below)"""
+    """An empty tuple is replaced by one None per layer."""
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     rope: RopeConfig = field(default_factory=RopeConfig)
@@ -55,9 +58,9 @@ class ModelConfig:
     qk_norm: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    """from config and generation config together; a tokenizer may add its own"""
+    """from the config and the generation config; the tokenizer may add others"""
     dtype: str | None = None
-    """of the checkpoint: "float32", "float16", "bfloat16"; None: it does not say"""
+    """dtype of the checkpoint: "float32", "float16" or "bfloat16"; None: not given"""
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     model_path: str = ""
     load_format: Literal["safetensors", "gguf", "dummy"] = "dummy"
@@ -106,7 +109,7 @@ def _window_everywhere(config: Settings, num_layers: int) -> SlidingWindows:
 
 
 def _window(config: Settings) -> int | None:
-    # 4096 is the default of the families that have windows; null means none.
+    # 4096 is the default of the families with windows. null means no window.
     has_none = "sliding_window" in config and config.get("sliding_window") is None
     return None if has_none else config.integer("sliding_window", 4096)
 
@@ -127,11 +130,14 @@ def _window_of_upper_layers(config: Settings, num_layers: int) -> SlidingWindows
 
 @dataclass(frozen=True)
 class Family:
-    """How an architecture differs from plain Llama. `*_bias`: always there; None: as config.json's key says."""
+    """The differences of an architecture from plain Llama.
+
+    `*_bias`: whether the layer always has a bias; None: a key of config.json says so.
+    """
 
     model_type: str
     implementation: str
-    """the module of model_executor/models that computes it"""
+    """the module of model_executor/models that implements the family"""
     sliding_windows: Callable[[Settings, int], SlidingWindows]
     qkv_bias: bool | None = False
     o_bias: bool | None = False
@@ -149,14 +155,14 @@ FAMILIES: dict[str, Family] = {
         "qwen3", "decoder", _window_of_upper_layers, qkv_bias=None, o_bias=None, qk_norm=True, default_head_dim=128
     ),
 }
-# GGUF calls Mistral "llama" too: the window of the first Mistral 7B is not in such a file, as in llama.cpp.
+# GGUF files call Mistral "llama", too. They do not have the window of the first Mistral 7B; llama.cpp ignores it, too.
 _GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def load_model_config(model_path: str | os.PathLike[str], load_format: LoadFormat = "auto") -> ModelConfig:
-    """From a Hugging Face directory, a .gguf file, or a bare config.json (dummy weights only).
+    """Read the config of a Hugging Face directory, a .gguf file, or a single config.json (dummy weights only).
 
-    Raises ValueError (ModelNotSupported where the model is the reason) or FileNotFoundError.
+    Raises FileNotFoundError, ModelNotSupported for a model that Tercet cannot compute, and other ValueErrors.
     """
     path = os.fspath(model_path)
     if not os.path.exists(path):
@@ -239,7 +245,7 @@ def _from_hf(
         vocab_size=config.integer("vocab_size"),
         context_len=max(context_len, rope.context_len),
         sliding_windows=family.sliding_windows(config, num_layers),
-        # null is no number here: no library would compute with it
+        # null does not stand for the default here: other libraries cannot compute with it, either.
         rms_norm_eps=config.number("rms_norm_eps", None if "rms_norm_eps" in config else 1e-6),
         hidden_act=config.text("hidden_act") or "silu",
         rope=rope,
@@ -274,7 +280,7 @@ def _not_in_families(architecture: str) -> str:
     return f"architecture {architecture!r} is not supported; supported: {', '.join(FAMILIES)}"
 
 
-# The only `{architecture}.*` keys that a GGUF file may have: nearly all of them change the computation.
+# The `{architecture}.*` keys that a GGUF file may have. Others are refused, because nearly all change the computation.
 _GGUF_KEYS = (
     "vocab_size",
     "context_length",
@@ -363,7 +369,7 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
 
 def _gguf_token_id(metadata: Settings, name: str) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
-    # Some files write -1, signed or not, where there is no such token.
+    # Some files write -1, signed or unsigned, for "no such token".
     token = metadata.integer(key, minimum=-1, maximum=2**32 - 1) if key in metadata else -1
     return token if token >= 0 else None
 
@@ -378,10 +384,10 @@ def _rope_divisors(file: GGUFFile, tensor: GGUFTensor, head_dim: int) -> tuple[f
 
 
 def _gguf_dtype(tensor_type: int) -> str:
-    # Quantised weights were made from bfloat16 as a rule, and float16 may overflow in such a model.
+    # Most quantised weights were made from bfloat16, and such a model may overflow in float16.
     return {0: "float32", 1: "float16"}.get(tensor_type, "bfloat16")
 
 
 def _once_each(*ids: int) -> tuple[int, ...]:
-    """In order."""
+    """The distinct ids, in order of first appearance."""
     return tuple(dict.fromkeys(ids))

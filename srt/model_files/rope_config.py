@@ -1,4 +1,4 @@
-"""Rotary position embedding as a checkpoint describes it: the base and, if any, how its frequencies are scaled."""
+"""The config of rotary position embedding (RoPE): the base, and the scaling of its frequencies."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import TypeAlias
 from .settings import Settings, quote
 
 MOST_POSITIONS = 2**31 - 1
-"""of a context: positions are int32 on their way to the device"""
+"""Most positions of a context, because positions are sent to the device as int32."""
 _DEFAULT_THETA = 10000.0
 
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Every frequency divided by `factor` (position interpolation)."""
+    """Position interpolation: all frequencies are divided by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a smooth step between."""
+    """The scaling of Llama 3.1: low frequencies are divided by `factor`, high ones kept, with a ramp between them."""
 
     factor: float
     low_freq_factor: float
@@ -33,8 +33,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): a ramp between interpolated and kept frequencies; cos and sin times
-    `attention_factor`."""
+    """YaRN (arXiv 2309.00071): low frequencies are divided by `factor`, high ones kept, with a ramp between them.
+
+    cos and sin are multiplied by `attention_factor`.
+    """
 
     factor: float
     original_context_len: int
@@ -46,7 +48,7 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class FrequencyDivisors:
-    """Each of the head_dim / 2 frequencies divided by a number of its own (GGUF's `rope_freqs` tensor)."""
+    """A divisor for each of the head_dim / 2 frequencies (the tensor `rope_freqs` of GGUF files)."""
 
     divisors: tuple[float, ...]
 
@@ -56,22 +58,24 @@ RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | Frequency
 
 @dataclass(frozen=True)
 class RopeConfig:
+    """The base `theta` of rotary embedding, and the scaling of its frequencies, if any."""
+
     theta: float = 10000.0
     scaling: RopeScaling | None = None
 
     @property
     def context_len(self) -> int:
-        """Tokens that the scaling was made for where it says so itself, else 0."""
+        """The context length that the scaling defines, in tokens; 0 if it defines none."""
         if isinstance(self.scaling, YarnScaling):
             return int(self.scaling.original_context_len * self.scaling.factor)
         return 0
 
 
 def rope_from_hf(config: Settings, context_len: int) -> RopeConfig:
-    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before) of a config.json, whose
-    model has a context of `context_len`.
+    """Read the config from config.json.
 
-    Raises ValueError naming the rope type or key that is unknown, missing or out of range.
+    transformers 5 writes the key `rope_parameters`, older versions `rope_theta` and `rope_scaling`. `context_len`: the
+    model's context length. Raises ValueError that names a rope type or key that is unknown, missing or out of range.
     """
     params = config.nested("rope_scaling") or config.nested("rope_parameters") or Settings(config.source, {})
     if any(isinstance(value, Mapping) for value in params.untaken().values()):
@@ -85,7 +89,7 @@ def rope_from_hf(config: Settings, context_len: int) -> RopeConfig:
             raise settings.refusal("partial_rotary_factor", "1", settings.get("partial_rotary_factor"))
     if rope_type not in _FROM_HF:
         raise ValueError(f"{config.source}: rope type {rope_type!r} is not supported; supported: {', '.join(_FROM_HF)}")
-    # At the top of the file it wins, as in transformers.
+    # As in transformers, the key at the top level of the file takes precedence.
     original = params.integer("original_max_position_embeddings", context_len)
     original = config.integer("original_max_position_embeddings", original)
     scaling = _FROM_HF[rope_type](params, original)
@@ -98,10 +102,10 @@ def rope_from_hf(config: Settings, context_len: int) -> RopeConfig:
 
 
 def rope_from_gguf(config: Settings, divisors: tuple[float, ...] | None, context_len: int) -> RopeConfig:
-    """From the keys `rope.*` of a GGUF file; `divisors` are the numbers of its `rope_freqs` tensor, if any."""
+    """Read the config from the keys `rope.*` of a GGUF file. `divisors`: values of its `rope_freqs` tensor, if any."""
     theta = config.number("rope.freq_base", _DEFAULT_THETA, above=1)
     kind = config.text("rope.scaling.type") or "none"
-    # Files from before `scaling.factor` carry a linear scale alone.
+    # Files from before `rope.scaling.factor` have only the linear scale.
     factor = config.number("rope.scaling.factor", config.number("rope.scale_linear", 1.0))
     if kind not in ("none", "linear", "yarn"):
         raise config.refusal("rope.scaling.type", "none, linear or yarn", kind)
@@ -120,7 +124,7 @@ def rope_from_gguf(config: Settings, divisors: tuple[float, ...] | None, context
 
 
 def _default(params: Settings, original_context_len: int) -> RopeScaling | None:
-    # transformers keeps a factor beside the default type without using it
+    # transformers accepts a factor with the default type, and ignores it.
     params.optional_number("factor")
     return None
 
@@ -178,7 +182,7 @@ def _yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-# "dynamic" is missing on purpose: its frequencies change with the length, so cached keys would be rotated wrongly.
+# There is no "dynamic": its frequencies depend on the length, so cached keys would have the wrong rotation.
 _FROM_HF: dict[str, Callable[[Settings, int], RopeScaling | None]] = {
     "default": _default,
     "linear": _linear,

@@ -1,4 +1,4 @@
-"""Settings out of a model's files, each checked when it is taken: these files come from anywhere."""
+"""Access to the settings in a model's files. Each access checks the value, because the files are not trusted."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _LONGEST_QUOTE = 100
 
 
 class Settings:
-    """Named values of one file, as JSON or GGUF has them. A value of null counts as absent.
+    """The settings of one file, JSON or GGUF. A value of null counts as absent.
 
-    Errors are ValueErrors that name the file, the key, what was given and what is allowed.
+    All methods raise ValueError that names the file, the key, the given value and the allowed ones.
     """
 
     def __init__(self, source: str, values: Mapping[str, Any], prefix: str = "") -> None:
         """
         Args:
-            source: how errors call the file
-            prefix: what errors put before a key
+            source: the file's name in errors
+            prefix: the text before a key in errors
         """
         self.source = source
         self._values = values
@@ -30,23 +30,23 @@ class Settings:
         self._taken: set[str] = set()
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is such a key, if only with null."""
+        """Whether the file has the key, even with a value of null."""
         return key in self._values
 
     def get(self, key: str) -> Any:
-        """Whatever it is; None where it is absent."""
+        """A value of any type; None if it is absent."""
         self._taken.add(key)
         return self._values.get(key)
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MOST_INTEGER) -> int:
-        """Without a default the key must be there."""
+        """An integer from `minimum` to `maximum`. Without a default the key is required."""
         value = self._get_or(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
             raise self.refusal(key, f"an integer from {minimum} to {maximum}", value)
         return value
 
     def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
-        """A finite number. Without a default the key must be there."""
+        """A finite number above `above`. Without a default the key is required."""
         value = self._get_or(key, default)
         number = _finite(value)
         if number is None or number <= above:
@@ -78,7 +78,7 @@ class Settings:
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """Of one token id or a list of them; none where it is absent."""
+        """The token ids of a value that is one id or a list of ids; () if it is absent."""
         value = self.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
@@ -86,7 +86,7 @@ class Settings:
         return tuple(ids)
 
     def nested(self, key: str) -> Settings | None:
-        """The settings of an object in this one; None where it is absent."""
+        """The settings of a nested object; None if it is absent."""
         value = self.get(key)
         if value is None:
             return None
@@ -95,7 +95,7 @@ class Settings:
         return Settings(self.source, value, f"{self._prefix}{key}.")
 
     def untaken(self) -> dict[str, Any]:
-        """What nobody has asked for, but for nulls."""
+        """The values that have not been accessed, without nulls."""
         return {key: value for key, value in self._values.items() if key not in self._taken and value is not None}
 
     def refusal(self, key: str, allowed: str, given: object) -> ValueError:
@@ -110,13 +110,13 @@ class Settings:
 
 
 def quote(value: object) -> str:
-    """A value as errors show it: vocabularies are cut off."""
+    """A value as errors show it. Long values, such as vocabularies, are cut."""
     text = repr(value)
     return text if len(text) <= _LONGEST_QUOTE else f"{text[: _LONGEST_QUOTE - 3]}..."
 
 
 def _finite(value: object) -> float | None:
-    """None for what is no finite number, or beyond the range of a float."""
+    """The value as a float; None if it is not a finite number within the range of floats."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

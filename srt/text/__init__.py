@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizers, chat templates."""
+"""Text processing: tokenizers and chat templates."""

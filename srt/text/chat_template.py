@@ -1,8 +1,8 @@
-"""Turn chat messages into the prompt that a model was trained on, by its Jinja template.
+"""Chat templates: Jinja templates that turn chat messages into a prompt of the form that a model was trained on.
 
-A template comes with the model or from the operator, never from a request; it is still code from the internet, so it
-runs in Jinja's sandbox, where it can neither change what it is given nor reach Python's internals. The environment is
-the one that templates on the Hugging Face Hub are written for, as `transformers` documents it.
+A template comes with the model or from the operator, never from a request. It is not trusted, so it runs in Jinja's
+sandbox, where it cannot change its arguments or reach Python's internals. The Jinja environment is the one that
+`transformers` documents for templates on the Hugging Face Hub.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _END_MARK = "\ue0f0end of the final message\ue0f1 "
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant says, for training; here only its content counts."""
+    """The tag `{% generation %}`, which marks the assistant's text for training. Here it only outputs its content."""
 
-    tags = {"generation"}  # noqa: RUF012  (the way Jinja wants it)
+    tags = {"generation"}  # noqa: RUF012  (Jinja's interface)
 
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
@@ -36,7 +36,7 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """One compiled template. ValueError when `source` is not a Jinja template."""
+    """A compiled template. Raises ValueError if `source` is not a valid Jinja template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -60,10 +60,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt. `kwargs` are further variables of the template.
+        """Make the prompt. `kwargs`: further variables of the template.
 
-        `continue_final_message`: the prompt ends inside the last message, for the model to go on with it.
-        Raises InvalidRequest when the messages are not such as the template takes, with the template's own words.
+        `continue_final_message`: the prompt ends within the last message, so that the model continues it.
+        Raises InvalidRequest, with the template's own message, if the template does not accept the messages.
         """
         if not messages:
             raise InvalidRequest("messages must contain at least one message", param="messages")
@@ -84,7 +84,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the chat template refuses these messages: {error.message}", param="messages"
             ) from error
-        except Exception as error:  # whatever a template does with data that it did not expect
+        except Exception as error:  # a template can raise any error on unexpected data
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error
@@ -92,7 +92,7 @@ class ChatTemplate:
 
 
 def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy as templates expect it: no nulls, content as text, reasoning under the name that templates read."""
+    """A copy in the form that templates expect: without nulls, content as text, reasoning under both of its names."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"messages must be objects, got {type(message).__name__}", param="messages")
     prepared = {key: value for key, value in message.items() if value is not None}
@@ -135,8 +135,11 @@ def _mark_end(chat: list[dict[str, Any]], add_generation_prompt: bool) -> None:
 
 
 def _cut_at_mark(prompt: str) -> str:
-    """The prompt up to the mark behind the last message's content. Where the template trims what a message ends with,
-    the space at the mark's own end is missing, and so must be the spaces before the mark."""
+    """Cut the prompt at the mark after the last message's content.
+
+    The mark ends with a space. If the template trims messages, this space is missing, and the spaces before the mark
+    are removed, too.
+    """
     at = prompt.rfind(_END_MARK.rstrip())
     if at < 0:
         raise InvalidRequest(
@@ -154,7 +157,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes for HTML.
+    # Replaces Jinja's own filter, which escapes HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,7 +1,7 @@
-"""The ways to cut text before byte-level BPE that GGUF files name in `tokenizer.ggml.pre`.
+"""The pre-tokenizers that GGUF files name in `tokenizer.ggml.pre`. They split text before byte-level BPE.
 
-A table of llama.cpp's names; each row was checked against `llama-vocab.cpp`. Names that only models of unsupported
-architectures bear are left out: a model is refused rather than guessed at.
+Source: llama.cpp's `llama-vocab.cpp`, against which each row was checked. Names that only unsupported architectures use
+are left out: an unknown name is refused, never guessed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
-# Words that start a new piece where a capital follows a small letter.
+# These patterns also split a word where an upper-case letter follows a lower-case one.
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
@@ -46,7 +46,7 @@ def _digits_then_gpt2() -> PreTokenizer:
 
 
 def _splits(*patterns: str) -> Callable[[], PreTokenizer]:
-    """One pattern after the other, each on the pieces that the one before left."""
+    """A builder of a pre-tokenizer that applies the patterns in order, each to the pieces of the previous one."""
 
     def build() -> PreTokenizer:
         cuts: list[PreTokenizer] = [Split(Regex(pattern), behavior="isolated") for pattern in patterns]
@@ -73,15 +73,15 @@ _WAYS: tuple[tuple[Callable[[], PreTokenizer], tuple[str, ...]], ...] = (
     (_splits(_TEKKEN), ("tekken",)),
     (_splits(_GPT4O), ("gpt-4o", "llama4", "kanana2")),
     (_splits(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"), ("deepseek-coder",)),
-    # What llama.cpp does with files from before the names.
+    # llama.cpp's default, for files from before the names.
     (_splits(r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"), ("default",)),
 )
 
 PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {name: way for way, names in _WAYS for name in names}
-"""llama.cpp's name -> what builds the pre-tokenizer."""
+"""The function that builds the pre-tokenizer of each name."""
 
 MERGES_ARE_OPTIONAL = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2", "tekken"})
-"""Where a whole piece that is a token is taken as it is, whatever the merges would make of it."""
+"""Pre-tokenizers whose models use a token for a piece with the same text, without merges (`ignore_merges`)."""
 
 STARTS_WITH_BOS = MERGES_ARE_OPTIONAL
-"""Where a prompt starts with BOS unless the file says otherwise."""
+"""Pre-tokenizers whose models start a prompt with BOS, unless the file says otherwise."""

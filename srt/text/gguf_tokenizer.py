@@ -1,12 +1,11 @@
-"""Build the tokenizer that a GGUF file describes by its metadata.
+"""The reader of tokenizers in GGUF files.
 
-The file holds the vocabulary, the merges or scores, and the name of the way in which text is cut before merging
-("pre-tokenizer"). What those names mean is defined by llama.cpp (`llama-vocab.cpp`), the format's home; the patterns
-below are those of the models' own tokenizer.json files, of which llama.cpp's are transcriptions.
+The metadata of a file holds the vocabulary, the merges or scores, and the name of the pre-tokenizer, which splits text
+before merging (gguf_pre_tokenizers.py).
 
-Where `transformers` reads the same file differently, llama.cpp and the models' own tokenizers are followed: it knows
-no digit splitting ("smollm", "starcoder", ...), no `ignore_merges`, leaves out control tokens with characters beyond
-the byte-level alphabet, and puts sentencepiece's space mark only at the very start of a text.
+`transformers` reads some files differently: it has no digit splitting ("smollm", "starcoder", ...) and no
+`ignore_merges`, drops control tokens with characters outside the byte-level alphabet, and adds sentencepiece's space
+mark only at the start of a text. In these cases this reader follows llama.cpp and the models' own tokenizers.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from .tokenizer_parts import TokenizerParts
 
 _KEY = "tokenizer.ggml."
 _SPACE_MARK = "\u2581"
-# Values of `token_type`
+# Values of `token_type`.
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _NAMED_IDS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
-    "sep_token": "seperator_token_id",  # the format's spelling
+    "sep_token": "seperator_token_id",  # spelt like this in the format
     "pad_token": "padding_token_id",
     "cls_token": "cls_token_id",
     "mask_token": "mask_token_id",
@@ -43,7 +42,7 @@ _ALWAYS_SPECIAL = ("bos_token_id", *_END_IDS)
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerParts:
-    """ValueError when the file has no tokenizer, one of a kind that is not supported, or one that makes no sense."""
+    """Read the tokenizer of a GGUF file. Raises ValueError if it is missing, not supported or not valid."""
     metadata = GGUFFile(path).metadata
     try:
         return _build(Settings("metadata", metadata))
@@ -55,7 +54,7 @@ def _build(metadata: Settings) -> TokenizerParts:
     kind = metadata.text(_KEY + "model")
     if kind not in ("gpt2", "llama"):
         raise ValueError(f"tokenizer model {kind!r} is not supported; supported: gpt2, llama")
-    # llama.cpp gives an empty token a name, so that ids and texts stay one to one.
+    # As in llama.cpp, an empty token gets a name, so that each id has a text of its own.
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(_strings(metadata, "tokens"))]
     types = _numbers(metadata, "token_type", len(tokens))
     ids = _ids(metadata, is_llama=kind == "llama", num_tokens=len(tokens))
@@ -76,7 +75,7 @@ def _byte_level_bpe(metadata: Settings, tokens: list[str]) -> tokenizers.Tokeniz
         raise ValueError(f"pre-tokenizer {name!r} is not supported; supported: {', '.join(sorted(PRE_TOKENIZERS))}")
     backend = _bpe(
         tokens,
-        # The first character may itself be a space: only what follows it can be the separator.
+        # The first character may itself be a space, so the separator is searched after it.
         [
             (merge[:1] + left, right)
             for merge in _strings(metadata, "merges")
@@ -100,7 +99,7 @@ def _sentencepiece_bpe(metadata: Settings, tokens: list[str], ids: Mapping[str, 
     spaces = normalizers.Replace(" ", _SPACE_MARK)
     decode = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     if metadata.flag(_KEY + "add_space_prefix", True):
-        # As in sentencepiece and llama.cpp: at the start, and again behind every special token.
+        # As in sentencepiece and llama.cpp: at the start of the text and after each special token.
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE_MARK), spaces])
         backend.decoder = decoders.Sequence([*decode, decoders.Strip(content=" ", left=1)])
     else:
@@ -112,7 +111,7 @@ def _sentencepiece_bpe(metadata: Settings, tokens: list[str], ids: Mapping[str, 
 def _bpe(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     for left, right in merges:
-        # The library would panic, which no `except Exception` catches.
+        # The library would panic, and `except Exception` does not catch a panic.
         if left not in vocab or right not in vocab or left + right not in vocab:
             raise ValueError(f"the merge of {left!r} and {right!r} is not in the vocabulary")
     return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
@@ -134,9 +133,10 @@ def _numbers(metadata: Settings, name: str, length: int) -> npt.NDArray[np.gener
 
 
 def merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges that sentencepiece's greedy algorithm makes: two neighbours whose union is a token, best score first.
+    """The merges of sentencepiece's greedy algorithm, best score first.
 
-    Every way to cut a token in two tokens is one. Ties go as in `transformers`: long left parts first.
+    Each split of a token into two tokens is a merge. Equal scores have the order of `transformers`: longer left parts
+    first.
     """
     vocab = dict(zip(tokens, scores, strict=True))
     found = [
@@ -150,20 +150,20 @@ def merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tupl
 
 
 def _ids(metadata: Settings, *, is_llama: bool, num_tokens: int) -> dict[str, int]:
-    # What llama.cpp assumes where the file is silent.
+    # The defaults of llama.cpp.
     ids = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} if is_llama else {}
     for key in (*_NAMED_IDS.values(), *_END_IDS):
         if _KEY + key in metadata:
             ids[key] = metadata.integer(_KEY + key, minimum=-1, maximum=2**32 - 1)
-    # An id beyond the vocabulary names no token; llama.cpp passes over it too.
+    # An id beyond the vocabulary is ignored, as in llama.cpp.
     return {key: index for key, index in ids.items() if 0 <= index < num_tokens}
 
 
 def _add_special_tokens(
     backend: tokenizers.Tokenizer, tokens: list[str], types: npt.NDArray[np.generic], ids: Mapping[str, int]
 ) -> None:
-    """Control tokens and the named ones are special; user-defined ones are only matched whole."""
-    # Some files name an ordinary token for padding, which must stay one.
+    """Add the special tokens (control tokens and named ones), and the user-defined tokens, which are matched whole."""
+    # Some files name an ordinary token as padding. It must stay ordinary.
     named = {index for key, index in ids.items() if key in _ALWAYS_SPECIAL or types[index] != _NORMAL}
     special = named.union((types == _CONTROL).nonzero()[0].tolist())
     plain = sorted(set((types == _USER_DEFINED).nonzero()[0].tolist()) - special)

@@ -1,7 +1,7 @@
-"""Read the tokenizer of a Hugging Face model directory.
+"""The reader of tokenizers in Hugging Face directories.
 
-`tokenizer.json` says how text becomes ids, `tokenizer_config.json` (and the older `special_tokens_map.json`) which
-tokens are special and what they are called, `chat_template.jinja` (or the configuration) how a chat is written down.
+`tokenizer.json` has the tokenizer, `tokenizer_config.json` (and the older `special_tokens_map.json`) the special tokens
+and their names, `chat_template.jinja` (or `tokenizer_config.json`) the chat template.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OTHER_SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 
 
 def read_hf_directory(directory: Path) -> TokenizerParts:
-    """ValueError when one of the files cannot be read."""
+    """Read the tokenizer of a directory. Raises ValueError if one of its files is not valid."""
     backend = _read_backend(directory / "tokenizer.json")
     file = directory / "tokenizer_config.json"
     values = _read_json(file)
@@ -47,18 +47,22 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(read_text(file))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library raises bare Exception, or panics, which is a BaseException
+    except BaseException as error:  # the library raises Exception, or panics, which raises a BaseException
         raise ValueError(f"cannot read {file}: {error}") from error
 
 
 def read_with_transformers(name_or_path: str) -> TokenizerParts:
-    """For what has no tokenizer.json: `transformers` converts the older formats, and finds models on the Hub."""
-    # Only here: the import takes seconds.
+    """Read a tokenizer without tokenizer.json through `transformers`.
+
+    `transformers` converts the older formats, and finds models on the Hub. Raises ValueError if there is no usable
+    tokenizer.
+    """
+    # Imported on use, because the import takes seconds.
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
-    except Exception as error:  # anything at all, from a dozen libraries behind it
+    except Exception as error:  # `transformers` and its many dependencies can raise any error
         raise ValueError(f"cannot load a tokenizer from {name_or_path!r}: {error}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
@@ -82,7 +86,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _named_token(config: Settings, name: str) -> str | None:
-    """A token is written as its text or as an object with its properties."""
+    """The text of a named token, which the file gives as text or as an object with properties."""
     token = config.get(name)
     if token is None:
         return None
@@ -93,7 +97,7 @@ def _named_token(config: Settings, name: str) -> str | None:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Settings) -> None:
-    """Adds what the configuration names and tokenizer.json forgot, and makes special what it calls special."""
+    """Add the config's tokens that tokenizer.json lacks, and mark the config's special tokens as special."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     described = config.nested("added_tokens_decoder") or Settings(config.source, {})
     for token in _described_tokens(described):
@@ -106,7 +110,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Settings) -> None:
 
 
 def _described_tokens(described: Settings) -> list[AddedToken]:
-    """From token id -> properties, in order of id."""
+    """The tokens of `added_tokens_decoder`, an object from token id to properties, in order of id."""
     tokens = {}
     for key in described.untaken():
         if not (key.isascii() and key.isdigit()):
@@ -135,7 +139,7 @@ def _special_texts(config: Settings) -> Iterator[str]:
 
 
 def _chat_templates(directory: Path, config: Settings) -> dict[str, str]:
-    """Files come before the configuration."""
+    """The chat templates in files, or else those in the config."""
     files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     default = directory / "chat_template.jinja"
     if default.exists():
@@ -146,7 +150,7 @@ def _chat_templates(directory: Path, config: Settings) -> dict[str, str]:
 
 
 def _named_templates(config: Settings) -> dict[str, str]:
-    """From any of the three ways to write them: one text, name -> text, or a list of objects with name and template."""
+    """The chat templates in the config: a text, an object from name to text, or a list of {name, template} objects."""
     value = config.get("chat_template")
     if value is None:
         return {}

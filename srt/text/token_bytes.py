@@ -1,8 +1,8 @@
-"""What each token stands for in the text, as bytes, so that output can be decoded token by token.
+"""The bytes of each token, with which output can be decoded token by token.
 
-In the two common kinds of vocabulary the text of some tokens is the concatenation of what each of them stands for:
-byte-level BPE (GPT-2 and its heirs), where every character of a token spells one byte, and sentencepiece with byte
-fallback (Llama 2), where U+2581 spells a space and <0x0A> a byte.
+In the two common kinds of vocabulary, the text of a sequence is the concatenation of its tokens' bytes. In byte-level
+BPE (GPT-2 and its successors) each character of a token stands for one byte. In sentencepiece with byte fallback
+(Llama 2) U+2581 stands for a space, and a token such as <0x0A> for a byte.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """The character that spells each byte in a byte-level vocabulary, and that byte.
+    """The byte that each character of a byte-level vocabulary stands for.
 
-    Printable Latin-1 characters spell themselves; the others, in order, are spelt by the characters from U+0100 on.
-    Source: the GPT-2 release (`bytes_to_unicode`).
+    A printable Latin-1 character stands for its own byte. The characters from U+0100 on stand for the other bytes, in
+    order. Source: the GPT-2 release (`bytes_to_unicode`).
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): byte for byte in printable}
@@ -31,7 +31,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 class TokenBytes:
-    """The bytes of each token of one vocabulary; worked out when asked for, then kept."""
+    """The bytes of each token of a vocabulary. They are computed on first access and kept."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, byte_level: bool) -> None:
         self._backend = backend
@@ -40,10 +40,10 @@ class TokenBytes:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBytes | None:
-        """None when the tokenizer's decoder does something else than to concatenate bytes."""
+        """The TokenBytes of a tokenizer. None if its decoder does more than concatenate bytes."""
         if backend.decoder is None:
             return None
-        # The parts of a decoder are not readable as attributes; its pickled state is JSON.
+        # A decoder has no attributes for its parts, but its pickled state is JSON.
         decoder = json.loads(backend.decoder.__getstate__())
         steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         kinds = [step["type"] for step in steps]
@@ -55,7 +55,7 @@ class TokenBytes:
         return None
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Empty for an id that the vocabulary does not have; OverflowError for one that no vocabulary can have."""
+        """The bytes of a token; empty for an unknown id. Raises OverflowError for an id outside [0, 2**32)."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._spell(self._backend.id_to_token(token_id))
@@ -67,7 +67,7 @@ class TokenBytes:
         if self._alphabet is not None:
             try:
                 return bytes(map(self._alphabet.__getitem__, token))
-            except KeyError:  # an added token: written as it is
+            except KeyError:  # an added token, which is plain text
                 return token.encode()
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes.fromhex(byte[1]) if byte else token.replace(_SPACE_MARK, " ").encode()

@@ -1,6 +1,7 @@
-"""Text to token ids and back, and chat messages to text: the `tokenizers` library, with what a model ships around it.
+"""The tokenizer: text to token ids, token ids to text, and chat messages to text.
 
-`transformers` is not imported on the usual path: its import alone takes longer than everything here.
+It uses the `tokenizers` library. `transformers` is imported only for models without a tokenizer.json or GGUF file,
+because its import takes seconds.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ if TYPE_CHECKING:
 
 
 _LONG_CHARS = 20_000
-"""A text from this length on is encoded without Python's lock, so that a thread that does it delays no other."""
+"""A text of at least this length is encoded without Python's lock (GIL), so that other threads are not delayed."""
 _LONG_IDS = 10_000
-"""The same of ids that are decoded."""
+"""A list of at least this many ids is decoded without Python's lock."""
 
 
 class Tokenizer:
-    """One model's tokenizer. `special_ids` are the ids that `skip_special_tokens` leaves out; `token_bytes` is what
-    each token stands for, where decoding is a concatenation of bytes, else None."""
+    """A model's tokenizer.
+
+    special_ids: the ids that `skip_special_tokens` leaves out. token_bytes: the bytes of each token, or None if
+    decoding is not a concatenation of bytes.
+    """
 
     def __init__(self, parts: TokenizerParts) -> None:
         backend = parts.backend
-        # Some files ask for truncation or padding, which would change prompts behind the user's back.
+        # Some files enable truncation or padding, which would silently change prompts.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -48,9 +52,9 @@ class Tokenizer:
         self._templates: dict[str, ChatTemplate] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises InvalidRequest when `text` is not valid Unicode (lone surrogates)."""
+        """Encode a text. Raises InvalidRequest if `text` is not valid Unicode (lone surrogates)."""
         if len(text) >= _LONG_CHARS:
-            return self.encode_batch([text], add_special_tokens)[0]  # the library keeps the lock for a single text
+            return self.encode_batch([text], add_special_tokens)[0]  # only the batch call releases Python's lock
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
@@ -58,7 +62,7 @@ class Tokenizer:
             raise
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of every text, on all cores."""
+        """Encode several texts on all cores, as `encode` does."""
         try:
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except TypeError:
@@ -68,7 +72,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Ids that the vocabulary does not have stand for nothing. Raises InvalidRequest for negative ids."""
+        """Decode token ids. Unknown ids give no text. Raises InvalidRequest for ids outside [0, 2**32)."""
         ids = list(ids)
         try:
             if len(ids) >= _LONG_IDS:
@@ -78,9 +82,9 @@ class Tokenizer:
             raise InvalidRequest("token ids must be in [0, 2**32)", param="tokens") from error
 
     def tokens_beyond(self, num_rows: int) -> list[str]:
-        """Tokens whose id is `num_rows` or more, in the order of their ids."""
+        """The tokens with ids of at least `num_rows`, in order of id."""
         if self.vocab_size <= num_rows and max(self.backend.get_added_tokens_decoder(), default=0) < num_rows:
-            return []  # by far the most common case, which the whole vocabulary is not listed for
+            return []  # the common case, without a list of the whole vocabulary
         vocab = self.backend.get_vocab(with_added_tokens=True)
         return sorted((token for token, token_id in vocab.items() if token_id >= num_rows), key=vocab.__getitem__)
 
@@ -99,9 +103,9 @@ class Tokenizer:
         continue_final_message: bool = False,
         **chat_template_kwargs: Any,
     ) -> str:
-        """The prompt for a chat; encode it with `add_special_tokens=False`, the template writes them itself.
+        """Make the prompt of a chat. Encode it with `add_special_tokens=False`: it already has its special tokens.
 
-        Raises InvalidRequest when there is no template or it refuses the messages.
+        Raises InvalidRequest if there is no template, or if the template does not accept the messages.
         """
         return self._template(has_tools=tools is not None).render(
             messages,
@@ -112,7 +116,7 @@ class Tokenizer:
         )
 
     def compile_chat_template(self) -> None:
-        """Finds mistakes in the template now: ValueError. Otherwise the first use would."""
+        """Compile the templates now instead of on first use. Raises ValueError for an invalid template."""
         for name in self._template_sources:
             self._compiled(name)
 
@@ -138,7 +142,7 @@ class Tokenizer:
 
     def _compiled(self, name: str) -> ChatTemplate:
         if name not in self._templates:
-            # Here because two of the three processes never need Jinja (80 ms).
+            # Imported on use: two of the three processes never need Jinja, whose import takes 80 ms.
             from .chat_template import ChatTemplate
 
             self._templates[name] = ChatTemplate(self._template_sources[name], self.special_tokens)
@@ -146,10 +150,10 @@ class Tokenizer:
 
 
 def load_tokenizer(model_path: str, tokenizer_path: str | None = None, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer of a Hugging Face directory, of a GGUF file, or whatever `transformers` finds under that name.
+    """Load the tokenizer of a Hugging Face directory or a GGUF file, or one that `transformers` finds by its name.
 
-    `chat_template`: a file, or the template itself; it replaces the model's own.
-    Raises ValueError when there is no tokenizer, or one that is not supported.
+    `chat_template`: a file or the template's text; it replaces the model's own templates.
+    Raises ValueError if there is no tokenizer, or if it is not supported.
     """
     path = Path(tokenizer_path or model_path)
     if path.suffix == ".gguf":

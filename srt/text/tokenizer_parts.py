@@ -1,4 +1,4 @@
-"""What the readers of tokenizer files hand over."""
+"""The parts of a tokenizer, as the readers of tokenizer files return them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ NAMED_SPECIAL_TOKENS = (
     "cls_token",
     "mask_token",
 )
-"""The special tokens that chat templates know by name."""
+"""The names of special tokens that chat templates use."""
 
 
 class TokenizerParts(NamedTuple):
-    """`special_tokens`: a name of NAMED_SPECIAL_TOKENS -> the token's text. `chat_templates`: name -> Jinja source; the
-    usual one is called "default"."""
+    """The parts of a tokenizer.
+
+    special_tokens: text of each token of NAMED_SPECIAL_TOKENS. chat_templates: Jinja source of each template by name;
+    the usual one is "default".
+    """
 
     backend: tokenizers.Tokenizer
     special_tokens: Mapping[str, str]
