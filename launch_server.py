@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from . import __version__
 from .srt import server_args as settings
-from .srt.model_files.default_model import DEFAULT_MODEL_NAME, HOW_TO_GET_IT, require_default_model
+from .srt.model_files.default_model import DEFAULT_MODEL_NAME, INSTALL_COMMAND, require_default_model
 from .srt.server_args import ServerArgs
 
 _SERVE = "Serve a model over HTTP: OpenAI's endpoints and SGLang's /generate."
@@ -31,7 +31,7 @@ _BENCHMARKS = {
 }
 """Name of each benchmark on the command line -> its module in benchmarks/."""
 _MODEL = (
-    f"Hugging Face directory or .gguf file; without one: {DEFAULT_MODEL_NAME}, if it is installed ({HOW_TO_GET_IT})"
+    f"Hugging Face directory or .gguf file; without one: {DEFAULT_MODEL_NAME}, if it is installed ({INSTALL_COMMAND})"
 )
 
 

@@ -59,7 +59,7 @@ def build_arguments() -> dict[str, object]:
             try:
                 super().build_extensions()
             except (subprocess.CalledProcessError, OSError) as error:  # torch asks the compiler for its version
-                tell(f"{compiler} cannot be used ({error}). {CONSEQUENCE} {facts.remedy(ROOT)}")
+                tell(f"{compiler} cannot be used ({error}). {CONSEQUENCE} {facts.build_hint(ROOT)}")
 
         def build_extension(self, ext: Extension) -> None:
             built = Path(self.get_ext_fullpath(ext.name))
@@ -68,7 +68,7 @@ def build_arguments() -> dict[str, object]:
             try:
                 super().build_extension(ext)
             except (BaseError, CCompilerError, OSError):
-                tell(f"building {ext.name} failed: see the compiler's errors. {CONSEQUENCE} {facts.remedy(ROOT)}")
+                tell(f"building {ext.name} failed: see the compiler's errors. {CONSEQUENCE} {facts.build_hint(ROOT)}")
 
     extensions = [
         CppExtension(

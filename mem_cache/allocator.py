@@ -25,7 +25,7 @@ from .page_ledger import PageLedger
 
 # Most units that a refill takes from the stack, unless one allocation needs more. Sorting them takes less than half a
 # millisecond. Sorting a pool of a million slots would stop the scheduler for tens of milliseconds.
-_MOST_SORTED = 65536
+_MAX_SORTED = 65536
 # Most free units that one slice of an audit checks.
 _MAX_SLICE_UNITS = 32768
 
@@ -53,7 +53,7 @@ class _FreeList:
         """Allocate `count` units, at most `num_free`. Returns int32 [count], ascending."""
         num_missing = count - (len(self._run) - self._run_start)
         if num_missing > 0:
-            self._refill(max(num_missing, _MOST_SORTED))
+            self._refill(max(num_missing, _MAX_SORTED))
         start = self._run_start
         self._run_start = start + count
         self.num_free -= count
@@ -74,9 +74,9 @@ class _FreeList:
             for start in range(0, len(units), _MAX_SLICE_UNITS):
                 yield units[start : start + _MAX_SLICE_UNITS]
 
-    def _refill(self, most: int) -> None:
+    def _refill(self, max_units: int) -> None:
         """Move the units that were freed last, at most `most` of them, from the stack into the run."""
-        left = max(self._num_returned - most, 0)
+        left = max(self._num_returned - max_units, 0)
         self._run = np.concatenate((self._run[self._run_start :], self._returned[left : self._num_returned]))
         self._run.sort()
         self._run_start = 0

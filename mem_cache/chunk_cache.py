@@ -19,10 +19,10 @@ class ChunkCache(BasePrefixCache):
         self.page_size = page_size
         self.evictable_size = 0
         self.protected_size = 0
-        self._nothing = MatchResult(slots=np.empty(0, dtype=np.int32), node=CacheNode())
+        self._no_match = MatchResult(slots=np.empty(0, dtype=np.int32), node=CacheNode())
 
     def match(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> MatchResult:
-        return self._nothing
+        return self._no_match
 
     def match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
         return 0

@@ -7,7 +7,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-_NUM_NAMED = 16
+_MAX_NAMED = 16
 """Most pages that an error names."""
 
 
@@ -45,7 +45,7 @@ class PageLedger:
         """Raise AssertionError unless each page has been recorded."""
         if self._num_known != self._num_pages:
             leaked = np.flatnonzero(self._uses[1:] == PageUse.UNKNOWN) + 1
-            raise AssertionError(f"{len(leaked)} pages neither free nor owned: {leaked[:_NUM_NAMED].tolist()}")
+            raise AssertionError(f"{len(leaked)} pages neither free nor owned: {leaked[:_MAX_NAMED].tolist()}")
 
     def _add(self, pages: npt.NDArray[np.int32], use: PageUse) -> None:
         """Record `pages`, which are sorted and distinct."""
@@ -56,7 +56,7 @@ class PageLedger:
         if len(twice):
             same = bool((before[before != PageUse.UNKNOWN] == use).all())
             what = "both free and owned" if not same else "freed twice" if use is PageUse.FREE else "owned twice"
-            raise AssertionError(f"{len(twice)} pages {what}: {twice[:_NUM_NAMED].tolist()}")
+            raise AssertionError(f"{len(twice)} pages {what}: {twice[:_MAX_NAMED].tolist()}")
         self._uses[pages] = use
         self._num_known += len(pages)
 
@@ -65,4 +65,4 @@ def _check_distinct(values: npt.NDArray[np.int32], what: str) -> None:
     """Raise AssertionError when `values`, which are sorted, contain an equal pair."""
     twice = values[1:][values[1:] == values[:-1]]
     if len(twice):
-        raise AssertionError(f"{len(twice)} {what}: {twice[:_NUM_NAMED].tolist()}")
+        raise AssertionError(f"{len(twice)} {what}: {twice[:_MAX_NAMED].tolist()}")

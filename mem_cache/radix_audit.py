@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from .radix_node import NOTHING, RadixNode
+from .radix_node import EMPTY, RadixNode
 
 if TYPE_CHECKING:  # the cache imports this file
     from .radix_cache import RadixCache
@@ -140,7 +140,7 @@ class _RadixAudit:
             yield self._end_slice()
 
     def _end_slice(self) -> Slots:
-        slots = np.concatenate([NOTHING, *self._slots])
+        slots = np.concatenate([EMPTY, *self._slots])
         self._slots = []
         self._work = 0
         return slots

@@ -30,7 +30,7 @@ from .allocator import BaseAllocator
 from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult
 from .evict_policy import get_evict_policy
 from .radix_audit import audit_slices
-from .radix_node import NO_TICKET, NOTHING, RadixNode
+from .radix_node import EMPTY, NO_TICKET, RadixNode
 
 # Added to the limit of the heap's length, so that small trees do not rebuild their heap all the time.
 _HEAP_SLACK = 64
@@ -62,14 +62,14 @@ class RadixCache(BasePrefixCache):
         self._heap: list[_HeapEntry] = []
         # Nodes that are no longer in the tree and still locked.
         self._discarded: set[RadixNode] = set()
-        self._root = RadixNode(None, b"", NOTHING, NOTHING, tick=0, priority=0)
+        self._root = RadixNode(None, b"", EMPTY, EMPTY, tick=0, priority=0)
 
     # Lookup and insertion
 
     def match(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> MatchResult:
         path, matched_len = self._descend(tokens, namespace)
         if not matched_len:
-            return MatchResult(NOTHING, self._root)
+            return MatchResult(EMPTY, self._root)
         self._touch(path)
         return MatchResult(np.concatenate([node.slots for node in path]), path[-1])
 
@@ -104,7 +104,7 @@ class RadixCache(BasePrefixCache):
         page_size = self.page_size
         end = len(tokens) // page_size * page_size
         path: list[RadixNode] = []
-        pos = in_last = 0
+        pos = matched_in_last = 0
         node = self._root.children.get(_namespace_key(namespace))
         while node is not None and pos < end:
             node = node.children.get(tokens[pos : pos + page_size].tobytes())
@@ -112,17 +112,17 @@ class RadixCache(BasePrefixCache):
                 break
             path.append(node)
             # Never 0: the key is the whole first page.
-            in_last = _common_len(node.tokens, tokens[pos:end]) // page_size * page_size
-            pos += in_last
-            if in_last < len(node.tokens):
+            matched_in_last = _common_len(node.tokens, tokens[pos:end]) // page_size * page_size
+            pos += matched_in_last
+            if matched_in_last < len(node.tokens):
                 break
-        return path, pos, in_last
+        return path, pos, matched_in_last
 
     def _descend(self, tokens: npt.NDArray[np.int32], namespace: str) -> tuple[list[RadixNode], int]:
         """Walk down as `_find` does, and split the last node at the end of the match: all nodes then match whole."""
-        path, matched_len, in_last = self._find(tokens, namespace)
-        if path and in_last < len(path[-1].tokens):
-            path[-1] = self._split(path[-1], in_last)
+        path, matched_len, matched_in_last = self._find(tokens, namespace)
+        if path and matched_in_last < len(path[-1].tokens):
+            path[-1] = self._split(path[-1], matched_in_last)
         return path, matched_len
 
     def _touch(self, path: list[RadixNode]) -> None:
@@ -158,7 +158,7 @@ class RadixCache(BasePrefixCache):
         key = _namespace_key(namespace)
         node = self._root.children.get(key)
         if node is None:
-            node = RadixNode(self._root, key, NOTHING, NOTHING, self._tick, priority=0)
+            node = RadixNode(self._root, key, EMPTY, EMPTY, self._tick, priority=0)
             self._root.children[key] = node
         return node
 
@@ -280,7 +280,7 @@ class RadixCache(BasePrefixCache):
         slots = node.slots
         # Void heap entries may keep the node in memory for a while. They must not keep its arrays.
         node.parent = None
-        node.tokens = node.slots = NOTHING
+        node.tokens = node.slots = EMPTY
         node.ticket = NO_TICKET
         return slots
 
@@ -313,7 +313,7 @@ class RadixCache(BasePrefixCache):
         if top is None:
             return
         self._unlink(top)
-        freed = [NOTHING]
+        freed = [EMPTY]
         stack = [top]
         while stack:
             node = stack.pop()

@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from .base_prefix_cache import CacheNode
 
-NOTHING: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
-NOTHING.flags.writeable = False
+EMPTY: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
+EMPTY.flags.writeable = False
 NO_TICKET = 0
 
 

@@ -93,7 +93,7 @@ def read_stamp(path: Path) -> BuildStamp | None:
     return BuildStamp(*words) if len(words) == 2 else None
 
 
-def remedy(root: Path) -> str:
+def build_hint(root: Path) -> str:
     """Instructions for building the operations of the package at `root` so that compiler errors are shown."""
     if sources(root):
         return f"To build them: cd {root} && {sys.executable} setup.py build_ext --inplace"

@@ -26,7 +26,7 @@ class Variant(NamedTuple):
     """A build of csrc/cpu. cpu_build.py has the compiler flags for each name."""
 
     name: str
-    runs_here: Callable[[], bool]
+    is_supported: Callable[[], bool]
     bfloat16: bool
     """Whether its linear layers can multiply bfloat16."""
 
@@ -44,7 +44,7 @@ def load() -> Variant | None:
     """Load the fastest build for this processor as `torch.ops.tercet_cpu`. Returns None if none can be loaded."""
     problems: list[str] = []
     for variant in VARIANTS:
-        if not variant.runs_here():
+        if not variant.is_supported():
             continue
         problem = _load_build(variant.name)
         if problem is None:
@@ -53,7 +53,7 @@ def load() -> Variant | None:
                     "The CPU runs on the slower build of the C++ kernels, for %s: %s. %s",
                     variant.name,
                     "; ".join(problems),
-                    remedy(),
+                    build_hint(),
                 )
             return variant
         problems.append(problem)
@@ -61,7 +61,7 @@ def load() -> Variant | None:
         logger.warning(
             "The C++ kernels could not be loaded: %s. The CPU runs on torch's operations, which are slower. %s",
             "; ".join(problems),
-            remedy(),
+            build_hint(),
         )
     else:
         logger.warning(
@@ -70,9 +70,9 @@ def load() -> Variant | None:
     return None
 
 
-def remedy() -> str:
+def build_hint() -> str:
     """Instructions for building the operations."""
-    return cpu_build.remedy(_ROOT)
+    return cpu_build.build_hint(_ROOT)
 
 
 def _load_build(name: str) -> str | None:

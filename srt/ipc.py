@@ -129,9 +129,9 @@ class AsyncReceiver(Generic[T]):
                 self._on_message(message)
             except Exception:
                 logger.exception("Could not handle a message")
-                self._give_up(message)
+                self._report_broken(message)
 
-    def _give_up(self, message: T | BrokenMessage) -> None:
+    def _report_broken(self, message: T | BrokenMessage) -> None:
         rids = request_ids(msgspec.to_builtins(message))
         try:
             self._on_message(BrokenMessage(rids, "a message of this request could not be handled"))

@@ -77,7 +77,7 @@ class FakeAccelerator:
         self._seen[id(buffer)] = _content(buffer).copy()
         return buffer
 
-    def mark(self) -> FakeEvent:
+    def record_event(self) -> FakeEvent:
         self.tick()
         staged = []
         for buffer in self.uploads:

@@ -35,7 +35,7 @@ def resolve_attention_backend(name: str, device: torch.device) -> str:
     if name not in _BACKENDS:
         raise ValueError(f"attention backend must be auto, {', '.join(BACKEND_NAMES)}, got {name!r}")
     if name == "cpu" and (device.type != "cpu" or not cpu_extension.load()):
-        raise ValueError(f"attention backend cpu needs a CPU and the compiled C++ kernels. {cpu_extension.remedy()}")
+        raise ValueError(f"attention backend cpu needs a CPU and the compiled C++ kernels. {cpu_extension.build_hint()}")
     return name
 
 

@@ -48,7 +48,7 @@ class Accelerator:
         """
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def mark(self) -> Event:
+    def record_event(self) -> Event:
         """Queue an event behind the work queued so far."""
         event = torch.cuda.Event()
         event.record()

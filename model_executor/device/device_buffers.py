@@ -22,8 +22,8 @@ Array = npt.NDArray[Any]
 
 _ALIGNMENT = 16
 """Each array of a transfer starts at a multiple of this number of bytes."""
-_FIRST_BUFFERS = 16
-_SMALLEST_BUFFER = 1 << 16
+_NUM_INITIAL_BUFFERS = 16
+_MIN_BUFFER_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Uploads:
         self._accelerator = accelerator
         self._buffers: deque[_Staging] = deque()
         if accelerator is not None:
-            self._buffers.extend(self._allocate(_SMALLEST_BUFFER) for _ in range(_FIRST_BUFFERS))
+            self._buffers.extend(self._allocate(_MIN_BUFFER_BYTES) for _ in range(_NUM_INITIAL_BUFFERS))
 
     def send(self, *arrays: Array) -> tuple[torch.Tensor, ...]:
         """Send arrays to the device. Returns one tensor for each array, with its dtype and shape.
@@ -61,7 +61,7 @@ class Uploads:
         staging = self._stage(arrays, starts, num_bytes)
         sent = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         sent.copy_(staging.tensor[:num_bytes], non_blocking=True)
-        staging.copied = self._accelerator.mark()
+        staging.copied = self._accelerator.record_event()
         return tuple(
             sent[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
             for start, array in zip(starts, arrays, strict=True)
@@ -75,7 +75,7 @@ class Uploads:
         staging = self._stage((array,), [0], array.nbytes)
         source = staging.tensor[: array.nbytes].view(target.dtype).view(target.shape)
         target.copy_(source, non_blocking=True)
-        staging.copied = self._accelerator.mark()
+        staging.copied = self._accelerator.record_event()
 
     def _stage(self, arrays: tuple[Array, ...], starts: list[int], num_bytes: int) -> _Staging:
         """Copy arrays into a free pinned buffer. The caller sets the buffer's `copied`."""
@@ -94,7 +94,7 @@ class Uploads:
 
     def _allocate(self, num_bytes: int) -> _Staging:
         assert self._accelerator is not None
-        size = max(_SMALLEST_BUFFER, 1 << (num_bytes - 1).bit_length())
+        size = max(_MIN_BUFFER_BYTES, 1 << (num_bytes - 1).bit_length())
         tensor = self._accelerator.pinned(size)
         return _Staging(tensor, tensor.numpy())
 

@@ -11,8 +11,8 @@ _set_option = getattr(_libc, "mallopt", None)
 # Constants of malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_MOST_MMAP_THRESHOLD = 32 << 20
-_KEPT = 512 << 20
+_MAX_MMAP_THRESHOLD = 32 << 20
+_KEPT_BYTES = 512 << 20
 
 
 def trim_heap() -> None:
@@ -28,5 +28,5 @@ def keep_freed_memory() -> None:
     to 5 % of a prefill.
     """
     if _set_option is not None:
-        _set_option(_M_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD)
-        _set_option(_M_TRIM_THRESHOLD, _KEPT)
+        _set_option(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
+        _set_option(_M_TRIM_THRESHOLD, _KEPT_BYTES)

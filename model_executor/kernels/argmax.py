@@ -10,7 +10,7 @@ from .primitives import has_dense_rows
 
 INVALID_TOKEN = -1
 _CHUNK = 4096
-_NOTHING = tl.constexpr(2**31 - 1)
+_NO_ID = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -19,24 +19,24 @@ def _argmax_chunk_kernel(x_ptr, part_max_ptr, part_id_ptr, stride_x, vocab, num_
     chunk = tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(x_ptr + row * stride_x + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
-    broken = tl.sum((x != x).to(tl.int32), axis=0) > 0
+    has_nan = tl.sum((x != x).to(tl.int32), axis=0) > 0
     x = tl.where(x != x, float("-inf"), x)
     top = tl.max(x, axis=0)
-    first = tl.min(tl.where(x == top, i, _NOTHING), axis=0)
+    first = tl.min(tl.where(x == top, i, _NO_ID), axis=0)
     # A chunk with a NaN stores +inf, which no other chunk exceeds, and the id -1.
-    tl.store(part_max_ptr + row * num_chunks + chunk, tl.where(broken, float("inf"), top))
-    tl.store(part_id_ptr + row * num_chunks + chunk, tl.where(broken, -1, first))
+    tl.store(part_max_ptr + row * num_chunks + chunk, tl.where(has_nan, float("inf"), top))
+    tl.store(part_id_ptr + row * num_chunks + chunk, tl.where(has_nan, -1, first))
 
 
 @triton.jit
 def _argmax_merge_kernel(part_max_ptr, part_id_ptr, out_ptr, num_chunks, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    there = i < num_chunks
-    part = tl.load(part_max_ptr + row * num_chunks + i, mask=there, other=float("-inf"))
-    ids = tl.load(part_id_ptr + row * num_chunks + i, mask=there, other=_NOTHING)
+    valid = i < num_chunks
+    part = tl.load(part_max_ptr + row * num_chunks + i, mask=valid, other=float("-inf"))
+    ids = tl.load(part_id_ptr + row * num_chunks + i, mask=valid, other=_NO_ID)
     top = tl.max(part, axis=0)
-    token = tl.min(tl.where(part == top, ids, _NOTHING), axis=0)
+    token = tl.min(tl.where(part == top, ids, _NO_ID), axis=0)
     token = tl.where(top == float("-inf"), -1, token)
     tl.store(out_ptr + row, token.to(tl.int64))
 

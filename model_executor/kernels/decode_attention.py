@@ -170,11 +170,11 @@ def _decode_merge_kernel(
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([BLOCK_D], tl.float32)
     for start in range(begin, end, BLOCK_S):
-        there = start + offs_s < end
+        valid = start + offs_s < end
         part = (start + offs_s).to(tl.int64) * NUM_HEADS + head
-        lse = tl.load(part_lse_ptr + part, mask=there, other=float("-inf"))
+        lse = tl.load(part_lse_ptr + part, mask=valid, other=float("-inf"))
         o = tl.load(
-            part_o_ptr + part[:, None] * HEAD_DIM + offs_d[None, :], mask=there[:, None] & mask_d[None, :], other=0.0
+            part_o_ptr + part[:, None] * HEAD_DIM + offs_d[None, :], mask=valid[:, None] & mask_d[None, :], other=0.0
         )
         new_top = tl.maximum(top, tl.max(lse, axis=0))
         fade = tl.exp2(top - new_top)

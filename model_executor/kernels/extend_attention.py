@@ -50,10 +50,10 @@ def _attend(
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
     if MASKED:
-        there = position < end
-        slots = tl.load(row_ptr + position, mask=there, other=0).to(tl.int64)
+        valid = position < end
+        slots = tl.load(row_ptr + position, mask=valid, other=0).to(tl.int64)
         k_offsets = slots[None, :] * stride_slot + offs_d[:, None]
-        k = tl.load(k_head_ptr + k_offsets, mask=there[None, :] & mask_d[:, None], other=0.0)
+        k = tl.load(k_head_ptr + k_offsets, mask=valid[None, :] & mask_d[:, None], other=0.0)
     else:
         slots = tl.load(row_ptr + position).to(tl.int64)
         k_offsets = slots[None, :] * stride_slot + offs_d[:, None]
@@ -78,7 +78,7 @@ def _attend(
     total = total * fade + tl.sum(p, axis=1)
     v_offsets = slots[:, None] * stride_slot + offs_d[None, :]
     if MASKED:
-        v = tl.load(v_head_ptr + v_offsets, mask=there[:, None] & mask_d[None, :], other=0.0)
+        v = tl.load(v_head_ptr + v_offsets, mask=valid[:, None] & mask_d[None, :], other=0.0)
     elif HEAD_DIM == BLOCK_D:
         v = tl.load(v_head_ptr + v_offsets)
     else:

@@ -129,10 +129,10 @@ def rotary(
     k_buffer, v_buffer, slots: as in `store_kv`; all or none. If given, K and V are stored there, and K in qkv does not
     change.
     """
-    num_tokens, heads_there, head_dim = qkv.shape
+    num_tokens, num_qkv_heads, head_dim = qkv.shape
     store = slots is not None
     rotary_dim = 2 * cos.shape[1]
-    assert qkv.stride(2) == 1 and heads_there >= num_heads + (2 if store else 1) * num_kv_heads
+    assert qkv.stride(2) == 1 and num_qkv_heads >= num_heads + (2 if store else 1) * num_kv_heads
     assert cos.shape == sin.shape and cos.shape[0] == num_tokens and cos.stride() == sin.stride()
     assert cos.stride(1) == 1 and cos.dtype == sin.dtype == torch.float32
     assert head_dim % 2 == 0 and rotary_dim <= head_dim

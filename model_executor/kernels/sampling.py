@@ -48,13 +48,13 @@ def _best(peak):
 def _gaps(values_ptr, start, n, best, temperature, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
     """(gap, bits of the gap, whether the position is below n) for positions start .. start + BLOCK."""
     i = start + tl.arange(0, BLOCK)
-    there = i < n
+    valid = i < n
     if GATHERED:
-        gap = tl.load(values_ptr + i, mask=there, other=float("inf"))
+        gap = tl.load(values_ptr + i, mask=valid, other=float("inf"))
     else:
-        x = tl.load(values_ptr + i, mask=there, other=float("-inf")).to(tl.float32)
+        x = tl.load(values_ptr + i, mask=valid, other=float("-inf")).to(tl.float32)
         gap = tl.div_rn(tl.maximum(best - x, 0.0), temperature)
-    return gap, gap.to(tl.int32, bitcast=True), there
+    return gap, gap.to(tl.int32, bitcast=True), valid
 
 
 @triton.jit
@@ -62,8 +62,8 @@ def _count(values_ptr, n, limit, best, temperature, GATHERED: tl.constexpr, BLOC
     """The number of tokens with gaps of at most `limit` (bits)."""
     total = tl.zeros([BLOCK], tl.int32)
     for start in range(0, n, BLOCK):
-        _, bits, there = _gaps(values_ptr, start, n, best, temperature, GATHERED, BLOCK)
-        total += ((bits <= limit) & there).to(tl.int32)
+        _, bits, valid = _gaps(values_ptr, start, n, best, temperature, GATHERED, BLOCK)
+        total += ((bits <= limit) & valid).to(tl.int32)
     return tl.sum(total, axis=0)
 
 
@@ -72,8 +72,8 @@ def _weight(values_ptr, n, limit, best, temperature, GATHERED: tl.constexpr, BLO
     """The sum of the weights of tokens with gaps of at most `limit` (bits)."""
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, n, BLOCK):
-        gap, bits, there = _gaps(values_ptr, start, n, best, temperature, GATHERED, BLOCK)
-        total += tl.where((bits <= limit) & there, _weigh(gap), 0)
+        gap, bits, valid = _gaps(values_ptr, start, n, best, temperature, GATHERED, BLOCK)
+        total += tl.where((bits <= limit) & valid, _weigh(gap), 0)
     return tl.sum(total, axis=0)
 
 
@@ -133,8 +133,8 @@ def _draw(
     seen = nth * 0
     position = seen + n
     for start in range(0, n, BLOCK):
-        _, bits, there = _gaps(values_ptr, start, n, best, temperature, GATHERED, BLOCK)
-        equal = ((bits == chosen) & there).to(tl.int32)
+        _, bits, valid = _gaps(values_ptr, start, n, best, temperature, GATHERED, BLOCK)
+        equal = ((bits == chosen) & valid).to(tl.int32)
         rank = seen + tl.cumsum(equal, axis=0) - 1
         hit = (equal == 1) & (rank == nth)
         position = tl.minimum(position, tl.min(tl.where(hit, start + tl.arange(0, BLOCK), n), axis=0))
@@ -190,8 +190,8 @@ def _sample_ranked_kernel(
     found = top_k * 0
     weight = mass * 0
     for start in range(0, vocab, BLOCK):
-        gap, bits, there = _gaps(values, start, vocab, best, temperature, False, BLOCK)
-        near = ((bits <= limit) & there).to(tl.int32)
+        gap, bits, valid = _gaps(values, start, vocab, best, temperature, False, BLOCK)
+        near = ((bits <= limit) & valid).to(tl.int32)
         place = found + tl.cumsum(near, axis=0) - 1
         fits = (near == 1) & (place < CANDIDATES)
         tl.store(gap_ptr + row * CANDIDATES + place, gap, mask=fits)
@@ -235,10 +235,10 @@ def _sample_open_kernel(
     before = point * 0
     token = (point * 0).to(tl.int32) + vocab
     for start in range(0, vocab, BLOCK):
-        gap, bits, there = _gaps(values, start, vocab, best, temperature, False, BLOCK)
-        weights = tl.where((bits <= limit) & there, _weigh(gap), 0)
+        gap, bits, valid = _gaps(values, start, vocab, best, temperature, False, BLOCK)
+        weights = tl.where((bits <= limit) & valid, _weigh(gap), 0)
         cumulative = before + tl.cumsum(weights, axis=0)
-        past = tl.where((cumulative > point) & there, start + tl.arange(0, BLOCK), vocab)
+        past = tl.where((cumulative > point) & valid, start + tl.arange(0, BLOCK), vocab)
         token = tl.minimum(token, tl.min(past, axis=0))
         before += tl.sum(weights, axis=0)
     token = tl.where(peak > float("-inf"), tl.minimum(token, vocab - 1), -1)

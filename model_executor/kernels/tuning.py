@@ -139,7 +139,7 @@ def padded_head_dim(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
-def _known(arch: str) -> str:
+def _tuned_arch(arch: str) -> str:
     """The architecture whose rows serve `arch`: itself, or a related one with no more shared memory."""
     if arch in _DECODE:
         return arch
@@ -148,14 +148,14 @@ def _known(arch: str) -> str:
 
 def decode_tile(arch: str, head_dim: int, *, fp32: bool = False) -> DecodeTile:
     """The tile of decode attention. `fp32`: whether queries and KV are float32."""
-    arch, width = _known(arch), padded_head_dim(head_dim)
+    arch, width = _tuned_arch(arch), padded_head_dim(head_dim)
     plain = _DECODE[arch][width]
     return _DECODE_FP32.get((arch, width), plain) if fp32 else plain
 
 
 def extend_tile(arch: str, head_dim: int, fp8: bool = False, *, fp32: bool = False) -> ExtendTile:
     """The tile of extend attention. `fp8`: whether the KV is float8; `fp32`: whether queries and KV are float32."""
-    arch, width = _known(arch), padded_head_dim(head_dim)
+    arch, width = _tuned_arch(arch), padded_head_dim(head_dim)
     special = _EXTEND_FP8 if fp8 else _EXTEND_FP32 if fp32 else {}
     return special.get((arch, width), _EXTEND[arch][width])
 

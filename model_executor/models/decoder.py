@@ -53,12 +53,12 @@ class DecoderLayer:
         normed = self.input_norm(x, residual)
         return self.attention(self.qkv_proj(normed, batch), rotation, batch), x if residual is None else residual
 
-    def feed_forward(self, found: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def feed_forward(self, attention_out: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Add attention's output to the residual in place, and compute the feed-forward output, [T, hidden].
 
         The caller adds the result to the residual.
         """
-        normed = self.post_attention_norm(self.o_proj(found, batch), residual)
+        normed = self.post_attention_norm(self.o_proj(attention_out, batch), residual)
         return self.down_proj(self.gate_up_proj(normed, batch), batch)
 
 
@@ -92,14 +92,14 @@ class Decoder:
         residual = None
         rotation = self.rotary(positions)
         for layer in self.layers:
-            found, residual = layer.attend(x, residual, rotation, batch)
+            attention_out, residual = layer.attend(x, residual, rotation, batch)
             if layer is self.layers[-1] and batch.logits_indices is not None:
                 # K and V of all tokens are stored. The rest of the model is needed only for the sampled tokens.
-                found = found.index_select(0, batch.logits_indices)
+                attention_out = attention_out.index_select(0, batch.logits_indices)
                 residual = residual.index_select(0, batch.logits_indices)
                 if not len(residual):
                     return residual
-            x = layer.feed_forward(found, residual, batch)
+            x = layer.feed_forward(attention_out, residual, batch)
         return self.norm(x, residual)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

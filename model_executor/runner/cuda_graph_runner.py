@@ -85,7 +85,7 @@ class CudaGraphRunner:
         started, available = time.monotonic(), accelerator.memory().available
         # The largest first: the memory pool that it fills is large enough for all others.
         for size in reversed(self._sizes):
-            self._record(size, accelerator, longest_lens(size, pool_tokens, context_len))
+            self._record(size, accelerator, max_work_lens(size, pool_tokens, context_len))
         self.num_bytes = max(0, available - accelerator.memory().available)
         logger.info(
             "Recorded %d CUDA graphs for up to %d requests in %.1f s, %.0f MiB",
@@ -127,7 +127,7 @@ class CudaGraphRunner:
         return DecodeOutputs(self._logits[:count], inputs.rows[:count])
 
 
-def longest_lens(size: int, pool_tokens: int, context_len: int) -> Int32Array:
+def max_work_lens(size: int, pool_tokens: int, context_len: int) -> Int32Array:
     """Sequence lengths with the most attention work that a graph has room for: int32 [size].
 
     They sum to twice the tokens of the pool, in as few requests as the context length allows. Requests that share long

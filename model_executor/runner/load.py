@@ -26,14 +26,14 @@ from ..weights.loader import load_parameters
 from ..weights.quantization import parameter_bytes
 from ..weights.weight_cache import open_weight_cache
 from .cpu_graph_runner import CpuGraphRunner
-from .cuda_graph_runner import CudaGraphRunner, batch_sizes, longest_lens
+from .cuda_graph_runner import CudaGraphRunner, batch_sizes, max_work_lens
 from .decode_runner import DecodeInputs
 from .kv_budget import num_kv_tokens
 from .model_runner import ModelRunner, RunnerBytes
 from .settings import RunnerSettings
 from .slot_table import SlotTable
 from .step_memory import activation_bytes, rotation_bytes
-from .warmup import largest_steps
+from .warmup import warmup_steps
 
 _BYTES_PER_GRAPH = 8 << 20
 """Memory kept free for the driver's own data of each graph."""
@@ -47,8 +47,8 @@ def load_runner(settings: RunnerSettings, config: ModelConfig) -> ModelRunner:
 
     Raises ValueError if the checkpoint does not match its config, or if the memory does not suffice.
     """
-    loading = _Loading(settings, config)
-    runner = loading.on_accelerator() if loading.accelerator is not None else loading.on_cpu()
+    builder = _RunnerBuilder(settings, config)
+    runner = builder.build_on_accelerator() if builder.accelerator is not None else builder.build_on_cpu()
     trim_heap()
     keep_freed_memory()
     if runner.model.compiled:
@@ -56,7 +56,7 @@ def load_runner(settings: RunnerSettings, config: ModelConfig) -> ModelRunner:
     return runner
 
 
-class _Loading:
+class _RunnerBuilder:
     """The state of one `load_runner` call."""
 
     def __init__(self, settings: RunnerSettings, config: ModelConfig) -> None:
@@ -82,7 +82,7 @@ class _Loading:
             config.num_layers, config.num_kv_heads, config.head_dim, settings.dtype
         )
 
-    def on_cpu(self) -> ModelRunner:
+    def build_on_cpu(self) -> ModelRunner:
         # The layers read the weights later, so the memory for the weights is still free: subtract it.
         host = host_memory()
         memory = Memory(host.total, max(host.available - self.weight_bytes, 0))
@@ -91,7 +91,7 @@ class _Loading:
             runner.record_decodes(self._record_on_cpu(runner))
         return runner
 
-    def on_accelerator(self) -> ModelRunner:
+    def build_on_accelerator(self) -> ModelRunner:
         """Build the runner of a GPU, in two passes.
 
         The first pass runs the largest steps on a pool of one page, because the memory that libraries take can only be
@@ -182,7 +182,7 @@ class _Loading:
         """Measure the largest steps. Returns the batch sizes of recorded decode steps, and the bytes to keep free."""
         settings = self.settings
         step_bytes = 0
-        for step in largest_steps(settings.max_running_requests, settings.context_len, settings.max_prefill_tokens):
+        for step in warmup_steps(settings.max_running_requests, settings.context_len, settings.max_prefill_tokens):
             step_bytes = max(step_bytes, accelerator.peak_bytes(partial(_run, runner, step)))
         reserve = step_bytes + self.sampler.max_edit_bytes
         if runner.attention.num_splits(np.ones(1, np.int32)) is None:
@@ -195,7 +195,7 @@ class _Loading:
 
     def _decode_padding(self, runner: ModelRunner, size: int, pool_tokens: int) -> None:
         """Run a decode step of padding, with the buffers of the largest graph for a pool of `pool_tokens` tokens."""
-        lens = longest_lens(size, pool_tokens, self.settings.context_len)
+        lens = max_work_lens(size, pool_tokens, self.settings.context_len)
         rows = torch.zeros(size, dtype=torch.int64, device=self.settings.device)
         with torch.inference_mode():
             runner.decode(DecodeInputs(rows, rows + 1, rows), lens, self._logits_buffer(size))

@@ -14,7 +14,7 @@ from ..weights.loader import checkpoint_dtype
 from ..weights.quantization import check_quantization
 
 _DEFAULT_RECORDED_ROWS = 256
-_SMALLEST_LIMITS_FOR_PAGES = (2048, 128, 128)
+_MIN_LIMITS_FOR_PAGES = (2048, 128, 128)
 """Tokens of the KV pool, of a step's prompts and of a chunk. Below any of these, the default page size is 1."""
 
 
@@ -95,7 +95,6 @@ def _page_size(server_args: ServerArgs) -> int | None:
     """The page size: the setting, or 1 for a small pool or small steps, or None for the backend's default."""
     limits = server_args.max_total_tokens, server_args.max_prefill_tokens, server_args.chunked_prefill_size
     is_small = any(
-        limit is not None and limit < smallest
-        for limit, smallest in zip(limits, _SMALLEST_LIMITS_FOR_PAGES, strict=True)
+        limit is not None and limit < smallest for limit, smallest in zip(limits, _MIN_LIMITS_FOR_PAGES, strict=True)
     )
     return server_args.page_size or (1 if is_small else None)

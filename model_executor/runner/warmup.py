@@ -11,7 +11,7 @@ from ...srt.sampling_params import SamplingParams
 from ..step import ForwardMode, Int32Array, NewRow, StepInputs
 
 
-def largest_steps(num_rows: int, context_len: int, max_prefill_tokens: int) -> list[StepInputs]:
+def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int) -> list[StepInputs]:
     """The warm-up steps, all prefills:
 
     - the largest step: `max_prefill_tokens` in as many requests as possible, sampled in the way that takes most memory,

@@ -28,4 +28,4 @@ class CpuChoice:
         )
         return tokens
 
-    few = many = open  # one operation serves all three
+    small_top_k = ranked = open  # one operation serves all three

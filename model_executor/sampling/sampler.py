@@ -110,7 +110,11 @@ class Sampler:
             tokens = torch.empty(n, dtype=torch.int64, device=self._device)
         if len(groups.greedy) < n:
             draws = uniform(self._state.seeds(host_rows), positions)
-            for group, choose in ((groups.open, choice.open), (groups.few, choice.few), (groups.many, choice.many)):
+            for group, choose in (
+                (groups.open, choice.open),
+                (groups.small_top_k, choice.small_top_k),
+                (groups.ranked, choice.ranked),
+            ):
                 for block in self._blocks(group):
                     packed = self._state.send(np.stack((block, host_rows[block], draws[block].view(np.int64))))
                     lines, block_rows, draw = packed[0], packed[1], packed[2].view(torch.float64)

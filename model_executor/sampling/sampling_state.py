@@ -47,9 +47,9 @@ class Groups:
     greedy: npt.NDArray[np.int64]
     open: npt.NDArray[np.int64]
     """Sampled without top-k and top-p, with or without min_p."""
-    few: npt.NDArray[np.int64]
+    small_top_k: npt.NDArray[np.int64]
     """Sampled with a top-k of at most SMALL_TOP_K, with or without top-p. Sorted by top-k."""
-    many: npt.NDArray[np.int64]
+    ranked: npt.NDArray[np.int64]
     """Sampled with top-p or a large top-k. The number of kept tokens is not known before."""
 
 
@@ -113,12 +113,12 @@ class SamplingState:
         """Group the positions of a batch by the way in which their tokens are chosen. rows: int64 [n]."""
         sampled = ~self._greedy[rows]
         top_k = self.host[rows, Column.TOP_K]
-        few = sampled & (top_k <= SMALL_TOP_K) & (top_k < self._vocab_size)
-        many = sampled & ~few & ((top_k < self._vocab_size) | (self.host[rows, Column.TOP_P] < 1))
-        few_positions = np.flatnonzero(few)
+        small_top_k = sampled & (top_k <= SMALL_TOP_K) & (top_k < self._vocab_size)
+        ranked = sampled & ~small_top_k & ((top_k < self._vocab_size) | (self.host[rows, Column.TOP_P] < 1))
+        few_positions = np.flatnonzero(small_top_k)
         return Groups(
             greedy=np.flatnonzero(~sampled),
-            open=np.flatnonzero(sampled & ~few & ~many),
-            few=few_positions[np.argsort(top_k[few_positions], kind="stable")],
-            many=np.flatnonzero(many),
+            open=np.flatnonzero(sampled & ~small_top_k & ~ranked),
+            small_top_k=few_positions[np.argsort(top_k[few_positions], kind="stable")],
+            ranked=np.flatnonzero(ranked),
         )

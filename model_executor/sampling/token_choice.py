@@ -53,10 +53,10 @@ class TokenChoice(Protocol):
     def open(self, block: Block) -> torch.Tensor:
         """Sample without top-k and top-p, with or without min_p."""
 
-    def few(self, block: Block) -> torch.Tensor:
+    def small_top_k(self, block: Block) -> torch.Tensor:
         """Sample with a small top-k, with or without top-p."""
 
-    def many(self, block: Block) -> torch.Tensor:
+    def ranked(self, block: Block) -> torch.Tensor:
         """Sample with top-p or a large top-k."""
 
 
@@ -82,10 +82,10 @@ class TorchChoice:
         max_gap = self._state.on_device(block.rows, Column.MAX_GAP).float() if has_min_p else None
         return _valid(choose_open(gap, block.draw.unsqueeze(1), max_gap), peak)
 
-    def few(self, block: Block) -> torch.Tensor:
+    def small_top_k(self, block: Block) -> torch.Tensor:
         return self._ranked(block, (int(block.params[:, Column.TOP_K].max()),))
 
-    def many(self, block: Block) -> torch.Tensor:
+    def ranked(self, block: Block) -> torch.Tensor:
         return self._ranked(block, self._top_p_widths)
 
     def _ranked(self, block: Block, widths: tuple[int, ...]) -> torch.Tensor:

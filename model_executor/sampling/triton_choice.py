@@ -29,10 +29,10 @@ class TritonChoice:
             block.draw,
         )
 
-    def few(self, block: Block) -> torch.Tensor:
-        return self.many(block)
+    def small_top_k(self, block: Block) -> torch.Tensor:
+        return self.ranked(block)
 
-    def many(self, block: Block) -> torch.Tensor:
+    def ranked(self, block: Block) -> torch.Tensor:
         x = block.take()
         return sample_ranked(
             x,

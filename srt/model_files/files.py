@@ -16,7 +16,7 @@ AnyPath: TypeAlias = "str | os.PathLike[str]"
 
 def open_file(path: AnyPath) -> BufferedReader:
     """Open a file for reading bytes. Raises ValueError if it is not a regular file, and OSError."""
-    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 (the caller closes it)
+    file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 (the caller closes it)
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
         file.close()
@@ -45,7 +45,7 @@ def read_json_object(path: AnyPath) -> dict[str, Any]:
     return content
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _open_without_waiting(path: str, flags: int) -> int:
     # O_NONBLOCK: opening a named pipe does not wait for its writer. On a regular file the flag has no effect.
     return os.open(path, flags | os.O_NONBLOCK)
 

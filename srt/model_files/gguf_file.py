@@ -73,7 +73,7 @@ class GGUFFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._bytes = _Bytes(self.path)
+        self._bytes = _MappedFile(self.path)
         self.metadata: Mapping[str, MetadataValue]
         self.tensors: list[GGUFTensor]
         try:
@@ -135,7 +135,7 @@ class GGUFFile:
         return np.frombuffer(self._bytes.map, np.uint8, num_bytes, tensor.offset)
 
 
-class _Bytes:
+class _MappedFile:
     """The mapped bytes of a file, and methods that read values from them.
 
     The methods take a position. `string` and `skip` also return the position after the value.
@@ -216,7 +216,7 @@ class _Bytes:
 class _Metadata(Mapping[str, MetadataValue]):
     """The metadata of a file, decoded on access. It has no reference to the GGUFFile: a cycle would delay the unmap."""
 
-    def __init__(self, file: _Bytes, entries: dict[str, tuple[int, int]]) -> None:
+    def __init__(self, file: _MappedFile, entries: dict[str, tuple[int, int]]) -> None:
         self._file = file
         self._entries = entries
         self._decoded: dict[str, MetadataValue] = {}

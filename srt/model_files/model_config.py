@@ -27,7 +27,7 @@ _SIZES = (
     "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
     "context_len",
 )  # fmt: skip
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +214,7 @@ def _from_hf(
         if config.flag(key):
             raise config.unsupported(f"{key}={config.get(key)!r} is not supported")
 
-    num_layers = config.integer("num_hidden_layers", maximum=_MOST_LAYERS)
+    num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
     num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
     if family.default_head_dim is None and hidden_size % num_heads and config.get("head_dim") is None:
         raise ValueError(
@@ -255,7 +255,7 @@ def _from_hf(
         mlp_bias=mlp_bias if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
         bos_token_id=bos_ids[0] if bos_ids else None,
-        eos_token_ids=_once_each(*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")),
+        eos_token_ids=_distinct(*config.token_ids("eos_token_id"), *generation.token_ids("eos_token_id")),
         dtype=None if dtype is None else dtype.removeprefix("torch."),
         generation=read_generation_defaults(generation, HF_KEYS),
         model_path=path,
@@ -345,7 +345,7 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
         architecture=_GGUF_ARCHITECTURES[arch],
         hidden_size=hidden_size,
         intermediate_size=config.integer("feed_forward_length"),
-        num_layers=config.integer("block_count", maximum=_MOST_LAYERS),
+        num_layers=config.integer("block_count", maximum=_MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=config.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
@@ -359,7 +359,7 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
         mlp_bias="blk.0.ffn_down.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
         bos_token_id=_gguf_token_id(metadata, "bos"),
-        eos_token_ids=_once_each(*(token for token in special if token is not None)),
+        eos_token_ids=_distinct(*(token for token in special if token is not None)),
         dtype=_gguf_dtype(tensors["blk.0.attn_q.weight"].type),
         generation=read_generation_defaults(metadata, GGUF_KEYS),
         model_path=file.path,
@@ -388,6 +388,6 @@ def _gguf_dtype(tensor_type: int) -> str:
     return {0: "float32", 1: "float16"}.get(tensor_type, "bfloat16")
 
 
-def _once_each(*ids: int) -> tuple[int, ...]:
+def _distinct(*ids: int) -> tuple[int, ...]:
     """The distinct ids, in order of first appearance."""
     return tuple(dict.fromkeys(ids))

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from .settings import Settings, quote
 
-MOST_POSITIONS = 2**31 - 1
+MAX_POSITIONS = 2**31 - 1
 """Most positions of a context, because positions are sent to the device as int32."""
 _DEFAULT_THETA = 10000.0
 
@@ -78,7 +78,7 @@ def rope_from_hf(config: Settings, context_len: int) -> RopeConfig:
     model's context length. Raises ValueError that names a rope type or key that is unknown, missing or out of range.
     """
     params = config.nested("rope_scaling") or config.nested("rope_parameters") or Settings(config.source, {})
-    if any(isinstance(value, Mapping) for value in params.untaken().values()):
+    if any(isinstance(value, Mapping) for value in params.unused().values()):
         raise ValueError(f"{config.source}: rope settings differ by layer type, which is not supported")
     old_type = params.text("type")
     rope_type = params.text("rope_type") or old_type or "default"
@@ -93,7 +93,7 @@ def rope_from_hf(config: Settings, context_len: int) -> RopeConfig:
     original = params.integer("original_max_position_embeddings", context_len)
     original = config.integer("original_max_position_embeddings", original)
     scaling = _FROM_HF[rope_type](params, original)
-    if unknown := params.untaken():
+    if unknown := params.unused():
         raise ValueError(
             f"{config.source}: rope type {rope_type!r} has settings that are not supported: "
             + ", ".join(f"{key}={quote(value)}" for key, value in unknown.items())
@@ -167,9 +167,9 @@ def _yarn_scaling(
     truncate: bool = True,
 ) -> YarnScaling:
     context_len = original_context_len * factor
-    if not 1 <= context_len <= MOST_POSITIONS:
+    if not 1 <= context_len <= MAX_POSITIONS:
         raise ValueError(
-            f"{source.source}: YaRN must extend the context to at most {MOST_POSITIONS} tokens, got a factor of "
+            f"{source.source}: YaRN must extend the context to at most {MAX_POSITIONS} tokens, got a factor of "
             f"{factor:g} and an original context of {original_context_len}"
         )
     attention_factor = attention_factor or _yarn_attention_factor(factor)

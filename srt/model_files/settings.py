@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import ModelNotSupported
 
-_MOST_INTEGER = 2**31 - 1
-_LONGEST_QUOTE = 100
+_MAX_INTEGER = 2**31 - 1
+_MAX_QUOTE_CHARS = 100
 
 
 class Settings:
@@ -27,7 +27,7 @@ class Settings:
         self.source = source
         self._values = values
         self._prefix = prefix
-        self._taken: set[str] = set()
+        self._used: set[str] = set()
 
     def __contains__(self, key: object) -> bool:
         """Whether the file has the key, even with a value of null."""
@@ -35,10 +35,10 @@ class Settings:
 
     def get(self, key: str) -> Any:
         """A value of any type; None if it is absent."""
-        self._taken.add(key)
+        self._used.add(key)
         return self._values.get(key)
 
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MOST_INTEGER) -> int:
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
         """An integer from `minimum` to `maximum`. Without a default the key is required."""
         value = self._get_or(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
@@ -94,9 +94,9 @@ class Settings:
             raise self.refusal(key, "an object", value)
         return Settings(self.source, value, f"{self._prefix}{key}.")
 
-    def untaken(self) -> dict[str, Any]:
+    def unused(self) -> dict[str, Any]:
         """The values that have not been accessed, without nulls."""
-        return {key: value for key, value in self._values.items() if key not in self._taken and value is not None}
+        return {key: value for key, value in self._values.items() if key not in self._used and value is not None}
 
     def refusal(self, key: str, allowed: str, given: object) -> ValueError:
         return ValueError(f"{self.source}: {self._prefix}{key} must be {allowed}, got {quote(given)}")
@@ -112,7 +112,7 @@ class Settings:
 def quote(value: object) -> str:
     """A value as errors show it. Long values, such as vocabularies, are cut."""
     text = repr(value)
-    return text if len(text) <= _LONGEST_QUOTE else f"{text[: _LONGEST_QUOTE - 3]}..."
+    return text if len(text) <= _MAX_QUOTE_CHARS else f"{text[: _MAX_QUOTE_CHARS - 3]}..."
 
 
 def _finite(value: object) -> float | None:

@@ -55,7 +55,7 @@ def _splits(*patterns: str) -> Callable[[], PreTokenizer]:
     return build
 
 
-_WAYS: tuple[tuple[Callable[[], PreTokenizer], tuple[str, ...]], ...] = (
+_BUILDERS: tuple[tuple[Callable[[], PreTokenizer], tuple[str, ...]], ...] = (
     (_gpt2, ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "gigachat", "mellum", "a.x-4.0")),
     (
         _digits_then_gpt2,
@@ -77,7 +77,7 @@ _WAYS: tuple[tuple[Callable[[], PreTokenizer], tuple[str, ...]], ...] = (
     (_splits(r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"), ("default",)),
 )
 
-PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {name: way for way, names in _WAYS for name in names}
+PRE_TOKENIZERS: dict[str, Callable[[], PreTokenizer]] = {name: build for build, names in _BUILDERS for name in names}
 """The function that builds the pre-tokenizer of each name."""
 
 MERGES_ARE_OPTIONAL = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2", "tekken"})

@@ -112,7 +112,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Settings) -> None:
 def _described_tokens(described: Settings) -> list[AddedToken]:
     """The tokens of `added_tokens_decoder`, an object from token id to properties, in order of id."""
     tokens = {}
-    for key in described.untaken():
+    for key in described.unused():
         if not (key.isascii() and key.isdigit()):
             raise described.refusal(key, "absent, because all keys must be token ids", described.get(key))
         fields = described.nested(key)
@@ -133,7 +133,7 @@ def _special_texts(config: Settings) -> Iterator[str]:
             raise config.refusal(name, "a list of tokens, or an object whose values are tokens", others)
         values = dict(others) if isinstance(others, Mapping) else dict(enumerate(others or []))
         tokens = Settings(config.source, {f"{name}[{key}]": value for key, value in values.items()})
-        for key in tokens.untaken():
+        for key in tokens.unused():
             if text := _named_token(tokens, key):
                 yield text
 

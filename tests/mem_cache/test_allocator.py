@@ -176,7 +176,7 @@ def test_a_free_list_with_more_than_the_pool_is_caught_at_once() -> None:
 
 
 def test_a_refill_sorts_a_bounded_part_unless_more_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocator_module, "_MOST_SORTED", 100)
+    monkeypatch.setattr(allocator_module, "_MAX_SORTED", 100)
     allocator = make_allocator(1000, 1)
     slots = take(allocator, 1000)
     shuffled = np.random.default_rng(0).permutation(slots)

@@ -17,7 +17,7 @@ from torch.utils.cpp_extension import include_paths
 from tercet.model_executor import cpu_build, cpu_extension
 from tercet.model_executor.attention.registry import resolve_attention_backend
 
-HERE = next((variant for variant in cpu_extension.VARIANTS if variant.runs_here()), None)
+HERE = next((variant for variant in cpu_extension.VARIANTS if variant.is_supported()), None)
 ROOT = Path(cpu_extension.__file__).parents[1]
 
 needs_a_processor = pytest.mark.skipif(HERE is None, reason="csrc/cpu has no build for this processor (x86: AVX2)")
@@ -110,7 +110,7 @@ print(cpu_extension.load().name)
 
 @pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 def test_a_slower_build_takes_the_place_of_a_stale_one(tmp_path):
-    usable = [variant for variant in cpu_extension.VARIANTS if variant.runs_here()]
+    usable = [variant for variant in cpu_extension.VARIANTS if variant.is_supported()]
     if len(usable) < 2:
         pytest.skip("one build runs on this processor")
     fast, slow = (cpu_build.file_name(variant.name) for variant in usable[:2])

@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 
 from tercet.model_executor.layers.kinds import TorchLayers, layers_for
 from tercet.model_executor.layers.triton_layers import TritonLayers
-from tercet.model_executor.runner.warmup import largest_steps
+from tercet.model_executor.runner.warmup import warmup_steps
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.model_files.rope_config import Llama3Scaling, RopeConfig
 
@@ -46,7 +46,7 @@ QWEN = dataclasses.replace(
 @pytest.fixture(autouse=True)
 def short_warmup(monkeypatch):
     """The largest prefill is left out: interpreted, it takes longer than all the rest."""
-    monkeypatch.setattr("tercet.model_executor.runner.load.largest_steps", lambda *sizes: largest_steps(*sizes)[1:])
+    monkeypatch.setattr("tercet.model_executor.runner.load.warmup_steps", lambda *sizes: warmup_steps(*sizes)[1:])
 
 
 def make_runner(config, backend, **options):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from runner_driver import RunnerDriver
 
 from tercet.model_executor.device.memory import Memory
-from tercet.model_executor.runner.cuda_graph_runner import batch_sizes, longest_lens
-from tercet.model_executor.runner.warmup import largest_steps
+from tercet.model_executor.runner.cuda_graph_runner import batch_sizes, max_work_lens
+from tercet.model_executor.runner.warmup import warmup_steps
 from tercet.model_executor.step import ForwardMode, StepInputs
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.sampling_params import SamplingParams
@@ -67,7 +67,7 @@ def test_batch_sizes():
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 300), st.integers(2, 200), st.integers(1, 70))
 def test_requests_that_share_nothing_always_fit(data, size, pool_tokens, context_len, split):
-    room = longest_lens(size, pool_tokens, context_len)
+    room = max_work_lens(size, pool_tokens, context_len)
     assert room.shape == (size,) and room.dtype == np.int32 and room.min() >= 1 and room.max() <= context_len
 
     def work(lens):
@@ -227,11 +227,11 @@ def test_the_step_before_may_still_be_running(make_runner):
 @settings(max_examples=30)
 @given(st.integers(1, 200), st.integers(1, 5000), st.integers(1, 3000))
 def test_rehearsed_steps_are_steps(num_rows, context_len, max_prefill_tokens):
-    for step in largest_steps(num_rows, context_len, max_prefill_tokens):
+    for step in warmup_steps(num_rows, context_len, max_prefill_tokens):
         assert step.num_tokens == step.extend_lens.sum() == len(step.input_ids)
         assert (step.extend_lens >= 1).all() and step.seq_lens.max() <= context_len
         assert set(step.rows.tolist()) <= set(range(1, num_rows + 1))
         assert len(step.new_rows) == len(step.rows) and not step.out_cache_loc.any()
-    most = largest_steps(num_rows, context_len, max_prefill_tokens)[0]
+    most = warmup_steps(num_rows, context_len, max_prefill_tokens)[0]
     wanted = min(max_prefill_tokens, num_rows * context_len)
     assert wanted - len(most.rows) < most.num_tokens <= wanted

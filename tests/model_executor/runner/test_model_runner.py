@@ -66,7 +66,7 @@ def test_a_pool_on_a_cpu_leaves_room_for_weights_and_steps(monkeypatch):
 
     runner = make_runner()
     weight_bytes, bytes_per_token = runner.num_bytes.weights, 2 * 2 * 2 * 8 * 4
-    reserve = load._Loading(runner.settings, TOY).cpu_reserve(Memory(1 << 40, 1 << 40))
+    reserve = load._RunnerBuilder(runner.settings, TOY).cpu_reserve(Memory(1 << 40, 1 << 40))
     beside_weights = 2 * reserve + 4096 * bytes_per_token
     host(weight_bytes + beside_weights)
     share = int(beside_weights * DEFAULT_CPU_SHARE) // bytes_per_token

@@ -14,7 +14,7 @@ from tercet.model_executor import cpu_extension
 from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.runner import load
 from tercet.model_executor.runner.step_memory import activation_bytes
-from tercet.model_executor.runner.warmup import largest_steps
+from tercet.model_executor.runner.warmup import warmup_steps
 
 TOKENS, ROWS, CONTEXT = 2048, 8, 320
 SHAPES = {
@@ -38,7 +38,7 @@ def test_the_largest_step_takes_what_is_kept_for_it(shape, dtype, quantization):
     runner = make_runner(
         config, dtype=dtype, quantization=quantization, max_running_requests=ROWS, max_total_tokens=4096
     )
-    largest = largest_steps(ROWS, CONTEXT, TOKENS)[0]
+    largest = warmup_steps(ROWS, CONTEXT, TOKENS)[0]
 
     def run():
         step = runner.launch(largest)
@@ -67,7 +67,7 @@ def test_a_long_context_is_kept_room_for_its_rotations():
         settings = make_settings(config, max_running_requests=2, max_total_tokens=64, dtype="float32")
         if settings.attention_backend != "cpu":
             return None
-        return load._Loading(settings, config).cpu_reserve(Memory(1 << 40, 1 << 40))
+        return load._RunnerBuilder(settings, config).cpu_reserve(Memory(1 << 40, 1 << 40))
 
     short, long = reserve(1000), reserve(101_000)
     assert short is None or long - short == 100_000 * CONFIG.head_dim * 4

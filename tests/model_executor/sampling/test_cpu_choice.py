@@ -34,7 +34,11 @@ def choose(choice: TokenChoice, state: SamplingState, logits: torch.Tensor, draw
     rows = np.arange(1, len(logits) + 1)
     groups = state.group(rows)
     tokens = np.full(len(rows), -2)
-    for group, sample in ((groups.open, choice.open), (groups.few, choice.few), (groups.many, choice.many)):
+    for group, sample in (
+        (groups.open, choice.open),
+        (groups.small_top_k, choice.small_top_k),
+        (groups.ranked, choice.ranked),
+    ):
         if len(group):
             lines, draw = torch.from_numpy(group), torch.from_numpy(draws[group])
             block = Block(logits, lines, torch.from_numpy(rows[group]), draw, state.host[rows[group]])

@@ -216,7 +216,7 @@ def test_what_was_used_longest_ago_goes(config, folder, tmp_path):
     (folder / "tercet-abandoned.tmp").write_bytes(b"")
     os.utime(folder / "tercet-abandoned.tmp", (1000, 1000))
     (folder / "tercet-busy.tmp").write_bytes(b"")
-    load(config, folder, torch.float16, most_bytes=2 * size)
+    load(config, folder, torch.float16, max_bytes=2 * size)
     left = set(folder.iterdir())
     assert paths[0] in left and paths[1] not in left and paths[2] not in left
     assert len(left) == 4 and folder / "somebody's.safetensors" in left and folder / "tercet-busy.tmp" in left
@@ -225,7 +225,7 @@ def test_what_was_used_longest_ago_goes(config, folder, tmp_path):
 def test_what_is_larger_than_the_limit_costs_nobody_a_place(config, folder, said):
     load(config, folder)
     before = entries(folder)
-    load(config, folder, torch.float32, most_bytes=1000)
+    load(config, folder, torch.float32, max_bytes=1000)
     assert entries(folder) == before and FAILED in said.text
 
 
