@@ -27,6 +27,7 @@ from ..srt.entrypoints.engine import Engine
 from ..srt.model_files.model_config import load_model_config
 from ..srt.server_args import ServerArgs
 from .ceilings import measure_ceilings
+from .compare import NEEDS_CHECKOUT, has_peers
 from .engine_args import add_engine_arguments, engine_args
 from .limits import ModelCost, workload_s
 from .offline_workloads import Span, random_requests
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Returns the exit code: 1 when the peer could not be measured."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.compare and not has_peers():
+        parser.error(f"--compare: {NEEDS_CHECKOUT}")
     server_args = engine_args(parser, args)
     config = load_model_config(server_args.model_path, server_args.load_format)
     name = model_name(server_args.model_path)
@@ -126,8 +129,8 @@ def _run(
         ours.run(warmups(requests))
         sides: dict[str, Side] = {"Tercet": ours}
         if args.compare == "transformers":
-            # Imported here: transformers takes seconds to import, and most runs do not need it.
-            from .transformers_peer import TransformersSide
+            # Imported here: transformers takes seconds to import, most runs do not need it, and a wheel lacks this file.
+            from .peers.transformers_peer import TransformersSide
 
             try:
                 peer, seconds = _timed(lambda: TransformersSide(server_args.model_path, device, dtype, requests))

@@ -23,9 +23,9 @@ from typing import Any, get_args
 
 from ..srt.entrypoints.processes import Role
 from .http_client import HttpClient
-from .peers.linux_processes import Process, pss_bytes
-from .peers.server import Server, ServerFailed, free_port, last_lines
+from .linux_processes import Process, pss_bytes
 from .results import Result, Table, add_results_arguments, finish, number
+from .server_process import Server, ServerFailed, free_port, last_lines
 
 _HOST = "127.0.0.1"
 _PROMPT_ID_LIMIT = 100

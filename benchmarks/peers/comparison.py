@@ -13,10 +13,10 @@ from ...srt.machine.cores import usable_cpus
 from ...srt.text.tokenizer import load_tokenizer
 from ..backends import BACKENDS, RequestSettings
 from ..http_client import HttpClient
+from ..server_process import Server, ServerFailed, free_port, last_lines
 from ..workloads import PromptMaker, Request
 from .engines import HOST, Capacity, Engine, Launch
 from .model_files import ModelFiles
-from .server import Server, ServerFailed, free_port, last_lines
 from .workload import Connection, Workload, capacity_for, run
 
 _DIALECT = BACKENDS["vllm"].dialect

@@ -16,8 +16,8 @@ from pathlib import Path
 from ...srt.machine.cores import usable_cores
 from ...srt.model_files.model_config import load_model_config
 from ..provenance import hardware
+from ..server_process import run_to_end
 from .model_files import ModelFiles, quantized_file
-from .server import run_to_end
 
 HOST = "127.0.0.1"
 _VLLM_KV_GIB = 4

@@ -15,13 +15,13 @@ import numpy as np
 from .. import workloads
 from ..backends import Dialect, Output
 from ..http_client import HttpClient
+from ..linux_processes import busy_s
 from ..metrics import measure
+from ..server_process import Server, ServerFailed, cpu_s_by_name
 from ..traffic import drive
 from ..workloads import PromptMaker, Request
 from .engines import Capacity
-from .linux_processes import busy_s
 from .model_files import DEFAULT, TOY
-from .server import Server, ServerFailed, cpu_s_by_name
 
 _WARMUP_OUTPUT = 32
 _QUICK_REQUESTS = 4

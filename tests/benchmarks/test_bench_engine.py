@@ -11,8 +11,8 @@ from bench_models import json_of, tiny_flags
 
 from tercet.benchmarks import bench_offline_throughput, bench_prefix_cache
 from tercet.benchmarks.offline_workloads import Span, random_requests
+from tercet.benchmarks.peers.transformers_peer import TransformersSide
 from tercet.benchmarks.rounds import TercetSide
-from tercet.benchmarks.transformers_peer import TransformersSide
 from tercet.srt.entrypoints.engine import Engine
 
 pytestmark = pytest.mark.e2e

@@ -21,12 +21,12 @@ from bench_tokenizers import bytes_only
 from fake_engines import fake
 
 from tercet import launch_server
-from tercet.benchmarks import compare
-from tercet.benchmarks.peers import comparison, engines
+from tercet.benchmarks import bench_offline_throughput
+from tercet.benchmarks.peers import compare, comparison, engines
 from tercet.benchmarks.peers.engines import ENGINES, Capacity, Engine
 from tercet.benchmarks.peers.model_files import DEFAULT, TOY, ModelFiles, model_files
-from tercet.benchmarks.peers.server import ServerFailed
 from tercet.benchmarks.peers.workload import WORKLOADS, capacity_for
+from tercet.benchmarks.server_process import ServerFailed
 from tercet.benchmarks.workloads import PromptMaker
 
 QUICK = ["--quick", "--workloads", "W1,W3"]
@@ -180,7 +180,7 @@ def test_what_failed_is_not_tried_again_in_later_rounds(bench: Bench) -> None:
 
 
 def test_a_server_is_ended_with_all_of_its_processes(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tercet.benchmarks.peers.server._TERM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("tercet.benchmarks.server_process._TERM_TIMEOUT_S", 0.2)
     bench("--quick", "--workloads", "W3", vllm=fake("has many processes"))
 
 
@@ -189,13 +189,13 @@ def test_ctrl_c_shows_what_there_is_and_leaves_nothing_behind(models: Path, sign
     argv = ["--models", str(models), "--peer", f"vllm={sys.executable}", "--quick", "--workloads", "W3"]
     code = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from fake_engines import fake; from tercet.benchmarks import compare\n"
+        "from fake_engines import fake; from tercet.benchmarks.peers import compare\n"
         "compare.ENGINES = {'tercet': fake(), 'vllm': fake('hangs under load')}\n"
         f"sys.exit(compare.main({argv!r}))"
     )
     running = subprocess.Popen(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(Path(fake_peer.__file__).parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(fake_peer.__file__).parent), *sys.path])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -326,3 +326,30 @@ def test_prompts_are_as_long_as_said_and_new_for_every_seed(workload: Any) -> No
     other = workload.requests(maker, 2)
     own = [{tuple(one.prompt[workload.shared_len :]) for one in some} for some in (requests, other)]
     assert len(own[0]) == workload.num_requests and not own[0] & own[1]
+
+
+# Without benchmarks/peers, as in a wheel
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package as a wheel installs it: benchmarks/peers is not there."""
+    monkeypatch.setitem(sys.modules, "tercet.benchmarks.peers", None)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("argv", [[], ["--help"], ["--models", "models"]])
+def test_the_installed_command_says_that_it_needs_a_checkout(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch_server.main(["bench", "compare", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("tercet bench compare: ") and "checkout of the repository" in err
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_installed_benchmark_refuses_a_peer_before_it_starts_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench_offline_throughput.main(["--model-path", "none", "--compare", "transformers"])
+    assert ended.value.code == 2
+    assert "checkout of the repository" in capsys.readouterr().err

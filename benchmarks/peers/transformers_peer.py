@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
-from .offline_workloads import ids_of
-from .rounds import Round
-from .workloads import Request
+from ..offline_workloads import ids_of
+from ..rounds import Round
+from ..workloads import Request
 
 _PAGE = 256
 """Tokens in a page: transformers' default. The setting's name differs between versions."""

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...srt import env
-from ..http_client import HttpClient, HttpError
+from ..srt import env
+from .http_client import HttpClient, HttpError
 from .linux_processes import Process, family, pss_bytes
 
 _POLL_S = 0.05
