@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from ..model_executor.kernels.activation import act_and_mul, act_and_mul_ref
 from ..model_executor.kernels.argmax import argmax, argmax_ref
-from ..model_executor.kernels.logprobs import logprobs, logprobs_ref
 from ..model_executor.kernels.rmsnorm import rmsnorm
 from ..model_executor.kernels.rotary import rotary, rotary_ref
 from ..model_executor.kernels.sampling import sample_open, sample_ranked, sample_ref
@@ -59,9 +58,8 @@ def small_cases(sizes: Sizes, token_counts: Sequence[int]) -> list[CaseMaker]:
             ("greedy argmax", _argmax_case, _check_argmax, 0.0),
             ("sample top-k top-p min-p", _sample_case, _check_sample, 0.0),
             ("sample from all", _open_case, _check_open, 0.0),
-            ("log-probabilities", _logprobs_case, _check_logprobs, 1e-5),
         ):
-            over_vocab = make in (_argmax_case, _sample_case, _open_case, _logprobs_case)
+            over_vocab = make in (_argmax_case, _sample_case, _open_case)
             if over_vocab and num_tokens > 512:
                 continue  # no step samples this number of rows
             makers.append(CaseMaker(kernel, label, partial(make, sizes, num_tokens), partial(check, sizes), tolerance))
@@ -291,17 +289,3 @@ def _check_open(sizes: Sizes) -> float:
     x, temperature, gap, draw = (tensor.cpu() for tensor in inputs)
     reference = sample_ref(x, x.amax(-1), temperature, None, None, gap, draw)
     return float((_draw_open(*inputs).cpu() != reference).sum()) / _CHECK_TOKENS
-
-
-def _logprobs_case(sizes: Sizes, num_rows: int) -> Case:
-    num_bytes = num_rows * sizes.config.vocab_size * _LOGIT_BYTES
-    tokens = torch.randint(sizes.config.vocab_size, (num_rows, 1), device=sizes.device)
-    ours = sizes.repeat(num_bytes, lambda: partial(logprobs, _logits(sizes, num_rows), tokens))
-    plain = sizes.repeat(num_bytes, lambda: partial(logprobs_ref, _logits(sizes, num_rows), tokens))
-    return Case(num_bytes, 0, ours, {"torch": plain})
-
-
-def _check_logprobs(sizes: Sizes) -> float:
-    x = _logits(sizes, _CHECK_TOKENS)
-    tokens = torch.randint(sizes.config.vocab_size, (_CHECK_TOKENS, 3), device=sizes.device)
-    return relative_error(logprobs(x, tokens), logprobs_ref(x.double(), tokens))

@@ -68,12 +68,10 @@ class BasePrefixCache(ABC):
         tokens: npt.NDArray[np.int32],
         slots: npt.NDArray[np.int32],
         namespace: str = "",
-        priority: int = 0,
     ) -> InsertResult:
         """Offer the KV of tokens: int32 [n], stored in slots: int32 [n], to the cache. Counts as an access.
 
-        Both arrays are copied. The caller keeps an incomplete last page. A leaf of lower priority is evicted before
-        one of higher priority. Tokens keep the highest priority of all their inserts.
+        Both arrays are copied. The caller keeps an incomplete last page.
         """
 
     @abstractmethod

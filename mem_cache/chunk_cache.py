@@ -32,7 +32,6 @@ class ChunkCache(BasePrefixCache):
         tokens: npt.NDArray[np.int32],
         slots: npt.NDArray[np.int32],
         namespace: str = "",
-        priority: int = 0,
     ) -> InsertResult:
         return InsertResult(duplicate_len=0, taken_len=0)
 

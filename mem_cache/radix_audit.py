@@ -95,7 +95,7 @@ class _RadixAudit:
                 _check(ticket not in tickets, "a leaf has one live heap entry")
                 _check(not node.children and not node.lock_count, "live heap entries are leaves without locks")
                 tickets.add(ticket)
-                _check(key == (node.priority, *cache._policy(node)), "live heap entries have the key of now")
+                _check(key == cache._policy(node), "live heap entries have the key of now")
             yield from self._spend(_NODE_WORK // 8)
         _check(len(tickets) == self._num_leaves, "the heap has one live entry for each leaf without locks")
         yield self._end_slice()

@@ -36,7 +36,7 @@ from .radix_node import EMPTY, NO_TICKET, RadixNode
 _HEAP_SLACK = 64
 
 
-# Priority and policy key, ticket, leaf. Tickets are unique, so nodes are never compared.
+# Policy key, ticket, leaf. Tickets are unique, so nodes are never compared.
 _HeapEntry = tuple[tuple[int, ...], int, RadixNode]
 
 
@@ -62,7 +62,7 @@ class RadixCache(BasePrefixCache):
         self._heap: list[_HeapEntry] = []
         # Nodes that are no longer in the tree and still locked.
         self._discarded: set[RadixNode] = set()
-        self._root = RadixNode(None, b"", EMPTY, EMPTY, tick=0, priority=0)
+        self._root = RadixNode(None, b"", EMPTY, EMPTY, tick=0)
 
     # Lookup and insertion
 
@@ -81,17 +81,14 @@ class RadixCache(BasePrefixCache):
         tokens: npt.NDArray[np.int32],
         slots: npt.NDArray[np.int32],
         namespace: str = "",
-        priority: int = 0,
     ) -> InsertResult:
         assert len(tokens) == len(slots) and slots.dtype == np.int32
         taken_len = len(tokens) // self.page_size * self.page_size
         path, duplicate_len = self._descend(tokens, namespace)
-        for node in path:
-            node.priority = max(node.priority, priority)
         self._touch(path)
         if duplicate_len < taken_len:
             parent = path[-1] if path else self._namespace_node(namespace)
-            self._add_leaf(parent, tokens[duplicate_len:taken_len], slots[duplicate_len:taken_len], priority)
+            self._add_leaf(parent, tokens[duplicate_len:taken_len], slots[duplicate_len:taken_len])
         return InsertResult(duplicate_len, taken_len)
 
     def _find(self, tokens: npt.NDArray[np.int32], namespace: str) -> tuple[list[RadixNode], int, int]:
@@ -141,7 +138,7 @@ class RadixCache(BasePrefixCache):
         assert 0 < upper_len < len(node.tokens) and node.parent is not None
         # Copies, not views: each half must be able to release its memory alone.
         upper_tokens, upper_slots = node.tokens[:upper_len].copy(), node.slots[:upper_len].copy()
-        upper = RadixNode(node.parent, node.key, upper_tokens, upper_slots, node.created, node.priority)
+        upper = RadixNode(node.parent, node.key, upper_tokens, upper_slots, node.created)
         upper.lock_count = node.lock_count
         upper.num_uses = node.num_uses
         upper.last_access = node.last_access
@@ -158,15 +155,13 @@ class RadixCache(BasePrefixCache):
         key = _namespace_key(namespace)
         node = self._root.children.get(key)
         if node is None:
-            node = RadixNode(self._root, key, EMPTY, EMPTY, self._tick, priority=0)
+            node = RadixNode(self._root, key, EMPTY, EMPTY, self._tick)
             self._root.children[key] = node
         return node
 
-    def _add_leaf(
-        self, parent: RadixNode, tokens: npt.NDArray[np.int32], slots: npt.NDArray[np.int32], priority: int
-    ) -> None:
+    def _add_leaf(self, parent: RadixNode, tokens: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> None:
         key = tokens[: self.page_size].tobytes()
-        leaf = RadixNode(parent, key, tokens.copy(), slots.copy(), self._tick, priority)
+        leaf = RadixNode(parent, key, tokens.copy(), slots.copy(), self._tick)
         parent.children[key] = leaf
         parent.ticket = NO_TICKET
         self.num_nodes += 1
@@ -288,7 +283,7 @@ class RadixCache(BasePrefixCache):
         """Push a leaf without locks onto the heap with its present key. Its earlier entry becomes void."""
         leaf.ticket = self._next_ticket
         self._next_ticket += 1
-        heapq.heappush(self._heap, ((leaf.priority, *self._policy(leaf)), leaf.ticket, leaf))
+        heapq.heappush(self._heap, (self._policy(leaf), leaf.ticket, leaf))
         self._bound_heap()
 
     @property

@@ -23,7 +23,6 @@ class RadixNode(CacheNode):
         "lock_count",
         "num_uses",
         "parent",
-        "priority",
         "slots",
         "ticket",
         "tokens",
@@ -36,7 +35,6 @@ class RadixNode(CacheNode):
         tokens: npt.NDArray[np.int32],
         slots: npt.NDArray[np.int32],
         tick: int,
-        priority: int,
     ) -> None:
         self.parent = parent
         self.key = key
@@ -47,6 +45,5 @@ class RadixNode(CacheNode):
         self.created = tick
         self.last_access = tick
         self.num_uses = 0
-        self.priority = priority
         # The ticket of this node's valid heap entry; NO_TICKET unless the node is a leaf without locks.
         self.ticket = NO_TICKET

@@ -8,7 +8,6 @@
     |-- RequestAborted               499  the client aborted the request or closed the connection
     |-- QueueFull                    503  the waiting queue is full: try again later
     |-- EngineBusy                   400  the call (flush) needs an idle engine
-    |-- OutOfKVMemory                500  the request can never fit into the KV pool
     |-- InvalidLogits                500  the model produced NaN for this request
     |-- EngineDead                   503  a process of the engine has died
     `-- ModelNotSupported            (start-up) ValueError that names the supported architectures
@@ -69,10 +68,6 @@ class EngineBusy(TercetError):
     err_type = "engine_busy"
 
 
-class OutOfKVMemory(TercetError):
-    err_type = "out_of_memory"
-
-
 class InvalidLogits(TercetError):
     err_type = "invalid_logits"
 
@@ -95,7 +90,6 @@ BY_TYPE: dict[str, type[TercetError]] = {
         PromptTooLong,
         RequestAborted,
         QueueFull,
-        OutOfKVMemory,
         InvalidLogits,
         EngineDead,
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 
-LEVELS = ("debug", "info", "warning", "error")
-
 
 def configure(role: str, level: str) -> None:
     """Set up the `tercet` logger of this process. A second call replaces the first."""

@@ -238,7 +238,7 @@ def _flags() -> list[_Flag]:
     return flags
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, model_required: bool = True) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each setting, and `--config FILE`: a YAML file of settings, which flags override."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings; the command line overrides it")
     for flag in _flags():

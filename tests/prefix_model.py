@@ -19,7 +19,6 @@ class Page:
     slots: tuple[int, ...]
     created: int
     last_access: int
-    priority: int
     num_uses: int = 0
     num_locks: int = 0
     is_discarded: bool = False
@@ -51,16 +50,14 @@ class PrefixModel:
             page.last_access = self.tick
         return [slot for page in path for slot in page.slots]
 
-    def insert(self, namespace: str, tokens: list[int], slots: list[int], priority: int) -> tuple[int, int]:
+    def insert(self, namespace: str, tokens: list[int], slots: list[int]) -> tuple[int, int]:
         self.match(namespace, tokens)
         path = self.path(namespace, tokens)
-        for page in path:
-            page.priority = max(page.priority, priority)
         taken_len = len(tokens) // self.page_size * self.page_size
         duplicate_len = len(path) * self.page_size
         for start in range(duplicate_len, taken_len, self.page_size):
             end = start + self.page_size
-            page = Page(tuple(slots[start:end]), self.tick, self.tick, priority)
+            page = Page(tuple(slots[start:end]), self.tick, self.tick)
             self.pages[namespace, tuple(tokens[:end])] = page
         return duplicate_len, taken_len
 
@@ -99,8 +96,7 @@ class PrefixModel:
         return num_freed
 
     def rank(self, key: Key) -> tuple[int, ...]:
-        page = self.pages[key]
-        return (page.priority, *self.policy(page))
+        return self.policy(self.pages[key])
 
     def num_tokens(self, locked: bool) -> int:
         num_pages = sum(bool(page.num_locks) == locked for page in self.pages.values())

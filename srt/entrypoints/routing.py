@@ -188,5 +188,5 @@ async def in_thread_if_large(request: Request, work: Callable[P, T], *args: P.ar
     return await asyncio.to_thread(work, *args, **kwargs)
 
 
-def json_response(value: Any, status: int = 200) -> Response:
-    return Response(_encode(value), status, media_type="application/json")
+def json_response(value: Any) -> Response:
+    return Response(_encode(value), media_type="application/json")

@@ -20,7 +20,6 @@ from attention_cases import (
 
 from tercet.model_executor.kernels.activation import act_and_mul, act_and_mul_ref
 from tercet.model_executor.kernels.argmax import argmax, argmax_ref
-from tercet.model_executor.kernels.logprobs import logprobs, logprobs_ref
 from tercet.model_executor.kernels.rmsnorm import rmsnorm, rmsnorm_ref
 from tercet.model_executor.kernels.rotary import rotary, rotary_ref
 from tercet.model_executor.kernels.sampling import sample_open, sample_ranked, sample_ref
@@ -136,7 +135,7 @@ def test_rows(dtype: torch.dtype) -> None:
         assert relative_error(residual, before + x.double()) < TOLERANCE[dtype]
         assert relative_error(out, rmsnorm_ref(residual.double(), weight.double(), 1e-5)) < TOLERANCE[dtype]
         gate_up = torch.randn(33, 2 * width, generator=g, device=DEVICE).to(dtype)
-        for activation in ("silu", "gelu", "gelu_tanh"):
+        for activation in ("silu", "gelu_tanh"):
             reference = act_and_mul_ref(gate_up.double(), activation)
             assert relative_error(act_and_mul(gate_up, activation), reference) < TOLERANCE[dtype]
 
@@ -177,8 +176,6 @@ def test_choosing_tokens(vocab: int) -> None:
     x = torch.randn(n, vocab, generator=g, device=DEVICE) * torch.linspace(0.1, 5, n, device=DEVICE)[:, None]
     x[: n // 2] = x[: n // 2].bfloat16().float()  # equal logits
     assert torch.equal(argmax(x), argmax_ref(x)) and torch.equal(argmax(x.bfloat16()), argmax_ref(x.bfloat16()))
-    tokens = torch.randint(vocab, (n, 3), generator=g, device=DEVICE)
-    assert torch.allclose(logprobs(x, tokens).double(), logprobs_ref(x.double(), tokens), atol=2e-5)
 
     def uniform(dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.rand(n, generator=g, device=DEVICE, dtype=dtype)

@@ -69,7 +69,9 @@ def test_passes_on_all_that_it_does_not_change():
     assert (out.prompt_tokens, out.completion_tokens, out.cached_tokens, out.num_retractions) == (5, len(ids), 2, 1)
 
 
-@pytest.mark.parametrize("end", [LengthFinish(9), AbortFinish("gone"), AbortFinish("no memory", 500, "OutOfKVMemory")])
+@pytest.mark.parametrize(
+    "end", [LengthFinish(9), AbortFinish("gone"), AbortFinish("not a number", 500, "InvalidLogits")]
+)
 def test_an_end_without_a_stop_releases_all_text(end):
     options = DecodeOptions(True, False, ["<stop>", "\n\n"])
     assert answer("a <sto", end, options) == "a <sto"

@@ -21,14 +21,12 @@ def make(page_size: int = 1, size: int = 256, policy: str = "lru") -> tuple[Radi
     return RadixCache(allocator, page_size, policy), allocator
 
 
-def put(
-    cache: RadixCache, allocator: BaseAllocator, tokens: object, namespace: str = "", priority: int = 0
-) -> np.ndarray:
+def put(cache: RadixCache, allocator: BaseAllocator, tokens: object, namespace: str = "") -> np.ndarray:
     """Insert tokens under fresh slots and give back what the cache did not take, as a request does at its end."""
     tokens = i32(tokens)
     slots = allocator.alloc_extend(i32([0]), i32([len(tokens)]), i32([0]))
     assert slots is not None
-    duplicate_len, taken_len = cache.insert(tokens, slots, namespace, priority)
+    duplicate_len, taken_len = cache.insert(tokens, slots, namespace)
     allocator.free(slots[:duplicate_len])
     allocator.free(slots[taken_len:])
     return slots
@@ -234,20 +232,6 @@ def test_leaves_go_in_the_order_of_the_policy(policy: str, order: list[int]) -> 
         assert cache.evict(4) == 4
         gone += [i for i, prompt in enumerate(prompts) if i not in gone and not cache.match_len(i32(prompt))]
     assert gone == order
-
-
-@pytest.mark.parametrize("policy", sorted(EVICT_POLICIES))
-def test_lower_priority_goes_first_under_every_policy(policy: str) -> None:
-    cache, allocator = make(policy=policy)
-    for i, priority in enumerate([0, 5, -1, 5, 0]):
-        put(cache, allocator, [i, i], priority=priority)
-    put(cache, allocator, [0, 0], priority=9)  # raised
-    put(cache, allocator, [1, 1], priority=1)  # not lowered
-    left = []
-    for _ in range(5):
-        cache.evict(2)
-        left.append({i for i in range(5) if cache.match_len(i32([i, i]))})
-    assert left[0] == {0, 1, 3, 4} and left[1] == {0, 1, 3} and left[3] == {0} and left[4] == set()
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -30,7 +30,6 @@ def i32(values: object) -> np.ndarray:
 class Request:
     namespace: str
     tokens: list[int]
-    priority: int
     node: CacheNode
     locked_len: int
     pages: list[Page]  # the model's, of the first locked_len tokens
@@ -81,8 +80,8 @@ class CacheMachine(RuleBasedStateMachine):
         if is_discarded:
             return request.locked_len
         tokens, slots = request.tokens[: len(request.slots)], request.slots
-        result = self.cache.insert(i32(tokens), i32(slots), request.namespace, request.priority)
-        assert result == self.model.insert(request.namespace, tokens, slots, request.priority)
+        result = self.cache.insert(i32(tokens), i32(slots), request.namespace)
+        assert result == self.model.insert(request.namespace, tokens, slots)
         assert result.duplicate_len >= request.locked_len
         self.allocator.free(i32(slots[request.locked_len : result.duplicate_len]))
         return result.taken_len
@@ -91,14 +90,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.unlock(request.node)
         self.model.unlock(request.pages)
 
-    @rule(prompt=prompts, namespace=st.sampled_from(NAMESPACES), priority=st.integers(0, 1), chunk=picks)
-    def start(self, prompt: tuple[list[int], int], namespace: str, priority: int, chunk: int) -> None:
+    @rule(prompt=prompts, namespace=st.sampled_from(NAMESPACES), chunk=picks)
+    def start(self, prompt: tuple[list[int], int], namespace: str, chunk: int) -> None:
         tokens = self.tokens(*prompt)
         match = self.cache.match(i32(tokens[:-1]), namespace)
         assert match.slots.tolist() == self.model.match(namespace, tokens[:-1])
         self.cache.lock(match.node)
         pages = self.model.lock(namespace, tokens[: len(match.slots)])
-        request = Request(namespace, tokens, priority, match.node, len(match.slots), pages, match.slots.tolist())
+        request = Request(namespace, tokens, match.node, len(match.slots), pages, match.slots.tolist())
         if self.extend(request, 1 + chunk % len(tokens)):
             self.requests.append(request)
         else:
@@ -245,8 +244,8 @@ def test_pages_go_in_the_order_of_the_model(policy: str, turns: list[int]) -> No
         if turn == "insert":
             slots = allocator.alloc_extend(i32([0]), i32([len(tokens)]), i32([0]))
             assert slots is not None
-            duplicate_len, _ = cache.insert(i32(tokens), slots, priority=number)
-            model.insert("", tokens, slots.tolist(), number)
+            duplicate_len, _ = cache.insert(i32(tokens), slots)
+            model.insert("", tokens, slots.tolist())
             allocator.free(slots[:duplicate_len])
         elif turn == "evict":
             assert cache.evict(1 + number) == model.evict(1 + number)

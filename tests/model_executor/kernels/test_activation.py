@@ -16,7 +16,7 @@ from tercet.model_executor.kernels.activation import act_and_mul, act_and_mul_re
     num_tokens=st.integers(0, 4),
     width=st.integers(1, 2500),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    activation=st.sampled_from(["silu", "gelu", "gelu_tanh"]),
+    activation=st.sampled_from(["silu", "gelu_tanh"]),
 )
 def test_agrees_with_the_float64_twin(seed, num_tokens, width, dtype, activation) -> None:
     g = torch.Generator().manual_seed(seed)
@@ -24,13 +24,13 @@ def test_agrees_with_the_float64_twin(seed, num_tokens, width, dtype, activation
     out = act_and_mul(x, activation)
     reference = act_and_mul_ref(x.double(), activation)
     error = (out.double() - reference).norm(dim=1)
-    # 1 + erf of a very negative number cancels: the result is right to an absolute error only.
+    # 1 + tanh of a very negative number cancels: the result is right to an absolute error only.
     assert bool((error <= TOLERANCE[dtype] * reference.norm(dim=1) + 1e-5).all())
 
 
 def test_large_gates_neither_overflow_nor_vanish() -> None:
     x = torch.tensor([[-1e4, -100.0, 100.0, 1e4, 2.0, 2.0, 2.0, 2.0]])
-    for activation in ("silu", "gelu", "gelu_tanh"):
+    for activation in ("silu", "gelu_tanh"):
         out = act_and_mul(x, activation)
         assert torch.allclose(out, torch.tensor([[0.0, 0.0, 200.0, 2e4]]), atol=1e-4)
 

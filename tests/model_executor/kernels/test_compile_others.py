@@ -11,7 +11,6 @@ from triton_aot import TARGETS, assert_fits, compile_launch, recorded
 
 from tercet.model_executor.kernels.activation import act_and_mul
 from tercet.model_executor.kernels.argmax import argmax
-from tercet.model_executor.kernels.logprobs import logprobs
 from tercet.model_executor.kernels.rmsnorm import rmsnorm
 from tercet.model_executor.kernels.rotary import rotary
 from tercet.model_executor.kernels.sampling import sample_open, sample_ranked
@@ -79,11 +78,9 @@ CASES: dict[str, Callable[[], object]] = {
     "rmsnorm-4096-fused": lambda: norm(4096, BF16, True),
     "rmsnorm-16384-fused": lambda: norm(16384, F16, True),
     "silu-14336": lambda: act_and_mul(meta(TOKENS, 2 * 14336, dtype=BF16)),
-    "gelu-3072": lambda: act_and_mul(meta(TOKENS, 2 * 3072, dtype=BF16), "gelu"),
     "gelu_tanh-3072": lambda: act_and_mul(meta(TOKENS, 2 * 3072, dtype=BF16), "gelu_tanh"),
     "argmax-151936": lambda: argmax(meta(BATCH, 151936, dtype=BF16)),
     "argmax-49152-fp32": lambda: argmax(meta(BATCH, 49152, dtype=F32)),
-    "logprobs-128256": lambda: logprobs(meta(BATCH, 128256, dtype=BF16), meta(BATCH, 5)),
     "sample-128256": lambda: sample(128256, F32),
 }
 

@@ -222,9 +222,9 @@ def test_an_abort_by_the_client_is_a_finish(site: Site) -> None:
 
 
 def test_a_failure_in_a_stream_is_one_event(site: Site) -> None:
-    site.scheduler.fail = (2, AbortFinish("no memory", 500, "OutOfKVMemory"))
+    site.scheduler.fail = (2, AbortFinish("not a number", 500, "InvalidLogits"))
     events = site.stream(PATH, {"messages": HI, "n": 2})
-    assert events[-1]["error"]["message"] == "no memory"
+    assert events[-1]["error"]["message"] == "not a number"
     assert sum("error" in one for one in events) == 1
     assert site.idle()
 

@@ -208,9 +208,9 @@ def test_a_failure_before_the_first_output_has_its_status(site: Site) -> None:
 
 
 def test_a_failure_in_one_piece_has_its_status(site: Site) -> None:
-    site.scheduler.fail = (2, AbortFinish("no memory", 500, "OutOfKVMemory"))
+    site.scheduler.fail = (2, AbortFinish("not a number", 500, "InvalidLogits"))
     error = site.refused("/generate", {"text": ["a", "b"]}, 500)
-    assert error["type"] == "out_of_memory"
+    assert error["type"] == "invalid_logits"
     assert site.idle()
 
 
