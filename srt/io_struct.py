@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from .request_options import RequestOptions
 
@@ -38,21 +39,21 @@ def unpack_ids(data: bytes) -> npt.NDArray[np.int32]:
 class StopFinish(msgspec.Struct, frozen=True, tag="stop", tag_field="type"):
     """The request ended at a stop. `matched`: the stop token's id, or the stop string."""
 
-    matched: int | str
+    matched: Annotated[int | str, Meta(description="The stop token's id, or the stop string")]
 
 
 class LengthFinish(msgspec.Struct, frozen=True, tag="length", tag_field="type"):
     """The request reached its maximum length. `length`: the number of generated tokens."""
 
-    length: int
+    length: Annotated[int, Meta(description="Number of tokens generated")]
 
 
 class AbortFinish(msgspec.Struct, frozen=True, tag="abort", tag_field="type"):
     """The request was aborted. `status_code` None: by its client, no error. `err_type`: a key of `errors.BY_TYPE`."""
 
-    message: str
-    status_code: int | None = None
-    err_type: str | None = None
+    message: Annotated[str, Meta(description="Why it was aborted, for a person")]
+    status_code: Annotated[int | None, Meta(description="Null. A request that fails is answered with the error")] = None
+    err_type: Annotated[str | None, Meta(description="Null, as status_code")] = None
 
 
 FinishReason = StopFinish | LengthFinish | AbortFinish

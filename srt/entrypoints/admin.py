@@ -23,62 +23,68 @@ _GIB = 2**30
 
 
 class Status(msgspec.Struct, frozen=True):
-    status: str
+    status: Annotated[str, doc("`ok`, or `ready` from /ready; every other answer is an error")]
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
     """Answer of /model_info."""
 
-    model_path: str
-    tokenizer_path: str
-    served_model_name: str
-    is_generation: bool
-    preferred_sampling_params: dict[str, Any] | None
-    """What a request gets that sets nothing, where it is not the API's own default."""
-    weight_version: str
-    load_format: str
-    model_type: str
-    architectures: list[str]
-    has_image_understanding: bool
-    has_audio_understanding: bool
+    model_path: Annotated[str, doc("Where the model's files are")]
+    tokenizer_path: Annotated[str, doc("Where the tokenizer's files are")]
+    served_model_name: Annotated[str, doc("The served name")]
+    is_generation: Annotated[bool, doc("Always true")]
+    preferred_sampling_params: Annotated[
+        dict[str, Any] | None,
+        doc("Sampling parameters of a request that sets none, where they are not the API's own defaults"),
+    ]
+    weight_version: Annotated[str, doc("Always `default`")]
+    load_format: Annotated[str, doc("The setting --load-format")]
+    model_type: Annotated[str, doc("The family, as the model's files call it")]
+    architectures: Annotated[list[str], doc("The one architecture, as the model's files call it")]
+    has_image_understanding: Annotated[bool, doc("Always false")]
+    has_audio_understanding: Annotated[bool, doc("Always false")]
 
 
 class Load(msgspec.Struct, frozen=True):
     """An element of the answer of /get_load; tokens are those of requests under way."""
 
-    dp_rank: int
-    num_reqs: int
-    num_waiting_reqs: int
-    num_tokens: int
-    age_s: float
-    """Seconds since the scheduler told these numbers; above 0 when it is in a long step."""
+    dp_rank: Annotated[int, doc("Always 0")]
+    num_reqs: Annotated[int, doc("Requests that run or wait")]
+    num_waiting_reqs: Annotated[int, doc("Requests that wait")]
+    num_tokens: Annotated[int, doc("KV slots that running requests hold")]
+    age_s: Annotated[
+        float,
+        doc("Seconds since the scheduler reported these numbers"),
+    ]
 
 
 class LoadDetail(msgspec.Struct, frozen=True):
-    dp_rank: int
-    num_running_reqs: int
-    num_waiting_reqs: int
-    num_used_tokens: int
-    max_total_num_tokens: int
-    max_running_requests: int
-    token_usage: float
-    gen_throughput: float
-    cache_hit_rate: float
-    age_s: float
-    """As in /get_load."""
+    dp_rank: Annotated[int, doc("Always 0")]
+    num_running_reqs: Annotated[int, doc("Requests that run")]
+    num_waiting_reqs: Annotated[int, doc("Requests that wait")]
+    num_used_tokens: Annotated[int, doc("KV slots that running requests hold")]
+    max_total_num_tokens: Annotated[int, doc("KV slots of the pool")]
+    max_running_requests: Annotated[int, doc("Most requests that run at once")]
+    token_usage: Annotated[float, doc("num_used_tokens / max_total_num_tokens")]
+    gen_throughput: Annotated[float, doc("Tokens generated a second, lately")]
+    cache_hit_rate: Annotated[float, doc("Share of all prompt tokens whose KV the prefix cache had, since the start")]
+    age_s: Annotated[
+        float,
+        doc("Seconds since the scheduler reported these numbers"),
+    ]
 
 
 class Loads(msgspec.Struct, frozen=True):
     """Answer of /v1/loads."""
 
-    timestamp: float
-    version: str
-    loads: list[LoadDetail]
+    timestamp: Annotated[float, doc("Unix time of the answer, in seconds")]
+    version: Annotated[str, doc("Tercet's version")]
+    loads: Annotated[list[LoadDetail], doc("The load of the one scheduler")]
 
 
 class FlushAnswer(msgspec.Struct, frozen=True):
-    success: bool
-    message: str
+    success: Annotated[bool, doc("Always true; a refusal is an error")]
+    message: Annotated[str, doc("What was done")]
 
 
 class AbortBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -89,8 +95,7 @@ class AbortBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
 
 class AbortAnswer(msgspec.Struct, frozen=True):
-    aborted: bool
-    """Whether there was such a request."""
+    aborted: Annotated[bool, doc("Whether there was such a request")]
 
 
 ABORT_CODEC = BodyCodec(AbortBody)

@@ -7,7 +7,7 @@ message without details, and the log gets the traceback.
 from __future__ import annotations
 
 import logging
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import TercetError
+from .wire import doc
 
 logger = logging.getLogger(__name__)
 
@@ -25,16 +26,16 @@ _encode = msgspec.json.Encoder().encode
 class ErrorBody(msgspec.Struct, frozen=True):
     """The error itself. `param`: the field of the request that is wrong, if there is one."""
 
-    message: str
-    type: str
-    param: str | None
-    code: str | None
+    message: Annotated[str, doc("What is wrong, for a person")]
+    type: Annotated[str, doc("Kind of error")]
+    param: Annotated[str | None, doc("Path of the field of the request that is wrong, where there is one")]
+    code: Annotated[str | None, doc("What programs tell errors apart by; see the table of statuses")]
 
 
 class ErrorEnvelope(msgspec.Struct, frozen=True):
     """Body of every response that is not 2xx, and data of the error event in a stream."""
 
-    error: ErrorBody
+    error: Annotated[ErrorBody, doc("The error")]
 
 
 class BodyTooLarge(TercetError):

@@ -113,25 +113,31 @@ class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
 class MetaInfo(msgspec.Struct, frozen=True):
     """What /generate tells about a sample."""
 
-    id: str
-    finish_reason: FinishReason | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    num_retractions: int
-    weight_version: str
-    e2e_latency: float | UnsetType = UNSET
-    """Seconds from submission to the last token; only when it has finished."""
+    id: Annotated[str, doc("The request's name: its `rid`, or one that the server made up")]
+    finish_reason: Annotated[FinishReason | None, doc("Why the sample ended; null while it runs")]
+    prompt_tokens: Annotated[int, doc("Tokens of the prompt")]
+    completion_tokens: Annotated[int, doc("Tokens generated so far")]
+    cached_tokens: Annotated[int, doc("Prompt tokens whose KV the prefix cache had")]
+    num_retractions: Annotated[int, doc("How often the sample had to wait again because KV memory was short")]
+    weight_version: Annotated[str, doc("Always `default`")]
+    e2e_latency: Annotated[
+        float | UnsetType, doc("Seconds from submission to the last token; only in a sample that has finished")
+    ] = UNSET
 
 
 class GenerateAnswer(msgspec.Struct, frozen=True):
     """One sample. In a stream, text and ids are all that there is so far (with --incremental-streaming-output: what is
     new), and `index` counts samples where the request asks for more than one."""
 
-    text: str
-    output_ids: list[int]
-    meta_info: MetaInfo
-    index: int | UnsetType = UNSET
+    text: Annotated[str, doc("The text so far (with --incremental-streaming-output: what is new)")]
+    output_ids: Annotated[
+        list[int], doc("The generated token ids so far (with --incremental-streaming-output: what is new)")
+    ]
+    meta_info: Annotated[MetaInfo, doc("Counts, and why the sample ended")]
+    index: Annotated[
+        int | UnsetType,
+        doc("Position among the samples; only in a stream, and only where the request has several"),
+    ] = UNSET
 
 
 GENERATE_CODEC = BodyCodec(GenerateBody)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import html
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from starlette.types import ASGIApp
 from ... import __version__
 from .error_handlers import ErrorEnvelope
 from .routing import Endpoint, Server
-from .wire import FieldDoc, Wire, fields_of, structs_in
+from .wire import Wire, answer_fields_of, fields_of, structs_in, structs_of
 
+_Row = tuple[str, str, str]
+"""Name, type and description of a field."""
 _REF = "#/components/schemas/{name}"
 _BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _DOCS_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
@@ -128,23 +130,36 @@ def docs_page(documented: tuple[Endpoint, ...]) -> str:
         for query in endpoint.query:
             parts.append(f"<p><code>?{html.escape(query.name)}=</code> {html.escape(query.description)}</p>")
         for cls in body_types([endpoint]):
-            rows = "".join(_html_row(field) for field in fields_of(cls))
-            parts.append(
-                f"<details><summary>{html.escape(cls.__name__)}</summary><table>"
-                f"<tr><th>field<th>type<th>what it does</tr>{rows}</table></details>"
-            )
+            parts.append(_html_table(f"Request: {cls.__name__}", "what it does", _body_rows(cls)))
+        for answer in answer_types([endpoint]):
+            parts.append(_html_table(f"Answer: {answer.__name__}", "what it is", _answer_rows(answer)))
     return "".join(parts) + "</html>"
 
 
-def _html_row(field: FieldDoc) -> str:
-    cells = (f"<code>{html.escape(field.name)}</code>", html.escape(_type(field)), html.escape(_meaning(field)))
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+def _html_table(title: str, last: str, rows: Iterable[_Row]) -> str:
+    def written(row: _Row) -> str:
+        name, *others = map(html.escape, row)
+        return "<tr>" + "".join(f"<td>{cell}</td>" for cell in (f"<code>{name}</code>", *others)) + "</tr>"
+
+    head = f"<tr><th>field<th>type<th>{last}</tr>"
+    body = "".join(map(written, rows))
+    return f"<details><summary>{html.escape(title)}</summary><table>{head}{body}</table></details>"
 
 
 def body_types(documented: Iterable[Endpoint]) -> list[type[Wire]]:
     """The body types and the object types in them. Each occurs once, a body before its parts."""
-    found: list[type[Wire]] = []
-    waiting = [endpoint.body.type for endpoint in documented if endpoint.body is not None]
+    found = _with_parts([endpoint.body.type for endpoint in documented if endpoint.body is not None])
+    return [cls for cls in found if issubclass(cls, Wire)]
+
+
+def answer_types(documented: Iterable[Endpoint]) -> list[type[msgspec.Struct]]:
+    """The answer types, the types of stream chunks, and the object types in them. Each occurs once, before its parts."""
+    types = [one for endpoint in documented for one in (endpoint.answer, endpoint.streams) if one is not None]
+    return _with_parts([cls for one in types for cls in structs_of(one)])
+
+
+def _with_parts(waiting: list[type[msgspec.Struct]]) -> list[type[msgspec.Struct]]:
+    found: list[type[msgspec.Struct]] = []
     while waiting:
         cls = waiting.pop(0)
         if cls not in found:
@@ -165,32 +180,44 @@ def endpoint_table(documented: Iterable[Endpoint]) -> str:
 
 def field_table(cls: type[Wire]) -> str:
     """A Markdown table of a body's fields."""
-    rows = ["| field | type | what it does |", "|---|---|---|"]
+    return _table("what it does", _body_rows(cls))
+
+
+def answer_table(cls: type[msgspec.Struct]) -> str:
+    """A Markdown table of an answer's fields."""
+    return _table("what it is", _answer_rows(cls))
+
+
+def _table(last: str, rows: Iterable[_Row]) -> str:
+    lines = [f"| field | type | {last} |", "|---|---|---|"]
+    for name, *others in rows:
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{name}`", *others)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _body_rows(cls: type[Wire]) -> Iterator[_Row]:
     for field in fields_of(cls):
-        cells = (f"`{field.name}`", _type(field), _meaning(field))
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows) + "\n"
+        if field.allowed is None:
+            yield field.name, field.type + (", required" if field.required else ""), field.description
+        else:
+            meaning = f"{field.description[:1].upper()}{field.description[1:]}; only no-op values are accepted"
+            yield field.name, field.allowed, meaning
 
 
-def _type(field: FieldDoc) -> str:
-    if field.allowed is None:
-        return field.type + (", required" if field.required else "")
-    return field.allowed
-
-
-def _meaning(field: FieldDoc) -> str:
-    if field.allowed is None:
-        return field.description
-    return f"{field.description[:1].upper()}{field.description[1:]}; only no-op values are accepted"
+def _answer_rows(cls: type[msgspec.Struct]) -> Iterator[_Row]:
+    for field in answer_fields_of(cls):
+        yield field.name, field.type + ("" if field.required else ", may be absent"), field.description
 
 
 def render(text: str, documented: Iterable[Endpoint]) -> str:
     """The Markdown text with its generated blocks replaced.
 
-    A block starts with `<!-- generated: NAME -->`. NAME is `endpoints` or the name of a body's type.
+    A block starts with `<!-- generated: NAME -->`. NAME is `endpoints`, or the name of a body's, answer's or
+    error's type.
     """
     documented = list(documented)
     tables = {cls.__name__: field_table(cls) for cls in body_types(documented)}
+    tables |= {cls.__name__: answer_table(cls) for cls in (*answer_types(documented), *_with_parts([ErrorEnvelope]))}
     tables["endpoints"] = endpoint_table(documented)
     return _BLOCK.sub(lambda found: found.group(1) + "\n" + tables[found.group(2)] + "\n" + found.group(3), text)
 

@@ -40,9 +40,9 @@ class TokenizeBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
 class TokenizeAnswer(msgspec.Struct, frozen=True):
     """Lists of lists and of numbers for a list of texts."""
 
-    tokens: Sequence[int | list[int]]
-    count: int | list[int]
-    max_model_len: int
+    tokens: Annotated[Sequence[int | list[int]], doc("Token ids; for a list of texts: a list of them for each text")]
+    count: Annotated[int | list[int], doc("Number of tokens; for a list of texts: a list of numbers")]
+    max_model_len: Annotated[int, doc("Most tokens of a prompt and its answer together")]
 
 
 class _ListAnswer(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ class DetokenizeBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True
 
 
 class DetokenizeAnswer(msgspec.Struct, frozen=True):
-    text: str | list[str]
+    text: Annotated[str | list[str], doc("The text; for a list of token id lists: a list of texts")]
 
 
 TOKENIZE_CODEC = BodyCodec(TokenizeBody)

@@ -1,8 +1,10 @@
-"""Request bodies: the decoder, the checks and the documentation of a field come from one declaration.
+"""Bodies and answers: the decoder, the checks and the documentation of a field come from one declaration.
 
 A body is a `Wire` struct. `doc` declares a field that is honoured. `only` declares a field of an unimplemented feature,
 which accepts only its no-op values. Other values of such a field, and undeclared fields, are refused by name. `null`
 means absent in every field.
+
+An answer is a plain struct, whose fields are also described with `doc`.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ _UNKNOWN = re.compile(r"\AObject contains unknown field `(.*)`\Z", re.DOTALL)
 _MISSING = re.compile(r"\AObject missing required field `(.*)`\Z")
 
 
-def doc(description: str, *, max_length: int | None = None) -> Meta:
-    """Declares a field that is honoured."""
-    return Meta(description=description, max_length=max_length)
+def doc(description: str) -> Meta:
+    """Declares a field of a body that is honoured, or a field of an answer."""
+    return Meta(description=description)
 
 
 def only(why: str, *allowed: Any) -> Meta:
@@ -65,22 +67,46 @@ class FieldDoc:
     name: str
     type: str
     required: bool
+    """In an answer: always there."""
     description: str
     allowed: str | None
 
 
 def fields_of(cls: type[Wire]) -> list[FieldDoc]:
     """The fields of a body: first the required ones, then the honoured ones, then those with restricted values."""
+    docs = []
+    for field, meta in _described(cls):
+        allowed = (meta.extra or {}).get("written")
+        text = _type_text(_without_null(field.type))
+        docs.append(FieldDoc(field.encode_name, text, field.required, str(meta.description), allowed))
+    return sorted(docs, key=lambda doc: (not doc.required, doc.allowed is not None))
+
+
+def answer_fields_of(cls: type[msgspec.Struct]) -> list[FieldDoc]:
+    """The fields of an answer, or of an object in one, in the order in which they are sent."""
+    info = _struct_type(cls)
+    docs = []
+    if info.tag_field is not None:
+        docs.append(FieldDoc(info.tag_field, f'"{info.tag}"', True, "Tells the kinds of this object apart", None))
+    for field, meta in _described(cls):
+        # Only a field with the value UNSET is left out. A field with another default is always sent.
+        always = field.required or field.default is not msgspec.NODEFAULT
+        docs.append(FieldDoc(field.encode_name, _type_text(field.type), always, str(meta.description), None))
+    return docs
+
+
+def _described(cls: type[msgspec.Struct]) -> Iterator[tuple[msgspec.inspect.Field, Meta]]:
+    metas = _metas(cls)
+    for field in _struct_type(cls).fields:
+        meta = metas.get(field.name)
+        assert meta is not None, f"{cls.__name__}.{field.name} has no description"
+        yield field, meta
+
+
+def _struct_type(cls: type[msgspec.Struct]) -> msgspec.inspect.StructType:
     info = msgspec.inspect.type_info(cls)
     assert isinstance(info, msgspec.inspect.StructType)
-    metas = _metas(cls)
-    docs = []
-    for field in info.fields:
-        meta = metas.get(field.name)
-        assert meta is not None and meta.description, f"{cls.__name__}.{field.name} has no description"
-        allowed = (meta.extra or {}).get("written")
-        docs.append(FieldDoc(field.encode_name, _type_text(field.type), field.required, meta.description, allowed))
-    return sorted(docs, key=lambda doc: (not doc.required, doc.allowed is not None))
+    return info
 
 
 class BodyCodec(Generic[T]):
@@ -150,7 +176,7 @@ def _same(value: Any, allowed: Any) -> bool:
 
 
 @functools.cache
-def _metas(cls: type[Wire]) -> dict[str, Meta]:
+def _metas(cls: type[msgspec.Struct]) -> dict[str, Meta]:
     metas = {}
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         for note in getattr(hint, "__metadata__", ()):
@@ -182,12 +208,14 @@ def _structs(info: msgspec.inspect.Type) -> Iterator[msgspec.inspect.StructType]
         yield info
 
 
-def structs_in(cls: type[Wire]) -> list[type[Wire]]:
-    """The body types of a body's own fields."""
-    info = msgspec.inspect.type_info(cls)
-    assert isinstance(info, msgspec.inspect.StructType)
-    inner = [struct.cls for field in info.fields for struct in _structs(field.type)]
-    return [cls for cls in inner if issubclass(cls, Wire)]
+def structs_of(type_: Any) -> list[type[msgspec.Struct]]:
+    """The object types of a value of this type, or of the elements of a list."""
+    return [one.cls for one in _structs(msgspec.inspect.type_info(type_))]
+
+
+def structs_in(cls: type[msgspec.Struct]) -> list[type[msgspec.Struct]]:
+    """The object types in the fields of a body or an answer itself."""
+    return [one.cls for field in _struct_type(cls).fields for one in _structs(field.type)]
 
 
 def _struct_at(cls: type, path: str) -> msgspec.inspect.StructType | None:
@@ -217,17 +245,26 @@ _TYPE_NAMES: dict[type, str] = {
     msgspec.inspect.FloatType: "number",
     msgspec.inspect.BoolType: "bool",
     msgspec.inspect.AnyType: "any",
+    msgspec.inspect.NoneType: "null",
 }
 
 
+def _without_null(info: msgspec.inspect.Type) -> msgspec.inspect.Type:
+    """A body's type without null, because every field of a body may be null."""
+    if isinstance(info, msgspec.inspect.Metadata):
+        return _without_null(info.type)
+    if isinstance(info, msgspec.inspect.UnionType):
+        kept = tuple(one for one in info.types if not isinstance(one, msgspec.inspect.NoneType))
+        return msgspec.inspect.UnionType(kept)
+    return info
+
+
 def _type_text(info: msgspec.inspect.Type) -> str:
-    """A type in the documentation's notation. null is left out, because every field may be null."""
+    """A type in the documentation's notation."""
     if isinstance(info, msgspec.inspect.Metadata):
         return _type_text(info.type)
     if isinstance(info, msgspec.inspect.UnionType):
-        return " or ".join(
-            _type_text(member) for member in info.types if not isinstance(member, msgspec.inspect.NoneType)
-        )
+        return " or ".join(_type_text(one) for one in info.types)
     if isinstance(info, msgspec.inspect.ListType):
         inner = _type_text(info.item_type)
         return f"list of ({inner})" if " or " in inner else f"list of {inner}"

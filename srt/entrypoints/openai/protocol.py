@@ -177,105 +177,123 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_fields=True
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int
+    cached_tokens: Annotated[int, doc("Prompt tokens whose KV the prefix cache had")]
 
 
 class Usage(msgspec.Struct, frozen=True):
     """A prompt counts once, however many samples were made of it."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens: Annotated[int, doc("Tokens of all prompts")]
+    completion_tokens: Annotated[int, doc("Tokens generated, of all choices")]
+    total_tokens: Annotated[int, doc("The sum of both")]
+    prompt_tokens_details: Annotated[PromptTokensDetails, doc("More about the prompts' tokens")]
 
 
 FinishName = Literal["stop", "length", "abort"]
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    index: int
-    text: str
-    logprobs: None
-    finish_reason: FinishName | None
-    matched_stop: int | str | UnsetType | None = UNSET
-    """The stop token's id or the stop string; only in a choice that has finished."""
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    index: Annotated[int, doc("Which of the request's choices this is, counted from 0")]
+    text: Annotated[str, doc("The text; in a stream: what is new")]
+    logprobs: Annotated[None, doc("Always null")]
+    finish_reason: Annotated[FinishName | None, doc("Why the choice ended; null while it runs")]
+    matched_stop: Annotated[
+        int | str | UnsetType | None,
+        doc("The stop token's id or the stop string, else null; only in a choice that has finished"),
+    ] = UNSET
+    token_ids: Annotated[
+        list[int] | UnsetType, doc("Generated token ids; only with `return_token_ids`; in a stream: what is new")
+    ] = UNSET
+    prompt_token_ids: Annotated[list[int] | UnsetType, doc("Token ids of the prompt; only with `return_token_ids`")] = (
+        UNSET
+    )
 
 
 class Completion(msgspec.Struct, frozen=True):
     """Answer of /v1/completions, and a chunk of its stream."""
 
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | UnsetType | None = UNSET
+    id: Annotated[str, doc("The request's name: its `rid`, or one that the server made up")]
+    object: Annotated[Literal["text_completion"], doc("The type of this object")]
+    created: Annotated[int, doc("Unix time at which the request came, in seconds")]
+    model: Annotated[str, doc("The served name")]
+    choices: Annotated[
+        list[CompletionChoice],
+        doc("The samples, prompt by prompt; in a stream: one that has news, or none beside `usage`"),
+    ]
+    usage: Annotated[Usage | UnsetType | None, doc("Counts of tokens; in a stream see stream_options")] = UNSET
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
-    role: Literal["assistant"]
-    content: str
+    role: Annotated[Literal["assistant"], doc("Who speaks")]
+    content: Annotated[str, doc("The text")]
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    index: int
-    message: AssistantMessage
-    logprobs: None
-    finish_reason: FinishName
-    matched_stop: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
+    index: Annotated[int, doc("Which of the request's choices this is, counted from 0")]
+    message: Annotated[AssistantMessage, doc("What the model says")]
+    logprobs: Annotated[None, doc("Always null")]
+    finish_reason: Annotated[FinishName, doc("Why the choice ended")]
+    matched_stop: Annotated[
+        int | str | None, doc("The stop token's id or the stop string that ended the choice, else null")
+    ]
+    token_ids: Annotated[list[int] | UnsetType, doc("Generated token ids; only with `return_token_ids`")] = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
     """Answer of /v1/chat/completions."""
 
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    id: Annotated[str, doc("The request's name: its `rid`, or one that the server made up")]
+    object: Annotated[Literal["chat.completion"], doc("The type of this object")]
+    created: Annotated[int, doc("Unix time at which the request came, in seconds")]
+    model: Annotated[str, doc("The served name")]
+    choices: Annotated[list[ChatChoice], doc("The samples")]
+    usage: Annotated[Usage, doc("Counts of tokens")]
+    prompt_token_ids: Annotated[
+        list[int] | UnsetType, doc("Token ids of the rendered chat; only with `return_token_ids`")
+    ] = UNSET
 
 
 class Delta(msgspec.Struct, frozen=True):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    role: Annotated[Literal["assistant"] | UnsetType, doc("Only in a choice's first chunk")] = UNSET
+    content: Annotated[str | UnsetType, doc("The text that is new")] = UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
-    index: int
-    delta: Delta
-    logprobs: None
-    finish_reason: FinishName | None
-    matched_stop: int | str | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
+    index: Annotated[int, doc("Which of the request's choices this is, counted from 0")]
+    delta: Annotated[Delta, doc("What is new in the message")]
+    logprobs: Annotated[None, doc("Always null")]
+    finish_reason: Annotated[FinishName | None, doc("Why the choice ended; null while it runs")]
+    matched_stop: Annotated[
+        int | str | UnsetType | None,
+        doc("The stop token's id or the stop string, else null; only in a choice that has finished"),
+    ] = UNSET
+    token_ids: Annotated[list[int] | UnsetType, doc("Token ids that are new; only with `return_token_ids`")] = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
     """A chunk of a chat's stream. `usage` is null in all but the last where the stream ends with it."""
 
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    id: Annotated[str, doc("As in the answer that is not a stream")]
+    object: Annotated[Literal["chat.completion.chunk"], doc("The type of this object")]
+    created: Annotated[int, doc("As in the answer that is not a stream")]
+    model: Annotated[str, doc("The served name")]
+    choices: Annotated[list[ChunkChoice], doc("One choice that has news, or none beside `usage`")]
+    usage: Annotated[Usage | UnsetType | None, doc("Counts of tokens; see stream_options")] = UNSET
+    prompt_token_ids: Annotated[
+        list[int] | UnsetType, doc("Token ids of the rendered chat; only with `return_token_ids`")
+    ] = UNSET
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: None
-    max_model_len: int
+    id: Annotated[str, doc("The served name")]
+    object: Annotated[Literal["model"], doc("The type of this object")]
+    created: Annotated[int, doc("Unix time at which the server started, in seconds")]
+    owned_by: Annotated[str, doc("Always `tercet`")]
+    root: Annotated[str, doc("Where the model's files are")]
+    parent: Annotated[None, doc("Always null")]
+    max_model_len: Annotated[int, doc("Most tokens of a prompt and its answer together")]
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    object: Literal["list"]
-    data: list[ModelCard]
+    object: Annotated[Literal["list"], doc("The type of this object")]
+    data: Annotated[list[ModelCard], doc("The one model that is served")]

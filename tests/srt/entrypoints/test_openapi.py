@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import pytest
 from fake_http import Site
 
 import tercet
+from tercet.srt.entrypoints.error_handlers import ErrorBody, ErrorEnvelope
 from tercet.srt.entrypoints.http_server import ENDPOINTS
-from tercet.srt.entrypoints.openapi import body_types, field_table, render, write_docs
-from tercet.srt.entrypoints.wire import fields_of
+from tercet.srt.entrypoints.openapi import answer_table, answer_types, body_types, field_table, render, write_docs
+from tercet.srt.entrypoints.wire import answer_fields_of, doc, fields_of
 
 DOCS = Path(tercet.__file__).parent / "docs" / "api.md"
 
@@ -71,6 +76,47 @@ def test_every_field_is_described(spec: dict[str, Any]) -> None:
         assert all(one.get("description") for one in properties.values())
 
 
+def test_every_field_of_an_answer_is_described(spec: dict[str, Any]) -> None:
+    for cls in (*answer_types(ENDPOINTS), ErrorEnvelope, ErrorBody):
+        schema = spec["components"]["schemas"][cls.__name__]
+        fields = answer_fields_of(cls)
+        assert list(schema["properties"]) == [field.name for field in fields]
+        for field in fields:
+            assert field.description and field.description.rstrip(".") == field.description
+        described = {name for name, one in schema["properties"].items() if one.get("description")}
+        assert described == set(schema["properties"]) - {cls.__struct_config__.tag_field}
+
+
+class Choice(msgspec.Struct, tag="choice", tag_field="kind"):
+    text: Annotated[str | None, doc("What | was said")]
+    stop: Annotated[int | str | msgspec.UnsetType, doc("Why")] = msgspec.UNSET
+    note: Annotated[str | None, doc("A note")] = None
+
+
+def test_the_table_of_an_answer_says_what_may_be_null_and_what_may_be_absent() -> None:
+    assert answer_table(Choice).splitlines()[2:] == [
+        '| `kind` | "choice" | Tells the kinds of this object apart |',
+        "| `text` | string or null | What \\| was said |",
+        "| `stop` | int or string, may be absent | Why |",
+        "| `note` | string or null | A note |",
+    ]
+
+
+def test_an_answer_without_a_description_is_refused() -> None:
+    class Careless(msgspec.Struct):
+        text: str
+
+    with pytest.raises(AssertionError, match=r"Careless\.text has no description"):
+        answer_table(Careless)
+
+
+def test_the_answers_are_found_with_their_parts() -> None:
+    names = [cls.__name__ for cls in answer_types(ENDPOINTS)]
+    assert names[:5] == ["GenerateAnswer", "MetaInfo", "StopFinish", "LengthFinish", "AbortFinish"]
+    assert {"Completion", "ChatCompletion", "ChatChunk", "Delta", "ModelCard", "Load", "LoadDetail"} < set(names)
+    assert len(names) == len(set(names))
+
+
 def test_the_page_needs_no_other_host(site: Site) -> None:
     answer = site.get("/docs")
     assert answer.headers["content-type"].startswith("text/html")
@@ -82,12 +128,31 @@ def test_the_page_needs_no_other_host(site: Site) -> None:
 
 def test_docs_api_md_is_up_to_date() -> None:
     text = DOCS.read_text(encoding="utf-8")
-    assert render(text, ENDPOINTS) == text, "run openapi.write_docs(docs/api.md, http_server.ENDPOINTS)"
+    assert render(text, ENDPOINTS) == text, "out of date: scripts/check --fix writes it anew"
 
 
-def test_docs_api_md_has_every_body() -> None:
+def test_docs_api_md_has_every_body_and_every_answer() -> None:
     blocks = set(re.findall(r"<!-- generated: (\w+) -->", DOCS.read_text(encoding="utf-8")))
-    assert blocks == {cls.__name__ for cls in body_types(ENDPOINTS)} | {"endpoints"}
+    documented = [*body_types(ENDPOINTS), *answer_types(ENDPOINTS), ErrorEnvelope, ErrorBody]
+    assert blocks == {cls.__name__ for cls in documented} | {"endpoints"}
+
+
+def test_check_fix_writes_every_generated_document(tmp_path: Path) -> None:
+    """The program in scripts/check, run on documents whose tables are out of date."""
+    script = (DOCS.parents[1] / "scripts" / "check").read_text(encoding="utf-8")
+    program = script.split("<<'PY'\n")[1].split("\nPY\n")[0]
+    (tmp_path / "docs").mkdir()
+    for name in ("api.md", "server_args.md"):
+        text = (DOCS.parent / name).read_text(encoding="utf-8")
+        stale = tmp_path / "docs" / name
+        stale.write_text(re.sub(r"^\| `.*\n", "", text, flags=re.MULTILINE), encoding="utf-8")
+        assert stale.read_text(encoding="utf-8") != text
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, check=True, timeout=60)
+    for name in ("api.md", "server_args.md"):
+        assert (tmp_path / "docs" / name).read_text(encoding="utf-8") == (DOCS.parent / name).read_text(
+            encoding="utf-8"
+        )
 
 
 def test_writing_the_docs_changes_the_blocks_only(tmp_path: Path) -> None:
