@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_makers import make_kv, make_req, put_into_cache
 from scheduler_rig import Rig
 
 from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.prefill_adder import SHARE_LEN, PrefillAdder
-from tercet.managers.req import Req
-from tercet.mem_cache.allocator import make_allocator
-from tercet.mem_cache.radix_cache import RadixCache
-from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
-from tercet.srt.request_options import RequestOptions
-from tercet.srt.sampling_params import SamplingParams
-
-
-def make_kv(page_size: int, pool_size: int = 8192, eviction: str = "lru") -> KVCacheManager:
-    allocator = make_allocator(pool_size, page_size)
-    return KVCacheManager(ReqToTokenPool(64, 1024), allocator, RadixCache(allocator, page_size, eviction))
-
-
-def make_req(prompt: list[int], arrival: int = 0) -> Req:
-    sampling = SamplingParams(max_new_tokens=1, sampling_seed=0)
-    return Req(f"r{arrival}", np.array(prompt, dtype=np.int32), RequestOptions(sampling=sampling), arrival=arrival)
 
 
 def make_adder(kv: KVCacheManager, *, max_tokens: int = 4096, expected: float = 0.0) -> PrefillAdder:
@@ -38,14 +22,6 @@ def make_adder(kv: KVCacheManager, *, max_tokens: int = 4096, expected: float = 
         chunked=None,
         engine_empty=False,
     )
-
-
-def put_into_cache(kv: KVCacheManager, prompt: list[int]) -> None:
-    """As if a request with this prompt had run and ended."""
-    req = make_req(prompt)
-    kv.admit(req, kv.match(req))
-    assert kv.extend([req], np.array([len(prompt)], dtype=np.int32)) is not None
-    kv.release(req)
 
 
 def num_common(a: list[int], b: list[int]) -> int:
