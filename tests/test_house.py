@@ -7,41 +7,27 @@ import configparser
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
+import house_rules
 import pytest
-from source_tree import NOT_PACKAGES, ROOT, Module, When, chain, files, imports, loaded_with, modules
+from source_tree import (
+    HOUSE,
+    NOT_PACKAGES,
+    ROOT,
+    Module,
+    SourceTree,
+    When,
+    chain,
+    files,
+    imports,
+    loaded_with,
+    modules,
+)
 
 from tercet.srt import server_args
-
-LAYERS = {
-    "srt": 0,
-    "mem_cache": 1,
-    "model_executor": 2,
-    "managers": 3,
-    "srt.entrypoints": 4,
-    "benchmarks": 5,
-}
-ENTRY_LAYER = 4
-KNOWS = {0: {0}, 1: {0, 1}, 2: {0, 1, 2}, 3: {0, 1, 2, 3}, 4: {0, 3, 4}, 5: {0, 1, 2, 3, 4, 5}}
-"""Layers that a module of each layer may import."""
-EXECUTION_ORDER = [
-    "step",
-    "forward_batch",
-    "cpu_build",
-    "cpu_extension",
-    "device",
-    "kernels",
-    "attention",
-    "layers",
-    "models",
-    "weights",
-    "sampling",
-    "runner",
-]
-"""Modules and folders of model_executor: each may import those before it."""
 
 ROLES = {
     "tokenizer": r"managers\.tokenizer_manager",
@@ -76,19 +62,6 @@ def setup_cfg() -> configparser.ConfigParser:
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg", encoding="utf-8")
     return parser
-
-
-def layer(name: str) -> int:
-    """The layer of a module; KeyError for a new top-level folder, which has to be given one first.
-
-    The files beside `__init__.py`, such as launch_server.py, are entry points.
-    """
-    if modules()[name].path.parent == ROOT:
-        return ENTRY_LAYER
-    known = [prefix for prefix in LAYERS if name == prefix or name.startswith(prefix + ".")]
-    if not known:
-        raise KeyError(f"{name}: not in a layer; put it into an existing folder, or name it in LAYERS")
-    return LAYERS[max(known, key=len)]
 
 
 def in_package(name: str, package: str) -> bool:
@@ -140,37 +113,22 @@ def test_nothing_in_the_wheel_loads_what_is_not_in_it() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_module_imports_what_its_layer_knows() -> None:
-    wrong = []
-    for module in modules().values():
-        for item in imports(module.name):
-            if not item.internal or (item.target == "" and item.name == "__version__"):
-                continue
-            if module.name == "":
-                if item.when is not When.TYPING:
-                    wrong.append(f"{module.where}:{item.line} loads {item.target}: the public face is lazy")
-            elif item.target == "":
-                wrong.append(f"{module.where}:{item.line} imports {item.name} from the public face")
-            elif item.target in modules() and layer(item.target) not in KNOWS[layer(module.name)]:
-                wrong.append(f"{module.where}:{item.line} imports {item.target}, of a layer that it does not know")
-    assert not wrong, "\n".join(wrong)
+RULES = [
+    house_rules.imports_of_unknown_layers,
+    house_rules.imports_against_the_execution_order,
+    house_rules.modules_without_a_rank,
+    house_rules.ranks_without_a_module,
+    house_rules.tests_of_no_folder,
+    house_rules.modules_without_a_test,
+    house_rules.listed_without_a_module,
+]
+"""tests/test_house_rules.py breaks each of them."""
 
 
-def test_inside_the_execution_layer_imports_go_one_way() -> None:
-    def rank(name: str) -> int | None:
-        parts = name.split(".")
-        return EXECUTION_ORDER.index(parts[1]) if parts[0] == "model_executor" and len(parts) > 1 else None
-
-    found = {parts[1] for name in modules() if (parts := name.split("."))[0] == "model_executor" and len(parts) > 1}
-    assert found == set(EXECUTION_ORDER), "EXECUTION_ORDER ranks every module and folder of model_executor"
-    wrong = []
-    for module in modules().values():
-        own = rank(module.name)
-        for item in imports(module.name):
-            other = rank(item.target)
-            if item.internal and own is not None and other is not None and other > own:
-                wrong.append(f"{module.where}:{item.line} imports {item.target}")
-    assert not wrong, "\n".join(wrong)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_nothing_breaks(rule: Callable[[SourceTree], Iterator[str]]) -> None:
+    broken = list(rule(HOUSE))
+    assert not broken, "\n".join(broken)
 
 
 def test_imports_inside_the_package_are_relative() -> None:
@@ -213,7 +171,7 @@ def test_the_lower_layers_know_no_torch() -> None:
     wrong = [
         f"{module.where}:{item.line} {item.target}"
         for module in modules().values()
-        if module.name and layer(module.name) <= 1 and module.name != TORCH_IN_MEMORY_LAYER
+        if module.name and house_rules.layer(HOUSE, module.name) <= 1 and module.name != TORCH_IN_MEMORY_LAYER
         for item in imports(module.name)
         if not item.internal and item.when is When.ALWAYS and item.target.split(".")[0] in {"torch", "transformers"}
     ]
