@@ -17,10 +17,6 @@ from .scheduler_metrics import SchedulerMetrics
 logger = logging.getLogger(__name__)
 
 
-def abort_finish(error: TercetError) -> AbortFinish:
-    return AbortFinish(error.message, error.status, type(error).__name__)
-
-
 class ResultProcessor:
     """Ends requests; nobody else does."""
 
@@ -50,7 +46,7 @@ class ResultProcessor:
             except Exception:
                 # The stop checker of one request must not take its neighbours down.
                 logger.exception("Could not check the stop strings of request %s", req.rid)
-                finish = abort_finish(TercetError("the stop strings of this request could not be checked"))
+                finish = AbortFinish.of(TercetError("the stop strings of this request could not be checked"))
             if finish is not None:
                 self.finish(req, finish)
             elif req.has_news:
@@ -62,7 +58,7 @@ class ResultProcessor:
         whatever its end was and wherever it waits."""
         if req.stage is not Stage.FINISHED:
             invalid = InvalidLogits("the model's logits for this request are not finite")
-            self.finish(req, req.pending_abort or abort_finish(invalid))
+            self.finish(req, req.pending_abort or AbortFinish.of(invalid))
         self._kv.discard(req)
 
     def finish(self, req: Req, reason: FinishReason) -> None:

@@ -14,8 +14,8 @@ from ..srt.io_struct import (
     BatchTextOut,
     BatchTokenOut,
     BrokenMessage,
+    Counts,
     DecodeOptions,
-    FinishReason,
     StopFinish,
     TextOut,
     ToDetokenizer,
@@ -55,26 +55,29 @@ class DetokenizerManager:
                     self._failed.discard(out.rid)
                 return None
             self._failed.discard(out.rid)  # the id is used again
-        if self._tokenizer is None:
-            return _text_out(out, "", out.finish)
-        try:
-            return _text_out(out, self._text(self._tokenizer, out), out.finish)
-        except Exception:
-            # One request's tokens must not take its neighbours down.
-            _log.exception("Could not detokenise request %s", out.rid)
-            if out.finish is None:
-                self._failed.add(out.rid)
-            return _text_out(out, "", _failure("the tokens of this request could not be converted to text"))
-        finally:
-            if out.finish is not None or out.rid in self._failed:
+        text, finish = "", out.finish
+        if self._tokenizer is not None:
+            try:
+                text = self._text(self._tokenizer, out)
+            except Exception:
+                # One request's tokens must not take its neighbours down.
+                _log.exception("Could not detokenise request %s", out.rid)
+                if out.finish is None:
+                    self._failed.add(out.rid)
+                finish = AbortFinish.of(TercetError("the tokens of this request could not be converted to text"))
+            if finish is not None:
                 self._requests.pop(out.rid, None)
+        return TextOut(rid=out.rid, text=text, token_ids=out.token_ids, finish=finish, counts=out.counts)
 
     def fail(self, message: BrokenMessage) -> BatchTextOut:
         """Ends the requests that a broken message names."""
         for rid in message.rids:
             self._requests.pop(rid, None)
-        failure = _failure(message.reason)
-        return BatchTextOut([TextOut(rid, "", [], failure, 0, 0, 0, 0) for rid in message.rids])
+        finish = AbortFinish.of(TercetError(message.reason))
+        no_counts = Counts(0)
+        return BatchTextOut(
+            [TextOut(rid=rid, text="", token_ids=[], finish=finish, counts=no_counts) for rid in message.rids]
+        )
 
     def _text(self, tokenizer: Tokenizer, out: TokenOut) -> str:
         if out.options is not None:
@@ -98,23 +101,6 @@ class _Request:
             ids = ids[:-1]
         text = self._stream.push(ids)
         return text if finish is None else text + self._stream.finish()
-
-
-def _failure(message: str) -> AbortFinish:
-    return AbortFinish(message, TercetError.status, TercetError.__name__)
-
-
-def _text_out(out: TokenOut, text: str, finish: FinishReason | None) -> TextOut:
-    return TextOut(
-        rid=out.rid,
-        text=text,
-        token_ids=out.token_ids,
-        finish=finish,
-        prompt_tokens=out.prompt_tokens,
-        completion_tokens=out.completion_tokens,
-        cached_tokens=out.cached_tokens,
-        num_retractions=out.num_retractions,
-    )
 
 
 def run_detokenizer(

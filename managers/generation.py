@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from ..srt.errors import BY_TYPE, QueueFull, TercetError
-from ..srt.io_struct import AbortFinish, FinishReason, TextOut
+from ..srt.io_struct import AbortFinish, Counts, FinishReason, TextOut
 
 ABORT_TIMEOUT_S = 30.0
 """How long an aborted sample waits for its last output. A step of the model may take seconds on a CPU."""
@@ -121,7 +121,7 @@ class Generation:
     def fail(self, error: TercetError) -> None:
         """Ends the sample with this error; the outputs before it stay."""
         if not self.is_over:
-            self._end(AbortFinish(error.message, error.status, type(error).__name__))
+            self._end(AbortFinish.of(error))
 
     def mark_sent(self) -> None:
         """The TokenizerManager's side: the engine has the sample now."""
@@ -139,7 +139,7 @@ class Generation:
                 self.on_queue_full()
             return
         now = time.monotonic()
-        if self.first_token_s is None and out.completion_tokens:
+        if self.first_token_s is None and out.counts.completion_tokens:
             self.first_token_s = now - self._submitted
         self._waiting.append(out)
         if out.finish is not None:
@@ -163,7 +163,8 @@ class Generation:
         self._owner.stop(self)
 
     def _end(self, finish: AbortFinish) -> None:
-        self.push(TextOut(self.key, "", [], finish, len(self.prompt_ids), 0, 0, 0))
+        counts = Counts(len(self.prompt_ids))
+        self.push(TextOut(rid=self.key, text="", token_ids=[], finish=finish, counts=counts))
 
 
 def _nobody() -> None:
@@ -201,16 +202,13 @@ def _joined(outs: Sequence[TextOut]) -> TextOut:
     if len(outs) == 1:
         return last
     # An end that was decided on this side of the scheduler knows no counts: those before it stand.
-    counts = max(outs, key=lambda out: out.completion_tokens)
+    counts = max((out.counts for out in outs), key=lambda counts: counts.completion_tokens)
     return TextOut(
-        last.rid,
-        "".join(out.text for out in outs),
-        [token for out in outs for token in out.token_ids],
-        last.finish,
-        counts.prompt_tokens,
-        counts.completion_tokens,
-        counts.cached_tokens,
-        counts.num_retractions,
+        rid=last.rid,
+        text="".join(out.text for out in outs),
+        token_ids=[token for out in outs for token in out.token_ids],
+        finish=last.finish,
+        counts=counts,
     )
 
 

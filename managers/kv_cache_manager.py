@@ -125,6 +125,7 @@ class KVCacheManager:
 
     def share(self, req: Req) -> None:
         """Puts what is computed (or being computed) of a running request into the cache and locks it there."""
+        assert req.node is not None
         num_tokens = min(req.kv_len, req.num_tokens)
         num_taken = self._insert(req, num_tokens)
         if num_taken <= req.locked_len:
@@ -140,6 +141,7 @@ class KVCacheManager:
 
     def release(self, req: Req) -> None:
         """Takes everything from the request. Whole pages of what it computed stay in the cache."""
+        assert req.node is not None
         num_taken = max(req.locked_len, self._insert(req, min(req.kv_len, req.num_tokens)))
         self.allocator.free(self._table[req.row, num_taken : req.kv_len])
         self.cache.unlock(req.node)
@@ -155,6 +157,7 @@ class KVCacheManager:
     def _insert(self, req: Req, num_tokens: int) -> int:
         """Offers the first `num_tokens` tokens to the cache and frees our copies of what it had. Returns how many of
         them the cache has now; 0 on top of a discarded prefix, where nothing may be offered."""
+        assert req.node is not None
         if self.cache.is_discarded(req.node):
             return 0
         slots = self._table[req.row, :num_tokens]

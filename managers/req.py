@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from ..mem_cache.base_prefix_cache import CacheNode
 from ..model_executor.step import NewRow
-from ..srt.io_struct import AbortFinish, DecodeOptions, FinishReason, LengthFinish, StopFinish, TokenOut
+from ..srt.io_struct import AbortFinish, Counts, DecodeOptions, FinishReason, LengthFinish, StopFinish, TokenOut
 from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
 
@@ -97,7 +98,8 @@ class Req:
         self.row = 0
         self.kv_len = 0
         self.locked_len = 0
-        self.node: Any = None
+        self.node: CacheNode | None = None
+        """Where its locked prefix ends; None while it has no row."""
         self.reused_len = 0
         """Tokens at the start whose KV it found in the cache at every admission; it may have computed all others."""
 
@@ -178,10 +180,7 @@ class Req:
             rid=self.rid,
             token_ids=self.output_ids[self.num_sent :],
             finish=self.finish,
-            prompt_tokens=len(self.prompt_ids),
-            completion_tokens=len(self.output_ids),
-            cached_tokens=self.cached_tokens or 0,
-            num_retractions=self.num_retractions,
+            counts=Counts(len(self.prompt_ids), len(self.output_ids), self.cached_tokens or 0, self.num_retractions),
             options=options,
         )
         self.num_sent = len(self.output_ids)

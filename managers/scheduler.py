@@ -30,7 +30,7 @@ from ..srt.io_struct import (
     StateReq,
     ToScheduler,
 )
-from .batch_result import ResultProcessor, abort_finish
+from .batch_result import ResultProcessor
 from .idle_audit import IdleAudit
 from .kv_cache_manager import KVCacheManager
 from .planner import PlanLimits, Planner
@@ -146,7 +146,7 @@ class Scheduler:
             if req is None:
                 self._io.refuse(rid, error)
             else:
-                self._results.abort(req, abort_finish(error))
+                self._results.abort(req, AbortFinish.of(error))
 
     def _named(self, rid: str | None) -> list[Req]:
         """The live request of this id, if there is one; all live requests for None."""

@@ -11,6 +11,7 @@ from ..srt.io_struct import (
     AbortFinish,
     BatchTokenOut,
     BrokenMessage,
+    Counts,
     Heartbeat,
     SchedulerState,
     ToDetokenizer,
@@ -59,8 +60,7 @@ class SchedulerIO:
 
     def refuse(self, rid: str, error: TercetError, num_prompt_tokens: int = 0) -> None:
         """Answers a request that never became one. It takes the road of all outputs."""
-        finish = AbortFinish(error.message, error.status, type(error).__name__)
-        self.put(TokenOut(rid, [], finish, num_prompt_tokens, 0, 0, 0))
+        self.put(TokenOut(rid=rid, token_ids=[], finish=AbortFinish.of(error), counts=Counts(num_prompt_tokens)))
 
     def reply(self, message: ToTokenizer) -> None:
         self._tokenizer.send(message)

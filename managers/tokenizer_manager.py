@@ -12,8 +12,8 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -43,6 +43,8 @@ from .generation import Generation
 from .request_registry import Prompt, PromptSamples, Request, RequestRegistry
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R", FlushCacheReply, StateReply)
 
 _TOKENISE_OFF_LOOP_CHARS = 20_000
 """A longer text is tokenised in a thread, so that it delays nobody's stream."""
@@ -83,7 +85,7 @@ class TokenizerManager:
         """True: running requests finish, new ones are refused with 503."""
         self.failure: EngineDead | None = None
         self._scheduler = scheduler
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls: dict[int, asyncio.Future[FlushCacheReply | StateReply]] = {}
         self._call_ids = itertools.count(1)
         self._seeds = random.Random(server_args.random_seed)
         self._requests = RequestRegistry(self._send_abort, self._draw_seed)
@@ -217,7 +219,7 @@ class TokenizerManager:
         """Empties the prefix cache, waiting up to `timeout_s` for the engine to be idle."""
         deadline = time.monotonic() + timeout_s
         while True:
-            reply: FlushCacheReply = await self._call(lambda call_id: FlushCacheReq(call_id))
+            reply = await self._call(FlushCacheReq, FlushCacheReply)
             if reply.ok or time.monotonic() >= deadline:
                 return reply
             await asyncio.sleep(0.05)
@@ -230,7 +232,7 @@ class TokenizerManager:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                reply: StateReply = await self._call(lambda call_id: StateReq(call_id))
+                reply = await self._call(StateReq, StateReply)
                 return KnownState(reply.state, 0.0)
         except TimeoutError:
             if self._last_state is None or not self.is_healthy:
@@ -274,16 +276,19 @@ class TokenizerManager:
             if generation is not None:
                 generation.fail(TercetError(message.reason))
 
-    async def _call(self, make: Any) -> Any:
+    async def _call(self, request: Callable[[int], FlushCacheReq | StateReq], reply_type: type[R]) -> R:
+        """Sends the scheduler `request(call_id)` and waits for the reply to it. Raises EngineDead."""
         if self.failure is not None:
             raise self.failure
         call_id = next(self._call_ids)
         call = self._calls[call_id] = asyncio.get_running_loop().create_future()
         try:
-            self._scheduler.send(make(call_id))
-            return await call
+            self._scheduler.send(request(call_id))
+            reply = await call
         finally:
             del self._calls[call_id]
+        assert isinstance(reply, reply_type)
+        return reply
 
     def _send_abort(self, key: str) -> None:
         if self.failure is None:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from .errors import TercetError
 from .request_options import RequestOptions
 
 
@@ -54,6 +55,11 @@ class AbortFinish(msgspec.Struct, frozen=True, tag="abort", tag_field="type"):
     message: Annotated[str, Meta(description="Why it was aborted, for a person")]
     status_code: Annotated[int | None, Meta(description="Null. A request that fails is answered with the error")] = None
     err_type: Annotated[str | None, Meta(description="Null, as status_code")] = None
+
+    @classmethod
+    def of(cls, error: TercetError) -> AbortFinish:
+        """The end of a request that this error ends."""
+        return cls(error.message, error.status, type(error).__name__)
 
 
 FinishReason = StopFinish | LengthFinish | AbortFinish
@@ -102,17 +108,23 @@ class DecodeOptions(msgspec.Struct, frozen=True, array_like=True):
     stop_strings: list[str]
 
 
-class TokenOut(msgspec.Struct, frozen=True, array_like=True):
-    """The new tokens of a request since its last TokenOut. Counts are totals since the start."""
+class Counts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Totals of a request since its arrival."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was in the prefix cache at the first admission."""
+    num_retractions: int = 0
+
+
+class TokenOut(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
+    """The new tokens of a request since its last TokenOut. `gc=False` here and below: no cycle can form."""
 
     rid: str
     token_ids: list[int]
     finish: FinishReason | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    """Prompt tokens whose KV was in the prefix cache at the first admission."""
-    num_retractions: int
+    counts: Counts
     options: DecodeOptions | None = None
     """Set in the first TokenOut of the request."""
 
@@ -129,7 +141,7 @@ ToDetokenizer = BatchTokenOut
 # DetokenizerManager, Scheduler -> TokenizerManager
 
 
-class TextOut(msgspec.Struct, frozen=True, array_like=True):
+class TextOut(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
     """A TokenOut with its text. `text`: the text that has become certain since the last TextOut.
 
     It never ends inside a character or inside a possible stop string, so `token_ids` may be ahead of it. The TextOut
@@ -140,10 +152,7 @@ class TextOut(msgspec.Struct, frozen=True, array_like=True):
     text: str
     token_ids: list[int]
     finish: FinishReason | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    num_retractions: int
+    counts: Counts
 
 
 class BatchTextOut(msgspec.Struct, frozen=True, tag="texts"):
@@ -161,7 +170,7 @@ class FlushCacheReply(msgspec.Struct, frozen=True, tag="flushed"):
     num_busy: int
 
 
-class SchedulerState(msgspec.Struct, frozen=True):
+class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     """The scheduler's state, for /server_info, /get_load and tests. Tokens are KV slots."""
 
     num_running: int
@@ -228,7 +237,7 @@ def request_ids(message: Any) -> list[str]:
 # Child process -> its parent, once, over a pipe
 
 
-class SchedulerReady(msgspec.Struct, frozen=True, tag="scheduler_ready"):
+class SchedulerReady(msgspec.Struct, frozen=True, kw_only=True, tag="scheduler_ready"):
     """The scheduler process is ready. The fields are facts that only a loaded model knows."""
 
     max_total_num_tokens: int

@@ -19,6 +19,7 @@ from tercet.srt.io_struct import (
     AbortReq,
     BatchTextOut,
     BatchTokenOut,
+    Counts,
     DetokenizerReady,
     FinishReason,
     FlushCacheReply,
@@ -61,6 +62,10 @@ class Running:
     num_prompt: int
     max_new: int
     num_done: int = 0
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(self.num_prompt, self.num_done)
 
 
 def run_scheduler(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
@@ -109,16 +114,31 @@ def _step(rid: str, request: Running) -> TokenOut:
     finish: FinishReason | None = None
     if request.num_done >= request.max_new:
         finish = LengthFinish(request.num_done)
-    return TokenOut(rid, [token], finish, request.num_prompt, request.num_done, 0, 0)
+    return TokenOut(rid=rid, token_ids=[token], finish=finish, counts=request.counts)
 
 
 def _aborted(rid: str, request: Running) -> TokenOut:
     finish = AbortFinish("aborted by the client")
-    return TokenOut(rid, [], finish, request.num_prompt, request.num_done, 0, 0)
+    return TokenOut(rid=rid, token_ids=[], finish=finish, counts=request.counts)
 
 
 def _state(num_running: int) -> SchedulerState:
-    return SchedulerState(num_running, 0, 1, 2, 3, 4, FACTS.max_total_num_tokens, 0.0, 0.0, 0, 0, 0, 0, 0.5)
+    return SchedulerState(
+        num_running=num_running,
+        num_waiting=0,
+        num_free_tokens=1,
+        num_evictable_tokens=2,
+        num_protected_tokens=3,
+        num_private_tokens=4,
+        max_total_num_tokens=FACTS.max_total_num_tokens,
+        last_gen_throughput=0.0,
+        cache_hit_rate=0.0,
+        num_retractions=0,
+        num_aborted=0,
+        num_finished=0,
+        num_kv_repairs=0,
+        new_token_ratio=0.5,
+    )
 
 
 def run_detokenizer(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
@@ -134,16 +154,7 @@ def run_detokenizer(server_args, run_dir: RunDir, on_ready, should_stop) -> None
 
 def _text(out: TokenOut) -> TextOut:
     text = "".join(f"<{token - 100}> " for token in out.token_ids)
-    return TextOut(
-        out.rid,
-        text,
-        out.token_ids,
-        out.finish,
-        out.prompt_tokens,
-        out.completion_tokens,
-        out.cached_tokens,
-        out.num_retractions,
-    )
+    return TextOut(rid=out.rid, text=text, token_ids=out.token_ids, finish=out.finish, counts=out.counts)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from tercet.srt.io_struct import (
     AbortFinish,
     AbortReq,
     BatchTextOut,
+    Counts,
     FinishReason,
     FlushCacheReply,
     FlushCacheReq,
@@ -144,7 +145,8 @@ class FakeScheduler:
         prompt_tokens = len(request.input_ids) // 4
         text = "".join(WORDS[i % len(WORDS)] for i in range(done, upto))
         ids = [i % 256 for i in range(done, upto)]
-        return TextOut(request.rid, text, ids, finish, prompt_tokens, upto, prompt_tokens - 1, 0)
+        counts = Counts(prompt_tokens, upto, prompt_tokens - 1)
+        return TextOut(rid=request.rid, text=text, token_ids=ids, finish=finish, counts=counts)
 
     def state(self) -> SchedulerState:
         return SchedulerState(

@@ -128,7 +128,7 @@ class Rig:
                 heard = self.heard[out.rid]
                 assert heard.finish is None, f"{out.rid}: an output after its end"
                 heard.ids.extend(out.token_ids)
-                assert out.completion_tokens == len(heard.ids)
+                assert out.counts.completion_tokens == len(heard.ids)
                 heard.finish = out.finish
                 heard.last = out
         self.detokenizer.messages.clear()

@@ -15,7 +15,7 @@ from ...managers.generation import Generation, error_of, merged
 from ...managers.request_registry import Prompt, Request
 from ...managers.tokenizer_manager import TokenizerManager
 from ..errors import InvalidRequest, RequestAborted
-from ..io_struct import FinishReason, TextOut
+from ..io_struct import Counts, FinishReason, TextOut
 
 MAX_PROMPTS = 1024
 """Maximum number of prompts in one request."""
@@ -31,9 +31,7 @@ class Sample:
         """Index in the response: the samples of the first prompt come first, then those of the second prompt, ..."""
         self.prompt_index = prompt_index
         self.generation = generation
-        self.completion_tokens = 0
-        self.cached_tokens = 0
-        self.num_retractions = 0
+        self.counts = Counts(0)
         self.finish: FinishReason | None = None
         self._texts: list[str] = []
         self._ids: list[int] = []
@@ -44,10 +42,8 @@ class Sample:
         A finish that the HTTP process decided itself has no counts. The last counts are kept then.
         """
         self.finish = out.finish
-        if out.completion_tokens >= self.completion_tokens:
-            self.completion_tokens = out.completion_tokens
-            self.cached_tokens = out.cached_tokens
-            self.num_retractions = out.num_retractions
+        if out.counts.completion_tokens >= self.counts.completion_tokens:
+            self.counts = out.counts
 
     def collect(self, out: TextOut) -> None:
         """Like `count`, and keeps the text and token ids, for a response that is not streamed."""

@@ -294,9 +294,9 @@ def meta_info(sample: Sample) -> MetaInfo:
         sample.generation.rid,
         sample.finish,
         sample.prompt_tokens,
-        sample.completion_tokens,
-        sample.cached_tokens,
-        sample.num_retractions,
+        sample.counts.completion_tokens,
+        sample.counts.cached_tokens,
+        sample.counts.num_retractions,
         "default",
         UNSET if sample.finish is None or latency is None else latency,
     )

@@ -63,7 +63,7 @@ class InProcessEngine:
             for message in self.outbox.messages:
                 for out in message.outs:
                     outputs[int(out.rid)].extend(out.token_ids)
-                    self.num_retractions += out.num_retractions
+                    self.num_retractions += out.counts.num_retractions
             self.outbox.messages.clear()
         return outputs
 

@@ -14,6 +14,7 @@ from tercet.srt.io_struct import (
     AbortFinish,
     BatchTokenOut,
     BrokenMessage,
+    Counts,
     DecodeOptions,
     LengthFinish,
     StopFinish,
@@ -31,10 +32,7 @@ def token_out(rid, ids, finish=None, options=None):
         rid=rid,
         token_ids=ids,
         finish=finish,
-        prompt_tokens=5,
-        completion_tokens=len(ids),
-        cached_tokens=2,
-        num_retractions=1,
+        counts=Counts(5, len(ids), 2, 1),
         options=options,
     )
 
@@ -66,7 +64,7 @@ def test_passes_on_all_that_it_does_not_change():
     ids = encode("Hello")
     (out,) = process(manager, token_out("r", ids, LengthFinish(1), PLAIN))
     assert (out.rid, out.text, out.token_ids, out.finish) == ("r", "Hello", ids, LengthFinish(1))
-    assert (out.prompt_tokens, out.completion_tokens, out.cached_tokens, out.num_retractions) == (5, len(ids), 2, 1)
+    assert out.counts == Counts(5, len(ids), 2, 1)
 
 
 @pytest.mark.parametrize(

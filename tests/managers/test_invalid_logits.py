@@ -112,7 +112,7 @@ def test_the_chunks_of_an_invalid_prompt_leave_the_cache_and_what_it_found_there
     assert rig.scheduler.state().num_evictable_tokens == 20
     rig.add("again", GOOD)
     rig.run()
-    assert rig.heard["again"].last.cached_tokens == 20
+    assert rig.heard["again"].last.counts.cached_tokens == 20
     assert rig.heard["again"].ids == expected_output(GOOD, 1, 8, 97)
 
 
@@ -138,7 +138,7 @@ def test_a_retracted_request_whose_logits_are_invalid_leaves_nothing() -> None:
         rig.turn()
     assert rig.scheduler.state().num_retractions == 1
     assert rig.heard["bad"].finish.err_type == InvalidLogits.__name__
-    assert rig.heard["bad"].last.num_retractions == 1, "it was retracted after its end"
+    assert rig.heard["bad"].last.counts.num_retractions == 1, "it was retracted after its end"
     rig.run()
     for index in range(5):
         assert rig.heard[f"old{index}"].ids == expected_output([index] * 4, 1, 20, 97)
@@ -152,7 +152,7 @@ def test_a_request_that_runs_on_a_discarded_prefix_shares_nothing_and_frees_it()
     rig.add("beside", [*GOOD, 1, 2, 3], max_new_tokens=30)
     rig.turn()
     rig.turn()
-    assert rig.heard["beside"].last.cached_tokens == len(GOOD)
+    assert rig.heard["beside"].last.counts.cached_tokens == len(GOOD)
     bad = next(req for req in rig.scheduler.queues.running if req.rid == "bad")
     rig.runner.invalid_rows.add(bad.row)
     for _ in range(3):
@@ -163,7 +163,7 @@ def test_a_request_that_runs_on_a_discarded_prefix_shares_nothing_and_frees_it()
     assert (state.num_evictable_tokens, state.num_protected_tokens) == (0, len(GOOD) + 3)
     rig.add("after", GOOD)
     rig.run()
-    assert rig.heard["after"].last.cached_tokens == 0
+    assert rig.heard["after"].last.counts.cached_tokens == 0
     assert rig.heard["beside"].ids == expected_output([*GOOD, 1, 2, 3], 1, 30, 97)
     assert rig.kv.cache.match_len(np.array([*GOOD, 1], dtype=np.int32)) == len(GOOD), (
         "what came after is in the cache, alone"

@@ -68,7 +68,7 @@ def test_the_next_chunk_counts_as_soon_in_the_cache() -> None:
     rig.add("short", list(range(90)) + list(range(40)), max_new_tokens=1)
     rig.run()
     assert rig.extend_sizes[:2] == [64, 64]
-    assert rig.heard["short"].last.cached_tokens == 128
+    assert rig.heard["short"].last.counts.cached_tokens == 128
 
 
 @pytest.mark.parametrize(

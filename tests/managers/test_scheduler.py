@@ -140,8 +140,8 @@ def test_a_repeated_prompt_is_cached_but_for_its_last_token(page_size: int) -> N
     rig.run()
     rig.add("again", prompt)
     rig.run()
-    assert rig.heard["first"].last.cached_tokens == 0
-    assert rig.heard["again"].last.cached_tokens == 199 // page_size * page_size
+    assert rig.heard["first"].last.counts.cached_tokens == 0
+    assert rig.heard["again"].last.counts.cached_tokens == 199 // page_size * page_size
 
 
 def test_retraction_keeps_the_output_and_is_reported() -> None:
@@ -152,7 +152,7 @@ def test_retraction_keeps_the_output_and_is_reported() -> None:
     for index in range(6):
         assert rig.heard[f"r{index}"].ids == expected_output([index] * 10, 1, 40, 97)
     assert rig.scheduler.state().num_retractions > 0
-    assert any(heard.last.num_retractions for heard in rig.heard.values())
+    assert any(heard.last.counts.num_retractions for heard in rig.heard.values())
 
 
 def test_short_prompts_pass_beside_a_long_one() -> None:
@@ -171,7 +171,7 @@ def test_equal_prompts_that_arrive_together_share_their_prefill() -> None:
         rig.add(f"r{index}", prompt, sampling_seed=index)
     rig.run()
     assert sum(rig.extend_sizes) == 100 + 3
-    assert [rig.heard[f"r{i}"].last.cached_tokens for i in range(4)] == [0, 99, 99, 99]
+    assert [rig.heard[f"r{i}"].last.counts.cached_tokens for i in range(4)] == [0, 99, 99, 99]
 
 
 def test_equal_prompts_do_not_wait_for_one_another_where_nothing_is_shared() -> None:
@@ -188,7 +188,7 @@ def test_namespaces_share_nothing() -> None:
     for salt in ("a", "b", "a"):
         rig.add(f"{salt}{len(rig.heard)}", prompt, salt=salt)
         rig.run()
-    assert [heard.last.cached_tokens for heard in rig.heard.values()] == [0, 0, 49]
+    assert [heard.last.counts.cached_tokens for heard in rig.heard.values()] == [0, 0, 49]
 
 
 def test_a_full_queue_refuses() -> None:

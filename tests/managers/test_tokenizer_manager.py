@@ -12,7 +12,7 @@ from fake_http import CONTEXT_LEN, VOCAB_SIZE, FakeScheduler, byte_tokenizer, ma
 from tercet.managers.generation import Generation, error_of
 from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.errors import EngineDead, InvalidRequest, PromptTooLong
-from tercet.srt.io_struct import AbortFinish, BatchTextOut, BrokenMessage, Heartbeat, LengthFinish, TextOut
+from tercet.srt.io_struct import AbortFinish, BatchTextOut, BrokenMessage, Counts, Heartbeat, LengthFinish, TextOut
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
@@ -174,7 +174,7 @@ def test_an_abort_brings_all_tokens_so_far() -> None:
         assert manager.num_unfinished == 1, "until the scheduler has told what there is"
         out = await generation.result()
         assert isinstance(out.finish, AbortFinish) and error_of(out.finish) is None
-        assert (out.text, out.completion_tokens) == (text_of(5), 5)
+        assert (out.text, out.counts.completion_tokens) == (text_of(5), 5)
         assert len(scheduler.aborted) == 1
         assert manager.num_unfinished == 0
 
@@ -251,7 +251,9 @@ def test_a_reader_that_leaves_aborts() -> None:
 def test_late_words_about_a_forgotten_request_are_ignored() -> None:
     async def work() -> None:
         manager = make_manager(FakeScheduler())
-        manager.on_message(BatchTextOut([TextOut("gone", "x", [1], None, 1, 1, 0, 0)]))
+        manager.on_message(
+            BatchTextOut([TextOut(rid="gone", text="x", token_ids=[1], finish=None, counts=Counts(1, 1))])
+        )
         assert manager.num_unfinished == 0
 
     run(work())
@@ -264,13 +266,15 @@ def test_a_dead_engine_ends_everything_with_an_error_and_keeps_what_was_said() -
         manager = make_manager(scheduler)
         generation = await one(manager)
         (key,) = scheduler.running
-        manager.on_message(BatchTextOut([TextOut(key, text_of(1), [0], None, 2, 1, 0, 0)]))
+        manager.on_message(
+            BatchTextOut([TextOut(rid=key, text=text_of(1), token_ids=[0], finish=None, counts=Counts(2, 1))])
+        )
         scheduler.dead = True
         call = asyncio.create_task(manager.scheduler_state(60))
         await asyncio.sleep(0)
         manager.fail("the scheduler process died")
         result = await generation.result()
-        assert result.text == text_of(1) and result.completion_tokens == 1
+        assert result.text == text_of(1) and result.counts.completion_tokens == 1
         assert isinstance(error_of(result.finish), EngineDead)
         with pytest.raises(EngineDead):
             await call
@@ -370,7 +374,7 @@ def test_what_fails_behind_the_scheduler_is_stopped_in_it() -> None:
         generation = await one(manager)
         (key,) = scheduler.running
         finish = AbortFinish("no text", 500, "TercetError")
-        manager.on_message(BatchTextOut([TextOut(key, "", [], finish, 2, 0, 0, 0)]))
+        manager.on_message(BatchTextOut([TextOut(rid=key, text="", token_ids=[], finish=finish, counts=Counts(2))]))
         assert (await generation.result()).finish == finish
         assert scheduler.aborted == [key]
 

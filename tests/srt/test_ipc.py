@@ -14,6 +14,7 @@ from tercet.srt.io_struct import (
     BatchTextOut,
     BatchTokenOut,
     BrokenMessage,
+    Counts,
     TextOut,
     ToDetokenizer,
     TokenOut,
@@ -50,7 +51,7 @@ def context() -> Iterator[zmq.Context]:
 
 
 def text(rid: str) -> TextOut:
-    return TextOut(rid, "x", [1], None, 1, 1, 0, 0)
+    return TextOut(rid=rid, text="x", token_ids=[1], finish=None, counts=Counts(1, 1))
 
 
 @pytest.mark.parametrize(("frame", "rids"), BROKEN)
@@ -60,7 +61,11 @@ def test_a_frame_that_cannot_be_decoded_names_its_requests_and_loses_no_other(
     union = ToDetokenizer if b"tokens" in frame else ToScheduler
     receiver: Receiver = Receiver(context, run_dir.scheduler, union)
     sender: Sender = Sender(context, run_dir.scheduler)
-    good = [BatchTokenOut([TokenOut("a", [], None, 1, 1, 0, 0)])] if b"tokens" in frame else [AbortReq("a")]
+    good = (
+        [BatchTokenOut([TokenOut(rid="a", token_ids=[], finish=None, counts=Counts(1, 1))])]
+        if b"tokens" in frame
+        else [AbortReq("a")]
+    )
     sender.send(good[0])
     sender._socket.send(frame)
     sender.send(good[0])

@@ -82,10 +82,10 @@ def usage_of(samples: Iterable[Sample]) -> Usage:
     """
     prompt_tokens = completion_tokens = cached_tokens = 0
     for sample in samples:
-        completion_tokens += sample.completion_tokens
+        completion_tokens += sample.counts.completion_tokens
         if sample.generation.index == 0:
             prompt_tokens += sample.prompt_tokens
-            cached_tokens += sample.cached_tokens
+            cached_tokens += sample.counts.cached_tokens
     return Usage(
         prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptTokensDetails(cached_tokens)
     )
