@@ -35,9 +35,9 @@ class Planner:
     def __init__(self, limits: PlanLimits, kv: KVCacheManager, queues: RequestQueues) -> None:
         self.ratio = NewTokenRatio(limits.schedule_conservativeness)
         self.num_retractions = 0
+        self.kv = kv
+        self.queues = queues
         self._limits = limits
-        self._kv = kv
-        self._queues = queues
         self._policy = make_policy(limits.schedule_policy, kv)
         self._unshared: list[Req] = []
         self._num_decodes_due = 0
@@ -45,7 +45,7 @@ class Planner:
     def plan(self) -> ScheduleBatch | None:
         """The next step; None when there is nothing to do before another result is home."""
         self._share_last_extends()
-        decodes = [req for req in self._queues.running if not req.ends_in_flight and req.pending_abort is None]
+        decodes = [req for req in self.queues.running if not req.ends_in_flight and req.pending_abort is None]
         if not (decodes and self._num_decodes_due):
             batch = self._plan_extend(decodes)
             if batch is not None:
@@ -57,37 +57,37 @@ class Planner:
         but every later one runs after it."""
         for req in self._unshared:
             if req.row:
-                self._kv.share(req)
+                self.kv.share(req)
         self._unshared = []
 
     # Extend
 
     def _plan_extend(self, decodes: list[Req]) -> ScheduleBatch | None:
         """None when no prompt can go on: there is none, or decodes come first because memory is short."""
-        queues = self._queues
-        if queues.chunked is None and not (queues.waiting and self._kv.req_to_token_pool.num_free):
+        queues = self.queues
+        if queues.chunked is None and not (queues.waiting and self.kv.req_to_token_pool.num_free):
             return None
         joining = decodes if self._limits.enable_mixed_chunk else []
         extends = self._admit(joining)
         if not extends:
             return None
-        batch = build_extend(self._kv, extends, joining)
+        batch = build_extend(self.kv, extends, joining)
         admitted = [extend.req for extend in extends if extend.req.stage is Stage.WAITING]
         for extend in extends:
             queues.start(extend.req, whole=extend.is_last_chunk)
-        self._count_passed_over(admitted)
+        self._policy.on_admitted(admitted, queues.waiting)
         self._unshared = [extend.req for extend in extends]
         if decodes and not joining:
             self._num_decodes_due = DECODES_PER_EXTEND
         return batch
 
     def _admit(self, joining: list[Req]) -> list[Extend]:
-        queues = self._queues
+        queues = self.queues
         chunked = queues.chunked
         adder = PrefillAdder(
-            self._kv,
+            self.kv,
             joining=joining,
-            max_tokens=max(self._limits.max_prefill_tokens - len(joining), self._kv.page_size),
+            max_tokens=max(self._limits.max_prefill_tokens - len(joining), self.kv.page_size),
             chunk_size=self._limits.chunked_prefill_size,
             expected=self.ratio.reserved_by(queues.running),
             chunked=chunked,
@@ -102,14 +102,6 @@ class Planner:
         adder.admit(req for req in ordered if req.pending_abort is None and req.in_flight == 0)
         return adder.extends
 
-    def _count_passed_over(self, admitted: list[Req]) -> None:
-        """Ages those who wait although a later arrival was admitted."""
-        latest = max((req.arrival for req in admitted), default=-1)
-        for req in self._queues.waiting:
-            if req.arrival > latest:
-                return
-            req.passed_over += 1
-
     # Decode
 
     def _plan_decode(self, decodes: list[Req]) -> ScheduleBatch | None:
@@ -118,28 +110,28 @@ class Planner:
             return None
         self._num_decodes_due = max(self._num_decodes_due - 1, 0)
         self.ratio.on_decode()
-        return build_decode(self._kv, decodes)
+        return build_decode(self.kv, decodes)
 
     def _make_room_for(self, decodes: list[Req]) -> list[Req]:
         """Those of `decodes` that get their next slot. Others are retracted, as few as possible; one always stays."""
-        if not decodes or self._kv.decode_shortfall(decodes) <= 0:
+        if not decodes or self.kv.decode_shortfall(decodes) <= 0:
             return decodes
-        if len(decodes) < len(self._queues.running):
+        if len(decodes) < len(self.queues.running):
             return []  # some end with the step in flight, and give back what they hold: wait for that
         kept = retraction_order(decodes)
         retracted = []
-        while self._kv.decode_shortfall(kept) > 0:
+        while self.kv.decode_shortfall(kept) > 0:
             # Alone, a request fits: ReqFactory accepts none that is longer than the pool.
-            victim = kept.pop(0) if len(kept) > 1 else self._queues.chunked
+            victim = kept.pop(0) if len(kept) > 1 else self.queues.chunked
             assert victim is not None and victim.row
             self._retract(victim)
             retracted.append(victim)
-        self._queues.send_back(retracted)
+        self.queues.send_back(retracted)
         self.ratio.on_retract(kept)
         return kept
 
     def _retract(self, req: Req) -> None:
         """Its output stays with it, and its KV in the cache until somebody needs the room."""
-        self._kv.release(req)
+        self.kv.release(req)
         req.num_retractions += 1
         self.num_retractions += 1

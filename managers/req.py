@@ -89,7 +89,7 @@ class Req:
         self.in_flight = 0
         """Launched steps with this request in them whose results are not processed."""
         self.passed_over = 0
-        """Passes in which a later arrival was admitted before this one."""
+        """Passes in which a later arrival was admitted before this one. The schedule policy counts them."""
         self.num_retractions = 0
         self.cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at the first admission."""

@@ -17,11 +17,15 @@ MAX_PASSED_OVER = 32
 
 
 class SchedulePolicy(ABC):
-    """Orders the waiting queue; it decides nothing else."""
+    """Orders the waiting queue; it decides nothing else. `waiting` is always in the order of arrival."""
 
     @abstractmethod
     def order(self, waiting: Collection[Req]) -> Iterable[Req]:
-        """All of `waiting`, best first. `waiting` is in the order of arrival, and equal ones keep it."""
+        """All of `waiting`, best first; equal ones keep the order of arrival."""
+
+    @abstractmethod
+    def on_admitted(self, admitted: Sequence[Req], waiting: Iterable[Req]) -> None:
+        """A pass has admitted these; `waiting` still wait. A policy that ages requests counts here."""
 
 
 class FcfsPolicy(SchedulePolicy):
@@ -29,6 +33,9 @@ class FcfsPolicy(SchedulePolicy):
 
     def order(self, waiting: Collection[Req]) -> Iterable[Req]:
         return waiting
+
+    def on_admitted(self, admitted: Sequence[Req], waiting: Iterable[Req]) -> None:
+        """Nobody is passed over because of this order, so there is nothing to count."""
 
 
 class LpmPolicy(SchedulePolicy):
@@ -39,6 +46,14 @@ class LpmPolicy(SchedulePolicy):
 
     def order(self, waiting: Collection[Req]) -> Iterable[Req]:
         return waiting if len(waiting) > LPM_MAX_WAITING else sorted(waiting, key=self._rank)
+
+    def on_admitted(self, admitted: Sequence[Req], waiting: Iterable[Req]) -> None:
+        """Ages those who wait although a later arrival was admitted."""
+        latest = max((req.arrival for req in admitted), default=-1)
+        for req in waiting:
+            if req.arrival > latest:
+                return
+            req.passed_over += 1
 
     def _rank(self, req: Req) -> tuple[bool, int]:
         if req.passed_over >= MAX_PASSED_OVER:

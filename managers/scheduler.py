@@ -32,11 +32,9 @@ from ..srt.io_struct import (
 )
 from .batch_result import ResultProcessor
 from .idle_audit import IdleAudit
-from .kv_cache_manager import KVCacheManager
-from .planner import PlanLimits, Planner
+from .planner import Planner
 from .req import Req
 from .req_factory import ReqFactory
-from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch
 from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
@@ -56,9 +54,8 @@ class Scheduler:
 
     def __init__(
         self,
-        limits: PlanLimits,
+        planner: Planner,
         runner: Runner,
-        kv: KVCacheManager,
         io: SchedulerIO,
         req_factory: ReqFactory,
         metrics: SchedulerMetrics,
@@ -66,17 +63,17 @@ class Scheduler:
         enable_overlap: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: seconds from any start."""
-        self.queues = RequestQueues()
-        self.kv = kv
+        """`planner`: its queues and its KV are those of the scheduler. `clock`: seconds from any start."""
+        self.queues = planner.queues
+        self.kv = planner.kv
         self._runner = runner
         self._io = io
         self._req_factory = req_factory
         self._metrics = metrics
         self._enable_overlap = enable_overlap
-        self._planner = Planner(limits, kv, self.queues)
-        self._results = ResultProcessor(kv, self.queues, io, metrics)
-        self._idle_audit = IdleAudit(kv, clock)
+        self._planner = planner
+        self._results = ResultProcessor(self.kv, self.queues, io, metrics)
+        self._idle_audit = IdleAudit(self.kv, clock)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         in_flight: InFlight | None = None

@@ -22,9 +22,10 @@ from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
 from .kv_cache_manager import KVCacheManager
-from .planner import PlanLimits
+from .planner import PlanLimits, Planner
 from .req import decode_options
 from .req_factory import ReqFactory
+from .request_queues import RequestQueues
 from .scheduler import Scheduler
 from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
@@ -71,12 +72,11 @@ def build_scheduler(
     io: SchedulerIO,
 ) -> Scheduler:
     """The scheduler of a loaded model, with its pools and its cache."""
-    pool = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
+    rows = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
     allocator, cache = _memory(server_args, runner)
     return Scheduler(
-        _limits(server_args, runner),
+        Planner(_limits(server_args, runner), KVCacheManager(rows, allocator, cache), RequestQueues()),
         runner,
-        KVCacheManager(pool, allocator, cache),
         io,
         ReqFactory(
             eos_ids=frozenset(model_config.eos_token_ids) | (tokenizer.eos_token_ids if tokenizer else frozenset()),

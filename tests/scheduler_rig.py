@@ -10,8 +10,9 @@ import numpy as np
 
 from fakes import FakeClock, FakeInbox, FakeOutbox, FakeRunner
 from tercet.managers.kv_cache_manager import KVCacheManager
-from tercet.managers.planner import PlanLimits
+from tercet.managers.planner import PlanLimits, Planner
 from tercet.managers.req_factory import ReqFactory
+from tercet.managers.request_queues import RequestQueues
 from tercet.managers.scheduler import InFlight, Scheduler
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_metrics import SchedulerMetrics
@@ -86,16 +87,17 @@ class Rig:
         self.eos_ids = eos_ids
         self.heard: dict[str, Heard] = defaultdict(Heard)
         self._audit = audit
+        limits = PlanLimits(
+            max_prefill_tokens=max_prefill_tokens,
+            chunked_prefill_size=chunked_prefill_size,
+            enable_mixed_chunk=mixed,
+            schedule_policy=policy,
+            schedule_conservativeness=conservativeness,
+        )
+        self.planner = Planner(limits, self.kv, RequestQueues())
         self.scheduler = Scheduler(
-            PlanLimits(
-                max_prefill_tokens=max_prefill_tokens,
-                chunked_prefill_size=chunked_prefill_size,
-                enable_mixed_chunk=mixed,
-                schedule_policy=policy,
-                schedule_conservativeness=conservativeness,
-            ),
+            self.planner,
             self.runner,
-            self.kv,
             SchedulerIO(self.inbox, self.detokenizer, self.tokenizer),
             ReqFactory(
                 eos_ids=eos_ids,

@@ -209,6 +209,31 @@ def test_counting_who_was_passed_over_looks_at_few_of_many() -> None:
     assert next(iter(queue)).passed_over == 1
 
 
+def test_first_come_first_served_needs_no_ages() -> None:
+    """A short request goes beside the chunk of a prompt and before a long one, under every policy."""
+    ages = {}
+    for policy in ("fcfs", "lpm"):
+        rig = Rig(pool_size=8192, context_len=4096, policy=policy, overlap=False)
+        rig.add("in chunks", [1] * 3000)
+        rig.turn()
+        rig.add("long", [2] * 1000)
+        rig.add("short", [3] * 5)
+        rig.turn()
+        assert rig.scheduler.queues.find("short").row
+        ages[policy] = rig.scheduler.queues.find("long").passed_over
+    assert ages == {"fcfs": 0, "lpm": 1}
+
+
+def test_the_scheduler_runs_the_planner_that_it_is_given() -> None:
+    rig = Rig()
+    assert rig.scheduler.queues is rig.planner.queues and rig.scheduler.kv is rig.planner.kv
+    plans, plan = [], rig.planner.plan
+    rig.planner.plan = lambda: plans.append(plan()) or plans[-1]  # type: ignore[method-assign]
+    rig.add("r", [1, 2, 3], max_new_tokens=2)
+    rig.run()
+    assert [batch.inputs for batch in plans if batch is not None] == rig.runner.steps
+
+
 def test_ageing_bounds_how_often_a_cold_prompt_is_passed_over() -> None:
     rig = Rig(pool_size=2048, max_running=1)
     warm = [5] * 60
