@@ -7,24 +7,19 @@ another thread. It imports no torch.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import logging
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import msgspec
-
-from ..srt.errors import EngineDead, InvalidRequest, PromptTooLong, TercetError
+from ..srt.errors import EngineDead, InvalidRequest, TercetError
 from ..srt.io_struct import (
     AbortReq,
     BatchTextOut,
     BrokenMessage,
     FlushCacheReply,
     FlushCacheReq,
-    GenerateReq,
     Heartbeat,
     SchedulerReady,
     SchedulerState,
@@ -40,6 +35,7 @@ from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.text.tokenizer import Tokenizer
 from .generation import Generation
+from .input_processor import InputProcessor
 from .request_registry import Prompt, PromptSamples, Request, RequestRegistry
 
 logger = logging.getLogger(__name__)
@@ -48,7 +44,6 @@ R = TypeVar("R", FlushCacheReply, StateReply)
 
 _TOKENISE_OFF_LOOP_CHARS = 20_000
 """A longer text is tokenised in a thread, so that it delays nobody's stream."""
-_MAX_TOKENS_SHOWN = 5
 
 
 class SchedulerLink(Protocol):
@@ -77,42 +72,34 @@ class TokenizerManager:
     ) -> None:
         self.server_args = server_args
         self.model_config = model_config
-        self.tokenizer = tokenizer
         self.facts = facts
-        self.default_sampling = self._sampling_defaults()
-        self._max_total_tokens = min(facts.context_len, facts.max_total_num_tokens)
         self.draining = False
         """True: running requests finish, new ones are refused with 503."""
         self.failure: EngineDead | None = None
         self._scheduler = scheduler
         self._calls: dict[int, asyncio.Future[FlushCacheReply | StateReply]] = {}
         self._call_ids = itertools.count(1)
-        self._seeds = random.Random(server_args.random_seed)
-        self._requests = RequestRegistry(self._send_abort, self._draw_seed)
+        self.inputs = InputProcessor(server_args, model_config, tokenizer, facts)
+        self._requests = RequestRegistry(self._send_abort, self.inputs.draw_seed)
         self._last_heartbeat = time.monotonic()
         self._last_state: SchedulerState | None = None
         self._last_state_at = 0.0
-        self._warn_of_tokens_without_rows()
 
     # Requests
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None with `--skip-tokenizer-init`."""
+        return self.inputs.tokenizer
+
+    @property
+    def default_sampling(self) -> Mapping[str, Any]:
+        """Sampling parameters that requests get from the model where they give none."""
+        return self.inputs.default_sampling
+
     def make_sampling(self, given: Mapping[str, Any]) -> SamplingParams:
         """`given` over the model's defaults (`--sampling-defaults`); raises InvalidRequest with the field's name."""
-        values = {**self.default_sampling, **{key: value for key, value in given.items() if value is not None}}
-        if "max_new_tokens" in given:
-            values["max_new_tokens"] = given["max_new_tokens"]
-        try:
-            sampling = msgspec.convert(values, SamplingParams)
-        except msgspec.ValidationError as error:
-            if isinstance(error.__cause__, InvalidRequest):
-                raise error.__cause__ from None
-            raise InvalidRequest(f"sampling parameters: {error}") from error
-        sampling.check_vocab(self.facts.vocab_size)
-        if self.tokenizer is None and sampling.stop_strings:
-            raise InvalidRequest(
-                "stop needs a tokenizer, but this engine runs with --skip-tokenizer-init", param="stop"
-            )
-        return sampling
+        return self.inputs.make_sampling(given)
 
     def open(self, prompts: Sequence[Prompt], *, name: str | None = None) -> Request:
         """Accepts a request: from here on it has its names, can be aborted, fails with the engine, and is drained.
@@ -153,20 +140,11 @@ class TokenizerManager:
         """
         if generation.is_over:
             return
-        options = prompt.prompt.options
-        sampling = options.sampling
-        room = self._max_total_tokens - len(prompt.prompt_ids)
-        max_new = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
-        params = msgspec.structs.replace(
-            sampling,
-            n=1,
-            max_new_tokens=max_new,
-            min_new_tokens=min(sampling.min_new_tokens, max_new),
-            sampling_seed=_wrap_int64(prompt.first_seed + generation.index),
+        request = self.inputs.generate_req(
+            generation.key, prompt.packed_ids, prompt.prompt.options, prompt.first_seed + generation.index
         )
         generation.mark_sent()
-        options = msgspec.structs.replace(options, sampling=params)
-        self._scheduler.send(GenerateReq(generation.key, prompt.packed_ids, options))
+        self._scheduler.send(request)
 
     async def submit(
         self,
@@ -294,9 +272,6 @@ class TokenizerManager:
         if self.failure is None:
             self._scheduler.send(AbortReq(key))
 
-    def _draw_seed(self) -> int:
-        return self._seeds.getrandbits(62)
-
     async def _prompt_ids(self, prompt: Prompt) -> Sequence[int]:
         content = prompt.content
         if callable(content):
@@ -305,70 +280,12 @@ class TokenizerManager:
             ids: Sequence[int] = await self.encode(content, prompt.add_special_tokens)
         else:
             ids = content
-        if not ids:
-            raise InvalidRequest("the prompt is empty; at least one token is required", param="prompt")
-        limit = self.facts.max_req_input_len
-        if len(ids) > limit:
-            if not self.server_args.allow_auto_truncate:
-                raise PromptTooLong(
-                    f"the prompt has {len(ids)} tokens; at most {limit} fit (context {self.facts.context_len}, "
-                    f"KV pool {self.facts.max_total_num_tokens} tokens)",
-                    param="prompt",
-                )
-            ids = ids[-limit:]
-        self._check_rows(ids, is_text=isinstance(content, str))
-        return ids
-
-    def _check_rows(self, ids: Sequence[int], *, is_text: bool) -> None:
-        """Raises InvalidRequest for a token that the model has no embedding of. A tokenizer may know such tokens."""
-        vocab_size = self.facts.vocab_size
-        if 0 <= min(ids) <= max(ids) < vocab_size:
-            return
-        wrong = next(i for i in ids if not 0 <= i < vocab_size)
-        if not is_text:
-            raise InvalidRequest(f"token ids must be in [0, {vocab_size}), got {wrong}", param="input_ids")
-        assert self.tokenizer is not None
-        raise InvalidRequest(
-            f"the text contains the token {self.tokenizer.id_to_token(wrong)!r} (id {wrong}), but the model's "
-            f"vocabulary has only {vocab_size} tokens",
-            param="prompt",
-        )
+        return self.inputs.check_ids(ids, is_text=isinstance(content, str))
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; raises InvalidRequest without a tokenizer or on text that is not Unicode."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise InvalidRequest("this engine has no tokenizer (--skip-tokenizer-init); send token ids", param="prompt")
-        # A token of text has at most a few dozen bytes, so this bound refuses only what could never fit.
-        most_chars = 256 * max(self.facts.context_len, 1)
-        if len(text) > most_chars and not self.server_args.allow_auto_truncate:
-            raise PromptTooLong(f"the prompt has {len(text)} characters; at most {most_chars} can fit", param="prompt")
+        tokenizer = self.inputs.tokenizer_for(text)
         if len(text) < _TOKENISE_OFF_LOOP_CHARS:
             return tokenizer.encode(text, add_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(None, tokenizer.encode, text, add_special_tokens)
-
-    def _warn_of_tokens_without_rows(self) -> None:
-        tokens = self.tokenizer.tokens_beyond(self.facts.vocab_size) if self.tokenizer is not None else []
-        if tokens:
-            logger.warning(
-                "The tokenizer has %d tokens that are not in the model's vocabulary (%s%s); such prompts are refused",
-                len(tokens),
-                ", ".join(map(repr, tokens[:_MAX_TOKENS_SHOWN])),
-                ", ..." if len(tokens) > _MAX_TOKENS_SHOWN else "",
-            )
-
-    def _sampling_defaults(self) -> dict[str, Any]:
-        if self.server_args.sampling_defaults != "model":
-            return {}
-        given = dataclasses.asdict(self.model_config.generation)
-        defaults = {key: value for key, value in given.items() if value is not None}
-        if defaults.get("top_k") == 0:  # transformers' way of saying "all tokens"
-            defaults["top_k"] = -1
-        if defaults:
-            logger.info("Default sampling parameters from the model's generation_config: %s", defaults)
-        return defaults
-
-
-def _wrap_int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63

@@ -45,7 +45,7 @@ class Waiting:
         self.manager = make_manager(self.scheduler, allow_auto_truncate=True, **settings)
         assert self.manager.tokenizer is not None
         self.tokenizer = GatedTokenizer(self.manager.tokenizer)
-        self.manager.tokenizer = self.tokenizer  # type: ignore[assignment]
+        self.manager.inputs.tokenizer = self.tokenizer  # type: ignore[assignment]
 
     async def begin(self) -> asyncio.Task[list[Generation]]:
         task = asyncio.create_task(self.manager.submit(LONG_TEXT, OPTIONS, rid="mine"))

@@ -226,7 +226,7 @@ def happens(effect: Effect, seen: Seen) -> bool:
 def site() -> Iterator[Site]:
     """With a tokenizer that begins a text with <bos>, where it is let."""
     site = Site()
-    site.manager.tokenizer = tokenizer()
+    site.manager.inputs.tokenizer = tokenizer()
     yield site
     site.close()
 
@@ -282,7 +282,7 @@ def test_every_field_of_an_engines_call_arrives(name: str, stream: bool) -> None
 def engine_call(name: str, value: Any, stream: bool) -> Seen:
     scheduler = FakeScheduler()
     manager = make_manager(scheduler)
-    manager.tokenizer = tokenizer()
+    manager.inputs.tokenizer = tokenizer()
     sampling: dict[str, Any] = {"max_new_tokens": 2}
     fields: dict[str, Any] = {}
     (sampling if name in NATIVE_SAMPLING else fields)[name] = value

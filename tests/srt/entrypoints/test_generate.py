@@ -280,7 +280,7 @@ def test_an_aborted_request_keeps_its_text(site: Site, stream: bool) -> None:
 
 
 def test_a_text_with_a_token_that_the_model_has_no_row_for(site: Site) -> None:
-    site.manager.tokenizer = byte_tokenizer("[PAD]")
+    site.manager.inputs.tokenizer = byte_tokenizer("[PAD]")
     for path, body, param in (
         ("/generate", {"text": ["a", "b[PAD]"]}, "text[1]"),
         ("/v1/completions", {"prompt": "[PAD]"}, "prompt"),

@@ -134,7 +134,7 @@ HI = {"role": "user", "content": "hi"}
 )
 def test_a_large_chat_is_rendered_in_a_thread(site: Site, path: str, body: dict[str, Any]) -> None:
     tokenizer = WatchedTokenizer(site.manager.tokenizer)
-    site.manager.tokenizer = tokenizer  # type: ignore[assignment]
+    site.manager.inputs.tokenizer = tokenizer  # type: ignore[assignment]
     site.post(path, body)  # most are refused: longer than the context
     assert tokenizer.threads and tokenizer.threads[0] is not threading.current_thread()
     tokenizer.threads.clear()
