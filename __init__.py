@@ -14,17 +14,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .managers.local_engine import LocalEngine, StepResult
     from .srt.entrypoints.engine import Engine
     from .srt.sampling_params import SamplingParams
     from .srt.server_args import ServerArgs
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "SamplingParams", "ServerArgs", "__version__"]
+__all__ = ["Engine", "LocalEngine", "SamplingParams", "ServerArgs", "StepResult", "__version__"]
 
 _HOME = {
     "Engine": ".srt.entrypoints.engine",
+    "LocalEngine": ".managers.local_engine",
     "SamplingParams": ".srt.sampling_params",
     "ServerArgs": ".srt.server_args",
+    "StepResult": ".managers.local_engine",
 }
 
 

@@ -31,7 +31,7 @@ from ..srt.server_args import ServerArgs
 from .ceilings import measure_ceilings
 from .engine_args import add_engine_arguments, engine_args
 from .limits import ModelCost, decode_step_s, prefill_s
-from .local_engine import DirectBatch, LocalEngine
+from .local_engine import DirectBatch, TimedEngine
 from .presets import model_name
 from .results import Result, add_results_arguments, finish, number, percent
 from .trace import device_activity, read_events
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for graphs in _graph_settings(args, server_args):
             settings = dataclasses.replace(server_args, disable_cuda_graph=graphs == "off")
             with bench.record_failure(f"all with graphs {graphs}"):
-                engine = LocalEngine(settings, config)
+                engine = TimedEngine(settings)
                 bench.run(engine, graphs if device.type == "cuda" or engine.runner.model.compiled else "none")
                 del engine
             if device.type == "cuda":
@@ -138,7 +138,7 @@ class _Bench:
         header = ["batch", "context", "graphs", "driven by", "ms a step", "tok/s", "limit tok/s", "of the limit"]
         self._decode_table = result.table("Decode steps", header)
 
-    def run(self, engine: LocalEngine, graphs: str) -> None:
+    def run(self, engine: TimedEngine, graphs: str) -> None:
         """Runs all measurements with one graph setting: "on", "off", or "none" for layers in plain torch."""
         runner = engine.runner
         self._result.values.update(
@@ -166,7 +166,7 @@ class _Bench:
                 table.row(line)
         self._result.tables = [table for table in self._result.tables if table.rows]
 
-    def _prefill(self, engine: LocalEngine, length: int) -> None:
+    def _prefill(self, engine: TimedEngine, length: int) -> None:
         with DirectBatch.of(engine, 1, length, 0) as batch:
             batch.prefill()
             seconds = statistics.median(batch.prefill() for _ in range(self._args.rounds))
@@ -175,7 +175,7 @@ class _Bench:
         self._prefill_table.row(str(length), number(seconds * 1e3), speed, limit, percent(limit_s / seconds))
         self._result.values["prefill"].append({"tokens": length, "seconds": seconds, "limit_s": limit_s})
 
-    def _on_runner(self, engine: LocalEngine, graphs: str, batch_size: int, context_len: int) -> None:
+    def _on_runner(self, engine: TimedEngine, graphs: str, batch_size: int, context_len: int) -> None:
         num_steps, rounds = self._args.num_steps, self._args.rounds
         with DirectBatch.of(engine, batch_size, context_len, _WARMUP_STEPS + num_steps * rounds) as batch:
             batch.decode(_WARMUP_STEPS)
@@ -189,7 +189,7 @@ class _Bench:
                 self._failed.append(f"batch {batch_size}, context {context_len}: other tokens without graphs")
         self._add_decode(graphs, "runner", batch_size, context_len, mean_len, seconds, same_tokens=same)
 
-    def _on_scheduler(self, engine: LocalEngine, graphs: str, batch_size: int, context_len: int) -> None:
+    def _on_scheduler(self, engine: TimedEngine, graphs: str, batch_size: int, context_len: int) -> None:
         num_steps = self._args.num_steps * self._args.rounds
         seconds = engine.run_decode(batch_size, context_len, num_steps)
         self._add_decode(graphs, "scheduler", batch_size, context_len, context_len + num_steps // 2, seconds)
@@ -212,7 +212,7 @@ class _Bench:
         row = {"batch_size": batch_size, "context_len": context_len, "cuda_graph": graphs, "driver": driver}
         self._result.values["decode"].append({**row, "step_s": seconds, "limit_s": limit_s, **more})
 
-    def _idle(self, engine: LocalEngine, graphs: str) -> None:
+    def _idle(self, engine: TimedEngine, graphs: str) -> None:
         """Measures the device's idle time during decode steps of the scheduler.
 
         The trace records device events only, because that slows the host least.

@@ -1,11 +1,13 @@
 """The scheduler and the runner in this process, without sockets, to measure the steps of a model alone.
 
-There are two ways to run steps. `run_decode` sends requests through the scheduler, with or without overlap as its
-settings say. `DirectBatch` calls the runner directly, with random keys and values as context, which need no prefill.
+There are two ways to run steps. `TimedEngine.run_decode` sends requests through the scheduler, with or without overlap
+as its settings say. `DirectBatch` calls the runner directly, with random keys and values as context, which need no
+prefill.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,86 +15,41 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import numpy as np
 import torch
 
-from ..managers.scheduler import InFlight
-from ..managers.scheduler_io import SchedulerIO
-from ..managers.scheduler_process import build_scheduler
-from ..model_executor.runner.load import load_runner
-from ..model_executor.runner.settings import resolve_settings
+from ..managers.local_engine import LocalEngine
 from ..model_executor.step import ForwardMode, Int32Array, LaunchedStep, NewRow, StepInputs, TableUpdate
-from ..srt.io_struct import (
-    AbortFinish,
-    AbortReq,
-    BatchTokenOut,
-    GenerateReq,
-    ToDetokenizer,
-    ToScheduler,
-    ToTokenizer,
-    pack_ids,
-)
-from ..srt.model_files.model_config import ModelConfig
-from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from .timing import synchronize
 
 _PROMPT_ID_LIMIT = 10_000
 """Random prompts have token ids below this limit and below the vocabulary size."""
+_NEVER = 1 << 30
+"""Tokens between two outputs of a request, because nobody reads them while the clock runs."""
 _SETTLE_STEPS = 8
 """Number of decode steps that are not timed, after the last prefill."""
 
 
-class _Inbox:
-    """The scheduler's inbox: a list that LocalEngine fills."""
+class TimedEngine(LocalEngine):
+    """A LocalEngine without a tokenizer, with methods that measure steps."""
 
-    def __init__(self) -> None:
-        self.messages: list[ToScheduler] = []
-
-    def drain(self) -> list[ToScheduler]:
-        messages, self.messages = self.messages, []
-        return messages
-
-    def wait(self, timeout_s: float) -> bool:
-        return bool(self.messages)
-
-
-class _Refusals:
-    """Takes the place of the link to the detokenizer. It keeps only the errors."""
-
-    def __init__(self) -> None:
-        self.errors: list[str] = []
-
-    def send(self, message: ToDetokenizer, /) -> None:
-        assert isinstance(message, BatchTokenOut)
-        for out in message.outs:
-            if isinstance(out.finish, AbortFinish) and out.finish.status_code is not None:
-                self.errors.append(out.finish.message)
-
-
-class _Nobody:
-    def send(self, message: ToTokenizer, /) -> None:
-        """Drops heartbeats and replies."""
-
-
-class LocalEngine:
-    """A loaded model with its scheduler. Raises ValueError for settings that do not fit the model."""
-
-    def __init__(self, server_args: ServerArgs, config: ModelConfig, seed: int = 0) -> None:
-        """`seed`: seed of random prompts and contexts."""
-        self.config = config
-        self.server_args = server_args
-        self.runner = load_runner(resolve_settings(server_args, config), config)
+    def __init__(self, server_args: ServerArgs, seed: int = 0) -> None:
+        """`seed`: seed of random prompts and contexts. Dummy weights have seed 0 unless the settings give one."""
+        super().__init__(
+            server_args=dataclasses.replace(
+                server_args,
+                skip_tokenizer_init=True,
+                random_seed=server_args.random_seed or 0,
+                stream_interval=_NEVER,
+            )
+        )
         self.device = self.runner.settings.device
-        self._inbox, self._outbox = _Inbox(), _Refusals()
-        io = SchedulerIO(self._inbox, self._outbox, _Nobody())
-        self.scheduler = build_scheduler(server_args, config, self.runner, None, io)
         self.seed = seed
         self._rng = np.random.default_rng(seed)
-        self._in_flight: InFlight | None = None
         self._num_submitted = 0
 
     def random_ids(self, count: int, rng: np.random.Generator | None = None) -> Int32Array:
         """Random token ids. `rng`: the generator; None: the engine's own, which gives different ids in each call."""
-        limit = min(_PROMPT_ID_LIMIT, self.config.vocab_size)
+        limit = min(_PROMPT_ID_LIMIT, self.model_config.vocab_size)
         return (rng or self._rng).integers(0, limit, count, dtype=np.int32)
 
     def check_room(self, batch_size: int, num_tokens: int) -> None:
@@ -122,32 +79,31 @@ class LocalEngine:
         num_new = num_steps + _SETTLE_STEPS + 4
         self.check_room(batch_size, context_len + num_new)
         sampling = SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=True, sampling_seed=0)
-        for _ in range(batch_size):
-            self._num_submitted += 1
-            ids = pack_ids(self.random_ids(context_len).tolist())
-            self._inbox.messages.append(GenerateReq(str(self._num_submitted), ids, RequestOptions(sampling=sampling)))
+        started = self._num_submitted
+        self._num_submitted += batch_size
+        names = [str(index) for index in range(started, self._num_submitted)]
+        for name in names:
+            self.add_request(name, self.random_ids(context_len).tolist(), sampling)
         queues = self.scheduler.queues
         while not (len(queues.running) == batch_size and all(req.output_ids for req in queues.running)):
-            self._turn()
-            if self._outbox.errors:
-                raise ValueError(self._outbox.errors[0])
+            for finish in self.step().finish_reasons.values():
+                raise ValueError(f"a request ended before the clock ran: {finish}")
         for _ in range(_SETTLE_STEPS):
-            self._turn()
+            self.step()
         with window():
             synchronize(self.device)
             start = time.perf_counter()
             for _ in range(num_steps):
-                self._turn()
+                self.step()
             synchronize(self.device)
             seconds = (time.perf_counter() - start) / num_steps
         assert len(queues.running) == batch_size, "a request ended while the clock ran"
-        self._inbox.messages.append(AbortReq(None))
-        while self._in_flight is not None or queues.is_busy or self._inbox.messages:
-            self._turn()
+        for name in names:
+            self.abort(name)
+        while self.has_unfinished():
+            self.step()
+        self.step()  # with overlap, one more step may be in flight
         return seconds
-
-    def _turn(self) -> None:
-        self._in_flight = self.scheduler.turn(self._in_flight)
 
 
 class DirectBatch:
@@ -157,7 +113,7 @@ class DirectBatch:
     numbers. Engines with the same seed give the same numbers for the same size.
     """
 
-    def __init__(self, engine: LocalEngine, batch_size: int, context_len: int, num_steps: int) -> None:
+    def __init__(self, engine: TimedEngine, batch_size: int, context_len: int, num_steps: int) -> None:
         engine.check_room(batch_size, context_len + num_steps)
         self._engine = engine
         self._runner = engine.runner
@@ -181,7 +137,7 @@ class DirectBatch:
 
     @classmethod
     @contextmanager
-    def of(cls, engine: LocalEngine, batch_size: int, context_len: int, num_steps: int) -> Iterator[DirectBatch]:
+    def of(cls, engine: TimedEngine, batch_size: int, context_len: int, num_steps: int) -> Iterator[DirectBatch]:
         """A DirectBatch whose KV memory is released at the end of the `with` block."""
         try:
             yield cls(engine, batch_size, context_len, num_steps)
@@ -226,7 +182,7 @@ class DirectBatch:
         """Fills the slots with random numbers, because a step could run faster on zeros."""
         where = torch.from_numpy(slots.astype(np.int64)).to(self._engine.device)
         pool = self._runner.kv_pool
-        config = self._engine.config
+        config = self._engine.model_config
         kv = torch.empty(2, len(slots), config.num_kv_heads, config.head_dim, device=where.device, dtype=pool.dtype)
         numbers = torch.Generator(where.device).manual_seed(self._engine.seed)
         for layer in range(config.num_layers):

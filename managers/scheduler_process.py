@@ -56,7 +56,7 @@ def run_scheduler(
     tokenizer_link: Sender[ToTokenizer] = Sender(context, run_dir.tokenizer)
     io = SchedulerIO(inbox, detokenizer_link, tokenizer_link)
     scheduler = build_scheduler(server_args, model_config, runner, tokenizer, io)
-    on_ready(_facts(runner, model_config))
+    on_ready(scheduler_facts(runner, model_config))
     scheduler.run(should_stop)
     inbox.close()
     detokenizer_link.close()
@@ -118,7 +118,8 @@ def _max_total_tokens(runner: ModelRunner) -> int:
     return min(runner.settings.context_len, runner.max_total_num_tokens)
 
 
-def _facts(runner: ModelRunner, model_config: ModelConfig) -> SchedulerReady:
+def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> SchedulerReady:
+    """What other processes have to know of a loaded model. Logs it, too."""
     settings = runner.settings
     facts = SchedulerReady(
         max_total_num_tokens=runner.max_total_num_tokens,

@@ -1,4 +1,4 @@
-"""The settings of an engine that Python code makes: `tercet.Engine` and `tercet.LocalEngine`."""
+"""The settings of `tercet.Engine` and `tercet.LocalEngine`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def engine_settings(
     *,
     refused: Mapping[str, str],
 ) -> ServerArgs:
-    """`server_args` as they are, or `settings` of the model: the default model where neither names one.
+    """Return `server_args`, or make them of `model_path` and `settings`. Without both: the default model.
 
-    `refused`: settings that this engine has no use for, and what has. Raises ValueError.
+    `refused`: setting -> its owner, for settings that this engine does not accept. Raises ValueError.
     """
     if server_args is not None:
         if model_path is not None or settings:
             raise ValueError("give either server_args, or model_path and settings, not both")
         return server_args
     for name in sorted(set(settings) & refused.keys()):
-        raise ValueError(f"{name} is a setting of {refused[name]}: this engine has no use for it")
+        raise ValueError(f"{name} is a setting of {refused[name]}; this engine does not accept it")
     if model_path is None:
         model_path = str(require_default_model())
         settings = {"served_model_name": DEFAULT_MODEL_NAME, **settings}
@@ -34,7 +34,7 @@ def engine_settings(
 
 
 def http_settings() -> dict[str, str]:
-    """The settings that are declared for the HTTP server alone, as `engine_settings` refuses them."""
+    """The settings that only the HTTP server reads, as an argument `refused` of `engine_settings`."""
     hints = typing.get_type_hints(ServerArgs, include_extras=True)
     notes = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
     names = [name for name, note in notes.items() if any(isinstance(n, Setting) and n.server_only for n in note)]

@@ -9,13 +9,12 @@ from bench_models import tiny_flags
 from runner_driver import RunnerDriver
 from runners import make_runner
 
-from tercet.benchmarks.local_engine import DirectBatch, LocalEngine
-from tercet.srt.model_files.model_config import load_model_config
+from tercet.benchmarks.local_engine import DirectBatch, TimedEngine
 from tercet.srt.server_args import ServerArgs
 
 
 @pytest.fixture
-def engine(tmp_path: Path, request: pytest.FixtureRequest) -> LocalEngine:
+def engine(tmp_path: Path, request: pytest.FixtureRequest) -> TimedEngine:
     path = tiny_flags(tmp_path)[1]
     args = ServerArgs(
         model_path=path,
@@ -27,11 +26,11 @@ def engine(tmp_path: Path, request: pytest.FixtureRequest) -> LocalEngine:
         max_running_requests=4,
         page_size=getattr(request, "param", 1),
     )
-    return LocalEngine(args, load_model_config(path, "dummy"))
+    return TimedEngine(args)
 
 
 @pytest.mark.parametrize("engine", [1, 16], indirect=True)
-def test_a_direct_batch_computes_what_the_runner_does(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_direct_batch_computes_what_the_runner_does(engine: TimedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
     random_ids = engine.random_ids
     monkeypatch.setattr(engine, "random_ids", lambda *args: given.append(random_ids(*args)) or given[-1])
@@ -40,14 +39,16 @@ def test_a_direct_batch_computes_what_the_runner_does(engine: LocalEngine, monke
         assert batch.decode(3) > 0
         tokens = np.stack(batch.tokens[1:])
     prompts = given[-1].reshape(2, 20)
-    runner = make_runner(engine.config, max_running_requests=2, dtype="float32", max_total_tokens=100, random_seed=0)
+    runner = make_runner(
+        engine.model_config, max_running_requests=2, dtype="float32", max_total_tokens=100, random_seed=0
+    )
     driver = RunnerDriver(runner)
     driver.extend({1: prompts[0], 2: prompts[1]}, new_rows=[driver.add(1), driver.add(2)])
     expected = np.stack([driver.decode([1, 2]) for _ in range(3)])
     np.testing.assert_array_equal(tokens, expected)
 
 
-def test_everything_is_given_back(engine: LocalEngine) -> None:
+def test_everything_is_given_back(engine: TimedEngine) -> None:
     kv = engine.scheduler.kv
     with DirectBatch.of(engine, 4, 50, 2) as batch:
         assert kv.allocator.num_free < 400 - 4 * 50
@@ -58,10 +59,10 @@ def test_everything_is_given_back(engine: LocalEngine) -> None:
     kv.audit([])
 
 
-def test_the_cached_context_is_random_and_not_zero(engine: LocalEngine) -> None:
+def test_the_cached_context_is_random_and_not_zero(engine: TimedEngine) -> None:
     with DirectBatch.of(engine, 1, 30, 0):
         slots = torch.from_numpy(engine.scheduler.kv.req_to_token_pool.req_to_token[1, :29].astype(np.int64))
-        for layer in range(engine.config.num_layers):
+        for layer in range(engine.model_config.num_layers):
             for kept in engine.runner.kv_pool.get_kv(layer, slots):
                 assert kept.std() > 0.5
 
@@ -74,12 +75,12 @@ def test_the_cached_context_is_random_and_not_zero(engine: LocalEngine) -> None:
         (4, 101, r"4 x 101 tokens are more than the KV pool's 400"),
     ],
 )
-def test_what_does_not_fit_is_refused(engine: LocalEngine, batch_size: int, num_tokens: int, message: str) -> None:
+def test_what_does_not_fit_is_refused(engine: TimedEngine, batch_size: int, num_tokens: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine.check_room(batch_size, num_tokens)
 
 
-def test_the_window_is_around_the_timed_steps_only(engine: LocalEngine) -> None:
+def test_the_window_is_around_the_timed_steps_only(engine: TimedEngine) -> None:
     launched = []
     launch = engine.runner.launch
     engine.runner.launch = lambda step: launched.append(step.mode.value) or launch(step)  # type: ignore[method-assign]

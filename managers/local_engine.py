@@ -1,0 +1,194 @@
+"""`tercet.LocalEngine`: the scheduler and the model of a server in the caller's process, one step at a time."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ..model_executor.runner.load import load_runner
+from ..model_executor.runner.settings import resolve_settings
+from ..srt.engine_settings import engine_settings, http_settings
+from ..srt.errors import InvalidRequest
+from ..srt.io_struct import AbortReq, FinishReason, ToDetokenizer, ToScheduler, ToTokenizer, pack_ids
+from ..srt.model_files.model_config import load_model_config
+from ..srt.request_options import RequestOptions
+from ..srt.sampling_params import SamplingParams
+from ..srt.server_args import ServerArgs
+from ..srt.text.tokenizer import load_tokenizer
+from .input_processor import InputProcessor
+from .scheduler import InFlight
+from .scheduler_io import SchedulerIO
+from .scheduler_process import build_scheduler, scheduler_facts
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The outputs of one step, by request id."""
+
+    new_tokens: dict[str, list[int]] = field(default_factory=dict)
+    """New token ids, including a stop token. It has only requests with new tokens."""
+    finish_reasons: dict[str, FinishReason] = field(default_factory=dict)
+    """Why requests ended: StopFinish, LengthFinish or AbortFinish (in `srt.io_struct`). An AbortFinish with a
+    `status_code` is an error, for example a full waiting queue. Without it, the request was aborted by `abort`."""
+
+    @property
+    def finished(self) -> list[str]:
+        """The requests that ended."""
+        return list(self.finish_reasons)
+
+
+class LocalEngine:
+    """A loaded model with its scheduler, in this process: no other processes, no sockets, no threads of its own.
+
+    `LocalEngine(model_path, **settings)` takes the settings of ServerArgs that concern the model and the scheduler.
+    `LocalEngine(server_args=...)` takes all settings as one object. `LocalEngine()` loads the default model, if it is
+    installed. Scheduler, runner, defaults and checks are those of a server, so a request gets the same tokens here.
+
+    The constructor sets up this process like a scheduler process. On a CPU with compiled kernels, the kernels use all of
+    torch's threads, and torch's own operations use one thread from then on (`torch.get_num_threads()` is 1). Call all
+    methods from the same thread.
+
+    The constructor raises ValueError or OSError for invalid settings or an invalid model. Methods raise InvalidRequest,
+    a ValueError.
+    """
+
+    def __init__(
+        self, model_path: str | None = None, *, server_args: ServerArgs | None = None, **settings: Any
+    ) -> None:
+        refused = {
+            **http_settings(),
+            **dict.fromkeys(("log_level", "watchdog_timeout"), "engines of several processes"),
+        }
+        self.server_args = engine_settings(model_path, server_args, settings, refused=refused).with_seed()
+        self.model_config = load_model_config(self.server_args.model_path, self.server_args.load_format)
+        self.tokenizer = None
+        """None with `skip_tokenizer_init`; prompts must be token ids then."""
+        if not self.server_args.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(
+                self.server_args.model_path, self.server_args.tokenizer_path, self.server_args.chat_template
+            )
+        self.runner = load_runner(resolve_settings(self.server_args, self.model_config), self.model_config)
+        self._inbox, self._outbox = _Inbox(), _Outbox()
+        io = SchedulerIO(self._inbox, self._outbox, _Nobody())
+        self.scheduler = build_scheduler(self.server_args, self.model_config, self.runner, self.tokenizer, io)
+        self._inputs = InputProcessor(
+            self.server_args, self.model_config, self.tokenizer, scheduler_facts(self.runner, self.model_config)
+        )
+        self._unfinished: set[str] = set()
+        self._in_flight: InFlight | None = None
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        sampling_params: Mapping[str, Any] | SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+    ) -> None:
+        """Add a request to the waiting queue. The next step may run it.
+
+        `prompt`: a text, or token ids. `sampling_params`: parameters that a mapping does not give have the model's
+        defaults. `n` must be 1; add one request for each sample. `cache_salt`: only requests with the same salt share
+        cached prefixes.
+
+        Raises InvalidRequest where a server answers with status 400. Errors that only the scheduler can find, such as
+        a full waiting queue, are in the `finish_reasons` of the next step.
+        """
+        if request_id in self._unfinished:
+            raise InvalidRequest(f"request id {request_id!r} is in use by a request that has not finished")
+        sampling = self._inputs.make_sampling(_plain(sampling_params))
+        if sampling.n != 1:
+            raise InvalidRequest(f"n must be 1 in a LocalEngine, got {sampling.n}; add one request for each sample")
+        ids = self._inputs.check_ids(self._ids(prompt), is_text=isinstance(prompt, str))
+        options = RequestOptions(sampling=sampling, cache_salt=cache_salt, stream=True)
+        seed = self._inputs.draw_seed() if sampling.sampling_seed is None else sampling.sampling_seed
+        self._inbox.messages.append(self._inputs.generate_req(request_id, pack_ids(ids), options, seed))
+        self._unfinished.add(request_id)
+
+    def step(self) -> StepResult:
+        """Run one turn of the scheduler: plan and launch a step of the model, and process a finished one.
+
+        On a GPU with overlap, the finished step is the one before, so the first call returns no tokens. Without
+        unfinished requests it returns at once.
+        """
+        self._in_flight = self.scheduler.turn(self._in_flight)
+        result = StepResult()
+        for message in self._outbox.take():
+            for out in message.outs:
+                if out.token_ids:
+                    result.new_tokens.setdefault(out.rid, []).extend(out.token_ids)
+                if out.finish is not None:
+                    result.finish_reasons[out.rid] = out.finish
+                    self._unfinished.discard(out.rid)
+        return result
+
+    def has_unfinished(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._unfinished)
+
+    def abort(self, request_id: str) -> bool:
+        """Abort a request. Returns whether it exists. A later step reports its end."""
+        if request_id not in self._unfinished:
+            return False
+        self._inbox.messages.append(AbortReq(request_id))
+        return True
+
+    def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return self._inputs.tokenizer_for(prompt).encode(prompt)
+        try:
+            return [operator.index(i) for i in prompt]
+        except TypeError:
+            raise InvalidRequest("prompt must be a text or token ids", param="prompt") from None
+
+
+class _Inbox:
+    """Messages for the scheduler. `wait` never sleeps, because messages come only from this thread."""
+
+    def __init__(self) -> None:
+        self.messages: list[ToScheduler] = []
+
+    def drain(self) -> list[ToScheduler]:
+        messages, self.messages = self.messages, []
+        return messages
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self.messages)
+
+
+class _Outbox:
+    """The scheduler's outputs, until a step takes them."""
+
+    def __init__(self) -> None:
+        self._messages: list[ToDetokenizer] = []
+
+    def send(self, message: ToDetokenizer, /) -> None:
+        self._messages.append(message)
+
+    def take(self) -> list[ToDetokenizer]:
+        messages, self._messages = self._messages, []
+        return messages
+
+
+class _Nobody:
+    def send(self, message: ToTokenizer, /) -> None:
+        """Drops heartbeats."""
+
+
+def _plain(given: Mapping[str, Any] | SamplingParams | None) -> Mapping[str, Any]:
+    """Sampling parameters by name. SamplingParams give all of them."""
+    if isinstance(given, SamplingParams):
+        return msgspec.structs.asdict(given)
+    names = SamplingParams.__struct_fields__
+    for name in given or ():
+        if name not in names:
+            raise InvalidRequest(f"unknown sampling parameter {name!r}; known: {', '.join(names)}", param=name)
+    try:
+        plain: Mapping[str, Any] = msgspec.to_builtins(dict(given or {}), str_keys=True)
+    except TypeError as error:
+        raise InvalidRequest(f"sampling parameters: {error}") from error
+    return plain

