@@ -130,7 +130,7 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=Fa
 
 
 class BatchTokenOut(msgspec.Struct, frozen=True, tag="tokens"):
-    """The TokenOuts of one step."""
+    """The TokenOuts of one turn of the scheduler."""
 
     outs: list[TokenOut]
 
@@ -156,7 +156,7 @@ class TextOut(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=Fal
 
 
 class BatchTextOut(msgspec.Struct, frozen=True, tag="texts"):
-    """The TextOuts of one BatchTokenOut."""
+    """The TextOuts of the messages that the detokenizer has handled in one turn."""
 
     outs: list[TextOut]
 

@@ -1,4 +1,4 @@
-"""The CUDA services that the engine uses beside tensors: pinned memory, events, a copy stream, and graphs.
+"""The CUDA services that the engine uses in addition to tensors: pinned memory, events, a copy stream, and graphs.
 
 Each service is one short method. A fake with the same methods (tests/fake_accelerator.py) replaces the class in tests,
 so that the code above it is tested without a GPU.
@@ -57,8 +57,8 @@ class Accelerator:
     def fetch(self, source: torch.Tensor, target: torch.Tensor) -> Event:
         """Queue a copy of `source` to `target` (pinned) on the copy stream. Returns the event of its end.
 
-        The copy waits for the work queued so far and runs beside later work. The caller must keep `source` alive until
-        the event is reached.
+        The copy waits for the work queued so far, but not for later work. The caller must keep `source` alive until the
+        event is reached.
         """
         computed = torch.cuda.Event()
         computed.record()

@@ -49,7 +49,7 @@ class RotationTable:
     """
 
     def __init__(self, rope: RopeConfig, table: torch.Tensor) -> None:
-        """table: float32 [context_len, head_dim], to be filled. A row has head_dim / 2 cosines, then as many sines."""
+        """table: float32 [context_len, head_dim], which `cover` fills. A row has its cosines first, then its sines."""
         frequencies, self._factor = rope_frequencies(rope, table.shape[1])
         self._frequencies = frequencies.to(table.device)
         self.table = table

@@ -39,7 +39,7 @@ It may use `seq_lens_host`, int32 [B], only as an upper bound of the attention w
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """The batch sizes to record, ascending: 1, 2, 4, every 8th up to 128, every 16th beyond. `largest` is the last."""
+    """The batch sizes to record: 1, 2, 4, multiples of 8 up to 128, then multiples of 16, and at last `largest`."""
     sizes = [*_SMALL_BATCHES, *range(_STEP, _LARGE, _STEP), *range(_LARGE, largest, _LARGE_STEP)]
     return [size for size in sizes if size < largest] + [largest]
 

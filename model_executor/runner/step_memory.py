@@ -1,4 +1,4 @@
-"""The memory of a step on a CPU, beside weights, K and V, computed from shapes.
+"""The memory that a step takes on a CPU in addition to weights, K and V, computed from shapes.
 
 On a GPU it is measured (warmup.py). On a CPU the largest step would take minutes.
 """
