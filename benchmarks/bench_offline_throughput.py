@@ -129,7 +129,7 @@ def _run(
         ours.run(warmups(requests))
         sides: dict[str, Side] = {"Tercet": ours}
         if args.compare == "transformers":
-            # Imported here: transformers takes seconds to import, most runs do not need it, and a wheel lacks this file.
+            # Imported here: the import takes seconds, most runs do not need it, and a wheel lacks the file.
             from .peers.transformers_peer import TransformersSide
 
             try:

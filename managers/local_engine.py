@@ -48,9 +48,9 @@ class LocalEngine:
     `LocalEngine(server_args=...)` takes all settings as one object. `LocalEngine()` loads the default model, if it is
     installed. Scheduler, runner, defaults and checks are those of a server, so a request gets the same tokens here.
 
-    The constructor sets up this process like a scheduler process. On a CPU with compiled kernels, the kernels use all of
-    torch's threads, and torch's own operations use one thread from then on (`torch.get_num_threads()` is 1). Call all
-    methods from the same thread.
+    The constructor sets up this process like a scheduler process. On a CPU with compiled kernels, the kernels use all
+    of torch's threads, and torch's own operations use one thread from then on (`torch.get_num_threads()` is 1). Call
+    all methods from the same thread.
 
     The constructor raises ValueError or OSError for invalid settings or an invalid model. Methods raise InvalidRequest,
     a ValueError.

@@ -41,6 +41,7 @@ MIRRORED = ("managers", "mem_cache")
 """Every module of these has a test file of its name, or stands in TESTED_IN."""
 TESTED_IN = {
     "managers.generation": "managers/test_tokenizer_manager.py",
+    "managers.input_processor": "managers/test_tokenizer_manager.py",
     "managers.req": "managers/test_batch_result.py",
     "managers.req_factory": "managers/test_scheduler.py",
     "managers.schedule_batch": "managers/test_batch_result.py",

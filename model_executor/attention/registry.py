@@ -35,7 +35,8 @@ def resolve_attention_backend(name: str, device: torch.device) -> str:
     if name not in _BACKENDS:
         raise ValueError(f"attention backend must be auto, {', '.join(BACKEND_NAMES)}, got {name!r}")
     if name == "cpu" and (device.type != "cpu" or not cpu_extension.load()):
-        raise ValueError(f"attention backend cpu needs a CPU and the compiled C++ kernels. {cpu_extension.build_hint()}")
+        hint = cpu_extension.build_hint()
+        raise ValueError(f"attention backend cpu needs a CPU and the compiled C++ kernels. {hint}")
     return name
 
 

@@ -153,7 +153,7 @@ def body_types(documented: Iterable[Endpoint]) -> list[type[Wire]]:
 
 
 def answer_types(documented: Iterable[Endpoint]) -> list[type[msgspec.Struct]]:
-    """The answer types, the types of stream chunks, and the object types in them. Each occurs once, before its parts."""
+    """The types of answers and stream chunks, and the object types in them. Each occurs once, before its parts."""
     types = [one for endpoint in documented for one in (endpoint.answer, endpoint.streams) if one is not None]
     return _with_parts([cls for one in types for cls in structs_of(one)])
 

@@ -128,7 +128,7 @@ def test_a_full_queue_is_told_by_the_step(make_engine: MakeEngine) -> None:
         ([1.5], None, "prompt must be a text or token ids"),
         (7, None, "prompt must be a text or token ids"),
         ("text", None, "runs with --skip-tokenizer-init"),
-        ([1], {"max_tokens": 5}, "unknown sampling parameter 'max_tokens'; there are: max_new_tokens, "),
+        ([1], {"max_tokens": 5}, "unknown sampling parameter 'max_tokens'; known: max_new_tokens, "),
         ([1], {"n": 2}, "n must be 1 in a LocalEngine, got 2"),
         ([1], {"temperature": -1}, "temperature must be"),
         ([1], {"temperature": object()}, "sampling parameters: "),
