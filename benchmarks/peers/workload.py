@@ -108,7 +108,7 @@ class Connection:
             async with asyncio.timeout(self.timeout_s):
                 outputs, duration_s = await drive(self.client, self.dialect, bodies, times_s, concurrency)
         except TimeoutError:
-            raise ServerFailed(f"no whole answers after {self.timeout_s:g} s") from None
+            raise ServerFailed(f"the answers were not complete after {self.timeout_s:g} s") from None
         # A dying process closes its connections a moment before its end is visible.
         self.server.check_alive(within_s=1.0 if any(output.error for output in outputs) else 0.0)
         check_answers(requests, outputs)

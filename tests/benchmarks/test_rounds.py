@@ -29,7 +29,7 @@ def test_sides_take_turns_in_alternating_order() -> None:
 
 
 def test_short_answers_are_no_result() -> None:
-    with pytest.raises(ValueError, match=r"cheat: 2 answers .* such as 2 instead of 3"):
+    with pytest.raises(ValueError, match=r"cheat: 2 answers .* one has 2 tokens instead of 3"):
         run_alternating({"cheat": Fake("cheat", [], short=1)}, REQUESTS, 1)
 
 

@@ -79,7 +79,7 @@ def bench() -> Bench:
 def test_a_token_that_ends_nothing_is_appended_and_told(bench: Bench) -> None:
     req = bench.add()
     (out,) = bench.step([5])
-    assert (out.token_ids, out.finish, out.completion_tokens) == ([5], None, 1)
+    assert (out.token_ids, out.finish, out.counts.completion_tokens) == ([5], None, 1)
     assert (req.output_ids, req.in_flight) == ([5], 0)
     assert not bench.is_over(req)
 
@@ -139,7 +139,7 @@ def test_a_pending_abort_comes_before_everything_and_its_token_is_dropped(bench:
     assert bench.step([5]) == [] and not bench.is_over(req)
     bench.results.finish_aborted()
     (out,) = bench.told()
-    assert (out.token_ids, out.finish, out.completion_tokens) == ([], CLIENT, 7)
+    assert (out.token_ids, out.finish, out.counts.completion_tokens) == ([], CLIENT, 7)
     assert bench.is_over(req)
 
 
@@ -243,7 +243,7 @@ def test_a_waiting_request_is_aborted_at_once(bench: Bench) -> None:
     bench.results.abort(req, CLIENT)
     bench.results.finish_aborted()
     (out,) = bench.told()
-    assert (out.finish, out.prompt_tokens) == (CLIENT, 2) and bench.is_over(req)
+    assert (out.finish, out.counts.prompt_tokens) == (CLIENT, 2) and bench.is_over(req)
 
 
 # What is told when

@@ -127,7 +127,7 @@ def test_a_full_queue_is_told_by_the_step(make_engine: MakeEngine) -> None:
         ([1] * 256, None, "the prompt has 256 tokens; at most 255 fit"),
         ([1.5], None, "prompt must be a text or token ids"),
         (7, None, "prompt must be a text or token ids"),
-        ("text", None, "runs with --skip-tokenizer-init"),
+        ("text", None, "this engine has no tokenizer"),
         ([1], {"max_tokens": 5}, "unknown sampling parameter 'max_tokens'; known: max_new_tokens, "),
         ([1], {"n": 2}, "n must be 1 in a LocalEngine, got 2"),
         ([1], {"temperature": -1}, "temperature must be"),
