@@ -1,4 +1,4 @@
-"""What the tokens of a finished step mean for its requests: append, end, release, tell."""
+"""Processes a finished step: each request appends its tokens, may end and release its KV, and sends its output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class ResultProcessor:
-    """Ends requests; nobody else does."""
+    """Processes results of steps. Only this class ends requests."""
 
     def __init__(self, kv: KVCacheManager, queues: RequestQueues, io: SchedulerIO, metrics: SchedulerMetrics) -> None:
         self._kv = kv

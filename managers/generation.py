@@ -100,8 +100,8 @@ class Generation:
         return out
 
     def abort(self) -> None:
-        """Asks the engine to stop. The last output follows at once, or with the step that is running, and has all
-        tokens so far. Harmless when the sample is over."""
+        """Ask the engine to stop. The last output has all tokens so far, and follows at once or after the current step.
+        Does nothing if the sample has ended."""
         if self.is_over or self._is_stopped:
             return
         if not self._is_sent:
@@ -111,7 +111,7 @@ class Generation:
         self._timeout = asyncio.get_running_loop().call_later(ABORT_TIMEOUT_S, self.close)
 
     def close(self) -> None:
-        """Ends the sample without waiting for the engine: nobody wants the rest. Harmless when it is over."""
+        """End the sample without waiting for the engine. Does nothing if it has ended."""
         if self.is_over:
             return
         if self._is_sent and not self._is_stopped:

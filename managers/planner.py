@@ -1,4 +1,4 @@
-"""Decides what the next step computes: which prompts, how much of them, or a token for everyone who runs."""
+"""Decides what the next step computes: parts of prompts, or one token for each running request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PlanLimits:
 
 
 class Planner:
-    """`plan` moves requests between the queues and takes KV for them; it launches nothing and finishes nobody."""
+    """Plans the next step. `plan` moves requests between the queues and allocates KV, but launches and ends nothing."""
 
     def __init__(self, limits: PlanLimits, kv: KVCacheManager, queues: RequestQueues) -> None:
         self.ratio = NewTokenRatio(limits.schedule_conservativeness)
@@ -43,7 +43,7 @@ class Planner:
         self._num_decodes_due = 0
 
     def plan(self) -> ScheduleBatch | None:
-        """The next step; None when there is nothing to do before another result is home."""
+        """The next step. None: nothing can run before the step in flight is processed."""
         self._share_last_extends()
         decodes = [req for req in self.queues.running if not req.ends_in_flight and req.pending_abort is None]
         if not (decodes and self._num_decodes_due):
@@ -53,8 +53,8 @@ class Planner:
         return self._plan_decode(decodes)
 
     def _share_last_extends(self) -> None:
-        """What the last step computed of prompts is open to others from here on; the step may still be in flight,
-        but every later one runs after it."""
+        """Put the prompt KV of the last step into the prefix cache. The step may be in flight, but later steps run
+        after it."""
         for req in self._unshared:
             if req.row:
                 self.kv.share(req)
@@ -63,7 +63,7 @@ class Planner:
     # Extend
 
     def _plan_extend(self, decodes: list[Req]) -> ScheduleBatch | None:
-        """None when no prompt can go on: there is none, or decodes come first because memory is short."""
+        """None if no prompt can proceed, because none waits or memory is short."""
         queues = self.queues
         if queues.chunked is None and not (queues.waiting and self.kv.req_to_token_pool.num_free):
             return None
@@ -97,7 +97,7 @@ class Planner:
             return []
         goes_on = chunked is not None and chunked.pending_abort is None
         if goes_on and not adder.continue_chunk(others_wait=bool(queues.waiting)):
-            return []  # its next chunk waits for memory, and nobody may take it away
+            return []  # its next chunk needs memory, which other prompts must not take
         ordered = self._policy.order(queues.waiting)
         adder.admit(req for req in ordered if req.pending_abort is None and req.in_flight == 0)
         return adder.extends
@@ -113,11 +113,11 @@ class Planner:
         return build_decode(self.kv, decodes)
 
     def _make_room_for(self, decodes: list[Req]) -> list[Req]:
-        """Those of `decodes` that get their next slot. Others are retracted, as few as possible; one always stays."""
+        """The requests of `decodes` that get their next slot. As few as possible are retracted; at least one stays."""
         if not decodes or self.kv.decode_shortfall(decodes) <= 0:
             return decodes
         if len(decodes) < len(self.queues.running):
-            return []  # some end with the step in flight, and give back what they hold: wait for that
+            return []  # some requests end with the step in flight and release their KV: wait for that
         kept = retraction_order(decodes)
         retracted = []
         while self.kv.decode_shortfall(kept) > 0:
@@ -131,7 +131,7 @@ class Planner:
         return kept
 
     def _retract(self, req: Req) -> None:
-        """Its output stays with it, and its KV in the cache until somebody needs the room."""
+        """Release the KV of a request, which keeps its output. The cache keeps the KV until it is evicted."""
         self.kv.release(req)
         req.num_retractions += 1
         self.num_retractions += 1

@@ -1,8 +1,8 @@
-"""The books of the client's side: every request that has not ended, by the names that clients know.
+"""The registry of the TokenizerManager: all requests that have not ended, by the names that clients use.
 
-A request is in here from before its first await until its last sample has ended. So an abort by name, the death of the
-engine and a server that drains find it, even while its prompt is rendered or tokenised. There is one namespace: a
-request with several prompts has a name, and each of its prompts has one.
+A request is registered before its first await, until its last sample has ended. So an abort by name, an engine failure
+and a shutdown find it, even while its prompt is rendered or tokenised. Names are unique: a request with several prompts
+has a name, and each of its prompts has another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Prompt:
     """A text, token ids, or what renders the text."""
     options: RequestOptions
     rid: str | None = None
-    """None: a name that nobody knows."""
+    """None: a random name."""
     add_special_tokens: bool = True
     param: str = "prompt"
     """The request's field that it came in, for errors."""
