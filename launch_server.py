@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .srt import server_args as settings
-from .srt.model_files.default_model import DEFAULT_MODEL_NAME, INSTALL_COMMAND, require_default_model
+from .srt import command_line as settings
+from .srt.model_files.default_model import DEFAULT_MODEL_NAME, INSTALL_COMMAND, default_model_settings
 from .srt.server_args import ServerArgs
 
 _SERVE = "Serve a model over HTTP: OpenAI's endpoints and SGLang's /generate."
@@ -109,9 +109,9 @@ def server_args_of(namespace: argparse.Namespace) -> ServerArgs:
             raise ValueError(f"two different models are given: {namespace.model} and --model-path {named}")
         namespace.model_path = namespace.model
     elif named is None and namespace.config is None:
-        namespace.model_path = str(require_default_model())
-        if not hasattr(namespace, "served_model_name"):
-            namespace.served_model_name = DEFAULT_MODEL_NAME
+        for name, value in default_model_settings().items():
+            if not hasattr(namespace, name):
+                setattr(namespace, name, value)
     return settings.from_namespace(namespace)
 
 

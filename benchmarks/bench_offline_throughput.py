@@ -28,7 +28,7 @@ from ..srt.model_files.model_config import load_model_config
 from ..srt.server_args import ServerArgs
 from .ceilings import measure_ceilings
 from .compare import NEEDS_CHECKOUT, has_peers
-from .engine_args import add_engine_arguments, engine_args
+from .engine_args import add_engine_arguments, engine_args, kv_dtype_bytes
 from .limits import ModelCost, workload_s
 from .offline_workloads import Span, random_requests
 from .presets import model_name
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     multiplied = dtype if server_args.quantization is None else torch.int8
     result.ceilings = measure_ceilings(device, multiplied, small=args.small_ceilings)
     limit_s = workload_s(
-        ModelCost.of(config, dtype.itemsize, quantization=server_args.quantization),
+        ModelCost.of(config, dtype.itemsize, kv_dtype_bytes(server_args), server_args.quantization),
         [request.prompt_len for request in requests],
         [request.output_len for request in requests],
         result.ceilings,

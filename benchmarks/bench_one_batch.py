@@ -29,11 +29,12 @@ from ..model_executor.weights.loader import checkpoint_dtype
 from ..srt.model_files.model_config import load_model_config
 from ..srt.server_args import ServerArgs
 from .ceilings import measure_ceilings
-from .engine_args import add_engine_arguments, engine_args
+from .engine_args import add_engine_arguments, engine_args, kv_dtype_bytes
 from .limits import ModelCost, decode_step_s, prefill_s
 from .local_engine import DirectBatch, TimedEngine
 from .presets import model_name
 from .results import Result, add_results_arguments, finish, number, percent
+from .timing import use_server_threads
 from .trace import device_activity, read_events
 
 _WARMUP_STEPS = 4
@@ -50,11 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         device = resolve_device(server_args.device)
         dtype = resolve_dtype(server_args.dtype, checkpoint_dtype(config), device)
+        use_server_threads()
         result = Result(f"one-batch-{name}", f"One batch: {name}", parser.prog, argv, device)
         # Ceilings come first, while memory is free: the KV pool later takes all free memory.
         multiplied = dtype if server_args.quantization is None else torch.int8
         result.ceilings = measure_ceilings(device, multiplied, small=args.small_ceilings)
-        bench = _Bench(args, result, ModelCost.of(config, dtype.itemsize, quantization=server_args.quantization))
+        cost = ModelCost.of(config, dtype.itemsize, kv_dtype_bytes(server_args), server_args.quantization)
+        bench = _Bench(args, result, cost)
         result.values.update(model=name, dtype=str(dtype).removeprefix("torch."))
         for graphs in _graph_settings(args, server_args):
             settings = dataclasses.replace(server_args, disable_cuda_graph=graphs == "off")
@@ -191,8 +194,8 @@ class _Bench:
 
     def _on_scheduler(self, engine: TimedEngine, graphs: str, batch_size: int, context_len: int) -> None:
         num_steps = self._args.num_steps * self._args.rounds
-        seconds = engine.run_decode(batch_size, context_len, num_steps)
-        self._add_decode(graphs, "scheduler", batch_size, context_len, context_len + num_steps // 2, seconds)
+        time = engine.run_decode(batch_size, context_len, num_steps)
+        self._add_decode(graphs, "scheduler", batch_size, context_len, round(time.context_len), time.step_s)
 
     def _add_decode(
         self, graphs: str, driver: str, batch_size: int, context_len: int, mean_len: int, seconds: float, **more: object
@@ -221,8 +224,8 @@ class _Bench:
         with tempfile.TemporaryDirectory() as folder:
             path = self._args.trace or Path(folder) / "trace.json"
             engine.run_decode(batch_size, context_len, 1)
-            plain_s = engine.run_decode(batch_size, context_len, num_steps)
-            traced_s = engine.run_decode(batch_size, context_len, num_steps, _tracing(path))
+            plain_s = engine.run_decode(batch_size, context_len, num_steps).step_s
+            traced_s = engine.run_decode(batch_size, context_len, num_steps, _tracing(path)).step_s
             activity = device_activity(read_events(path))
         if activity is None:
             raise ValueError("the trace has no device operation")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import typing
 
-from ..srt import server_args as settings
+from ..srt import command_line as settings
 from ..srt.server_args import ServerArgs, Setting
 from .presets import model_path
 
@@ -35,6 +35,11 @@ def engine_args(parser: argparse.ArgumentParser, namespace: argparse.Namespace) 
         return settings.from_namespace(given)
     except ValueError as error:
         parser.error(str(error))
+
+
+def kv_dtype_bytes(server_args: ServerArgs) -> int | None:
+    """Bytes of a number in the KV pool, or None if the pool has the type of the activations."""
+    return None if server_args.kv_cache_dtype == "auto" else 1
 
 
 def _missing(namespace: argparse.Namespace, defaults: dict[str, object]) -> dict[str, object]:

@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,15 @@ _SETTLE_STEPS = 8
 """Number of decode steps that are not timed, after the last prefill."""
 
 
+class DecodeTime(NamedTuple):
+    """The time of decode steps."""
+
+    step_s: float
+    """mean seconds of a step"""
+    context_len: float
+    """mean number of tokens that a request attends to"""
+
+
 class TimedEngine(LocalEngine):
     """A LocalEngine without a tokenizer, with methods that measure steps."""
 
@@ -40,6 +50,7 @@ class TimedEngine(LocalEngine):
                 skip_tokenizer_init=True,
                 random_seed=server_args.random_seed or 0,
                 stream_interval=_NEVER,
+                admission_watermark=0.0,  # a batch takes the whole pool
             )
         )
         self.device = self.runner.settings.device
@@ -59,10 +70,20 @@ class TimedEngine(LocalEngine):
             raise ValueError(f"batch {batch_size} is more than --max-running-requests {max_rows}")
         if num_tokens > runner.settings.context_len:
             raise ValueError(f"{num_tokens} tokens are more than the context of {runner.settings.context_len}")
-        if batch_size * num_tokens > runner.max_total_num_tokens:
+        if num_tokens > self._share_of_pool(batch_size):
+            pages = "" if self._page_size == 1 else f" in pages of {self._page_size}"
             raise ValueError(
-                f"{batch_size} x {num_tokens} tokens are more than the KV pool's {runner.max_total_num_tokens}"
+                f"{batch_size} x {num_tokens} tokens{pages} are more than the KV pool's {runner.max_total_num_tokens}"
             )
+
+    @property
+    def _page_size(self) -> int:
+        return self.runner.settings.page_size
+
+    def _share_of_pool(self, batch_size: int) -> int:
+        """Tokens that each of `batch_size` requests can have, in whole pages."""
+        num_pages = self.runner.max_total_num_tokens // self._page_size
+        return num_pages // batch_size * self._page_size
 
     def run_decode(
         self,
@@ -70,40 +91,61 @@ class TimedEngine(LocalEngine):
         context_len: int,
         num_steps: int,
         window: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> float:
-        """Mean seconds of one decode step through the scheduler, over `num_steps` consecutive steps.
+    ) -> DecodeTime:
+        """Time decode steps through the scheduler: `num_steps` consecutive steps of `batch_size` requests.
 
-        First, `batch_size` requests of `context_len` random prompt tokens are prefilled. `window`: makes a context
+        First, prompts of `context_len` random tokens are prefilled. The scheduler lets requests decode between the
+        prefills of others, so the first requests are some tokens ahead when the clock starts. `window`: makes a context
         manager that is entered for the timed steps.
+
+        Raises ValueError if the requests do not fit, or if one ends before the last timed step.
         """
-        num_new = num_steps + _SETTLE_STEPS + 4
-        self.check_room(batch_size, context_len + num_new)
-        sampling = SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=True, sampling_seed=0)
+        self.check_room(batch_size, context_len + num_steps + _SETTLE_STEPS + 2)
+        # As long as can be, because the first requests are ahead. The scheduler admits the last request only if a page
+        # for each request is left over.
+        longest = min(self._share_of_pool(batch_size) - self._page_size, self.runner.settings.context_len)
+        sampling = SamplingParams(
+            max_new_tokens=longest - context_len, temperature=0.0, ignore_eos=True, sampling_seed=0
+        )
         started = self._num_submitted
         self._num_submitted += batch_size
         names = [str(index) for index in range(started, self._num_submitted)]
         for name in names:
             self.add_request(name, self.random_ids(context_len).tolist(), sampling)
-        queues = self.scheduler.queues
-        while not (len(queues.running) == batch_size and all(req.output_ids for req in queues.running)):
-            for finish in self.step().finish_reasons.values():
-                raise ValueError(f"a request ended before the clock ran: {finish}")
+        try:
+            return self._time_decodes(batch_size, num_steps, window)
+        finally:
+            for name in names:
+                self.abort(name)
+            while self.has_unfinished():
+                self.step()
+            self.step()  # with overlap, one more step may be in flight
+
+    def _time_decodes(
+        self, batch_size: int, num_steps: int, window: Callable[[], AbstractContextManager[object]]
+    ) -> DecodeTime:
+        """Prefill the waiting requests, then time `num_steps` steps."""
+        running = self.scheduler.queues.running
+        while not (len(running) == batch_size and all(req.output_ids for req in running)):
+            self._step_without_end()
         for _ in range(_SETTLE_STEPS):
-            self.step()
+            self._step_without_end()
+        begin = sum(req.kv_len for req in running)
         with window():
             synchronize(self.device)
             start = time.perf_counter()
             for _ in range(num_steps):
-                self.step()
+                self._step_without_end()
             synchronize(self.device)
             seconds = (time.perf_counter() - start) / num_steps
-        assert len(queues.running) == batch_size, "a request ended while the clock ran"
-        for name in names:
-            self.abort(name)
-        while self.has_unfinished():
-            self.step()
-        self.step()  # with overlap, one more step may be in flight
-        return seconds
+        return DecodeTime(seconds, begin / batch_size + (num_steps + 1) / 2)
+
+    def _step_without_end(self) -> None:
+        for name, finish in self.step().finish_reasons.items():
+            raise ValueError(
+                f"request {name} ended before the last timed step ({finish}): the KV pool and the context leave too "
+                "little room for the tokens that it decodes while other prompts are prefilled"
+            )
 
 
 class DirectBatch:
@@ -183,7 +225,8 @@ class DirectBatch:
         where = torch.from_numpy(slots.astype(np.int64)).to(self._engine.device)
         pool = self._runner.kv_pool
         config = self._engine.model_config
-        kv = torch.empty(2, len(slots), config.num_kv_heads, config.head_dim, device=where.device, dtype=pool.dtype)
+        dtype = self._runner.settings.dtype  # the pool's may be fp8, which has no random numbers
+        kv = torch.empty(2, len(slots), config.num_kv_heads, config.head_dim, device=where.device, dtype=dtype)
         numbers = torch.Generator(where.device).manual_seed(self._engine.seed)
         for layer in range(config.num_layers):
             pool.set_kv(layer, where, *kv.normal_(generator=numbers))

@@ -150,8 +150,8 @@ def chunk_counts(output: Output, output_len: int, tokenizer: Tokenizer) -> np.nd
 def token_gaps(arrivals: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Inter-token latencies in seconds, float64 [sum(counts) - counts[0]].
 
-    The time between two chunks is divided equally among the tokens of the later chunk, so the mean does not depend on
-    the number of tokens in a chunk. The first chunk's tokens have no latency. Chunks without tokens are ignored.
+    The tokens of a chunk share the time since the chunk before equally. So the mean does not depend on the number of
+    tokens in a chunk. The first chunk's tokens have no latency. Chunks without tokens are ignored.
     """
     held = counts > 0
     gaps = np.diff(arrivals[held])

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..srt.machine.cores import usable_cores
+
 Call = Callable[[], object]
 _WARMUP_MS = 25
 _REPEAT_MS = 100
@@ -19,6 +21,14 @@ _REPEAT_MS = 100
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def use_server_threads() -> None:
+    """Give torch as many threads as the scheduler process of a server has: one per core, or fewer if so set.
+
+    Where cores have two hardware threads, torch's own default is twice that.
+    """
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
 
 
 def median_s(calls: Sequence[Call], device: torch.device, *, repeat_ms: int = _REPEAT_MS) -> float:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from ..model_executor.step import StepOutput
 from ..srt.errors import InvalidLogits, TercetError
 from ..srt.io_struct import AbortFinish, FinishReason
+from .grammar import GrammarFailed
 from .kv_cache_manager import KVCacheManager
 from .req import Req, Stage
 from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch
 from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
+from .token_masks import grammar_error
 
 logger = logging.getLogger(__name__)
 
@@ -30,48 +33,72 @@ class ResultProcessor:
     def process(self, batch: ScheduleBatch, output: StepOutput) -> None:
         """`output`: of the rows in `batch.sampled`.
 
-        The finish test, in order: pending abort, invalid logits, stop string, stop token or EOS, length.
+        The finish test of each token, in order: pending abort, invalid logits, stop string, stop token or EOS, length.
         """
         for req in batch.reqs:
-            req.in_flight -= 1
-        for req, tokens in zip(batch.sampled, output.rows(), strict=True):
+            req.num_steps_in_flight -= 1
+        rows = output.rows()
+        if batch.num_drafts is not None:
+            self._free_rejected(batch.sampled, batch.num_drafts, rows)
+        if output.logprobs or batch.scored:
+            _keep_logprobs(batch, output)
+        if batch.pooled:
+            _keep_hidden(batch, output)
+        for req, tokens in zip(batch.sampled, rows, strict=True):
             if tokens[-1] < 0:
-                self._on_invalid_logits(req)
+                self._on_invalid_logits(req, tokens[:-1])
                 continue
-            # It ended while these tokens were being computed, or `finish_aborted` will end it.
+            # It ended while these tokens were computed, or `finish_aborted` will end it.
             if req.stage is Stage.FINISHED or req.pending_abort is not None:
                 continue
-            try:
-                finish = req.accept(tokens)
-            except Exception:
-                # The stop checker of one request must not take its neighbours down.
-                logger.exception("Could not check the stop strings of request %s", req.rid)
-                finish = AbortFinish.of(TercetError("the stop strings of this request could not be checked"))
+            finish = self._accept(req, tokens)
             if finish is not None:
                 self.finish(req, finish)
-            elif req.has_news:
-                self._io.put(req.take_news())
-        self._metrics.on_result(batch)
+            elif req.has_output:
+                self._io.put(req.take_output())
+        self._metrics.on_result(len(output.tokens))
 
-    def _on_invalid_logits(self, req: Req) -> None:
-        """Ends the request, unless it has ended while this step was in flight. What it computed leaves the cache,
-        whatever its end was and wherever it waits."""
+    def _free_rejected(self, reqs: Sequence[Req], num_drafts: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
+        """Gives back the KV of rejected drafts, before anything of these requests may enter the cache.
+
+        A step with d drafts returns a <= d + 1 tokens. The newest token and the first a - 1 drafts were right, so the
+        KV of the last d + 1 - a positions is of wrong tokens.
+        """
+        for req, num, tokens in zip(reqs, num_drafts, rows, strict=True):
+            num_rejected = num + 1 - len(tokens)
+            assert num_rejected >= 0, "a step returned more tokens than it computed"
+            if num_rejected and req.row:
+                self._kv.truncate(req, req.kv_len - num_rejected)
+
+    def _accept(self, req: Req, tokens: Sequence[int]) -> FinishReason | None:
+        try:
+            return req.accept(tokens)
+        except GrammarFailed as error:
+            return AbortFinish.of(grammar_error(req, error))
+        except Exception:
+            # An error in the stop checker of one request must not end other requests.
+            logger.exception("Could not check the stop strings of request %s", req.rid)
+            return AbortFinish.of(TercetError("the stop strings of this request could not be checked"))
+
+    def _on_invalid_logits(self, req: Req, tokens: Sequence[int]) -> None:
+        """Ends the request, unless it has ended while this step was in flight. Everything that it computed leaves the
+        cache, even if the request waits or has ended in another way. `tokens`: the valid tokens of the same step."""
         if req.stage is not Stage.FINISHED:
             invalid = InvalidLogits("the model's logits for this request are not finite")
-            self.finish(req, req.pending_abort or AbortFinish.of(invalid))
+            self.finish(req, req.pending_abort or self._accept(req, tokens) or AbortFinish.of(invalid))
         self._kv.discard(req)
 
     def finish(self, req: Req, reason: FinishReason) -> None:
-        """The request ends now, wherever it is; its KV goes to the cache."""
+        """Ends the request now, in any stage. Its KV goes to the cache."""
         req.finish = reason
         if req.row:
             self._kv.release(req)
         self._queues.finish(req)
-        self._io.put(req.take_news())
+        self._io.put(req.take_output())
         self._metrics.on_finish(req)
 
     def abort(self, req: Req, reason: AbortFinish) -> None:
-        """The request takes part in no further step, and ends when no step in flight has it."""
+        """Keeps the request out of further steps. It ends when it is in no step in flight."""
         if req.pending_abort is None:
             req.pending_abort = reason
             self._aborted.append(req)
@@ -79,9 +106,25 @@ class ResultProcessor:
     def finish_aborted(self) -> None:
         still_in_flight = []
         for req in self._aborted:
-            if req.in_flight:
+            if req.num_steps_in_flight:
                 still_in_flight.append(req)
             elif req.stage is not Stage.FINISHED:
                 assert req.pending_abort is not None
                 self.finish(req, req.pending_abort)
         self._aborted = still_in_flight
+
+
+def _keep_hidden(batch: ScheduleBatch, output: StepOutput) -> None:
+    for req, found in zip(batch.pooled, output.hidden_sums, strict=True):
+        assert req.pooling is not None
+        req.pooling.add(found)
+
+
+def _keep_logprobs(batch: ScheduleBatch, output: StepOutput) -> None:
+    for req, found in zip(batch.scored, output.prompt_logprobs, strict=True):
+        assert req.logprobs is not None
+        req.logprobs.add_input(found)
+    for place, found in output.logprobs.items():
+        logprobs = batch.sampled[place].logprobs
+        assert logprobs is not None
+        logprobs.add_output(found)

@@ -1,12 +1,14 @@
 """The DetokenizerManager: token ids from the scheduler become text for the TokenizerManager.
 
-Knows a request from its first TokenOut, which carries its DecodeOptions, to the one with its finish.
+It knows a request from its first TokenOut, which has its DecodeOptions, to its last one, which has its finish reason.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+
+import msgspec
 
 from ..srt.errors import TercetError
 from ..srt.io_struct import (
@@ -31,21 +33,21 @@ _POLL_S = 0.5
 
 
 class DetokenizerManager:
-    """Without I/O; see `run_detokenizer`. `tokenizer` None: ids only, every text is empty."""
+    """Converts messages; `run_detokenizer` does the I/O. Without a tokenizer, every text is empty."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._requests: dict[str, _Request] = {}
-        # Requests that failed here while the scheduler goes on with them; their end has been told.
+        # Requests that failed here while the scheduler continues them. Their end was sent.
         self._failed: set[str] = set()
 
     @property
     def num_requests(self) -> int:
-        """Requests that are known, failed ones included."""
+        """The number of known requests, failed ones included."""
         return len(self._requests) + len(self._failed)
 
     def process(self, batch: BatchTokenOut) -> BatchTextOut:
-        """One TextOut for each TokenOut, in order, but none for a request that has failed before."""
+        """A TextOut for each TokenOut, in order. None for a request that failed before."""
         return BatchTextOut([text for out in batch.outs if (text := self._process_one(out)) is not None])
 
     def _process_one(self, out: TokenOut) -> TextOut | None:
@@ -55,29 +57,30 @@ class DetokenizerManager:
                     self._failed.discard(out.rid)
                 return None
             self._failed.discard(out.rid)  # the id is used again
-        text, finish = "", out.finish
+        text = ""
         if self._tokenizer is not None:
             try:
                 text = self._text(self._tokenizer, out)
             except Exception:
-                # One request's tokens must not take its neighbours down.
+                # An error in the tokens of one request must not end other requests.
                 _log.exception("Could not detokenise request %s", out.rid)
                 if out.finish is None:
                     self._failed.add(out.rid)
-                finish = AbortFinish.of(TercetError("the tokens of this request could not be converted to text"))
-            if finish is not None:
+                error = TercetError("the tokens of this request could not be converted to text")
+                out = msgspec.structs.replace(out, finish=AbortFinish.of(error))
+            if out.finish is not None:
                 self._requests.pop(out.rid, None)
-        return TextOut(rid=out.rid, text=text, token_ids=out.token_ids, finish=finish, counts=out.counts)
+        if out.options is not None:
+            out = msgspec.structs.replace(out, options=None)
+        return TextOut(tokens=out, text=text)
 
     def fail(self, message: BrokenMessage) -> BatchTextOut:
         """Ends the requests that a broken message names."""
         for rid in message.rids:
             self._requests.pop(rid, None)
         finish = AbortFinish.of(TercetError(message.reason))
-        no_counts = Counts(0)
-        return BatchTextOut(
-            [TextOut(rid=rid, text="", token_ids=[], finish=finish, counts=no_counts) for rid in message.rids]
-        )
+        ends = [TokenOut(rid=rid, token_ids=[], finish=finish, counts=Counts(0)) for rid in message.rids]
+        return BatchTextOut([TextOut(tokens=end, text="") for end in ends])
 
     def _text(self, tokenizer: Tokenizer, out: TokenOut) -> str:
         if out.options is not None:
@@ -93,6 +96,8 @@ class DetokenizerManager:
 class _Request:
     def __init__(self, tokenizer: Tokenizer, options: DecodeOptions) -> None:
         self._stream = TextStream(tokenizer, options)
+        # The text depends only on the tokens, so this is the text that the client got from the engine that died.
+        self._stream.push(options.resumed_ids)
         self._trims_stop_token = not options.no_stop_trim
 
     def text(self, out: TokenOut) -> str:
@@ -109,9 +114,9 @@ def run_detokenizer(
     tokenizer: Tokenizer | None,
     should_stop: Callable[[], bool],
 ) -> None:
-    """The loop of the detokenizer's process. `should_stop` is asked at least twice a second.
+    """The loop of the detokenizer's process. It calls `should_stop` at least twice a second.
 
-    What has queued up while the last message was worked on is answered by one message.
+    One message answers all messages that arrived during the previous turn.
     """
     manager = DetokenizerManager(tokenizer)
     while not should_stop():

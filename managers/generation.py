@@ -1,19 +1,34 @@
-"""One sample on its way: what a client holds while the engine works for it."""
+"""A Generation: one sample as its client sees it, from its request to its last output."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import msgspec
 
 from ..srt.errors import BY_TYPE, QueueFull, TercetError
-from ..srt.io_struct import AbortFinish, Counts, FinishReason, TextOut
+from ..srt.io_struct import AbortFinish, Counts, FinishReason, GenerateReq, Resumed, TextOut, TokenOut, joined
 
 ABORT_TIMEOUT_S = 30.0
-"""How long an aborted sample waits for its last output. A step of the model may take seconds on a CPU."""
+"""The maximum wait for the last output of an aborted sample. A step may take seconds on a CPU."""
+
+MAX_BACKLOG = 64
+"""The maximum number of outputs that wait for a slow reader. More are merged into one, which takes less memory."""
+
+
+class Timings(NamedTuple):
+    """Times of a sample that has ended, by their names in `meta_info`. None: it ended before that event."""
+
+    queue_time: float | None
+    """Seconds in the scheduler's waiting queue, until the first admission."""
+    first_token_latency: float | None
+    """Seconds from submission to the first token."""
+    decode_throughput: float | None
+    """Tokens per second after the first token."""
 
 
 class GenerationOwner(Protocol):
@@ -23,53 +38,64 @@ class GenerationOwner(Protocol):
     prompt_ids: Sequence[int]
 
     def stop(self, generation: Generation) -> None:
-        """The engine shall not go on with this sample."""
+        """Tells the engine to stop this sample."""
 
     def on_end(self, generation: Generation) -> None:
-        """The sample has had its last output."""
+        """Called after the last output of a sample."""
 
 
 class Generation:
-    """One sample of one prompt: iterate over its outputs, or `result()` for all at once.
+    """One sample of one prompt. Iterate over its outputs, or call `result()` for all of them as one.
 
     It exists from the moment its request is accepted, before the prompt is tokenised, until its last output. Outputs
-    that arrive while nobody looks are merged, so a slow reader sees fewer, larger ones and loses nothing.
+    that arrive between two reads are merged. So a slow reader gets fewer and larger outputs, and loses nothing.
     """
 
     def __init__(self, owner: GenerationOwner, index: int, key: str) -> None:
         self.index = index
-        """Which of the `n` samples of its prompt this is."""
+        """The index among the `n` samples of its prompt."""
         self.key = key
-        """The sample's name behind the TokenizerManager, unlike any other."""
+        """The unique id of the sample in the scheduler and the detokenizer."""
         self.first_token_s: float | None = None
         """Seconds from submission to the first token."""
         self.finished_s: float | None = None
         """Seconds from submission to the last output; None before."""
+        self.timings: Timings | None = None
+        """Set with the last output, in a server that measures them (`--enable-metrics`)."""
         self.on_end: Callable[[], object] | None = None
-        """Called once, when the sample ends."""
+        """Called once, when the sample ends. None: no call."""
         self.on_queue_full: Callable[[], object] | None = None
-        """Called in place of an end by QueueFull; whoever sets it sends the sample again. None: that is the end."""
+        """Called instead of ending by QueueFull. Its owner sends the sample again. None: QueueFull ends the sample."""
         self.is_over = False
+        self.request: GenerateReq | None = None
+        """What the engine has, or will get as soon as it takes requests again; None before."""
+        self.output_ids: list[int] = []
+        """All tokens that have come, read or not. A restarted engine goes on after them."""
+        self.num_recoveries = 0
+        """How often the engine was restarted while it worked on this sample."""
+        self.num_strikes = 0
+        """How often the engine died by itself in a step of this sample."""
         self._owner = owner
         self._submitted = time.monotonic()
         self._is_sent = False
         self._is_stopped = False
         self._timeout: asyncio.TimerHandle | None = None
         self._waiting: list[TextOut] = []
+        self._counts = Counts(0)
         self._notify: Callable[[], object] = _nobody
 
     @property
     def rid(self) -> str:
-        """The client's name for the prompt; its samples share it."""
+        """The client's name for the prompt. All samples of the prompt share it."""
         return self._owner.rid
 
     @property
     def prompt_ids(self) -> Sequence[int]:
-        """Empty until the prompt has been tokenised."""
+        """Empty until the prompt is tokenised."""
         return self._owner.prompt_ids
 
     async def __aiter__(self) -> AsyncIterator[TextOut]:
-        """Yields each increment; the last one has `finish` set. Closing the iterator early closes the sample."""
+        """Yields the outputs. The last one has `finish` set. Closing the iterator before that closes the sample."""
         arrived = asyncio.Event()
         self.notify(arrived.set)
         try:
@@ -84,18 +110,18 @@ class Generation:
             self.close()
 
     async def result(self) -> TextOut:
-        """Everything, once it is finished. Cancelling it closes the sample."""
-        return _joined([out async for out in self])
+        """Waits for the end, and returns all outputs as one. Cancelling it closes the sample."""
+        return joined([out async for out in self])
 
     def notify(self, reader: Callable[[], object]) -> None:
-        """Calls `reader` whenever there is something to `take` after there was nothing."""
+        """Sets the function to call when an output arrives and no earlier one waits for `take`."""
         self._notify = reader
         if self._waiting:
             reader()
 
     def take(self) -> TextOut:
-        """All that has arrived since the last call, as one output."""
-        out = _joined(self._waiting)
+        """All outputs since the last call, as one."""
+        out = joined(self._waiting)
         self._waiting = []
         return out
 
@@ -119,41 +145,91 @@ class Generation:
         self._end(AbortFinish("aborted by the client"))
 
     def fail(self, error: TercetError) -> None:
-        """Ends the sample with this error; the outputs before it stay."""
+        """Ends the sample with this error. Earlier outputs stay."""
         if not self.is_over:
             self._end(AbortFinish.of(error))
 
-    def mark_sent(self) -> None:
-        """The TokenizerManager's side: the engine has the sample now."""
+    # The TokenizerManager's side
+
+    @property
+    def is_sent(self) -> bool:
+        """The engine has the sample."""
+        return self._is_sent
+
+    @property
+    def waits_for_engine(self) -> bool:
+        """It has a request for the engine, and the engine does not have it."""
+        return self.request is not None and not self._is_sent and not self.is_over
+
+    def hold(self, request: GenerateReq) -> None:
+        """The engine shall get this request: now (`mark_sent`), or when it has been restarted."""
         assert not self._is_sent
+        self.request = request
         self._submitted = time.monotonic()
+
+    def mark_sent(self) -> None:
+        """The engine has the request now."""
+        assert not self._is_sent
         self._is_sent = True
 
+    def lose(self) -> bool:
+        """The engine has died. Returns whether it had the sample, which then waits for the next engine.
+
+        A sample that is being aborted ends here, with the tokens so far.
+        """
+        if not self._is_sent or self.is_over:
+            return False
+        self._is_sent = False
+        if self._is_stopped:
+            self._end(AbortFinish("aborted by the client"))
+            return False
+        self.num_recoveries += 1
+        return True
+
+    def resumption(self) -> GenerateReq:
+        """The request for an engine that may have to go on after the tokens that have come."""
+        assert self.request is not None
+        if not self.num_recoveries:
+            return self.request
+        cached = self._counts.cached_tokens if self.output_ids else None
+        resumed = Resumed(list(self.output_ids), cached, self._counts.num_retractions)
+        return msgspec.structs.replace(self.request, resumed=resumed)
+
     def push(self, out: TextOut) -> None:
-        """The TokenizerManager's side: an output has come."""
+        """Called by the TokenizerManager with each output."""
         if self.on_queue_full is not None and isinstance(error_of(out.finish), QueueFull):
             self._is_sent = False
+            self.request = None
             if self._is_stopped:
                 self.close()
             else:
                 self.on_queue_full()
             return
+        if out.counts.completion_tokens >= self._counts.completion_tokens:
+            self._counts = out.counts
+        else:  # an end that was not decided by the scheduler knows no counts
+            out = TextOut(tokens=msgspec.structs.replace(out.tokens, counts=self._counts), text=out.text)
         now = time.monotonic()
         if self.first_token_s is None and out.counts.completion_tokens:
             self.first_token_s = now - self._submitted
+        if out.token_ids:
+            self.output_ids += out.token_ids
         self._waiting.append(out)
         if out.finish is not None:
             self.finished_s = now - self._submitted
             self._on_last_output(out.finish)
-        if len(self._waiting) == 1:
+        num_waiting = len(self._waiting)
+        if num_waiting == 1:
             self._notify()
+        elif num_waiting > MAX_BACKLOG:
+            self._waiting = [joined(self._waiting)]
 
     def _on_last_output(self, finish: FinishReason) -> None:
         self.is_over = True
         if self._timeout is not None:
             self._timeout.cancel()
         if error_of(finish) is not None and self._is_sent and not self._is_stopped:
-            self._stop()  # it may have failed in the detokenizer, while the scheduler still works on it
+            self._stop()  # it may have failed in the detokenizer while the scheduler continues it
         self._owner.on_end(self)
         if self.on_end is not None:
             self.on_end()
@@ -164,56 +240,50 @@ class Generation:
 
     def _end(self, finish: AbortFinish) -> None:
         counts = Counts(len(self.prompt_ids))
-        self.push(TextOut(rid=self.key, text="", token_ids=[], finish=finish, counts=counts))
+        self.push(TextOut(tokens=TokenOut(rid=self.key, token_ids=[], finish=finish, counts=counts), text=""))
 
 
 def _nobody() -> None:
-    """Reads no output."""
+    """Does nothing: no reader is set."""
 
 
-async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, TextOut]]:
-    """The outputs of several samples as they come, each with its place in the sequence, until all have ended.
+class OutputReader:
+    """Reads the outputs of several samples. Each wake-up of its task returns all new outputs of all samples."""
 
-    A reader that is slow gets fewer, larger outputs; nothing piles up here.
-    """
-    arrived = asyncio.Event()
-    ready: deque[int] = deque()
+    def __init__(self, generations: Sequence[Generation]) -> None:
+        self._generations = generations
+        self._ready: list[int] = []
+        self._num_unfinished = len(generations)
+        self._wake: asyncio.Future[None] | None = None
+        for place, generation in enumerate(generations):
+            generation.notify(functools.partial(self._on_output, place))
 
-    def on_output(place: int) -> None:
-        ready.append(place)
-        arrived.set()
+    async def next(self) -> list[tuple[int, TextOut]]:
+        """At most one output of each sample, with the index of its sample. Empty after the last output.
 
-    for place, generation in enumerate(generations):
-        generation.notify(functools.partial(on_output, place))
-    num_unfinished = len(generations)
-    while num_unfinished:
-        await arrived.wait()
-        arrived.clear()
-        while ready:
-            place = ready.popleft()
-            out = generations[place].take()
-            num_unfinished -= out.finish is not None
-            yield place, out
+        A slow reader gets fewer and larger outputs.
+        """
+        if not self._ready:
+            if not self._num_unfinished:
+                return []
+            self._wake = asyncio.get_running_loop().create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+        places, self._ready = self._ready, []
+        outs = [(place, self._generations[place].take()) for place in places]
+        self._num_unfinished -= sum(out.finish is not None for _, out in outs)
+        return outs
 
-
-def _joined(outs: Sequence[TextOut]) -> TextOut:
-    """Increments in a row, as one."""
-    last = outs[-1]
-    if len(outs) == 1:
-        return last
-    # An end that was decided on this side of the scheduler knows no counts: those before it stand.
-    counts = max((out.counts for out in outs), key=lambda counts: counts.completion_tokens)
-    return TextOut(
-        rid=last.rid,
-        text="".join(out.text for out in outs),
-        token_ids=[token for out in outs for token in out.token_ids],
-        finish=last.finish,
-        counts=counts,
-    )
+    def _on_output(self, place: int) -> None:
+        self._ready.append(place)
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
 
 
 def error_of(finish: FinishReason | None) -> TercetError | None:
-    """The error that a finish stands for; None for a regular end and for an abort that the client asked for."""
+    """The error behind a finish reason. None for a regular end, and for an abort by the client."""
     if not isinstance(finish, AbortFinish) or finish.status_code is None:
         return None
     return BY_TYPE.get(finish.err_type or "", TercetError)(finish.message)

@@ -1,8 +1,8 @@
-"""The check of the KV books while the engine is idle. It must not delay the next request.
+"""The audit of the KV books of an idle engine. It must not delay the next request.
 
-When the engine falls idle, only sums are compared, which takes microseconds. The whole audit takes up to seconds in a
-large pool. It starts after `QUIET_S` without a request and runs in slices of a few milliseconds, one a turn of the
-scheduler's loop. A request that arrives ends it; the next quiet starts it again.
+An engine that becomes idle compares sums, which takes microseconds. The whole audit takes seconds in a large pool. It
+starts after `QUIET_S` without a request, and runs in slices of a few milliseconds. Each turn of the scheduler runs one
+slice. A request that arrives ends the audit. It starts again after the next `QUIET_S` without a request.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ QUIET_S = 3.0
 class _State(Enum):
     BUSY = "busy"
     QUIET = "quiet"
-    """Idle; the audit waits for `QUIET_S` to pass."""
+    """Idle for less than `QUIET_S`."""
     RUNNING = "running"
     DONE = "done"
-    """Idle since the audit."""
+    """Idle, and audited."""
 
 
 class IdleAudit:
-    """A mistake in the books is logged, repaired and counted. While idle nothing holds KV, so the pool can be rebuilt,
-    and the server goes on."""
+    """Logs, repairs and counts errors in the books. An idle engine holds no KV, so the pool can be rebuilt while the
+    server continues."""
 
     def __init__(self, kv: KVCacheManager, clock: Callable[[], float]) -> None:
         """`clock`: seconds from any start."""
@@ -43,17 +43,17 @@ class IdleAudit:
 
     @property
     def is_running(self) -> bool:
-        """Whether the next turn has a slice to do."""
+        """Whether the next turn runs a slice."""
         return self._state is _State.RUNNING
 
     def restart(self) -> None:
-        """The books change: an audit that has started is void, and the next one waits for quiet."""
+        """Ends an audit that has started, because the books change. The next one starts after `QUIET_S` of idleness."""
         if self._state is not _State.BUSY:
             self._state = _State.BUSY
             self._slices = iter(())
 
     def on_idle_turn(self) -> None:
-        """Does what is due now, a few milliseconds of work at most."""
+        """Does the work that is due now: a few milliseconds at most."""
         try:
             self._advance()
         except AssertionError:

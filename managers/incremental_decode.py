@@ -1,7 +1,6 @@
-"""Turn token ids into text as they come, never half a character, in time linear in their number.
+"""Converts token ids to text as they come, in linear time. It never returns an incomplete character.
 
-The text is that of an answer, which goes on where a prompt ended: a leading space stays, also where sentencepiece
-vocabularies drop the first one of a whole text.
+The text continues a prompt, so a leading space stays. Sentencepiece decoders drop the leading space of a whole text.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from ..srt.text.token_bytes import TokenBytes
 from ..srt.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-# A character is at most 4 bytes, so 4 tokens: what is no text after this many tokens never becomes text.
+# A character has at most 4 bytes, so at most 4 tokens. Bytes that are no text after this many tokens never are.
 _MAX_PENDING = 6
 _MAX_CONTEXT = 6
 
@@ -28,8 +27,8 @@ class _Stream(Protocol):
 class IncrementalDecoder:
     """The text of one growing sequence of tokens.
 
-    For byte-level vocabularies all pushes and `finish` together are `tokenizer.decode` of all ids, exactly, however
-    the ids were cut up. Bytes that form no character become U+FFFD, as soon as that is certain.
+    With a byte-level vocabulary, all pushes and `finish` together return exactly `tokenizer.decode` of all ids,
+    in whatever pieces the ids come. Bytes that form no character become U+FFFD as soon as that is certain.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -41,16 +40,16 @@ class IncrementalDecoder:
             self._stream = _WindowStream(tokenizer, skip_special_tokens)
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that became certain. OverflowError for an id that no vocabulary can have."""
+        """The text that later ids cannot change. Raises OverflowError for an id that no vocabulary can have."""
         return self._stream.push(ids)
 
     def finish(self) -> str:
-        """What was held back: no more ids will come."""
+        """The text that was held back. Call it when no more ids will come."""
         return self._stream.finish()
 
 
 class _ByteStream:
-    """Where every token stands for bytes: nothing but a UTF-8 decoder with its at most 3 bytes of state."""
+    """For vocabularies whose tokens stand for bytes: a UTF-8 decoder, with at most 3 bytes of state."""
 
     def __init__(self, token_bytes: TokenBytes, hidden: frozenset[int]) -> None:
         self._token_bytes = token_bytes
@@ -66,9 +65,9 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For any other decoder: the text of the last few tokens with the new ones, minus the text without them.
+    """For all other vocabularies. It decodes the last few tokens with and without the new ones: the difference is new.
 
-    A new text that ends in U+FFFD may be half a character, so it waits for more tokens, but not for long.
+    New text that ends in U+FFFD may be an incomplete character, so it waits for a few more tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:

@@ -1,4 +1,4 @@
-"""Makes a GenerateReq of what a client asks for: defaults, checks, limits and seeds.
+"""The InputProcessor: it makes a GenerateReq of a request, with defaults, checks, limits and seeds.
 
 The TokenizerManager and the LocalEngine both use it, so a request means the same in both. It imports no torch.
 """
@@ -14,18 +14,24 @@ from typing import Any
 import msgspec
 
 from ..srt.errors import InvalidRequest, PromptTooLong
-from ..srt.io_struct import GenerateReq, SchedulerReady
+from ..srt.io_struct import GenerateReq
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
+from ..srt.start_reports import SchedulerReady
 from ..srt.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _MAX_CHARS_PER_TOKEN = 256
-"""A token of text has at most a few dozen bytes, so a text of more characters could never fit."""
+"""Longer texts cannot fit: a token has at most a few dozen bytes."""
+_USUAL_CHARS_PER_TOKEN = 8
+"""Longer texts are counted before they are tokenised. Few texts that fit have so many characters per token."""
+_PIECE_CHARS = 65_536
 _MAX_TOKENS_SHOWN = 5
+_JSON_FIELDS = ("json_schema", "structural_tag")
+"""Sampling parameters that are JSON. An object is taken as its text."""
 
 
 class InputProcessor:
@@ -41,17 +47,29 @@ class InputProcessor:
         self.default_sampling = _sampling_defaults(server_args, model_config)
         """Sampling parameters that the model's authors recommend."""
         self.tokenizer = tokenizer
-        self._facts = facts
+        """None with `--skip-tokenizer-init`."""
+        self._has_priorities = server_args.enable_priority_scheduling
         self._allow_auto_truncate = server_args.allow_auto_truncate
-        self._max_total_tokens = min(facts.context_len, facts.max_total_num_tokens)
+        self.update(facts)
         self._seeds = random.Random(server_args.random_seed)
         self._warn_of_tokens_without_rows()
 
+    def update(self, facts: SchedulerReady) -> None:
+        """A restarted engine may have less memory for KV."""
+        self._facts = facts
+        self._max_total_tokens = min(facts.context_len, facts.max_total_num_tokens)
+
     def make_sampling(self, given: Mapping[str, Any]) -> SamplingParams:
-        """`given` over the model's defaults (`--sampling-defaults`); raises InvalidRequest with the field's name."""
+        """The parameters of `given`, and the model's defaults (`--sampling-defaults`) for all others.
+
+        Raises InvalidRequest with the name of the field.
+        """
         values = {**self.default_sampling, **{key: value for key, value in given.items() if value is not None}}
         if "max_new_tokens" in given:
             values["max_new_tokens"] = given["max_new_tokens"]
+        for name in _JSON_FIELDS:
+            if isinstance(values.get(name), dict):
+                values[name] = _json_text(values[name], name)
         try:
             sampling = msgspec.convert(values, SamplingParams)
         except msgspec.ValidationError as error:
@@ -59,13 +77,45 @@ class InputProcessor:
                 raise error.__cause__ from None
             raise InvalidRequest(f"sampling parameters: {error}") from error
         sampling.check_vocab(self._facts.vocab_size)
-        if self.tokenizer is None and sampling.stop_strings:
+        if self.tokenizer is None and sampling.stops_at_text:
+            field = "stop" if sampling.stop_strings else "stop_regex"
             raise InvalidRequest(
-                "stop needs a tokenizer, but this engine runs with --skip-tokenizer-init", param="stop"
+                f"{field} needs a tokenizer, but this engine runs with --skip-tokenizer-init", param=field
+            )
+        grammar = sampling.grammar
+        if self.tokenizer is None and grammar is not None:
+            raise InvalidRequest(
+                f"{grammar.kind} needs a tokenizer, but this engine runs with --skip-tokenizer-init", param=grammar.kind
             )
         return sampling
 
-    def tokenizer_for(self, text: str) -> Tokenizer:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text.
+
+        Raises InvalidRequest without a tokenizer and for invalid Unicode, and PromptTooLong for a text that can never
+        fit. Other texts that do not fit are returned whole, for `check_ids`.
+        """
+        tokenizer = self._tokenizer_for(text)
+        self._refuse_excess(tokenizer, text)
+        return tokenizer.encode(text, add_special_tokens)
+
+    def _refuse_excess(self, tokenizer: Tokenizer, text: str) -> None:
+        """Raises PromptTooLong for a very long text with more than twice the tokens that fit.
+
+        Tokenising needs hundreds of bytes per token, so such a text is counted in pieces, one in memory at a time.
+        A cut between two pieces changes a few tokens around it, far too few to double the number of a text that fits.
+        The count decides nothing else: a text that passes is tokenised whole.
+        """
+        limit = self._facts.max_req_input_len
+        if self._allow_auto_truncate or len(text) <= _USUAL_CHARS_PER_TOKEN * limit:
+            return
+        num_tokens = 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            num_tokens += len(tokenizer.encode(text[start : start + _PIECE_CHARS], False))
+            if num_tokens > 2 * limit:
+                raise self._overflow(f"the prompt has more than {2 * limit} tokens; at most {limit} fit")
+
+    def _tokenizer_for(self, text: str) -> Tokenizer:
         """The tokenizer for this text.
 
         Raises InvalidRequest without a tokenizer, and PromptTooLong for a text that can never fit.
@@ -74,7 +124,7 @@ class InputProcessor:
             raise InvalidRequest("this engine has no tokenizer (--skip-tokenizer-init); send token ids", param="prompt")
         max_chars = _MAX_CHARS_PER_TOKEN * max(self._facts.context_len, 1)
         if len(text) > max_chars and not self._allow_auto_truncate:
-            raise PromptTooLong(f"the prompt has {len(text)} characters; at most {max_chars} can fit", param="prompt")
+            raise self._overflow(f"the prompt has {len(text)} characters; at most {max_chars} can fit")
         return self.tokenizer
 
     def check_ids(self, ids: Sequence[int], *, is_text: bool) -> Sequence[int]:
@@ -87,14 +137,29 @@ class InputProcessor:
         limit = self._facts.max_req_input_len
         if len(ids) > limit:
             if not self._allow_auto_truncate:
-                raise PromptTooLong(
-                    f"the prompt has {len(ids)} tokens; at most {limit} fit (context {self._facts.context_len}, "
-                    f"KV pool {self._facts.max_total_num_tokens} tokens)",
-                    param="prompt",
-                )
+                raise self._overflow(f"the prompt has {len(ids)} tokens; at most {limit} fit")
             ids = ids[-limit:]
         self._check_rows(ids, is_text=is_text)
         return ids
+
+    def check_priority(self, options: RequestOptions) -> None:
+        """Raises InvalidRequest for a priority without `--enable-priority-scheduling`."""
+        if options.priority and not self._has_priorities:
+            raise InvalidRequest(
+                f"priority must be 0 on a server without --enable-priority-scheduling, got {options.priority}",
+                param="priority",
+            )
+
+    def check_logprobs(self, options: RequestOptions, num_prompt_tokens: int) -> None:
+        """Raises InvalidRequest if the log probabilities asked for do not suit the prompt or the engine."""
+        if options.logprobs is None:
+            return
+        options.logprobs.check(num_prompt_tokens, self._facts.vocab_size)
+        if options.logprobs.return_text_in_logprobs and self.tokenizer is None:
+            raise InvalidRequest(
+                "return_text_in_logprobs needs a tokenizer, but this engine runs with --skip-tokenizer-init",
+                param="return_text_in_logprobs",
+            )
 
     def draw_seed(self) -> int:
         """Draw the seed of a request without one."""
@@ -116,6 +181,12 @@ class InputProcessor:
             sampling_seed=_wrap_int64(seed),
         )
         return GenerateReq(rid, packed_ids, msgspec.structs.replace(options, sampling=sampling))
+
+    def _overflow(self, problem: str) -> PromptTooLong:
+        pool = self._facts.max_total_num_tokens
+        if pool < self._facts.context_len:
+            problem += f", because the KV pool has {pool} tokens"
+        return PromptTooLong.of(self._facts.context_len, problem)
 
     def _check_rows(self, ids: Sequence[int], *, is_text: bool) -> None:
         """Raises InvalidRequest for a token that the model has no embedding of. A tokenizer may know such tokens."""
@@ -153,6 +224,13 @@ def _sampling_defaults(server_args: ServerArgs, model_config: ModelConfig) -> di
     if defaults:
         logger.info("Default sampling parameters from the model's generation_config: %s", defaults)
     return defaults
+
+
+def _json_text(value: dict[str, Any], name: str) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, UnicodeEncodeError, RecursionError) as error:
+        raise InvalidRequest(f"{name} must be a JSON object: {error}", param=name) from None
 
 
 def _wrap_int64(value: int) -> int:

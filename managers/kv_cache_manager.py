@@ -1,24 +1,25 @@
-"""Who holds which KV slot: the one place where ownership changes hands between requests, the cache and the free list.
+"""The KVCacheManager: it alone moves KV slots between requests, the prefix cache and the free list.
 
 Positions of one request, in order (docs/memory.md has the whole life):
 
-    [0, locked_len)        the prefix cache's, locked by this request
+    [0, locked_len)        owned by the prefix cache, locked by this request
     [locked_len, kv_len)   private to the request
     [kv_len, ...)          no slot yet
 
-Steps run in launch order, so slots given back after a launch may serve the next one, though the device still works.
+Steps run in launch order. So slots that are freed after a launch may be given to the next step at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from ..mem_cache.allocator import BaseAllocator
-from ..mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
+from ..mem_cache.base_prefix_cache import BasePrefixCache, CacheNode, MatchResult
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from .req import Req
 
@@ -37,26 +38,46 @@ class KVCacheManager:
 
     @property
     def num_available(self) -> int:
-        """Tokens that could be allocated now, evicting if need be."""
+        """Tokens that can be allocated now, after evictions if necessary."""
         return self.allocator.num_free + self.cache.evictable_size
 
     @property
     def num_used(self) -> int:
-        """Tokens that no allocation can have: locked in the cache, or private."""
+        """Tokens that cannot be allocated now: locked in the cache, or private."""
         return self.allocator.size - self.num_available
 
     # Admission
 
     def match_len(self, req: Req) -> int:
-        """Cached tokens that an admission now would reuse; at least one token is always computed again."""
-        return self.cache.match_len(req.token_ids()[:-1], req.namespace)
+        """The number of cached tokens that an admission would reuse now."""
+        req.matched_len = self.cache.match_len(req.token_ids()[: req.reusable_len], req.namespace)
+        return req.matched_len
+
+    def match_path(self, req: Req) -> Sequence[CacheNode]:
+        """The cache's nodes on the path of the prefix that an admission would reuse now."""
+        path, req.matched_len = self.cache.match_path(req.token_ids()[: req.reusable_len], req.namespace)
+        return path
 
     def match(self, req: Req) -> MatchResult:
-        return self.cache.match(req.token_ids()[:-1], req.namespace)
+        found = self.cache.match(req.token_ids()[: req.reusable_len], req.namespace)
+        req.matched_len = len(found.slots)
+        return found
+
+    @contextmanager
+    def locked(self, match: MatchResult) -> Iterator[None]:
+        """Locks a matched prefix while an admission is decided. The decision is no use of the prefix.
+
+        Inside, the prefix cannot be evicted, and `num_available` does not count it: an admission gets the rest.
+        """
+        self.cache.lock(match.node, is_use=False)
+        try:
+            yield
+        finally:
+            self.cache.unlock(match.node)
 
     def admit(self, req: Req, match: MatchResult) -> None:
-        """Gives the request a row and the locked prefix. The caller has seen to a free row."""
-        assert not req.row and req.in_flight == 0
+        """Gives the request a row and the matched prefix, and locks the prefix. A row must be free."""
+        assert not req.row and req.num_steps_in_flight == 0
         row = self.req_to_token_pool.alloc()
         assert row is not None
         self.cache.lock(match.node)
@@ -73,9 +94,9 @@ class KVCacheManager:
     # Growth
 
     def extend(self, reqs: Sequence[Req], ends: Int32Array) -> Int32Array | None:
-        """Slots for positions [kv_len, ends[i]) of each request, evicting if need be; all or nothing.
+        """Allocates slots for positions [kv_len, ends[i]) of each request. Evicts if necessary. All or nothing.
 
-        Returns int32 [sum(ends - kv_len)] in the order of the requests; None when there is no room.
+        Returns int32 [sum(ends - kv_len)] in the order of the requests. Returns None if there is no room.
         """
         starts = np.fromiter((req.kv_len for req in reqs), np.int32, len(reqs))
         rows = np.fromiter((req.row for req in reqs), np.int32, len(reqs))
@@ -91,19 +112,23 @@ class KVCacheManager:
             offset += count
         return slots
 
-    def decode_demand(self, reqs: Sequence[Req]) -> int:
-        """Tokens, in whole pages, that one more token of each request takes from `num_available`."""
-        starts = np.fromiter((req.kv_len for req in reqs), np.int32, len(reqs))
-        return self.allocator.tokens_needed(starts, starts + 1)
+    def decode_demand(self, reqs: Sequence[Req], num_new: int | Int32Array = 1) -> int:
+        """Tokens, in whole pages, that a decode step of these requests takes from `num_available`.
 
-    def decode_shortfall(self, reqs: Sequence[Req]) -> int:
-        """Tokens that are missing for one more token of each request, even after evicting all; <= 0: they fit."""
-        return self.decode_demand(reqs) - self.num_available
+        `num_new`: new tokens of each request, one number for all or int32 [len(reqs)]. More than 1 includes drafts.
+        """
+        starts = np.fromiter((req.kv_len for req in reqs), np.int32, len(reqs))
+        return self.allocator.tokens_needed(starts, starts + num_new)
+
+    def decode_shortfall(self, reqs: Sequence[Req], num_new: int | Int32Array = 1) -> int:
+        """Tokens that are missing for a decode step of these requests, even after evicting all; <= 0: they fit."""
+        return self.decode_demand(reqs, num_new) - self.num_available
 
     def decode(self, rows: Int32Array, kv_lens: Int32Array) -> Int32Array:
-        """One more slot for each row, evicting if need be; `decode_shortfall` said that they fit.
+        """Allocates one more slot for each row. Evicts if necessary. `decode_shortfall` must be at most 0.
 
-        Writes the table; the caller bumps `kv_len` of its requests. Returns int32 [B].
+        Writes the table. The caller increments `kv_len` of the requests. Returns int32 [B]. Steps with drafts use
+        `extend`, which allocates any number of slots for each request.
         """
         self._make_room(self.allocator.tokens_needed(kv_lens, kv_lens + 1))
         slots = self.allocator.alloc_decode(kv_lens + 1, self._last_slots(rows, kv_lens))
@@ -111,8 +136,18 @@ class KVCacheManager:
         self.req_to_token_pool.write_next(rows, kv_lens, slots)
         return slots
 
+    def truncate(self, req: Req, kv_len: int) -> None:
+        """Shortens a request to its first `kv_len` positions, and frees the pages that become empty.
+
+        The positions after them hold KV of rejected drafts. They must be private, and no step in flight may have them.
+        """
+        assert req.locked_len <= kv_len <= req.kv_len
+        first_empty = -(-kv_len // self.page_size) * self.page_size
+        self.allocator.free(self._table[req.row, first_empty : req.kv_len])
+        req.kv_len = kv_len
+
     def _last_slots(self, rows: Int32Array, lens: Int32Array) -> Int32Array:
-        """[B] slot of position lens - 1 of each row; 0 where a row is empty."""
+        """[B], slot of position lens - 1 of each row; 0 for an empty row."""
         slots: Int32Array = np.where(lens > 0, self._table[rows, np.maximum(lens - 1, 0)], 0).astype(np.int32)
         return slots
 
@@ -124,7 +159,7 @@ class KVCacheManager:
     # Sharing and release
 
     def share(self, req: Req) -> None:
-        """Puts what is computed (or being computed) of a running request into the cache and locks it there."""
+        """Inserts the KV of a running request into the cache, and locks it there. A step may still be computing it."""
         assert req.node is not None
         num_tokens = min(req.kv_len, req.num_tokens)
         num_taken = self._insert(req, num_tokens)
@@ -133,14 +168,14 @@ class KVCacheManager:
         match = self.cache.match(req.token_ids()[:num_taken], req.namespace)
         assert len(match.slots) == num_taken
         held = self._table[req.row, req.locked_len : num_taken]
-        if not np.array_equal(held, match.slots[req.locked_len :]):  # the cache had some of it in slots of its own
+        if not np.array_equal(held, match.slots[req.locked_len :]):  # the cache has duplicates in other slots
             self.req_to_token_pool.write(req.row, req.locked_len, match.slots[req.locked_len :])
         self.cache.move_lock(req.node, match.node)
         req.node = match.node
         req.locked_len = num_taken
 
     def release(self, req: Req) -> None:
-        """Takes everything from the request. Whole pages of what it computed stay in the cache."""
+        """Takes the row and all slots from the request. The cache keeps the whole pages of its KV."""
         assert req.node is not None
         num_taken = max(req.locked_len, self._insert(req, min(req.kv_len, req.num_tokens)))
         self.allocator.free(self._table[req.row, num_taken : req.kv_len])
@@ -150,13 +185,15 @@ class KVCacheManager:
         req.node = None
 
     def discard(self, req: Req) -> None:
-        """Takes out of the cache what a released request has computed, and what others computed on top of that."""
+        """Removes from the cache the KV that a released request has computed, and all KV that continues it."""
         assert not req.row
         self.cache.discard(req.token_ids(), req.reused_len, req.namespace)
 
     def _insert(self, req: Req, num_tokens: int) -> int:
-        """Offers the first `num_tokens` tokens to the cache and frees our copies of what it had. Returns how many of
-        them the cache has now; 0 on top of a discarded prefix, where nothing may be offered."""
+        """Offers the KV of the first `num_tokens` tokens to the cache, and frees the request's duplicates.
+
+        Returns the number of these tokens that the cache has now: 0 after a discarded prefix, which nothing continues.
+        """
         assert req.node is not None
         if self.cache.is_discarded(req.node):
             return 0
@@ -169,23 +206,23 @@ class KVCacheManager:
     # The whole pool
 
     def flush(self) -> None:
-        """Forgets every cached prefix. Only when no request holds anything."""
+        """Empties the cache. No request may hold a row."""
         self.cache.reset()
         self.allocator.clear()
         self.req_to_token_pool.clear()
 
     def private_slots(self, reqs: Sequence[Req]) -> Int32Array:
-        """Every slot that these requests hold for themselves."""
+        """All private slots of these requests."""
         held = [self._table[req.row, req.locked_len : req.kv_len] for req in reqs]
         return np.concatenate(held) if held else np.empty(0, np.int32)
 
     def num_private(self, reqs: Sequence[Req]) -> int:
-        """Tokens (whole pages) that these requests hold for themselves."""
+        """The number of private tokens of these requests, in whole pages."""
         page = self.page_size
         return sum(-(-req.kv_len // page) * page - req.locked_len for req in reqs)
 
     def check_sums(self, reqs: Sequence[Req]) -> None:
-        """Raises AssertionError unless tokens and rows add up; `reqs`: all that hold a row. O(len(reqs))."""
+        """Raises AssertionError unless tokens and rows add up. `reqs`: all requests with a row. O(len(reqs))."""
         total = self.allocator.num_free + self.cache.evictable_size + self.cache.protected_size + self.num_private(reqs)
         size, num_rows = self.allocator.size, self.req_to_token_pool.num_rows
         if total != size:
@@ -194,10 +231,10 @@ class KVCacheManager:
             raise AssertionError(f"{self.req_to_token_pool.num_free} rows free and {len(reqs)} held, of {num_rows}")
 
     def audit_slices(self, reqs: Sequence[Req]) -> Iterator[None]:
-        """Checks that every slot has exactly one owner; `reqs`: all that hold a row. O(pool).
+        """Checks that every slot has exactly one owner. `reqs`: all requests with a row. O(pool).
 
-        Works in slices of bounded work, a few milliseconds each, and yields after each. The slots of `reqs` are one
-        slice. Nothing may change before the end. Raises AssertionError where the books are wrong.
+        Yields after each slice of a few milliseconds. The private slots are one slice. Nothing may change before the
+        end. Raises AssertionError if a slot has no owner or two.
         """
         self.check_sums(reqs)
         yield from self.allocator.audit_slices(chain(self.cache.audit_slices(), [self.private_slots(reqs)]))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -13,7 +14,8 @@ from ..model_executor.runner.load import load_runner
 from ..model_executor.runner.settings import resolve_settings
 from ..srt.engine_settings import engine_settings, http_settings
 from ..srt.errors import InvalidRequest
-from ..srt.io_struct import AbortReq, FinishReason, ToDetokenizer, ToScheduler, ToTokenizer, pack_ids
+from ..srt.io_struct import AbortReq, FinishReason, ToDetokenizer, TokenOut, ToScheduler, ToTokenizer, pack_ids
+from ..srt.logprobs import LogprobOptions, sglang_lists
 from ..srt.model_files.model_config import load_model_config
 from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
@@ -34,6 +36,9 @@ class StepResult:
     finish_reasons: dict[str, FinishReason] = field(default_factory=dict)
     """Why requests ended: StopFinish, LengthFinish or AbortFinish (in `srt.io_struct`). An AbortFinish with a
     `status_code` is an error, for example a full waiting queue. Without it, the request was aborted by `abort`."""
+    logprobs: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    """Log probabilities of the new tokens, and with a request's first tokens those of its prompt. The keys and values
+    are those in `meta_info` of `/generate`, such as `output_token_logprobs`."""
 
     @property
     def finished(self) -> list[str]:
@@ -61,7 +66,10 @@ class LocalEngine:
     ) -> None:
         refused = {
             **http_settings(),
-            **dict.fromkeys(("log_level", "watchdog_timeout"), "engines of several processes"),
+            **dict.fromkeys(
+                ("log_level", "log_format", "watchdog_timeout", "engine_restarts", "engine_restart_window"),
+                "engines of several processes",
+            ),
         }
         self.server_args = engine_settings(model_path, server_args, settings, refused=refused).with_seed()
         self.model_config = load_model_config(self.server_args.model_path, self.server_args.load_format)
@@ -73,12 +81,21 @@ class LocalEngine:
             )
         self.runner = load_runner(resolve_settings(self.server_args, self.model_config), self.model_config)
         self._inbox, self._outbox = _Inbox(), _Outbox()
-        io = SchedulerIO(self._inbox, self._outbox, _Nobody())
-        self.scheduler = build_scheduler(self.server_args, self.model_config, self.runner, self.tokenizer, io)
+        io = SchedulerIO(self._inbox, self._outbox, _Nobody(), time.monotonic)
+        self.scheduler = build_scheduler(
+            self.server_args,
+            self.model_config,
+            self.runner,
+            self.tokenizer,
+            io,
+            time.monotonic,
+            compile_grammars_here=True,
+        )
         self._inputs = InputProcessor(
             self.server_args, self.model_config, self.tokenizer, scheduler_facts(self.runner, self.model_config)
         )
         self._unfinished: set[str] = set()
+        self._scored: dict[str, _Scored] = {}
         self._in_flight: InFlight | None = None
 
     def add_request(
@@ -88,12 +105,21 @@ class LocalEngine:
         sampling_params: Mapping[str, Any] | SamplingParams | None = None,
         *,
         cache_salt: str = "",
+        priority: int = 0,
+        return_logprob: bool = False,
+        logprob_start_len: int = -1,
+        top_logprobs_num: int = 0,
+        token_ids_logprob: Sequence[int] = (),
+        return_text_in_logprobs: bool = False,
     ) -> None:
         """Add a request to the waiting queue. The next step may run it.
 
         `prompt`: a text, or token ids. `sampling_params`: parameters that a mapping does not give have the model's
         defaults. `n` must be 1; add one request for each sample. `cache_salt`: only requests with the same salt share
-        cached prefixes.
+        cached prefixes. `priority`, `return_logprob` and the arguments after it are the fields of `/generate`; those of
+        log probabilities fill `StepResult.logprobs`.
+
+        A grammar is compiled in this call, without the limits on time and memory that a server has.
 
         Raises InvalidRequest where a server answers with status 400. Errors that only the scheduler can find, such as
         a full waiting queue, are in the `finish_reasons` of the next step.
@@ -103,11 +129,29 @@ class LocalEngine:
         sampling = self._inputs.make_sampling(_plain(sampling_params))
         if sampling.n != 1:
             raise InvalidRequest(f"n must be 1 in a LocalEngine, got {sampling.n}; add one request for each sample")
+        if sampling.grammar is not None:
+            self.scheduler.check_grammar(sampling.grammar)
         ids = self._inputs.check_ids(self._ids(prompt), is_text=isinstance(prompt, str))
-        options = RequestOptions(sampling=sampling, cache_salt=cache_salt, stream=True)
+        logprobs = LogprobOptions(
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            token_ids_logprob=list(token_ids_logprob),
+            return_text_in_logprobs=return_text_in_logprobs,
+        )
+        options = RequestOptions(
+            sampling=sampling,
+            cache_salt=cache_salt,
+            priority=priority,
+            stream=True,
+            logprobs=logprobs if return_logprob else None,
+        )
+        self._inputs.check_priority(options)
+        self._inputs.check_logprobs(options, len(ids))
         seed = self._inputs.draw_seed() if sampling.sampling_seed is None else sampling.sampling_seed
         self._inbox.messages.append(self._inputs.generate_req(request_id, pack_ids(ids), options, seed))
         self._unfinished.add(request_id)
+        if return_logprob:
+            self._scored[request_id] = _Scored(logprobs, ids)
 
     def step(self) -> StepResult:
         """Run one turn of the scheduler: plan and launch a step of the model, and process a finished one.
@@ -121,9 +165,12 @@ class LocalEngine:
             for out in message.outs:
                 if out.token_ids:
                     result.new_tokens.setdefault(out.rid, []).extend(out.token_ids)
+                if out.logprobs is not None:
+                    self._add_logprobs(result, out)
                 if out.finish is not None:
                     result.finish_reasons[out.rid] = out.finish
                     self._unfinished.discard(out.rid)
+                    self._scored.pop(out.rid, None)
         return result
 
     def has_unfinished(self) -> bool:
@@ -137,13 +184,30 @@ class LocalEngine:
         self._inbox.messages.append(AbortReq(request_id))
         return True
 
+    def _add_logprobs(self, result: StepResult, out: TokenOut) -> None:
+        assert out.logprobs is not None
+        options, prompt_ids = self._scored[out.rid]
+        text_of = None
+        if options.return_text_in_logprobs and self.tokenizer is not None:
+            text_of = self.tokenizer.token_text
+        fields = result.logprobs.setdefault(out.rid, {})
+        for name, items in sglang_lists(options, prompt_ids, out.token_ids, out.logprobs, text_of).items():
+            fields.setdefault(name, []).extend(items)
+
     def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if isinstance(prompt, str):
-            return self._inputs.tokenizer_for(prompt).encode(prompt)
+            return self._inputs.encode(prompt)
         try:
             return [operator.index(i) for i in prompt]
         except TypeError:
             raise InvalidRequest("prompt must be a text or token ids", param="prompt") from None
+
+
+class _Scored(NamedTuple):
+    """A request with log probabilities."""
+
+    options: LogprobOptions
+    prompt_ids: Sequence[int]
 
 
 class _Inbox:

@@ -1,4 +1,4 @@
-"""One pass of admissions: what the next extend step takes of which prompts."""
+"""A pass of admissions: it fills the next extend step with prompts and chunks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from ..mem_cache.base_prefix_cache import MatchResult
 from .kv_cache_manager import KVCacheManager
 from .req import Req
 from .schedule_policy import expected_growth
 
 MAX_PASSED_BY = 128
-"""Waiting requests that one pass may look at without admitting them. Then the pass ends, however long the queue is."""
+"""A pass ends after it has rejected so many waiting requests, however long the queue is."""
 SHARE_LEN = 32
-"""A request waits for the next step if it will find at least so many more tokens (in whole pages) in the cache then."""
+"""A request skips the step if the step will add at least so many of its tokens (in whole pages) to the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +30,27 @@ class Extend:
 
 
 class _Verdict(Enum):
-    """What a pass decides about one waiting request."""
+    """The decision of a pass about one waiting request."""
 
     ADMITTED = auto()
     PASSED_BY = auto()
-    """It waits for the next step, because it gains by that or because another prompt is in chunks. Others may go."""
+    """It skips this step: it gains by waiting, or another prompt is in chunks. Later requests may be admitted."""
     STEP_IS_FULL = auto()
 
 
 class PrefillAdder:
-    """One pass of admissions: built with the budgets of one step, spent, thrown away.
+    """One pass of admissions. It has the budgets of one step, and is used for one step only.
 
-    `extends` is the answer. A request that does not fit into the step's tokens is cut to a page-aligned chunk; one such
-    prompt is unfinished at a time, and shorter ones pass beside it. A request that does not fit into memory ends the
-    pass, so that none behind it can starve it.
+    `extends` is the result. A request that does not fit into the step's tokens is cut to a page-aligned chunk. Only
+    one prompt is unfinished at a time, and shorter ones pass beside it. A request that does not fit into memory ends
+    the pass, so that no later request can starve it.
 
     All parts of a step take their pages from one budget, `num_left`: first the decodes that join the step, then the
-    next chunk, then the admitted requests. So a planned step always finds its room.
+    next chunk, then the admitted requests. So a planned step always has room.
 
-    Admission rule (SGLang's): a candidate needs room for its new tokens, its clipped `max_new_tokens` and a page,
-    beside what all others are expected to need later. The rule is waived when the engine is otherwise empty: alone, a
-    request always fits, because no longer one is ever accepted.
+    The admission rule is SGLang's. A candidate needs room for its new tokens, its clipped `max_new_tokens` and a page,
+    beside the memory that all others are expected to need, and the watermark stays free beside it. The rule does not
+    apply to an otherwise empty engine. Alone, every request fits, because ReqFactory refuses longer ones.
     """
 
     def __init__(
@@ -66,7 +65,8 @@ class PrefillAdder:
         engine_empty: bool,
     ) -> None:
         """`joining`: the decodes that take part in the step. `max_tokens`: prompt tokens in the step; `chunk_size`:
-        prompt tokens of one request in it. `expected`: tokens that running requests are expected to need later.
+        prompt tokens of one request in it. `expected`: tokens to leave free: those that
+        running requests are expected to need later, and the watermark.
         `chunked`: the unfinished prompt."""
         self.extends: list[Extend] = []
         self._kv = kv
@@ -84,18 +84,18 @@ class PrefillAdder:
 
     @property
     def num_left(self) -> int:
-        """Tokens that the step may still allocate; negative when not even the joining decodes fit."""
+        """The number of tokens that the step may still allocate. Negative if not even the joining decodes fit."""
         return self._kv.num_available - self._num_charged
 
     def continue_chunk(self, *, others_wait: bool) -> bool:
-        """Takes the next chunk of the unfinished prompt. When others wait, it leaves them half of the step.
+        """Takes the next chunk of the unfinished prompt. If others wait, the chunk leaves them half of the step.
 
-        Returns False when there is no memory for the chunk now.
+        Returns False if there is no memory for the chunk now.
         """
         req = self._chunked
         assert req is not None
-        most = min(self._chunk_size, self._tokens_left // 2 if others_wait else self._tokens_left)
-        length = self._cut(req, max(most, self._page))
+        max_len = min(self._chunk_size, self._tokens_left // 2 if others_wait else self._tokens_left)
+        length = self._cut(req, max(max_len, self._page))
         if self._growth(req.kv_len, req.kv_len + length) > self.num_left:
             return False
         self._chunked = None
@@ -103,7 +103,7 @@ class PrefillAdder:
         return True
 
     def admit(self, waiting: Iterable[Req]) -> None:
-        """Admits requests of `waiting`, best first, whole or their first chunk, until the step is full."""
+        """Admits requests of `waiting`, best first, until the step is full: whole prompts, or a first chunk."""
         num_passed_by = 0
         for req in waiting:
             verdict = self._try_admit(req)
@@ -116,7 +116,7 @@ class PrefillAdder:
             return _Verdict.STEP_IS_FULL
         match = self._kv.match(req)
         num_cached = len(match.slots)
-        if self._next_prefix(req, num_cached, req.num_tokens - 1) in self._shared_soon:
+        if self._next_prefix(req, num_cached, req.reusable_len) in self._shared_soon:
             return _Verdict.PASSED_BY
         num_new = req.num_tokens - num_cached
         length = min(num_new, self._chunk_size, self._tokens_left)
@@ -126,18 +126,18 @@ class PrefillAdder:
             length -= (num_cached + length) % self._page
             if length <= 0:
                 return _Verdict.STEP_IS_FULL
-        if not self._fits(req, match, num_new):
-            return _Verdict.STEP_IS_FULL
-        self._kv.admit(req, match)
+        with self._kv.locked(match):
+            if not self._fits(req, num_new):
+                return _Verdict.STEP_IS_FULL
+            self._kv.admit(req, match)
         self._take(req, length)
         return _Verdict.ADMITTED
 
-    def _fits(self, req: Req, match: MatchResult, num_new: int) -> bool:
-        # Admission locks the cached prefix, which then cannot be evicted.
-        num_left = self.num_left - self._kv.cache.evictable_len(match.node)
+    def _fits(self, req: Req, num_new: int) -> bool:
+        """Whether a request fits into memory with `num_new` tokens beside its cached prefix, which is locked."""
         if self._engine_empty:
-            return self._pages_to(num_new) <= num_left
-        return num_new + expected_growth(req) + self._page < num_left - self._expected
+            return self._pages_to(num_new) <= self.num_left
+        return num_new + expected_growth(req) + self._page < self.num_left - self._expected
 
     def _take(self, req: Req, length: int) -> None:
         """Puts the next `length` tokens of a request into the step, and charges the budgets with them."""
@@ -155,26 +155,27 @@ class PrefillAdder:
             self._shared_soon.add(prefix)
 
     def _next_prefix(self, req: Req, num_cached: int, num_tokens: int) -> tuple[str, bytes] | None:
-        """The shortest prefix of a request that is worth a step's wait: its cached tokens and SHARE_LEN more.
+        """The shortest prefix that is worth waiting a step for: the cached tokens and SHARE_LEN more.
 
-        None when it is longer than `num_tokens`. If two requests of a pass have the same answer, the second one finds
-        this prefix in the cache after the first one's step. It is enough to compare this one length: two requests
-        that have more tokens in common than are cached of one of them have equally many cached tokens.
+        None if it is longer than `num_tokens`. If two requests of a pass have the same prefix, the second one finds
+        it in the cache after the first one's step. It is enough to compare this one length: if two requests have more
+        tokens in common than are cached of one of them, then equally many are cached of both.
         """
         end = num_cached + self._share_len
         if end > num_tokens or not self._kv.cache.shares:
             return None
         return req.namespace, req.token_ids()[:end].tobytes()
 
-    def _cut(self, req: Req, most: int) -> int:
-        """Tokens of the next chunk: all the rest if that is at most `most`, else cut to end at a page's end."""
+    def _cut(self, req: Req, max_len: int) -> int:
+        """The length of the next chunk: the whole rest if it has at most `max_len` tokens. Otherwise it ends at a page
+        boundary."""
         rest = req.num_tokens - req.kv_len
-        if rest <= most:
+        if rest <= max_len:
             return rest
-        return max(most - (req.kv_len + most) % self._page, min(self._page, rest))
+        return max(max_len - (req.kv_len + max_len) % self._page, min(self._page, rest))
 
     def _growth(self, start: int, end: int) -> int:
-        """Tokens, in whole pages, that a request takes when it grows from `start` to `end`."""
+        """The number of tokens, in whole pages, that a request allocates to grow from `start` to `end`."""
         return self._pages_to(end) - self._pages_to(start)
 
     def _pages_to(self, num_tokens: int) -> int:

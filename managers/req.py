@@ -1,4 +1,4 @@
-"""One request inside the scheduler: its tokens, its place, and what it holds."""
+"""A request in the scheduler: its tokens, its stage, and the KV that it owns."""
 
 from __future__ import annotations
 
@@ -11,15 +11,27 @@ import numpy.typing as npt
 
 from ..mem_cache.base_prefix_cache import CacheNode
 from ..model_executor.step import NewRow
-from ..srt.io_struct import AbortFinish, Counts, DecodeOptions, FinishReason, LengthFinish, StopFinish, TokenOut
+from ..srt.io_struct import (
+    AbortFinish,
+    Counts,
+    DecodeOptions,
+    FinishReason,
+    LengthFinish,
+    Resumed,
+    StopFinish,
+    TokenOut,
+)
 from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
+from .grammar import GrammarState
+from .req_logprobs import ReqLogprobs
+from .req_pooling import ReqPooling
 
 Int32Array = npt.NDArray[np.int32]
 
 
 class Stage(Enum):
-    """Where a request is; RequestQueues alone moves it."""
+    """The stage of a request. Only RequestQueues changes it."""
 
     WAITING = "waiting"
     EXTENDING = "extending"
@@ -31,27 +43,36 @@ class StopChecker(Protocol):
     """Watches the text of one request for its stop strings."""
 
     def push(self, token_ids: Sequence[int]) -> str | None:
-        """The stop string that these tokens completed."""
+        """The stop string that these tokens complete, if any."""
 
 
 class Req:
-    """Mutable state of one request. Token positions count from the start of the prompt."""
+    """The state of one request. Positions count from the first token of the prompt."""
 
     __slots__ = (
         "arrival",
+        "arrived_s",
+        "awaits_grammar",
         "cached_tokens",
         "finish",
-        "in_flight",
+        "grammar",
+        "is_announced",
         "kv_len",
         "locked_len",
+        "logprobs",
+        "matched_len",
+        "max_kv_len",
         "node",
         "num_retractions",
         "num_sent",
+        "num_steps_in_flight",
         "options",
         "output_ids",
         "passed_over",
         "pending_abort",
+        "pooling",
         "prompt_ids",
+        "queue_time_s",
         "reused_len",
         "rid",
         "row",
@@ -59,6 +80,7 @@ class Req:
         "stop_checker",
         "stop_ids",
         "stream_interval",
+        "urgency",
     )
 
     def __init__(
@@ -68,6 +90,7 @@ class Req:
         options: RequestOptions,
         *,
         arrival: int,
+        urgency: int = 0,
         eos_ids: frozenset[int] = frozenset(),
         stream_interval: int = 1,
         stop_checker: StopChecker | None = None,
@@ -79,29 +102,50 @@ class Req:
         self.output_ids: list[int] = []
         self.options = options
         self.arrival = arrival
-        """A counter, not a clock: the order in which requests came."""
-        self.stop_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else eos_ids)
-        self.stop_checker = stop_checker
+        """The number of the request in the order of arrival. Not a time."""
+        self.urgency = urgency
+        """Its priority, turned so that higher goes first. 0 without priorities."""
+        # A request of 0 tokens ends by length, whatever token its prefill samples.
+        stops = sampling.max_new_tokens > 0
+        own_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else eos_ids)
+        self.stop_ids = own_ids if stops else frozenset()
+        self.stop_checker = stop_checker if stops else None
         self.stream_interval = stream_interval
+        self.max_kv_len = len(prompt_ids) + max(sampling.max_new_tokens, 1) - 1
+        """Tokens that need KV: all but the last, which is no input of any step."""
         self.stage = Stage.WAITING
         self.finish: FinishReason | None = None
         self.pending_abort: AbortFinish | None = None
-        self.in_flight = 0
-        """Launched steps with this request in them whose results are not processed."""
+        self.grammar: GrammarState | None = None
+        """What its output must match. It survives a retraction, because it follows `output_ids`."""
+        self.awaits_grammar = False
+        """Its grammar is being compiled, so it cannot be admitted."""
+        self.num_steps_in_flight = 0
+        """Launched steps of this request whose results are not processed."""
         self.passed_over = 0
-        """Passes in which a later arrival was admitted before this one. The schedule policy counts them."""
+        """The number of admission passes that admitted a request from behind it in the queue."""
         self.num_retractions = 0
         self.cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at the first admission."""
+        self.arrived_s = 0.0
+        """When it arrived, on the scheduler's clock. SchedulerMetrics writes this and the next one."""
+        self.queue_time_s: float | None = None
+        """Seconds from its arrival to its first admission; None before."""
+        self.matched_len = 0
+        """Tokens found in the prefix cache by the last look-up while it waited."""
         self.num_sent = 0
-        # What it holds, see docs/memory.md. KVCacheManager alone writes these.
+        self.is_announced = False
+        """Whether the detokenizer knows this request."""
+        self.logprobs = None if options.logprobs is None else ReqLogprobs(options.logprobs, prompt_ids)
+        self.pooling = None if options.pooling is None else ReqPooling(options.pooling, len(prompt_ids))
+        # Its row and KV, see docs/memory.md. Only KVCacheManager writes them.
         self.row = 0
         self.kv_len = 0
         self.locked_len = 0
         self.node: CacheNode | None = None
-        """Where its locked prefix ends; None while it has no row."""
+        """The end of its locked prefix; None while it has no row."""
         self.reused_len = 0
-        """Tokens at the start whose KV it found in the cache at every admission; it may have computed all others."""
+        """The length of the prefix that it found in the cache at every admission. It may have computed all later KV."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -109,8 +153,13 @@ class Req:
 
     @property
     def namespace(self) -> str:
-        """Of the prefix cache."""
+        """The namespace of its prefixes in the cache."""
         return self.options.cache_salt
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its place in the waiting queue: most urgent first, then in the order of arrival."""
+        return (-self.urgency, self.arrival)
 
     @property
     def max_new_tokens(self) -> int:
@@ -119,20 +168,42 @@ class Req:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known on the host."""
+        """The number of tokens that the host knows."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_new_tokens(self) -> int:
+        return len(self.output_ids)
+
+    @property
+    def reusable_len(self) -> int:
+        """Tokens at the start whose KV may come from the prefix cache; at least one token is always computed."""
+        reusable = None if self.logprobs is None else self.logprobs.reusable_len
+        if reusable is None:
+            reusable = self.num_tokens - 1
+        return reusable if self.pooling is None else min(reusable, self.pooling.reusable_len)
 
     @property
     def num_new_left(self) -> int:
         return self.max_new_tokens - len(self.output_ids)
 
     @property
-    def ends_in_flight(self) -> bool:
-        """The step in flight produces its last token, whatever that token is: known before it is home."""
-        return len(self.output_ids) + self.in_flight >= self.max_new_tokens
+    def is_admissible(self) -> bool:
+        """Whether it may leave the waiting queue for a step."""
+        return self.pending_abort is None and self.num_steps_in_flight == 0 and not self.awaits_grammar
+
+    @property
+    def awaits_results(self) -> bool:
+        """Whether a running request takes part in no further step before those in flight are processed.
+
+        A step returns at most as many tokens as it has positions after the known tokens. So a request waits when its
+        KV is planned to the end: the step in flight may return its last token. It also waits when more than one token
+        may be in flight: its next position depends on how many are accepted.
+        """
+        return self.kv_len >= self.max_kv_len or self.kv_len > self.num_tokens
 
     def token_ids(self) -> Int32Array:
-        """[num_tokens] prompt and outputs."""
+        """[num_tokens], prompt and output."""
         if not self.output_ids:
             return self.prompt_ids
         return np.concatenate((self.prompt_ids, np.asarray(self.output_ids, dtype=np.int32)))
@@ -145,16 +216,20 @@ class Req:
             seed=self.sampling.sampling_seed,
             prompt_ids=self.prompt_ids,
             output_ids=np.asarray(self.output_ids, dtype=np.int32),
-            stop_ids=tuple(sorted(self.stop_ids)),
+            # A grammar's masks bar early stop tokens themselves: only they know where nothing else may come.
+            stop_ids=tuple(sorted(self.stop_ids)) if self.grammar is None else (),
+            logprobs=self.options.logprobs,
         )
 
     def accept(self, tokens: Sequence[int]) -> FinishReason | None:
-        """Appends the new tokens of a step up to the one that ends the request; how it ends, if it does.
+        """Appends the new tokens of a step, up to the token that ends the request. Returns the finish reason, if any.
 
-        `tokens`: valid ids, at least one.
+        A request of 0 tokens drops the token that its prefill has sampled. `tokens`: valid ids. Raises GrammarFailed.
         """
         for token in tokens:
             self.output_ids.append(token)
+            if self.grammar is not None:
+                self.grammar.accept(token)
             if self.stop_checker is not None:
                 matched = self.stop_checker.push((token,))
                 if matched is not None:
@@ -162,31 +237,66 @@ class Req:
             if token in self.stop_ids:
                 return StopFinish(token)
             if len(self.output_ids) >= self.max_new_tokens:
+                del self.output_ids[self.max_new_tokens :]
                 return LengthFinish(len(self.output_ids))
+            if self.grammar is not None and self.grammar.is_over:
+                return StopFinish(token)
         return None
 
+    def resume(self, resumed: Resumed) -> None:
+        """Continues a request of an engine that has died, like a retracted one. It may turn out to have ended.
+
+        The tokens pass the same tests as new ones, so the state of these tests is rebuilt.
+        """
+        self.cached_tokens = resumed.cached_tokens
+        self.num_retractions = resumed.num_retractions
+        if resumed.output_ids:
+            self.finish = self.accept(resumed.output_ids)
+            if self.logprobs is not None:
+                self.logprobs.resume()
+        self.num_sent = len(self.output_ids)
+
     @property
-    def has_news(self) -> bool:
-        """Whether the client should hear something now: the first token, an interval's worth, or the end."""
+    def has_output(self) -> bool:
+        """Whether an output is due: the first token, `stream_interval` tokens, or the end."""
         unsent = len(self.output_ids) - self.num_sent
         return self.finish is not None or unsent >= self.stream_interval or (unsent > 0 and self.num_sent == 0)
 
-    def take_news(self) -> TokenOut:
-        """What the client has not heard yet."""
+    @property
+    def _is_complete(self) -> bool:
+        return self.finish is not None and not isinstance(self.finish, AbortFinish)
+
+    def take_output(self) -> TokenOut:
+        """The output that was not sent yet."""
         options = None
-        if self.num_sent == 0:
-            options = decode_options(self.sampling)
-        news = TokenOut(
+        if not self.is_announced:
+            options = decode_options(self.sampling, self.output_ids[: self.num_sent])
+            self.is_announced = True
+        output = TokenOut(
             rid=self.rid,
             token_ids=self.output_ids[self.num_sent :],
             finish=self.finish,
-            counts=Counts(len(self.prompt_ids), len(self.output_ids), self.cached_tokens or 0, self.num_retractions),
+            counts=Counts(
+                len(self.prompt_ids),
+                len(self.output_ids),
+                self.cached_tokens or 0,
+                self.num_retractions,
+                None if self.finish is None else self.queue_time_s,
+            ),
             options=options,
+            logprobs=None if self.logprobs is None else self.logprobs.take(len(self.output_ids) - self.num_sent),
+            embedding=self.pooling.take() if self.pooling is not None and self._is_complete else None,
         )
         self.num_sent = len(self.output_ids)
-        return news
+        return output
 
 
-def decode_options(params: SamplingParams) -> DecodeOptions:
-    """What decoding has to know of a request's wishes."""
-    return DecodeOptions(params.skip_special_tokens, params.no_stop_trim, list(params.stop_strings))
+def decode_options(params: SamplingParams, resumed_ids: Sequence[int] = ()) -> DecodeOptions:
+    """The sampling parameters that the detokenizer needs. `resumed_ids`: the tokens that the client already has."""
+    return DecodeOptions(
+        params.skip_special_tokens,
+        params.no_stop_trim,
+        list(params.stop_strings),
+        list(resumed_ids),
+        list(params.stop_patterns),
+    )

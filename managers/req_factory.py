@@ -1,11 +1,11 @@
-"""Makes a Req out of a GenerateReq, or says why there can be none."""
+"""Makes a Req of a GenerateReq, or refuses it with an error."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
 
-from ..srt.errors import PromptTooLong, QueueFull
+from ..srt.errors import PromptTooLong
 from ..srt.io_struct import GenerateReq, unpack_ids
 from ..srt.sampling_params import SamplingParams
 from .req import Req, StopChecker
@@ -14,43 +14,46 @@ _NEVER = 1 << 30
 
 
 class ReqFactory:
-    """Everything about a request that is fixed at its arrival."""
+    """Makes requests. It sets everything that is fixed at the arrival of a request."""
 
     def __init__(
         self,
         *,
         eos_ids: frozenset[int],
         max_total_tokens: int,
-        max_queued_requests: int,
         stream_interval: int,
+        low_priority_values_first: bool = False,
         make_stop_checker: Callable[[SamplingParams], StopChecker | None],
     ) -> None:
-        """`max_total_tokens`: prompt and output of one request, the lesser of context and KV pool."""
+        """`max_total_tokens`: prompt and output of one request, the lesser of context and KV pool.
+        `low_priority_values_first`: a lower priority is more urgent."""
         self._eos_ids = eos_ids
         self._max_total_tokens = max_total_tokens
-        self._max_queued_requests = max_queued_requests
+        self._urgency_sign = -1 if low_priority_values_first else 1
         self._stream_interval = stream_interval
         self._make_stop_checker = make_stop_checker
         self._arrivals = itertools.count()
 
-    def make(self, message: GenerateReq, *, num_waiting: int) -> Req:
-        """Raises QueueFull, and PromptTooLong for a request that could never run to its end."""
-        if num_waiting >= self._max_queued_requests:
-            raise QueueFull(f"the waiting queue is full ({num_waiting} requests); try again later")
+    def make(self, message: GenerateReq) -> Req:
+        """Raises PromptTooLong for a request that could never finish. A resumed one may have a `finish` already."""
         prompt_ids = unpack_ids(message.input_ids)
         sampling = message.options.sampling
         assert sampling.max_new_tokens is not None
         total = len(prompt_ids) + sampling.max_new_tokens
         if total > self._max_total_tokens:
-            raise PromptTooLong(
-                f"the request needs {total} tokens (prompt and output); at most {self._max_total_tokens} fit"
+            raise PromptTooLong.of(
+                self._max_total_tokens, f"the request needs {total} tokens for its prompt and its output"
             )
-        return Req(
+        req = Req(
             message.rid,
             prompt_ids,
             message.options,
             arrival=next(self._arrivals),
+            urgency=self._urgency_sign * message.options.priority,
             eos_ids=self._eos_ids,
             stream_interval=self._stream_interval if message.options.stream else _NEVER,
-            stop_checker=self._make_stop_checker(sampling) if sampling.stop_strings else None,
+            stop_checker=self._make_stop_checker(sampling) if sampling.stops_at_text else None,
         )
+        if message.resumed is not None:
+            req.resume(message.resumed)
+        return req

@@ -1,26 +1,30 @@
-"""Where every live request is: waiting, being prefilled in chunks, or decoding."""
+"""The queues of live requests: waiting, in chunks, or decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..srt.errors import QueueFull
 from .req import Req, Stage
 
 
 class RequestQueues:
-    """Each live request is in exactly one of the three places; `holders` are those that hold KV.
+    """Each live request is in exactly one of three places. `holders` are the requests with KV.
 
     `waiting` and `running` are ordered sets: dictionaries whose values mean nothing. The time to add, find or remove a
     request does not depend on their number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_waiting: int = 1 << 30) -> None:
         self.waiting: dict[Req, None] = {}
-        """In the order of arrival."""
+        """In the order of `Req.place`: most urgent first, then in the order of arrival."""
+        self._max_waiting = max_waiting
         self.chunked: Req | None = None
-        """The one prompt of which a part is computed."""
+        """The prompt that is computed in chunks, if any."""
         self.running: dict[Req, None] = {}
-        """Requests whose whole prompt is computed, or about to be by a launched step."""
+        """Requests whose whole prompt is computed, or will be by a launched step."""
+        self.num_constrained = 0
+        """Live requests with a grammar."""
         self._live: dict[str, Req] = {}
 
     @property
@@ -31,7 +35,7 @@ class RequestQueues:
         return len(self._live)
 
     def find(self, rid: str) -> Req | None:
-        """The live request of this id."""
+        """The live request of this id, if any."""
         return self._live.get(rid)
 
     def holders(self) -> list[Req]:
@@ -41,13 +45,31 @@ class RequestQueues:
         return list(self._live.values())
 
     def add(self, req: Req) -> None:
-        """A new request waits. It arrived after all others, and no live request has its id."""
+        """Adds a new request to the waiting queue. It arrived after all others, and no live request has its id."""
         assert req.rid not in self._live
         self._live[req.rid] = req
+        is_overtaking = bool(self.waiting) and req.urgency > next(reversed(self.waiting)).urgency
         self.waiting[req] = None
+        self.num_constrained += req.sampling.grammar is not None
+        if is_overtaking:
+            self._sort()
+
+    def check_room(self) -> None:
+        """Raises QueueFull if the waiting queue is full."""
+        if len(self.waiting) >= self._max_waiting:
+            raise QueueFull(f"the waiting queue is full ({len(self.waiting)} requests); try again later")
+
+    def gives_way_to(self, urgency: int) -> Req | None:
+        """The last waiting request, if it is less urgent. Requests with output and aborted ones do not give way."""
+        for req in reversed(self.waiting):
+            if req.urgency >= urgency:
+                return None
+            if req.pending_abort is None and not req.output_ids and not req.num_steps_in_flight:
+                return req
+        return None
 
     def start(self, req: Req, *, whole: bool) -> None:
-        """Moves a request to where its planned extend brings it: running, or (not `whole`) the chunk's place."""
+        """Moves a request whose extend is planned. `whole`: it runs from now on. Otherwise its prompt is in chunks."""
         self._leave(req)
         if whole:
             req.stage = Stage.DECODING
@@ -58,20 +80,24 @@ class RequestQueues:
             self.chunked = req
 
     def send_back(self, reqs: Iterable[Req]) -> None:
-        """Retracted requests wait again, at their places in the order of arrival. Sorts the waiting queue."""
+        """Moves retracted requests to their places in the waiting queue."""
         for req in reqs:
             self._leave(req)
             req.stage = Stage.WAITING
             self.waiting[req] = None
-        self.waiting = dict.fromkeys(sorted(self.waiting, key=lambda req: req.arrival))
+        self._sort()
+
+    def _sort(self) -> None:
+        self.waiting = dict.fromkeys(sorted(self.waiting, key=lambda req: req.place))
 
     def finish(self, req: Req) -> None:
         self._leave(req)
         req.stage = Stage.FINISHED
         del self._live[req.rid]
+        self.num_constrained -= req.sampling.grammar is not None
 
     def _leave(self, req: Req) -> None:
-        """Takes a request out of its place."""
+        """Removes a request from its place."""
         if req.stage is Stage.WAITING:
             del self.waiting[req]
         elif req.stage is Stage.EXTENDING:

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from ..srt.errors import InvalidRequest, TercetError
 from ..srt.request_options import RequestOptions
-from .generation import Generation
+from .generation import Generation, GenerationOwner
 
 _MAX_NAME_CHARS = 256
 
@@ -26,13 +26,15 @@ class Prompt:
     """One prompt of a request."""
 
     content: str | Sequence[int] | Callable[[], Awaitable[str]]
-    """A text, token ids, or what renders the text."""
+    """A text, token ids, or a coroutine function that renders the text."""
     options: RequestOptions
     rid: str | None = None
     """None: a random name."""
     add_special_tokens: bool = True
     param: str = "prompt"
-    """The request's field that it came in, for errors."""
+    """The field of the request's body that has the prompt, for error messages."""
+    grammar_param: str | None = None
+    """The field of the request's body that has the grammar, for error messages; None: the kind of the grammar."""
 
 
 class PromptSamples:
@@ -42,14 +44,16 @@ class PromptSamples:
         self.prompt = prompt
         self.rid = rid
         self.first_seed = first_seed
-        """Seed of the first sample, as drawn or as given; sample i has `first_seed + i`."""
+        """The seed of the first sample, drawn or given. Sample i has `first_seed + i`."""
         self.request = request
         self.prompt_ids: Sequence[int] = ()
-        """Empty until the prompt has been tokenised, and for good when its samples ended before."""
+        """Empty until the prompt is tokenised. It stays empty if all samples end before that."""
         self.packed_ids = b""
-        """The same, as they travel."""
+        """The ids in the form of a GenerateReq (`pack_ids`)."""
         self._registry = request.registry
-        self.generations = [Generation(self, i, self._registry.next_key()) for i in range(prompt.options.sampling.n)]
+        self.generations = [
+            self._registry.make_generation(self, i, self._registry.next_key()) for i in range(prompt.options.sampling.n)
+        ]
         self._num_unfinished = len(self.generations)
         self._waiter: UnlessOver | None = None
 
@@ -68,7 +72,7 @@ class PromptSamples:
             generation.close()
 
     def unless_over(self) -> UnlessOver:
-        """`with`: a block that is left as soon as the last sample has ended. Check `is_over` after it."""
+        """A context manager whose block is left when the last sample ends. Check `is_over` after the block."""
         self._waiter = UnlessOver()
         return self._waiter
 
@@ -86,7 +90,7 @@ class PromptSamples:
 
 
 class UnlessOver:
-    """Cancels the wait inside its block, and nothing else, when `leave` is called; as asyncio.timeout does."""
+    """A context manager. `leave` cancels the wait inside its block, and nothing else, like asyncio.timeout."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[object] | None = None
@@ -108,12 +112,12 @@ class UnlessOver:
     ) -> bool:
         task, self._task = self._task, None
         assert task is not None
-        # Somebody else may have cancelled the task too: then the error goes on.
+        # If other code has cancelled the task, too, then the error propagates.
         return self._is_left and task.uncancel() <= self._num_cancelled and kind is asyncio.CancelledError
 
 
 class Request:
-    """All that a client asked for at once: `n` samples of each of its prompts."""
+    """A client's request: `n` samples of each of its prompts."""
 
     def __init__(self, registry: RequestRegistry, name: str, prompts: Sequence[Prompt]) -> None:
         self.registry = registry
@@ -138,17 +142,26 @@ class Request:
 
 
 class RequestRegistry:
-    """Owns the names of requests. `send_abort`: tells the engine to stop working on the sample of this key."""
+    """Owns the names of requests. `send_abort`: tells the engine to stop the sample of a key.
 
-    def __init__(self, send_abort: Callable[[str], None], draw_seed: Callable[[], int]) -> None:
+    `make_generation`: makes one sample, of the prompt, its index and its key.
+    """
+
+    def __init__(
+        self,
+        send_abort: Callable[[str], None],
+        draw_seed: Callable[[], int],
+        make_generation: Callable[[GenerationOwner, int, str], Generation] = Generation,
+    ) -> None:
         self.send_abort = send_abort
+        self.make_generation = make_generation
         self._draw_seed = draw_seed
         self._by_name: dict[str, Request | PromptSamples] = {}
         self._generations: dict[str, Generation] = {}
         self._keys = itertools.count()
 
     def open(self, prompts: Sequence[Prompt], name: str | None) -> Request:
-        """Raises InvalidRequest when a name is in use, or too long; then nothing is taken."""
+        """Registers a request. Raises InvalidRequest if a name is in use or too long, and then registers nothing."""
         rids = [uuid.uuid4().hex if prompt.rid is None else prompt.rid for prompt in prompts]
         if len(prompts) == 1:
             name = rids[0]
@@ -163,19 +176,23 @@ class RequestRegistry:
             samples = PromptSamples(prompt, rid, self._draw_seed() if seed is None else seed, request)
             request.prompts.append(samples)
             self._by_name[rid] = samples
-            self._generations |= {one.key: one for one in samples.generations}
+            self._generations |= {generation.key: generation for generation in samples.generations}
         return request
 
     def __len__(self) -> int:
-        """Samples that have not ended."""
+        """The number of samples that have not ended."""
         return len(self._generations)
 
     def generation(self, key: str) -> Generation | None:
-        """None: it has ended."""
+        """The sample of this key. None if it has ended."""
         return self._generations.get(key)
 
+    def live(self) -> list[Generation]:
+        """The samples that have not ended, in the order of their requests."""
+        return list(self._generations.values())
+
     def abort(self, name: str) -> bool:
-        """Aborts the request or the prompt of exactly this name; whether there was one."""
+        """Aborts the request or prompt of exactly this name. Returns whether there is one."""
         named = self._by_name.get(name)
         if named is None:
             return False
@@ -183,12 +200,12 @@ class RequestRegistry:
         return True
 
     def abort_all(self) -> None:
-        for generation in list(self._generations.values()):
+        for generation in self.live():
             generation.abort()
 
     def fail(self, error: TercetError) -> None:
-        """Ends everything with this error."""
-        for generation in list(self._generations.values()):
+        """Ends all samples with this error."""
+        for generation in self.live():
             generation.fail(error)
 
     def next_key(self) -> str:

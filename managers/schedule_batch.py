@@ -1,13 +1,13 @@
-"""One step as the scheduler sees it: which requests take part, and the host arrays that the runner gets."""
+"""A step in the scheduler: its requests, and the arrays that the runner gets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..model_executor.step import FROM_DEVICE, ForwardMode, Int32Array, StepInputs
+from ..model_executor.step import FROM_DEVICE, ForwardMode, HiddenSum, Int32Array, PromptScore, StepInputs
 from .kv_cache_manager import KVCacheManager
 from .prefill_adder import Extend
 from .req import Req, Stage
@@ -15,19 +15,28 @@ from .req import Req, Stage
 
 @dataclass(slots=True)
 class ScheduleBatch:
-    """A planned step. Built when its slots are allocated; from then on it must be launched."""
+    """A planned step. Its slots are allocated, so it must be launched."""
 
     inputs: StepInputs
     reqs: list[Req]
-    """[B] everyone in the step."""
+    """[B], all requests in the step."""
     sampled: list[Req]
-    """Those that get a token, in the order in which the runner returns them."""
+    """The requests that get tokens, in the order in which the runner returns them."""
     num_prompt_tokens: int
+    """Prompt tokens in the step; 0 for a decode step."""
     num_decodes: int
+    """Requests that decode."""
+    num_drafts: list[int] | None = None
+    """[len(sampled)] drafts of each request. Its result has at least one and at most `1 + num_drafts` tokens. None: no
+    request has a draft."""
+    scored: list[Req] = field(default_factory=list)
+    """The request of each of `inputs.prompt_scores`."""
+    pooled: list[Req] = field(default_factory=list)
+    """The request of each of `inputs.hidden_sums`."""
 
 
 def build_decode(kv: KVCacheManager, reqs: list[Req]) -> ScheduleBatch:
-    """A decode step for requests that have room (`kv.decode_shortfall`)."""
+    """A decode step of one token for each request. They have room (`kv.decode_shortfall`)."""
     rows = np.fromiter((req.row for req in reqs), np.int32, len(reqs))
     kv_lens = np.fromiter((req.kv_len for req in reqs), np.int32, len(reqs))
     slots = kv.decode(rows, kv_lens)
@@ -43,17 +52,30 @@ def build_decode(kv: KVCacheManager, reqs: list[Req]) -> ScheduleBatch:
     return ScheduleBatch(inputs, reqs, reqs, num_prompt_tokens=0, num_decodes=len(reqs))
 
 
-def build_extend(kv: KVCacheManager, extends: Sequence[Extend], decodes: Sequence[Req]) -> ScheduleBatch:
-    """An extend step; `decodes` join it with one token each (mixed chunk). The room was checked."""
+def build_extend(
+    kv: KVCacheManager,
+    extends: Sequence[Extend],
+    decodes: Sequence[Req],
+    drafts: Sequence[Sequence[int]] | None = None,
+) -> ScheduleBatch:
+    """A step in extend form. Requests that decode take part with their newest token and their `drafts`, the guessed
+    tokens after it. The room was checked.
+
+    An extend step that `decodes` join is a mixed chunk. Without `extends` it is a decode step with drafts.
+    """
     reqs = [extend.req for extend in extends] + list(decodes)
+    drafts = drafts or [()] * len(decodes)
+    decode_ends = [req.kv_len + 1 + len(ids) for req, ids in zip(decodes, drafts, strict=True)]
     starts = _int32([extend.start for extend in extends] + [req.kv_len for req in decodes])
-    ends = _int32([extend.end for extend in extends] + [req.kv_len + 1 for req in decodes])
+    ends = _int32([extend.end for extend in extends] + decode_ends)
     first_time = [extend.req.stage is Stage.WAITING for extend in extends]
     slots = kv.extend(reqs, ends)
     assert slots is not None, "an extend step was planned without room"
     ids = [extend.req.token_ids()[extend.start : extend.end] for extend in extends]
-    ids.append(np.full(len(decodes), FROM_DEVICE, np.int32))
+    ids.append(_int32([token for guessed in drafts for token in (FROM_DEVICE, *guessed)]))
     sampled = [extend.is_last_chunk for extend in extends] + [True] * len(decodes)
+    scored, scores = _prompt_scores(extends)
+    pooled, sums = _hidden_sums(extends)
     inputs = StepInputs(
         mode=ForwardMode.EXTEND,
         rows=_int32([req.row for req in reqs]),
@@ -64,14 +86,50 @@ def build_extend(kv: KVCacheManager, extends: Sequence[Extend], decodes: Sequenc
         sampled=np.array(sampled, dtype=np.bool_),
         table_updates=kv.req_to_token_pool.take_updates(),
         new_rows=[extend.req.as_new_row() for extend, new in zip(extends, first_time, strict=True) if new],
+        prompt_scores=scores,
+        hidden_sums=sums,
     )
+    num_drafts = [0] * (sum(sampled) - len(decodes)) + [len(guessed) for guessed in drafts]
     return ScheduleBatch(
         inputs,
         reqs,
         [req for req, wanted in zip(reqs, sampled, strict=True) if wanted],
-        num_prompt_tokens=inputs.num_tokens - len(decodes),
+        num_prompt_tokens=inputs.num_tokens - len(ids[-1]),
         num_decodes=len(decodes),
+        num_drafts=num_drafts if any(num_drafts) else None,
+        scored=scored,
+        pooled=pooled,
     )
+
+
+def _prompt_scores(extends: Sequence[Extend]) -> tuple[list[Req], list[PromptScore]]:
+    """The requests that want log probabilities of their prompts in this step, and what each of them wants."""
+    scored, scores = [], []
+    first = 0
+    for extend in extends:
+        req = extend.req
+        if req.logprobs is not None:
+            score = req.logprobs.plan(req.row, first, extend.start, extend.end)
+            if score is not None:
+                scored.append(req)
+                scores.append(score)
+        first += extend.end - extend.start
+    return scored, scores
+
+
+def _hidden_sums(extends: Sequence[Extend]) -> tuple[list[Req], list[HiddenSum]]:
+    """The requests that want hidden states of their prompts in this step, and what each of them wants."""
+    pooled, sums = [], []
+    first = 0
+    for extend in extends:
+        req = extend.req
+        if req.pooling is not None:
+            wanted = req.pooling.plan(first, extend.start, extend.end)
+            if wanted is not None:
+                pooled.append(req)
+                sums.append(wanted)
+        first += extend.end - extend.start
+    return pooled, sums
 
 
 def _int32(values: Sequence[int]) -> Int32Array:

@@ -1,85 +1,152 @@
-"""The order of the waiting queue, the memory that running requests are expected to need, and who gives way first."""
+"""The order of the waiting queue, the expected memory of running requests, and the order of retraction."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 
 from .kv_cache_manager import KVCacheManager
 from .req import Req
 
 CLIP_MAX_NEW_TOKENS = 4096
-"""A request is expected to use at most this many more tokens; else one long wish would empty the machine."""
-LPM_MAX_WAITING = 128
-"""Above this, matching every waiting request costs more than its order is worth."""
+"""A request is expected to generate at most so many tokens. Otherwise one large `max_new_tokens` would reserve the
+whole pool."""
+MAX_SORTED = 128
+"""Requests that a policy sorts in one pass. A policy that reads the cache leaves a longer queue in the order of
+arrival, because matching costs more than the order gains. Another policy sorts the first of the queue."""
 MAX_PASSED_OVER = 32
-"""Passes in which later arrivals may go first; then a request goes before them (lpm must not starve cold prompts)."""
+"""A request that was passed over so often goes first, under every policy. So no policy starves a request."""
 
 
-class SchedulePolicy(ABC):
-    """Orders the waiting queue; it decides nothing else. `waiting` is always in the order of arrival."""
+@dataclass(frozen=True)
+class PolicyInputs:
+    """What a policy may read beside the requests."""
 
-    @abstractmethod
-    def order(self, waiting: Collection[Req]) -> Iterable[Req]:
-        """All of `waiting`, best first; equal ones keep the order of arrival."""
-
-    @abstractmethod
-    def on_admitted(self, admitted: Sequence[Req], waiting: Iterable[Req]) -> None:
-        """A pass has admitted these; `waiting` still wait. A policy that ages requests counts here."""
+    kv: KVCacheManager
+    now_s: float
+    """On the clock of `Req.arrived_s`."""
+    seed: int = 0
 
 
-class FcfsPolicy(SchedulePolicy):
-    """First come, first served; a retracted request keeps its place in the order of arrival."""
-
-    def order(self, waiting: Collection[Req]) -> Iterable[Req]:
-        return waiting
-
-    def on_admitted(self, admitted: Sequence[Req], waiting: Iterable[Req]) -> None:
-        """Nobody is passed over because of this order, so there is nothing to count."""
+Order = Callable[[Sequence[Req], PolicyInputs], Sequence[Req]]
+"""Orders requests, best first. It gets them in the order of the queue, and equal ones keep it. It has no effect."""
 
 
-class LpmPolicy(SchedulePolicy):
-    """Longest cached prefix first, with ageing; fcfs when the queue is long."""
+def longest_prefix_first(reqs: Sequence[Req], inputs: PolicyInputs) -> Sequence[Req]:
+    return sorted(reqs, key=lambda req: -inputs.kv.match_len(req))
 
-    def __init__(self, kv: KVCacheManager) -> None:
+
+def heaviest_subtree_first(reqs: Sequence[Req], inputs: PolicyInputs) -> Sequence[Req]:
+    """Depth-first order of the cache's tree. Of two branches, the one that more requests continue goes first."""
+    paths = {req: inputs.kv.match_path(req) for req in reqs}
+    weights = Counter(chain.from_iterable(paths.values()))
+    numbers = {node: number for number, node in enumerate(weights)}
+    leaves_last = (1, 0)  # behind all branches, whose first number is negative
+    return sorted(reqs, key=lambda req: [*((-weights[node], numbers[node]) for node in paths[req]), leaves_last])
+
+
+def longest_output_first(reqs: Sequence[Req], inputs: PolicyInputs) -> Sequence[Req]:
+    return sorted(reqs, key=lambda req: -req.num_new_left)
+
+
+def random_order(reqs: Sequence[Req], inputs: PolicyInputs) -> Sequence[Req]:
+    """Each request draws its place once, from the seed and its arrival."""
+    return sorted(reqs, key=lambda req: hashlib.blake2b(b"%d %d" % (inputs.seed, req.arrival)).digest())
+
+
+def shortest_prefill_first(reqs: Sequence[Req], inputs: PolicyInputs) -> Sequence[Req]:
+    """Fewest uncached tokens first."""
+    return sorted(reqs, key=lambda req: _num_uncached(req, inputs))
+
+
+def highest_response_ratio_next(reqs: Sequence[Req], inputs: PolicyInputs) -> Sequence[Req]:
+    """Longest wait for each uncached token first. It is the order of (wait + service) / service, because the time of a
+    prefill grows with its tokens."""
+    return sorted(reqs, key=lambda req: (req.arrived_s - inputs.now_s) / _num_uncached(req, inputs))
+
+
+def _num_uncached(req: Req, inputs: PolicyInputs) -> int:
+    """At least 1, because the last token is always computed."""
+    return req.num_tokens - inputs.kv.match_len(req)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A row of the table of policies. `order`: None keeps the order of arrival."""
+
+    order: Order | None
+    reads_cache: bool = False
+
+
+POLICIES = {
+    "fcfs": Policy(None),
+    "lpm": Policy(longest_prefix_first, reads_cache=True),
+    "dfs-weight": Policy(heaviest_subtree_first, reads_cache=True),
+    "lof": Policy(longest_output_first),
+    "random": Policy(random_order),
+    "shortest-prefill-first": Policy(shortest_prefill_first, reads_cache=True),
+    "hrrn": Policy(highest_response_ratio_next, reads_cache=True),
+}
+
+
+class SchedulePolicy:
+    """Orders the waiting queue by a policy of the table, and lets no request be passed over for ever.
+
+    More urgent requests go first. Among equally urgent ones there is a bound: when MAX_PASSED_OVER passes have admitted
+    later arrivals before a request, every later pass tries it before all later arrivals. Then only memory, the place
+    for chunks, or a prefix that the step computes delays it.
+    """
+
+    def __init__(self, name: str, kv: KVCacheManager, clock: Callable[[], float], seed: int = 0) -> None:
+        """`clock`: that of `Req.arrived_s`. Raises ValueError on an unknown name."""
+        if name not in POLICIES:
+            raise ValueError(f"schedule policy must be one of {', '.join(POLICIES)}; got {name!r}")
+        self._policy = POLICIES[name]
         self._kv = kv
+        self._clock = clock
+        self._seed = seed
 
     def order(self, waiting: Collection[Req]) -> Iterable[Req]:
-        return waiting if len(waiting) > LPM_MAX_WAITING else sorted(waiting, key=self._rank)
+        """All of `waiting`, best first. `waiting` is in the order of `Req.place`."""
+        if self._policy.order is None or (self._policy.reads_cache and len(waiting) > MAX_SORTED):
+            return waiting
+        rest = iter(waiting)
+        first = list(islice(rest, MAX_SORTED))
+        aged = [req for req in first if req.passed_over >= MAX_PASSED_OVER]
+        young = [req for req in first if req.passed_over < MAX_PASSED_OVER] if aged else first
+        inputs = PolicyInputs(self._kv, self._clock(), self._seed)
+        ordered = [*aged, *self._policy.order(young, inputs)]
+        if first and first[0].urgency != first[-1].urgency:
+            ordered.sort(key=lambda req: -req.urgency)
+        return chain(ordered, rest)
 
     def on_admitted(self, admitted: Sequence[Req], waiting: Iterable[Req]) -> None:
-        """Ages those who wait although a later arrival was admitted."""
-        latest = max((req.arrival for req in admitted), default=-1)
+        """Called after a pass that admitted requests. `waiting`: those that still wait.
+
+        Ages the requests that wait although one from behind them was admitted. The order of arrival needs no ages.
+        """
+        if self._policy.order is None or not admitted:
+            return
+        last = max(req.place for req in admitted)
         for req in waiting:
-            if req.arrival > latest:
+            if req.place > last:
                 return
             req.passed_over += 1
 
-    def _rank(self, req: Req) -> tuple[bool, int]:
-        if req.passed_over >= MAX_PASSED_OVER:
-            return (False, 0)
-        return (True, -self._kv.match_len(req))
-
-
-def make_policy(name: str, kv: KVCacheManager) -> SchedulePolicy:
-    """Raises ValueError on an unknown name."""
-    if name == "fcfs":
-        return FcfsPolicy()
-    if name == "lpm":
-        return LpmPolicy(kv)
-    raise ValueError(f"schedule policy must be one of fcfs, lpm; got {name!r}")
-
 
 def expected_growth(req: Req) -> int:
-    """Tokens that a request may still generate, clipped."""
+    """The number of tokens that a request may still generate, at most CLIP_MAX_NEW_TOKENS."""
     return min(req.num_new_left, CLIP_MAX_NEW_TOKENS)
 
 
 class NewTokenRatio:
-    """Which share of their remaining `max_new_tokens` running requests are expected to use.
+    """The share of their remaining `max_new_tokens` that running requests are expected to generate.
 
-    SGLang's rule: starts at min(0.7 * conservativeness, 1), decays linearly over 600 decode steps to 0.14 of that, is
-    set from the truth after a retraction, and starts again when the engine is idle.
+    The rule is SGLang's. The ratio starts at min(0.7 * conservativeness, 1), and decays linearly over 600 decode steps
+    to 0.14 of that. A retraction sets it from the actual output lengths. An idle engine resets it.
     """
 
     _START, _FLOOR_SHARE, _DECAY_STEPS, _MARGIN_TOKENS = 0.7, 0.14, 600, 20
@@ -91,6 +158,7 @@ class NewTokenRatio:
         self.value = self._start
 
     def on_decode(self) -> None:
+        """Counts a decode step: one, however many tokens it returns. Reserved memory is counted in tokens."""
         self.value = max(self.value - self._decay, self._floor)
 
     def on_retract(self, kept: Sequence[Req]) -> None:
@@ -102,7 +170,7 @@ class NewTokenRatio:
         self.value = self._start
 
     def reserved_by(self, running: Iterable[Req]) -> float:
-        """Tokens that running requests are expected to need on top of what they hold."""
+        """The number of tokens that running requests are expected to need in addition to those that they hold."""
         total = 0.0
         for req in running:
             left = expected_growth(req)
@@ -111,5 +179,5 @@ class NewTokenRatio:
 
 
 def retraction_order(running: Sequence[Req]) -> list[Req]:
-    """Who gives way first: fewest output tokens, then the longest prompt, then the latest arrival."""
+    """The requests, first to retract first: fewest output tokens, then longest prompt, then latest arrival."""
     return sorted(running, key=lambda req: (len(req.output_ids), -len(req.prompt_ids), -req.arrival))

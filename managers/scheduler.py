@@ -6,18 +6,19 @@
 
 A turn of the loop is a paragraph: receive, plan step N, launch it, process the results of step N-1. With overlap the
 device works on N while the host processes N-1 and plans N+1; without, N is processed at once. The two differ in nothing
-else: the newest token of each request stays on the device, so planning never needs it.
+else: the newest token of each request stays on the device, so planning never needs it. Only the choice of the tokens
+of N waits for the results of N-1, and only if a request in N has a grammar.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ..model_executor.step import LaunchedStep, Runner
-from ..srt.errors import TercetError
+from ..srt.errors import QueueFull, TercetError
+from ..srt.grammar_spec import GrammarSpec
 from ..srt.io_struct import (
     AbortFinish,
     AbortReq,
@@ -29,8 +30,13 @@ from ..srt.io_struct import (
     StateReply,
     StateReq,
     ToScheduler,
+    ViewReply,
+    ViewReq,
 )
+from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal
 from .batch_result import ResultProcessor
+from .engine_view import StepLog, view_engine
+from .grammar_loader import GrammarLoader
 from .idle_audit import IdleAudit
 from .planner import Planner
 from .req import Req
@@ -38,6 +44,7 @@ from .req_factory import ReqFactory
 from .schedule_batch import ScheduleBatch
 from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
+from .token_masks import fill_masks, masked_lines
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +54,12 @@ class InFlight(NamedTuple):
 
     batch: ScheduleBatch
     step: LaunchedStep
+    masked: list[int]
+    """Positions in `batch.sampled` that need a token mask. If there are any, the step is not sampled yet."""
 
 
 class Scheduler:
-    """Continuous batching over one runner. `turn` is the body of the loop, `run` loops."""
+    """Continuous batching on one runner. `run` is the loop, and `turn` is its body."""
 
     def __init__(
         self,
@@ -59,21 +68,27 @@ class Scheduler:
         io: SchedulerIO,
         req_factory: ReqFactory,
         metrics: SchedulerMetrics,
+        grammars: GrammarLoader,
         *,
         enable_overlap: bool,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
+        journal: StepJournal | NoJournal = NO_JOURNAL,
     ) -> None:
-        """`planner`: its queues and its KV are those of the scheduler. `clock`: seconds from any start."""
+        """`planner`: its queues and its KV are those of the scheduler. `clock`: seconds from any start. `io` and
+        `metrics` have the same."""
         self.queues = planner.queues
         self.kv = planner.kv
         self._runner = runner
         self._io = io
         self._req_factory = req_factory
         self._metrics = metrics
+        self._grammars = grammars
         self._enable_overlap = enable_overlap
+        self._journal = journal
         self._planner = planner
         self._results = ResultProcessor(self.kv, self.queues, io, metrics)
         self._idle_audit = IdleAudit(self.kv, clock)
+        self._step_log = StepLog(clock)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         in_flight: InFlight | None = None
@@ -81,20 +96,26 @@ class Scheduler:
             in_flight = self.turn(in_flight)
 
     def turn(self, in_flight: InFlight | None) -> InFlight | None:
-        """One turn: takes the step that is in flight, returns the one that is now."""
+        """Runs one turn. Takes the step that is in flight, and returns the step that is in flight afterwards."""
         idle = in_flight is None and not self.queues.is_busy
         for message in self._io.receive(may_sleep=idle and not self._idle_audit.is_running):
             self._handle(message)
+        if self._grammars.is_waiting:
+            self._collect_grammars(may_wait=in_flight is None and self.queues.num_constrained == len(self.queues))
         batch = self._planner.plan()
         launched = self._launch(batch) if batch is not None else None
         if in_flight is not None:
             self._process(in_flight)
+        if launched is not None and launched.masked:
+            self._sample_masked(launched)
         if launched is not None and not self._enable_overlap:
             self._process(launched)
             launched = None
+        has_worked = batch is not None or in_flight is not None
+        if has_worked and launched is None:
+            self._journal.end()
         self._results.finish_aborted()
         self._io.flush(self.state)
-        has_worked = batch is not None or in_flight is not None
         self._watch_idle(has_worked=has_worked, is_idle=launched is None and not self.queues.is_busy)
         return launched
 
@@ -106,6 +127,10 @@ class Scheduler:
             num_retractions=self._planner.num_retractions,
             num_kv_repairs=self._idle_audit.num_repairs,
         )
+
+    def check_grammar(self, spec: GrammarSpec) -> None:
+        """Compile a grammar in the caller's thread, and keep it. Raises InvalidRequest. For engines of one thread."""
+        self._grammars.load(spec)
 
     def _handle(self, message: ToScheduler | BrokenMessage) -> None:
         match message:
@@ -122,12 +147,20 @@ class Scheduler:
                 self._io.reply(FlushCacheReply(message.call_id, num_busy == 0, num_busy))
             case StateReq():
                 self._io.reply(StateReply(message.call_id, self.state()))
+            case ViewReq():
+                view = view_engine(self.state(), self._step_log, message.after_step, self.queues, self.kv.cache)
+                self._io.reply(ViewReply(message.call_id, view))
             case BrokenMessage():
                 self._fail_named(message)
 
     def _start(self, message: GenerateReq) -> None:
         try:
-            req = self._req_factory.make(message, num_waiting=len(self.queues.waiting))
+            req = self._req_factory.make(message)
+            if message.resumed is None:  # a resumed request was accepted before
+                self._make_place_for(req)
+            grammar = req.sampling.grammar
+            if grammar is not None:
+                self._grammars.attach(req, grammar)
         except Exception as error:
             if not isinstance(error, TercetError):
                 logger.exception("Could not create request %s", message.rid)
@@ -135,6 +168,23 @@ class Scheduler:
             self._io.refuse(message.rid, error, len(message.input_ids) // 4)
         else:
             self.queues.add(req)
+            self._metrics.on_arrival(req)
+            if req.finish is not None:
+                self._results.finish(req, req.finish)
+
+    def _collect_grammars(self, *, may_wait: bool) -> None:
+        for req, error in self._grammars.collect(may_wait=may_wait):
+            self._fail(req, error)
+
+    def _make_place_for(self, req: Req) -> None:
+        """Raises QueueFull if the waiting queue is full, unless a less urgent request gets that error instead."""
+        try:
+            self.queues.check_room()
+        except QueueFull as error:
+            evicted = self.queues.gives_way_to(req.urgency)
+            if evicted is None:
+                raise
+            self._fail(evicted, error)
 
     def _fail_named(self, message: BrokenMessage) -> None:
         error = TercetError(message.reason)
@@ -143,25 +193,39 @@ class Scheduler:
             if req is None:
                 self._io.refuse(rid, error)
             else:
-                self._results.abort(req, AbortFinish.of(error))
+                self._fail(req, error)
 
     def _named(self, rid: str | None) -> list[Req]:
-        """The live request of this id, if there is one; all live requests for None."""
+        """The live request of this id, if any. For None: all live requests."""
         if rid is None:
             return self.queues.live()
         req = self.queues.find(rid)
         return [] if req is None else [req]
 
     def _launch(self, batch: ScheduleBatch) -> InFlight:
+        self._journal.begin(batch.reqs, batch.num_prompt_tokens)
+        self._step_log.on_launch()
         step = self._runner.launch(batch.inputs)
-        step.sample()
+        masked = masked_lines(batch.sampled) if self.queues.num_constrained else []
+        if not masked:
+            step.sample()
         for req in batch.reqs:
-            req.in_flight += 1
+            req.num_steps_in_flight += 1
         self._metrics.on_launch(batch, self.kv, self.queues)
-        return InFlight(batch, step)
+        return InFlight(batch, step, masked)
+
+    def _sample_masked(self, launched: InFlight) -> None:
+        """Sample a step with grammars. All tokens before it are processed, and the forward pass may still run."""
+        reqs = launched.batch.sampled
+        launched.step.sample(fill_masks(reqs, launched.masked, self._grammars.num_words, self._fail))
+
+    def _fail(self, req: Req, error: TercetError) -> None:
+        self._results.abort(req, AbortFinish.of(error))
 
     def _process(self, in_flight: InFlight) -> None:
-        self._results.process(in_flight.batch, in_flight.step.wait())
+        output = in_flight.step.wait()
+        self._step_log.on_result(in_flight.batch)
+        self._results.process(in_flight.batch, output)
 
     def _watch_idle(self, *, has_worked: bool, is_idle: bool) -> None:
         """Both may be true: a turn can begin and end a request."""

@@ -1,8 +1,7 @@
-"""The scheduler's two ears and mouths: requests in, tokens out to the detokenizer, replies to the TokenizerManager."""
+"""The scheduler's messages: requests in, tokens out to the detokenizer, replies out to the TokenizerManager."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -26,7 +25,7 @@ M_contra = TypeVar("M_contra", contravariant=True)
 
 
 class Inbox(Protocol):
-    """`ipc.Receiver`, or a test's list."""
+    """An `ipc.Receiver`, or a list in a test."""
 
     def drain(self) -> Sequence[ToScheduler | BrokenMessage]: ...
 
@@ -34,23 +33,31 @@ class Inbox(Protocol):
 
 
 class Outbox(Protocol[M_contra]):
-    """`ipc.Sender`, or a test's list."""
+    """An `ipc.Sender`, or a list in a test."""
 
     def send(self, message: M_contra, /) -> None: ...
 
 
 class SchedulerIO:
-    """Outputs of one turn leave together in `flush`."""
+    """Receives and sends messages. `flush` sends all outputs of a turn in one message."""
 
-    def __init__(self, inbox: Inbox, detokenizer: Outbox[ToDetokenizer], tokenizer: Outbox[ToTokenizer]) -> None:
+    def __init__(
+        self,
+        inbox: Inbox,
+        detokenizer: Outbox[ToDetokenizer],
+        tokenizer: Outbox[ToTokenizer],
+        clock: Callable[[], float],
+    ) -> None:
+        """`clock`: seconds from any start. It is the scheduler's."""
         self._inbox = inbox
         self._detokenizer = detokenizer
         self._tokenizer = tokenizer
+        self._clock = clock
         self._outs: list[TokenOut] = []
-        self._next_heartbeat = 0.0
+        self._next_heartbeat = clock()
 
     def receive(self, *, may_sleep: bool) -> Sequence[ToScheduler | BrokenMessage]:
-        """All messages that are here; with nothing to do, sleeps until one comes, or a heartbeat is due."""
+        """All messages that have arrived. With `may_sleep`, it first waits for a message or for the next heartbeat."""
         if may_sleep:
             self._inbox.wait(_HEARTBEAT_S)
         return self._inbox.drain()
@@ -59,18 +66,18 @@ class SchedulerIO:
         self._outs.append(out)
 
     def refuse(self, rid: str, error: TercetError, num_prompt_tokens: int = 0) -> None:
-        """Answers a request that never became one. It takes the road of all outputs."""
+        """Answers a request for which no Req was made. The answer takes the path of all outputs."""
         self.put(TokenOut(rid=rid, token_ids=[], finish=AbortFinish.of(error), counts=Counts(num_prompt_tokens)))
 
     def reply(self, message: ToTokenizer) -> None:
         self._tokenizer.send(message)
 
     def flush(self, state: Callable[[], SchedulerState]) -> None:
-        """Sends what this turn produced, and a heartbeat with the state when one is due."""
+        """Sends the outputs of this turn, and a heartbeat with the state if one is due."""
         if self._outs:
             self._detokenizer.send(BatchTokenOut(self._outs))
             self._outs = []
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + _HEARTBEAT_S
             self._tokenizer.send(Heartbeat(state()))

@@ -1,12 +1,10 @@
-"""What the scheduler counts, and the log lines that operators and tools read."""
+"""The scheduler's counters, and its log lines for operators and tools."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
-from ..model_executor.step import ForwardMode
 from ..srt.io_struct import AbortFinish, SchedulerState
 from .kv_cache_manager import KVCacheManager
 from .req import Req
@@ -17,9 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerMetrics:
-    """Counters since the start; a rate over the last `decode_log_interval` decode steps."""
+    """Counters since the start, and the throughput over the last `decode_log_interval` decode steps."""
 
-    def __init__(self, decode_log_interval: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, decode_log_interval: int, clock: Callable[[], float]) -> None:
         """`clock`: seconds from any start."""
         self.num_finished = 0
         self.num_aborted = 0
@@ -32,28 +30,32 @@ class SchedulerMetrics:
         self._interval_s = 0.0
         """Seconds of work in the interval, up to `_busy_since`."""
         self._busy_since: float | None = None
-        """When the work that goes on was last counted; None while the engine is idle."""
+        """When `_interval_s` was last updated; None while the engine is idle."""
         self._clock = clock
 
     @property
     def cache_hit_rate(self) -> float:
         return self._cached_tokens / max(self._prompt_tokens, 1)
 
+    def on_arrival(self, req: Req) -> None:
+        req.arrived_s = self._clock()
+
     def on_launch(self, batch: ScheduleBatch, kv: KVCacheManager, queues: RequestQueues) -> None:
         if self._busy_since is None:
             self._busy_since = self._clock()
-        if batch.inputs.mode is ForwardMode.EXTEND:
+        if batch.num_prompt_tokens:
             self._on_extend(batch, kv, queues)
         else:
             self._decode_steps += 1
             if self._decode_steps % self._interval == 0:
                 self._log_decode(kv, queues)
 
-    def on_result(self, batch: ScheduleBatch) -> None:
-        self._interval_tokens += len(batch.sampled)
+    def on_result(self, num_tokens: int) -> None:
+        """A step returned `num_tokens` tokens for all its requests together."""
+        self._interval_tokens += num_tokens
 
     def on_idle(self) -> None:
-        """Nothing runs from now on, until the next launch."""
+        """Nothing runs from now until the next launch."""
         if self._busy_since is not None:
             self._interval_s += self._clock() - self._busy_since
             self._busy_since = None
@@ -86,14 +88,19 @@ class SchedulerMetrics:
             num_finished=self.num_finished,
             num_kv_repairs=num_kv_repairs,
             new_token_ratio=new_token_ratio,
+            num_waiting_uncached_tokens=_uncached_tokens(queues),
         )
 
     def _on_extend(self, batch: ScheduleBatch, kv: KVCacheManager, queues: RequestQueues) -> None:
         new_rows = {new.row for new in batch.inputs.new_rows}
         admitted = [req for req in batch.reqs if req.row in new_rows]
-        cached = sum(req.cached_tokens or 0 for req in admitted if not req.num_retractions)
+        first_admitted = [req for req in admitted if not req.num_retractions]
+        cached = sum(req.cached_tokens or 0 for req in first_admitted)
         self._cached_tokens += cached
-        self._prompt_tokens += sum(len(req.prompt_ids) for req in admitted if not req.num_retractions)
+        self._prompt_tokens += sum(len(req.prompt_ids) for req in first_admitted)
+        now = self._clock()
+        for req in first_admitted:
+            req.queue_time_s = now - req.arrived_s
         if logger.isEnabledFor(logging.INFO):
             logger.info(
                 "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
@@ -122,3 +129,10 @@ class SchedulerMetrics:
             self._gen_throughput,
             len(queues.waiting),
         )
+
+
+def _uncached_tokens(queues: RequestQueues) -> int:
+    """Tokens of prompts that are still to be computed."""
+    waiting = sum(req.num_tokens - req.matched_len for req in queues.waiting)
+    chunked = queues.chunked
+    return waiting if chunked is None else waiting + chunked.num_tokens - chunked.kv_len

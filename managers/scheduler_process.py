@@ -1,8 +1,9 @@
-"""The scheduler's process: loads the model, builds the scheduler around it, says what fits, and loops."""
+"""The scheduler's process: it loads the model, builds the scheduler, reports its limits, and runs the loop."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 import zmq
@@ -15,12 +16,17 @@ from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..model_executor.runner.load import load_runner
 from ..model_executor.runner.model_runner import ModelRunner
 from ..model_executor.runner.settings import resolve_settings
-from ..srt.io_struct import SchedulerReady, ToDetokenizer, ToScheduler, ToTokenizer
+from ..srt.io_struct import ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
+from ..srt.start_reports import SchedulerReady
+from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
+from .grammar_backends import make_compiler
+from .grammar_loader import GrammarLoader
+from .grammar_worker import eos_ids_of, grammar_vocabulary
 from .kv_cache_manager import KVCacheManager
 from .planner import PlanLimits, Planner
 from .req import decode_options
@@ -41,7 +47,7 @@ def run_scheduler(
     on_ready: Callable[[SchedulerReady], None],
     should_stop: Callable[[], bool],
 ) -> None:
-    """Runs until `should_stop()`, which is asked at least twice a second when nothing runs, else after each step.
+    """Runs until `should_stop()`. Calls it after each step, and at least twice a second when nothing runs.
 
     Raises ValueError for settings that do not fit the model or the machine.
     """
@@ -54,8 +60,9 @@ def run_scheduler(
     inbox: Receiver[ToScheduler] = Receiver(context, run_dir.scheduler, ToScheduler)
     detokenizer_link: Sender[ToDetokenizer] = Sender(context, run_dir.detokenizer)
     tokenizer_link: Sender[ToTokenizer] = Sender(context, run_dir.tokenizer)
-    io = SchedulerIO(inbox, detokenizer_link, tokenizer_link)
-    scheduler = build_scheduler(server_args, model_config, runner, tokenizer, io)
+    io = SchedulerIO(inbox, detokenizer_link, tokenizer_link, time.monotonic)
+    journal = StepJournal(run_dir.journal, runner.settings.max_running_requests)
+    scheduler = build_scheduler(server_args, model_config, runner, tokenizer, io, time.monotonic, journal=journal)
     on_ready(scheduler_facts(runner, model_config))
     scheduler.run(should_stop)
     inbox.close()
@@ -70,23 +77,38 @@ def build_scheduler(
     runner: ModelRunner,
     tokenizer: Tokenizer | None,
     io: SchedulerIO,
+    clock: Callable[[], float],
+    *,
+    journal: StepJournal | NoJournal = NO_JOURNAL,
+    compile_grammars_here: bool = False,
 ) -> Scheduler:
-    """The scheduler of a loaded model, with its pools and its cache."""
+    """The scheduler of a loaded model, with its pools and its cache. `clock`: that of `io`.
+
+    `compile_grammars_here`: in the thread that calls the scheduler, and not in a thread of their own.
+    """
     rows = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
     allocator, cache = _memory(server_args, runner)
+    queues = RequestQueues(server_args.max_queued_requests)
     return Scheduler(
-        Planner(_limits(server_args, runner), KVCacheManager(rows, allocator, cache), RequestQueues()),
+        Planner(_limits(server_args, runner), KVCacheManager(rows, allocator, cache), queues, clock=clock),
         runner,
         io,
         ReqFactory(
-            eos_ids=frozenset(model_config.eos_token_ids) | (tokenizer.eos_token_ids if tokenizer else frozenset()),
+            eos_ids=eos_ids_of(tokenizer, model_config),
             max_total_tokens=_max_total_tokens(runner),
-            max_queued_requests=server_args.max_queued_requests,
             stream_interval=server_args.stream_interval,
+            low_priority_values_first=server_args.schedule_low_priority_values_first,
             make_stop_checker=lambda params: _stop_checker(tokenizer, params),
         ),
-        SchedulerMetrics(server_args.decode_log_interval),
+        SchedulerMetrics(server_args.decode_log_interval, clock),
+        GrammarLoader(
+            lambda: grammar_vocabulary(tokenizer, model_config),
+            lambda vocabulary: make_compiler(server_args.grammar_backend, vocabulary),
+            in_thread=not compile_grammars_here,
+        ),
         enable_overlap=runner.is_asynchronous and not server_args.disable_overlap_schedule,
+        clock=clock,
+        journal=journal,
     )
 
 
@@ -97,6 +119,11 @@ def _limits(server_args: ServerArgs, runner: ModelRunner) -> PlanLimits:
         enable_mixed_chunk=server_args.enable_mixed_chunk,
         schedule_policy=server_args.schedule_policy,
         schedule_conservativeness=server_args.schedule_conservativeness,
+        preemption_threshold=(
+            server_args.priority_scheduling_preemption_threshold if server_args.enable_priority_scheduling else None
+        ),
+        admission_watermark=server_args.admission_watermark,
+        random_seed=server_args.random_seed or 0,
     )
 
 
@@ -114,12 +141,12 @@ def _stop_checker(tokenizer: Tokenizer | None, params: SamplingParams) -> StopSt
 
 
 def _max_total_tokens(runner: ModelRunner) -> int:
-    """Prompt and output of the longest request: both the context and the KV pool must hold it."""
+    """The maximum of prompt and output tokens of a request. They must fit into the context and into the KV pool."""
     return min(runner.settings.context_len, runner.max_total_num_tokens)
 
 
 def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> SchedulerReady:
-    """What other processes have to know of a loaded model. Logs it, too."""
+    """The facts about a loaded model that other processes need. Logs them."""
     settings = runner.settings
     facts = SchedulerReady(
         max_total_num_tokens=runner.max_total_num_tokens,

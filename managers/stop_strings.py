@@ -1,7 +1,7 @@
-"""Find the first stop string in a text that comes in pieces, and never show the beginning of one.
+"""Finds the first stop string in a text that comes in pieces, and holds back every possible start of one.
 
-Knuth-Morris-Pratt for each stop string: reading a character costs amortised constant time, and the state is the length
-of the longest end of the text that is the beginning of the stop string, which is just what must be held back.
+Each stop string has a Knuth-Morris-Pratt search, so a character costs amortised constant time. The state of a search
+is a length: that of the longest end of the text that is a start of the stop string. So much text must be held back.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Sequence
 class StopStringMatcher:
     """Passes text on until the first stop string is complete.
 
-    First is the one that ends earliest, and among those that end together the longest. `matched` is that stop string
-    once it was found. The result depends on the text alone, not on how it was cut up.
+    The first stop string is the one that ends earliest. Of several that end together, it is the longest. `matched` is
+    the stop string that was found. The result depends only on the text, not on its pieces.
 
-    `keep`: the stop string is shown too, but nothing behind it; otherwise the text ends before it.
+    `keep`: the text ends after the stop string. Otherwise it ends before the stop string.
     """
 
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         assert all(stops), "an empty stop string would match everywhere"
         self.matched: str | None = None
-        self._searches = [_Search(stop) for stop in stops]
+        self._searches = [StopSearch(stop) for stop in stops]
         self._first_characters = frozenset(stop[0] for stop in stops)
         self._keep = keep
-        self._num_partial = 0  # the longest beginning of a stop string that the text ends with
+        self._num_partial = 0  # the longest start of a stop string that the text ends with
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The text that is safe to show now; none once a stop string has matched."""
+        """The text that may be shown now. Empty after a match."""
         if self.matched is not None:
             return ""
         if self._num_partial == 0 and self._first_characters.isdisjoint(text):
@@ -51,18 +51,18 @@ class StopStringMatcher:
         return text[:shown]
 
     def release(self) -> str:
-        """What was held back: no more text will come. Empty once a stop string has matched."""
+        """The text that was held back. Call it when no more text will come. Empty after a match."""
         held, self._held = self._held, ""
         return held
 
 
-class _Search:
-    """`num_read`: how many characters at the end of the text so far are the beginning of the stop string."""
+class StopSearch:
+    """The search for one stop string. `num_read`: the length of the start of the stop string at the end of the text."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.num_read = 0
-        # _shorter[n]: the longest proper beginning of stop[:n] that stop[:n] also ends with
+        # _shorter[n]: the length of the longest proper start of stop[:n] that stop[:n] also ends with
         self._shorter = [0] * len(stop)
         border = 0
         for n in range(2, len(stop)):
@@ -75,7 +75,7 @@ class _Search:
         return n + 1 if self.stop[n] == character else 0
 
     def read(self, text: str) -> int | None:
-        """Where in `text` the stop string first ends, if it does; reading on after that is not foreseen."""
+        """The index in `text` after the first stop string, if there is one. No text may be read after that."""
         n, length = self.num_read, len(self.stop)
         for index, character in enumerate(text):
             n = self._next(n, character)

@@ -1,66 +1,70 @@
-"""The client's side of the engine: prompts become token ids on their way in, outputs find their waiting coroutine.
+"""The TokenizerManager: it tokenises prompts, sends them to the scheduler, and hands outputs to their readers.
 
-Lives in one event loop (that of the HTTP server, or the Engine's own thread); none of its methods may be called from
-another thread. It imports no torch.
+It runs in one event loop: that of the HTTP server, or that of the Engine's thread. Call all methods in that thread. It
+imports no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
-from ..srt.errors import EngineDead, InvalidRequest, TercetError
+from ..srt.errors import EngineDead, EngineRestarting, InvalidRequest, QueueFull, TercetError
+from ..srt.grammar_spec import GrammarSpec
 from ..srt.io_struct import (
     AbortReq,
     BatchTextOut,
     BrokenMessage,
+    EngineView,
     FlushCacheReply,
     FlushCacheReq,
     Heartbeat,
-    SchedulerReady,
     SchedulerState,
     StateReply,
     StateReq,
-    ToScheduler,
     ToTokenizer,
+    ViewReply,
+    ViewReq,
     pack_ids,
 )
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.request_options import RequestOptions
-from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
+from ..srt.start_reports import SchedulerReady
 from ..srt.text.tokenizer import Tokenizer
+from .calls import Reply, SchedulerCalls, SchedulerLink
 from .generation import Generation
 from .input_processor import InputProcessor
+from .recovery import Blame, Recovery, watched
+from .request_metrics import RequestMetrics
 from .request_registry import Prompt, PromptSamples, Request, RequestRegistry
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R", FlushCacheReply, StateReply)
 
 _TOKENISE_OFF_LOOP_CHARS = 20_000
-"""A longer text is tokenised in a thread, so that it delays nobody's stream."""
+"""Longer texts are tokenised in a thread, so that they delay no stream."""
 
 
-class SchedulerLink(Protocol):
-    """Where requests go: an `ipc.Sender`, or a test's fake."""
+class GrammarChecks(Protocol):
+    """The judge of grammars: a GrammarChecker, or a test's fake."""
 
-    def send(self, message: ToScheduler) -> None: ...
+    async def check(self, spec: GrammarSpec) -> None:
+        """Returns if the scheduler can compile the grammar. Raises InvalidRequest."""
 
 
 class KnownState(NamedTuple):
-    """What is known of the scheduler. `age_s`: seconds since it told; 0 when it has just answered."""
+    """The last known state of the scheduler. `age_s`: its age in seconds; 0 for a fresh answer."""
 
     state: SchedulerState
     age_s: float
 
 
 class TokenizerManager:
-    """Validates, tokenises, sends, and hands each output to its Generation."""
+    """Checks, tokenises and sends requests, and hands each output to its Generation."""
 
     def __init__(
         self,
@@ -69,82 +73,101 @@ class TokenizerManager:
         tokenizer: Tokenizer | None,
         facts: SchedulerReady,
         scheduler: SchedulerLink,
+        grammars: GrammarChecks | None = None,
     ) -> None:
+        """`grammars`: None refuses every request with a grammar."""
         self.server_args = server_args
         self.model_config = model_config
         self.facts = facts
         self.draining = False
-        """True: running requests finish, new ones are refused with 503."""
+        """True: running requests may finish, and new requests get status 503."""
         self.failure: EngineDead | None = None
-        self._scheduler = scheduler
-        self._calls: dict[int, asyncio.Future[FlushCacheReply | StateReply]] = {}
-        self._call_ids = itertools.count(1)
+        self.recovery = Recovery()
+        self.on_recovery: set[Callable[[], None]] = set()
+        """Called when the engine has died and is being restarted."""
+        self._scheduler: SchedulerLink | None = scheduler
+        """None: the engine is being restarted."""
+        self._num_held = 0
+        """Samples that were accepted since then."""
+        self._grammars = grammars
+        self._calls = SchedulerCalls()
         self.inputs = InputProcessor(server_args, model_config, tokenizer, facts)
-        self._requests = RequestRegistry(self._send_abort, self.inputs.draw_seed)
+        """The tokenizer, and the defaults and checks of requests."""
+        self.metrics = RequestMetrics() if server_args.enable_metrics else None
+        """What /metrics tells about requests; None without --enable-metrics."""
+        make_generation = Generation if self.metrics is None else self.metrics.generation
+        self._requests = RequestRegistry(self._send_abort, self.inputs.draw_seed, make_generation)
         self._last_heartbeat = time.monotonic()
         self._last_state: SchedulerState | None = None
         self._last_state_at = 0.0
 
     # Requests
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """None with `--skip-tokenizer-init`."""
-        return self.inputs.tokenizer
-
-    @property
-    def default_sampling(self) -> Mapping[str, Any]:
-        """Sampling parameters that requests get from the model where they give none."""
-        return self.inputs.default_sampling
-
-    def make_sampling(self, given: Mapping[str, Any]) -> SamplingParams:
-        """`given` over the model's defaults (`--sampling-defaults`); raises InvalidRequest with the field's name."""
-        return self.inputs.make_sampling(given)
-
     def open(self, prompts: Sequence[Prompt], *, name: str | None = None) -> Request:
-        """Accepts a request: from here on it has its names, can be aborted, fails with the engine, and is drained.
+        """Accepts a request. From now on it can be aborted by name, and ends with the engine.
 
-        `name`: what several prompts are known by together; a single one is known by its `rid`.
-        Raises InvalidRequest (a name is in use, or too long), EngineDead. Whoever opens a request `start`s each of its
-        prompts, reads all samples, and closes it when anything fails.
+        `name`: the name of a request with several prompts. A single prompt has only its `rid`. The caller must `start`
+        each prompt, read all samples, and close the request after an error. Raises InvalidRequest for a name that is in
+        use or too long, and EngineDead.
         """
         self.check_accepting()
         return self._requests.open(prompts, name)
 
     async def start(self, prompt: PromptSamples) -> None:
-        """`prepare`, then `send` of every sample."""
+        """Prepares the prompt, and sends all of its samples."""
         await self.prepare(prompt)
         for generation in prompt.generations:
             self.send(prompt, generation)
 
     async def prepare(self, prompt: PromptSamples) -> None:
-        """Makes and checks the token ids of a prompt. Returns early when the samples end meanwhile.
+        """Makes and checks the token ids of a prompt, and checks its grammar. Returns early if the samples end.
 
-        Raises InvalidRequest (empty, invalid or too long), naming the request's field.
+        Raises InvalidRequest, with the name of the field, for a prompt that is empty, invalid or too long.
         """
         if prompt.is_over or prompt.prompt_ids:
             return
         try:
             with prompt.unless_over():
-                prompt.prompt_ids = await self._prompt_ids(prompt.prompt)
+                if prompt.prompt.options.sampling.grammar is not None:
+                    await self._check_grammar(prompt.prompt, prompt.prompt.options.sampling.grammar)
+                ids = await self._prompt_ids(prompt.prompt)
+                self.inputs.check_priority(prompt.prompt.options)
+                self.inputs.check_logprobs(prompt.prompt.options, len(ids))
+                prompt.prompt_ids = ids
                 prompt.packed_ids = pack_ids(prompt.prompt_ids)
         except InvalidRequest as error:
             if error.param in ("prompt", "input_ids", None):
                 error.param = prompt.prompt.param
             raise
 
-    def send(self, prompt: PromptSamples, generation: Generation) -> None:
-        """Gives one sample of a prepared prompt to the scheduler, unless it has ended.
+    async def _check_grammar(self, prompt: Prompt, grammar: GrammarSpec) -> None:
+        param = prompt.grammar_param or grammar.kind
+        if self._grammars is None:
+            raise InvalidRequest(f"{param} is not supported: this engine has no grammars", param=param)
+        try:
+            await self._grammars.check(grammar)
+        except InvalidRequest as error:
+            # Other requests may wait for the same error, so it is copied.
+            raise type(error)(error.message, param=param) from None
 
-        `max_new_tokens` is cut to what the context and the KV pool have room for.
+    def send(self, prompt: PromptSamples, generation: Generation) -> None:
+        """Sends one sample of a prepared prompt to the scheduler, unless it has ended.
+
+        `max_new_tokens` is limited to the room in the context and the KV pool.
         """
         if generation.is_over:
             return
         request = self.inputs.generate_req(
             generation.key, prompt.packed_ids, prompt.prompt.options, prompt.first_seed + generation.index
         )
-        generation.mark_sent()
-        self._scheduler.send(request)
+        generation.hold(request)
+        if self._scheduler is not None:
+            generation.mark_sent()
+            self._scheduler.send(request)
+        elif self._num_held < self.server_args.max_queued_requests:
+            self._num_held += 1
+        else:
+            generation.fail(QueueFull(f"the waiting queue is full ({self._num_held} requests); try again later"))
 
     async def submit(
         self,
@@ -153,7 +176,7 @@ class TokenizerManager:
         *,
         rid: str | None = None,
     ) -> list[Generation]:
-        """Opens and starts a request with one prompt; the list has `sampling.n` Generations. Raises as those do."""
+        """Opens and starts a request with one prompt. Returns `sampling.n` Generations. Raises as those do."""
         request = self.open([Prompt(content=content, options=options, rid=rid)])
         (prompt,) = request.prompts
         try:
@@ -164,9 +187,9 @@ class TokenizerManager:
         return prompt.generations
 
     def abort(self, name: str) -> bool:
-        """Aborts the request of exactly this name, or one prompt of a request; whether there was one.
+        """Aborts the request or prompt of exactly this name. Returns whether there is one.
 
-        Its samples end with all tokens that they have.
+        The last output of each sample has all tokens so far.
         """
         return self._requests.abort(name)
 
@@ -175,13 +198,27 @@ class TokenizerManager:
 
     @property
     def num_unfinished(self) -> int:
-        """Samples of all open requests that have not ended."""
+        """The number of samples that have not ended."""
         return len(self._requests)
+
+    def live_samples(self) -> list[Generation]:
+        """All samples that have not ended."""
+        return self._requests.live()
 
     # The engine as a whole
 
+    @property
+    def is_restarting(self) -> bool:
+        """The engine has died, and a new one is starting. New requests wait for it."""
+        return self._scheduler is None and self.failure is None
+
+    @property
+    def is_recovering(self) -> bool:
+        """Samples that had begun wait for a new engine, or for their turn in it."""
+        return self.is_restarting or (self.recovery.is_isolating and self.failure is None)
+
     def check_accepting(self) -> None:
-        """Raises EngineDead when a process is gone or the server is about to stop."""
+        """Raises EngineDead if the engine is gone for good or the server is shutting down."""
         if self.failure is not None:
             raise self.failure
         if self.draining:
@@ -189,46 +226,91 @@ class TokenizerManager:
 
     @property
     def is_healthy(self) -> bool:
-        """Every process is alive, and the scheduler's loop has turned within the watchdog's time."""
-        silent_s = time.monotonic() - self._last_heartbeat
-        return self.failure is None and silent_s < self.server_args.watchdog_timeout
+        """Whether all processes are alive, and a message has arrived within `watchdog_timeout`."""
+        is_up = self.failure is None and self._scheduler is not None
+        return is_up and self.silent_s < self.server_args.watchdog_timeout
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last message of the engine."""
+        return time.monotonic() - self._last_heartbeat
 
     async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
-        """Empties the prefix cache, waiting up to `timeout_s` for the engine to be idle."""
+        """Empties the prefix cache. Waits up to `timeout_s` until the engine is idle."""
         deadline = time.monotonic() + timeout_s
         while True:
-            reply = await self._call(FlushCacheReq, FlushCacheReply)
+            reply = await self._calls.ask(self._link(), FlushCacheReq, FlushCacheReply)
             if reply.ok or time.monotonic() >= deadline:
                 return reply
             await asyncio.sleep(0.05)
 
     async def scheduler_state(self, timeout_s: float) -> KnownState:
-        """The scheduler's state. When it does not answer in time, as in a long step, the last state that it told.
+        """The scheduler's state. If it does not answer in time, for example in a long step or during a restart, its
+        last known state.
 
-        Raises EngineDead when it has told none yet, when its loop has not turned within the watchdog's time, and when
-        a process is gone.
+        Raises EngineDead if there is no known state, and if the engine is neither healthy nor being restarted.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                reply = await self._call(StateReq, StateReply)
+                reply = await self._calls.ask(self._link(), StateReq, StateReply)
                 return KnownState(reply.state, 0.0)
+        except (TimeoutError, EngineRestarting) as error:
+            last = self.last_state
+            if last is None or not (self.is_healthy or self.is_restarting):
+                raise EngineDead(str(error) or f"the scheduler did not answer within {timeout_s:g} s") from None
+            return last
+
+    @property
+    def last_state(self) -> KnownState | None:
+        """The last state that the scheduler told; None before it has told one."""
+        if self._last_state is None:
+            return None
+        return KnownState(self._last_state, time.monotonic() - self._last_state_at)
+
+    async def engine_view(self, after_step: int, timeout_s: float) -> EngineView:
+        """The steps, requests and hottest prefixes of the engine. Raises EngineDead if there is no answer in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await self._calls.ask(self._link(), lambda call_id: ViewReq(call_id, after_step), ViewReply)
         except TimeoutError:
-            if self._last_state is None or not self.is_healthy:
-                raise EngineDead(f"the scheduler did not answer within {timeout_s:g} s") from None
-            return KnownState(self._last_state, time.monotonic() - self._last_state_at)
+            raise EngineDead(f"the scheduler did not answer within {timeout_s:g} s") from None
+        return reply.view
+
+    def on_death(self, blame: Blame | None) -> None:
+        """A process of the engine is gone, and a new engine will be given to `resume`.
+
+        Samples that are being aborted end now, and so does the request that is to blame. All others wait.
+        """
+        was_up, self._scheduler = self._scheduler is not None, None
+        lost = [generation for generation in self._requests.live() if generation.lose()]
+        self.recovery.on_death(lost, blame)
+        self._calls.fail(EngineRestarting("the engine is being restarted; try again in a moment"))
+        if was_up:
+            for listener in list(self.on_recovery):
+                listener()
+
+    def resume(self, scheduler: SchedulerLink, facts: SchedulerReady) -> None:
+        """A new engine is ready: it gets every waiting sample, with the tokens that have come."""
+        self.facts = facts
+        self.inputs.update(facts)
+        self._scheduler = scheduler
+        self._num_held = 0
+        self._last_heartbeat = time.monotonic()
+        waiting = [generation for generation in self._requests.live() if generation.waits_for_engine]
+        for generation in self.recovery.take_innocent(waiting):
+            self._resend(generation)
+        self._try_next()
 
     def fail(self, message: str) -> None:
-        """A process of the engine is gone: every waiting client gets an error now."""
+        """Called when a process of the engine is gone. Every waiting client gets an error."""
         if self.failure is not None:
             return
         self.failure = EngineDead(message)
         self._requests.fail(self.failure)
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(self.failure)
+        self._calls.fail(self.failure)
 
     def on_message(self, message: ToTokenizer | BrokenMessage) -> None:
-        """What the detokenizer and the scheduler send."""
+        """Handles a message of the detokenizer or the scheduler."""
         if isinstance(message, BrokenMessage):
             self._fail_named(message)
             return
@@ -236,17 +318,34 @@ class TokenizerManager:
         if isinstance(message, BatchTextOut):
             for out in message.outs:
                 generation = self._requests.generation(out.rid)
-                if generation is not None:  # else it was closed here, while its last outputs were under way
+                if generation is not None:  # otherwise it was closed here before its last outputs arrived
                     generation.push(out)
+            if self.recovery.is_isolating:
+                self._try_next()
             return
         if isinstance(message, Heartbeat | StateReply):
             self._last_state, self._last_state_at = message.state, time.monotonic()
-        if isinstance(message, FlushCacheReply | StateReply):
-            call = self._calls.get(message.call_id)
-            if call is not None and not call.done():
-                call.set_result(message)
+            if self.recovery.is_isolating:
+                self._try_next()  # the suspect may have been closed here, which no output tells
+        if isinstance(message, Reply):
+            self._calls.on_reply(message)
 
     # Inside
+
+    def _try_next(self) -> None:
+        """Sends the next suspect, if it is its turn."""
+        if self._scheduler is None:
+            return
+        generation = self.recovery.next_trial()
+        if generation is not None:
+            self._resend(generation, is_suspect=True)
+
+    def _resend(self, generation: Generation, *, is_suspect: bool = False) -> None:
+        assert self._scheduler is not None
+        request = generation.resumption()
+        self.recovery.num_resumed += request.resumed is not None
+        generation.mark_sent()
+        self._scheduler.send(watched(request) if is_suspect else request)
 
     def _fail_named(self, message: BrokenMessage) -> None:
         for rid in message.rids:
@@ -254,22 +353,16 @@ class TokenizerManager:
             if generation is not None:
                 generation.fail(TercetError(message.reason))
 
-    async def _call(self, request: Callable[[int], FlushCacheReq | StateReq], reply_type: type[R]) -> R:
-        """Sends the scheduler `request(call_id)` and waits for the reply to it. Raises EngineDead."""
+    def _link(self) -> SchedulerLink:
+        """The scheduler. Raises EngineDead, EngineRestarting."""
         if self.failure is not None:
             raise self.failure
-        call_id = next(self._call_ids)
-        call = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        try:
-            self._scheduler.send(request(call_id))
-            reply = await call
-        finally:
-            del self._calls[call_id]
-        assert isinstance(reply, reply_type)
-        return reply
+        if self._scheduler is None:
+            raise EngineRestarting("the engine is being restarted; try again in a moment")
+        return self._scheduler
 
     def _send_abort(self, key: str) -> None:
-        if self.failure is None:
+        if self.failure is None and self._scheduler is not None:
             self._scheduler.send(AbortReq(key))
 
     async def _prompt_ids(self, prompt: Prompt) -> Sequence[int]:
@@ -283,9 +376,8 @@ class TokenizerManager:
         return self.inputs.check_ids(ids, is_text=isinstance(content, str))
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; raises InvalidRequest without a tokenizer or on text that is not Unicode."""
-        tokenizer = self.inputs.tokenizer_for(text)
+        """The token ids of a text. Raises what `InputProcessor.encode` raises."""
         if len(text) < _TOKENISE_OFF_LOOP_CHARS:
-            return tokenizer.encode(text, add_special_tokens)
+            return self.inputs.encode(text, add_special_tokens)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, tokenizer.encode, text, add_special_tokens)
+        return await loop.run_in_executor(None, self.inputs.encode, text, add_special_tokens)

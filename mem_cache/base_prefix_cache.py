@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from ..srt.io_struct import HotPrefix
 
 
 class CacheNode:
@@ -63,6 +65,13 @@ class BasePrefixCache(ABC):
         """The number of slots that `match` would return. Has no effect on the cache; the queue is ordered by it."""
 
     @abstractmethod
+    def match_path(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> tuple[Sequence[CacheNode], int]:
+        """The nodes of the longest cached prefix, first part first, and its length. Has no effect on the cache.
+
+        The last node may match only in part. So these nodes may be compared, but not locked.
+        """
+
+    @abstractmethod
     def insert(
         self,
         tokens: npt.NDArray[np.int32],
@@ -75,12 +84,11 @@ class BasePrefixCache(ABC):
         """
 
     @abstractmethod
-    def evictable_len(self, node: CacheNode) -> int:
-        """The number of tokens that `lock(node)` would take from `evictable_size`. Has no effect on the cache."""
+    def lock(self, node: CacheNode, *, is_use: bool = True) -> None:
+        """Protect the prefix that ends at `node` from eviction. Needs one `unlock` for each `lock`.
 
-    @abstractmethod
-    def lock(self, node: CacheNode) -> None:
-        """Protect the prefix that ends at `node` from eviction. Needs one `unlock` for each `lock`. Counts as a use."""
+        `is_use`: whether the lock counts as a use of the prefix.
+        """
 
     @abstractmethod
     def unlock(self, node: CacheNode) -> None:
@@ -109,6 +117,13 @@ class BasePrefixCache(ABC):
     @abstractmethod
     def is_discarded(self, node: CacheNode) -> bool:
         """Whether the prefix of this locked node was discarded. KV that continues it must then not be inserted."""
+
+    @abstractmethod
+    def hottest(self, max_prefixes: int, max_tokens: int) -> list[HotPrefix]:
+        """The edges that saved the most computation, in depth-first order, each with its first `max_tokens` tokens.
+
+        Only the default namespace is listed, so that no tenant's prompts are shown.
+        """
 
     @abstractmethod
     def reset(self) -> None:

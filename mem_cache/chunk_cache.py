@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from ..srt.io_struct import HotPrefix
 from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult
 
 
@@ -27,6 +28,9 @@ class ChunkCache(BasePrefixCache):
     def match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
         return 0
 
+    def match_path(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> tuple[Sequence[CacheNode], int]:
+        return (), 0
+
     def insert(
         self,
         tokens: npt.NDArray[np.int32],
@@ -35,10 +39,7 @@ class ChunkCache(BasePrefixCache):
     ) -> InsertResult:
         return InsertResult(duplicate_len=0, taken_len=0)
 
-    def evictable_len(self, node: CacheNode) -> int:
-        return 0
-
-    def lock(self, node: CacheNode) -> None:
+    def lock(self, node: CacheNode, *, is_use: bool = True) -> None:
         """Does nothing: there is no KV to protect."""
 
     def unlock(self, node: CacheNode) -> None:
@@ -55,6 +56,9 @@ class ChunkCache(BasePrefixCache):
 
     def is_discarded(self, node: CacheNode) -> bool:
         return False
+
+    def hottest(self, max_prefixes: int, max_tokens: int) -> list[HotPrefix]:
+        return []
 
     def reset(self) -> None:
         """Does nothing: there is no KV to forget."""

@@ -15,7 +15,7 @@ class LeafHistory(Protocol):
 
     created: int  # tick of the insert of these tokens
     last_access: int  # tick of the last match or insert of these tokens
-    num_uses: int  # number of locks so far
+    num_uses: int  # number of locks so far that count as a use
 
 
 EvictPolicy = Callable[[LeafHistory], tuple[int, ...]]

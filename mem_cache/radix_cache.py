@@ -21,15 +21,17 @@ rebuild when most entries are void.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from ..srt.io_struct import HotPrefix
 from .allocator import BaseAllocator
 from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult
 from .evict_policy import get_evict_policy
 from .radix_audit import audit_slices
+from .radix_heat import hottest
 from .radix_node import EMPTY, NO_TICKET, RadixNode
 
 # Added to the limit of the heap's length, so that small trees do not rebuild their heap all the time.
@@ -75,6 +77,9 @@ class RadixCache(BasePrefixCache):
 
     def match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
         return self._find(tokens, namespace)[1]
+
+    def match_path(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> tuple[Sequence[CacheNode], int]:
+        return self._find(tokens, namespace)[:2]
 
     def insert(
         self,
@@ -170,18 +175,8 @@ class RadixCache(BasePrefixCache):
 
     # Locks
 
-    def evictable_len(self, node: CacheNode) -> int:
-        current = self._attached(node)
-        num_tokens = 0
-        # All nodes above a locked node are locked.
-        while current is not self._root and current.lock_count == 0:
-            assert current.parent is not None
-            num_tokens += len(current.tokens)
-            current = current.parent
-        return num_tokens
-
-    def lock(self, node: CacheNode) -> None:
-        self._lock_up_to(node, self._root)
+    def lock(self, node: CacheNode, *, is_use: bool = True) -> None:
+        self._lock_up_to(node, self._root, is_use)
 
     def unlock(self, node: CacheNode) -> None:
         current = self._attached(node)
@@ -203,9 +198,9 @@ class RadixCache(BasePrefixCache):
 
     def move_lock(self, held: CacheNode, node: CacheNode) -> None:
         # The shared path up to the root keeps the lock that it has from `held`.
-        self._lock_up_to(node, self._attached(held))
+        self._lock_up_to(node, self._attached(held), is_use=True)
 
-    def _lock_up_to(self, node: CacheNode, stop: RadixNode) -> None:
+    def _lock_up_to(self, node: CacheNode, stop: RadixNode, is_use: bool) -> None:
         current = self._attached(node)
         while current is not stop:
             assert current.parent is not None, "the lock that moves is not on the way to the root"
@@ -214,7 +209,7 @@ class RadixCache(BasePrefixCache):
                 self.protected_size += len(current.tokens)
                 current.ticket = NO_TICKET
             current.lock_count += 1
-            current.num_uses += 1
+            current.num_uses += is_use
             current = current.parent
 
     def _attached(self, node: CacheNode) -> RadixNode:
@@ -325,7 +320,10 @@ class RadixCache(BasePrefixCache):
     def is_discarded(self, node: CacheNode) -> bool:
         return node in self._discarded
 
-    # Checks
+    # Checks and views
+
+    def hottest(self, max_prefixes: int, max_tokens: int) -> list[HotPrefix]:
+        return hottest(self._root.children.get(_namespace_key("")), max_prefixes, max_tokens)
 
     def audit_slices(self) -> Iterator[npt.NDArray[np.int32]]:
         return audit_slices(self)

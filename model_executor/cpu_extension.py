@@ -70,6 +70,11 @@ def load() -> Variant | None:
     return None
 
 
+def has_fastest_build() -> bool:
+    """Whether `load` returns the fastest variant that this processor supports. scripts/setup asks."""
+    return load() == next((variant for variant in VARIANTS if variant.is_supported()), None)
+
+
 def build_hint() -> str:
     """Instructions for building the operations."""
     return cpu_build.build_hint(_ROOT)

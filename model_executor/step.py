@@ -18,25 +18,38 @@ import numpy as np
 import numpy.typing as npt
 
 from ..mem_cache.req_to_token_pool import TableUpdate
+from ..srt.logprobs import LogprobOptions, Logprobs
 from ..srt.sampling_params import SamplingParams
 
 __all__ = [
     "FROM_DEVICE",
+    "HIDDEN_UNIT",
     "ForwardMode",
+    "HiddenSum",
     "Int32Array",
     "LaunchedStep",
     "NewRow",
+    "PromptScore",
     "Runner",
     "StepInputs",
     "StepOutput",
     "TableUpdate",
+    "TokenMasks",
     "decode_step",
     "encode_step",
+    "num_mask_words",
 ]
 
 Int32Array = npt.NDArray[np.int32]
 FROM_DEVICE = -1
 """In `StepInputs.input_ids`: the row's newest token, which the runner keeps on the device."""
+
+
+HIDDEN_UNIT = 2.0**-28
+"""The unit of StepOutput.hidden_sums. Sums of integers are exact, so they do not depend on chunks.
+
+A prompt of 2**20 tokens may have hidden states up to 2**15 on average.
+"""
 
 
 class ForwardMode(Enum):
@@ -61,6 +74,28 @@ class NewRow:
     """The tokens generated before a retraction; empty for a new request."""
     stop_ids: tuple[int, ...]
     """EOS and stop tokens, which are not sampled before `min_new_tokens`."""
+    logprobs: LogprobOptions | None = None
+    """The log probabilities that every step returns for the row's new tokens; None: none."""
+
+
+@dataclass(slots=True, frozen=True)
+class PromptScore:
+    """Prompt tokens of a row whose log probabilities an extend step returns. They follow one another."""
+
+    row: int
+    start: int
+    """Index in [T] of the token before the first of them, whose logits are needed."""
+    targets: Int32Array
+    """[n], the prompt tokens themselves. The last one may be outside the step."""
+
+
+@dataclass(slots=True, frozen=True)
+class HiddenSum:
+    """Successive prompt tokens whose hidden states, after the final norm, an extend step sums."""
+
+    start: int
+    """Index in [T] of the first of them."""
+    length: int
 
 
 @dataclass(slots=True)
@@ -81,9 +116,13 @@ class StepInputs:
     extend_lens: Int32Array | None = None
     """[B], number of new tokens of each row, >= 1. The cached prefix has seq_lens - extend_lens tokens."""
     input_ids: Int32Array | None = None
-    """[T], the new tokens; FROM_DEVICE for a decoding row of a mixed batch."""
+    """[T], the new tokens. A decoding row of a mixed batch has FROM_DEVICE, and after it the row's drafts, if any."""
     sampled: npt.NDArray[np.bool_] | None = None
     """[B], whether the row's next token is sampled; False for a chunk that is not the last of its prompt."""
+    prompt_scores: list[PromptScore] = field(default_factory=list)
+    """The prompt tokens whose log probabilities are wanted. Only for rows with `NewRow.logprobs`."""
+    hidden_sums: list[HiddenSum] = field(default_factory=list)
+    """The prompt tokens whose hidden states are wanted."""
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +142,12 @@ class StepOutput:
     """[sum(num_tokens)], new tokens, one row after the other. A row with invalid logits ends with -1."""
     num_tokens: Int32Array | None = None
     """[R], number of new tokens of each row, >= 1, and more than 1 for accepted drafts. None: 1 for all rows."""
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    """The log probabilities of a row's new tokens, by the row's position in [R], for the rows that want them."""
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    """One for each of `StepInputs.prompt_scores`."""
+    hidden_sums: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    """One for each of `StepInputs.hidden_sums`: [hidden_size], in units of HIDDEN_UNIT."""
 
     def rows(self) -> list[list[int]]:
         """The new tokens of each row: R lists."""
@@ -113,14 +158,29 @@ class StepOutput:
         return [tokens[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
+@dataclass(slots=True, frozen=True)
+class TokenMasks:
+    """The tokens that grammars allow next, for M of the R sampled rows of a step."""
+
+    lines: Int32Array
+    """[M], positions in the sampled rows, each once, in rising order."""
+    bits: Int32Array
+    """[M, num_mask_words(vocab_size)]. Bit i of word w: token 32 * w + i may come next. At least one token may."""
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """The words of a token mask."""
+    return -(-vocab_size // 32)
+
+
 class LaunchedStep(Protocol):
     """A step whose forward pass is queued."""
 
-    def sample(self) -> None:
+    def sample(self, masks: TokenMasks | None = None) -> None:
         """Queue the choice of the next tokens. Must be called once, before the next `launch`.
 
-        It is a separate call because, unlike the forward pass, it may depend on the host's view of earlier tokens (the
-        mask of a grammar).
+        It is a separate call because, unlike the forward pass, it may depend on the host's view of earlier tokens:
+        `masks`, the tokens that grammars allow. The caller must not use their arrays afterwards.
         """
 
     def wait(self) -> StepOutput:

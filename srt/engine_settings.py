@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from .model_files.default_model import DEFAULT_MODEL_NAME, require_default_model
+from .model_files.default_model import default_model_settings
 from .server_args import ServerArgs, Setting
 
 
@@ -28,8 +28,7 @@ def engine_settings(
     for name in sorted(set(settings) & refused.keys()):
         raise ValueError(f"{name} is a setting of {refused[name]}; this engine does not accept it")
     if model_path is None:
-        model_path = str(require_default_model())
-        settings = {"served_model_name": DEFAULT_MODEL_NAME, **settings}
+        return ServerArgs.from_dict({**default_model_settings(), **settings})
     return ServerArgs.from_dict({"model_path": model_path, **settings})
 
 

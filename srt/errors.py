@@ -8,8 +8,11 @@
     |-- RequestAborted               499  the client aborted the request or closed the connection
     |-- QueueFull                    503  the waiting queue is full: try again later
     |-- EngineBusy                   400  the call (flush) needs an idle engine
+    |-- MetricsOff                   404  the server runs without --enable-metrics
     |-- InvalidLogits                500  the model produced NaN for this request
     |-- EngineDead                   503  a process of the engine has died
+    |   `-- EngineRestarting       503  the engine is being restarted: try again in a moment
+    |-- FatalRequest                 500  the engine died twice while it worked on this request
     `-- ModelNotSupported            (start-up) ValueError that names the supported architectures
 
 Each class has its HTTP status and its OpenAI `type` and `code`, so that handlers need no tables.
@@ -45,6 +48,13 @@ class UnsupportedField(InvalidRequest):
 class PromptTooLong(InvalidRequest):
     code = "context_length_exceeded"
 
+    @classmethod
+    def of(cls, context_len: int, problem: str) -> PromptTooLong:
+        """The error in the words that litellm and LangChain look for before they fall back to another model."""
+        return cls(
+            f"This model's maximum context length is {context_len} tokens, but {problem} ({cls.code})", param="prompt"
+        )
+
 
 class ModelNotFound(TercetError):
     status = 404
@@ -68,6 +78,12 @@ class EngineBusy(TercetError):
     err_type = "engine_busy"
 
 
+class MetricsOff(TercetError):
+    status = 404
+    err_type = "invalid_request_error"
+    code = "metrics_off"
+
+
 class InvalidLogits(TercetError):
     err_type = "invalid_logits"
 
@@ -76,6 +92,14 @@ class EngineDead(TercetError):
     status = 503
     err_type = "service_unavailable"
     code = "engine_dead"
+
+
+class EngineRestarting(EngineDead):
+    code = "engine_restarting"
+
+
+class FatalRequest(TercetError):
+    code = "fatal_request"
 
 
 class ModelNotSupported(TercetError, ValueError):
@@ -92,6 +116,7 @@ BY_TYPE: dict[str, type[TercetError]] = {
         QueueFull,
         InvalidLogits,
         EngineDead,
+        FatalRequest,
     )
 }
 """The errors that are sent between processes, by the name in `io_struct.AbortFinish.err_type`."""

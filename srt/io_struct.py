@@ -4,7 +4,6 @@
                      <----------------ToTokenizer (replies, heartbeats)---- Scheduler
 
 All outputs of a request, also its failure, go through the detokenizer, so that they arrive in order.
-
 A prompt is sent as raw int32 bytes in the msgpack frame, because the scheduler needs a numpy array: 1,000 ids take
 23 us raw and 65 us as a list. Outputs have few ids and are sent as lists: one id takes 0.3 us as a list, 0.9 us raw.
 """
@@ -12,7 +11,7 @@ A prompt is sent as raw int32 bytes in the msgpack frame, because the scheduler 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from .errors import TercetError
+from .logprobs import NewLogprobs
 from .request_options import RequestOptions
 
 
@@ -40,7 +40,7 @@ def unpack_ids(data: bytes) -> npt.NDArray[np.int32]:
 class StopFinish(msgspec.Struct, frozen=True, tag="stop", tag_field="type"):
     """The request ended at a stop. `matched`: the stop token's id, or the stop string."""
 
-    matched: Annotated[int | str, Meta(description="The stop token's id, or the stop string")]
+    matched: Annotated[int | str, Meta(description="The stop token's id, the stop string or the text of stop_regex")]
 
 
 class LengthFinish(msgspec.Struct, frozen=True, tag="length", tag_field="type"):
@@ -68,12 +68,22 @@ FinishReason = StopFinish | LengthFinish | AbortFinish
 # TokenizerManager -> Scheduler
 
 
+class Resumed(msgspec.Struct, frozen=True, array_like=True):
+    """What the client of a sample has from an engine that has died. `cached_tokens` None: no output."""
+
+    output_ids: list[int]
+    cached_tokens: int | None
+    num_retractions: int
+
+
 class GenerateReq(msgspec.Struct, frozen=True, tag="generate"):
     """A validated and tokenised request for one sample of one prompt. A request with `n` > 1 becomes several."""
 
     rid: str
     input_ids: bytes
     options: RequestOptions
+    resumed: Resumed | None = None
+    """Set in a restarted engine: the sample continues after `resumed.output_ids`."""
 
 
 class AbortReq(msgspec.Struct, frozen=True, tag="abort"):
@@ -94,7 +104,15 @@ class StateReq(msgspec.Struct, frozen=True, tag="state"):
     call_id: int
 
 
-ToScheduler = GenerateReq | AbortReq | FlushCacheReq | StateReq
+class ViewReq(msgspec.Struct, frozen=True, tag="view"):
+    """Describe what the engine is doing, for people. The answer is a ViewReply."""
+
+    call_id: int
+    after_step: int
+    """Only steps with a higher number are wanted."""
+
+
+ToScheduler = GenerateReq | AbortReq | FlushCacheReq | StateReq | ViewReq
 
 
 # Scheduler -> DetokenizerManager
@@ -106,6 +124,9 @@ class DecodeOptions(msgspec.Struct, frozen=True, array_like=True):
     skip_special_tokens: bool
     no_stop_trim: bool
     stop_strings: list[str]
+    resumed_ids: list[int] = []
+    """Tokens whose text the client got from an engine that has died."""
+    stop_patterns: list[str] = []
 
 
 class Counts(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -116,6 +137,9 @@ class Counts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_tokens: int = 0
     """Prompt tokens whose KV was in the prefix cache at the first admission."""
     num_retractions: int = 0
+    queue_time_s: float | None = None
+    """Seconds from the arrival at the scheduler to the first admission. Set only in the request's last output, if it
+    was admitted."""
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
@@ -127,6 +151,10 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=Fa
     counts: Counts
     options: DecodeOptions | None = None
     """Set in the first TokenOut of the request."""
+    logprobs: NewLogprobs | None = None
+    """Of `token_ids`, and of the prompt in the first TokenOut; None: the request has not asked."""
+    embedding: bytes | None = None
+    """float32 [hidden_size], in the last TokenOut of a request with `pooling`."""
 
 
 class BatchTokenOut(msgspec.Struct, frozen=True, tag="tokens"):
@@ -148,11 +176,42 @@ class TextOut(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=Fal
     with `finish` has the rest of the text.
     """
 
-    rid: str
+    tokens: TokenOut
+    """As the scheduler sent it, without `options`. A new field of TokenOut arrives here without further code."""
     text: str
-    token_ids: list[int]
-    finish: FinishReason | None
-    counts: Counts
+
+    @property
+    def rid(self) -> str:
+        return self.tokens.rid
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.tokens.token_ids
+
+    @property
+    def finish(self) -> FinishReason | None:
+        return self.tokens.finish
+
+    @property
+    def counts(self) -> Counts:
+        return self.tokens.counts
+
+
+def joined(outs: Sequence[TextOut]) -> TextOut:
+    """Successive outputs of a request as one."""
+    last = outs[-1]
+    if len(outs) == 1:
+        return last
+    logprobs = [out.tokens.logprobs for out in outs if out.tokens.logprobs is not None]
+    tokens = TokenOut(
+        rid=last.rid,
+        token_ids=[token for out in outs for token in out.token_ids],
+        finish=last.finish,
+        counts=last.counts,
+        logprobs=NewLogprobs.joined(logprobs) if logprobs else None,
+        embedding=last.tokens.embedding,
+    )
+    return TextOut(tokens=tokens, text="".join([out.text for out in outs]))
 
 
 class BatchTextOut(msgspec.Struct, frozen=True, tag="texts"):
@@ -191,6 +250,14 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_repairs: int
     """Number of times that the idle audit found an error in the KV accounting and rebuilt the pool."""
     new_token_ratio: float
+    num_waiting_uncached_tokens: int = 0
+    """Prompt tokens that waiting requests, and the prompt that is computed in chunks, have yet to compute. A cached
+    prefix counts as far as the scheduler has looked it up."""
+
+    @property
+    def num_used_tokens(self) -> int:
+        """KV slots that requests hold. Those that only the prefix cache holds count as free: it can evict them."""
+        return self.num_protected_tokens + self.num_private_tokens
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -206,7 +273,65 @@ class StateReply(msgspec.Struct, frozen=True, tag="state"):
     state: SchedulerState
 
 
-ToTokenizer = BatchTextOut | Heartbeat | FlushCacheReply | StateReply
+class StepRecord(msgspec.Struct, frozen=True, gc=False):
+    """One step that the runner has finished."""
+
+    number: Annotated[int, Meta(description="The number of the step, counted from 1 since the start")]
+    start_s: Annotated[float, Meta(description="When the step began, in seconds on the scheduler's clock")]
+    duration_s: Annotated[float, Meta(description="How long the step took, in seconds")]
+    prompt_tokens: Annotated[int, Meta(description="Prompt tokens that the step computed")]
+    decodes: Annotated[int, Meta(description="Running requests that got their next token")]
+
+
+class RequestView(msgspec.Struct, frozen=True, gc=False):
+    """One unfinished request."""
+
+    rid: Annotated[str, Meta(description="Name of the sample inside the engine")]
+    stage: Annotated[str, Meta(description="`waiting`, `extending` (its prompt is computed in chunks) or `decoding`")]
+    prompt_tokens: Annotated[int, Meta(description="Tokens of the prompt")]
+    cached_tokens: Annotated[int, Meta(description="Prompt tokens that were in the prefix cache")]
+    computed_tokens: Annotated[int, Meta(description="Tokens of prompt and output whose KV is in memory")]
+    output_tokens: Annotated[int, Meta(description="Tokens generated so far")]
+    max_new_tokens: Annotated[int, Meta(description="Maximum number of tokens to generate")]
+
+
+class HotPrefix(msgspec.Struct, frozen=True):
+    """One edge of the prefix cache's tree."""
+
+    depth: int
+    """Number of listed edges above this one. The list is in depth-first order, so the depths describe the tree."""
+    start: int
+    """Position of the edge's first token in the prompts that contain it."""
+    num_tokens: int
+    num_uses: int
+    """Number of requests that have used the edge."""
+    is_locked: bool
+    """Whether a running request uses the edge."""
+    token_ids: list[int]
+    """The first tokens of the edge."""
+
+
+class EngineView(msgspec.Struct, frozen=True):
+    """What the engine is doing. The lists are bounded."""
+
+    now_s: float
+    """Time on the scheduler's clock, in seconds."""
+    state: SchedulerState
+    steps: list[StepRecord]
+    """The newest finished steps, oldest first."""
+    requests: list[RequestView]
+    """Running requests first."""
+    prefixes: list[HotPrefix]
+
+
+class ViewReply(msgspec.Struct, frozen=True, tag="view"):
+    """The answer to a ViewReq."""
+
+    call_id: int
+    view: EngineView
+
+
+ToTokenizer = BatchTextOut | Heartbeat | FlushCacheReply | StateReply | ViewReply
 
 
 # Within the process that receives a message
@@ -222,51 +347,16 @@ class BrokenMessage(msgspec.Struct, frozen=True):
 
 
 def request_ids(message: Any) -> list[str]:
-    """The ids of the requests that a message names. `message`: the built-in types of a decoded msgpack frame.
-
-    The message may be invalid in any way.
-    """
+    """The ids of the requests that a decoded message names. It may be invalid in any way."""
     if not isinstance(message, dict):
         return []
     outs = message.get("outs")
     named = [message.get("rid")]
-    named += [out[0] for out in outs if isinstance(out, list) and out] if isinstance(outs, list) else []
+    named += [_rid_of(out) for out in outs] if isinstance(outs, list) else []
     return [rid for rid in named if isinstance(rid, str)]
 
 
-# Child process -> its parent, once, over a pipe
-
-
-class SchedulerReady(msgspec.Struct, frozen=True, kw_only=True, tag="scheduler_ready"):
-    """The scheduler process is ready. The fields are facts that only a loaded model knows."""
-
-    max_total_num_tokens: int
-    max_running_requests: int
-    max_req_input_len: int
-    """Tokens of the longest prompt that fits into the context and into the KV pool."""
-    context_len: int
-    chunked_prefill_size: int
-    max_prefill_tokens: int
-    vocab_size: int
-    dtype: str
-    device: str
-    attention_backend: str
-    page_size: int
-    weight_bytes: int
-    kv_bytes: int
-    graph_bytes: int = 0
-    """Device memory of CUDA graphs; 0 without graphs."""
-
-
-class DetokenizerReady(msgspec.Struct, frozen=True, tag="detokenizer_ready"):
-    """The detokenizer process is ready."""
-
-
-class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
-    """A child could not start. `user_error`: the message says what to change; otherwise the log has the traceback."""
-
-    message: str
-    user_error: bool
-
-
-ToParent = SchedulerReady | DetokenizerReady | StartFailed
+def _rid_of(out: Any) -> Any:
+    """The `rid` of a decoded TokenOut, or of a TextOut, which begins with its TokenOut."""
+    first = out[0] if isinstance(out, list) and out else None
+    return first[0] if isinstance(first, list) and first else first

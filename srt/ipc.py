@@ -31,22 +31,37 @@ _MAX_UNIX_PATH = 100  # sun_path holds 108 bytes on Linux
 
 
 class RunDir:
-    """The private directory with the sockets of one engine."""
+    """The private directory with the sockets of one engine.
 
-    def __init__(self, path: Path) -> None:
+    `life`: the number of times that the engine's processes were restarted. Each life has sockets of its own, so that
+    a message from a dead process never reaches a later life.
+    """
+
+    def __init__(self, path: Path, life: int = 0) -> None:
         self.path = path
-        self.scheduler = f"ipc://{path}/scheduler"
-        self.detokenizer = f"ipc://{path}/detokenizer"
-        self.tokenizer = f"ipc://{path}/tokenizer"
+        self.life = life
+        self.scheduler = f"ipc://{path}/{life}-scheduler"
+        self.detokenizer = f"ipc://{path}/{life}-detokenizer"
+        self.tokenizer = f"ipc://{path}/{life}-tokenizer"
+        self.journal = path / f"{life}-journal"
+        """The file of the scheduler's step journal."""
+        self.grammar = f"ipc://{path}/grammar"
+        self.grammar_replies = f"ipc://{path}/grammars"
 
     @classmethod
     def create(cls) -> RunDir:
         """Create a directory of mode 0700, in /tmp if TMPDIR is too long for the name of a socket."""
         path = tempfile.mkdtemp(prefix="tercet-")
-        if len(os.fsencode(path)) + len("/detokenizer") > _MAX_UNIX_PATH:
+        if len(os.fsencode(path)) + len("/999999-detokenizer") > _MAX_UNIX_PATH:
             os.rmdir(path)
             path = tempfile.mkdtemp(prefix="tercet-", dir="/tmp")
         return cls(Path(path))
+
+    def next_life(self) -> RunDir:
+        """The same directory, with the sockets of the next life. Removes the files of this life."""
+        for path in self.path.glob(f"{self.life}-*"):
+            path.unlink(missing_ok=True)
+        return RunDir(self.path, self.life + 1)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -5,17 +5,23 @@ It is passed unchanged from the decoded body to the scheduler:
     body --options_of--> Prompt.options --> GenerateReq.options --> Req.options
 
 A body declares an option as a field of the same name (srt/entrypoints/options.py). So a new option is a field here, a
-field of the bodies that offer it, and the code that reads it.
+field of the bodies that offer it, and the code that reads it. `sampling` and `logprobs` are objects, which each API
+makes from fields of its own.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from .errors import InvalidRequest
+from .logprobs import LogprobOptions
 from .sampling_params import SamplingParams
 
 MAX_SALT_CHARS = 256
+Pooling = Literal["last", "mean"]
+"""Which hidden states of a prompt its embedding is the mean of: that of the last token, or those of all tokens."""
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -28,6 +34,12 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stream: bool = False
     """False: the client reads only the complete output, so the scheduler sends no output between the first token and
     the last."""
+    priority: int = 0
+    """Requests of higher priority go first; with `--schedule-low-priority-values-first`, those of lower priority."""
+    logprobs: LogprobOptions | None = None
+    """None: no log probabilities are computed."""
+    pooling: Pooling | None = None
+    """None: no embedding is computed. Otherwise the last output has the embedding, if nothing failed."""
 
     def __post_init__(self) -> None:
         if len(self.cache_salt) > MAX_SALT_CHARS:

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 import msgspec
 
 from .errors import InvalidRequest
+from .grammar_spec import MAX_GRAMMAR_BYTES, GrammarKind, GrammarSpec
+from .text.stop_regex import MAX_STATES, compile_stop_regex
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_BYTES = 1024
+MAX_STOP_REGEX_BYTES = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_N = 128
 MAX_LOGIT_BIAS = 1024
 GREEDY_BELOW = 1e-6
 """A temperature below this means greedy decoding."""
+GRAMMAR_FIELDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 _SHOWN_CHARS = 80
 
 
@@ -30,9 +35,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     max_new_tokens: int | None = 128
-    """None: up to the end of the context."""
+    """None: up to the end of the context. 0: the prompt is computed and cached, and no token is returned."""
     min_new_tokens: int = 0
     stop: str | list[str] | None = None
+    """An empty string or list is no stop string."""
+    stop_regex: str | list[str] | None = None
+    """Patterns that end the text before their first match (srt/text/stop_regex.py). Empty: none."""
     stop_token_ids: list[int] | None = None
     temperature: float = 1.0
     top_p: float = 1.0
@@ -49,10 +57,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
+    # The grammar that the output must match: at most one of these.
+    json_schema: str | None = None
+    """A JSON schema, as JSON."""
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+    """Tags in free text, as JSON: managers/structural_tag.py."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
-            _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1, or null")
+            _check("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 0, "at least 0, or null")
         _check("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "at least 0")
         if self.max_new_tokens is not None:
             _check(
@@ -76,6 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check("sampling_seed", self.sampling_seed, seed_ok, "a 64-bit signed integer")
         self._check_stops()
         self._check_logit_bias()
+        self._check_grammar()
 
     def _check_stops(self) -> None:
         stops = self.stop_strings
@@ -83,6 +99,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for text in stops:
             _check("stop", text, text != "", "non-empty strings")
             _check("stop", text[:40], _utf8_len(text) <= MAX_STOP_BYTES, f"at most {MAX_STOP_BYTES} bytes each")
+        patterns = self.stop_patterns
+        _check("stop_regex", len(patterns), len(patterns) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} patterns")
+        for pattern in patterns:
+            size_ok = _utf8_len(pattern) <= MAX_STOP_REGEX_BYTES
+            _check("stop_regex", pattern[:40], size_ok, f"at most {MAX_STOP_REGEX_BYTES} bytes each")
+        num_states = sum(compile_stop_regex(pattern).num_states for pattern in patterns)
+        _check("stop_regex", num_states, num_states <= MAX_STATES, f"patterns of at most {MAX_STATES} states together")
         ids = self.stop_token_ids or ()
         _check("stop_token_ids", len(ids), len(ids) <= MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS} ids")
         for token in ids:
@@ -96,11 +119,43 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check("logit_bias", key, key_ok, "token ids as keys")
             _check("logit_bias", value, -100 <= value <= 100, "values in [-100, 100]")
 
+    def _check_grammar(self) -> None:
+        given = [name for name in GRAMMAR_FIELDS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidRequest(
+                f"only one of {', '.join(GRAMMAR_FIELDS)} is allowed, got {' and '.join(given)}", param=given[1]
+            )
+        for name in given:
+            text = getattr(self, name)
+            size = _utf8_len(text)
+            _check(name, f"{size} bytes", size <= MAX_GRAMMAR_BYTES, f"at most {MAX_GRAMMAR_BYTES} bytes long")
+            is_unicode = text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
+            _check(name, text, is_unicode, "valid Unicode without lone surrogates")
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """What the output must match."""
+        for name in GRAMMAR_FIELDS:
+            text = getattr(self, name)
+            if text is not None:
+                return GrammarSpec(name, text)
+        return None
+
     @property
     def stop_strings(self) -> Sequence[str]:
-        if self.stop is None:
+        if not self.stop:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else self.stop
+
+    @property
+    def stop_patterns(self) -> Sequence[str]:
+        if not self.stop_regex:
+            return ()
+        return (self.stop_regex,) if isinstance(self.stop_regex, str) else self.stop_regex
+
+    @property
+    def stops_at_text(self) -> bool:
+        return bool(self.stop or self.stop_regex)
 
     @property
     def is_greedy(self) -> bool:

@@ -1,36 +1,41 @@
 """The settings of an engine. Each is one annotated field.
 
-The command line, its help, the docs table and the validation are made from these fields alone.
+The command line, its help, the docs table (command_line.py) and the validation are made from these fields alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import secrets
-import types
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
-import yaml
 
-from . import env
+from .origins import parse_origins
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The annotation of a field: its line of help, and whether only the HTTP server has it."""
+    """The annotation of a field: its line of help, and whether only the HTTP server has it.
+
+    `secret`: no answer and no log shows its value. `repeatable`: the flag may be given several times.
+    """
 
     help: str
     server_only: bool = False
+    secret: bool = False
+    repeatable: bool = False
 
 
-def _server(text: str) -> Setting:
-    return Setting(text, server_only=True)
+def _server(text: str, *, secret: bool = False, repeatable: bool = False) -> Setting:
+    return Setting(text, server_only=True, secret=secret, repeatable=repeatable)
+
+
+def flag_name(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,10 @@ class ServerArgs:
             "Data type of weights, activations and KV; auto: float16 or bfloat16 on a GPU, bfloat16 or float32 on a CPU"
         ),
     ] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8_e4m3"],
+        Setting("Data type of the KV cache; auto: --dtype; fp8_e4m3: 8 bits, scale 1, with --attention-backend triton"),
+    ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4"] | None,
         Setting("CPU only: 8-bit or 4-bit weights, multiplied with 8-bit activations; default: weights in --dtype"),
@@ -64,12 +73,52 @@ class ServerArgs:
         Setting("Folder that caches dequantised GGUF weights for later starts; auto: ~/.cache/tercet; off: no cache"),
     ] = "auto"
     chat_template: Annotated[str | None, Setting("Jinja chat template: a file or the template itself")] = None
+    tool_call_parser: Annotated[
+        Literal[
+            "auto",
+            "deepseek_v3",
+            "gemma",
+            "gpt-oss",
+            "hermes",
+            "llama3_json",
+            "mistral",
+            "pythonic",
+            "qwen3_coder",
+        ],
+        _server("Format of the model's tool calls; auto: the one that the chat template shows"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["deepseek-r1", "gpt-oss", "granite", "mistral", "qwen3"] | None,
+        _server("Format of the model's reasoning, which is then separated from the content; default: not separated"),
+    ] = None
     served_model_name: Annotated[str | None, _server("Model name in the API; default: --model-path")] = None
     host: Annotated[str, _server("Address to listen on")] = "127.0.0.1"
     port: Annotated[int, _server("TCP port to listen on; 0: any free port")] = 30000
-    api_key: Annotated[str | None, _server("API key that clients must send; default: the variable TERCET_API_KEY")] = (
+    api_key: Annotated[
+        str | list[str] | None,
+        _server(
+            "API key that clients must send; repeat it for several keys; default: the variable TERCET_API_KEY",
+            secret=True,
+            repeatable=True,
+        ),
+    ] = None
+    ssl_certfile: Annotated[str | None, _server("PEM file of the certificate chain; serves HTTPS instead of HTTP")] = (
         None
     )
+    ssl_keyfile: Annotated[str | None, _server("PEM file of the private key; default: --ssl-certfile has it, too")] = (
+        None
+    )
+    ssl_keyfile_password: Annotated[str | None, _server("Password of an encrypted private key", secret=True)] = None
+    ssl_ca_certs: Annotated[
+        str | None, _server("PEM file of authorities; only clients with a certificate of theirs can connect")
+    ] = None
+    allowed_origins: Annotated[
+        str | None,
+        _server(
+            "Origins whose web pages may use the server (CORS): https://ui.example, several with commas between them "
+            "or as a JSON list; *: all; default: none"
+        ),
+    ] = None
     sampling_defaults: Annotated[
         Literal["model", "openai"],
         Setting("Source of default sampling parameters: the model's generation_config, or OpenAI's defaults"),
@@ -109,13 +158,34 @@ class ServerArgs:
     enable_mixed_chunk: Annotated[
         bool, Setting("Let running requests decode in the steps that prefill other requests")
     ] = False
+    grammar_backend: Annotated[
+        Literal["auto", "xgrammar", "llguidance", "none"],
+        Setting("Library for structured output; auto: xgrammar for plain JSON schemas, llguidance for everything else"),
+    ] = "auto"
     schedule_policy: Annotated[
-        Literal["fcfs", "lpm"],
-        Setting("Order of the waiting queue; fcfs: first come, first served; lpm: longest cached prefix first"),
+        Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "shortest-prefill-first", "hrrn"],
+        Setting(
+            "Order of the waiting queue; fcfs: first come, first served; lpm: longest cached prefix first; dfs-weight: "
+            "depth first through the cached prefixes, those of most requests first; lof: longest output first; random: "
+            "by --random-seed; shortest-prefill-first: fewest uncached tokens first; hrrn: longest wait for each "
+            "uncached token first"
+        ),
     ] = "lpm"
     schedule_conservativeness: Annotated[
         float, Setting("A value above 1 reserves more KV for running requests, so fewer are retracted")
     ] = 1.0
+    enable_priority_scheduling: Annotated[
+        bool, Setting("Let requests have a priority: those of higher priority go first, and may displace others")
+    ] = False
+    schedule_low_priority_values_first: Annotated[
+        bool, Setting("A lower value of a request's priority is the higher priority")
+    ] = False
+    priority_scheduling_preemption_threshold: Annotated[
+        int, Setting("A waiting request may preempt running ones whose priority is lower by more than this")
+    ] = 10
+    admission_watermark: Annotated[
+        float, Setting("Share of the KV pool that stays free for running requests when a prompt starts beside them")
+    ] = 0.02
     page_size: Annotated[
         int | None, Setting("Tokens in a KV page; default: 1, or 32 on a CPU whose C++ kernels support the model")
     ] = None
@@ -137,9 +207,27 @@ class ServerArgs:
         Setting("Seed for requests without a seed and for dummy weights; default: random at each start"),
     ] = None
     watchdog_timeout: Annotated[float, Setting("Seconds that a step may take before the engine counts as hung")] = 300.0
+    engine_restarts: Annotated[
+        int, Setting("Number of restarts within --engine-restart-window after a process of the engine died; 0: none")
+    ] = 3
+    engine_restart_window: Annotated[float, Setting("Seconds for which a restart counts")] = 600.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Setting("Lowest level of log messages that are shown")
     ] = "info"
+    enable_metrics: Annotated[
+        bool, _server("Count requests for Prometheus: /metrics, and times in the meta_info of /generate")
+    ] = False
+    log_format: Annotated[
+        Literal["text", "json"], Setting("Format of log lines; json: one object per line, for log collectors")
+    ] = "text"
+    access_log: Annotated[
+        bool, _server("Log each HTTP request: method, path, status, duration, tokens and request id")
+    ] = False
+    log_requests: Annotated[bool, _server("Log each prompt and each sample; see --log-requests-level")] = False
+    log_requests_level: Annotated[
+        int,
+        _server("0: names, counts, times; 1: sampling parameters, too; 2: the start of texts, too; 3: whole texts"),
+    ] = 0
     decode_log_interval: Annotated[int, Setting("Number of decode steps between two log lines")] = 40
 
     def __post_init__(self) -> None:
@@ -157,7 +245,7 @@ class ServerArgs:
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{_flag(name)} must be at least 1, got {value}")
+                raise ValueError(f"{flag_name(name)} must be at least 1, got {value}")
         if self.page_size is not None and self.page_size > 1024:
             raise ValueError(f"--page-size must be at most 1024, got {self.page_size}")
         for name, num_pages in (("chunked_prefill_size", 1), ("max_prefill_tokens", 1), ("max_total_tokens", 2)):
@@ -165,21 +253,44 @@ class ServerArgs:
             least = num_pages * (self.page_size or 1)
             if value is not None and value < least:
                 raise ValueError(
-                    f"{_flag(name)} must be at least {least} with --page-size {self.page_size}, got {value}"
+                    f"{flag_name(name)} must be at least {least} with --page-size {self.page_size}, got {value}"
                 )
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be in [0, 65535], got {self.port}")
         if self.api_key is not None:
-            if not self.api_key:
+            if not self.api_keys or not all(self.api_keys):
                 raise ValueError("--api-key (or TERCET_API_KEY) must not be empty; leave it out to serve without a key")
-            if any(char.isspace() or not char.isprintable() for char in self.api_key):
+            if any(char.isspace() or not char.isprintable() for key in self.api_keys for char in key):
                 raise ValueError(
                     "--api-key (or TERCET_API_KEY) must not contain spaces, line breaks or control characters"
                 )
+        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ValueError(f"{flag_name(name)} needs --ssl-certfile")
+        if not 0 <= self.log_requests_level <= 3:
+            raise ValueError(f"--log-requests-level must be in [0, 3], got {self.log_requests_level}")
+        if self.log_requests_level and not self.log_requests:
+            raise ValueError("--log-requests-level needs --log-requests")
+        parse_origins(self.allowed_origins)
         if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:
             raise ValueError(f"--mem-fraction-static must be in (0, 1), got {self.mem_fraction_static}")
         if not self.schedule_conservativeness > 0:
             raise ValueError(f"--schedule-conservativeness must be positive, got {self.schedule_conservativeness}")
+        if self.engine_restarts < 0:
+            raise ValueError(f"--engine-restarts must be at least 0, got {self.engine_restarts}")
+        if not self.engine_restart_window > 0:
+            raise ValueError(f"--engine-restart-window must be positive, got {self.engine_restart_window}")
+        if self.priority_scheduling_preemption_threshold < 0:
+            raise ValueError(
+                "--priority-scheduling-preemption-threshold must be at least 0, "
+                f"got {self.priority_scheduling_preemption_threshold}"
+            )
+        if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
+            raise ValueError("--schedule-low-priority-values-first needs --enable-priority-scheduling")
+        if not 0 <= self.admission_watermark < 1:
+            raise ValueError(f"--admission-watermark must be in [0, 1), got {self.admission_watermark}")
+        if self.context_length == 1:
+            raise ValueError("--context-length must be at least 2, for a prompt and its first token; got 1")
         if not self.watchdog_timeout > 0:
             raise ValueError(f"--watchdog-timeout must be positive, got {self.watchdog_timeout}")
 
@@ -193,6 +304,24 @@ class ServerArgs:
     def model_name(self) -> str:
         return self.served_model_name or self.model_path
 
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys that open the server; none without a key."""
+        if self.api_key is None:
+            return ()
+        return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key)
+
+    def without_secrets(self) -> dict[str, Any]:
+        """All settings that may be shown, by their names."""
+        hints = get_type_hints(ServerArgs, include_extras=True)
+        secret = {name for name, hint in hints.items() if get_args(hint)[1].secret}
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in secret}
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The allowed origins; ("*",) for all."""
+        return parse_origins(self.allowed_origins)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ServerArgs:
         """Make settings from keyword arguments or a parsed file. Raises ValueError for a wrong name or type."""
@@ -204,101 +333,3 @@ class ServerArgs:
             return msgspec.convert(dict(values), cls)
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from error
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-@dataclass(frozen=True)
-class _Flag:
-    """A field in the form that argparse and the docs table need."""
-
-    name: str
-    type: type
-    choices: tuple[str, ...] | None
-    optional: bool
-    default: Any
-    setting: Setting
-
-
-def _flags() -> list[_Flag]:
-    hints = typing.get_type_hints(ServerArgs, include_extras=True)
-    flags = []
-    for field in dataclasses.fields(ServerArgs):
-        annotated = hints[field.name]
-        base, setting = get_args(annotated)
-        optional = False
-        if get_origin(base) in (types.UnionType, typing.Union):  # `Literal[...] | None` is a typing.Union
-            optional = True
-            base = next(arg for arg in get_args(base) if arg is not type(None))
-        choices = get_args(base) if get_origin(base) is Literal else None
-        default = None if field.default is dataclasses.MISSING else field.default
-        flags.append(_Flag(field.name, str if choices else base, choices, optional, default, setting))
-    return flags
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each setting, and `--config FILE`: a YAML file of settings, which flags override."""
-    parser.add_argument("--config", metavar="FILE", help="YAML file with settings; the command line overrides it")
-    for flag in _flags():
-        if flag.type is bool:
-            parser.add_argument(
-                _flag(flag.name), action="store_true", default=argparse.SUPPRESS, help=flag.setting.help
-            )
-            continue
-        shown = "" if flag.default is None else f" (default: {flag.default})"
-        parser.add_argument(
-            _flag(flag.name),
-            type=flag.type,
-            choices=flag.choices,
-            default=argparse.SUPPRESS,
-            metavar=None if flag.choices else flag.type.__name__.upper(),
-            help=(flag.setting.help + shown).replace("%", "%%"),
-        )
-
-
-def from_namespace(namespace: argparse.Namespace) -> ServerArgs:
-    """Make settings from parsed arguments. Raises ValueError as ServerArgs does."""
-    known = {flag.name for flag in _flags()}
-    values: dict[str, Any] = {}
-    if getattr(namespace, "config", None):
-        values.update(_read_config(namespace.config))
-    values.update({key: value for key, value in vars(namespace).items() if key in known})
-    if "api_key" not in values:
-        values["api_key"] = env.api_key()
-    if isinstance(values["api_key"], str):
-        values["api_key"] = values["api_key"].strip()  # a key from a file usually ends with a line break
-    return ServerArgs.from_dict(values)
-
-
-def parse_args(argv: Sequence[str]) -> ServerArgs:
-    """Parse the command line of `python -m tercet.launch_server`. Exits with a message (status 2) if it is wrong."""
-    parser = argparse.ArgumentParser(prog="tercet.launch_server", description="Serve a model over HTTP.")
-    add_arguments(parser)
-    namespace = parser.parse_args(argv)
-    try:
-        return from_namespace(namespace)
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def _read_config(path: str) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"--config {path} must contain a YAML mapping of settings, got {type(content).__name__}")
-    return {str(key).replace("-", "_"): value for key, value in content.items()}
-
-
-def docs_table() -> str:
-    """The table of docs/server_args.md."""
-    rows = ["| flag | default | what it does |", "|---|---|---|"]
-    for flag in _flags():
-        values = " \\| ".join(flag.choices) if flag.choices else flag.type.__name__
-        default = "required" if flag.name == "model_path" else "-" if flag.default is None else f"`{flag.default}`"
-        kind = "" if flag.type is bool else f" {values}"
-        rows.append(f"| `{_flag(flag.name)}`{kind} | {default} | {flag.setting.help} |")
-    return "\n".join(rows) + "\n"

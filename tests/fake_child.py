@@ -20,14 +20,12 @@ from tercet.srt.io_struct import (
     BatchTextOut,
     BatchTokenOut,
     Counts,
-    DetokenizerReady,
     FinishReason,
     FlushCacheReply,
     FlushCacheReq,
     GenerateReq,
     Heartbeat,
     LengthFinish,
-    SchedulerReady,
     SchedulerState,
     StateReply,
     StateReq,
@@ -38,6 +36,7 @@ from tercet.srt.io_struct import (
     unpack_ids,
 )
 from tercet.srt.ipc import Receiver, RunDir, Sender
+from tercet.srt.start_reports import DetokenizerReady, SchedulerReady
 
 MODULE = "fake_child"
 FACTS = SchedulerReady(
@@ -89,7 +88,10 @@ def run_scheduler(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
         for message in receiver.drain():
             if isinstance(message, GenerateReq):
                 num_prompt = len(unpack_ids(message.input_ids))
-                running[message.rid] = Running(num_prompt, message.options.sampling.max_new_tokens or 1)
+                max_new = message.options.sampling.max_new_tokens
+                assert max_new is not None
+                num_done = len(message.resumed.output_ids) if message.resumed else 0
+                running[message.rid] = Running(num_prompt, max_new, num_done)
             elif isinstance(message, AbortReq):
                 request = running.pop(message.rid or "", None)
                 if request is not None:
@@ -109,12 +111,12 @@ def run_scheduler(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
 
 
 def _step(rid: str, request: Running) -> TokenOut:
-    token = 100 + request.num_done
-    request.num_done += 1
+    tokens = [100 + request.num_done] if request.max_new else []
+    request.num_done += len(tokens)
     finish: FinishReason | None = None
     if request.num_done >= request.max_new:
         finish = LengthFinish(request.num_done)
-    return TokenOut(rid=rid, token_ids=[token], finish=finish, counts=request.counts)
+    return TokenOut(rid=rid, token_ids=tokens, finish=finish, counts=request.counts)
 
 
 def _aborted(rid: str, request: Running) -> TokenOut:
@@ -154,7 +156,7 @@ def run_detokenizer(server_args, run_dir: RunDir, on_ready, should_stop) -> None
 
 def _text(out: TokenOut) -> TextOut:
     text = "".join(f"<{token - 100}> " for token in out.token_ids)
-    return TextOut(rid=out.rid, text=text, token_ids=out.token_ids, finish=out.finish, counts=out.counts)
+    return TextOut(tokens=out, text=text)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,16 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterable, Coroutine, Iterator
+from collections.abc import AsyncIterable, Coroutine, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, TypeVar
 
 import httpx
+import msgspec
 import tokenizers
 import uvicorn
+from fake_grammars import FakeGrammars
+from fake_results import fake_embedding, fake_logprobs
 
 from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.entrypoints.bounded_http import BoundedHttpProtocol
@@ -22,22 +25,28 @@ from tercet.srt.io_struct import (
     AbortReq,
     BatchTextOut,
     Counts,
+    EngineView,
     FinishReason,
     FlushCacheReply,
     FlushCacheReq,
     GenerateReq,
+    HotPrefix,
     LengthFinish,
-    SchedulerReady,
     SchedulerState,
     StateReply,
     StateReq,
+    StepRecord,
     StopFinish,
     TextOut,
+    TokenOut,
     ToScheduler,
+    ViewReply,
+    ViewReq,
     unpack_ids,
 )
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.server_args import ServerArgs
+from tercet.srt.start_reports import SchedulerReady
 from tercet.srt.text.tokenizer import Tokenizer
 from tercet.srt.text.tokenizer_parts import TokenizerParts
 
@@ -48,11 +57,17 @@ WORDS = ("one", " two", ' "three"', "", " fünf", " \\six\n", " 🙂")
 CONTEXT_LEN = 256
 VOCAB_SIZE = 258
 EOS = 256
+BOS_TOKEN = 257
 TEMPLATE = (
+    "{% if tools %}<tools>{% for t in tools %}{{ t.function | tojson }}{% endfor %}{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.name %}({{ m.name }}){% endif %}"
-    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ '\\n' }}"
+    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}"
+    "{% for c in m.tool_calls %}<tool_call>{{ c.id }} {{ c.function.name }}{{ c.function.arguments | tojson }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{{ mood }}{% endif %}"
+    "{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %}{{ '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ mood }}"
+    "{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}{% endif %}"
 )
 
 
@@ -67,6 +82,8 @@ class FakeScheduler:
     def __init__(self) -> None:
         self.manager: TokenizerManager
         self.step = 1
+        self.words: Sequence[str] = WORDS
+        """The text of each output token, from the beginning again after the last one."""
         self.stop_after: int | None = None
         """Number of tokens before the stop token; None: run to max_new_tokens."""
         self.fail: tuple[int, FinishReason] | None = None
@@ -92,7 +109,7 @@ class FakeScheduler:
         if isinstance(message, GenerateReq):
             self.received.append(message)
             self.running[message.rid] = message
-            self._go_on(message, 0)
+            self._go_on(message, len(message.resumed.output_ids) if message.resumed else 0)
         elif isinstance(message, AbortReq):
             self.aborted.append(message.rid)
             request = self.running.pop(message.rid or "", None)
@@ -106,6 +123,8 @@ class FakeScheduler:
         elif isinstance(message, FlushCacheReq):
             busy = len(self.running)
             loop.call_soon(self.manager.on_message, FlushCacheReply(message.call_id, busy == 0, busy))
+        elif isinstance(message, ViewReq):
+            loop.call_soon(self.manager.on_message, ViewReply(message.call_id, self.view(message.after_step)))
         else:
             assert isinstance(message, StateReq)
             loop.call_soon(self.manager.on_message, StateReply(message.call_id, self.state()))
@@ -143,10 +162,18 @@ class FakeScheduler:
 
     def _out(self, request: GenerateReq, done: int, upto: int, finish: FinishReason | None) -> TextOut:
         prompt_tokens = len(request.input_ids) // 4
-        text = "".join(WORDS[i % len(WORDS)] for i in range(done, upto))
+        text = "".join(self.words[i % len(self.words)] for i in range(done, upto))
         ids = [i % 256 for i in range(done, upto)]
-        counts = Counts(prompt_tokens, upto, prompt_tokens - 1)
-        return TextOut(rid=request.rid, text=text, token_ids=ids, finish=finish, counts=counts)
+        counts = Counts(prompt_tokens, upto, prompt_tokens - 1, 0, None if finish is None else 0.25)
+        logprobs = fake_logprobs(request, done, ids) if request.options.logprobs is not None else None
+        tokens = TokenOut(rid=request.rid, token_ids=ids, finish=finish, counts=counts, logprobs=logprobs)
+        if request.options.pooling is not None and isinstance(finish, LengthFinish):
+            tokens = msgspec.structs.replace(tokens, embedding=fake_embedding(request))
+        return TextOut(tokens=tokens, text=text)
+
+    def say(self, *pieces: str) -> None:
+        """From now on every answer is these pieces, each of one token, and ends with a stop token."""
+        self.words, self.stop_after = pieces, len(pieces)
 
     def state(self) -> SchedulerState:
         return SchedulerState(
@@ -164,7 +191,12 @@ class FakeScheduler:
             num_finished=5,
             num_kv_repairs=0,
             new_token_ratio=0.5,
+            num_waiting_uncached_tokens=70,
         )
+
+    def view(self, after_step: int) -> EngineView:
+        steps = [StepRecord(number, number / 10, 0.05, 0, 1) for number in (1, 2, 3) if number > after_step]
+        return EngineView(0.4, self.state(), steps, [], [HotPrefix(0, 0, 3, 9, False, list(b"hot"))])
 
     def prompts(self) -> list[list[int]]:
         return [unpack_ids(one.input_ids).tolist() for one in self.received]
@@ -200,7 +232,9 @@ def make_manager(
     scheduler: FakeScheduler, *, tokenizer: Tokenizer | None = _TOKENIZER, **settings: Any
 ) -> TokenizerManager:
     """A TokenizerManager with the fake scheduler: context 256, vocabulary 258, model name "tiny"."""
-    args = ServerArgs(**{"model_path": "/models/tiny-1", "served_model_name": "tiny", **settings})
+    args = ServerArgs(
+        **{"model_path": "/models/tiny-1", "served_model_name": "tiny", "enable_priority_scheduling": True, **settings}
+    )
     config = ModelConfig(
         architecture="LlamaForCausalLM",
         hidden_size=8,
@@ -230,7 +264,7 @@ def make_manager(
     )
     if args.skip_tokenizer_init:
         tokenizer = None
-    scheduler.manager = TokenizerManager(args, config, tokenizer, facts, scheduler)
+    scheduler.manager = TokenizerManager(args, config, tokenizer, facts, scheduler, FakeGrammars())
     return scheduler.manager
 
 
@@ -299,12 +333,17 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def events_of(content: bytes) -> list[Any]:
-    """The JSON of server-sent events before `[DONE]`, which must be the last event."""
+    """The JSON of server-sent events before `[DONE]`, which must be the last event. A named event has its `type`."""
     parts = content.decode().split("\n\n")
     assert parts.pop() == ""
-    assert all(part.startswith("data: ") and "\n" not in part for part in parts)
     assert parts.pop() == "data: [DONE]"
-    return [json.loads(part[len("data: ") :]) for part in parts]
+    events = []
+    for part in parts:
+        *names, data = part.split("\n")
+        assert data.startswith("data: ")
+        events.append(json.loads(data[len("data: ") :]))
+        assert names in ([], [f"event: {events[-1].get('type')}"])
+    return events
 
 
 class LiveSite:

@@ -6,8 +6,8 @@ import sys
 
 import fake_child
 
+from tercet.srt.command_line import parse_args
 from tercet.srt.entrypoints.server import serve
-from tercet.srt.server_args import parse_args
 
 if __name__ == "__main__":
     sys.exit(serve(parse_args(sys.argv[1:]), child_module=fake_child.MODULE))

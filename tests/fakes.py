@@ -6,7 +6,18 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tercet.model_executor.step import FROM_DEVICE, ForwardMode, StepInputs, StepOutput
+from tercet.managers.req import Req
+from tercet.model_executor.step import (
+    FROM_DEVICE,
+    HIDDEN_UNIT,
+    ForwardMode,
+    HiddenSum,
+    PromptScore,
+    StepInputs,
+    StepOutput,
+    TokenMasks,
+)
+from tercet.srt.logprobs import LogprobOptions, Logprobs
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
@@ -23,6 +34,14 @@ def next_token(ids: Sequence[int] | np.ndarray, seed: int, vocab_size: int) -> i
     return int(mixed % np.uint64(vocab_size))
 
 
+def choose(hashed: int, allowed: np.ndarray | None) -> int:
+    """The fake sampler: the token itself, or if it is masked, one that the mask allows."""
+    if allowed is None or allowed[hashed]:
+        return hashed
+    ids = np.flatnonzero(allowed)
+    return int(ids[hashed % len(ids)])
+
+
 def expected_output(
     prompt: Sequence[int], seed: int, max_new_tokens: int, vocab_size: int, stop_ids: frozenset[int] = frozenset()
 ) -> list[int]:
@@ -35,32 +54,88 @@ def expected_output(
     return ids[len(prompt) :]
 
 
+def score(ids: Sequence[int] | np.ndarray, token: int, wish: LogprobOptions, vocab_size: int) -> Logprobs:
+    """The fake language model's log probabilities behind `ids`. They are hashes, too, and not ranked."""
+
+    def of(tokens: Sequence[int]) -> bytes:
+        return np.array([-next_token([*ids, other], 1, 1 << 20) for other in tokens], np.float32).tobytes()
+
+    top = [next_token(ids, rank, vocab_size) for rank in range(wish.top_logprobs_num)]
+    return Logprobs(of([token]), of(top), np.array(top, np.int32).tobytes(), of(wish.token_ids_logprob))
+
+
+def expected_input(prompt: Sequence[int], wish: LogprobOptions, vocab_size: int) -> Logprobs:
+    """The log probabilities that a request must get for its prompt."""
+    places = range(wish.input_start(len(prompt)) + 1, len(prompt))
+    return Logprobs.concat([score(prompt[:at], prompt[at], wish, vocab_size) for at in places])
+
+
+def expected_logprobs(
+    prompt: Sequence[int], output: Sequence[int], wish: LogprobOptions, vocab_size: int
+) -> tuple[Logprobs, Logprobs]:
+    """The log probabilities that a request must get for its prompt and its output tokens."""
+    ids = [*prompt, *output]
+    places = range(len(prompt), len(ids))
+    found = Logprobs.concat([score(ids[:at], ids[at], wish, vocab_size) for at in places])
+    return expected_input(prompt, wish, vocab_size), found
+
+
 class FakeStep:
     """A launched step. `sample` must be called before the tokens are read and before the next launch."""
 
-    def __init__(self, tokens: np.ndarray) -> None:
-        self._tokens = tokens
+    def __init__(
+        self,
+        rows: list[list[int]],
+        owners: list[int],
+        runner: FakeRunner,
+        logprobs: dict[int, Logprobs],
+        prompt_logprobs: list[Logprobs],
+        hidden_sums: list[np.ndarray],
+    ) -> None:
+        """`rows`: the new tokens of each sampled row. `owners`: their rows of the table."""
+        self._hidden_sums = hidden_sums
+        self._rows = rows
+        self._owners = owners
+        self._runner = runner
+        self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
         self.is_sampled = False
 
-    def sample(self) -> None:
+    def sample(self, masks: TokenMasks | None = None) -> None:
         assert not self.is_sampled
         self.is_sampled = True
+        if masks is None:
+            return
+        self._runner.num_masked += len(masks.lines)
+        assert (np.diff(masks.lines) > 0).all()
+        for line, bits in zip(masks.lines, masks.bits, strict=True):
+            allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._runner.vocab_size]
+            (token,) = self._rows[line]  # a masked row brings no drafts
+            if token >= 0:
+                self._rows[line] = [choose(token, allowed)]
+                self._runner._future[self._owners[line]] = self._rows[line][0]
 
     def wait(self) -> StepOutput:
         assert self.is_sampled
-        return StepOutput(self._tokens)
+        tokens = np.array([token for row in self._rows for token in row], dtype=np.int32)
+        num_tokens = np.array([len(row) for row in self._rows], dtype=np.int32)
+        lens = None if (num_tokens == 1).all() else num_tokens
+        return StepOutput(tokens, lens, self._logprobs, self._prompt_logprobs, self._hidden_sums)
 
 
 class FakeRunner:
     """Runs `next_token` over a simulated KV pool, in which a slot holds a token and its position.
 
     As on a GPU, it reads its own copy of the slot table, which only the table updates of a step change. So a lost,
-    overwritten or wrongly shared slot gives wrong tokens or an error.
+    overwritten or wrongly shared slot gives wrong tokens or an error. It verifies drafts: a row returns its tokens up
+    to the first one that differs from its draft.
     """
 
     def __init__(self, table_shape: tuple[int, int], pool_size: int, page_size: int = 1, vocab_size: int = 97) -> None:
         self.vocab_size = vocab_size
         self.steps: list[StepInputs] = []
+        self.num_masked = 0
+        """Rows that were sampled with a token mask."""
         self.invalid_rows: set[int] = set()
         self.poison: int | None = None
         """A token with invalid KV. All later KV of its sequence, and the logits, are invalid, too."""
@@ -72,6 +147,7 @@ class FakeRunner:
         self._kv_position = np.full(pool_size + page_size, -1, dtype=np.int64)
         self._future = np.full(table_shape[0], -1, dtype=np.int64)
         self._seed = np.zeros(table_shape[0], dtype=np.int64)
+        self._wishes: dict[int, LogprobOptions | None] = {}
 
     def launch(self, step: StepInputs) -> FakeStep:
         assert self._last is None or self._last.is_sampled, "the step before was never sampled"
@@ -82,6 +158,7 @@ class FakeRunner:
             self._table[update.row, update.start : update.start + len(update.slots)] = update.slots
         for new in step.new_rows:
             self._seed[new.row] = new.seed
+            self._wishes[new.row] = new.logprobs
             self._future[new.row] = -1
         is_extend = step.mode is ForwardMode.EXTEND
         lens = step.extend_lens if is_extend else np.ones_like(step.rows)
@@ -91,26 +168,87 @@ class FakeRunner:
         for row, seq_len, length in zip(step.rows.tolist(), step.seq_lens.tolist(), lens.tolist(), strict=True):
             slots = step.out_cache_loc[offset : offset + length]
             ids = step.input_ids[offset : offset + length].astype(np.int64) if is_extend else np.array([FROM_DEVICE])
-            if (ids == FROM_DEVICE).any():
-                assert length == 1 and self._future[row] >= 0, "no token on the device for this row"
-                ids = self._future[row : row + 1].copy()
+            is_decode = bool(ids[0] == FROM_DEVICE)
+            if is_decode:
+                assert self._future[row] >= 0, "no token on the device for this row"
+                ids[0] = self._future[row]
+            assert (ids != FROM_DEVICE).all()
             self._table[row, seq_len - length : seq_len] = slots
             self._kv_token[slots] = ids
             self._kv_position[slots] = np.arange(seq_len - length, seq_len)
             before = self.is_nan[self._table[row, : seq_len - length]].any()
             self.is_nan[slots] = before | np.logical_or.accumulate(ids == self.poison)
             offset += length
-            work.append((row, seq_len))
-        tokens = []
-        for (row, seq_len), is_wanted in zip(work, wanted.tolist(), strict=True):
+            work.append((row, seq_len, length - 1 if is_decode else 0))
+        rows, owners = [], []
+        logprobs = {}
+        for (row, seq_len, num_drafts), is_wanted in zip(work, wanted.tolist(), strict=True):
             slots = self._table[row, :seq_len]
             assert (self._kv_position[slots] == np.arange(seq_len)).all(), f"row {row} reads KV of other positions"
             if is_wanted:
-                token = next_token(self._kv_token[slots], int(self._seed[row]), self.vocab_size)
-                tokens.append(-1 if row in self.invalid_rows or self.is_nan[slots].any() else token)
-                self._future[row] = token
-        self._last = FakeStep(np.array(tokens, dtype=np.int32))
+                rows.append(self._verify(row, slots, num_drafts))
+                owners.append(row)
+                if self._wishes.get(row) is not None:
+                    logprobs[len(rows) - 1] = self._score_output(row, slots, num_drafts, rows[-1])
+        scores = [self._score_prompt(step, one) for one in step.prompt_scores]
+        hidden_sums = [self._sum_hidden(step, one) for one in step.hidden_sums]
+        self._last = FakeStep(rows, owners, self, logprobs, scores, hidden_sums)
         return self._last
+
+    def _sum_hidden(self, step: StepInputs, wanted: HiddenSum) -> np.ndarray:
+        """The hidden state of a token is the token, its position and 1."""
+        slots = step.out_cache_loc[wanted.start : wanted.start + wanted.length]
+        sums = [self._kv_token[slots].sum(), self._kv_position[slots].sum(), wanted.length]
+        return (np.array(sums) / HIDDEN_UNIT).astype(np.int64)
+
+    def _verify(self, row: int, slots: np.ndarray, num_drafts: int) -> list[int]:
+        """The new tokens of a row whose last `num_drafts` slots hold drafts."""
+        tokens: list[int] = []
+        for end in range(len(slots) - num_drafts, len(slots) + 1):
+            self._future[row] = next_token(self._kv_token[slots[:end]], int(self._seed[row]), self.vocab_size)
+            is_invalid = row in self.invalid_rows or self.is_nan[slots[:end]].any()
+            tokens.append(-1 if is_invalid else int(self._future[row]))
+            if is_invalid or end == len(slots) or self._kv_token[slots[end]] != tokens[-1]:
+                break
+        return tokens
+
+    def _score_output(self, row: int, slots: np.ndarray, num_drafts: int, tokens: list[int]) -> Logprobs:
+        wish = self._wishes[row]
+        assert wish is not None
+        ids, first = self._kv_token[slots], len(slots) - num_drafts
+        scores = [score(ids[:end], token, wish, self.vocab_size) for end, token in enumerate(tokens, start=first)]
+        return Logprobs.concat(scores)
+
+    def _score_prompt(self, step: StepInputs, one: PromptScore) -> Logprobs:
+        wish = self._wishes[one.row]
+        assert wish is not None and len(one.targets)
+        slots = step.out_cache_loc[one.start : one.start + len(one.targets)]
+        first = int(self._kv_position[slots[0]])
+        assert (self._table[one.row, first : first + len(slots)] == slots).all(), "tokens of another row"
+        ids = self._kv_token[self._table[one.row, : first + len(slots)]]
+        places = range(first + 1, first + 1 + len(slots))
+        scores = zip(places, one.targets.tolist(), strict=True)
+        return Logprobs.concat([score(ids[:at], target, wish, self.vocab_size) for at, target in scores])
+
+
+class FakeProposer:
+    """Proposes up to `max_drafts` tokens, some of them wrong. It knows the fake model, and so every token in flight."""
+
+    def __init__(self, max_drafts: int, vocab_size: int) -> None:
+        self.max_drafts = max_drafts
+        self.vocab_size = vocab_size
+
+    def __call__(self, req: Req, limit: int) -> list[int]:
+        known = req.token_ids().tolist()
+        num_in_flight = max(req.kv_len + 1 - len(known), 0)
+        seed = req.sampling.sampling_seed
+        right = expected_output(known, seed, num_in_flight + min(self.max_drafts, limit), self.vocab_size)
+        drafts = right[num_in_flight:]
+        choice = next_token([*known, len(known)], seed, 2 * self.max_drafts * (self.max_drafts + 1))
+        wrong_at, num_fewer = divmod(choice, self.max_drafts + 1)
+        if wrong_at < len(drafts):
+            drafts[wrong_at] = (drafts[wrong_at] + 1) % self.vocab_size
+        return drafts[: self.max_drafts - num_fewer]
 
 
 class FakeInbox:

@@ -40,11 +40,12 @@ WITHOUT_A_FOLDER = {"e2e", "gpu"}
 MIRRORED = ("managers", "mem_cache")
 """Every module of these has a test file of its name, or stands in TESTED_IN."""
 TESTED_IN = {
-    "managers.generation": "managers/test_tokenizer_manager.py",
-    "managers.input_processor": "managers/test_tokenizer_manager.py",
+    "managers.grammar": "managers/test_token_masks.py",
+    "managers.grammar_worker": "srt/entrypoints/test_grammar_process.py",
     "managers.req": "managers/test_batch_result.py",
     "managers.req_factory": "managers/test_scheduler.py",
     "managers.schedule_batch": "managers/test_batch_result.py",
+    "managers.calls": "managers/test_tokenizer_manager.py",
     "managers.scheduler_io": "managers/test_scheduler.py",
     "managers.scheduler_process": "e2e/test_greedy_parity.py",
     "managers.text_stream": "managers/test_detokenizer_manager.py",

@@ -20,7 +20,9 @@ from torch.utils._pytree import tree_leaves
 from tercet.model_executor.attention.base import AttentionBackend
 from tercet.model_executor.models.parameters import decoder_parameters
 from tercet.model_executor.runner import load, settings
-from tercet.model_executor.step import FROM_DEVICE, ForwardMode, NewRow, StepInputs, TableUpdate
+from tercet.model_executor.runner.warmup import all_allowed
+from tercet.model_executor.step import FROM_DEVICE, ForwardMode, NewRow, PromptScore, StepInputs, TableUpdate
+from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.sampling_params import SamplingParams
 
 EVERY_SAMPLING = (
@@ -137,11 +139,13 @@ def every_kind_of_step():
     n = len(rows)
     none = np.empty(0, np.int32)
     prompt = np.array([4, 5, 6], np.int32)
+    wishes = (None, LogprobOptions(), LogprobOptions(top_logprobs_num=3, token_ids_logprob=[4, 5, 6]))
     new = [
-        NewRow(int(row), params, 7, prompt, prompt[:1], (2,)) for row, params in zip(rows, EVERY_SAMPLING, strict=True)
+        NewRow(int(row), params, 7, prompt, prompt[:1], (2,), wishes[row % 3])
+        for row, params in zip(rows, EVERY_SAMPLING, strict=True)
     ]
 
-    def extend(lens, extend_lens, ids, sampled, updates, new_rows=()):
+    def extend(lens, extend_lens, ids, sampled, updates, new_rows=(), scores=()):
         total = int(np.sum(extend_lens))
         return StepInputs(
             ForwardMode.EXTEND,
@@ -153,6 +157,7 @@ def every_kind_of_step():
             np.array(extend_lens, np.int32),
             np.array(ids, np.int32),
             np.array(sampled),
+            list(scores),
         )
 
     def decode(count, length, updates=()):
@@ -160,7 +165,8 @@ def every_kind_of_step():
         return StepInputs(ForwardMode.DECODE, rows[:count], np.full(count, length, np.int32), slots, [], list(updates))
 
     updates = [TableUpdate(int(row), 0, prompt) for row in rows]
-    yield extend([3] * n, [3] * n, [5] * 3 * n, [False] * n, updates, new)
+    scores = [PromptScore(1, 1, prompt[:2]), PromptScore(2, 3, prompt)]
+    yield extend([3] * n, [3] * n, [5] * 3 * n, [False] * n, updates, new, scores)
     yield extend([4] * n, [1] * n, [5] * n, [True] * n, [TableUpdate(1, 3, prompt[:1])])
     mixed = [FROM_DEVICE] * 2 + [5] * (2 * (n - 2))
     yield extend([5, 5] + [6] * (n - 2), [1, 1] + [2] * (n - 2), mixed, [True] * n, updates)
@@ -170,14 +176,14 @@ def every_kind_of_step():
     assert len(none) == 0
 
 
-def launch_all(runner, accelerator):
+def launch_all(runner, accelerator, *, with_masks=False):
     """Launches steps of every kind without reading a token in between. Then reads all tokens."""
     waits = accelerator.num_waits
     results = []
     for step in every_kind_of_step():
         with NoWaiting(accelerator) as watched:
             results.append((runner.launch(step), step.num_sampled))
-            results[-1][0].sample()
+            results[-1][0].sample(all_allowed(step.num_sampled, runner.config.vocab_size) if with_masks else None)
         assert watched.num_uploads > 0
     assert accelerator.num_waits == waits, "a launch waited for an event"
     for result, count in results:

@@ -12,8 +12,10 @@ from tercet.srt.sampling_params import SamplingParams
 class RunnerDriver:
     """Runs requests on a runner. Each request has one row, and its pages are in random order."""
 
-    def __init__(self, runner, seed=0):
+    def __init__(self, runner, seed=0, masks=None):
+        """`masks`: makes the token masks of a step from its number of sampled rows."""
         self.runner = runner
+        self.masks = masks
         self.table = np.zeros((runner.settings.max_running_requests + 1, runner.settings.context_len), np.int32)
         # Unused slots hold NaN, so that a step that reads one by mistake gives NaN.
         page = runner.settings.page_size
@@ -27,9 +29,9 @@ class RunnerDriver:
         self._sample = runner.sampler.sample
         runner.sampler.sample = self._record
 
-    def _record(self, logits, rows, seq_lens):
+    def _record(self, logits, rows, seq_lens, masks=None):
         self.logits.append(logits.clone())
-        return self._sample(logits, rows, seq_lens)
+        return self._sample(logits, rows, seq_lens, masks)
 
     def add(self, row, sampling=None):
         """Starts a request in `row`. Pass the result to `extend` in `new_rows`."""
@@ -93,7 +95,7 @@ class RunnerDriver:
 
     def _run(self, step):
         launched = self.runner.launch(step)
-        launched.sample()
+        launched.sample(None if self.masks is None else self.masks(step.num_sampled))
         return launched.wait().tokens
 
     def logits_along(self, row, ids, chunks):

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from hash_grammar import HashGrammars, hashed_vocabulary
 
-from fakes import FakeClock, FakeInbox, FakeOutbox, FakeRunner
+from fakes import FakeClock, FakeInbox, FakeOutbox, FakeProposer, FakeRunner
+from tercet.managers.grammar_loader import GrammarLoader
 from tercet.managers.kv_cache_manager import KVCacheManager
-from tercet.managers.planner import PlanLimits, Planner
+from tercet.managers.planner import PlanLimits, Planner, Proposer
 from tercet.managers.req_factory import ReqFactory
 from tercet.managers.request_queues import RequestQueues
 from tercet.managers.scheduler import InFlight, Scheduler
@@ -22,7 +24,8 @@ from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
 from tercet.model_executor.step import Runner
 from tercet.srt.io_struct import AbortReq, FinishReason, GenerateReq, TokenOut, pack_ids
-from tercet.srt.request_options import RequestOptions
+from tercet.srt.logprobs import LogprobOptions, NewLogprobs
+from tercet.srt.request_options import Pooling, RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
 
@@ -33,6 +36,7 @@ class Heard:
     ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     last: TokenOut | None = None
+    logprobs: list[NewLogprobs] = field(default_factory=list)
 
 
 class StopAfter:
@@ -68,10 +72,18 @@ class Rig:
         stream_interval: int = 1,
         audit: bool = True,
         conservativeness: float = 1.0,
+        watermark: float = 0.0,
+        preemption_threshold: int | None = None,
+        low_first: bool = False,
         decode_log_interval: int = 1_000_000,
+        threads: bool = False,
+        max_grammars: int = 64,
+        max_drafts: int = 0,
+        propose: Proposer | None = None,
         make_runner: Callable[[], Runner] | None = None,
     ) -> None:
-        """`make_runner`: makes the runner; a FakeRunner by default."""
+        """`threads`: compile grammars in a thread. `max_drafts`: most drafts of a FakeProposer, if there is no
+        `propose`. `make_runner`: makes the runner; a FakeRunner by default."""
         pool = ReqToTokenPool(max_running, context_len)
         allocator = make_allocator(pool_size, page_size)
         cache = RadixCache(allocator, page_size, eviction) if radix else ChunkCache(page_size)
@@ -93,28 +105,47 @@ class Rig:
             enable_mixed_chunk=mixed,
             schedule_policy=policy,
             schedule_conservativeness=conservativeness,
+            admission_watermark=watermark,
+            preemption_threshold=preemption_threshold,
         )
-        self.planner = Planner(limits, self.kv, RequestQueues())
+        if propose is None and max_drafts:
+            propose = FakeProposer(max_drafts, vocab_size)
+        self.planner = Planner(limits, self.kv, RequestQueues(max_queued), propose, clock=self.clock)
         self.scheduler = Scheduler(
             self.planner,
             self.runner,
-            SchedulerIO(self.inbox, self.detokenizer, self.tokenizer),
+            SchedulerIO(self.inbox, self.detokenizer, self.tokenizer, self.clock),
             ReqFactory(
                 eos_ids=eos_ids,
                 max_total_tokens=min(context_len, pool_size),
-                max_queued_requests=max_queued,
+                low_priority_values_first=low_first,
                 stream_interval=stream_interval,
                 make_stop_checker=lambda params: StopAfter(tuple(int(i) for i in params.stop_strings[0].split())),
             ),
             SchedulerMetrics(decode_log_interval, clock=self.clock),
+            GrammarLoader(
+                lambda: hashed_vocabulary(vocab_size, eos_ids), HashGrammars, in_thread=threads, max_cached=max_grammars
+            ),
             enable_overlap=overlap,
             clock=self.clock,
         )
         self.in_flight: InFlight | None = None
 
-    def add(self, rid: str, prompt: list[int], salt: str = "", stream: bool = True, **sampling: object) -> None:
+    def add(
+        self,
+        rid: str,
+        prompt: list[int],
+        salt: str = "",
+        stream: bool = True,
+        priority: int = 0,
+        logprobs: LogprobOptions | None = None,
+        pooling: Pooling | None = None,
+        **sampling: object,
+    ) -> None:
         params = SamplingParams(**{"max_new_tokens": 8, "sampling_seed": 1, **sampling})
-        options = RequestOptions(sampling=params, cache_salt=salt, stream=stream)
+        options = RequestOptions(
+            sampling=params, cache_salt=salt, priority=priority, stream=stream, logprobs=logprobs, pooling=pooling
+        )
         self.inbox.messages.append(GenerateReq(rid, pack_ids(prompt), options))
 
     def abort(self, rid: str | None) -> None:
@@ -132,6 +163,9 @@ class Rig:
                 heard.ids.extend(out.token_ids)
                 assert out.counts.completion_tokens == len(heard.ids)
                 heard.finish = out.finish
+                if out.logprobs is not None:
+                    assert len(out.logprobs.output) == len(out.token_ids)
+                    heard.logprobs.append(out.logprobs)
                 heard.last = out
         self.detokenizer.messages.clear()
 

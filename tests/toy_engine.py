@@ -118,8 +118,9 @@ class ServerProcess:
 
     @property
     def children(self) -> dict[str, int]:
-        """The process ids of the children by role."""
-        return {child.cmdline()[-1]: child.pid for child in psutil.Process(self.pid).children()}
+        """The process ids of the children by role. A spare process is younger than the one that runs."""
+        found = sorted(psutil.Process(self.pid).children(), key=lambda child: child.create_time(), reverse=True)
+        return {command[-1]: child.pid for child in found if (command := child.cmdline())}
 
     def signal(self, signum: signal.Signals) -> None:
         self._process.send_signal(signum)
@@ -128,7 +129,7 @@ class ServerProcess:
         return self._process.wait(within_s)
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30)
+        return httpx.Client(base_url=self.url, timeout=120)
 
     def _read(self) -> None:
         assert self._process.stderr is not None
@@ -145,9 +146,9 @@ class ServerProcess:
 
 
 class Stream:
-    """A streaming request in its own thread, with the received data and the time of its end."""
+    """A request in its own thread, with the received data (of a stream: its events) and the time of its end."""
 
-    def __init__(self, server: ServerProcess, path: str, body: dict[str, object]) -> None:
+    def __init__(self, server: ServerProcess, path: str, body: dict[str, object], *, streamed: bool = True) -> None:
         self.status = 0
         self.data: list[str] = []
         self.error: Exception | None = None
@@ -155,7 +156,8 @@ class Stream:
         self.begun = threading.Event()
         self._server = server
         self._path = path
-        self._body = {**body, "stream": True}
+        self._body = {**body, "stream": streamed}
+        self.comments: list[str] = []
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -172,7 +174,9 @@ class Stream:
             ):
                 self.status = response.status_code
                 for line in response.iter_lines():
-                    if line.startswith("data: "):
+                    if line.startswith(":"):
+                        self.comments.append(line)
+                    elif line:
                         self.data.append(line.removeprefix("data: "))
                         self.begun.set()
         except httpx.HTTPError as error:

@@ -1,10 +1,12 @@
-// The operations that choose tokens, as torch calls them.
+// The operations that choose tokens and score them, as torch calls them.
 #pragma once
 
 #include "argmax.h"
 #include "graph.h"
 #include "op_checks.h"
 #include "sampling.h"
+#include "token_logprobs.h"
+#include "token_mask.h"
 
 namespace tercet {
 
@@ -14,6 +16,21 @@ inline Tensor argmax_op(const Tensor& logits) {
   auto tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
   argmax(logits.const_data_ptr<float>(), logits.size(0), logits.size(1), tokens.data_ptr<int64_t>());
   return tokens;
+}
+
+inline void mask_tokens_op(const Tensor& logits, const Tensor& lines, const Tensor& bits) {
+  TORCH_CHECK(!Graph::recording(), "token masks cannot be recorded");
+  const int64_t num_masks = lines.size(0), vocab = logits.size(1);
+  const int64_t words = (vocab + kMaskBits - 1) / kMaskBits;
+  check(logits, "logits", at::kFloat, {logits.size(0), vocab});
+  check(lines, "lines", at::kLong, {num_masks});
+  check(bits, "bits", at::kInt, {num_masks, words});
+  const int64_t* line = lines.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < num_masks; ++i) {
+    TORCH_CHECK(0 <= line[i] && line[i] < logits.size(0), "lines must be lines of logits, got ", line[i]);
+    TORCH_CHECK(i == 0 || line[i - 1] < line[i], "lines must rise, got ", line[i]);
+  }
+  mask_tokens(logits.data_ptr<float>(), vocab, line, bits.const_data_ptr<int32_t>(), words, num_masks);
 }
 
 /// A column of float64 parameters, one for each of n draws, with any stride.
@@ -54,6 +71,34 @@ inline Tensor sample_op(
     chosen[i] = Distribution(all + line[i] * vocab, vocab, selection).sample(draws[i]);
   });
   return tokens;
+}
+
+/// Log probabilities for n lines of logits [rows, vocab]: of the tokens ids [n, m], and of the k most probable tokens.
+/// Returns float32 [n, m], float32 [n, k] and int32 [n, k].
+inline std::tuple<Tensor, Tensor, Tensor> token_logprobs_op(
+    const Tensor& logits, const Tensor& lines, const Tensor& ids, int64_t k) {
+  const int64_t n = lines.size(0), vocab = logits.size(1), m = ids.size(1);
+  check(logits, "logits", at::kFloat, {logits.size(0), vocab});
+  check(lines, "lines", at::kLong, {n});
+  check(ids, "ids", at::kLong, {n, m});
+  TORCH_CHECK(0 <= k && k <= vocab, "k must be at most the size of the vocabulary, got ", k);
+  const float* all = logits.const_data_ptr<float>();
+  const int64_t* line = lines.const_data_ptr<int64_t>();
+  const int64_t* id = ids.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < n; ++i)
+    TORCH_CHECK(0 <= line[i] && line[i] < logits.size(0), "lines must be lines of logits, got ", line[i]);
+  for (int64_t i = 0; i < n * m; ++i) TORCH_CHECK(0 <= id[i] && id[i] < vocab, "ids must be token ids, got ", id[i]);
+  auto values = at::empty({n, m}, logits.options()), top = at::empty({n, k}, logits.options());
+  auto top_ids = at::empty({n, k}, logits.options().dtype(at::kInt));
+  float* value = values.data_ptr<float>();
+  float* top_value = top.data_ptr<float>();
+  int32_t* top_id = top_ids.data_ptr<int32_t>();
+  ThreadPool::get().run(n, [&](int64_t i) {
+    const RowLogprobs row(all + line[i] * vocab, vocab);
+    for (int64_t j = i * m; j < (i + 1) * m; ++j) value[j] = row.of(id[j]);
+    row.find_top(k, top_value + i * k, top_id + i * k);
+  });
+  return {values, top, top_ids};
 }
 
 }  // namespace tercet

@@ -45,10 +45,14 @@ TORCH_LIBRARY(tercet_cpu, m) {
       "Tensor? starts, int? window, float scale) -> Tensor",
       &attention_op);
   m.def("argmax(Tensor logits) -> Tensor", &argmax_op);
+  m.def("mask_tokens(Tensor(a!) logits, Tensor lines, Tensor bits) -> ()", &mask_tokens_op);
   m.def(
       "sample(Tensor logits, Tensor lines, Tensor temperature, Tensor top_k, Tensor top_p, Tensor max_gap, "
       "Tensor draw) -> Tensor",
       &sample_op);
+  m.def(
+      "token_logprobs(Tensor logits, Tensor lines, Tensor ids, int k) -> (Tensor, Tensor, Tensor)",
+      &token_logprobs_op);
 }
 
 }  // namespace tercet

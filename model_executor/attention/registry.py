@@ -19,6 +19,7 @@ _BACKENDS = {
     "triton": ("triton_backend", "TritonAttentionBackend"),
 }
 BACKEND_NAMES = tuple(_BACKENDS)
+_KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
 PAGE_OF_PANELS = 32
 """The default page size for a pool in panels: a multiple of the panel of every build."""
 
@@ -38,6 +39,20 @@ def resolve_attention_backend(name: str, device: torch.device) -> str:
         hint = cpu_extension.build_hint()
         raise ValueError(f"attention backend cpu needs a CPU and the compiled C++ kernels. {hint}")
     return name
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype, backend: str) -> torch.dtype:
+    """Turn the setting --kv-cache-dtype into a type. `dtype`: type of the activations; `backend`: a resolved name.
+
+    Raises ValueError for an unknown name, and if the backend does not have the type.
+    """
+    if name == "auto":
+        return dtype
+    if name not in _KV_DTYPES:
+        raise ValueError(f"kv_cache_dtype must be auto, {', '.join(_KV_DTYPES)}, got {name!r}")
+    if backend != "triton":
+        raise ValueError(f"--kv-cache-dtype {name} needs the attention backend triton, but it is {backend}")
+    return _KV_DTYPES[name]
 
 
 def kv_panel(backend: str, page_size: int, head_dim: int, dtype: torch.dtype) -> int | None:

@@ -20,6 +20,8 @@ from .base import AttentionBackend, AttentionSpec
 
 _MAX_PADDING = 2
 """The context lengths of a rectangle's rows differ by at most this factor."""
+_MAX_RECTANGLE = 1 << 16
+"""Most tokens of a rectangle, padding included, unless it has one row. Its K and V are gathered at once."""
 
 
 @dataclass(slots=True)
@@ -50,6 +52,11 @@ class _Span:
 class _Plan:
     rectangles: list[_Rectangle]
     spans: list[_Span]
+
+
+def gathered_tokens(num_rows: int, longest: int) -> int:
+    """The most tokens whose K and V are gathered at once, with `num_rows` rows of at most `longest` tokens."""
+    return min(num_rows * longest, max(_MAX_RECTANGLE, longest))
 
 
 class TorchAttentionBackend(AttentionBackend):
@@ -176,13 +183,17 @@ class TorchAttentionBackend(AttentionBackend):
 
 
 def _similar_lengths(lengths: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int64]]:
-    """Group the indices of `lengths` so that lengths within a group differ by at most a factor of _MAX_PADDING."""
+    """Group the indices of `lengths`, for one rectangle each.
+
+    Lengths within a group differ by at most a factor of _MAX_PADDING.
+    """
     order = np.argsort(-lengths, kind="stable")
     groups: list[npt.NDArray[np.int64]] = []
     begin = 0
     while begin < len(order):
         longest = lengths[order[begin]]
-        end = begin + int(np.sum(lengths[order[begin:]] * _MAX_PADDING >= longest))
+        similar = int(np.sum(lengths[order[begin:]] * _MAX_PADDING >= longest))
+        end = begin + min(similar, max(_MAX_RECTANGLE // int(longest), 1))
         groups.append(order[begin:end])
         begin = end
     return groups

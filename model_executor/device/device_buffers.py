@@ -1,7 +1,7 @@
 """Transfers between host and device: step inputs to the device, tokens to the host.
 
-On a GPU both use pinned buffers. A buffer is reused when an event says that its copy is done, because an allocation at
-each step could wait for the device. On a CPU there are no transfers.
+On a GPU both use pinned buffers. Buffers are kept, because an allocation could wait for the device. A buffer is reused
+when an event says that its copy is done. On a CPU there are no transfers.
 """
 
 from __future__ import annotations
@@ -130,14 +130,34 @@ class TokenCopy:
         return self._read
 
 
+class ArrayCopy:
+    """An array during its transfer to the host. On a CPU it is already there."""
+
+    def __init__(self, tensor: torch.Tensor, copy: _Copy | None = None) -> None:
+        """tensor: on the host, valid when `copy` is done; copy None: valid now."""
+        self._array: Array = tensor.numpy()
+        self._copy = copy
+
+    def wait(self) -> Array:
+        """Wait for the transfer and return the array."""
+        if self._copy is not None:
+            self._copy.done.synchronize()
+            self._array = self._array.copy()
+            self._copy.give_back()
+            self._copy = None
+        return self._array
+
+
 class Downloads:
-    """Copies tokens to the host while the device computes the next step."""
+    """Copies tokens and other results to the host while the device computes the next step."""
 
     def __init__(self, max_tokens: int, accelerator: Accelerator | None) -> None:
         """max_tokens: most tokens of one step"""
         self._accelerator = accelerator
         self._num_bytes = 8 * max_tokens
         self._free = [] if accelerator is None else [accelerator.pinned(self._num_bytes) for _ in range(4)]
+        self._spare: dict[int, list[torch.Tensor]] = {}
+        """Free buffers for other results, by their size in bytes."""
 
     def fetch(self, tokens: torch.Tensor) -> TokenCopy:
         """Start the copy of tokens: int64 [n]."""
@@ -148,6 +168,17 @@ class Downloads:
         target = buffer[: tokens.nbytes].view(torch.int64)
         arrived = self._accelerator.fetch(tokens, target)
         return TokenCopy(target, _Copy(tokens, arrived, lambda: self._free.append(buffer)))
+
+    def fetch_array(self, source: torch.Tensor) -> ArrayCopy:
+        """Start the copy of a contiguous tensor of any size."""
+        if self._accelerator is None:
+            return ArrayCopy(source)
+        size = max(_MIN_BUFFER_BYTES, 1 << max(source.nbytes - 1, 0).bit_length())
+        spare = self._spare.setdefault(size, [])
+        buffer = spare.pop() if spare else self._accelerator.pinned(size)
+        target = buffer[: source.nbytes].view(source.dtype)
+        arrived = self._accelerator.fetch(source, target)
+        return ArrayCopy(target, _Copy(source, arrived, lambda: spare.append(buffer)))
 
 
 def _layout(arrays: tuple[Array, ...]) -> tuple[list[int], int]:

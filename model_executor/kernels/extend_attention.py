@@ -1,10 +1,10 @@
 """Extend attention: the new tokens of each request attend to its cached prefix and to each other.
 
-Source: FlashAttention-2, https://arxiv.org/abs/2307.08691. The pool already holds the KV of the new tokens, so the
-kernel reads prefix and new tokens in the same way, through the table of slots. A query tile is `block_m` pairs (token,
-query head) of one request and one KV head, so the KV is read once for all query heads of its group. The loop over the
-KV goes by tiles at multiples of `block_n` from position 0. A tile that is masked for a query does not change the
-query's sums. So a token's arithmetic depends neither on the chunks of its prompt nor on the rest of the batch.
+Source: FlashAttention-2, https://arxiv.org/abs/2307.08691. The pool already holds the KV of the new tokens. The kernel
+reads the KV of the prefix and of the new tokens in the same way, through the table of slots. A query tile is `block_m`
+pairs (token, query head) of one request and one KV head. All query heads of the group are in it, so the KV is read once
+for them. KV tiles start at multiples of `block_n`, counted from position 0. A KV tile that is masked for a query does
+not change the query's sums. So a token's arithmetic does not depend on the chunks of its prompt or on other requests.
 """
 
 from __future__ import annotations

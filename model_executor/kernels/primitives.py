@@ -1,11 +1,10 @@
 """Functions that several kernels share: dot products, soft caps, and the fp8 encoding of KV.
 
-fp8 KV is stored as OCP e4m3fn bytes on every architecture, because the native fp8 of gfx942 is another encoding and
-sm_80 has none. Kernels read the bytes as `uint8`. They decode with the hardware's conversion if there is one, else with
-shifts.
+fp8 KV (`--kv-cache-dtype fp8_e4m3`) is stored as OCP e4m3fn bytes on every architecture, because the native fp8 of
+gfx942 is another encoding and sm_80 has none. Kernels read the bytes as `uint8`. They decode with the hardware's
+conversion if there is one, else with shifts.
 
-No model or setting uses two of these functions yet. The soft cap is for Gemma 2 (`AttentionSpec.soft_cap`). An fp8 pool
-needs a setting for the data type of the KV cache.
+No model uses the soft cap yet. It is for Gemma 2 (`AttentionSpec.soft_cap`).
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def _rmsnorm_kernel(
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """Compute x / rms(x) * weight in float32. Returns [T, n] in x's dtype.
 
-    x: [T, n], last dimension contiguous; weight: [n]. With a residual ([T, n], contiguous, x's dtype), x is added to it
-    in place, and the result is the norm of the new residual.
+    x: [T, n], last dimension contiguous. weight: [n]. residual: [T, n], contiguous, of x's dtype. If it is given, x is
+    added to it in place, and the result is the norm of the new residual.
     """
     num_tokens, width = x.shape
     assert has_dense_rows(x) and weight.shape == (width,) and weight.is_contiguous()

@@ -2,13 +2,19 @@
 
 The filters are joint, as in joint_sampling.py: each threshold is computed on the whole distribution after temperature,
 and a token must pass all filters. The kept tokens are renormalised, and the draw inverts their cumulative distribution.
-A token's weight is its probability as an integer, in units of 2**-34 of the best token's probability, so sums are exact
-in any order.
+A token's weight is its probability as an integer, in units of 2**-34 of the best token's probability. Sums of weights
+are exact in any order.
 
-A token's gap is the best token's log probability less its own. Gaps are not negative, so they have the order of their
-bits as integers, and a bisection of 31 bits finds a threshold: the smallest gap up to which there are k tokens, up to
-which the weights sum to the mass, or up to which the weights exceed the draw. Tokens of equal gap are ranked by id. The
-kernel first gathers the few most probable tokens, and bisects over these instead of the vocabulary.
+A token's gap is the best token's log probability less its own. Gaps are not negative, so their bits, read as integers,
+have the same order as the gaps. A bisection of 31 bits finds a threshold: the smallest gap for which the tokens up to
+it satisfy one of these conditions:
+
+- top-k: there are at least k of them,
+- top-p: their weights sum to at least the mass,
+- the draw: their weights sum to more than the draw.
+
+Tokens of equal gap are ranked by id. The kernel first gathers the most probable tokens. It bisects over these instead
+of the vocabulary.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ class CpuRMSNorm(RMSNorm):
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """Pack a weight into panels: [n, k] -> [ceil(n / width), k / per_word, width, per_word]. Pads n with zeros.
 
-    A panel holds `width` rows of the weight, as many as there are floats in two vector registers. For each word (32
-    bits) of a row it holds that word of all its rows side by side, because one step of the dot products reads them
-    together.
+    A panel holds `width` rows of the weight, as many as there are floats in two vector registers. A row consists of
+    words of 32 bits. The panel stores first word 0 of all its rows, then word 1 of all its rows, and so on, because one
+    step of the dot products reads the same word of all rows.
     """
     width, per_word = 2 * cpu_extension.lanes(), 4 // weight.itemsize
     n, k = weight.shape
@@ -182,8 +182,8 @@ class CpuFloatLayers(CpuLayers):
 def cpu_layers(dtype: torch.dtype, widths: Iterable[int] = ()) -> CpuLayers:
     """Make the layers of a CPU for a type and the widths of the model's vectors.
 
-    Linear layers are torch's if the build for this processor cannot multiply the type, or if a width is not a multiple
-    of a word (32 bits).
+    Linear layers use torch's operations in two cases: the build for this processor cannot multiply the type, or a width
+    is not a whole number of words (32 bits).
     """
     whole_words = all(width * dtype.itemsize % 4 == 0 for width in widths)
     return CpuFloatLayers() if whole_words and cpu_extension.multiplies(dtype) else CpuLayers()

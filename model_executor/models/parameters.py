@@ -1,11 +1,33 @@
-"""The parameters of a decoder, and the checkpoint tensors that each is made from."""
+"""The parameters of a decoder, the checkpoint tensors that each is made from, and the part of it that a rank holds.
+
+With tensor parallelism, several ranks compute one model. Attention heads and feed-forward features are divided equally
+among them. Each layer then needs two sums over all ranks: the outputs of `o_proj` and of `down_proj`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
+from enum import Enum, auto
+from typing import NamedTuple, TypeAlias
 
 from ...srt.model_files.model_config import ModelConfig
+
+Region: TypeAlias = tuple[slice, ...]
+"""A part of a tensor: a slice for each dimension."""
+
+
+class Split(Enum):
+    """How the ranks divide a parameter."""
+
+    REPLICATED = auto()
+    """Each rank has all of it."""
+    COLUMNS = auto()
+    """By output features, the first dimension. The outputs of the ranks are concatenated."""
+    ROWS = auto()
+    """By input features, the second dimension. The outputs of the ranks are added."""
+    FIRST_RANK = auto()
+    """The first rank has all of it, the others have zeros: a bias of a linear layer that is split by rows."""
 
 
 class Part(NamedTuple):
@@ -21,6 +43,62 @@ class Parameter(NamedTuple):
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    split: Split
+    """how ranks divide each of the parts"""
+
+
+class Shard(NamedTuple):
+    """The share of a model that one rank holds."""
+
+    rank: int
+    size: int
+    """number of ranks"""
+
+    def region(self, shape: tuple[int, ...], split: Split) -> Region:
+        """The rank's part of a tensor. `check_shard` has checked that the ranks can divide it."""
+        whole = [slice(0, length) for length in shape]
+        if split in (Split.COLUMNS, Split.ROWS):
+            dim = 0 if split is Split.COLUMNS else 1
+            length, rest = divmod(shape[dim], self.size)
+            assert not rest, (shape, split, self.size)
+            whole[dim] = slice(self.rank * length, (self.rank + 1) * length)
+        return tuple(whole)
+
+    def shape(self, parameter: Parameter) -> tuple[int, ...]:
+        """The shape of the rank's part of a parameter."""
+        return tuple(part.stop - part.start for part in self.region(parameter.shape, parameter.split))
+
+
+WHOLE = Shard(0, 1)
+"""The shard of an engine without tensor parallelism."""
+
+
+def check_shard(config: ModelConfig, shard: Shard) -> None:
+    """Raise ValueError unless there is such a rank, and the ranks can divide the model equally."""
+    if not 0 <= shard.rank < shard.size:
+        raise ValueError(f"rank must be in [0, {shard.size}) with {shard.size} ranks, got {shard.rank}")
+    divided = ["num_heads", "num_kv_heads", "intermediate_size"]
+    if not config.tie_word_embeddings:
+        divided.append("vocab_size")
+    for name in divided:
+        if getattr(config, name) % shard.size:
+            raise ValueError(
+                f"the number of ranks must divide {name}, but {getattr(config, name)} is no multiple of {shard.size}"
+            )
+
+
+def rank_config(config: ModelConfig, shard: Shard) -> ModelConfig:
+    """The config of a rank's part: its number of heads and its feed-forward width. Raises ValueError (check_shard).
+
+    The vocabulary stays whole, because each rank embeds all tokens.
+    """
+    check_shard(config, shard)
+    return dataclasses.replace(
+        config,
+        num_heads=config.num_heads // shard.size,
+        num_kv_heads=config.num_kv_heads // shard.size,
+        intermediate_size=config.intermediate_size // shard.size,
+    )
 
 
 def decoder_parameters(config: ModelConfig) -> list[Parameter]:
@@ -28,16 +106,17 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
     hidden, head_dim = config.hidden_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     inter = config.intermediate_size
-    # name: (((checkpoint name, rows), ...), columns, whether it has a bias)
+    # name: (((checkpoint name, rows), ...), columns, whether it has a bias, how it is split)
     linears = {
         "qkv_proj": (
             (("self_attn.q_proj", q_size), ("self_attn.k_proj", kv_size), ("self_attn.v_proj", kv_size)),
             hidden,
             config.qkv_bias,
+            Split.COLUMNS,
         ),
-        "o_proj": ((("self_attn.o_proj", hidden),), q_size, config.o_bias),
-        "gate_up_proj": ((("mlp.gate_proj", inter), ("mlp.up_proj", inter)), hidden, config.mlp_bias),
-        "down_proj": ((("mlp.down_proj", hidden),), inter, config.mlp_bias),
+        "o_proj": ((("self_attn.o_proj", hidden),), q_size, config.o_bias, Split.ROWS),
+        "gate_up_proj": ((("mlp.gate_proj", inter), ("mlp.up_proj", inter)), hidden, config.mlp_bias, Split.COLUMNS),
+        "down_proj": ((("mlp.down_proj", hidden),), inter, config.mlp_bias, Split.ROWS),
     }
     vectors = {
         "input_norm": ("input_layernorm", hidden),
@@ -50,20 +129,21 @@ def decoder_parameters(config: ModelConfig) -> list[Parameter]:
         source = f"model.layers.{index}."
         for name, (checkpoint_name, size) in vectors.items():
             yield _whole(f"layers.{index}.{name}.weight", f"{source}{checkpoint_name}.weight", (size,))
-        for name, (parts, columns, bias) in linears.items():
+        for name, (parts, columns, bias, split) in linears.items():
             rows = sum(size for _, size in parts)
             weights = tuple(Part(f"{source}{part}.weight", (size, columns)) for part, size in parts)
-            yield Parameter(f"layers.{index}.{name}.weight", (rows, columns), weights)
+            yield Parameter(f"layers.{index}.{name}.weight", (rows, columns), weights, split)
             if bias:
                 biases = tuple(Part(f"{source}{part}.bias", (size,)) for part, size in parts)
-                yield Parameter(f"layers.{index}.{name}.bias", (rows,), biases)
+                bias_split = Split.FIRST_RANK if split is Split.ROWS else split
+                yield Parameter(f"layers.{index}.{name}.bias", (rows,), biases, bias_split)
 
     parameters = [_whole("embed_tokens.weight", EMBEDDING, (config.vocab_size, hidden))]
     for index in range(config.num_layers):
         parameters.extend(layer(index))
     parameters.append(_whole("norm.weight", "model.norm.weight", (hidden,)))
     if not config.tie_word_embeddings:
-        parameters.append(_whole("lm_head.weight", LM_HEAD, (config.vocab_size, hidden)))
+        parameters.append(_whole("lm_head.weight", LM_HEAD, (config.vocab_size, hidden), Split.COLUMNS))
     return parameters
 
 
@@ -71,5 +151,5 @@ EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 
 
-def _whole(name: str, checkpoint_name: str, shape: tuple[int, ...]) -> Parameter:
-    return Parameter(name, shape, (Part(checkpoint_name, shape),))
+def _whole(name: str, checkpoint_name: str, shape: tuple[int, ...], split: Split = Split.REPLICATED) -> Parameter:
+    return Parameter(name, shape, (Part(checkpoint_name, shape),), split)

@@ -7,8 +7,9 @@ writes only the dummy slot and the dummy's entry of the table.
 The graph needs nothing else from the host: it reads the newest tokens, updates the table of slots and numbers the
 attention work on the device. Sampling is not in the graph, because it depends on the options of the requests.
 
-A step with too much attention work for its graph is padded to the same size and launched kernel by kernel, and so are
-all steps when graphs are disabled. Libraries choose kernels by the batch size, so the bits are equal to the graph's.
+A step may have more attention work than its graph has room for. Such a step is padded to the size of the graph, but
+launched kernel by kernel. So is every step if graphs are disabled. Libraries choose kernels by the batch size. With the
+same padding they choose the same kernels, and the bits are those of the graph.
 """
 
 from __future__ import annotations

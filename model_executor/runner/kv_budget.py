@@ -25,12 +25,13 @@ def num_kv_tokens(
     """The size of the KV pool in tokens, a multiple of the page size.
 
     `memory`: the memory after the weights were loaded. `reserve`: bytes to keep free for steps (activations, logits,
-    graphs). The pool never exceeds the rest. Within this bound its size is
+    graphs). The pool never takes more than the rest. Within this bound, the first rule that applies gives its size:
 
-    - `max_total_tokens`, if given,
-    - else `mem_fraction_static` of the total memory, less the memory in use (the weights), if given,
-    - else, on a GPU, the rest less a margin,
-    - else, on a CPU, DEFAULT_CPU_BYTES or one full context, but at most DEFAULT_CPU_SHARE of the available memory.
+    1. `max_total_tokens` is given: that size.
+    2. `mem_fraction_static` is given: that share of the total memory, less the memory in use (the weights).
+    3. On a GPU: the rest, less a margin.
+    4. On a CPU: DEFAULT_CPU_BYTES or one full context, whichever is more. At most DEFAULT_CPU_SHARE of the available
+       memory.
 
     Raises ValueError if fewer than two pages fit, or if `max_total_tokens` does not fit.
     """

@@ -20,6 +20,7 @@ from ..device.heap import keep_freed_memory, trim_heap
 from ..device.memory import Memory, host_memory
 from ..layers.kinds import LayerKinds, layers_for
 from ..models.family import Parameters, family_of
+from ..sampling.row_logprobs import block_bytes
 from ..sampling.sampler import Sampler
 from ..step import StepInputs
 from ..weights.loader import load_parameters
@@ -32,8 +33,8 @@ from .kv_budget import num_kv_tokens
 from .model_runner import ModelRunner, RunnerBytes
 from .settings import RunnerSettings
 from .slot_table import SlotTable
-from .step_memory import activation_bytes, rotation_bytes
-from .warmup import warmup_steps
+from .step_memory import activation_bytes, gather_bytes, rotation_bytes
+from .warmup import all_allowed, warmup_steps
 
 _BYTES_PER_GRAPH = 8 << 20
 """Memory kept free for the driver's own data of each graph."""
@@ -79,7 +80,7 @@ class _RunnerBuilder:
         self.table = SlotTable(settings.max_running_requests, settings.context_len, settings.device)
         self.weight_bytes = sum(parameter_bytes(config, settings.dtype.itemsize, settings.quantization).values())
         self.bytes_per_token = MHATokenToKVPool.bytes_per_token(
-            config.num_layers, config.num_kv_heads, config.head_dim, settings.dtype
+            config.num_layers, config.num_kv_heads, config.head_dim, settings.kv_dtype
         )
 
     def build_on_cpu(self) -> ModelRunner:
@@ -117,13 +118,25 @@ class _RunnerBuilder:
         step_bytes = partial(activation_bytes, config, settings.dtype, compiled=compiled, quantized=quantized)
         reserve = step_bytes(tokens=settings.max_prefill_tokens + num_rows, rows=num_rows)
         reserve += self.sampler.max_edit_bytes + self.sampler.max_choice_bytes
+        reserve += block_bytes(config.vocab_size, compiled=cpu_extension.load() is not None)
         if compiled and settings.record_decodes:
             recorded = settings.max_recorded_rows
             # A recorded step keeps its tensors, and shares memory only among tensors of equal size.
             reserve += step_bytes(tokens=2 * recorded, rows=recorded)
         # A sequence is no longer than the pool. Only the cpu backend's layers have a table of angles.
         longest = min(settings.context_len, memory.available // self.bytes_per_token)
-        return reserve + (rotation_bytes(config, longest) if settings.attention_backend == "cpu" else 0)
+        if settings.attention_backend == "cpu":
+            reserve += rotation_bytes(config, longest)
+        if settings.attention_backend == "torch":
+            reserve += gather_bytes(
+                config,
+                settings.dtype,
+                tokens=settings.max_prefill_tokens,
+                chunk=min(settings.chunked_prefill_size, settings.max_prefill_tokens),
+                rows=num_rows,
+                longest=min(longest, settings.max_total_tokens or longest),
+            )
+        return reserve
 
     def _layers(self, attention_backend: str) -> LayerKinds:
         return layers_for(
@@ -156,9 +169,9 @@ class _RunnerBuilder:
             config.num_layers,
             config.num_kv_heads,
             config.head_dim,
-            settings.dtype,
+            settings.kv_dtype,
             settings.device,
-            kv_panel(settings.attention_backend, settings.page_size, config.head_dim, settings.dtype),
+            kv_panel(settings.attention_backend, settings.page_size, config.head_dim, settings.kv_dtype),
         )
         family = family_of(config)
         attention = create_attention_backend(settings.attention_backend, family.attention(config), kv_pool)
@@ -233,5 +246,5 @@ class _RunnerBuilder:
 
 def _run(runner: ModelRunner, step: StepInputs) -> None:
     launched = runner.launch(step)
-    launched.sample()
+    launched.sample(all_allowed(step.num_sampled, runner.config.vocab_size))
     launched.wait()

@@ -15,9 +15,11 @@ from ..device.accelerator import Accelerator
 from ..device.device_buffers import Downloads, TokenCopy, Uploads
 from ..forward_batch import ForwardBatch
 from ..models.family import Model
+from ..sampling.row_logprobs import PromptLogprobs, RowLogprobs, SampledLogprobs
 from ..sampling.sampler import Sampler
-from ..step import FROM_DEVICE, ForwardMode, Int32Array, StepInputs, StepOutput
+from ..step import FROM_DEVICE, ForwardMode, Int32Array, StepInputs, StepOutput, TokenMasks
 from .decode_runner import DecodeInputs, DecodeRunner
+from .hidden_sums import ArrivingSums, sum_hidden
 from .settings import RunnerSettings
 from .slot_table import SlotTable
 
@@ -67,6 +69,14 @@ class ModelRunner:
         """[num_rows + 1], newest token of each row. The next step reads it here, before the host knows it."""
         self._uploads = uploads
         self._downloads = Downloads(num_rows, accelerator)
+        self._logprobs = RowLogprobs(
+            num_rows,
+            config.vocab_size,
+            settings.device,
+            uploads,
+            self._downloads,
+            use_kernels=settings.attention_backend == "triton",
+        )
         self._recorded_decodes: DecodeRunner | None = None
 
     @property
@@ -84,33 +94,50 @@ class ModelRunner:
         """Queue the forward pass of a step. The caller must call `sample` on the result before the next `launch`."""
         for new_row in step.new_rows:
             self.sampler.set_row(new_row)
+            self._logprobs.set_row(new_row)
         if step.mode is ForwardMode.DECODE:
             logits, sampled_rows = self._launch_decode(step)
             return RunningStep(self, logits, sampled_rows, step.rows, step.seq_lens)
         assert step.sampled is not None
-        logits, sampled_rows = self._launch_extend(step)
-        return RunningStep(self, logits, sampled_rows, step.rows[step.sampled], step.seq_lens[step.sampled])
+        logits, sampled_rows, prompts, sums = self._launch_extend(step)
+        return RunningStep(
+            self, logits, sampled_rows, step.rows[step.sampled], step.seq_lens[step.sampled], prompts, sums
+        )
 
     @torch.inference_mode()
-    def choose(self, logits: torch.Tensor, device_rows: torch.Tensor, rows: Int32Array, lens: Int32Array) -> TokenCopy:
+    def choose(
+        self,
+        logits: torch.Tensor,
+        device_rows: torch.Tensor,
+        rows: Int32Array,
+        lens: Int32Array,
+        masks: TokenMasks | None = None,
+    ) -> tuple[TokenCopy, SampledLogprobs | None]:
         """Queue the choice of the next token of each row, and the copy of the tokens to the host.
+
+        Also queues the log probabilities of the rows that want them.
 
         The next step reads the tokens from `future_tokens`. `logits`: float32 [R, vocab]. `device_rows`: int64 [R], the
         rows on the device. `rows`: int32 [R], the rows on the host. `lens`: int32 [R], length of each request before
-        the new token.
+        the new token. `masks`: the tokens that grammars allow; the masked logits are changed.
         """
-        tokens = self.sampler.sample(logits, rows, lens)
+        # Masks change logits, and log probabilities are those of the model.
+        masked = logits.clone() if masks is not None and self._logprobs.wanted(rows) else logits
+        tokens = self.sampler.sample(masked, rows, lens, masks)
         # A row with an invalid token (-1) may run one more step before the host sees it. Any valid id serves there.
         self.future_tokens.index_copy_(0, device_rows, tokens.clamp(min=0))
-        return self._downloads.fetch(tokens)
+        return self._downloads.fetch(tokens), self._logprobs.of_tokens(logits, tokens, rows)
 
     def forward(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """Queue the forward pass of a batch. Returns float32 logits [num_sampled, vocab], written to `out` if given."""
+        return self.model.logits(self._hidden(batch), out)
+
+    def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """Queue the forward pass of a batch without the head. Returns hidden states, [num_sampled, hidden]."""
         self.attention.plan(batch)
         if not self.is_asynchronous:
             self.model.rotary.cover(batch.max_seq_len)
-        hidden = self.model.forward(batch.input_ids, batch.positions, batch)
-        return self.model.logits(hidden, out)
+        return self.model.forward(batch.input_ids, batch.positions, batch)
 
     def decode(self, inputs: DecodeInputs, seq_lens: Int32Array, out: torch.Tensor | None = None) -> torch.Tensor:
         """Queue a decode step, also inside a recording. Returns logits as `forward` does.
@@ -147,14 +174,22 @@ class ModelRunner:
         inputs = DecodeInputs(*self._uploads.send(*map(_int64, (step.rows, step.seq_lens, step.out_cache_loc))))
         return self.decode(inputs, step.seq_lens), inputs.rows
 
-    def _launch_extend(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queue an EXTEND step. Returns the logits and the rows (int64) to sample."""
+    def _launch_extend(
+        self, step: StepInputs
+    ) -> tuple[torch.Tensor, torch.Tensor, PromptLogprobs | None, ArrivingSums | None]:
+        """Queue an EXTEND step.
+
+        Returns the logits and the rows (int64) to sample, log probabilities of prompts, and sums of hidden states.
+        """
         extend_lens, input_ids, sampled = step.extend_lens, step.input_ids, step.sampled
         assert extend_lens is not None and input_ids is not None and sampled is not None
         prefix_lens_host = step.seq_lens - extend_lens
         start_loc_host = np.concatenate(([0], np.cumsum(extend_lens, dtype=np.int64)))
         positions_host = _ranges(prefix_lens_host, extend_lens)
         unknown = np.flatnonzero(input_ids == FROM_DEVICE)
+        last_host = (start_loc_host[1:] - 1)[sampled]
+        scored = [np.arange(len(score.targets), dtype=np.int64) + score.start for score in step.prompt_scores]
+        pooled = [np.arange(one.length, dtype=np.int64) + one.start for one in step.hidden_sums]
         sent = self._uploads.send(
             *self.table.changes(step, positions_host),
             unknown,
@@ -166,10 +201,10 @@ class ModelRunner:
             positions_host,
             start_loc_host,
             _int64(prefix_lens_host),
-            (start_loc_host[1:] - 1)[sampled],
+            np.concatenate((last_host, *scored, *pooled)) if scored or pooled else last_host,
             _int64(step.rows[sampled]),
         )
-        places, new_slots, at, from_rows, rows, seq_lens, slots, ids, positions, starts, prefix_lens, last, chosen = (
+        places, new_slots, at, from_rows, rows, seq_lens, slots, ids, positions, starts, prefix_lens, wanted, chosen = (
             sent
         )
         self.table.write(places, new_slots)
@@ -183,13 +218,19 @@ class ModelRunner:
             positions=positions,
             out_cache_loc=slots,
             req_to_token=self.table.tensor,
-            logits_indices=last,
+            logits_indices=wanted,
             extend_start_loc=starts,
             prefix_lens=prefix_lens,
             seq_lens_host=step.seq_lens,
             extend_lens_host=extend_lens,
         )
-        return self.forward(batch), chosen
+        if not scored and not pooled:
+            return self.forward(batch), chosen, None, None
+        lens = [len(last_host), sum(map(len, scored)), sum(map(len, pooled))]
+        hidden, of_scored, of_pooled = self._hidden(batch).split(lens)
+        prompts = self._logprobs.of_prompts(step.prompt_scores, of_scored, self.model.logits) if scored else None
+        sums = sum_hidden(step.hidden_sums, of_pooled, self._downloads) if pooled else None
+        return self.model.logits(hidden), chosen, prompts, sums
 
 
 class RunningStep:
@@ -202,20 +243,33 @@ class RunningStep:
         device_rows: torch.Tensor,
         rows: Int32Array,
         seq_lens: Int32Array,
+        prompts: PromptLogprobs | None = None,
+        sums: ArrivingSums | None = None,
     ) -> None:
         self._runner = runner
         self._forward: tuple[torch.Tensor, torch.Tensor, Int32Array, Int32Array] | None = None
         if len(rows):
             self._forward = logits, device_rows, rows, seq_lens
         self._tokens: TokenCopy | None = None
+        self._logprobs: SampledLogprobs | None = None
+        self._prompts = prompts
+        self._sums = sums
 
-    def sample(self) -> None:
+    def sample(self, masks: TokenMasks | None = None) -> None:
         if self._forward is not None:
-            self._tokens = self._runner.choose(*self._forward)
+            self._tokens, self._logprobs = self._runner.choose(*self._forward, masks)
             self._forward = None  # the logits' memory is free for the next step
 
     def wait(self) -> StepOutput:
-        return StepOutput(np.empty(0, np.int32) if self._tokens is None else self._tokens.wait())
+        tokens = np.empty(0, np.int32) if self._tokens is None else self._tokens.wait()
+        if self._logprobs is None and self._prompts is None and self._sums is None:
+            return StepOutput(tokens)
+        return StepOutput(
+            tokens,
+            logprobs={} if self._logprobs is None else self._logprobs.wait(),
+            prompt_logprobs=[] if self._prompts is None else self._prompts.wait(),
+            hidden_sums=[] if self._sums is None else self._sums.wait(),
+        )
 
 
 def _int64(array: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:

@@ -8,7 +8,7 @@ import torch
 
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.server_args import ServerArgs
-from ..attention.registry import default_page_size, resolve_attention_backend
+from ..attention.registry import default_page_size, resolve_attention_backend, resolve_kv_dtype
 from ..device.dtypes import resolve_dtype
 from ..weights.loader import checkpoint_dtype
 from ..weights.quantization import check_quantization
@@ -24,7 +24,9 @@ class RunnerSettings:
 
     device: torch.device
     dtype: torch.dtype
-    """type of weights, activations, keys and values"""
+    """type of weights and activations"""
+    kv_dtype: torch.dtype
+    """type of the KV pool"""
     attention_backend: str
     """one of attention.registry.BACKEND_NAMES"""
     quantization: str | None
@@ -61,6 +63,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     return RunnerSettings(
         device=device,
         dtype=dtype,
+        kv_dtype=resolve_kv_dtype(server_args.kv_cache_dtype, dtype, backend),
         attention_backend=backend,
         quantization=server_args.quantization,
         weight_cache=server_args.weight_cache,

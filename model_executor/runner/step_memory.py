@@ -8,9 +8,14 @@ from __future__ import annotations
 import torch
 
 from ...srt.model_files.model_config import ModelConfig
+from ..attention.torch_backend import gathered_tokens
 from ..layers.quantized_weight import GROUP
 
 _FLOAT_BYTES = 4
+_SLOT_BYTES = 8 + 1
+"""An index of a slot, and its place in a mask."""
+_PLANNING_BYTES = 8 + 8 + 4
+"""Per token of a rectangle while its slots are looked up: columns, positions, slots of 32 bits."""
 _SCRATCH_BYTES_OF_GROUP = GROUP + 12
 """Bytes per group of activations quantized to 8 bits: the values, and the group's 12 bytes in csrc/cpu/quantized.h."""
 
@@ -35,6 +40,21 @@ def activation_bytes(
     scratch = max(hidden, q_size, inter) // GROUP * _SCRATCH_BYTES_OF_GROUP if quantized else 0
     per_logit = _FLOAT_BYTES if compiled else _FLOAT_BYTES + dtype.itemsize
     return tokens * (max(attention, feed_forward) + in_a_norm + scratch) + rows * config.vocab_size * per_logit
+
+
+def gather_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, chunk: int, rows: int, longest: int) -> int:
+    """An upper bound in bytes of what the torch attention backend takes in a step, besides its inputs and outputs.
+
+    It gathers K and V of one rectangle or one chunk at a time. The slots and masks of all of them exist during the
+    whole step, once for each kind of window. `tokens`: prompt tokens of the step. `chunk`: most of them in one request.
+    `rows`: requests. `longest`: most tokens that a request attends to.
+    """
+    kv_bytes = 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    gathered = gathered_tokens(rows, longest) * (kv_bytes + _PLANNING_BYTES)
+    num_windows = len(set(config.sliding_windows))
+    slots_and_masks = num_windows * (rows * longest * _SLOT_BYTES + min(tokens, rows * chunk) * longest)
+    # torch converts the mask of a chunk to the type of the scores; making the mask takes two more of bytes.
+    return gathered + slots_and_masks + chunk * longest * (dtype.itemsize + 2)
 
 
 def rotation_bytes(config: ModelConfig, num_positions: int) -> int:

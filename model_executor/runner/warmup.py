@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...srt.logprobs import MAX_TOP_LOGPROBS, LogprobOptions
 from ...srt.sampling_params import SamplingParams
-from ..step import ForwardMode, Int32Array, NewRow, StepInputs
+from ..step import ForwardMode, Int32Array, NewRow, PromptScore, StepInputs, TokenMasks, num_mask_words
 
 
 def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int) -> list[StepInputs]:
     """The warm-up steps, all prefills:
 
     - the largest step: `max_prefill_tokens` in as many requests as possible, sampled in the way that takes most memory,
+    - the same step with the log probabilities of all its tokens,
     - a small step that samples from the whole vocabulary,
     - a small greedy step of a request with one token and a request with two.
 
@@ -26,22 +28,35 @@ def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int) -> li
     mixed = np.array([1, min(2, context_len)][:num_rows], np.int32)
     return [
         _prefill(lens, SamplingParams(temperature=1.0, top_p=0.9)),
+        _prefill(lens, SamplingParams(temperature=0.0), LogprobOptions(top_logprobs_num=MAX_TOP_LOGPROBS)),
         _prefill(mixed[:1], SamplingParams(temperature=1.0)),
         _prefill(mixed, SamplingParams(temperature=0.0)),
     ]
 
 
-def _prefill(lens: Int32Array, sampling: SamplingParams) -> StepInputs:
+def all_allowed(num_rows: int, vocab_size: int) -> TokenMasks:
+    """Masks that change nothing. They compile the kernel that applies masks."""
+    bits = np.full((num_rows, num_mask_words(vocab_size)), -1, np.int32)
+    return TokenMasks(np.arange(num_rows, dtype=np.int32), bits)
+
+
+def _prefill(lens: Int32Array, sampling: SamplingParams, logprobs: LogprobOptions | None = None) -> StepInputs:
     rows = np.arange(1, len(lens) + 1, dtype=np.int32)
     total = int(lens.sum())
     none = np.empty(0, np.int32)
+    starts = (np.cumsum(lens) - lens).tolist()
+    scores = [
+        PromptScore(int(row), start, np.zeros(length, np.int32))
+        for row, start, length in zip(rows, starts, lens.tolist(), strict=True)
+    ]
     return StepInputs(
         mode=ForwardMode.EXTEND,
         rows=rows,
         seq_lens=lens,
         out_cache_loc=np.zeros(total, np.int32),
-        new_rows=[NewRow(int(row), sampling, 0, none, none, ()) for row in rows],
+        new_rows=[NewRow(int(row), sampling, 0, none, none, (), logprobs) for row in rows],
         extend_lens=lens,
         input_ids=np.zeros(total, np.int32),
         sampled=np.ones(len(lens), np.bool_),
+        prompt_scores=[] if logprobs is None else scores,
     )

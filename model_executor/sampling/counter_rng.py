@@ -1,6 +1,6 @@
 """A counter-based random number generator: the draw at a position is a hash of (seed, position).
 
-It has no state, so a request's draws do not depend on its batch or row, and they stay the same after a retraction. The
+It has no state. So a request's draws do not depend on its batch or its row, and a retraction does not change them. The
 hash is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). The seed is
 mixed first, so that neighbouring seeds give unrelated streams.
 """

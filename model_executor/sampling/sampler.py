@@ -12,13 +12,14 @@ import torch
 
 from .. import cpu_extension
 from ..device.device_buffers import Uploads
-from ..step import Int32Array, NewRow
+from ..step import Int32Array, NewRow, TokenMasks
 from .counter_rng import uniform
 from .cpu_choice import CpuChoice
 from .joint_sampling import MAX_VOCAB_SIZE
 from .logit_edits import LogitEdits
 from .sampling_state import SamplingState
 from .token_choice import INVALID_TOKEN, Block, TokenChoice, TorchChoice
+from .token_mask import MaskApplication, apply_masks_on_cpu, apply_masks_ref
 
 __all__ = ["INVALID_TOKEN", "Sampler"]
 
@@ -58,6 +59,7 @@ class Sampler:
         self._edits = LogitEdits(num_rows, vocab_size, self._device, self._state)
         self._block_rows = max(1, BLOCK_ELEMENTS // vocab_size)
         self._choice = _make_choice(self._state, vocab_size, self._device, use_kernels)
+        self._apply_masks = _make_mask_application(self._device, use_kernels)
 
     @property
     def max_edit_bytes(self) -> int:
@@ -86,13 +88,16 @@ class Sampler:
         self._edits.set_row(new_row)
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: Int32Array, seq_lens: Int32Array) -> torch.Tensor:
+    def sample(
+        self, logits: torch.Tensor, rows: Int32Array, seq_lens: Int32Array, masks: TokenMasks | None = None
+    ) -> torch.Tensor:
         """Choose one token for each row, and count it for the row's penalties.
 
         Args:
-            logits: [n, vocab], any float type; not changed
+            logits: [n, vocab], any float type; float32 logits are changed by `masks`, and by nothing else
             rows: int32 [n], the row of each line of logits
             seq_lens: int32 [n], length of the request before the new token
+            masks: the tokens that grammars allow. They are applied after all other edits
 
         Returns:
             int64 [n] on the device; INVALID_TOKEN if the logits have a NaN or are all -inf
@@ -102,6 +107,8 @@ class Sampler:
         host_rows, positions = rows.astype(np.int64), seq_lens.astype(np.int64)
         self._state.flush()
         x = self._edited(logits, host_rows, positions)
+        if masks is not None:
+            self._apply_masks(x, *self._state.send_all(masks.lines.astype(np.int64), masks.bits))
         groups, choice = self._state.group(host_rows), self._choice
         if len(groups.greedy):
             # Run it on all rows: to leave out the sampled rows, the others would have to be copied.
@@ -138,6 +145,14 @@ class Sampler:
 
     def _blocks(self, positions: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
         return [positions[i : i + self._block_rows] for i in range(0, len(positions), self._block_rows)]
+
+
+def _make_mask_application(device: torch.device, use_kernels: bool) -> MaskApplication:
+    if use_kernels:
+        from ..kernels.token_mask import apply_masks  # importing Triton takes half a second
+
+        return apply_masks
+    return apply_masks_on_cpu if device.type == "cpu" and cpu_extension.load() is not None else apply_masks_ref
 
 
 def _make_choice(state: SamplingState, vocab_size: int, device: torch.device, use_kernels: bool) -> TokenChoice:

@@ -102,6 +102,10 @@ class SamplingState:
         """Send an array to the device without waiting. The caller must not use the array afterwards."""
         return self._uploads.send(array)[0]
 
+    def send_all(self, *arrays: npt.NDArray[Any]) -> tuple[torch.Tensor, ...]:
+        """Send several arrays in one transfer, as `send` does."""
+        return self._uploads.send(*arrays)
+
     def on_device(self, rows: torch.Tensor, column: Column) -> torch.Tensor:
         """One parameter of the rows: float64 [n, 1]. rows: int64 [n] on the device."""
         return self._device_table[:, column].index_select(0, rows).unsqueeze(1)

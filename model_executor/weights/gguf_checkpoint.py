@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import gguf
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from ...srt.model_files.gguf_file import GGUFFile, GGUFTensor
 from ...srt.model_files.model_config import ModelConfig
 from ..layers.quantized_weight import QuantizedWeight
+from ..models.parameters import Region
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -115,33 +117,48 @@ class GGUFCheckpoint:
         permuted = self._file.metadata["general.architecture"] in _PERMUTED_ARCHITECTURES
         self._permuted_heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads} if permuted else {}
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor called `name`, as float32, float16 or bfloat16."""
-        return self._in_order(name)(self._dequantize(self._tensors[name]))
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
 
-    def quantized(self, name: str, form: str) -> QuantizedWeight | None:
-        """The tensor in `form`, with exactly the file's values. None if its type cannot be converted exactly."""
+    def tensor(self, name: str, region: Region | None = None) -> torch.Tensor:
+        """The tensor called `name`, or a region of it, as float32, float16 or bfloat16.
+
+        The region of a permuted projection consists of whole heads.
+        """
         info = self._tensors[name]
-        kind, _, raw = self._blocks(info)
-        make = _FORMS.get((kind, form))
+        if len(info.shape) != 2:
+            whole = self._in_order(name)(_dequantize(info.name, self._blocks(info), info.shape))
+            return whole if region is None else whole[region]
+        rows, columns = region or _all_of(info.shape)
+        blocks, within = self._blocks(info).cut(info.shape, rows, columns)
+        num_rows = rows.stop - rows.start
+        found = _dequantize(info.name, blocks, (num_rows, blocks.num_values // num_rows))[:, within]
+        return self._in_order(name)(found)
+
+    def quantized(self, name: str, form: str, region: Region | None = None) -> QuantizedWeight | None:
+        """The tensor, or a region of it, in `form`, with exactly the file's values. None if that is not possible.
+
+        The region consists of whole groups and, of a permuted projection, of whole heads.
+        """
+        info = self._tensors[name]
+        blocks = self._blocks(info)
+        make = _FORMS.get((blocks.kind, form))
         if make is None or len(info.shape) != 2:
             return None
-        return make(torch.from_numpy(raw.copy()).view(*info.shape[:1], -1, raw.shape[1])).with_rows(
-            self._in_order(name)
-        )
+        rows, columns = region or _all_of(info.shape)
+        blocks, _ = blocks.cut(info.shape, rows, columns)
+        raw = torch.from_numpy(blocks.raw.copy()).view(rows.stop - rows.start, -1, blocks.raw.shape[1])
+        return make(raw).with_rows(self._in_order(name))
 
     def _in_order(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The function that reorders the rows of a tensor from the file's order to Hugging Face's."""
+        """The function that reorders the rows of whole heads from the file's order to Hugging Face's."""
         for projection, num_heads in self._permuted_heads.items():
             if projection in name:
-                rows = self._tensors[name].shape[0]
-                if rows % (2 * num_heads):
-                    raise ValueError(f"tensor {name!r} must have pairs of rows for {num_heads} heads, got {rows} rows")
-                return partial(unpermute, num_heads=num_heads)
+                return partial(unpermute, head_dim=self._tensors[name].shape[0] // num_heads)
         return lambda tensor: tensor
 
-    def _blocks(self, info: GGUFTensor) -> tuple[gguf.GGMLQuantizationType, int, npt.NDArray[np.uint8]]:
-        """The tensor's type, the number of values in a block, and the mapped blocks: uint8 [blocks, block bytes]."""
+    def _blocks(self, info: GGUFTensor) -> _Blocks:
+        """The mapped blocks of a tensor."""
         try:
             kind = gguf.GGMLQuantizationType(info.type)
             block_len, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -152,30 +169,55 @@ class GGUFCheckpoint:
                 f"tensor {info.name!r} has rows of {info.shape[-1]}; {kind.name} needs a multiple of {block_len}"
             )
         raw = self._file.tensor_bytes(info, math.prod(info.shape) // block_len * block_bytes)
-        return kind, block_len, raw.reshape(-1, block_bytes)
-
-    def _dequantize(self, info: GGUFTensor) -> torch.Tensor:
-        kind, block_len, blocks = self._blocks(info)
-        if kind in _PLAIN:
-            # A copy, because the mapping is read-only and torch has no read-only tensors.
-            return torch.from_numpy(blocks.copy()).view(_PLAIN[kind]).view(info.shape)
-        if kind in _FAST:
-            out = torch.empty(len(blocks), block_len)
-            for start in range(0, len(blocks), _CHUNK):
-                out[start : start + _CHUNK] = _FAST[kind](torch.from_numpy(blocks[start : start + _CHUNK].copy()))
-            return out.view(info.shape)
-        try:
-            values = gguf.dequantize(blocks.reshape(math.prod(info.shape[:-1]), -1), kind)
-        except NotImplementedError:
-            raise ValueError(
-                f"tensor {info.name!r} is quantised as {kind.name}, which Tercet cannot dequantise"
-            ) from None
-        return torch.from_numpy(values).view(info.shape)
+        return _Blocks(kind, block_len, raw.reshape(-1, block_bytes))
 
 
-def unpermute(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _all_of(shape: tuple[int, ...]) -> Region:
+    return tuple(slice(0, length) for length in shape)
+
+
+class _Blocks(NamedTuple):
+    """Blocks of a tensor, in row-major order."""
+
+    kind: gguf.GGMLQuantizationType
+    length: int
+    """number of values in a block"""
+    raw: npt.NDArray[np.uint8]
+    """[blocks, bytes of a block]"""
+
+    @property
+    def num_values(self) -> int:
+        return len(self.raw) * self.length
+
+    def cut(self, shape: tuple[int, ...], rows: slice, columns: slice) -> tuple[_Blocks, slice]:
+        """The blocks that contain a region of a matrix, and the place of the region in the columns of these blocks."""
+        first, last = columns.start // self.length, -(-columns.stop // self.length)
+        begin = first * self.length
+        raw = self.raw.reshape(shape[0], -1, self.raw.shape[1])[rows, first:last].reshape(-1, self.raw.shape[1])
+        return self._replace(raw=raw), slice(columns.start - begin, columns.stop - begin)
+
+
+def _dequantize(name: str, blocks: _Blocks, shape: tuple[int, ...]) -> torch.Tensor:
+    """Dequantise blocks to a tensor of `shape`. `name`: the tensor in the file."""
+    kind, block_len, raw = blocks
+    if kind in _PLAIN:
+        # A copy, because the mapping is read-only and torch has no read-only tensors.
+        return torch.from_numpy(raw.copy()).view(_PLAIN[kind]).view(shape)
+    if kind in _FAST:
+        out = torch.empty(len(raw), block_len)
+        for start in range(0, len(raw), _CHUNK):
+            out[start : start + _CHUNK] = _FAST[kind](torch.from_numpy(raw[start : start + _CHUNK].copy()))
+        return out.view(shape)
+    try:
+        values = gguf.dequantize(raw.reshape(math.prod(shape[:-1]), -1), kind)
+    except NotImplementedError:
+        raise ValueError(f"tensor {name!r} is quantised as {kind.name}, which Tercet cannot dequantise") from None
+    return torch.from_numpy(values).view(shape)
+
+
+def unpermute(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Reorder the rows of each head from llama.cpp's order (0, n/2, 1, n/2 + 1, ...) to (0, 1, ..., n - 1)."""
-    pairs = tensor.view(num_heads, tensor.shape[0] // num_heads // 2, 2, *tensor.shape[1:])
+    pairs = tensor.unflatten(0, (-1, head_dim // 2, 2))
     return pairs.transpose(1, 2).reshape(tensor.shape)
 
 

@@ -14,7 +14,7 @@ import torch
 from ...srt.model_files.model_config import ModelConfig
 from ..layers.quantized_weight import QuantizedWeight, quantize, stacked
 from ..models.family import family_of
-from ..models.parameters import EMBEDDING, LM_HEAD, Parameter
+from ..models.parameters import EMBEDDING, LM_HEAD, WHOLE, Parameter, Part, Region, Shard, Split, check_shard
 from .quantization import quantized_forms
 from .safetensors_checkpoint import SafetensorsCheckpoint
 from .weight_cache import WeightCache
@@ -29,11 +29,16 @@ class Checkpoint(Protocol):
 
     names: frozenset[str]
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Read a tensor of any floating dtype to the CPU. Raises ValueError for another dtype."""
+    def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def quantized(self, name: str, form: str) -> QuantizedWeight | None:
-        """Read a tensor in the quantized `form`, with the stored values. None if it is stored in another form."""
+    def tensor(self, name: str, region: Region | None = None) -> torch.Tensor:
+        """Read a tensor, or a region of it, of any floating dtype to the CPU. Raises ValueError for another dtype."""
+
+    def quantized(self, name: str, form: str, region: Region | None = None) -> QuantizedWeight | None:
+        """Read a matrix, or a region of whole groups of it, in the quantized `form`, with the stored values.
+
+        Returns None if the matrix is stored in another form.
+        """
 
 
 def checkpoint_dtype(config: ModelConfig) -> str | None:
@@ -51,23 +56,27 @@ def load_parameters(
     seed: int = 0,
     cache: WeightCache | None = None,
     quantization: str | None = None,
+    shard: Shard = WHOLE,
 ) -> Mapping[str, Any]:
     """Load the family's parameters, by name: tensors, or QuantizedWeights for the names in `quantized_forms`.
 
-    `seed`: seed of dummy weights. `cache`: cache of dequantised weights.
+    `seed`: seed of dummy weights. `cache`: cache of dequantised weights. `shard`: the rank whose part of each parameter
+    is loaded.
 
     Raises ValueError for missing and unexpected tensors, and for a tensor whose shape differs from the config's or
-    whose type is not supported. On a CPU the latter two are raised when the parameter is read.
+    whose type is not supported. On a CPU the latter two are raised when the parameter is read. Raises ValueError if the
+    ranks cannot divide the model.
     """
-    forms = quantized_forms(config, quantization)
+    check_shard(config, shard)
+    forms = quantized_forms(config, quantization, shard)
     if config.load_format == "dummy":
-        return _dummy(family_of(config).parameters(config), dtype, device, seed, forms)
+        return _dummy(family_of(config).parameters(config), dtype, device, seed, forms, shard)
 
     def stored() -> StoredParameters:
-        return StoredParameters(_open(config), config, dtype, forms)
+        return StoredParameters(_open(config), config, dtype, forms, shard)
 
-    # The cache keeps tensors of one dtype. Quantized parameters are read from the file itself.
-    if config.load_format == "gguf" and cache is not None and not forms:
+    # The cache keeps whole tensors of one dtype. Quantized parameters and parts are read from the file itself.
+    if config.load_format == "gguf" and cache is not None and not forms and shard == WHOLE:
         parameters = cache.parameters(config.model_path, family_of(config).parameters(config), dtype, stored)
     else:
         parameters = stored()
@@ -90,12 +99,18 @@ class StoredParameters(Mapping[str, Any]):
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, forms: Mapping[str, str]
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        forms: Mapping[str, str],
+        shard: Shard = WHOLE,
     ) -> None:
-        """forms: quantized form of each parameter that is quantized."""
+        """`forms`: quantized form of each parameter that is quantized. `shard`: the part of each that is read."""
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._forms = forms
+        self._shard = shard
         self._parameters = {parameter.name: parameter for parameter in family_of(config).parameters(config)}
         needed = {part.name for parameter in self._parameters.values() for part in parameter.parts}
         _refuse("missing", needed - checkpoint.names)
@@ -109,28 +124,27 @@ class StoredParameters(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         parameter = self._parameters[name]
+        if parameter.split is Split.FIRST_RANK and self._shard.rank:
+            return torch.zeros(parameter.shape, dtype=self._dtype)
+        parts = [(part, self._shard.region(part.shape, parameter.split)) for part in parameter.parts]
+        for part, _ in parts:
+            _check_shape(part, self._checkpoint.shape(part.name))
         if name in self._forms:
-            return stacked(self._quantized_part(*part, self._forms[name]) for part in parameter.parts)
-        if len(parameter.parts) == 1:
-            return self._part(*parameter.parts[0]).to(self._dtype)
-        whole = torch.empty(parameter.shape, dtype=self._dtype)
+            return stacked(self._quantized(part, region, self._forms[name]) for part, region in parts)
+        if len(parts) == 1:
+            part, region = parts[0]
+            return self._checkpoint.tensor(part.name, region).to(self._dtype).contiguous()
+        found = torch.empty(self._shard.shape(parameter), dtype=self._dtype)
         row = 0
-        for part in parameter.parts:
-            whole[row : row + part.shape[0]] = self._part(*part)
-            row += part.shape[0]
-        return whole
+        for part, region in parts:
+            tensor = self._checkpoint.tensor(part.name, region)
+            found[row : row + len(tensor)] = tensor
+            row += len(tensor)
+        return found
 
-    def _part(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self._checkpoint.tensor(name)
-        _check_shape(name, tensor.shape, shape)
-        return tensor
-
-    def _quantized_part(self, name: str, shape: tuple[int, ...], form: str) -> QuantizedWeight:
-        as_stored = self._checkpoint.quantized(name, form)
-        if as_stored is None:
-            return quantize(self._part(name, shape), form)
-        _check_shape(name, as_stored.shape, shape)
-        return as_stored
+    def _quantized(self, part: Part, region: Region, form: str) -> QuantizedWeight:
+        as_stored = self._checkpoint.quantized(part.name, form, region)
+        return quantize(self._checkpoint.tensor(part.name, region), form) if as_stored is None else as_stored
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
@@ -139,14 +153,20 @@ class StoredParameters(Mapping[str, Any]):
         return len(self._parameters)
 
 
-def _check_shape(name: str, actual: torch.Size, implied: tuple[int, ...]) -> None:
-    if tuple(actual) != implied:
-        raise ValueError(f"tensor {name!r} has shape {tuple(actual)}, the config implies {implied}")
+def _check_shape(part: Part, actual: tuple[int, ...]) -> None:
+    if actual != part.shape:
+        raise ValueError(f"tensor {part.name!r} has shape {actual}, the config implies {part.shape}")
 
 
 def _dummy(
-    parameters: list[Parameter], dtype: torch.dtype, device: torch.device, seed: int, forms: Mapping[str, str]
+    parameters: list[Parameter],
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    forms: Mapping[str, str],
+    shard: Shard,
 ) -> dict[str, Any]:
+    """Random parameters. A rank's part has the same numbers as that part of the whole parameter."""
     generator = torch.Generator(device).manual_seed(seed)
     made: dict[str, Any] = {}
     for parameter in parameters:
@@ -157,9 +177,17 @@ def _dummy(
             tensor.zero_()
         else:
             tensor.normal_(0, _DUMMY_STD, generator=generator)
+        if shard != WHOLE:
+            tensor = _part_of(tensor, parameter, shard)
         form = forms.get(parameter.name)
         made[parameter.name] = tensor if form is None else quantize(tensor, form)
     return made
+
+
+def _part_of(whole: torch.Tensor, parameter: Parameter, shard: Shard) -> torch.Tensor:
+    """A rank's part of a parameter: its regions of the stacked tensors."""
+    stack = whole.split([part.shape[0] for part in parameter.parts])
+    return torch.cat([tensor[shard.region(tuple(tensor.shape), parameter.split)] for tensor in stack])
 
 
 def _refuse(what: str, names: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ import torch
 from ...srt.model_files.model_config import ModelConfig
 from ..layers.quantized_weight import GROUP
 from ..models.family import family_of
+from ..models.parameters import WHOLE, Shard
 
 BITS_PER_WEIGHT = {"int8": 8 + 16 / GROUP, "int4": 4 + 2 * 16 / GROUP}
 """Bits per weight, including the float16 scale and minimum of its group."""
@@ -30,15 +31,17 @@ def check_quantization(quantization: str | None, attention_backend: str, device:
         )
 
 
-def quantized_forms(config: ModelConfig, quantization: str | None) -> dict[str, str]:
+def quantized_forms(config: ModelConfig, quantization: str | None, shard: Shard = WHOLE) -> dict[str, str]:
     """The form ("int8" or "int4") of each parameter that is quantized: all matrices of linear layers.
 
-    Raises ValueError if the length of a matrix's rows is not a multiple of GROUP.
+    Raises ValueError if the length of a matrix's rows, or of the part of them that a rank has, is not a multiple of
+    GROUP.
     """
     if quantization is None:
         return {}
     forms = {}
-    for name, shape, _ in family_of(config).parameters(config):
+    for parameter in family_of(config).parameters(config):
+        name, shape = parameter.name, shard.shape(parameter)
         if name == ("embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"):
             forms[name] = HEAD_FORM
         elif len(shape) == 2 and name != "embed_tokens.weight":
@@ -46,6 +49,7 @@ def quantized_forms(config: ModelConfig, quantization: str | None) -> dict[str, 
         if name in forms and shape[1] % GROUP:
             raise ValueError(
                 f"quantization needs rows of a multiple of {GROUP} numbers, but rows of {name} have {shape[1]}"
+                f"{f' on each of {shard.size} ranks' if shard.size > 1 else ''}"
             )
     return forms
 
@@ -55,5 +59,5 @@ def parameter_bytes(config: ModelConfig, dtype_bytes: int, quantization: str | N
     forms = quantized_forms(config, quantization)
     return {
         name: int(math.prod(shape) * (BITS_PER_WEIGHT[forms[name]] / 8 if name in forms else dtype_bytes))
-        for name, shape, _ in family_of(config).parameters(config)
+        for name, shape, *_ in family_of(config).parameters(config)
     }

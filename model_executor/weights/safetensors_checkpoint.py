@@ -8,6 +8,7 @@ import torch
 
 from ...srt.model_files.files import read_json_object
 from ...srt.model_files.settings import Settings
+from ..models.parameters import Region
 from .safetensors_file import SafetensorsFile
 
 _INDEX = "model.safetensors.index.json"
@@ -34,10 +35,14 @@ class SafetensorsCheckpoint:
         if wanted is not None and (missing := sorted(set(wanted) - self.names)):
             raise ValueError(f"tensors missing from the files that the index names: {', '.join(missing[:5])}")
 
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._file_of[name][name]
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file_of[name].shape(name)
 
-    def quantized(self, name: str, form: str) -> None:
+    def tensor(self, name: str, region: Region | None = None) -> torch.Tensor:
+        tensor = self._file_of[name][name]
+        return tensor if region is None else tensor[region]
+
+    def quantized(self, name: str, form: str, region: Region | None = None) -> None:
         """None: safetensors files have no quantized form."""
 
     def dtype(self, name: str) -> torch.dtype:

@@ -151,7 +151,7 @@ class _Entry:
         """The header for a checksum of the data. Its length is the same for every checksum."""
         entries: dict[str, object] = {"__metadata__": {"tercet": self._key, "crc32": f"{checksum:08x}"}}
         begin = 0
-        for name, shape, _ in self._table:
+        for name, shape, *_ in self._table:
             end = begin + math.prod(shape) * self._dtype.itemsize
             entries[name] = {"dtype": DTYPE_NAMES[self._dtype], "shape": shape, "data_offsets": [begin, end]}
             begin = end

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import time
 import uuid
 from typing import Annotated, Any
 
@@ -12,7 +10,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from ..errors import EngineBusy, EngineDead, InvalidRequest
+from ...managers.tokenizer_manager import TokenizerManager
+from ..errors import EngineBusy, EngineDead, EngineRestarting, InvalidRequest
 from ..io_struct import AbortFinish, SchedulerState
 from ..request_options import RequestOptions
 from .routing import Server, json_response
@@ -23,7 +22,9 @@ _GIB = 2**30
 
 
 class Status(msgspec.Struct, frozen=True):
-    status: Annotated[str, doc("`ok`, or `ready` from /ready; every other answer is an error")]
+    status: Annotated[
+        str, doc("`ok`, `restarting` from /health, or `ready` from /ready; every other answer is an error")
+    ]
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -43,43 +44,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
     architectures: Annotated[list[str], doc("The one architecture, as the model's files call it")]
     has_image_understanding: Annotated[bool, doc("Always false")]
     has_audio_understanding: Annotated[bool, doc("Always false")]
-
-
-class Load(msgspec.Struct, frozen=True):
-    """An element of the answer of /get_load; tokens are those of requests under way."""
-
-    dp_rank: Annotated[int, doc("Always 0")]
-    num_reqs: Annotated[int, doc("Requests that run or wait")]
-    num_waiting_reqs: Annotated[int, doc("Requests that wait")]
-    num_tokens: Annotated[int, doc("KV slots that running requests hold")]
-    age_s: Annotated[
-        float,
-        doc("Seconds since the scheduler reported these numbers"),
-    ]
-
-
-class LoadDetail(msgspec.Struct, frozen=True):
-    dp_rank: Annotated[int, doc("Always 0")]
-    num_running_reqs: Annotated[int, doc("Requests that run")]
-    num_waiting_reqs: Annotated[int, doc("Requests that wait")]
-    num_used_tokens: Annotated[int, doc("KV slots that running requests hold")]
-    max_total_num_tokens: Annotated[int, doc("KV slots of the pool")]
-    max_running_requests: Annotated[int, doc("Most requests that run at once")]
-    token_usage: Annotated[float, doc("num_used_tokens / max_total_num_tokens")]
-    gen_throughput: Annotated[float, doc("Tokens generated a second, lately")]
-    cache_hit_rate: Annotated[float, doc("Share of all prompt tokens whose KV the prefix cache had, since the start")]
-    age_s: Annotated[
-        float,
-        doc("Seconds since the scheduler reported these numbers"),
-    ]
-
-
-class Loads(msgspec.Struct, frozen=True):
-    """Answer of /v1/loads."""
-
-    timestamp: Annotated[float, doc("Unix time of the answer, in seconds")]
-    version: Annotated[str, doc("Tercet's version")]
-    loads: Annotated[list[LoadDetail], doc("The load of the one scheduler")]
 
 
 class FlushAnswer(msgspec.Struct, frozen=True):
@@ -102,21 +66,29 @@ ABORT_CODEC = BodyCodec(AbortBody)
 
 
 async def health(server: Server, request: Request, body: None) -> ASGIApp:
-    """200 when every process is alive, the scheduler's loop turns and requests are accepted; 503 otherwise."""
+    """200 when every process is alive, the scheduler's loop turns and requests are accepted; 503 otherwise.
+
+    Also 200 while the engine is being restarted: a supervisor must not end a server that is about to recover.
+    """
+    server.manager.check_accepting()
+    if server.manager.is_restarting:
+        return json_response(Status("restarting"))
     check_up(server)
     return json_response(Status("ok"))
 
 
 async def ready(server: Server, request: Request, body: None) -> ASGIApp:
-    """200 when a request would be accepted now; 503 otherwise."""
+    """200 when a request would be accepted and run now; 503 otherwise."""
     server.manager.check_accepting()
+    if server.manager.is_restarting:
+        raise EngineRestarting("the engine is being restarted; try again in a moment")
     return json_response(Status("ready"))
 
 
 def check_up(server: Server) -> None:
     """Raises EngineDead when the engine is broken, hung or about to stop."""
     server.manager.check_accepting()
-    if not server.manager.is_healthy:
+    if not server.manager.is_healthy and not server.manager.is_restarting:
         raise EngineDead("the scheduler does not answer")
 
 
@@ -124,7 +96,7 @@ async def health_generate(server: Server, request: Request, body: None) -> ASGIA
     """Generates one token in the running engine. 503 when the token does not arrive in time."""
     check_up(server)
     manager = server.manager
-    sampling = manager.make_sampling({"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True})
+    sampling = manager.inputs.make_sampling({"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True})
     rid = f"health-{uuid.uuid4().hex}"
     (generation,) = await manager.submit([0], RequestOptions(sampling=sampling, cache_salt=rid), rid=rid)
     try:
@@ -148,7 +120,7 @@ async def model_info(server: Server, request: Request, body: None) -> ASGIApp:
             tokenizer_path=args.tokenizer_path or args.model_path,
             served_model_name=args.model_name,
             is_generation=True,
-            preferred_sampling_params=dict(manager.default_sampling) or None,
+            preferred_sampling_params=dict(manager.inputs.default_sampling) or None,
             weight_version="default",
             load_format=args.load_format,
             model_type=config.model_type,
@@ -168,8 +140,7 @@ async def collect_server_info(server: Server) -> dict[str, Any]:
     """The response of /server_info."""
     manager = server.manager
     state, age_s = await manager.scheduler_state(server.state_timeout_s)
-    settings = dataclasses.asdict(manager.server_args)
-    del settings["api_key"]
+    settings = manager.server_args.without_secrets()
     facts = manager.facts
     # Settings that were "auto" show their resolved values.
     settings |= {
@@ -184,12 +155,21 @@ async def collect_server_info(server: Server) -> dict[str, Any]:
     }
     return {
         **settings,
-        "status": "ready" if manager.is_healthy and not manager.draining else "not ready",
+        "status": _status(manager),
         "version": server.version,
         "max_total_num_tokens": facts.max_total_num_tokens,
         "max_req_input_len": facts.max_req_input_len,
+        "num_engine_restarts": manager.recovery.num_restarts,
+        "num_resumed_samples": manager.recovery.num_resumed,
+        "num_fatal_samples": manager.recovery.num_fatal,
         "internal_states": [{**_internal_state(server, state), "age_s": age_s}],
     }
+
+
+def _status(manager: TokenizerManager) -> str:
+    if manager.is_restarting:
+        return "restarting"
+    return "ready" if manager.is_healthy and not manager.draining else "not ready"
 
 
 def _internal_state(server: Server, state: SchedulerState) -> dict[str, Any]:
@@ -209,35 +189,6 @@ def _internal_state(server: Server, state: SchedulerState) -> dict[str, Any]:
         "effective_max_running_requests_per_dp": facts.max_running_requests,
         "avg_spec_accept_length": None,
     }
-
-
-async def get_load(server: Server, request: Request, body: None) -> ASGIApp:
-    state, age_s = await server.manager.scheduler_state(server.state_timeout_s)
-    load = Load(0, state.num_running + state.num_waiting, state.num_waiting, _used_tokens(state), age_s)
-    return json_response([load])
-
-
-async def loads(server: Server, request: Request, body: None) -> ASGIApp:
-    state, age_s = await server.manager.scheduler_state(server.state_timeout_s)
-    used = _used_tokens(state)
-    load = LoadDetail(
-        dp_rank=0,
-        num_running_reqs=state.num_running,
-        num_waiting_reqs=state.num_waiting,
-        num_used_tokens=used,
-        max_total_num_tokens=state.max_total_num_tokens,
-        max_running_requests=server.manager.facts.max_running_requests,
-        token_usage=used / max(state.max_total_num_tokens, 1),
-        gen_throughput=state.last_gen_throughput,
-        cache_hit_rate=state.cache_hit_rate,
-        age_s=age_s,
-    )
-    return json_response(Loads(time.time(), server.version, [load]))
-
-
-def _used_tokens(state: SchedulerState) -> int:
-    """KV slots that requests hold. Slots that only the prefix cache holds count as free, because it can evict them."""
-    return state.num_protected_tokens + state.num_private_tokens
 
 
 async def flush_cache(server: Server, request: Request, body: None) -> ASGIApp:

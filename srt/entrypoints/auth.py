@@ -1,35 +1,81 @@
-"""The API key guard: every path requires the key, except the two probes of the server's health."""
+"""The API key guard: every path requires the key, except the probes of the server's health.
+
+Programs send the key as a bearer token. A browser asks its user for it (HTTP Basic, RFC 7617) when it opens the page at
+`/`, and then sends it as a password with every request, even with those that another site's page causes. So requests
+with a password also pass the guard against other sites' pages.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import hmac
+from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .error_handlers import Unauthorized, error_response
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 """The paths that need no key. They run no request and return only a status."""
 
 
 class ApiKeyGuard:
-    """Refuses every request without the key, on unknown routes, too. The comparison takes constant time."""
+    """Refuses every request without one of the keys, on unknown routes, too.
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        assert api_key, "an empty key would admit a request without one"
+    The time of the comparison depends neither on the number of equal bytes nor on the key that fits: digests of equal
+    length are compared, with every key.
+
+    `guard_browsers`: wraps the app for requests that bear the key as a password.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], guard_browsers: Callable[[ASGIApp], ASGIApp]) -> None:
+        assert api_keys and all(api_keys), "an empty key would admit a request without one"
         self._app = app
-        self._key = api_key.encode()
+        self._app_for_browsers = guard_browsers(app)
+        self._digests = [_digest(key.encode()) for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._bears_key(scope):
-            refused = Unauthorized("a valid API key is required; send it as 'Authorization: Bearer KEY'")
-            await error_response(refused)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        app = self._app
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            scheme, key = _credentials(scope)
+            if not self._is_known(key):
+                app = _refusal(is_page=scope["path"] == "/")
+            elif scheme == b"basic":
+                app = self._app_for_browsers
+        await app(scope, receive, send)
 
-    def _bears_key(self, scope: Scope) -> bool:
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                scheme, _, key = value.partition(b" ")
-                return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
-        return False
+    def _is_known(self, key: bytes) -> bool:
+        given = _digest(key)
+        # Not any(): it would stop at the first key that fits.
+        return sum(hmac.compare_digest(given, known) for known in self._digests) > 0
+
+
+def _credentials(scope: Scope) -> tuple[bytes, bytes]:
+    """The scheme and the key of a request. Both are empty if it has none."""
+    for name, value in scope["headers"]:
+        if name != b"authorization":
+            continue
+        scheme, _, given = value.partition(b" ")
+        scheme, given = scheme.lower(), given.strip()
+        if scheme == b"bearer":
+            return scheme, given
+        if scheme == b"basic":
+            try:
+                return scheme, base64.b64decode(given, validate=True).partition(b":")[2]
+            except ValueError:
+                break
+    return b"", b""
+
+
+def _refusal(*, is_page: bool) -> ASGIApp:
+    refused = error_response(
+        Unauthorized("a valid API key is required; send it as 'Authorization: Bearer KEY', or as the password")
+    )
+    if is_page:  # browsers ask for a password
+        refused.headers["www-authenticate"] = 'Basic realm="Tercet: the password is an API key", charset="UTF-8"'
+    return refused
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

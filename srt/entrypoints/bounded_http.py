@@ -5,11 +5,13 @@ These limits hold before a request is decoded and its API key is checked:
 - Memory: MAX_HEAD_BYTES, plus at most one read, for each of: the request line and headers, a trailer, the bytes between
   two chunks of a body. Trailers are dropped, as RFC 9110 (6.5.1) allows.
 - Number: MAX_HEADERS headers, and MAX_PIPELINED requests that wait for the response to an earlier request.
+- Output: the response stops writing while more than 64 KiB are unsent. After SEND_TIMEOUT_S without progress, the
+  connection is reset.
 - Time: HEAD_TIMEOUT_S for a head. A body has BODY_TIMEOUT_S, plus one second for each MIN_BODY_RATE bytes received.
 
 A response that is sent before its request has been read completely ends the connection. A reset at once could destroy
 the response before the client has read it. So the connection is closed for writing, and its input is discarded for
-DISCARD_S.
+DISCARD_S. With TLS, nothing can be closed for writing alone: the client sees the end after DISCARD_S.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     BODY_TIMEOUT_S: ClassVar[float] = 60.0
     MIN_BODY_RATE: ClassVar[int] = 1 << 14
     """Bytes per second."""
+    SEND_TIMEOUT_S: ClassVar[float] = 60.0
+    """How long a client may read nothing while its response waits. It is checked every HEAD_TIMEOUT_S."""
     DISCARD_S: ClassVar[float] = 2.0
     """How long the input is discarded after an early response."""
 
@@ -76,6 +80,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Bytes discarded after an early response; None if there was no early response."""
         self._timer: asyncio.TimerHandle | None = None
         self._num_unsent = 0
+        self._unsent_since = 0.0
+        """When the number of unsent bytes last changed, or writing was last possible."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -186,7 +192,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_discarded_bytes = 0
         self._unset_keepalive_if_required()
         self.flow.resume_reading()
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no half-closed connection
+            self.transport.write_eof()
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self.loop.call_later(self.DISCARD_S, self.transport.abort)
@@ -196,8 +203,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         now = self.loop.time()
         next_s = self.HEAD_TIMEOUT_S
         num_unsent = self.transport.get_write_buffer_size()
-        if self.transport.is_closing() and num_unsent == self._num_unsent:
-            self.transport.abort()  # the client does not read the end of its response
+        is_stuck = num_unsent == self._num_unsent
+        if not is_stuck or not self.flow.write_paused:
+            self._unsent_since = now
+        if (is_stuck and self.transport.is_closing()) or now - self._unsent_since >= self.SEND_TIMEOUT_S:
+            self.transport.abort()  # the client does not read its response
             return
         self._num_unsent = num_unsent
         is_behind_another = len(self._unanswered) > (0 if self._in_head else 1)

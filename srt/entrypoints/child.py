@@ -7,7 +7,9 @@ removes the run directory and exits at once, so that nothing of the engine is le
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import logging
 import os
 import select
@@ -21,20 +23,26 @@ import zmq
 
 from .. import log
 from ..errors import TercetError
-from ..io_struct import DetokenizerReady, SchedulerReady, StartFailed, ToDetokenizer, ToParent, ToTokenizer
+from ..grammar_spec import CheckGrammarReply, CheckGrammarReq
+from ..io_struct import ToDetokenizer, ToTokenizer
 from ..ipc import Receiver, RunDir, Sender
 from ..server_args import ServerArgs
+from ..start_reports import DetokenizerReady, GrammarWorkerReady, SchedulerReady, StartFailed, ToParent
 from .handshake import STOP, LaunchSpec, read_spec, write_frame
 
 logger = logging.getLogger("tercet.child")  # __name__ is __main__ here
 
-OnReady = Callable[[SchedulerReady | DetokenizerReady], None]
+Report = SchedulerReady | DetokenizerReady | GrammarWorkerReady
+OnReady = Callable[[Report], None]
 ShouldStop = Callable[[], bool]
 Run = Callable[[ServerArgs, RunDir, OnReady, ShouldStop], None]
 """Runs a role until `should_stop()` is true. Calls `on_ready` once, when the role is ready."""
 
 _STDIN = 0
 _PARENT_POLL_S = 0.5
+_LOWEST_PRIORITY = 19
+_MODULES = {"scheduler": "...managers.scheduler_process"}
+"""What a spare process of a role imports."""
 
 
 def run_scheduler_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnReady, should_stop: ShouldStop) -> None:
@@ -64,28 +72,86 @@ def run_detokenizer_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnR
     context.term()
 
 
-ROLES: Mapping[str, Run] = {"scheduler": run_scheduler_role, "detokenizer": run_detokenizer_role}
+def run_grammar_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnReady, should_stop: ShouldStop) -> None:
+    # Imported here: the other processes need none of them.
+    from ...managers.grammar_backends import make_compiler
+    from ...managers.grammar_worker import grammar_vocabulary, limit_resources, run_grammar_worker
+    from ..model_files.model_config import load_model_config
+    from ..text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(server_args.model_path, server_args.tokenizer_path)
+    model_config = load_model_config(server_args.model_path, server_args.load_format)
+    vocabulary = grammar_vocabulary(tokenizer, model_config)
+    compiler = make_compiler(server_args.grammar_backend, vocabulary, only_check=True)
+    context = zmq.Context()
+    receiver: Receiver[CheckGrammarReq] = Receiver(context, run_dir.grammar, CheckGrammarReq)
+    sender: Sender[CheckGrammarReply] = Sender(context, run_dir.grammar_replies)
+    limit_resources()
+    on_ready(GrammarWorkerReady())
+    run_grammar_worker(receiver, sender, compiler, vocabulary.num_words, should_stop)
+    receiver.close()
+    sender.close()
+    context.term()
+
+
+ROLES: Mapping[str, Run] = {
+    "scheduler": run_scheduler_role,
+    "detokenizer": run_detokenizer_role,
+    "grammar": run_grammar_role,
+}
 
 
 def main(roles: Mapping[str, Run] = ROLES) -> int:
     """Runs the child process. Returns the exit code: 0 after a requested stop, 1 after a failure."""
     role = sys.argv[1]
+    parent = os.getppid()
     # Imported and loaded objects stay for the life of the process. Collections during start-up would take 0.2 s.
     gc.disable()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # the parent decides what they mean
     try:
+        if not _has_spec(0):
+            _load_modules(role)
+        while not _has_spec(_PARENT_POLL_S):
+            if os.getppid() != parent:
+                return 1
         spec = read_spec(_STDIN)
     except EOFError:
         return 1
-    run_dir = RunDir(Path(spec.run_dir))
+    run_dir = RunDir(Path(spec.run_dir), spec.life)
     stop = _StopRequest()
     threading.Thread(target=_watch_parent, args=(run_dir, stop), name="parent watch", daemon=True).start()
-    log.configure(role, spec.server_args.log_level)
+    log.configure(role, spec.server_args.log_level, spec.server_args.log_format)
     try:
         return _run(roles[role], spec, run_dir, stop)
     finally:
-        run_dir.remove()  # the engine ends with its first child, and the parent may have died without removing it
+        if os.getppid() != parent:  # the parent has died without removing it
+            run_dir.remove()
+
+
+def _has_spec(timeout_s: float) -> bool:
+    """Waits until the launch spec, or the end of the parent, can be read from stdin."""
+    return bool(select.select([_STDIN], [], [], timeout_s)[0])
+
+
+def _load_modules(role: str) -> None:
+    """Imports what a spare process will need, at the lowest priority: it must not slow the running engine down.
+
+    A process cannot raise its priority again, but on Linux a priority belongs to a thread.
+    """
+    module = _MODULES.get(role)
+    if module is None:
+        return
+
+    def load() -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        with contextlib.suppress(Exception):  # the role imports it again, and reports the error
+            importlib.import_module(module, __package__)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
 
 
 class _StopRequest:
@@ -107,7 +173,7 @@ class _StopRequest:
 def _run(run: Run, spec: LaunchSpec, run_dir: RunDir, stop: _StopRequest) -> int:
     os.set_inheritable(spec.ready_fd, False)  # this process' own children must not keep the pipe open
 
-    def on_ready(facts: SchedulerReady | DetokenizerReady) -> None:
+    def on_ready(facts: Report) -> None:
         gc.freeze()  # later collections skip the loaded objects, too
         gc.enable()
         stop.is_ready = True

@@ -3,18 +3,21 @@
 Any web page in a browser could use a server on the same machine or network, in three ways:
 
 - A POST request. The browser permits it as long as the page does not read the response.
-- A GET request to one of the few paths where a GET has an effect.
+- A GET request to one of the few paths where a GET has an effect. Over plain HTTP to an address other than a loopback
+  address, it carries no header that names the page's site. There such a GET is refused to every browser.
 - DNS rebinding: the page's host name is made to resolve to a local address, so that the browser takes this server for
   the page's own server.
 
-The rules of Go's http.CrossOriginProtection refuse the first two: they check headers that only browsers send. A check
-of the Host header refuses the third.
+`--allowed-origins` names pages that may do all this. The rules of Go's http.CrossOriginProtection refuse the first two:
+they check headers that only browsers send. A check of the Host header refuses the third.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,15 +27,24 @@ from .error_handlers import Forbidden, error_response
 from .wire import shown
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_BROWSER = b"Mozilla/"
+"""How the user agent of every browser begins. A page cannot change it without asking the server (CORS) first."""
 _GETS_WITH_EFFECT = frozenset({"/flush_cache", "/health_generate"})
 
 
 class CrossSiteGuard:
-    """Refuses requests of other sites' web pages with 403. `host`: the address that the server listens on."""
+    """Refuses requests of other sites' web pages with 403.
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
+    `host`: the address that the server listens on. `allowed_origins`: origins of pages that are not refused; "*": all.
+    `any_host_name`: no check of the Host header. With passwords it is needless: a browser sends none to another name.
+    """
+
+    def __init__(
+        self, app: ASGIApp, host: str, allowed_origins: Sequence[str] = (), *, any_host_name: bool = False
+    ) -> None:
         self._app = app
-        self._is_local = _is_loopback(host)
+        self._allowed = frozenset(allowed_origins)
+        self._is_local = not any_host_name and _is_loopback(host)
         self._own_names = frozenset({"localhost", host.lower(), socket.gethostname().lower()})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,7 +57,7 @@ class CrossSiteGuard:
         await self._app(scope, receive, send)
 
     def _problem(self, scope: Scope) -> str | None:
-        origin = site = host = None
+        origin = site = host = agent = None
         for name, value in scope["headers"]:
             if name == b"host":
                 host = value.decode("latin-1")
@@ -53,14 +65,22 @@ class CrossSiteGuard:
                 origin = value.decode("latin-1")
             elif name == b"sec-fetch-site":
                 site = value
+            elif name == b"user-agent":
+                agent = value
         if self._is_local and host is not None and not self._is_own(host):
             return f"a server on a loopback address without an API key refuses the host name {shown(host)}"
         if scope["method"] in _SAFE_METHODS and scope["path"] not in _GETS_WITH_EFFECT:
+            return None
+        if origin is not None and not self._allowed.isdisjoint(("*", origin.lower())):
             return None
         if site is not None:
             return None if site in (b"same-origin", b"none") else "web pages of other sites must not send this request"
         if origin is not None and origin.partition("://")[2].lower() != (host or "").lower():
             return f"web pages of {shown(origin)} must not send this request"
+        if origin is None and scope["method"] in _SAFE_METHODS and agent is not None and agent.startswith(_BROWSER):
+            return (
+                "a browser must not send this GET request, because a foreign page may have made it; send a POST request"
+            )
         return None
 
     def _is_own(self, host: str) -> bool:
@@ -70,6 +90,19 @@ class CrossSiteGuard:
         """
         name = _name_of(host)
         return name in self._own_names or name.endswith(".localhost") or _is_address(name)
+
+
+def cors_settings(allowed_origins: Sequence[str]) -> dict[str, Any]:
+    """Arguments of Starlette's CORSMiddleware, which tells browsers what pages of these origins may do.
+
+    Pages may send any header, such as `Authorization`, but never the user's cookies.
+    """
+    return {
+        "allow_origins": list(allowed_origins),
+        "allow_methods": ["GET", "POST", "PUT"],
+        "allow_headers": ["*"],
+        "expose_headers": ["Retry-After"],
+    }
 
 
 def _name_of(host: str) -> str:

@@ -23,6 +23,7 @@ from ..text.tokenizer import Tokenizer
 from . import admin, native
 from .engine_request import AsyncEngineStream, EngineRequest, EngineStream, make_sample_limit
 from .engine_thread import EngineThread
+from .native_protocol import GenerateBody
 from .processes import CHILD_MODULE
 from .routing import Server
 
@@ -161,7 +162,7 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer and chat template; None with `skip_tokenizer_init`."""
-        return self._server.manager.tokenizer
+        return self._server.manager.inputs.tokenizer
 
     def shutdown(self) -> None:
         """Stops the engine and its processes. Running requests raise EngineDead. A second call does nothing."""
@@ -191,7 +192,7 @@ class Engine:
 
 def _body(
     prompt: str | Sequence[str] | None, sampling: Sampling, request: Mapping[str, Any], *, stream: bool = False
-) -> native.GenerateBody:
+) -> GenerateBody:
     """The body of /generate for a call of `generate`, with the same checks. Raises InvalidRequest."""
     for name in ("text", "stream", "sampling_params"):
         if name in request:

@@ -1,4 +1,4 @@
-"""A running engine in one event loop: the two child processes, the sockets to them, and the TokenizerManager.
+"""A running engine in one event loop: the TokenizerManager, and the processes behind it with their restarts.
 
 The HTTP server runs an EngineCore in its own event loop, and `tercet.Engine` in the event loop of a private thread.
 """
@@ -6,51 +6,70 @@ The HTTP server runs an EngineCore in its own event loop, and `tercet.Engine` in
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import zmq
 
+from ...managers.generation import Generation
+from ...managers.grammar_backends import why_no_grammars
+from ...managers.grammar_checker import GrammarChecker
 from ...managers.tokenizer_manager import TokenizerManager
-from ..io_struct import SchedulerReady, ToScheduler, ToTokenizer
-from ..ipc import AsyncReceiver, RunDir, Sender
+from ..errors import TercetError
+from ..ipc import RunDir
+from ..machine.oom import num_oom_kills
 from ..model_files.model_config import load_model_config
 from ..server_args import ServerArgs
+from ..step_journal import Journal, read_journal
 from ..text.tokenizer import Tokenizer, load_tokenizer
-from .processes import CHILD_MODULE, ChildProcess, stop_children
+from .engine_life import EngineLife
+from .grammar_process import GrammarProcess
+from .processes import CHILD_MODULE, ChildProcess, DiedAtStart, stop_children
+from .restarts import Death, RestartBudget, crash_report, write_report
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_WATCH_INTERVAL_S = 1.0
+
 
 class EngineCore:
-    """A running engine. It belongs to the event loop in which it was started; call its methods only from there."""
+    """A running engine. It belongs to the event loop in which it was started; call its methods only from there.
+
+    When a process dies, the core ends the other one, starts both again, and gives the unfinished requests to them. If
+    that is not allowed or fails, the engine has died for good.
+    """
 
     def __init__(
         self,
+        server_args: ServerArgs,
         tokenizer_manager: TokenizerManager,
-        children: list[ChildProcess],
-        run_dir: RunDir,
+        life: EngineLife,
         context: zmq.Context[Any],
-        sender: Sender[ToScheduler],
-        receiver: AsyncReceiver[ToTokenizer],
+        child_module: str,
+        grammars: GrammarProcess,
     ) -> None:
         self.tokenizer_manager = tokenizer_manager
-        self.child_pids = {child.role: child.pid for child in children}
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done when a child process has died unexpectedly. The result says how it died. By then, every waiting client
-        has its error."""
-        self._children = children
-        self._run_dir = run_dir
+        """Done when a child process has died and is not started again. The result says how it died. By then, every
+        waiting client has its error."""
+        self._server_args = server_args
         self._context = context
-        self._sender = sender
-        self._receiver = receiver
+        self._child_module = child_module
+        self._grammars = grammars
+        self._budget = RestartBudget(server_args.engine_restarts, server_args.engine_restart_window)
         self._stopping = False
-        for child in children:
-            child.ended.add_done_callback(self._on_child_ended)
+        self._restart: asyncio.Task[None] | None = None
+        self._oom_kills = num_oom_kills()
+        self._hung: ChildProcess | None = None
+        self._spare: ChildProcess | None = None
+        self._begin(life)
+        self._watchdog = asyncio.create_task(self._watch())
 
     @classmethod
     async def start(cls, server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> EngineCore:
@@ -63,27 +82,29 @@ class EngineCore:
         server_args = server_args.with_seed()  # before the children start, so that all processes use the same seed
         run_dir = RunDir.create()
         context: zmq.Context[Any] = zmq.Context()
-        children: list[ChildProcess] = []
+        life: EngineLife | None = None
         try:
-            for role in ("scheduler", "detokenizer"):
-                children.append(ChildProcess(role, server_args, run_dir, child_module))
-            facts, _, tokenizer = await asyncio.gather(
-                children[0].ready, children[1].ready, _in_daemon_thread(lambda: _load_tokenizer(server_args))
-            )
-            assert isinstance(facts, SchedulerReady)
+            tokenizer_loads = _in_daemon_thread(lambda: _load_tokenizer(server_args))
+            life = await EngineLife.start(server_args, run_dir, context, child_module, meanwhile=tokenizer_loads)
             logger.info("The random seed is %d", server_args.random_seed)
-            sender: Sender[ToScheduler] = Sender(context, run_dir.scheduler)
-            manager = TokenizerManager(server_args, model_config, tokenizer, facts, sender)
-            receiver: AsyncReceiver[ToTokenizer] = AsyncReceiver(
-                context, run_dir.tokenizer, ToTokenizer, manager.on_message
+            grammars = GrammarProcess(server_args, run_dir, context, child_module=child_module)
+            checker = GrammarChecker(grammars, unusable=why_no_grammars(server_args.grammar_backend))
+            manager = TokenizerManager(
+                server_args, model_config, tokenizer_loads.result(), life.facts, life.sender, checker
             )
-            receiver.start(asyncio.get_running_loop())
+            life.listen(manager.on_message)
         except BaseException:
-            await stop_children(children)
+            if life is not None:
+                await stop_children(life.children)
             context.destroy(linger=0)
             run_dir.remove()
             raise
-        return cls(manager, children, run_dir, context, sender, receiver)
+        return cls(server_args, manager, life, context, child_module, grammars)
+
+    @property
+    def child_pids(self) -> dict[str, int]:
+        """The processes of this life by role. They have ended if the engine is being restarted."""
+        return {child.role: child.pid for child in self._life.children}
 
     async def stop(self) -> None:
         """Ends all requests with an error, stops the processes, and removes the sockets. A second call does nothing."""
@@ -91,18 +112,108 @@ class EngineCore:
             return
         self._stopping = True
         self.tokenizer_manager.fail("the engine was shut down")
-        await stop_children(self._children)
-        self._receiver.close()
-        self._sender.close()
+        self._watchdog.cancel()
+        if self._restart is not None:
+            self._restart.cancel()
+            await asyncio.wait([self._restart])
+        children = [*self._life.children, *([] if self._spare is None else [self._spare])]
+        await asyncio.gather(stop_children(children), self._grammars.stop())
+        self._life.disconnect()
         self._context.destroy(linger=0)
-        self._run_dir.remove()
+        self._life.run_dir.remove()
 
-    def _on_child_ended(self, ended: asyncio.Future[str]) -> None:
-        if self._stopping or self.died.done():
+    def _begin(self, life: EngineLife) -> None:
+        self._life = life
+        for child in life.children:
+            child.ended.add_done_callback(functools.partial(self._on_child_ended, child))
+        if self._budget.limit:
+            # Importing torch takes more than a second. The next life need not wait for that.
+            self._spare = ChildProcess("scheduler", self._child_module)
+
+    def _on_child_ended(self, child: ChildProcess, ended: asyncio.Future[str]) -> None:
+        is_restarting = self._restart is not None and not self._restart.done()
+        if self._stopping or self.died.done() or is_restarting or child not in self._life.children:
             return
-        logger.error("The engine has failed: %s", ended.result())
-        self.tokenizer_manager.fail(ended.result())
-        self.died.set_result(ended.result())
+        oom_kills = num_oom_kills()
+        death = Death(child.role, ended.result(), child.returncode, child is self._hung, oom_kills != self._oom_kills)
+        self._oom_kills = oom_kills
+        if self._budget.take():
+            self._restart = asyncio.create_task(self._restart_after(death))
+        else:
+            self._give_up(death.message)
+
+    def _give_up(self, message: str) -> None:
+        if self._budget.limit:
+            message += f"; --engine-restarts {self._budget.limit} is used up"
+        self._die(message)
+
+    def _die(self, message: str) -> None:
+        logger.error("The engine has failed: %s", message)
+        self.tokenizer_manager.fail(message)
+        self.died.set_result(message)
+
+    async def _restart_after(self, death: Death) -> None:
+        """The engine's next life, after some more attempts if its processes are killed while they start."""
+        manager, began = self.tokenizer_manager, time.monotonic()
+        journal = read_journal(self._life.run_dir.journal)
+        samples = [one for one in manager.live_samples() if one.is_sent]
+        manager.on_death(death.blame(journal))
+        logger.error(
+            "The engine has failed: %s; restarting it (%d of %d)",
+            death.message,
+            self._budget.num_taken,
+            self._budget.limit,
+        )
+        self._life.disconnect()
+        await self._life.kill()
+        self._report(death, journal, samples)
+        run_dir = self._life.run_dir
+        while True:
+            run_dir = run_dir.next_life()
+            try:
+                spare, self._spare = self._spare, None
+                life = await EngineLife.start(
+                    self._server_args, run_dir, self._context, self._child_module, spare=spare
+                )
+                break
+            except DiedAtStart as error:
+                if not self._budget.take():
+                    return self._give_up(error.message)
+                logger.error("The engine has failed: %s; restarting it again", error)
+                manager.on_death(None)
+            except (ValueError, OSError, TercetError) as error:
+                return self._die(f"{death.message}; it could not be restarted: {error}")
+        life.listen(manager.on_message)
+        self._begin(life)
+        manager.resume(life.sender, life.facts)
+        logger.info(
+            "The engine runs again after %.1f s; %d samples continue", time.monotonic() - began, manager.num_unfinished
+        )
+
+    def _report(self, death: Death, journal: Journal, samples: list[Generation]) -> None:
+        manager = self.tokenizer_manager
+        num_earlier = manager.recovery.num_restarts - 1
+        last = None if manager.last_state is None else manager.last_state.state
+        report = crash_report(death, journal, self._server_args, last, samples, num_earlier)
+        try:
+            logger.error("Wrote a report about this to %s", write_report(report))
+        except OSError as error:
+            logger.warning("Could not write a report about this: %s", error.strerror or error)
+
+    async def _watch(self) -> None:
+        """Kills a scheduler whose loop does not turn, so that it is restarted."""
+        manager, timeout_s = self.tokenizer_manager, self._server_args.watchdog_timeout
+        interval_s = min(timeout_s / 4, _WATCH_INTERVAL_S)
+        num_silent = 0
+        while self._budget.limit:
+            await asyncio.sleep(interval_s)
+            is_silent = not manager.is_restarting and manager.silent_s > timeout_s
+            # After a pause of this process, the scheduler's messages are read between two looks.
+            num_silent = num_silent + 1 if is_silent else 0
+            if num_silent == 2:
+                self._hung = self._life.children[0]
+                logger.error("The scheduler's loop has not turned for %.0f s; killing the process", manager.silent_s)
+                self._hung.kill()
 
 
 def _load_tokenizer(server_args: ServerArgs) -> Tokenizer | None:

@@ -24,6 +24,7 @@ from ..server_args import ServerArgs
 from . import native
 from .engine_thread import EngineThread
 from .job import Sample, outputs
+from .native_protocol import GenerateBody
 from .routing import Server
 
 Answer: TypeAlias = dict[str, Any]
@@ -51,7 +52,7 @@ class EngineRequest:
     other calls fill the queue.
     """
 
-    def __init__(self, server: Server, sample_limit: asyncio.Semaphore, body: native.GenerateBody) -> None:
+    def __init__(self, server: Server, sample_limit: asyncio.Semaphore, body: GenerateBody) -> None:
         self._manager = server.manager
         self._server = server
         self._sample_limit = sample_limit
@@ -83,7 +84,7 @@ class EngineRequest:
                         bar.update()
             finally:
                 self._end()
-        answers = [_answer(sample) for sample in self._samples]
+        answers = [self._answer(sample, sample.collected) for sample in self._samples]
         return answers if self._several else answers[0]
 
     async def open(self) -> None:
@@ -126,7 +127,7 @@ class EngineRequest:
         for prompt_index, prompt in enumerate(self._request.prompts):
             first = len(self._samples)
             self._samples += [
-                Sample(first + generation.index, prompt_index, generation) for generation in prompt.generations
+                Sample(first + generation.index, prompt_index, prompt, generation) for generation in prompt.generations
             ]
 
     def _end(self) -> None:
@@ -180,19 +181,17 @@ class EngineRequest:
                     sample.count(out)
                 else:
                     sample.collect(out)
-                answer = _answer(sample)
-                if incremental:
-                    answer.update(text=out.text, output_ids=out.token_ids)
+                    out = sample.collected
+                answer = self._answer(sample, out)
                 if self._several:
                     answer["index"] = sample.index
                 yield answer
         finally:
             self._end()
 
-
-def _answer(sample: Sample) -> Answer:
-    meta: Any = msgspec.to_builtins(native.meta_info(sample))
-    return {"text": sample.text, "output_ids": list(sample.output_ids), "meta_info": meta}
+    def _answer(self, sample: Sample, out: TextOut) -> Answer:
+        meta: Any = msgspec.to_builtins(native.meta_info(sample, native.logprob_lists(self._server, sample, out)))
+        return {"text": out.text, "output_ids": list(out.token_ids), "meta_info": meta}
 
 
 class EngineStream(Iterator[Answer]):

@@ -14,8 +14,8 @@ import struct
 
 import msgspec
 
-from ..io_struct import ToParent
 from ..server_args import ServerArgs
+from ..start_reports import ToParent
 
 STOP = b"\0"
 """The byte that the parent writes to make the child stop."""
@@ -28,6 +28,8 @@ class LaunchSpec(msgspec.Struct, frozen=True):
 
     server_args: ServerArgs
     run_dir: str
+    life: int
+    """See RunDir."""
     ready_fd: int
     """File descriptor of the inherited pipe for the child's report."""
 

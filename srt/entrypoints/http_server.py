@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route
 from starlette.types import ExceptionHandler
 
 from ... import __version__
 from ...managers.tokenizer_manager import TokenizerManager
-from . import admin, native, openapi, tokenize
+from ..server_args import ServerArgs
+from . import admin, info, load, native, native_protocol, openapi, page, score, tokenize
 from .auth import ApiKeyGuard
-from .cross_site import CrossSiteGuard
+from .cross_site import CrossSiteGuard, cors_settings
 from .error_handlers import http_exception
-from .openai import chat, completions, models, protocol
-from .routing import BoundEndpoint, Endpoint, Query, Server
+from .openai import (
+    chat,
+    chat_protocol,
+    completion_protocol,
+    completions,
+    embedding_protocol,
+    embeddings,
+    models,
+    protocol,
+    responses,
+    responses_answer,
+)
+from .paths import TrailingSlash
+from .request_log import RequestLog
+from .routing import BoundEndpoint, Endpoint, MetricsSource, Query, Server
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
@@ -26,8 +42,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Generates text: SGLang's native endpoint",
         native.generate,
         body=native.GENERATE_CODEC,
-        answer=native.GenerateAnswer | list[native.GenerateAnswer],
-        streams=native.GenerateAnswer,
+        answer=native_protocol.GenerateAnswer | list[native_protocol.GenerateAnswer],
+        streams=native_protocol.GenerateAnswer,
     ),
     Endpoint(
         ("POST",),
@@ -35,8 +51,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Completes a text: OpenAI's endpoint",
         completions.completions,
         body=completions.COMPLETION_CODEC,
-        answer=protocol.Completion,
-        streams=protocol.Completion,
+        answer=completion_protocol.Completion,
+        streams=completion_protocol.Completion,
     ),
     Endpoint(
         ("POST",),
@@ -44,8 +60,33 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Answers a conversation: OpenAI's endpoint",
         chat.chat_completions,
         body=chat.CHAT_CODEC,
-        answer=protocol.ChatCompletion,
-        streams=protocol.ChatChunk,
+        answer=chat_protocol.ChatCompletion,
+        streams=chat_protocol.ChatChunk,
+    ),
+    Endpoint(
+        ("POST",),
+        "/v1/responses",
+        "Answers a conversation of items: OpenAI's endpoint, without storage",
+        responses.responses,
+        body=responses.RESPONSES_CODEC,
+        answer=responses_answer.Response,
+        streams=responses_answer.ResponseEvent,
+    ),
+    Endpoint(
+        ("POST",),
+        "/v1/embeddings",
+        "Converts texts to vectors: OpenAI's endpoint",
+        embeddings.embeddings,
+        body=embeddings.EMBEDDING_CODEC,
+        answer=embedding_protocol.EmbeddingList,
+    ),
+    Endpoint(
+        ("POST",),
+        "/v1/score",
+        "Tells the probabilities of given tokens after each prompt: SGLang's endpoint",
+        score.score,
+        body=score.SCORE_CODEC,
+        answer=score.Scores,
     ),
     Endpoint(("GET",), "/v1/models", "Lists the served model", models.list_models, answer=protocol.ModelList),
     Endpoint(
@@ -76,9 +117,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         ("GET",),
         "/health",
-        "200 when all processes are alive and the scheduler's loop turns; 503 otherwise, and during shutdown",
+        "200 when the engine's processes run or are being restarted; 503 when one hangs or failed, and during shutdown",
         admin.health,
         answer=admin.Status,
+        aliases=("/ping",),
     ),
     Endpoint(
         ("GET",),
@@ -89,6 +131,21 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
     Endpoint(
         ("GET",), "/ready", "200 when the server accepts requests; 503 otherwise", admin.ready, answer=admin.Status
+    ),
+    Endpoint(("GET",), "/version", "Tells Tercet's version", info.version, answer=info.Version),
+    Endpoint(
+        ("GET",),
+        "/tokenizer_info",
+        "Describes the tokenizer, with the chat template",
+        info.tokenizer_info,
+        answer=info.TokenizerInfo,
+    ),
+    Endpoint(
+        ("GET",),
+        "/load",
+        "Number of samples that have not ended, without asking the scheduler",
+        info.load,
+        answer=info.ServerLoad,
     ),
     Endpoint(
         ("GET",),
@@ -106,13 +163,23 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         answer=dict[str, Any],
         aliases=("/get_server_info",),
     ),
-    Endpoint(("GET",), "/get_load", "Number of requests and of their tokens", admin.get_load, answer=list[admin.Load]),
+    Endpoint(("GET",), "/get_load", "Number of requests and of their tokens", load.get_load, answer=list[load.Load]),
     Endpoint(
         ("GET",),
         "/v1/loads",
         "Load in detail: requests, tokens, limits, throughput, cache hit rate",
-        admin.loads,
-        answer=admin.Loads,
+        load.loads,
+        query=(
+            Query("include", f"Sections separated by commas, of {', '.join(load.SECTIONS)}; default all", "string"),
+        ),
+        answer=load.Loads,
+    ),
+    Endpoint(
+        ("GET",),
+        "/metrics",
+        "State and counts in Prometheus' text format; 404 without --enable-metrics",
+        load.metrics,
+        media_type="text/plain",
     ),
     Endpoint(
         ("GET", "POST"),
@@ -130,7 +197,37 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         body=admin.ABORT_CODEC,
         answer=admin.AbortAnswer,
     ),
+    Endpoint(("GET",), "/", "Shows a page with a chat and a live view of the engine", page.show_file),
+    Endpoint(("GET",), "/web/style.css", "The style of the page", page.show_file, media_type="text/css"),
+    Endpoint(
+        ("GET",),
+        page.SCRIPT_PATHS[0],
+        "The scripts of the page",
+        page.show_file,
+        media_type="text/javascript",
+        aliases=page.SCRIPT_PATHS[1:],
+    ),
+    Endpoint(
+        ("GET",),
+        "/engine_view",
+        "Last steps, unfinished requests and hottest prefixes, for the page",
+        page.engine_view,
+        query=(Query("after_step", "Leave out this step and all steps before it, default 0"),),
+        answer=page.EngineViewAnswer,
+    ),
 )
+
+
+def _middleware(args: ServerArgs) -> list[Middleware]:
+    """What a request passes before it reaches its route, in this order."""
+    origins = args.origins
+    outer = [Middleware(RequestLog, args), Middleware(TrailingSlash)]
+    if origins:
+        outer.append(Middleware(CORSMiddleware, **cors_settings(origins)))
+    if not args.api_keys:
+        return [*outer, Middleware(CrossSiteGuard, args.host, origins)]
+    guard_browsers = partial(CrossSiteGuard, host=args.host, allowed_origins=origins, any_host_name=True)
+    return [*outer, Middleware(ApiKeyGuard, args.api_keys, guard_browsers)]
 
 
 def create_app(
@@ -142,8 +239,8 @@ def create_app(
 ) -> Starlette:
     """The app of one engine. It starts and stops no process: the caller does.
 
-    See `Server` for the timeouts. If the manager's settings have an `api_key`, every path except /health and /ready
-    requires it. Without a key, requests of other sites' web pages are refused.
+    See `Server` for the timeouts. If the manager's settings have an `api_key`, every path except OPEN_PATHS
+    requires it. Without a key, requests of other sites' web pages are refused, except those of `allowed_origins`.
     """
     server = Server(
         tokenizer_manager,
@@ -151,6 +248,7 @@ def create_app(
         health_timeout_s=health_timeout_s,
         state_timeout_s=state_timeout_s,
         flush_timeout_s=flush_timeout_s,
+        metrics=_metrics_page(tokenizer_manager),
     )
     endpoints = (*ENDPOINTS, *openapi.endpoints(ENDPOINTS))
     routes: list[BaseRoute] = []
@@ -158,8 +256,16 @@ def create_app(
         bound = BoundEndpoint(endpoint, server)
         routes += [Route(path, bound, methods=endpoint.methods) for path in (endpoint.path, *endpoint.aliases)]
     args = tokenizer_manager.server_args
-    guard = Middleware(CrossSiteGuard, args.host) if args.api_key is None else Middleware(ApiKeyGuard, args.api_key)
     handlers: dict[object, ExceptionHandler] = {HTTPException: http_exception}
-    app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=_middleware(args), exception_handlers=handlers)
     app.router.redirect_slashes = False  # a 307 to the path without the slash would not be in the envelope
     return app
+
+
+def _metrics_page(manager: TokenizerManager) -> MetricsSource | None:
+    if manager.metrics is None:
+        return None
+    # Imported here: prometheus_client takes 50 ms, and most servers do not need it.
+    from .metrics import MetricsPage
+
+    return MetricsPage(manager, manager.metrics)

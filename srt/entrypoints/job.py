@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Sequence
 
 from starlette.types import Receive
 
-from ...managers.generation import Generation, error_of, merged
-from ...managers.request_registry import Prompt, Request
+from ...managers.generation import Generation, OutputReader, error_of
+from ...managers.request_registry import Prompt, PromptSamples, Request
 from ...managers.tokenizer_manager import TokenizerManager
 from ..errors import InvalidRequest, RequestAborted
-from ..io_struct import Counts, FinishReason, TextOut
+from ..io_struct import Counts, FinishReason, TextOut, joined
 
 MAX_PROMPTS = 1024
 """Maximum number of prompts in one request."""
@@ -26,38 +26,36 @@ MAX_SEQUENCES = 4096
 class Sample:
     """One sample of one prompt: its generation, its counts, and its collected outputs."""
 
-    def __init__(self, index: int, prompt_index: int, generation: Generation) -> None:
+    def __init__(self, index: int, prompt_index: int, prompt: PromptSamples, generation: Generation) -> None:
         self.index = index
         """Index in the response: the samples of the first prompt come first, then those of the second prompt, ..."""
         self.prompt_index = prompt_index
+        self.prompt = prompt.prompt
         self.generation = generation
         self.counts = Counts(0)
         self.finish: FinishReason | None = None
-        self._texts: list[str] = []
-        self._ids: list[int] = []
+        self._outs: list[TextOut] = []
 
     def count(self, out: TextOut) -> None:
-        """Updates the finish reason and the counts.
-
-        A finish that the HTTP process decided itself has no counts. The last counts are kept then.
-        """
+        """Updates the finish reason and the counts."""
         self.finish = out.finish
-        if out.counts.completion_tokens >= self.counts.completion_tokens:
-            self.counts = out.counts
+        self.counts = out.counts
 
     def collect(self, out: TextOut) -> None:
-        """Like `count`, and keeps the text and token ids, for a response that is not streamed."""
+        """Like `count`, and keeps the output, for a response that is not streamed."""
         self.count(out)
-        self._texts.append(out.text)
-        self._ids.extend(out.token_ids)
+        self._outs.append(out)
 
     @property
-    def text(self) -> str:
-        return "".join(self._texts)
+    def collected(self) -> TextOut:
+        """All collected outputs as one. There is at least one."""
+        self._outs = [joined(self._outs)]
+        return self._outs[0]
 
     @property
-    def output_ids(self) -> list[int]:
-        return self._ids
+    def collected_text(self) -> str:
+        """The text of all collected outputs; there may be none."""
+        return "".join(out.text for out in self._outs)
 
     @property
     def prompt_tokens(self) -> int:
@@ -85,7 +83,8 @@ class Job:
                 await asyncio.sleep(0)  # other streams make progress during a long list of prompts
             await self._manager.start(prompt)
             samples += [
-                Sample(len(samples) + generation.index, prompt_index, generation) for generation in prompt.generations
+                Sample(len(samples) + generation.index, prompt_index, prompt, generation)
+                for generation in prompt.generations
             ]
             if self._client_gone:
                 raise RequestAborted("the client has disconnected")
@@ -118,17 +117,15 @@ async def outputs(samples: Sequence[Sample]) -> AsyncIterator[tuple[Sample, Text
 
     Raises the error of a sample that ends with an error. A slow reader gets fewer and larger outputs (see Generation).
     """
-    if len(samples) == 1:
-        async for out in samples[0].generation:
-            _raise_failure(out)
-            yield samples[0], out
-        return
-    async for place, out in merged([sample.generation for sample in samples]):
-        _raise_failure(out)
-        yield samples[place], out
+    reader = OutputReader([sample.generation for sample in samples])
+    while batch := await reader.next():
+        for place, out in batch:
+            raise_failure(out)
+            yield samples[place], out
 
 
-def _raise_failure(out: TextOut) -> None:
+def raise_failure(out: TextOut) -> None:
+    """Raises the error that an output ends with, if it does."""
     error = error_of(out.finish)
     if error is not None:
         raise error

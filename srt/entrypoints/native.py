@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, TypeVar, cast
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -13,134 +14,25 @@ from starlette.types import ASGIApp
 
 from ...managers.request_registry import Prompt
 from ..errors import InvalidRequest
-from ..io_struct import FinishReason, TextOut
+from ..io_struct import TextOut
+from ..logprobs import LogprobOptions, sglang_lists
 from ..request_options import RequestOptions
 from ..sampling_params import SamplingParams
 from .job import MAX_PROMPTS, Sample
+from .native_protocol import GenerateAnswer, GenerateBody, MetaInfo, NativeSampling
+from .openai.protocol import CachedTokensDetails
 from .options import OPTION_FIELDS, make_options
 from .routing import Server, in_thread_if_large
 from .sse import ResponseFormat, answer, event
-from .wire import BodyCodec, Int32, Int64, Wire, doc, only
+from .wire import BodyCodec
 
 T = TypeVar("T")
 
-_NO_LOGPROBS = "log probabilities are not implemented"
-_NO_GRAMMAR = "structured output is not implemented"
-_NO_MULTIMODAL = "multimodal models are not supported"
 _encode = msgspec.json.Encoder().encode
-
-
-class NativeSampling(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """`sampling_params` of /generate. Unset values come from the model's generation_config (--sampling-defaults)."""
-
-    max_new_tokens: Annotated[
-        Int64 | UnsetType | None,
-        doc("Maximum number of tokens to generate, at least 1, default 128; null: up to the end of the context"),
-    ] = UNSET
-    min_new_tokens: Annotated[
-        Int64 | None, doc("Minimum number of new tokens; no EOS or stop token is sampled before, default 0")
-    ] = None
-    stop: Annotated[str | list[str] | None, doc("Stop strings: texts that end the output, at most 32")] = None
-    stop_token_ids: Annotated[list[int] | None, doc("Token ids that end the output")] = None
-    temperature: Annotated[float | None, doc("At least 0, default 1; a value below 1e-6 selects greedy decoding")] = (
-        None
-    )
-    top_p: Annotated[float | None, doc("In (0, 1], default 1")] = None
-    top_k: Annotated[Int32 | None, doc("At least 1; -1 (default) allows all tokens")] = None
-    min_p: Annotated[float | None, doc("In [0, 1], default 0")] = None
-    frequency_penalty: Annotated[float | None, doc("In [-2, 2], default 0")] = None
-    presence_penalty: Annotated[float | None, doc("In [-2, 2], default 0")] = None
-    repetition_penalty: Annotated[float | None, doc("In (0, 2], default 1")] = None
-    n: Annotated[int | None, doc("Number of samples of each prompt, 1 to 128, default 1")] = None
-    logit_bias: Annotated[dict[str, float] | None, doc("Token id to the number added to its logit, in [-100, 100]")] = (
-        None
-    )
-    sampling_seed: Annotated[Int64 | None, doc("The same seed gives the same tokens; sample i uses seed + i")] = None
-    ignore_eos: Annotated[bool | None, doc("Continue after the model's EOS tokens")] = None
-    no_stop_trim: Annotated[bool | None, doc("Keep the matched stop string or stop token in the text")] = None
-    skip_special_tokens: Annotated[bool | None, doc("Omit special tokens from the text, default true")] = None
-    spaces_between_special_tokens: Annotated[
-        Any, only("the tokenizer decides on the spaces between special tokens", True)
-    ] = None
-    stop_regex: Annotated[Any, only("stopping at a regular expression is not implemented", [])] = None
-    json_schema: Annotated[Any, only(_NO_GRAMMAR)] = None
-    regex: Annotated[Any, only(_NO_GRAMMAR)] = None
-    ebnf: Annotated[Any, only(_NO_GRAMMAR)] = None
-    structural_tag: Annotated[Any, only(_NO_GRAMMAR)] = None
-    stream_interval: Annotated[Any, only("the server's flag --stream-interval sets it")] = None
-    custom_params: Annotated[Any, only("custom logit processors are not supported")] = None
-
-
-class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Body of /generate: one of `text` and `input_ids` is needed; a list of them gives a list of answers."""
-
-    text: Annotated[str | list[str] | None, doc("The prompt, or a list of prompts")] = None
-    input_ids: Annotated[list[int | list[int]] | None, doc("The prompt as token ids, or a list of such prompts")] = None
-    sampling_params: Annotated[
-        NativeSampling | list[NativeSampling] | None, doc("Sampling parameters; a list has one element for each prompt")
-    ] = None
-    stream: Annotated[bool | None, doc("Stream the answer as server-sent events")] = None
-    rid: Annotated[
-        str | list[str] | None,
-        doc(
-            "Name of the request, for /abort_request; a list has one name for each prompt; "
-            "one name for several prompts names the whole request, and prompt i is called NAME_i"
-        ),
-    ] = None
-    cache_salt: Annotated[
-        str | list[str] | None, doc("Requests share cached prefixes only with requests of the same salt")
-    ] = None
-    extra_key: Annotated[str | list[str] | None, doc("Another name of cache_salt")] = None
-    return_logprob: Annotated[Any, only(_NO_LOGPROBS, False)] = None
-    logprob_start_len: Annotated[Any, only(_NO_LOGPROBS, -1)] = None
-    top_logprobs_num: Annotated[Any, only(_NO_LOGPROBS, 0)] = None
-    token_ids_logprob: Annotated[Any, only(_NO_LOGPROBS, [])] = None
-    return_text_in_logprobs: Annotated[Any, only(_NO_LOGPROBS, False)] = None
-    priority: Annotated[Any, only("request priorities are not implemented", 0)] = None
-    custom_labels: Annotated[Any, only("metrics are not implemented", {})] = None
-    return_hidden_states: Annotated[Any, only("returning hidden states is not implemented", False)] = None
-    return_routed_experts: Annotated[Any, only("returning routed experts is not implemented", False)] = None
-    lora_path: Annotated[Any, only("LoRA adapters are not implemented", "")] = None
-    input_embeds: Annotated[Any, only("a prompt is text or token ids")] = None
-    image_data: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
-    audio_data: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
-    video_data: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
-    modalities: Annotated[Any, only(_NO_MULTIMODAL, [])] = None
-    session_params: Annotated[Any, only("sessions are not supported")] = None
-    custom_logit_processor: Annotated[Any, only("custom logit processors are not supported")] = None
-
-
-class MetaInfo(msgspec.Struct, frozen=True):
-    """What /generate tells about a sample."""
-
-    id: Annotated[str, doc("The request's name: its `rid`, or one that the server made up")]
-    finish_reason: Annotated[FinishReason | None, doc("Why the sample ended; null while it runs")]
-    prompt_tokens: Annotated[int, doc("Tokens of the prompt")]
-    completion_tokens: Annotated[int, doc("Tokens generated so far")]
-    cached_tokens: Annotated[int, doc("Prompt tokens whose KV the prefix cache had")]
-    num_retractions: Annotated[int, doc("How often the sample had to wait again because KV memory was short")]
-    weight_version: Annotated[str, doc("Always `default`")]
-    e2e_latency: Annotated[
-        float | UnsetType, doc("Seconds from submission to the last token; only in a sample that has finished")
-    ] = UNSET
-
-
-class GenerateAnswer(msgspec.Struct, frozen=True):
-    """One sample. In a stream, text and ids are all that there is so far (with --incremental-streaming-output: what is
-    new), and `index` counts samples where the request asks for more than one."""
-
-    text: Annotated[str, doc("The text so far (with --incremental-streaming-output: what is new)")]
-    output_ids: Annotated[
-        list[int], doc("The generated token ids so far (with --incremental-streaming-output: what is new)")
-    ]
-    meta_info: Annotated[MetaInfo, doc("Counts, and why the sample ended")]
-    index: Annotated[
-        int | UnsetType,
-        doc("Position among the samples; only in a stream, and only where the request has several"),
-    ] = UNSET
-
-
 GENERATE_CODEC = BodyCodec(GenerateBody)
+
+_ANY_MODEL = "unknown"
+"""What the router smg writes into a body without a model."""
 
 
 async def generate(server: Server, request: Request, body: GenerateBody) -> ASGIApp:
@@ -148,15 +40,17 @@ async def generate(server: Server, request: Request, body: GenerateBody) -> ASGI
     prompts, name, is_list = await in_thread_if_large(request, prompts_of, server, body, MAX_PROMPTS)
     several = is_list or prompts[0].options.sampling.n > 1
     incremental = server.manager.server_args.incremental_streaming_output
-    response_format = _NativeFormat(several, incremental)
+    response_format = _NativeFormat(server, several, incremental)
     return await answer(server, request, prompts, response_format=response_format, name=name)
 
 
 def prompts_of(server: Server, body: GenerateBody, max_prompts: int | None = None) -> tuple[list[Prompt], str, bool]:
     """The prompts, their common name, and whether the request has a list of prompts.
 
-    `max_prompts`: the limit on the number of prompts; None for no limit. Raises InvalidRequest.
+    `max_prompts`: the limit on the number of prompts; None for no limit. Raises InvalidRequest, ModelNotFound.
     """
+    if body.model != _ANY_MODEL:
+        server.check_model(body.model)
     param, contents, is_list = _contents(body)
     count = len(contents)
     if max_prompts is not None:
@@ -168,7 +62,13 @@ def prompts_of(server: Server, body: GenerateBody, max_prompts: int | None = Non
         name = uuid.uuid4().hex if given is None else given
         rids = [name] if count == 1 else [f"{name}_{i}" for i in range(count)]
     prompts = [
-        Prompt(content=content, options=options, rid=rid, param=f"{param}[{i}]" if is_list else param)
+        Prompt(
+            content=content,
+            options=options,
+            rid=rid,
+            param=f"{param}[{i}]" if is_list else param,
+            grammar_param=_grammar_param(body, options, i),
+        )
         for i, (content, options, rid) in enumerate(
             zip(contents, _options(server, body, count, is_list), rids, strict=True)
         )
@@ -184,8 +84,34 @@ def _options(server: Server, body: GenerateBody, count: int, is_list: bool) -> I
     fields = {name: salt_field if name == "cache_salt" else name for name in OPTION_FIELDS}
     columns = {name: _per_prompt(getattr(body, field, None), count, is_list, field) for name, field in fields.items()}
     samplings = _samplings(server, body.sampling_params, count, is_list)
+    logprobs = _logprobs(body, count, is_list)
     for place, sampling in enumerate(samplings):
-        yield make_options(sampling, {name: column[place] for name, column in columns.items()})
+        yield make_options(sampling, {name: column[place] for name, column in columns.items()}, logprobs[place])
+
+
+def _logprobs(body: GenerateBody, count: int, is_list: bool) -> list[LogprobOptions | None]:
+    """The log probabilities that each prompt asks for. The fields are checked even if they are not in use."""
+    given: dict[str, Any] = {name: getattr(body, name) for name in _LOGPROB_FIELDS}
+    ids, is_nested = split_ids(body.token_ids_logprob or [], "token_ids_logprob")
+    given["token_ids_logprob"] = ids if is_nested else None
+    columns = {name: _per_prompt(value, count, is_list, name) for name, value in given.items()}
+    if not is_nested:
+        columns["token_ids_logprob"] = ids * count
+    wanted = _per_prompt(body.return_logprob, count, is_list, "return_logprob")
+    made = []
+    for place in range(count):
+        values = {name: column[place] for name, column in columns.items()}
+        options = LogprobOptions(**{name: value for name, value in values.items() if value is not None})
+        made.append(options if wanted[place] else None)
+    return made
+
+
+def _grammar_param(body: GenerateBody, options: RequestOptions, place: int) -> str | None:
+    """The field that a prompt's grammar came in."""
+    grammar = options.sampling.grammar
+    if grammar is None:
+        return None
+    return f"sampling_params{f'[{place}]' if isinstance(body.sampling_params, list) else ''}.{grammar.kind}"
 
 
 def _contents(body: GenerateBody) -> tuple[str, Sequence[str | list[int]], bool]:
@@ -230,7 +156,7 @@ def _per_prompt(given: Any, count: int, is_list: bool, param: str) -> Sequence[A
     if not isinstance(given, list):
         return [given] * count
     if not is_list or len(given) != count:
-        wanted = f"a list of {count}" if is_list else "a single string because there is one prompt"
+        wanted = f"a list of {count}" if is_list else "a single value because there is one prompt"
         raise InvalidRequest(f"{param} must be {wanted}, got a list of {len(given)}", param=param)
     return given
 
@@ -248,23 +174,25 @@ def _samplings(
 
 def _sampling(server: Server, given: NativeSampling | None, path: str) -> SamplingParams:
     if given is None:
-        return server.manager.make_sampling({})
+        return server.manager.inputs.make_sampling({})
     values = {name: getattr(given, name) for name in _HONOURED}
     values = {name: value for name, value in values.items() if value is not None and value is not UNSET}
     if given.max_new_tokens is None:
         values["max_new_tokens"] = None
     try:
-        return server.manager.make_sampling(values)
+        return server.manager.inputs.make_sampling(values)
     except InvalidRequest as error:
         error.param = f"{path}.{error.param}" if error.param else path
         raise
 
 
 _HONOURED = tuple(SamplingParams.__struct_fields__)
+_LOGPROB_FIELDS = tuple(LogprobOptions.__struct_fields__)
 
 
 class _NativeFormat(ResponseFormat):
-    def __init__(self, several: bool, incremental: bool) -> None:
+    def __init__(self, server: Server, several: bool, incremental: bool) -> None:
+        self._server = server
         self._several = several
         self._incremental = incremental
         self._samples: Sequence[Sample] = ()
@@ -276,30 +204,58 @@ class _NativeFormat(ResponseFormat):
 
     def events(self, sample: Sample, out: TextOut) -> bytes:
         index = sample.index if self._several else UNSET
-        meta = meta_info(sample)
+        lists = logprob_lists(self._server, sample, out)
         if self._incremental:
-            return event(GenerateAnswer(out.text, out.token_ids, meta, index))
+            return event(GenerateAnswer(out.text, out.token_ids, meta_info(sample, lists), index))
         cumulative = self._cumulative[sample.index]
-        cumulative.add(out)
+        cumulative.add(out, lists)
+        meta = meta_info(sample, cumulative.lists())
         return event(_RawAnswer(cumulative.text(), cumulative.output_ids(), meta, index))
 
     def full_response(self) -> Any:
-        answers = [GenerateAnswer(sample.text, sample.output_ids, meta_info(sample)) for sample in self._samples]
+        answers = [self._full_answer(sample) for sample in self._samples]
         return answers if self._several else answers[0]
 
+    def _full_answer(self, sample: Sample) -> GenerateAnswer:
+        out = sample.collected
+        return GenerateAnswer(out.text, out.token_ids, meta_info(sample, logprob_lists(self._server, sample, out)))
 
-def meta_info(sample: Sample) -> MetaInfo:
+
+def logprob_lists(server: Server, sample: Sample, out: TextOut) -> dict[str, list[Any]]:
+    """The fields of `meta_info` for the log probabilities of an output."""
+    options, new = sample.prompt.options.logprobs, out.tokens.logprobs
+    if options is None or new is None:
+        return {}
+    tokenizer = server.manager.inputs.tokenizer
+    text_of = tokenizer.token_text if tokenizer is not None and options.return_text_in_logprobs else None
+    return sglang_lists(options, sample.generation.prompt_ids, out.token_ids, new, text_of)
+
+
+def meta_info(sample: Sample, lists: Mapping[str, Any]) -> MetaInfo:
+    """`lists`: the fields for log probabilities."""
     latency = sample.generation.finished_s
+    cached_tokens = sample.counts.cached_tokens
     return MetaInfo(
         sample.generation.rid,
         sample.finish,
         sample.prompt_tokens,
         sample.counts.completion_tokens,
-        sample.counts.cached_tokens,
+        cached_tokens,
         sample.counts.num_retractions,
+        sample.generation.num_recoveries,
         "default",
         UNSET if sample.finish is None or latency is None else latency,
+        UNSET if sample.finish is None else CachedTokensDetails(cached_tokens),
+        **_timings(sample),
+        **lists,
     )
+
+
+def _timings(sample: Sample) -> dict[str, Any]:
+    timings = sample.generation.timings
+    if timings is None or sample.finish is None:
+        return {}
+    return {name: value for name, value in timings._asdict().items() if value is not None}
 
 
 class _RawAnswer(msgspec.Struct, frozen=True):
@@ -312,24 +268,43 @@ class _RawAnswer(msgspec.Struct, frozen=True):
 
 
 class _CumulativeJson:
-    """The text and token ids of a sample so far, as JSON.
+    """The text, token ids and log probabilities of a sample so far, as JSON.
 
     A cumulative stream sends every token many times. Here each token is encoded only once.
     """
 
     def __init__(self) -> None:
         self._text = bytearray(b'"')
-        self._ids = bytearray(b"[")
+        self._ids = _ListJson()
+        self._lists: defaultdict[str, _ListJson] = defaultdict(_ListJson)
 
-    def add(self, out: TextOut) -> None:
+    def add(self, out: TextOut, lists: Mapping[str, Sequence[Any]]) -> None:
         self._text += _encode(out.text)[1:-1]
-        if out.token_ids:
-            if len(self._ids) > 1:
-                self._ids += b","
-            self._ids += _encode(out.token_ids)[1:-1]
+        self._ids.add(out.token_ids)
+        for name, items in lists.items():
+            self._lists[name].add(items)
 
     def text(self) -> msgspec.Raw:
         return msgspec.Raw(self._text + b'"')
 
     def output_ids(self) -> msgspec.Raw:
-        return msgspec.Raw(self._ids + b"]")
+        return self._ids.json()
+
+    def lists(self) -> dict[str, msgspec.Raw]:
+        return {name: items.json() for name, items in self._lists.items()}
+
+
+class _ListJson:
+    """A list that grows, as JSON."""
+
+    def __init__(self) -> None:
+        self._json = bytearray(b"[")
+
+    def add(self, items: Sequence[Any]) -> None:
+        if items:
+            if len(self._json) > 1:
+                self._json += b","
+            self._json += _encode(items)[1:-1]
+
+    def json(self) -> msgspec.Raw:
+        return msgspec.Raw(self._json + b"]")

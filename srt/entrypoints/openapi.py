@@ -94,10 +94,10 @@ def _operation(endpoint: Endpoint, method: str, path: str, schema_of: dict[str, 
         for name in re.findall(r"\{(\w+)", path)
     ]
     parameters += [
-        {"name": query.name, "in": "query", "description": query.description, "schema": {"type": "number"}}
+        {"name": query.name, "in": "query", "description": query.description, "schema": {"type": query.type}}
         for query in endpoint.query
     ]
-    answers: dict[str, Any] = {"text/html": {}} if endpoint.answer is None else {}
+    answers: dict[str, Any] = {endpoint.media_type: {}} if endpoint.answer is None else {}
     if endpoint.answer is not None:
         answers |= content("application/json", endpoint.answer)
     if endpoint.streams is not None:

@@ -20,13 +20,13 @@ from typing import Literal
 
 from ..env import child_environment
 from ..errors import EngineDead
-from ..io_struct import DetokenizerReady, SchedulerReady, StartFailed
 from ..ipc import RunDir
 from ..machine.cores import usable_cores
 from ..server_args import ServerArgs
+from ..start_reports import DetokenizerReady, GrammarWorkerReady, SchedulerReady, StartFailed
 from .handshake import STOP, LaunchSpec, ReportReader, write_frame
 
-Role = Literal["scheduler", "detokenizer"]
+Role = Literal["scheduler", "detokenizer", "grammar"]
 
 CHILD_MODULE = "tercet.srt.entrypoints.child"
 _STOP_TIMEOUT_S = 5.0
@@ -34,23 +34,30 @@ _REAP_INTERVAL_S = 0.005
 _REAP_TIMEOUT_S = 2.0
 
 
+class DiedAtStart(EngineDead):
+    """A process died before it was ready, and did not say why."""
+
+
 class ChildProcess:
-    """A child process, watched from the parent's event loop.
+    """A child process, watched from the parent's event loop. Until `launch` it is a spare: it only loads its modules.
 
     `ready`: a future of the child's report that it is ready. It fails with ValueError for a mistake of the user, with
-    EngineDead when the child failed or died. `ended`: a future that is done when the process is gone. Its result says
-    how the process ended.
+    EngineDead when the child failed, and with DiedAtStart when it died. `ended`: a future that is done when the process
+    is gone. Its result says how the process ended.
     """
 
-    def __init__(self, role: Role, server_args: ServerArgs, run_dir: RunDir, module: str = CHILD_MODULE) -> None:
+    def __init__(self, role: Role, module: str = CHILD_MODULE) -> None:
         loop = asyncio.get_running_loop()
         self.role = role
-        self.ready: asyncio.Future[SchedulerReady | DetokenizerReady] = loop.create_future()
+        self.ready: asyncio.Future[SchedulerReady | DetokenizerReady | GrammarWorkerReady] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
         self._loop = loop
         self._reports = ReportReader()
         self._reaping: asyncio.Task[None] | None = None
+        self._is_launched = False
         self._ready_fd, child_fd = os.pipe()
+        self._report_fd = child_fd
+        """The number of the pipe's other end in the child."""
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, role],
@@ -67,16 +74,29 @@ class ChildProcess:
             os.close(child_fd)
         self.pid = self._process.pid
         loop.add_reader(self._ready_fd, self._on_readable)
-        assert self._process.stdin is not None
+
+    def launch(self, server_args: ServerArgs, run_dir: RunDir) -> ChildProcess:
+        """Tells the process what to do. Must be called once."""
+        assert self._process.stdin is not None and not self._is_launched
+        self._is_launched = True
         with contextlib.suppress(BrokenPipeError):  # the child is dead already; the ready pipe will report that
-            write_frame(self._process.stdin.fileno(), LaunchSpec(server_args, str(run_dir.path), child_fd))
+            spec = LaunchSpec(server_args, str(run_dir.path), run_dir.life, self._report_fd)
+            write_frame(self._process.stdin.fileno(), spec)
+        return self
 
     def ask_to_stop(self) -> None:
         """Asks the child to stop. A starting child exits at once, a running one after its current step."""
+        if not self._is_launched:
+            self.kill()
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.write(STOP)
+
+    @property
+    def returncode(self) -> int:
+        """As of subprocess, once the process has ended."""
+        return int(self._process.returncode)
 
     def kill(self) -> None:
         if self._process.poll() is None:
@@ -111,7 +131,7 @@ class ChildProcess:
         code = self._process.returncode
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         if not self.ready.done():
-            self._fail_ready(EngineDead(f"the {self.role} process died while it started ({how})"))
+            self._fail_ready(DiedAtStart(f"the {self.role} process died while it started ({how})"))
         self.ended.set_result(f"the {self.role} process died ({how})")
 
     def _fail_ready(self, error: Exception) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -25,6 +25,9 @@ from .json_limits import check_limits
 from .wire import BodyCodec, shown
 
 logger = logging.getLogger(__name__)
+
+IGNORED_QUERY = frozenset({"api-version"})
+"""Query parameters that every path accepts and that have no effect. Clients made for Azure send them."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,6 +65,8 @@ class Server:
     """How long an endpoint waits for the scheduler's state, before it answers with the last known state."""
     flush_timeout_s: float = 5.0
     """How long /flush_cache waits for the scheduler's reply, in addition to the request's `timeout`."""
+    metrics: MetricsSource | None = None
+    """Makes the page of /metrics; None without --enable-metrics."""
     started: int = field(default_factory=lambda: int(time.time()))
     decoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "body-decoder"))
     """Decodes large bodies, one at a time, because decoding holds the interpreter's lock."""
@@ -77,15 +82,21 @@ class Server:
         return args.model_name
 
 
+class MetricsSource(Protocol):
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The page and its content type. `accept`: the header of the request."""
+
+
 Handler = Callable[[Server, Request, Any], Awaitable[ASGIApp]]
 
 
 @dataclass(frozen=True)
 class Query:
-    """A query parameter of a URL."""
+    """A query parameter of a URL. `type`: its type in JSON schema."""
 
     name: str
     description: str
+    type: str = "number"
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,8 @@ class Endpoint:
     body: BodyCodec[Any] | None = None
     query: tuple[Query, ...] = ()
     answer: Any = None
-    """Type of the JSON response, for the documentation."""
+    """Type of the JSON response, for the documentation; None for a response of `media_type`."""
+    media_type: str = "text/html"
     streams: Any = None
     """Type of a stream's events; None for an endpoint that never streams."""
     aliases: tuple[str, ...] = ()
@@ -129,7 +141,7 @@ class BoundEndpoint:
 
     async def _answer(self, request: Request) -> ASGIApp:
         for name in request.query_params:
-            if name not in self._query:
+            if name not in self._query and name not in IGNORED_QUERY:
                 known = ", ".join(sorted(self._query)) or "none"
                 raise InvalidRequest(f"unknown query parameter {shown(name)}; known: {known}", param=name[:80])
         body = await self._body(request)

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +30,7 @@ from .bounded_http import BoundedHttpProtocol
 from .engine_core import EngineCore
 from .http_server import create_app
 from .processes import CHILD_MODULE
+from .tls import tls_context
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +54,13 @@ def serve(server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> int:
 
     `child_module`: the module that a child process runs; tests replace it.
     """
-    log.configure("http", server_args.log_level)
+    log.configure("http", server_args.log_level, server_args.log_format)
     _adopt_uvicorn_logs(server_args.log_level)
+    try:
+        tls = tls_context(server_args)
+    except ValueError as error:
+        logger.error("Cannot start: %s", error)
+        return 1
     max_connections = max(raise_open_files_limit() - _OTHER_FILES, 1)
     try:
         listener = bind(server_args.host, server_args.port)
@@ -61,7 +68,7 @@ def serve(server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> int:
         logger.error("Cannot listen on %s:%d: %s", server_args.host, server_args.port, error.strerror or error)
         return 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_ServerRun(server_args, listener, child_module, max_connections).run())
+        return runner.run(_ServerRun(server_args, listener, tls, child_module, max_connections).run())
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -82,7 +89,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _adopt_uvicorn_logs(level: str) -> None:
-    """Sends uvicorn's warnings to our log. Its access log is shown at level "debug" only."""
+    """Sends uvicorn's warnings to our log."""
     uvicorn_logger = logging.getLogger("uvicorn")
     uvicorn_logger.handlers[:] = logging.getLogger("tercet").handlers
     uvicorn_logger.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
@@ -120,10 +127,16 @@ class _ServerRun:
     """One run of the server, from the first request to the exit code."""
 
     def __init__(
-        self, server_args: ServerArgs, listener: socket.socket, child_module: str, max_connections: int
+        self,
+        server_args: ServerArgs,
+        listener: socket.socket,
+        tls: ssl.SSLContext | None,
+        child_module: str,
+        max_connections: int,
     ) -> None:
         self._server_args = server_args
         self._listener = listener
+        self._tls = tls
         self._child_module = child_module
         self._max_connections = max_connections
         self._gate = _Gate()
@@ -204,19 +217,23 @@ class _ServerRun:
 
     def _url(self) -> str:
         host, port = self._listener.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def _uvicorn_config(self) -> uvicorn.Config:
-        return uvicorn.Config(
+        config = uvicorn.Config(
             self._gate,
             http=BoundedHttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=self._server_args.log_level == "debug",
+            access_log=False,  # request_log.py writes it
             server_header=False,
             proxy_headers=False,
             limit_concurrency=self._max_connections,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
         )
+        config.load()
+        config.ssl = self._tls
+        return config

@@ -6,25 +6,35 @@ request that cannot be served still gets an HTTP status. A later failure is one 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...managers.generation import OutputReader
 from ...managers.request_registry import Prompt
+from ...managers.tokenizer_manager import TokenizerManager
 from ..errors import TercetError
 from ..io_struct import TextOut
 from .error_handlers import envelope, internal_error
-from .job import Job, Sample, check_request_size, outputs
+from .job import Job, Sample, check_request_size, outputs, raise_failure
+from .request_log import keeps_text, log_received
 from .routing import Server, json_response
 
 logger = logging.getLogger(__name__)
 
+_MAX_VALUES_IN_LOOP = 10_000
+"""Log probabilities and embeddings. More numbers are written in a thread, which takes up to a second."""
 DONE = b"data: [DONE]\n\n"
+_RESTARTING = b": restarting\n\n"
+_COMMENT_INTERVAL_S = 1.0
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -53,9 +63,25 @@ class ResponseFormat(ABC):
         """The events between the end of the last sample and `[DONE]`."""
         return b""
 
+    def failure(self, error: TercetError) -> bytes:
+        """The last event before `[DONE]` of a stream that fails."""
+        return b"data: " + envelope(error) + b"\n\n"
+
     @abstractmethod
     def full_response(self) -> Any:
         """The body of a response that is not streamed. The samples have collected all their outputs."""
+
+
+class WholeFormat(ResponseFormat):
+    """Writes the response of an endpoint that never streams."""
+
+    _samples: Sequence[Sample] = ()
+
+    def begin(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+
+    def events(self, sample: Sample, out: TextOut) -> bytes:
+        raise AssertionError("this endpoint never streams")
 
 
 async def answer(
@@ -66,18 +92,23 @@ async def answer(
     `name`: the name for /abort_request. It is the rid of a single prompt, or the common name of several prompts.
     """
     check_request_size(prompts)
+    args = server.manager.server_args
     opened = server.manager.open(prompts, name=name)
     job = Job(server.manager, opened, request.receive)
     try:
         samples = await job.start()
+        log_received(server.manager, request, prompts, samples)
         response_format.begin(samples)
         if prompts[0].options.stream:
-            events = _stream(samples, response_format)
+            events = _stream(samples, response_format, Sample.collect if keeps_text(args) else Sample.count)
             first = await anext(events)
-            return EventStream(first, events, job)
+            return EventStream(first, events, job, response_format, server.manager)
         async for sample, out in outputs(samples):
             sample.collect(out)
-        response = json_response(response_format.full_response())
+        if sum(_num_values(sample.collected) for sample in samples) > _MAX_VALUES_IN_LOOP:
+            response = await asyncio.to_thread(_full_response, response_format)
+        else:
+            response = _full_response(response_format)
     except BaseException:
         job.close()
         raise
@@ -85,10 +116,38 @@ async def answer(
     return response
 
 
-async def _stream(samples: Sequence[Sample], response_format: ResponseFormat) -> AsyncGenerator[bytes, None]:
-    async for sample, out in outputs(samples):
-        sample.count(out)
-        data = response_format.events(sample, out)
+def _full_response(response_format: ResponseFormat) -> Response:
+    return json_response(response_format.full_response())
+
+
+def _num_values(out: TextOut) -> int:
+    """The numbers besides token ids that an output has. Many of them would delay other streams."""
+    logprobs, embedding = out.tokens.logprobs, out.tokens.embedding
+    return (0 if logprobs is None else logprobs.num_values) + (0 if embedding is None else len(embedding) // 4)
+
+
+async def _stream(
+    samples: Sequence[Sample], response_format: ResponseFormat, take: Callable[[Sample, TextOut], None]
+) -> AsyncGenerator[bytes, None]:
+    """The outputs that have come together are one part of the stream, so a step costs one write.
+
+    `take`: what becomes of an output besides its events: it is counted only, or kept for the log, too.
+    """
+    reader = OutputReader([sample.generation for sample in samples])
+    while batch := await reader.next():
+        data = b""
+        try:
+            for place, out in batch:
+                raise_failure(out)
+                take(samples[place], out)
+                if _num_values(out) > _MAX_VALUES_IN_LOOP:
+                    data += await asyncio.to_thread(response_format.events, samples[place], out)
+                else:
+                    data += response_format.events(samples[place], out)
+        except Exception:
+            if data:  # what came before the failure
+                yield data
+            raise
         if data:
             yield data
     yield response_format.last_events() + DONE
@@ -97,25 +156,54 @@ async def _stream(samples: Sequence[Sample], response_format: ResponseFormat) ->
 class EventStream:
     """The ASGI response that sends events as they come.
 
-    When the client disconnects, the job ends the generations, and that ends this stream.
+    When the client disconnects, the job ends the generations, and that ends this stream. While the engine is being
+    restarted, comments keep the connection alive.
     """
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], job: Job) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        rest: AsyncGenerator[bytes, None],
+        job: Job,
+        response_format: ResponseFormat,
+        manager: TokenizerManager,
+    ) -> None:
         self._first = first
         self._rest = rest
         self._job = job
+        self._format = response_format
+        self._manager = manager
+        self._comments: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        def on_recovery() -> None:
+            if self._comments is None or self._comments.done():
+                self._comments = asyncio.create_task(self._send_comments(send))
+
+        self._manager.on_recovery.add(on_recovery)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             await send(_part(self._first))
             await self._send_rest(send)
+            self._end_comments(on_recovery)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
             pass  # the client is gone
         finally:
+            self._end_comments(on_recovery)
             self._job.close()
             await self._rest.aclose()
+
+    def _end_comments(self, on_recovery: Callable[[], None]) -> None:
+        self._manager.on_recovery.discard(on_recovery)
+        if self._comments is not None:
+            self._comments.cancel()
+
+    async def _send_comments(self, send: Send) -> None:
+        with contextlib.suppress(OSError):  # the client is gone
+            while self._manager.is_recovering:
+                await send(_part(_RESTARTING))
+                await asyncio.sleep(_COMMENT_INTERVAL_S)
 
     async def _send_rest(self, send: Send) -> None:
         try:
@@ -124,15 +212,11 @@ class EventStream:
         except OSError:
             raise
         except TercetError as error:
-            await send(_part(_failure(error)))
+            await send(_part(self._format.failure(error) + DONE))
         except Exception:
             logger.exception("A stream failed")
-            await send(_part(_failure(internal_error())))
+            await send(_part(self._format.failure(internal_error()) + DONE))
 
 
 def _part(data: bytes) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": True}
-
-
-def _failure(error: TercetError) -> bytes:
-    return b"data: " + envelope(error) + b"\n\n" + DONE

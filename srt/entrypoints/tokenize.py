@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -14,9 +15,11 @@ from ..errors import InvalidRequest
 from ..text.tokenizer import Tokenizer
 from .native import check_not_empty, check_num_prompts, split_ids
 from .openai.chat import render_chat
-from .openai.protocol import Message
+from .openai.chat_protocol import Message
+from .openai.tool_protocol import Tool
+from .openai.tools import plan_answer
 from .routing import Server, in_thread_if_large, json_response
-from .wire import BodyCodec, Wire, doc, only
+from .wire import BodyCodec, Wire, doc
 
 _encode = msgspec.json.Encoder().encode
 
@@ -33,8 +36,8 @@ class TokenizeBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     add_generation_prompt: Annotated[bool | None, doc("As in /v1/chat/completions; only with messages")] = None
     continue_final_message: Annotated[bool | None, doc("As in /v1/chat/completions; only with messages")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, doc("As in /v1/chat/completions; only with messages")] = None
-    tools: Annotated[Any, only("tool calling is not implemented", [])] = None
-    return_token_strs: Annotated[Any, only("/detokenize returns the text of tokens", False)] = None
+    tools: Annotated[list[Tool] | None, doc("As in /v1/chat/completions; only with messages")] = None
+    return_token_strs: Annotated[bool | None, doc("Return `token_strs`")] = None
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True):
@@ -43,6 +46,10 @@ class TokenizeAnswer(msgspec.Struct, frozen=True):
     tokens: Annotated[Sequence[int | list[int]], doc("Token ids; for a list of texts: a list of them for each text")]
     count: Annotated[int | list[int], doc("Number of tokens; for a list of texts: a list of numbers")]
     max_model_len: Annotated[int, doc("Most tokens of a prompt and its answer together")]
+    token_strs: Annotated[
+        Sequence[str | list[str | None] | None] | UnsetType,
+        doc("The tokens as the vocabulary writes them; only with `return_token_strs`; for a list of texts: lists"),
+    ] = UNSET
 
 
 class _ListAnswer(msgspec.Struct, frozen=True):
@@ -54,6 +61,7 @@ class _ListAnswer(msgspec.Struct, frozen=True):
     tokens: list[msgspec.Raw]
     count: list[int]
     max_model_len: int
+    token_strs: list[list[str | None]] | UnsetType = UNSET
 
 
 class DetokenizeBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -66,6 +74,7 @@ class DetokenizeBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True
 
 class DetokenizeAnswer(msgspec.Struct, frozen=True):
     text: Annotated[str | list[str], doc("The text; for a list of token id lists: a list of texts")]
+    prompt: Annotated[str | list[str], doc("The same as `text`: vLLM's name for it")]
 
 
 TOKENIZE_CODEC = BodyCodec(TokenizeBody)
@@ -84,47 +93,58 @@ async def tokenize(server: Server, request: Request, body: TokenizeBody) -> ASGI
             render_chat,
             server,
             body.messages,
+            tools=plan_answer(server.manager, [tool.function for tool in body.tools or ()], None).tools,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=bool(body.continue_final_message),
             kwargs=body.chat_template_kwargs or {},
         )
         add_special_tokens = bool(body.add_special_tokens)
     else:
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
             if getattr(body, name) is not None:
                 raise InvalidRequest(f"{name} is allowed only with messages", param=name)
         if isinstance(body.prompt, list):
-            return await _tokenize_list(server, request, body.prompt, body.add_special_tokens is not False)
+            return await _tokenize_list(server, request, body.prompt, body)
         assert body.prompt is not None
         text = body.prompt
         add_special_tokens = body.add_special_tokens is not False
     ids = await server.manager.encode(text, add_special_tokens)
-    answer = TokenizeAnswer(ids, len(ids), server.manager.facts.context_len)
+    strs = await in_thread_if_large(request, _token_strs, server, ids) if body.return_token_strs else UNSET
+    answer = TokenizeAnswer(ids, len(ids), server.manager.facts.context_len, strs)
     return await in_thread_if_large(request, json_response, answer)
 
 
-async def _tokenize_list(server: Server, request: Request, texts: list[str], add_special_tokens: bool) -> ASGIApp:
+def _token_strs(server: Server, ids: list[int]) -> list[str | None]:
+    tokenizer = server.manager.inputs.tokenizer
+    assert tokenizer is not None, "the ids are from this tokenizer"
+    return [tokenizer.id_to_token(token_id) for token_id in ids]
+
+
+async def _tokenize_list(server: Server, request: Request, texts: list[str], body: TokenizeBody) -> ASGIApp:
     check_num_prompts(len(check_not_empty(texts, "prompt")), "prompt")
     tokens: list[msgspec.Raw] = []
     counts: list[int] = []
+    strs: list[list[str | None]] = []
     for text in texts:
-        ids = await server.manager.encode(text, add_special_tokens)
+        ids = await server.manager.encode(text, body.add_special_tokens is not False)
+        if body.return_token_strs:
+            strs.append(await in_thread_if_large(request, _token_strs, server, ids))
         tokens.append(msgspec.Raw(_encode(ids)))
         counts.append(len(ids))
         await asyncio.sleep(0)  # other streams make progress between two texts
-    answer = _ListAnswer(tokens, counts, server.manager.facts.context_len)
+    answer = _ListAnswer(tokens, counts, server.manager.facts.context_len, strs if body.return_token_strs else UNSET)
     return await in_thread_if_large(request, json_response, answer)
 
 
 async def detokenize(server: Server, request: Request, body: DetokenizeBody) -> ASGIApp:
     """Handler of /detokenize."""
     server.check_model(body.model)
-    if server.manager.tokenizer is None:
+    if server.manager.inputs.tokenizer is None:
         raise InvalidRequest("this engine has no tokenizer: it runs with --skip-tokenizer-init", param="tokens")
     answer = await in_thread_if_large(
         request,
         _detokenized,
-        server.manager.tokenizer,
+        server.manager.inputs.tokenizer,
         server.manager.facts.vocab_size,
         body.tokens,
         body.skip_special_tokens is not False,
@@ -143,4 +163,5 @@ def _detokenized(
             wrong = next(token for token in ids if not 0 <= token < vocab_size)
             raise InvalidRequest(f"token ids must be in [0, {vocab_size}), got {wrong}", param="tokens")
         texts.append(tokenizer.decode(ids, skip_special_tokens))
-    return DetokenizeAnswer(texts if is_list else texts[0])
+    text = texts if is_list else texts[0]
+    return DetokenizeAnswer(text, text)

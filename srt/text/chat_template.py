@@ -7,18 +7,29 @@ sandbox, where it cannot change its arguments or reach Python's internals. The J
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InvalidRequest
+from .tool_messages import (
+    CALL_SHAPES,
+    PROBE_CHAT,
+    PROBE_TOOL,
+    PROBE_VALUE,
+    CallShape,
+    in_shape,
+    uses_tools,
+    without_tools,
+)
 
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _END_MARK = "\ue0f0end of the final message\ue0f1 "
@@ -47,9 +58,35 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid (line {error.lineno}): {error.message}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
+
+    @functools.cached_property
+    def call_shape(self) -> CallShape:
+        """The shape in which the template renders calls, found by trying."""
+        plain = self._tried(PROBE_CHAT[:1])
+        for shape in CALL_SHAPES:
+            rendered = self._tried(in_shape(PROBE_CHAT, shape))
+            # Where a template prints a value of another type, Python's notation shows up.
+            is_json = "'probe_key'" not in rendered and rendered.count("None") == plain.count("None")
+            if PROBE_VALUE in rendered and is_json:
+                return shape
+        return CALL_SHAPES[0]
+
+    @functools.cached_property
+    def takes_system(self) -> bool:
+        """Whether the template renders a system message."""
+        return "probe" in self._tried([{"role": "system", "content": "probe"}, *PROBE_CHAT[:1]])
+
+    def _tried(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt of these messages, or "" if the template refuses them."""
+        try:
+            return self._rendered(list(messages), tools=[PROBE_TOOL], add_generation_prompt=True)
+        except InvalidRequest:
+            return ""
 
     def render(
         self,
@@ -67,35 +104,38 @@ class ChatTemplate:
         """
         if not messages:
             raise InvalidRequest("messages must contain at least one message", param="messages")
+        if not self.knows_tools and (tools or uses_tools(messages)):
+            messages, tools = without_tools(messages, tools, takes_system=self.takes_system), None
+        elif uses_tools(messages):
+            messages = in_shape(messages, self.call_shape)
         chat = [_prepare(message) for message in messages]
         if continue_final_message:
             _mark_end(chat, add_generation_prompt)
-        variables = {
-            "documents": None,
-            **self._special_tokens,
-            **kwargs,
-            "messages": chat,
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        prompt = self._rendered(chat, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs)
+        return _cut_at_mark(prompt) if continue_final_message else prompt
+
+    def _rendered(self, chat: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        variables = {"documents": None, **self._special_tokens, **variables, "messages": chat}
         try:
-            prompt = self._template.render(variables)
+            return self._template.render(variables)
         except jinja2.TemplateError as error:
             raise InvalidRequest(
                 f"the chat template refuses these messages: {error.message}", param="messages"
             ) from error
         except Exception as error:  # a template can raise any error on unexpected data
+            # Its text could show a value of this process, such as an address. Its type is enough to find the mistake.
             raise InvalidRequest(
-                f"the chat template cannot render these messages: {error}", param="messages"
+                f"the chat template cannot render these messages ({type(error).__name__})", param="messages"
             ) from error
-        return _cut_at_mark(prompt) if continue_final_message else prompt
 
 
 def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
     """A copy in the form that templates expect: without nulls, content as text, reasoning under both of its names."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"messages must be objects, got {type(message).__name__}", param="messages")
-    prepared = {key: value for key, value in message.items() if value is not None}
+    prepared = {key: value for key, value in message.items() if value is not None and key != "tool_results"}
+    if message.get("tool_calls") and "content" in message:
+        prepared["content"] = message["content"]  # null, where the template wants that beside calls
     content = prepared.get("content")
     if isinstance(content, list | tuple):
         prepared["content"] = "".join(_part_text(part) for part in content)

@@ -45,6 +45,10 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        self.special_texts = frozenset(
+            token.content for token in backend.get_added_tokens_decoder().values() if token.special
+        )
+        """The tokens of `special_ids` as text."""
         bos = self.special_tokens.get("bos_token")
         self.bos_token_id: int | None = None if bos is None else backend.token_to_id(bos)
         self.token_bytes = TokenBytes.of(backend)
@@ -88,8 +92,26 @@ class Tokenizer:
         vocab = self.backend.get_vocab(with_added_tokens=True)
         return sorted((token for token, token_id in vocab.items() if token_id >= num_rows), key=vocab.__getitem__)
 
+    def token_to_id(self, token: str) -> int | None:
+        return self.backend.token_to_id(token)
+
     def id_to_token(self, token_id: int) -> str | None:
         return self.backend.id_to_token(token_id)
+
+    def spell(self, token_id: int) -> bytes:
+        """The bytes of one token: of its text, or of a part of a character. Special tokens have their names."""
+        if self.token_bytes is not None:
+            return self.token_bytes[token_id]
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_text(self, token_id: int) -> str:
+        r"""The text of one token. Bytes that are no text are written as \xNN."""
+        return self.spell(token_id).decode(errors="backslashreplace")
+
+    @property
+    def chat_template_source(self) -> str | None:
+        """Source of the template for chats without tools; None if there is none."""
+        return self._template_sources.get("default")
 
     @property
     def has_chat_template(self) -> bool:
@@ -107,7 +129,7 @@ class Tokenizer:
 
         Raises InvalidRequest if there is no template, or if the template does not accept the messages.
         """
-        return self._template(has_tools=tools is not None).render(
+        return self.chat_template(has_tools=tools is not None).render(
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -120,7 +142,8 @@ class Tokenizer:
         for name in self._template_sources:
             self._compiled(name)
 
-    def _template(self, has_tools: bool) -> ChatTemplate:
+    def chat_template(self, has_tools: bool) -> ChatTemplate:
+        """The template of chats with tools or without. Raises InvalidRequest if there is none, or if it is invalid."""
         if not self._template_sources:
             raise InvalidRequest(
                 "this model has no chat template; start the server with --chat-template, or use /v1/completions",

@@ -3,9 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from bench_models import json_of, tiny_flags
 
-from tercet.benchmarks import bench_one_batch
+from tercet.benchmarks import bench_one_batch, timing
 from tercet.model_executor import cpu_extension
 
 SMALL = ["--small-ceilings", "--num-steps", "2", "--rounds", "2"]
@@ -36,6 +37,29 @@ def test_recorded_steps_and_others_say_the_same(tmp_path: Path, capsys: pytest.C
         (3, "off"),
     ]
     assert all(one["same_tokens"] for one in by_runner)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(4, 2), (1, 1)])
+def test_the_threads_are_those_of_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: int, expected: int
+) -> None:
+    """Of two cores with two hardware threads each, torch would take four."""
+    seen = []
+
+    def measure(*_: object, **__: object) -> None:
+        seen.append(torch.get_num_threads())
+        raise ValueError("this is enough")
+
+    monkeypatch.setattr(timing, "usable_cores", lambda: 2)
+    monkeypatch.setattr(bench_one_batch, "measure_ceilings", measure)
+    before = torch.get_num_threads()
+    torch.set_num_threads(given)
+    try:
+        with pytest.raises(SystemExit):
+            bench_one_batch.main(tiny_flags(tmp_path))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [expected]
 
 
 def test_what_does_not_fit_is_told_and_costs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

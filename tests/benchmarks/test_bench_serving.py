@@ -1,4 +1,4 @@
-"""The serving benchmark from the command line to its last line, against the real HTTP app and scripted servers."""
+"""The serving benchmark from the command line to its last line, against the real HTTP app."""
 
 from __future__ import annotations
 
@@ -7,74 +7,16 @@ import json
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
-from bench_tokenizers import bytes_only
 from fake_http import LiveSite, live_site, text_of
 from scripted_http import Exchange, scripted_server
+from serving_bench import SMALL, Bench
 
 from tercet.benchmarks import serving_args
 from tercet.benchmarks.bench_serving import main
-from tercet.srt.io_struct import AbortFinish
-
-SMALL = ["--num-prompts", "6", "--random-input-len", "20", "--random-output-len", "9", "--disable-tqdm"]
-
-
-@pytest.fixture(scope="session")
-def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    bytes_only().backend.save(str(folder / "tokenizer.json"))
-    return str(folder)
-
-
-@pytest.fixture
-def site() -> Iterator[LiveSite]:
-    with live_site() as live:
-        yield live
-
-
-class Bench:
-    """Runs the benchmark in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], tokenizer: str) -> None:
-        self._capsys = capsys
-        self.tokenizer = tokenizer
-        self.out = self.err = ""
-
-    def __call__(self, url: str, *argv: str, code: int = 0) -> dict[str, Any]:
-        """The JSON line; the exit code has to be `code`."""
-        assert main(["--base-url", url, "--tokenizer", self.tokenizer, *SMALL, *argv]) == code, self.read()
-        self.read()
-        return json.loads(self.out.splitlines()[-1])
-
-    def read(self) -> str:
-        self.out, self.err = self._capsys.readouterr()
-        return self.out + self.err
-
-    def fails(self, url: str, *argv: str) -> str:
-        """The one message of a run that measures nothing."""
-        assert main(["--base-url", url, "--tokenizer", self.tokenizer, *SMALL, *argv]) == 1
-        self.read()
-        assert self.out == ""
-        return self.err
-
-    def refused(self, *argv: str) -> str:
-        """The message about a command line."""
-        with pytest.raises(SystemExit) as caught:
-            main(argv)
-        assert caught.value.code == 2
-        return self.read()
-
-
-@pytest.fixture
-def bench(capsys: pytest.CaptureFixture[str], tokenizer_dir: str) -> Bench:
-    return Bench(capsys, tokenizer_dir)
-
 
 BACKENDS = ["tercet", "sglang", "sglang-oai", "sglang-oai-chat", "vllm", "vllm-chat"]
 
@@ -319,152 +261,6 @@ def test_a_progress_bar(site: LiveSite, bench: Bench) -> None:
     assert re.search(r"100%.*6/6", bench.err)
 
 
-@pytest.mark.parametrize("backend", ["tercet", "vllm"])
-def test_a_server_that_dies_in_the_middle_of_a_run(bench: Bench, backend: str) -> None:
-    """Five requests are answered, then every connection breaks and nobody listens any more."""
-    answered = 0
-
-    async def script(exchange: Exchange) -> None:
-        nonlocal answered
-        if exchange.path not in ("/generate", "/v1/completions"):
-            await exchange.answer({})
-            return
-        if answered == 5:
-            server.listener.close()
-            exchange.hang_up()
-            return
-        answered += 1
-        meta = {"prompt_tokens": 3, "completion_tokens": 2, "finish_reason": {"type": "length"}}
-        choice = {"text": "ab", "finish_reason": "length"}
-        await exchange.stream([{"text": "ab", "meta_info": meta, "choices": [choice]}])
-
-    with scripted_server(script) as server:
-        argv = ["--backend", backend, "--num-prompts", "12", "--max-concurrency", "2", "--warmup-requests", "0"]
-        result = bench(server.url, *argv, code=1)
-    assert (result["completed"], result["failed"]) == (5, 7)
-    assert sum(result["errors_by_message"].values()) == 7
-    assert any(message.startswith("could not connect to") for message in result["errors_by_message"])
-    assert "Failed requests:                         7" in bench.out and " failed: " in bench.out
-
-
-def test_failures_in_the_middle_are_counted_with_their_messages(site: LiveSite, bench: Bench) -> None:
-    site.scheduler.fail = (3, AbortFinish("no memory left", 500, "oom"))
-    all_long = ["--random-range-ratio", "1"]
-    message = bench.fails(site.url, *all_long)
-    assert "the warm-up failed: " in message and "no memory left" in message
-    result = bench(site.url, "--warmup-requests", "0", *all_long, code=1)
-    assert (result["completed"], result["failed"], result["mean_ttft_ms"]) == (0, 6, None)
-    (text,) = result["errors_by_message"]
-    assert "no memory left" in text
-
-
-def test_nobody_there_is_told_in_time(bench: Bench) -> None:
-    began = time.monotonic()
-    message = bench.fails("http://127.0.0.1:9", "--ready-check-timeout-sec", "0.6")
-    assert "not ready within 0.6 s: could not connect to http://127.0.0.1:9" in message
-    assert time.monotonic() - began >= 0.5
-    assert "could not connect" in bench.fails("http://127.0.0.1:9", "--ready-check-timeout-sec", "0")
-
-
-def test_a_server_that_never_answers_is_not_ready(bench: Bench) -> None:
-    async def script(exchange: Exchange) -> None:
-        await asyncio.sleep(30)
-
-    with scripted_server(script) as server:
-        message = bench.fails(server.url, "--ready-check-timeout-sec", "0.6")
-    assert "not ready within 0.6 s: no answer" in message
-
-
-def test_a_server_that_is_starting_is_waited_for(bench: Bench) -> None:
-    async def script(exchange: Exchange) -> None:
-        if exchange.number == 0:
-            await exchange.answer({"error": "starting"}, "503 Service Unavailable")
-        elif exchange.path == "/v1/completions":
-            await exchange.stream([{"choices": [{"text": "a", "finish_reason": "length"}]}])
-        else:
-            await exchange.answer({})
-
-    with scripted_server(script) as server:
-        assert bench(server.url, "--backend", "vllm")["completed"] == 6
-    assert "waiting up to 60 s" in bench.err
-
-
-def test_the_tokenizer_is_the_servers_unless_one_is_named(bench: Bench, tokenizer_dir: str, tmp_path: Path) -> None:
-    async def script(exchange: Exchange) -> None:
-        cards = [{"id": "nice-name", "root": tokenizer_dir}]
-        if exchange.path == "/v1/models":
-            await exchange.answer({"data": cards})
-        elif exchange.path == "/v1/completions":
-            assert exchange.json["model"] == names.pop(0)
-            await exchange.stream([{"choices": [{"text": "a", "finish_reason": "length"}]}])
-        else:
-            await exchange.answer({}, "404 Not Found")
-
-    with scripted_server(script) as server:
-        common = ["--base-url", server.url, "--backend", "vllm", *SMALL, "--num-prompts", "1", "--warmup-requests", "0"]
-        names = ["nice-name"]
-        assert main(common) == 0
-        names = ["mine"]
-        assert main([*common, "--model", "mine"]) == 0
-        names = ["served"]
-        assert main([*common, "--model", tokenizer_dir, "--served-model-name", "served"]) == 0
-        (tmp_path / "tokenizer.json").write_text("{}")
-        assert main([*common, "--tokenizer", str(tmp_path)]) == 1
-        assert "--tokenizer names a directory" in bench.read()
-
-
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        (["--backend", "llama"], "invalid choice"),
-        (["--dataset-name", "sharegpt"], "needs --dataset-path"),
-        (
-            ["--dataset-name", "custom", "--dataset-path", "x", "--random-input-len", "5"],
-            "--random-input-len is allowed",
-        ),
-        (["--gsp-ordered"], "--gsp-ordered is allowed only with datasets generated-shared-prefix, got random"),
-        (["--sharegpt-output-len", "3"], "is allowed only with datasets sharegpt, custom"),
-        (["--dataset-name", "random-ids", "--dataset-path", "x"], "--dataset-path is allowed only with"),
-        (["--dataset-name", "generated-shared-prefix", "--num-prompts", "1025"], "must be at most 1024"),
-        (["--backend", "vllm-chat", "--tokenize-prompt"], "a chat accepts text only"),
-        (["--burstiness", "2"], "needs --request-rate"),
-        (["--request-rate", "0"], "must be above 0"),
-        (["--request-rate", "nan"], "must be above 0"),
-        (["--num-prompts", "0"], "must be at least 1"),
-        (["--random-range-ratio", "1.5"], "must be in [0, 1]"),
-        (["--base-url", "http://x", "--port", "3"], "exclude each other"),
-        (["--output-details"], "needs --output-file"),
-        (["--goodput", "tps:3"], "must be NAME:MS"),
-        (["--goodput", "ttft:3", "ttft:4"], "names an objective twice"),
-        (["--goodput", "ttft:3", "--disable-stream"], "need streaming"),
-        (["--extra-request-body", "[]"], "must be a JSON object"),
-        (["--extra-request-body", "{"], "not JSON"),
-        (["--extra-request-body", '{"n": 2}'], "n must be 1"),
-        (["--extra-request-body", '{"sampling_params": {"n": 2}}'], "n must be 1"),
-        (["--extra-request-body", '{"stream": true}'], "--disable-stream"),
-        (["--plot", "a.pdf"], "must name a .png file"),
-        (["--header", "X"], "must be NAME=VALUE"),
-        (["--mooncake-slowdown-factor", "2"], "is allowed only with datasets mooncake"),
-        (["--unknown"], "unrecognized arguments"),
-    ],
-)
-def test_a_command_line_that_makes_no_sense(bench: Bench, argv: list[str], message: str) -> None:
-    assert message in bench.refused(*argv)
-
-
-@pytest.mark.parametrize(
-    "argv, url",
-    [
-        ([], "http://127.0.0.1:30000"),
-        (["--backend", "sglang-oai"], "http://127.0.0.1:30000"),
-        (["--backend", "vllm"], "http://127.0.0.1:8000"),
-        (["--host", "h", "--port", "7", "--backend", "vllm"], "http://h:7"),
-    ],
-)
-def test_where_the_server_is_by_default(argv: list[str], url: str) -> None:
-    assert serving_args.parse("x", argv).base_url == url
-
-
 def test_a_file_that_cannot_be_written_does_not_lose_the_table(site: LiveSite, bench: Bench, tmp_path: Path) -> None:
     common = ["--base-url", site.url, "--tokenizer", bench.tokenizer, *SMALL]
     assert main([*common, "--output-file", str(tmp_path / "none" / "out")]) == 1
@@ -484,22 +280,3 @@ sys.exit(code or (str(heavy) if heavy else 0))
     argv = ["--base-url", site.url, "--tokenizer", tokenizer_dir, *SMALL, "--plot"]
     ran = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stderr) == (0, "")
-
-
-def test_ctrl_c_ends_it() -> None:
-    """Nothing is written for a run that was not finished."""
-
-    async def script(exchange: Exchange) -> None:
-        if exchange.path == "/v1/models":
-            await asyncio.sleep(30)
-
-    with scripted_server(script) as server:
-        code = "import sys; from tercet.benchmarks.bench_serving import main; sys.exit(main(sys.argv[1:]))"
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, "--base-url", server.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        while not server.seen and child.poll() is None:
-            time.sleep(0.05)
-        child.send_signal(2)
-        out, err = child.communicate(timeout=20)
-    assert (child.returncode, out, err) == (130, b"", b"")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,20 +14,23 @@ from tercet.benchmarks.local_engine import DirectBatch, TimedEngine
 from tercet.srt.server_args import ServerArgs
 
 
+def make_engine(folder: Path, **settings: Any) -> TimedEngine:
+    defaults = {"max_total_tokens": 400, "max_running_requests": 4, "page_size": 1}
+    return TimedEngine(
+        ServerArgs(
+            model_path=tiny_flags(folder)[1],
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            device="cpu",
+            dtype="float32",
+            **{**defaults, **settings},
+        )
+    )
+
+
 @pytest.fixture
 def engine(tmp_path: Path, request: pytest.FixtureRequest) -> TimedEngine:
-    path = tiny_flags(tmp_path)[1]
-    args = ServerArgs(
-        model_path=path,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        device="cpu",
-        dtype="float32",
-        max_total_tokens=400,
-        max_running_requests=4,
-        page_size=getattr(request, "param", 1),
-    )
-    return TimedEngine(args)
+    return make_engine(tmp_path, page_size=getattr(request, "param", 1))
 
 
 @pytest.mark.parametrize("engine", [1, 16], indirect=True)
@@ -55,7 +59,7 @@ def test_everything_is_given_back(engine: TimedEngine) -> None:
         batch.decode(2)
     kv.audit([])
     assert kv.allocator.num_free == 400
-    assert engine.run_decode(3, 10, 4) > 0
+    assert engine.run_decode(3, 10, 4).step_s > 0
     kv.audit([])
 
 
@@ -95,3 +99,27 @@ def test_the_window_is_around_the_timed_steps_only(engine: TimedEngine) -> None:
     engine.run_decode(2, 10, 5, Window)
     inside = launched[launched.index("open") + 1 : launched.index("close")]
     assert inside == ["decode"] * 5
+
+
+def test_requests_that_decode_while_others_are_prefilled_do_not_end_too_soon(tmp_path: Path) -> None:
+    """Each prompt takes a step, and three decode steps follow each, so the first request is nine tokens ahead."""
+    engine = make_engine(tmp_path, max_prefill_tokens=20, chunked_prefill_size=20)
+    time = engine.run_decode(4, 20, 4)
+    assert time.step_s > 0 and 20 + 8 < time.context_len < 20 + 9 + 8 + 4
+    engine.scheduler.kv.audit([])
+
+
+def test_a_request_that_ends_is_told_and_costs_nothing_else(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, max_prefill_tokens=20, chunked_prefill_size=20)
+    with pytest.raises(ValueError, match="request 0 ended before the last timed step"):
+        engine.run_decode(4, 20, 70)
+    assert not engine.has_unfinished()
+    engine.scheduler.kv.audit([])
+    assert engine.run_decode(4, 20, 4).step_s > 0
+
+
+@pytest.mark.parametrize("engine", [16], indirect=True)
+def test_room_is_counted_in_whole_pages(engine: TimedEngine) -> None:
+    engine.check_room(4, 96)
+    with pytest.raises(ValueError, match=r"4 x 97 tokens in pages of 16 are more than the KV pool's 400"):
+        engine.check_room(4, 97)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import pytest
@@ -44,8 +45,8 @@ class InProcessEngine:
         )
         self.inbox = FakeInbox()
         self.outbox = FakeOutbox()
-        io = SchedulerIO(self.inbox, self.outbox, FakeOutbox())
-        self.scheduler = build_scheduler(args, config, runner, TOKENIZER, io)
+        io = SchedulerIO(self.inbox, self.outbox, FakeOutbox(), time.monotonic)
+        self.scheduler = build_scheduler(args, config, runner, TOKENIZER, io, time.monotonic)
         # A CPU gains nothing by it, but has to get it right as well.
         self.scheduler._enable_overlap = not args.disable_overlap_schedule
 

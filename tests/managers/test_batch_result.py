@@ -9,7 +9,7 @@ import pytest
 from kv_makers import admit, extend, make_kv, make_req
 from scheduler_rig import StopAfter
 
-from fakes import FakeInbox, FakeOutbox
+from fakes import FakeClock, FakeInbox, FakeOutbox
 from tercet.managers.batch_result import ResultProcessor
 from tercet.managers.req import Req, Stage
 from tercet.managers.request_queues import RequestQueues
@@ -29,8 +29,8 @@ class Bench:
         self.kv = make_kv(1, 256)
         self.queues = RequestQueues()
         self._detokenizer = FakeOutbox()
-        self._io = SchedulerIO(FakeInbox(), self._detokenizer, FakeOutbox())
-        self.metrics = SchedulerMetrics(1_000)
+        self._io = SchedulerIO(FakeInbox(), self._detokenizer, FakeOutbox(), FakeClock())
+        self.metrics = SchedulerMetrics(1_000, FakeClock())
         self.results = ResultProcessor(self.kv, self.queues, self._io, self.metrics)
 
     def add(self, arrival: int = 0, *, num_output: int = 0, **options: object) -> Req:
@@ -49,7 +49,7 @@ class Bench:
         """A decode step of all that run, which gives each its `tokens`; what their clients are told."""
         reqs = list(self.queues.running)
         for req in reqs:
-            req.in_flight += 1
+            req.num_steps_in_flight += 1
         batch = build_decode(self.kv, reqs)
         flat = np.array([token for row in tokens for token in row], dtype=np.int32)
         self.results.process(batch, StepOutput(flat, np.array([len(row) for row in tokens], dtype=np.int32)))
@@ -80,7 +80,7 @@ def test_a_token_that_ends_nothing_is_appended_and_told(bench: Bench) -> None:
     req = bench.add()
     (out,) = bench.step([5])
     assert (out.token_ids, out.finish, out.counts.completion_tokens) == ([5], None, 1)
-    assert (req.output_ids, req.in_flight) == ([5], 0)
+    assert (req.output_ids, req.num_steps_in_flight) == ([5], 0)
     assert not bench.is_over(req)
 
 
@@ -89,6 +89,16 @@ def test_the_last_token_is_the_length_s(bench: Bench) -> None:
     (out,) = bench.step([5])
     assert (out.token_ids, out.finish) == ([5], LengthFinish(8))
     assert bench.is_over(req) and bench.metrics.num_finished == 1
+
+
+def test_a_request_of_0_tokens_drops_the_token_of_its_prefill_whatever_it_is(bench: Bench) -> None:
+    stops = {"eos_ids": frozenset({5}), "stop_token_ids": [5], "stop_checker": StopAfter((5,))}
+    req = bench.add(max_new_tokens=0, **stops)
+    (out,) = bench.step([5])
+    assert (out.token_ids, out.finish, req.output_ids) == ([], LengthFinish(0), [])
+    assert (out.counts.prompt_tokens, out.counts.completion_tokens) == (10, 0)
+    assert out.options is not None  # a detokenizer that never heard of the request needs them
+    assert bench.is_over(req)
 
 
 @pytest.mark.parametrize("options", [{"eos_ids": frozenset({5})}, {"stop_token_ids": [5]}])
@@ -197,11 +207,19 @@ def test_the_second_of_two_tokens_may_be_the_last(bench: Bench) -> None:
     assert bench.is_over(req)
 
 
-def test_invalid_logits_behind_a_token_of_the_same_step_drop_it(bench: Bench) -> None:
+def test_invalid_logits_do_not_drop_the_tokens_before_them(bench: Bench) -> None:
     req = bench.add()
     (out,) = bench.step([5, -1])
     assert isinstance(out.finish, AbortFinish) and out.finish.err_type == "InvalidLogits"
-    assert out.token_ids == req.output_ids == [] and bench.is_over(req)
+    assert out.token_ids == req.output_ids == [5] and bench.is_over(req)
+    assert bench.kv.cache.evictable_size == 0
+
+
+def test_invalid_logits_behind_the_last_token_change_the_cache_and_not_the_end(bench: Bench) -> None:
+    req = bench.add(eos_ids=frozenset({6}))
+    (out,) = bench.step([5, 6, -1])
+    assert (out.token_ids, out.finish) == ([5, 6], StopFinish(6)) and bench.is_over(req)
+    assert bench.kv.cache.evictable_size == 0
 
 
 # Requests that ended while the step was in flight
@@ -211,25 +229,25 @@ def test_a_token_of_a_request_that_has_ended_is_dropped(bench: Bench) -> None:
     req = bench.add()
     reqs = [req]
     for _ in range(2):
-        req.in_flight += 1
+        req.num_steps_in_flight += 1
     batch = build_decode(bench.kv, reqs)
     bench.results.finish(req, LengthFinish(0))
     assert len(bench.told()) == 1
     for token in (5, -1):
         bench.results.process(batch, StepOutput(np.array([token], dtype=np.int32)))
-    assert bench.told() == [] and req.output_ids == [] and req.in_flight == 0
+    assert bench.told() == [] and req.output_ids == [] and req.num_steps_in_flight == 0
     assert bench.is_over(req) and bench.metrics.num_finished == 1
     assert bench.kv.cache.evictable_size == 0, "invalid logits take out of the cache what it left there"
 
 
 def test_an_abort_waits_for_every_step_in_flight_and_the_first_reason_stays(bench: Bench) -> None:
     req = bench.add()
-    req.in_flight = 1
+    req.num_steps_in_flight = 1
     bench.results.abort(req, CLIENT)
     bench.results.abort(req, AbortFinish("another reason", 500))
     bench.results.finish_aborted()
     assert bench.told() == [] and not bench.is_over(req)
-    req.in_flight = 0
+    req.num_steps_in_flight = 0
     bench.results.finish_aborted()
     (out,) = bench.told()
     assert out.finish == CLIENT and bench.is_over(req)

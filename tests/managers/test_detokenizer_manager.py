@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import re
 import threading
 
+import msgspec
 import pytest
 import zmq
 from hypothesis import given
@@ -121,7 +123,11 @@ def test_scheduler_and_detokenizer_agree_on_stop_strings(data, text, keep):
             max_size=3,
         )
     )
-    options = DecodeOptions(True, keep, stops)
+    # A pattern and a string that match the same texts.
+    if data.draw(st.booleans()):
+        options = DecodeOptions(True, keep, stops[1:], stop_patterns=[re.escape(stops[0])])
+    else:
+        options = DecodeOptions(True, keep, stops)
     checker = StopStringChecker(default_tokenizer(), options)
     produced, matched = [], None
     for token in ids:
@@ -132,12 +138,14 @@ def test_scheduler_and_detokenizer_agree_on_stop_strings(data, text, keep):
     manager = DetokenizerManager(default_tokenizer())
     finish = LengthFinish(len(produced)) if matched is None else StopFinish(matched)
     cut = data.draw(st.integers(0, len(produced)))
-    shown = "".join(
-        out.text
-        for out in process(
-            manager, token_out("r", produced[:cut], None, options), token_out("r", produced[cut:], finish)
-        )
+    before, after = process(
+        manager, token_out("r", produced[:cut], None, options), token_out("r", produced[cut:], finish)
     )
+    shown = before.text + after.text
+    # A new detokenizer goes on where the one that died has stopped, also inside a character or a stop string.
+    resumed = msgspec.structs.replace(options, resumed_ids=produced[:cut])
+    (again,) = process(DetokenizerManager(default_tokenizer()), token_out("r", produced[cut:], finish, resumed))
+    assert again.text == after.text
     if matched is None:
         assert shown == default_tokenizer().decode(produced)
         assert not any(stop in shown.rstrip("\ufffd") for stop in stops)

@@ -33,6 +33,7 @@ rigs = st.fixed_dictionaries(
         "radix": st.booleans(),
         "eviction": st.sampled_from(["lru", "lfu"]),
         "overlap": st.booleans(),
+        "max_drafts": st.sampled_from([0, 0, 4]),
     }
 )
 

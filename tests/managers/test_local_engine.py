@@ -65,6 +65,33 @@ def test_the_lines_in_the_document_run_a_request(capsys: pytest.CaptureFixture[s
     assert " Paris." in out
 
 
+def test_log_probabilities_are_those_of_generate(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    asked = {"top_logprobs_num": 2, "token_ids_logprob": [3], "logprob_start_len": 1}
+    engine.add_request("a", [5, 6, 7], {**GREEDY, "max_new_tokens": 4}, return_logprob=True, **asked)
+    engine.add_request("b", [5, 6, 7], {**GREEDY, "max_new_tokens": 4}, **asked)
+    tokens: list[int] = []
+    fields: dict[str, list[Any]] = {}
+    while engine.has_unfinished():
+        result = engine.step()
+        assert set(result.logprobs) <= {"a"}
+        tokens += result.new_tokens.get("a", [])
+        for name, items in result.logprobs.get("a", {}).items():
+            fields.setdefault(name, []).extend(items)
+    assert [entry[1] for entry in fields["output_token_logprobs"]] == tokens and len(tokens) == 4
+    assert [entry[1:] for entry in fields["input_token_logprobs"]] == [[6, None], [7, None]]
+    assert fields["input_token_logprobs"][0][0] is None and fields["input_token_logprobs"][1][0] < 0
+    assert [top[0] for top in fields["output_top_logprobs"]] == fields["output_token_logprobs"]
+    assert [top and len(top) for top in fields["input_top_logprobs"]] == [None, 2]
+    assert [asked[0][1] for asked in fields["output_token_ids_logprobs"]] == [3] * 4
+    for wrong, message in (({"logprob_start_len": 4}, "at most"), ({"token_ids_logprob": [10**6]}, "token ids in")):
+        with pytest.raises(InvalidRequest, match=message):
+            engine.add_request("c", [5, 6, 7], GREEDY, return_logprob=True, **wrong)
+    with pytest.raises(InvalidRequest, match="needs a tokenizer"):
+        engine.add_request("c", [5, 6, 7], GREEDY, return_logprob=True, return_text_in_logprobs=True)
+    assert not engine.has_unfinished()
+
+
 def test_requests_run_side_by_side_and_end_for_their_own_reasons(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_request("alone", [5, 6, 7], {**GREEDY, "max_new_tokens": 6})
@@ -80,6 +107,18 @@ def test_requests_run_side_by_side_and_end_for_their_own_reasons(make_engine: Ma
     assert whole.finish_reasons["stop"] == StopFinish(stop)
     assert 0 < len(whole.new_tokens["model's defaults"]) <= 128
     assert engine.step() == StepResult()
+
+
+def test_a_request_of_0_tokens_warms_the_cache_and_changes_no_token(make_engine: MakeEngine) -> None:
+    prompt, sampling = list(range(50)), {**GREEDY, "max_new_tokens": 6, "frequency_penalty": 1.5}
+    plain = make_engine()
+    plain.add_request("a", prompt, sampling)
+    engine = make_engine()
+    engine.add_request("warm", prompt, {**sampling, "max_new_tokens": 0})
+    assert engine.step() == StepResult({}, {"warm": LengthFinish(0)})
+    engine.add_request("a", prompt, sampling)
+    assert run(engine).new_tokens == run(plain).new_tokens
+    assert engine.scheduler._metrics._cached_tokens > 40 and plain.scheduler._metrics._cached_tokens == 0
 
 
 def test_overlap_brings_the_same_tokens_a_step_later(make_engine: MakeEngine) -> None:
@@ -107,6 +146,25 @@ def test_an_abort_ends_one_request_and_frees_its_id(make_engine: MakeEngine, num
     engine.add_request("a", [5], {**GREEDY, "max_new_tokens": 1})
     assert run(engine).finished == ["a"]
     engine.scheduler.kv.audit([])
+
+
+@pytest.mark.parametrize("low_first", [False, True])
+def test_a_more_urgent_request_preempts(make_engine: MakeEngine, low_first: bool) -> None:
+    engine = make_engine(
+        enable_priority_scheduling=True,
+        schedule_low_priority_values_first=low_first,
+        priority_scheduling_preemption_threshold=4,
+        max_running_requests=1,
+    )
+    engine.add_request("runs", [5, 6], {**GREEDY, "max_new_tokens": 12})
+    engine.step()
+    engine.add_request("urgent", [7, 8], {**GREEDY, "max_new_tokens": 2}, priority=-5 if low_first else 5)
+    assert run(engine).finished == ["urgent", "runs"]
+
+
+def test_a_priority_needs_priority_scheduling(make_engine: MakeEngine) -> None:
+    with pytest.raises(InvalidRequest, match="priority must be 0 on a server without --enable-priority-scheduling"):
+        make_engine().add_request("a", [5], priority=1)
 
 
 def test_a_full_queue_is_told_by_the_step(make_engine: MakeEngine) -> None:
@@ -174,7 +232,7 @@ def test_the_scheduler_gets_what_a_server_would_send(make_engine: MakeEngine, sa
 
     async def submit() -> None:
         manager = TokenizerManager(engine.server_args, engine.model_config, None, facts, Link())
-        options = RequestOptions(sampling=manager.make_sampling(sampling), cache_salt="s", stream=True)
+        options = RequestOptions(sampling=manager.inputs.make_sampling(sampling), cache_salt="s", stream=True)
         await manager.submit([1, 2, 3], options)
 
     asyncio.run(submit())
@@ -187,6 +245,9 @@ def test_an_engine_of_three_processes_gives_the_same_answer() -> None:
     prompt, sampling = "Once upon a time", {"temperature": 0.8, "max_new_tokens": 12, "stop": "zzz"}
     with tercet.Engine(random_seed=5) as engine:
         answer = engine.generate(prompt, sampling)
+        warm = engine.generate("word " * 100, {"max_new_tokens": 0})["meta_info"]
+        again = engine.generate("word " * 100, {"max_new_tokens": 1})["meta_info"]
+        assert (warm["completion_tokens"], warm["cached_tokens"]) == (0, 0) and again["cached_tokens"] >= 64
         assert engine.server_args.model_name == "SmolLM2-135M-Instruct"
     local = LocalEngine(random_seed=5)
     local.add_request("a", prompt, sampling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from random import Random
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from fakes import expected_output
 from tercet.managers.planner import DECODES_PER_EXTEND
 from tercet.managers.prefill_adder import MAX_PASSED_BY
 from tercet.managers.req import Req
-from tercet.managers.schedule_policy import LPM_MAX_WAITING, MAX_PASSED_OVER
+from tercet.managers.schedule_policy import MAX_PASSED_OVER, MAX_SORTED, POLICIES
 from tercet.model_executor.forward_batch import ForwardMode
 from tercet.srt.io_struct import AbortFinish
 
@@ -32,10 +33,12 @@ def play_random_load(seed: int) -> None:
         max_prefill_tokens=int(rng.choice([16, 24, 32, 48, 64])),
         chunked_prefill_size=int(rng.choice([16, 32, 64])),
         radix=bool(rng.random() < 0.8),
-        policy=str(rng.choice(["fcfs", "lpm"])),
+        policy=str(rng.choice(["fcfs", "lpm", *POLICIES])),
         overlap=bool(rng.random() < 0.5),
         mixed=bool(rng.random() < 0.7),
         conservativeness=float(rng.choice([0.01, 0.01, 0.05, 1.0])),
+        watermark=0.02 * (seed % 3),
+        max_drafts=int(rng.choice([0, 0, 3])),
         audit=False,
     )
     families = [rng.integers(0, 5, pool_size).tolist() for _ in range(3)]
@@ -161,6 +164,52 @@ def test_a_prompt_that_waits_for_its_first_chunk_holds_up_nobody() -> None:
     assert rig.heard["in chunks"].finish is None
 
 
+# Memory
+
+
+@pytest.mark.parametrize("watermark", [0.0, 0.02])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_two_requests_retract_one_another(watermark: float, overlap: bool) -> None:
+    """Together they never fit. The one with more output stays to its end, and the other one starts again rarely."""
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        rig = Rig(pool_size=128, conservativeness=0.01, watermark=watermark, overlap=overlap, audit=False)
+        wishes = {}
+        for rid in "ab":
+            prompt = rng.integers(0, 97, rng.integers(1, 10)).tolist()
+            wishes[rid] = prompt, int(rng.integers(65, 80))
+            rig.add(rid, prompt, max_new_tokens=wishes[rid][1])
+        rig.run(max_turns=500)
+        for rid, (prompt, max_new_tokens) in wishes.items():
+            assert rig.heard[rid].ids == expected_output(prompt, 1, max_new_tokens, 97)
+        retractions = sorted(heard.last.counts.num_retractions for heard in rig.heard.values())
+        assert retractions[0] == 0 and 1 <= retractions[1] <= 2, f"load {seed}: {retractions}"
+
+
+def test_an_admission_leaves_the_watermark_free() -> None:
+    """A prompt of 80 and its 8 tokens need 89 of 100 tokens. The one that runs has 4, and is expected to need 0."""
+    started = {}
+    for watermark in (0.0, 0.07, 0.08):
+        rig = Rig(pool_size=100, watermark=watermark, overlap=False, max_prefill_tokens=100, chunked_prefill_size=100)
+        rig.add("runs", [1, 2, 3], max_new_tokens=2)
+        rig.turn()
+        rig.planner.ratio.value = 0.0
+        rig.add("waits", [5] * 80, max_new_tokens=8)
+        rig.turn()
+        started[watermark] = rig.scheduler.queues.find("waits").row > 0
+        rig.run()
+    assert started == {0.0: True, 0.07: True, 0.08: False}
+
+
+@pytest.mark.parametrize("watermark", [0.02, 0.5, 0.99])
+def test_every_request_that_fits_into_the_pool_runs_under_any_watermark(watermark: float) -> None:
+    rig = Rig(pool_size=128, watermark=watermark)
+    for index in range(6):
+        rig.add(f"r{index}", [index] * 60, max_new_tokens=68)
+    rig.run()
+    assert all(len(heard.ids) == 68 for heard in rig.heard.values())
+
+
 # The waiting queue
 
 
@@ -188,7 +237,7 @@ def looks_of_one_plan(num_waiting: int, policy: str) -> int:
     return queue.num_looks
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_plan_looks_at_few_of_many_waiting_requests(policy: str) -> None:
     few, many = looks_of_one_plan(400, policy), looks_of_one_plan(4000, policy)
     assert few == many <= 2 * MAX_PASSED_BY
@@ -247,7 +296,31 @@ def test_ageing_bounds_how_often_a_cold_prompt_is_passed_over() -> None:
     assert order.index("cold") - order.index("warm0") == MAX_PASSED_OVER
 
 
-@pytest.mark.parametrize("num_short", [4, 2 * LPM_MAX_WAITING])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("max_running", [1, 3])
+def test_no_policy_passes_a_request_over_for_ever(policy: str, max_running: int) -> None:
+    """More arrives than runs. A later arrival is admitted before a request in MAX_PASSED_OVER passes at most."""
+    rng, overlap = Random(max_running), max_running == 3
+    rig = Rig(pool_size=8192, max_running=max_running, policy=policy, overlap=overlap, audit=False)
+    heads = [[head] * rng.randrange(1, 16) for head in range(3)]
+    prompts = {}
+    for turn in range(120):
+        for index in range(max_running if turn < 100 else 0):
+            rid = f"{turn}.{index}"
+            prompts[rid] = (
+                rng.choice(heads) + [rng.randrange(97) for _ in range(rng.randrange(1, 15))],
+                rng.randrange(1, 6),
+            )
+            rig.add(rid, prompts[rid][0], max_new_tokens=prompts[rid][1])
+        rig.turn()
+        rig.clock.now += 0.1
+        assert all(req.passed_over <= MAX_PASSED_OVER for req in rig.scheduler.queues.live())
+    rig.run()
+    for rid, (prompt, max_new_tokens) in prompts.items():
+        assert rig.heard[rid].ids == expected_output(prompt, 1, max_new_tokens, 97)
+
+
+@pytest.mark.parametrize("num_short", [4, 2 * MAX_SORTED])
 def test_a_long_prompt_starts_when_the_place_for_chunks_is_free(num_short: int) -> None:
     """However many warm, short prompts are behind it, more of them every turn."""
     rig = Rig(pool_size=16384, max_running=64, context_len=4096, overlap=False)

@@ -122,6 +122,21 @@ def test_looking_at_a_request_that_does_not_fit_is_no_use_of_its_prefix() -> Non
     assert kv.match_len(make_req([*wanted, 3])) == 0
 
 
+def test_a_locked_match_is_no_room_and_stays_whatever_is_evicted() -> None:
+    kv = make_kv(1, pool_size=100)
+    put_into_cache(kv, [1] * 60)
+    put_into_cache(kv, [2] * 30)
+    match = kv.match(make_req([1] * 41))
+    with kv.locked(match):
+        assert kv.num_available == 100 - 40
+        assert kv.cache.evict(100) == 50
+    assert kv.num_available == 100
+    assert kv.match_len(make_req([1] * 61)) == 40
+    with pytest.raises(ZeroDivisionError), kv.locked(match):
+        raise ZeroDivisionError
+    assert kv.cache.evict(100) == 40
+
+
 def test_a_cached_prefix_is_no_room_for_the_rest_of_its_own_request() -> None:
     """The prefix is evictable now, but not once its request is admitted."""
     kv = make_kv(1, pool_size=100)

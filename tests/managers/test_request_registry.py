@@ -43,8 +43,8 @@ class Waiting:
     def __init__(self, **settings: Any) -> None:
         self.scheduler = FakeScheduler()
         self.manager = make_manager(self.scheduler, allow_auto_truncate=True, **settings)
-        assert self.manager.tokenizer is not None
-        self.tokenizer = GatedTokenizer(self.manager.tokenizer)
+        assert self.manager.inputs.tokenizer is not None
+        self.tokenizer = GatedTokenizer(self.manager.inputs.tokenizer)
         self.manager.inputs.tokenizer = self.tokenizer  # type: ignore[assignment]
 
     async def begin(self) -> asyncio.Task[list[Generation]]:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from typing import get_args, get_type_hints
+
 import pytest
 from kv_makers import make_kv, make_req, put_into_cache
 
+from fakes import FakeClock
+from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.schedule_policy import (
     CLIP_MAX_NEW_TOKENS,
-    LPM_MAX_WAITING,
     MAX_PASSED_OVER,
+    MAX_SORTED,
+    POLICIES,
     NewTokenRatio,
+    SchedulePolicy,
     expected_growth,
-    make_policy,
     retraction_order,
 )
+from tercet.srt.server_args import ServerArgs
+
+
+def make_policy(name: str, kv: KVCacheManager, seed: int = 0) -> SchedulePolicy:
+    clock = FakeClock()
+    clock.now = 100.0
+    return SchedulePolicy(name, kv, clock, seed)
 
 
 def names(reqs) -> list[int]:
@@ -56,22 +68,98 @@ def test_lpm_lets_those_go_first_who_were_passed_over_often_enough() -> None:
     assert names(make_policy("lpm", kv).order(waiting)) == [2, 3, 0, 4, 1]
 
 
-@pytest.mark.parametrize(("num_waiting", "is_sorted"), [(LPM_MAX_WAITING, True), (LPM_MAX_WAITING + 1, False)])
-def test_lpm_sorts_a_short_queue_only(num_waiting: int, is_sorted: bool) -> None:
+@pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if policy.reads_cache])
+@pytest.mark.parametrize(("num_waiting", "is_sorted"), [(MAX_SORTED, True), (MAX_SORTED + 1, False)])
+def test_a_policy_that_reads_the_cache_sorts_a_short_queue_only(policy: str, num_waiting: int, is_sorted: bool) -> None:
     kv = make_kv(1)
     put_into_cache(kv, [1] * 9)
     waiting = [make_req([0] * 12, arrival) for arrival in range(num_waiting - 1)]
     waiting.append(make_req([1] * 12, num_waiting))
-    assert (names(make_policy("lpm", kv).order(waiting))[0] == num_waiting) == is_sorted
+    assert (names(make_policy(policy, kv).order(waiting))[0] == num_waiting) == is_sorted
 
 
-def test_the_limits_of_lpm() -> None:
-    assert (LPM_MAX_WAITING, MAX_PASSED_OVER) == (128, 32)
+@pytest.mark.parametrize("policy", ["lof", "random"])
+def test_a_policy_that_reads_no_cache_sorts_the_first_of_a_long_queue(policy: str) -> None:
+    waiting = [make_req([0], arrival, max_new_tokens=arrival + 1) for arrival in range(MAX_SORTED + 3)]
+    ordered = names(make_policy(policy, make_kv(1)).order(waiting))
+    assert sorted(ordered[:MAX_SORTED]) == list(range(MAX_SORTED)) != ordered[:MAX_SORTED]
+    assert ordered[MAX_SORTED:] == [MAX_SORTED, MAX_SORTED + 1, MAX_SORTED + 2]
+
+
+def test_dfs_weight_goes_down_the_branch_that_most_requests_continue() -> None:
+    kv = make_kv(1)
+    for branch in ([1, 2, 3, 4], [1, 2, 7, 8], [5, 5, 5, 5, 5, 5]):
+        put_into_cache(kv, branch)
+    prompts = [[9], [5] * 6, [1, 2, 0], [1, 2, 7, 8], [1, 2, 3, 4], [9, 9], [1, 2, 3, 4, 4], [5] * 5]
+    waiting = [make_req([*prompt, 0, 0], arrival) for arrival, prompt in enumerate(prompts)]
+    # Four are below [1, 2]: two in [3, 4], one in [7, 8], one at its end. Two are below [5, ...]. Two are cold.
+    assert names(make_policy("dfs-weight", kv).order(waiting)) == [4, 6, 3, 2, 1, 7, 0, 5]
+
+
+def test_lof_is_the_longest_output_first() -> None:
+    waiting = [make_req([0], arrival, max_new_tokens=wish) for arrival, wish in enumerate([5, 9, 5, 30])]
+    waiting[3].output_ids += [1] * 25
+    assert names(make_policy("lof", make_kv(1)).order(waiting)) == [1, 0, 2, 3]
+
+
+def test_random_is_another_order_for_another_seed_and_the_same_for_the_same() -> None:
+    waiting = [make_req([0], arrival) for arrival in range(50)]
+    kv = make_kv(1)
+    orders = [names(make_policy("random", kv, seed).order(waiting)) for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+    assert all(sorted(order) == list(range(50)) != order for order in orders)
+    assert names(make_policy("random", kv).order(waiting[10:])) == [name for name in orders[0] if name >= 10]
+
+
+def test_shortest_prefill_first_counts_the_tokens_that_are_not_cached() -> None:
+    kv = make_kv(1)
+    put_into_cache(kv, [1] * 20)
+    waiting = [make_req(prompt, arrival) for arrival, prompt in enumerate([[0] * 9, [1] * 24, [0] * 3, [0] * 9])]
+    assert names(make_policy("shortest-prefill-first", kv).order(waiting)) == [2, 1, 0, 3]
+
+
+def test_hrrn_compares_the_wait_with_the_tokens_that_are_not_cached() -> None:
+    kv = make_kv(1)
+    put_into_cache(kv, [1] * 20)
+    waiting = []
+    for arrival, (prompt, arrived_s) in enumerate([([0] * 9, 10.0), ([1] * 30, 20.0), ([0] * 3, 80.0), ([0], 95.0)]):
+        waiting.append(make_req(prompt, arrival))
+        waiting[-1].arrived_s = arrived_s
+    # 90 s for 9 tokens, 80 s for 10, 20 s for 3, 5 s for 1.
+    assert names(make_policy("hrrn", kv).order(waiting)) == [0, 1, 2, 3]
+    waiting[3].arrived_s = 89.0
+    assert names(make_policy("hrrn", kv).order(waiting)) == [3, 0, 1, 2]
+
+
+@pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if policy.order is not None])
+def test_under_every_policy_the_aged_go_first(policy: str) -> None:
+    kv = make_kv(1)
+    put_into_cache(kv, [1] * 9)
+    waiting = [make_req([1] * (12 - arrival), arrival, max_new_tokens=arrival + 1) for arrival in range(9)]
+    for aged in (2, 5):
+        waiting[aged].passed_over = MAX_PASSED_OVER
+    ordered = names(make_policy(policy, kv).order(waiting))
+    assert ordered[:2] == [2, 5] and sorted(ordered) == list(range(9))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_orders_all_requests_without_a_radix_cache(policy: str) -> None:
+    waiting = [make_req([0] * (arrival + 1), arrival) for arrival in range(5)]
+    assert sorted(names(make_policy(policy, make_kv(1, radix=False)).order(waiting))) == list(range(5))
+
+
+def test_the_command_line_has_the_policies_of_the_table() -> None:
+    choices = get_args(get_args(get_type_hints(ServerArgs, include_extras=True)["schedule_policy"])[0])
+    assert choices == tuple(POLICIES)
+
+
+def test_the_limits_of_the_queue() -> None:
+    assert (MAX_SORTED, MAX_PASSED_OVER) == (128, 32)
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="fcfs, lpm; got 'random'"):
-        make_policy("random", make_kv(1))
+    with pytest.raises(ValueError, match=r"fcfs, lpm, .*, hrrn; got 'best'"):
+        make_policy("best", make_kv(1))
 
 
 # The memory that running requests are expected to need

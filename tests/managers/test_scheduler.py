@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scheduler_rig import Rig
 
 from fakes import expected_output
+from tercet.managers.schedule_policy import POLICIES
 from tercet.srt.errors import PromptTooLong, QueueFull
 from tercet.srt.io_struct import (
     AbortFinish,
@@ -33,10 +34,11 @@ rigs = st.fixed_dictionaries(
         "max_prefill_tokens": st.sampled_from([16, 24, 64, 256]),
         "chunked_prefill_size": st.sampled_from([16, 20, 64]),
         "radix": st.booleans(),
-        "policy": st.sampled_from(["fcfs", "lpm"]),
+        "policy": st.sampled_from(sorted(POLICIES)),
         "mixed": st.booleans(),
         "eviction": st.sampled_from(["lru", "lfu", "fifo", "mru", "filo"]),
         "stream_interval": st.sampled_from([1, 1, 3]),
+        "max_drafts": st.sampled_from([0, 0, 1, 5]),
     }
 )
 
@@ -50,7 +52,7 @@ def workloads(draw: st.DrawFn) -> list[tuple]:
         family = draw(st.sampled_from(families))
         prompt = family[: draw(st.integers(1, len(family)))] + draw(st.lists(st.integers(0, 5), max_size=20))
         sampling = {
-            "max_new_tokens": draw(st.integers(1, 64 - 1)),
+            "max_new_tokens": draw(st.integers(0, 64 - 1)),
             "ignore_eos": draw(st.booleans()),
             "sampling_seed": draw(st.integers(0, 3)),
         }
@@ -93,7 +95,7 @@ def play(rig: Rig, work: list[tuple], eos_ids: frozenset[int]) -> None:
         else:
             assert heard.ids == expected
             assert heard.finish is not None
-            if expected[-1] in stops:
+            if expected and expected[-1] in stops:
                 assert isinstance(heard.finish, StopFinish)
             else:
                 assert heard.finish == LengthFinish(len(expected))
@@ -106,6 +108,24 @@ def play(rig: Rig, work: list[tuple], eos_ids: frozenset[int]) -> None:
 def test_outputs_do_not_depend_on_the_schedule(options: dict, work: list, overlap: bool) -> None:
     eos_ids = frozenset({7, 11})
     play(Rig(overlap=overlap, eos_ids=eos_ids, **options), work, eos_ids)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_request_of_0_tokens_caches_its_prompt_and_runs_no_decode_step(overlap: bool, page_size: int) -> None:
+    rig = Rig(overlap=overlap, page_size=page_size, chunked_prefill_size=32)
+    prompt = list(range(80))
+    rig.add("warm", prompt, max_new_tokens=0)
+    rig.run()
+    last = rig.heard["warm"].last
+    assert last is not None and last.token_ids == [] and last.finish == LengthFinish(0)
+    assert (last.counts.prompt_tokens, last.counts.completion_tokens, last.counts.cached_tokens) == (80, 0, 0)
+    assert rig.extend_sizes == [32, 32, 16] and len(rig.runner.steps) == 3
+    rig.add("again", prompt, max_new_tokens=4)
+    rig.run()
+    last = rig.heard["again"].last
+    assert last is not None and last.counts.cached_tokens == (79 if page_size == 1 else 64)
+    assert rig.heard["again"].ids == expected_output(prompt, 1, 4, 97)
 
 
 @ORDINARY
@@ -224,6 +244,16 @@ def test_a_heartbeat_tells_the_state() -> None:
     (beat,) = (message for message in rig.tokenizer.messages if isinstance(message, Heartbeat))
     assert beat.state == rig.scheduler.state()
     assert (beat.state.num_running, beat.state.num_waiting) == (1, 0), "a prompt in chunks counts as running"
+
+
+def test_a_heartbeat_leaves_every_half_second_of_the_scheduler_s_clock() -> None:
+    rig = Rig()
+    num_beats = []
+    for pause_s in (0.0, 0.0, 0.4, 0.1, 0.4, 3.0):
+        rig.clock.now += pause_s
+        rig.turn()
+        num_beats.append(sum(isinstance(message, Heartbeat) for message in rig.tokenizer.messages))
+    assert num_beats == [1, 1, 1, 2, 2, 3]
 
 
 def test_nothing_to_do_sleeps() -> None:

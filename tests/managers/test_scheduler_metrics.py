@@ -30,3 +30,58 @@ def test_the_throughput_is_that_of_the_last_interval() -> None:
             rig.clock.now += step_s
             rig.turn()
         assert rig.scheduler.state().last_gen_throughput == pytest.approx(1 / step_s)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_last_output_tells_how_long_a_request_waited(overlap: bool) -> None:
+    rig = Rig(overlap=overlap, max_running=1)
+    rig.add("first", [1, 2, 3], max_new_tokens=4)
+    rig.add("second", [4, 5, 6], max_new_tokens=4)
+    while rig.is_busy:
+        rig.turn()
+        rig.clock.now += 1.0
+        for heard in rig.heard.values():
+            assert heard.last is not None
+            assert (heard.last.counts.queue_time_s is not None) == (heard.finish is not None)
+    first, second = (rig.heard[name].last for name in ("first", "second"))
+    assert first is not None and first.counts.queue_time_s == 0.0
+    assert second is not None and second.counts.queue_time_s is not None and second.counts.queue_time_s >= 4.0
+
+
+def test_a_retraction_does_not_count_as_waiting() -> None:
+    rig = Rig(pool_size=24, max_running=4, conservativeness=0.01)
+    for name in "abc":
+        rig.add(name, [ord(name), 2, 3], max_new_tokens=16)
+    while rig.is_busy:
+        rig.turn()
+        rig.clock.now += 1.0
+    retracted = [heard.last.counts for heard in rig.heard.values() if heard.last and heard.last.counts.num_retractions]
+    assert retracted and all(counts.queue_time_s is not None and counts.queue_time_s < 5.0 for counts in retracted)
+
+
+def test_a_refused_request_did_not_wait() -> None:
+    rig = Rig(max_queued=1, max_running=1)
+    for name in "abc":
+        rig.add(name, [1, 2, 3])
+    while rig.is_busy:
+        rig.turn()
+    assert rig.heard["c"].last is not None and rig.heard["c"].last.counts.queue_time_s is None
+
+
+def test_the_tokens_that_wait_for_prefill() -> None:
+    rig = Rig(max_running=1, chunked_prefill_size=8, max_prefill_tokens=8, overlap=False)
+    rig.add("warm", list(range(10)), max_new_tokens=1)
+    while rig.is_busy:
+        rig.turn()
+    assert rig.scheduler.state().num_waiting_uncached_tokens == 0
+    rig.add("long", list(range(50, 70)), max_new_tokens=4)
+    rig.add("known", [*range(9), 90, 91], max_new_tokens=4)
+    rig.turn()
+    assert rig.scheduler.state().num_waiting_uncached_tokens == 20, "the one with a cached prefix goes first"
+    while not rig.heard["known"].finish:
+        rig.turn()
+    rig.turn()
+    assert rig.scheduler.state().num_waiting_uncached_tokens == 12, "8 of the 20 are computed"
+    while rig.is_busy:
+        rig.turn()
+    assert rig.scheduler.state().num_waiting_uncached_tokens == 0

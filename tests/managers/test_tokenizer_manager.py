@@ -12,7 +12,16 @@ from fake_http import CONTEXT_LEN, VOCAB_SIZE, FakeScheduler, byte_tokenizer, ma
 from tercet.managers.generation import Generation, error_of
 from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.errors import EngineDead, InvalidRequest, PromptTooLong
-from tercet.srt.io_struct import AbortFinish, BatchTextOut, BrokenMessage, Counts, Heartbeat, LengthFinish, TextOut
+from tercet.srt.io_struct import (
+    AbortFinish,
+    BatchTextOut,
+    BrokenMessage,
+    Counts,
+    Heartbeat,
+    LengthFinish,
+    TextOut,
+    TokenOut,
+)
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
@@ -28,6 +37,10 @@ def params(stream: bool = True, **values: Any) -> RequestOptions:
 async def one(manager: TokenizerManager, prompt: Any = "hi", **values: Any) -> Generation:
     (generation,) = await manager.submit(prompt, params(**values))
     return generation
+
+
+def text_message(text: str, **tokens: Any) -> BatchTextOut:
+    return BatchTextOut([TextOut(tokens=TokenOut(**tokens), text=text)])
 
 
 def test_increments_are_in_order_and_merge_while_nobody_reads() -> None:
@@ -251,9 +264,7 @@ def test_a_reader_that_leaves_aborts() -> None:
 def test_late_words_about_a_forgotten_request_are_ignored() -> None:
     async def work() -> None:
         manager = make_manager(FakeScheduler())
-        manager.on_message(
-            BatchTextOut([TextOut(rid="gone", text="x", token_ids=[1], finish=None, counts=Counts(1, 1))])
-        )
+        manager.on_message(text_message("x", rid="gone", token_ids=[1], finish=None, counts=Counts(1, 1)))
         assert manager.num_unfinished == 0
 
     run(work())
@@ -266,9 +277,7 @@ def test_a_dead_engine_ends_everything_with_an_error_and_keeps_what_was_said() -
         manager = make_manager(scheduler)
         generation = await one(manager)
         (key,) = scheduler.running
-        manager.on_message(
-            BatchTextOut([TextOut(rid=key, text=text_of(1), token_ids=[0], finish=None, counts=Counts(2, 1))])
-        )
+        manager.on_message(text_message(text_of(1), rid=key, token_ids=[0], finish=None, counts=Counts(2, 1)))
         scheduler.dead = True
         call = asyncio.create_task(manager.scheduler_state(60))
         await asyncio.sleep(0)
@@ -328,14 +337,14 @@ def test_draining_refuses_new_requests_only() -> None:
 def test_sampling_is_checked_against_the_vocabulary() -> None:
     manager = make_manager(FakeScheduler())
     with pytest.raises(InvalidRequest, match="stop_token_ids"):
-        manager.make_sampling({"stop_token_ids": [VOCAB_SIZE]})
+        manager.inputs.make_sampling({"stop_token_ids": [VOCAB_SIZE]})
     with pytest.raises(InvalidRequest, match="logit_bias"):
-        manager.make_sampling({"logit_bias": {str(VOCAB_SIZE): 1.0}})
+        manager.inputs.make_sampling({"logit_bias": {str(VOCAB_SIZE): 1.0}})
     with pytest.raises(InvalidRequest, match="top_p") as caught:
-        manager.make_sampling({"top_p": 0})
+        manager.inputs.make_sampling({"top_p": 0})
     assert caught.value.param == "top_p"
-    assert manager.make_sampling({}) == SamplingParams()
-    assert manager.make_sampling({"max_new_tokens": None}).max_new_tokens is None
+    assert manager.inputs.make_sampling({}) == SamplingParams()
+    assert manager.inputs.make_sampling({"max_new_tokens": None}).max_new_tokens is None
 
 
 def test_without_a_tokenizer_only_ids_are_taken() -> None:
@@ -344,7 +353,7 @@ def test_without_a_tokenizer_only_ids_are_taken() -> None:
         with pytest.raises(InvalidRequest, match="skip-tokenizer-init"):
             await manager.submit("hi", params())
         with pytest.raises(InvalidRequest, match="skip-tokenizer-init"):
-            manager.make_sampling({"stop": "x"})
+            manager.inputs.make_sampling({"stop": "x"})
         generation = await one(manager, [1, 2, 3])
         assert (await generation.result()).token_ids == list(range(8))
 
@@ -374,7 +383,7 @@ def test_what_fails_behind_the_scheduler_is_stopped_in_it() -> None:
         generation = await one(manager)
         (key,) = scheduler.running
         finish = AbortFinish("no text", 500, "TercetError")
-        manager.on_message(BatchTextOut([TextOut(rid=key, text="", token_ids=[], finish=finish, counts=Counts(2))]))
+        manager.on_message(text_message("", rid=key, token_ids=[], finish=finish, counts=Counts(2)))
         assert (await generation.result()).finish == finish
         assert scheduler.aborted == [key]
 

@@ -13,8 +13,8 @@ def test_it_takes_nothing_and_finds_nothing() -> None:
     match = cache.match(tokens)
     assert len(match.slots) == 0 and match.slots.dtype == np.int32
     assert cache.match_len(tokens) == 0
-    assert cache.evictable_len(match.node) == 0
-    cache.lock(match.node)
+    assert cache.match_path(tokens) == ((), 0)
+    cache.lock(match.node, is_use=False)
     cache.move_lock(match.node, cache.match(tokens).node)
     cache.unlock(match.node)
     assert cache.evict(8) == 0

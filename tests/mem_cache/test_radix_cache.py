@@ -5,37 +5,9 @@ import weakref
 
 import numpy as np
 import pytest
+from radix_makers import check, i32, make, put
 
-from tercet.mem_cache.allocator import BaseAllocator, make_allocator
 from tercet.mem_cache.base_prefix_cache import InsertResult
-from tercet.mem_cache.evict_policy import EVICT_POLICIES, LeafHistory, lru
-from tercet.mem_cache.radix_cache import RadixCache, _shortened
-
-
-def i32(values: object) -> np.ndarray:
-    return np.array(values, dtype=np.int32)
-
-
-def make(page_size: int = 1, size: int = 256, policy: str = "lru") -> tuple[RadixCache, BaseAllocator]:
-    allocator = make_allocator(size, page_size)
-    return RadixCache(allocator, page_size, policy), allocator
-
-
-def put(cache: RadixCache, allocator: BaseAllocator, tokens: object, namespace: str = "") -> np.ndarray:
-    """Insert tokens under fresh slots and give back what the cache did not take, as a request does at its end."""
-    tokens = i32(tokens)
-    slots = allocator.alloc_extend(i32([0]), i32([len(tokens)]), i32([0]))
-    assert slots is not None
-    duplicate_len, taken_len = cache.insert(tokens, slots, namespace)
-    allocator.free(slots[:duplicate_len])
-    allocator.free(slots[taken_len:])
-    return slots
-
-
-def check(cache: RadixCache, allocator: BaseAllocator) -> None:
-    held = cache.audit()
-    allocator.audit(held)
-    assert len(held) == cache.evictable_size + cache.protected_size == allocator.size - allocator.num_free
 
 
 def test_a_repeated_prompt_finds_its_slots() -> None:
@@ -129,10 +101,8 @@ def test_a_lock_holds_its_prefix_and_nothing_else() -> None:
     put(cache, allocator, [1, 2, 3, 4, 5, 6])
     put(cache, allocator, [1, 2, 9, 9])
     node = cache.match(i32([1, 2, 3, 4])).node
-    assert cache.evictable_len(node) == 4
     cache.lock(node)
-    cache.lock(node)
-    assert cache.evictable_len(node) == 0
+    cache.lock(node, is_use=False)
     assert (cache.evictable_size, cache.protected_size) == (4, 4)
     assert cache.evict(100) == 4
     assert cache.match_len(i32([1, 2, 3, 4, 5])) == 4
@@ -204,67 +174,6 @@ def test_misuse_of_handles_is_caught() -> None:
         cache.lock(node)
 
 
-@pytest.mark.parametrize(
-    ("policy", "order"),
-    [
-        ("lru", [2, 3, 0, 1]),
-        ("lfu", [3, 0, 1, 2]),
-        ("fifo", [0, 1, 2, 3]),
-        ("mru", [1, 0, 3, 2]),
-        ("filo", [3, 2, 1, 0]),
-    ],
-)
-def test_leaves_go_in_the_order_of_the_policy(policy: str, order: list[int]) -> None:
-    cache, allocator = make(policy=policy)
-    prompts = [[i, i, i, i] for i in range(4)]
-    for prompt in prompts:
-        put(cache, allocator, prompt)
-    # Used: 0 once, 1 twice, 2 three times, 3 never; looked at last: 0, then 1.
-    for i, uses in [(2, 3), (1, 2), (0, 1)]:
-        node = cache.match(i32(prompts[i])).node
-        for _ in range(uses):
-            cache.lock(node)
-            cache.unlock(node)
-    for i in (3, 0, 1):
-        cache.match(i32(prompts[i]))
-    gone = []
-    for _ in prompts:
-        assert cache.evict(4) == 4
-        gone += [i for i, prompt in enumerate(prompts) if i not in gone and not cache.match_len(i32(prompt))]
-    assert gone == order
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_a_long_leaf_is_shortened_from_its_end_not_lost(page_size: int) -> None:
-    cache, allocator = make(page_size)
-    slots = put(cache, allocator, range(64))
-    assert cache.evict(6) == (6 if page_size == 1 else 8)
-    left = cache.evictable_size
-    np.testing.assert_array_equal(cache.match(i32(range(64))).slots, slots[:left])
-    check(cache, allocator)
-    assert put(cache, allocator, range(64)) is not None
-    assert cache.match_len(i32(range(64))) == 64
-    check(cache, allocator)
-
-
-def test_a_shortened_array_does_not_keep_much_more_than_itself_alive() -> None:
-    array = np.arange(1000, dtype=np.int32)
-    for length in (900, 600, 500, 499, 300, 100, 3, 1):
-        array = _shortened(array, length)
-        np.testing.assert_array_equal(array, np.arange(length))
-        assert array.base is None or array.base.size <= 2 * length
-
-
-def test_evicting_nothing_or_more_than_there_is() -> None:
-    cache, allocator = make()
-    assert cache.evict(5) == 0
-    put(cache, allocator, [1, 2, 3])
-    assert cache.evict(0) == 0
-    assert cache.evict(-1) == 0
-    assert cache.evict(1000) == 3
-    assert (cache.evictable_size, allocator.num_free) == (0, 256)
-
-
 def test_match_len_is_match_without_its_effects() -> None:
     cache, allocator = make(policy="lru")
     put(cache, allocator, [1, 1, 1, 1])
@@ -322,16 +231,6 @@ def test_what_is_locked_is_discarded_at_once_and_freed_with_its_last_lock(kept_l
     assert not cache._root.children
 
 
-def test_what_is_left_of_a_discarded_prefix_keeps_its_time_of_access() -> None:
-    cache, allocator = make(policy="lru")
-    put(cache, allocator, [1, 1, 1, 1])
-    put(cache, allocator, [2, 2])
-    cache.match(i32([1, 1, 1, 1]))
-    cache.discard(i32([1, 1, 1, 1]), 2)
-    assert cache.evict(2) == 2
-    assert cache.match_len(i32([1, 1])) == 2 and cache.match_len(i32([2, 2])) == 0
-
-
 def test_reset_forgets_everything() -> None:
     cache, allocator = make()
     put(cache, allocator, [1, 2, 3])
@@ -363,33 +262,6 @@ def test_deep_trees_need_no_stack() -> None:
     assert root() is None
 
 
-def test_evicting_a_leaf_looks_at_few_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked = 0
-
-    def counting(leaf: LeafHistory) -> tuple[int, ...]:
-        nonlocal looked
-        looked += 1
-        return lru(leaf)
-
-    monkeypatch.setitem(EVICT_POLICIES, "counting", counting)
-    cache, allocator = make(size=4096, policy="counting")
-    for i in range(2000):
-        put(cache, allocator, [i, i])
-    looked = 0
-    for _ in range(100):
-        assert cache.evict(2) == 2
-    assert looked <= 100
-
-
-def test_looking_at_one_leaf_for_ever_does_not_grow_the_heap() -> None:
-    cache, allocator = make()
-    put(cache, allocator, [1, 2, 3])
-    for _ in range(2000):
-        cache.match(i32([1, 2, 3]))
-    assert len(cache._heap) < 200
-    check(cache, allocator)
-
-
 def test_the_audit_finds_what_is_wrong() -> None:
     cache, allocator = make()
     put(cache, allocator, [1, 2, 3])
@@ -400,8 +272,3 @@ def test_the_audit_finds_what_is_wrong() -> None:
     cache.insert(i32([7, 8]), i32([1, 2]))  # slots that the cache holds already
     with pytest.raises(AssertionError, match="owned twice"):
         allocator.audit(cache.audit())
-
-
-def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="allowed: lru"):
-        make(policy="best")

@@ -188,7 +188,12 @@ class CacheMachine(RuleBasedStateMachine):
         match = self.cache.match(i32(tokens), namespace)
         assert match.slots.tolist() == expected
         unlocked = [page for page in self.model.path(namespace, tokens) if not page.num_locks]
-        assert self.cache.evictable_len(match.node) == len(unlocked) * self.page_size
+        evictable, protected = self.cache.evictable_size, self.cache.protected_size
+        self.cache.lock(match.node, is_use=False)
+        num_locked = len(unlocked) * self.page_size
+        assert self.cache.evictable_size == evictable - num_locked
+        assert self.cache.protected_size == protected + num_locked
+        self.cache.unlock(match.node)
 
     @precondition(lambda self: not self.requests)
     @rule()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -170,3 +171,9 @@ def test_gcc_11_understands_the_sources(variant):
 
 def test_every_variant_has_flags():
     assert {*cpu_build.X86_FLAGS, *cpu_build.OTHER_FLAGS} == {variant.name for variant in cpu_extension.VARIANTS}
+
+
+def test_setup_uses_names_that_exist():
+    names = re.findall(r"cpu_extension\.(\w+)\(", (ROOT / "scripts/setup").read_text())
+    assert names
+    assert all(hasattr(cpu_extension, name) for name in names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -9,57 +10,57 @@ import msgspec
 import numpy as np
 import pytest
 from runner_driver import RunnerDriver
-from runners import make_runner
+from toy_runner import TOY_QWEN, make_toy_runner
 
 from tercet.mem_cache.req_to_token_pool import TableUpdate
-from tercet.model_executor.step import ForwardMode, StepInputs, StepOutput, decode_step, encode_step
-from tercet.srt.model_files.model_config import ModelConfig
+from tercet.model_executor.step import (
+    ForwardMode,
+    HiddenSum,
+    PromptScore,
+    StepInputs,
+    StepOutput,
+    decode_step,
+    encode_step,
+)
+from tercet.srt.logprobs import LogprobOptions, Logprobs
 from tercet.srt.sampling_params import SamplingParams
 
-CONFIG = ModelConfig(
-    architecture="Qwen3ForCausalLM",
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=99,
-    context_len=64,
-    qk_norm=True,
-)
-SETTINGS = {"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 128, "attention_backend": "torch"}
-
-# Frames of a 4-byte length and a step on stdin; the tokens of each on stdout, in the same form.
+# Frames of a 4-byte length and a step on stdin; the output of each on stdout, in the same form.
 WORKER = """
 import sys
 import msgspec
-from runners import make_runner
 from tercet.model_executor.step import decode_step
-from test_step import CONFIG, SETTINGS
+from toy_runner import TOY_QWEN, make_toy_runner
 
-runner = make_runner(CONFIG, **SETTINGS)
+runner = make_toy_runner(TOY_QWEN, attention_backend="torch")
 while head := sys.stdin.buffer.read(4):
     launched = runner.launch(decode_step(sys.stdin.buffer.read(int.from_bytes(head, "little"))))
     launched.sample()
-    tokens = msgspec.msgpack.encode(launched.wait().tokens.tolist())
-    sys.stdout.buffer.write(len(tokens).to_bytes(4, "little") + tokens)
+    out = launched.wait()
+    sums = [one.tolist() for one in out.hidden_sums]
+    found = msgspec.msgpack.encode((out.tokens.tolist(), out.logprobs, out.prompt_logprobs, sums))
+    sys.stdout.buffer.write(len(found).to_bytes(4, "little") + found)
     sys.stdout.buffer.flush()
 """
+
+
+Output = tuple[list[int], dict[int, Logprobs], list[Logprobs], list[list[int]]]
+"""Tokens, their log probabilities, those of prompts, and sums of hidden states."""
 
 
 class Worker:
     """A runner in a process of its own, behind two pipes (a Runner)."""
 
     def __init__(self) -> None:
-        code = f"import sys; sys.path[:0] = {[*sys.path, __file__.rpartition('/')[0]]!r}\n{WORKER}"
+        code = f"import sys; sys.path[:0] = {sys.path!r}\n{WORKER}"
         self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-    def tokens(self, step: StepInputs) -> list[int]:
+    def output(self, step: StepInputs) -> Output:
         data = encode_step(step)
         self._process.stdin.write(len(data).to_bytes(4, "little") + data)
         self._process.stdin.flush()
-        return msgspec.msgpack.decode(self._process.stdout.read(int.from_bytes(self._process.stdout.read(4), "little")))
+        size = int.from_bytes(self._process.stdout.read(4), "little")
+        return msgspec.msgpack.decode(self._process.stdout.read(size), type=Output)
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -68,32 +69,47 @@ class Worker:
 
 
 def test_a_worker_in_another_process_runs_the_steps() -> None:
-    driver = RunnerDriver(make_runner(CONFIG, **SETTINGS))
+    driver = RunnerDriver(make_toy_runner(TOY_QWEN, attention_backend="torch"))
     worker = Worker()
     launch, compared = driver.runner.launch, []
 
     def launch_both(step: StepInputs) -> object:
-        theirs = worker.tokens(step)
+        if step.new_rows and step.new_rows[0].row == 3:
+            step.prompt_scores = [PromptScore(3, 1, np.array([7, 6, 5], np.int32))]
+            step.hidden_sums = [HiddenSum(0, 2), HiddenSum(3, 1)]
+        theirs = worker.output(step)
         launched = launch(step)
         wait = launched.wait
-        launched.wait = lambda: compared.append((wait().tokens.tolist(), theirs)) or wait()
+
+        def compare() -> StepOutput:
+            out = wait()
+            sums = [one.tolist() for one in out.hidden_sums]
+            compared.append(((out.tokens.tolist(), out.logprobs, out.prompt_logprobs, sums), theirs))
+            return out
+
+        launched.wait = compare
         return launched
 
     driver.runner.launch = launch_both
     sampled = SamplingParams(temperature=0.9, top_p=0.8, repetition_penalty=1.3, logit_bias={"3": 1.5})
     driver.extend({1: [5, 6, 7], 2: [8]}, new_rows=[driver.add(1), driver.add(2, sampled)])
-    driver.extend({3: [9, 8, 7, 6], 1: None}, sampled=[False, True], new_rows=[driver.add(3)])
+    wish = LogprobOptions(logprob_start_len=1, top_logprobs_num=2, token_ids_logprob=[4])
+    third = dataclasses.replace(driver.add(3), logprobs=wish)
+    driver.extend({3: [9, 8, 7, 6], 1: None}, sampled=[False, True], new_rows=[third])
     driver.extend({3: [5, 4], 2: None})
     for rows in ([1, 2, 3], [2], [3, 1]):
         driver.decode(rows)
     worker.close()
     assert len(compared) == 6 and all(ours == theirs for ours, theirs in compared), compared
+    assert [len(out[1]) for out, _ in compared] == [0, 0, 1, 1, 0, 1]
+    assert [len(found) for out, _ in compared for found in out[2]] == [3]
+    assert [len(found) for out, _ in compared for found in out[3]] == [driver.runner.config.hidden_size] * 2
 
 
 def test_a_cached_prefix_travels_with_its_slots() -> None:
     """A request that finds its prefix in the cache names the slots of it; the worker's table knows them from nowhere
     else."""
-    runner = make_runner(CONFIG, **SETTINGS)
+    runner = make_toy_runner(TOY_QWEN, attention_backend="torch")
     driver = RunnerDriver(runner)
     ids = [3, 1, 4, 1, 5, 9]
     (expected,) = driver.extend({1: ids}, new_rows=[driver.add(1)])
@@ -125,7 +141,7 @@ def test_the_next_tokens_may_be_chosen_later() -> None:
     """A mask may depend on the tokens of the step before: the choice waits for them, the forward pass does not."""
     tokens = []
     for late in (False, True):
-        driver = RunnerDriver(make_runner(CONFIG, **SETTINGS))
+        driver = RunnerDriver(make_toy_runner(TOY_QWEN, attention_backend="torch"))
         driver.extend({1: [5, 6, 7]}, new_rows=[driver.add(1)])
         steps, before = [], None
         for _ in range(5):

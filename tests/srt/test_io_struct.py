@@ -20,7 +20,7 @@ def test_an_error_is_the_same_on_the_other_side(name: str) -> None:
 def test_outputs_arrive_whole_and_their_requests_are_found_in_a_broken_frame() -> None:
     counts = Counts(prompt_tokens=5, completion_tokens=3, cached_tokens=2, num_retractions=1)
     tokens = BatchTokenOut([TokenOut(rid="a", token_ids=[1], finish=None, counts=counts)])
-    texts = BatchTextOut([TextOut(rid="a", text="x", token_ids=[1], finish=None, counts=counts)])
+    texts = BatchTextOut([TextOut(tokens=tokens.outs[0], text="x")])
     for message in (tokens, texts):
         frame = msgspec.msgpack.encode(message)
         assert msgspec.msgpack.decode(frame, type=type(message)) == message

@@ -51,7 +51,7 @@ def context() -> Iterator[zmq.Context]:
 
 
 def text(rid: str) -> TextOut:
-    return TextOut(rid=rid, text="x", token_ids=[1], finish=None, counts=Counts(1, 1))
+    return TextOut(tokens=TokenOut(rid=rid, token_ids=[1], finish=None, counts=Counts(1, 1)), text="x")
 
 
 @pytest.mark.parametrize(("frame", "rids"), BROKEN)

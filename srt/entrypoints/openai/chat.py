@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from msgspec import UNSET
+import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ....managers.request_registry import Prompt
 from ...errors import InvalidRequest, UnsupportedField
 from ...io_struct import TextOut
+from ...logprobs import LogprobOptions
+from ...sampling_params import SamplingParams
 from ..job import Sample
 from ..options import options_of
 from ..routing import Server, in_thread_if_large
-from ..sse import ResponseFormat, answer, event
+from ..sse import answer, event
 from ..wire import BodyCodec, shown
-from .common import Frame, check_stream_options, finish_name, matched_stop, sampling_of, usage_of
-from .protocol import (
+from .chat_protocol import (
     MAX_MESSAGES,
-    AssistantMessage,
     ChatBody,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
+    ChatFinishName,
     ChunkChoice,
     Delta,
     Message,
     TextPart,
 )
+from .common import Frame, check_stream_options, finish_name, matched_stop, sampling_of, usage_of
+from .logprobs import ChatLogprobs, chat_logprobs, check_tokenizer, check_top
+from .planned_format import PlannedFormat
+from .protocol import CompletionTokensDetails, Usage
+from .structured import grammar_field
+from .tool_protocol import GivenToolCall
+from .tools import AnswerPlan, constrained, plan_answer, see_marks
 
 CHAT_CODEC = BodyCodec(ChatBody)
 
@@ -41,26 +50,52 @@ async def chat_completions(server: Server, request: Request, body: ChatBody) -> 
     """Handler of /v1/chat/completions."""
     frame = Frame(body, "chatcmpl", server.check_model(body.model))
     check_stream_options(body)
+    return await run_chat(server, request, body, frame.id, lambda plan, _: _ChatFormat(server, frame, plan))
+
+
+async def run_chat(
+    server: Server,
+    request: Request,
+    body: ChatBody,
+    name: str,
+    make_format: Callable[[AnswerPlan, SamplingParams], PlannedFormat],
+) -> ASGIApp:
+    """Runs a chat. `name`: of the request, for /abort_request. `make_format` makes the response format."""
+    logprobs = _logprobs(server, body)
+    kwargs = _template_kwargs(body)
+    plan = plan_answer(
+        server.manager,
+        [tool.function for tool in body.tools or ()],
+        body.tool_choice,
+        parallel=body.parallel_tool_calls,
+        separate_reasoning=body.separate_reasoning,
+        stream_reasoning=body.stream_reasoning,
+    )
+    body = constrained(body, plan)
     max_tokens, max_tokens_field = _max_tokens(body)
     sampling = await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, max_tokens_field)
+    plan, sampling = see_marks(plan, sampling, server.manager.inputs.tokenizer)
+    response_format = make_format(plan, sampling)
     render = functools.partial(
         in_thread_if_large,
         request,
         render_chat,
         server,
         body.messages,
+        tools=plan.tools,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        kwargs=body.chat_template_kwargs or {},
+        kwargs=kwargs,
     )
     prompt = Prompt(
-        content=render,
-        options=options_of(body, sampling),
-        rid=frame.id,
+        content=response_format.noting_prompt(render),
+        options=options_of(body, sampling, logprobs),
+        rid=name,
         add_special_tokens=False,  # the chat template writes them
         param="messages",
+        grammar_param=plan.constrained_by if plan.constraint is not None else grammar_field(body),
     )
-    return await answer(server, request, [prompt], response_format=_ChatFormat(frame), name=frame.id)
+    return await answer(server, request, [prompt], response_format=response_format, name=name)
 
 
 def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
@@ -74,16 +109,39 @@ def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
     return (new, "max_completion_tokens") if new is not None else (old, "max_tokens")
 
 
+def _logprobs(server: Server, body: ChatBody) -> LogprobOptions | None:
+    top = check_top(body.top_logprobs or 0, "top_logprobs")
+    if not body.logprobs:
+        return None
+    check_tokenizer(server.manager, "logprobs")
+    return LogprobOptions(top_logprobs_num=top)
+
+
+def _template_kwargs(body: ChatBody) -> Mapping[str, Any]:
+    """The further variables of the chat template."""
+    kwargs, effort = body.chat_template_kwargs or {}, body.reasoning_effort
+    if effort is None:
+        return kwargs
+    if kwargs.get("reasoning_effort", effort) != effort:
+        raise InvalidRequest(
+            "reasoning_effort and chat_template_kwargs.reasoning_effort must be equal if both are given, "
+            f"got {shown(effort)} and {shown(kwargs['reasoning_effort'])}",
+            param="reasoning_effort",
+        )
+    return {**kwargs, "reasoning_effort": effort}
+
+
 def render_chat(
     server: Server,
     messages: Sequence[Message],
     *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool | None,
     continue_final_message: bool,
     kwargs: Mapping[str, Any],
 ) -> str:
     """The prompt of a chat, as text. Raises InvalidRequest, with the field's path, for invalid messages."""
-    tokenizer = server.manager.tokenizer
+    tokenizer = server.manager.inputs.tokenizer
     if tokenizer is None:
         raise InvalidRequest(
             "chat needs a tokenizer, but this engine runs with --skip-tokenizer-init", param="messages"
@@ -104,28 +162,43 @@ def render_chat(
     given = [_as_template_wants(message, f"messages[{i}]") for i, message in enumerate(messages)]
     return tokenizer.apply_chat_template(
         given,
+        tools=tools,
         add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=continue_final_message,
         **kwargs,
     )
 
 
-def _as_template_wants(message: Message, path: str) -> dict[str, str]:
-    if message.role in ("tool", "function"):
+def _as_template_wants(message: Message, path: str) -> dict[str, Any]:
+    if message.role == "function":
         raise UnsupportedField(
-            f"role {message.role!r} is not supported: tool calling is not implemented; "
-            "accepted: system, developer, user, assistant",
+            "role 'function' is not supported: it is the older form of tool; "
+            "accepted: system, developer, user, assistant, tool",
             param=f"{path}.role",
         )
-    given = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": _text_of(message.content, f"{path}.content"),
-    }
+    given: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise InvalidRequest("tool_calls is allowed only with role assistant", param=f"{path}.tool_calls")
+        given["tool_calls"] = [_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        if message.role != "tool":
+            raise InvalidRequest("tool_call_id is allowed only with role tool", param=f"{path}.tool_call_id")
+        given["tool_call_id"] = message.tool_call_id
+    if message.content is not None or not message.tool_calls:
+        content = "" if message.content is None and message.role == "assistant" else message.content
+        given["content"] = _text_of(content, f"{path}.content")
     if message.name is not None:
         given["name"] = message.name
     if message.reasoning_content is not None:
         given["reasoning_content"] = message.reasoning_content
     return given
+
+
+def _call(call: GivenToolCall) -> dict[str, Any]:
+    arguments = {} if call.function.arguments is None else call.function.arguments
+    given = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return given if call.id is None else {"id": call.id, **given}
 
 
 def _text_of(content: str | Sequence[TextPart] | None, path: str) -> str:
@@ -146,52 +219,89 @@ def _text_of(content: str | Sequence[TextPart] | None, path: str) -> str:
     return "".join(texts)
 
 
-class _ChatFormat(ResponseFormat):
-    def __init__(self, frame: Frame) -> None:
+class _ChatFormat(PlannedFormat):
+    def __init__(self, server: Server, frame: Frame, plan: AnswerPlan) -> None:
+        super().__init__(plan)
+        self._server = server
         self._frame = frame
-        self._samples: Sequence[Sample] = ()
         self._begun: set[int] = set()
-
-    def begin(self, samples: Sequence[Sample]) -> None:
-        self._samples = samples
 
     def events(self, sample: Sample, out: TextOut) -> bytes:
         data = b""
         if sample.index not in self._begun:
             prompt_ids = sample.prompt_ids if not self._begun and self._frame.return_token_ids else None
             self._begun.add(sample.index)
-            data = self._chunk(ChunkChoice(sample.index, Delta("assistant", ""), None, None), prompt_ids)
+            opening = ChunkChoice(sample.index, Delta("assistant", ""), None, None)
+            data = self._chunk(opening, prompt_ids, num_unsaid=len(out.token_ids))
         token_ids = self._frame.ids(out.token_ids)
-        if out.text or (token_ids is not UNSET and out.token_ids):
-            choice = ChunkChoice(sample.index, Delta(content=out.text), None, None, token_ids=token_ids)
+        logprobs = self._logprobs(sample, out)
+        self._readers[sample.index].count(out.token_ids)
+        deltas = self._readers[sample.index].deltas(out.text, out.finish is not None)
+        name = self._finish_name(sample)
+        if not deltas and (name is not None or (out.token_ids and (token_ids is not UNSET or logprobs is not None))):
+            deltas = [Delta(content=UNSET if name is not None else "")]
+        for i, delta in enumerate(deltas):
+            choice = ChunkChoice(sample.index, delta, None, None)
+            if i == 0:
+                choice = msgspec.structs.replace(choice, logprobs=logprobs, token_ids=token_ids)
+            if name is not None and i == len(deltas) - 1:
+                choice = msgspec.structs.replace(choice, finish_reason=name, matched_stop=matched_stop(sample))
             data += self._chunk(choice)
-        name = finish_name(sample)
-        if name is not None:
-            data += self._chunk(ChunkChoice(sample.index, Delta(), None, name, matched_stop(sample)))
         return data
+
+    def _logprobs(self, sample: Sample, out: TextOut) -> ChatLogprobs | None:
+        options, tokenizer = sample.prompt.options.logprobs, self._server.manager.inputs.tokenizer
+        if options is None or tokenizer is None:
+            return None
+        return chat_logprobs(tokenizer, options, out)
+
+    def _finish_name(self, sample: Sample) -> ChatFinishName | None:
+        name = finish_name(sample)
+        return "tool_calls" if name == "stop" and self._readers[sample.index].has_calls else name
 
     def last_events(self) -> bytes:
         frame = self._frame
-        if not frame.ends_with_usage:
-            return b""
-        usage = usage_of(self._samples)
-        return event(ChatChunk(frame.id, "chat.completion.chunk", frame.created, frame.model, [], usage))
+        data = b""
+        extension = frame.extension(self._samples)
+        if extension is not UNSET:
+            usage = frame.chunk_usage(self._samples)
+            data = self._event([], usage, sglext=extension)
+        if frame.ends_with_usage:
+            data += self._event([], self._usage())
+        return data
 
-    def _chunk(self, choice: ChunkChoice, prompt_ids: list[int] | None = None) -> bytes:
+    def _usage(self) -> Usage:
+        """The counts at the end."""
+        usage = usage_of(self._samples)
+        if not self._plan.reasoning_ends:
+            return usage
+        thoughts = sum(reader.num_reasoning_tokens for reader in self._readers.values())
+        return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(thoughts))
+
+    def _chunk(self, choice: ChunkChoice, prompt_ids: list[int] | None = None, *, num_unsaid: int = 0) -> bytes:
+        usage = self._frame.chunk_usage(self._samples, num_unsaid)
+        return self._event([choice], usage, prompt_token_ids=UNSET if prompt_ids is None else prompt_ids)
+
+    def _event(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None, **others: Any) -> bytes:
         frame = self._frame
-        usage = frame.chunk_usage(self._samples)
-        ids = UNSET if prompt_ids is None else prompt_ids
-        return event(ChatChunk(frame.id, "chat.completion.chunk", frame.created, frame.model, [choice], usage, ids))
+        return event(ChatChunk(frame.id, "chat.completion.chunk", frame.created, frame.model, choices, usage, **others))
 
     def full_response(self) -> Any:
         frame = self._frame
         choices = []
         for sample in self._samples:
-            name = finish_name(sample)
+            out = sample.collected
+            self._readers[sample.index].count(out.token_ids)
+            message = self._readers[sample.index].message(out.text)
+            name = self._finish_name(sample)
             assert name is not None
-            message = AssistantMessage("assistant", sample.text)
-            ids = frame.ids(sample.output_ids)
-            choices.append(ChatChoice(sample.index, message, None, name, matched_stop(sample), ids))
+            ids = frame.ids(out.token_ids)
+            choices.append(
+                ChatChoice(sample.index, message, self._logprobs(sample, out), name, matched_stop(sample), ids)
+            )
         prompt_ids = frame.ids(self._samples[0].prompt_ids)
-        usage = usage_of(self._samples)
-        return ChatCompletion(frame.id, "chat.completion", frame.created, frame.model, choices, usage, prompt_ids)
+        usage = self._usage()
+        extension = frame.extension(self._samples)
+        return ChatCompletion(
+            frame.id, "chat.completion", frame.created, frame.model, choices, usage, prompt_ids, extension
+        )

@@ -12,9 +12,10 @@ from msgspec import UNSET, UnsetType
 from ....managers.tokenizer_manager import TokenizerManager
 from ...errors import InvalidRequest
 from ...io_struct import AbortFinish, LengthFinish, StopFinish
-from ...sampling_params import SamplingParams
+from ...sampling_params import GRAMMAR_FIELDS, SamplingParams
 from ..job import Sample
-from .protocol import FinishName, OpenAIBody, PromptTokensDetails, Usage
+from .protocol import CachedTokensDetails, Extension, FinishName, OpenAIBody, PromptTokensDetails, Usage
+from .structured import grammar_field, grammar_of
 
 # Names in SamplingParams of the fields that have another name in the OpenAI API.
 _OUR_NAME = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -23,6 +24,7 @@ _SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "stop",
+    "stop_regex",
     "seed",
     "frequency_penalty",
     "presence_penalty",
@@ -47,10 +49,13 @@ def sampling_of(
         value = getattr(body, field)
         if value is not None:
             values[_OUR_NAME.get(field, field)] = value
+    values.update(grammar_of(body))
     try:
-        return manager.make_sampling(values)
+        return manager.inputs.make_sampling(values)
     except InvalidRequest as error:
         their_name = {ours: theirs for theirs, ours in _OUR_NAME.items()} | {"max_new_tokens": max_tokens_field}
+        if error.param in GRAMMAR_FIELDS:
+            raise InvalidRequest(error.message, param=grammar_field(body)) from None
         message = error.message
         for ours, theirs in their_name.items():
             message = message.replace(ours, theirs)
@@ -74,13 +79,14 @@ def matched_stop(sample: Sample) -> int | str | None:
     return sample.finish.matched if isinstance(sample.finish, StopFinish) else None
 
 
-def usage_of(samples: Iterable[Sample]) -> Usage:
-    """The token counts so far.
+def usage_of(samples: Iterable[Sample], num_unsaid: int = 0) -> Usage:
+    """The token counts so far, without `num_unsaid` tokens whose text is in a later chunk.
 
     Each prompt counts once. `cached_tokens` is taken from its first sample, since the others may hit what that one has
     just cached.
     """
-    prompt_tokens = completion_tokens = cached_tokens = 0
+    prompt_tokens = cached_tokens = 0
+    completion_tokens = -num_unsaid
     for sample in samples:
         completion_tokens += sample.counts.completion_tokens
         if sample.generation.index == 0:
@@ -99,15 +105,22 @@ class Frame:
         self.created = int(time.time())
         self.model = model
         self.return_token_ids = bool(body.return_token_ids)
+        self._return_cached_tokens_details = bool(body.return_cached_tokens_details)
         options = body.stream_options
         self.ends_with_usage = options is not None and bool(options.include_usage)
         self._continuous = options is not None and bool(options.continuous_usage_stats)
 
-    def chunk_usage(self, samples: Sequence[Sample]) -> Usage | UnsetType | None:
-        """The `usage` field of a chunk with choices."""
+    def chunk_usage(self, samples: Sequence[Sample], num_unsaid: int = 0) -> Usage | UnsetType | None:
+        """The `usage` field of a chunk with choices. See `usage_of` for `num_unsaid`."""
         if self._continuous:
-            return usage_of(samples)
+            return usage_of(samples, num_unsaid)
         return None if self.ends_with_usage else UNSET
 
     def ids(self, ids: list[int]) -> list[int] | UnsetType:
         return ids if self.return_token_ids else UNSET
+
+    def extension(self, samples: Iterable[Sample]) -> Extension | UnsetType:
+        """The `sglext` field of the answer, or of the last chunk but one of a stream."""
+        if not self._return_cached_tokens_details:
+            return UNSET
+        return Extension(CachedTokensDetails(usage_of(samples).prompt_tokens_details.cached_tokens))

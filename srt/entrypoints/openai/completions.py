@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from ....managers.request_registry import Prompt
 from ...errors import InvalidRequest
 from ...io_struct import TextOut
+from ...logprobs import LogprobOptions
 from ..job import Sample
 from ..native import check_not_empty, check_num_prompts, split_ids
 from ..options import options_of
@@ -19,7 +20,9 @@ from ..routing import Server, in_thread_if_large
 from ..sse import ResponseFormat, answer, event
 from ..wire import BodyCodec
 from .common import Frame, check_stream_options, finish_name, matched_stop, sampling_of, usage_of
-from .protocol import Completion, CompletionBody, CompletionChoice
+from .completion_protocol import Completion, CompletionBody, CompletionChoice
+from .logprobs import CompletionLogprobWriter, check_tokenizer, check_top
+from .structured import grammar_field
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -32,9 +35,13 @@ async def completions(server: Server, request: Request, body: CompletionBody) ->
     check_stream_options(body)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, "max_tokens")
-    contents, is_list = await in_thread_if_large(request, _contents, body.prompt)
+    contents, is_list = await in_thread_if_large(request, contents_of, body.prompt, "prompt")
     check_num_prompts(len(contents), "prompt")
-    options = options_of(body, sampling)
+    echo = bool(body.echo)
+    if echo:
+        check_tokenizer(server.manager, "echo")
+    options = options_of(body, sampling, _logprobs(server, body))
+    grammar_param = grammar_field(body)
     prompts = [
         Prompt(
             content=content,
@@ -42,60 +49,99 @@ async def completions(server: Server, request: Request, body: CompletionBody) ->
             rid=frame.id if len(contents) == 1 else f"{frame.id}_{i}",
             add_special_tokens=body.add_special_tokens is not False,
             param=f"prompt[{i}]" if is_list else "prompt",
+            grammar_param=grammar_param,
         )
         for i, content in enumerate(contents)
     ]
-    response_format = _CompletionFormat(frame)
+    response_format = _CompletionFormat(server, frame, echo=echo)
     return await answer(server, request, prompts, response_format=response_format, name=frame.id)
 
 
-def _contents(prompt: str | list[str | int | list[int]]) -> tuple[Sequence[str | list[int]], bool]:
+def _logprobs(server: Server, body: CompletionBody) -> LogprobOptions | None:
+    if body.logprobs is None or body.logprobs is False:
+        return None
+    if body.logprobs is True:
+        raise InvalidRequest("logprobs must be a number of tokens in /v1/completions, got true", param="logprobs")
+    check_tokenizer(server.manager, "logprobs")
+    top = check_top(body.logprobs, "logprobs")
+    return LogprobOptions(top_logprobs_num=top, logprob_start_len=0 if body.echo else -1)
+
+
+def contents_of(prompt: str | list[str | int | list[int]], param: str) -> tuple[Sequence[str | list[int]], bool]:
     """The prompts, and whether the client sent a list of prompts."""
     if isinstance(prompt, str):
         return [prompt], False
-    check_not_empty(prompt, "prompt")
+    check_not_empty(prompt, param)
     types = set(map(type, prompt))
     if str not in types:
-        return split_ids(cast(list[int | list[int]], prompt), "prompt")
+        return split_ids(cast(list[int | list[int]], prompt), param)
     if len(types) > 1:
-        raise InvalidRequest("prompt must contain only texts or only token ids, not a mix of both", param="prompt")
+        raise InvalidRequest(f"{param} must contain only texts or only token ids, not a mix of both", param=param)
     return cast(list[str], prompt), True
 
 
 class _CompletionFormat(ResponseFormat):
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, server: Server, frame: Frame, *, echo: bool) -> None:
+        self._server = server
         self._frame = frame
+        self._echo = echo
         self._samples: Sequence[Sample] = ()
         self._begun: set[int] = set()
+        self._writers: dict[int, CompletionLogprobWriter] = {}
 
     def begin(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
+        tokenizer = self._server.manager.inputs.tokenizer
+        for sample in samples:
+            options = sample.prompt.options
+            if options.logprobs is not None and tokenizer is not None:
+                skip = options.sampling.skip_special_tokens
+                writer = CompletionLogprobWriter(tokenizer, options.logprobs, skip_special_tokens=skip)
+                self._writers[sample.index] = writer
 
     def events(self, sample: Sample, out: TextOut) -> bytes:
         frame = self._frame
-        if not out.text and out.finish is None and not (frame.return_token_ids and out.token_ids):
+        shows_tokens = frame.return_token_ids or sample.index in self._writers
+        if not out.text and out.finish is None and not (shows_tokens and out.token_ids):
             return b""  # the text of these tokens is not certain yet
-        choice = self._choice(sample, out.text, out.token_ids, sample.index not in self._begun)
+        choice = self._choice(sample, out, sample.index not in self._begun)
         self._begun.add(sample.index)
         usage = frame.chunk_usage(self._samples)
         return event(Completion(frame.id, "text_completion", frame.created, frame.model, [choice], usage))
 
     def last_events(self) -> bytes:
         frame = self._frame
-        if not frame.ends_with_usage:
-            return b""
-        usage = usage_of(self._samples)
-        return event(Completion(frame.id, "text_completion", frame.created, frame.model, [], usage))
+        data = b""
+        extension = frame.extension(self._samples)
+        if extension is not UNSET:
+            usage = frame.chunk_usage(self._samples)
+            data = event(Completion(frame.id, "text_completion", frame.created, frame.model, [], usage, extension))
+        if frame.ends_with_usage:
+            usage = usage_of(self._samples)
+            data += event(Completion(frame.id, "text_completion", frame.created, frame.model, [], usage))
+        return data
 
     def full_response(self) -> Any:
         frame = self._frame
-        choices = [self._choice(sample, sample.text, sample.output_ids, True) for sample in self._samples]
+        choices = [self._choice(sample, sample.collected, True) for sample in self._samples]
         usage = usage_of(self._samples)
-        return Completion(frame.id, "text_completion", frame.created, frame.model, choices, usage)
+        extension = frame.extension(self._samples)
+        return Completion(frame.id, "text_completion", frame.created, frame.model, choices, usage, extension)
 
-    def _choice(self, sample: Sample, text: str, token_ids: list[int], first: bool) -> CompletionChoice:
+    def _choice(self, sample: Sample, out: TextOut, first: bool) -> CompletionChoice:
         name = finish_name(sample)
-        ids = self._frame.ids(token_ids)
+        ids = self._frame.ids(out.token_ids)
         prompt_ids = self._frame.ids(sample.prompt_ids) if first and self._frame.return_token_ids else UNSET
         matched = UNSET if name is None else matched_stop(sample)
-        return CompletionChoice(sample.index, text, None, name, matched, ids, prompt_ids)
+        echoed, echoed_ids = ("", []) if not (first and self._echo) else (self._prompt_text(sample), sample.prompt_ids)
+        writer = self._writers.get(sample.index)
+        logprobs = None if writer is None else writer.write(out, echoed_ids, echoed)
+        return CompletionChoice(sample.index, echoed + out.text, logprobs, name, matched, ids, prompt_ids)
+
+    def _prompt_text(self, sample: Sample) -> str:
+        """The prompt as the client sent it, or the text of its token ids."""
+        content, tokenizer = sample.prompt.content, self._server.manager.inputs.tokenizer
+        if isinstance(content, str):
+            return content
+        assert tokenizer is not None
+        return tokenizer.decode(sample.prompt_ids, sample.prompt.options.sampling.skip_special_tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -22,4 +24,5 @@ async def show_model(server: Server, request: Request, body: None) -> ASGIApp:
 def _card(server: Server) -> ModelCard:
     args = server.manager.server_args
     context_len = server.manager.facts.context_len
-    return ModelCard(args.model_name, "model", server.started, "tercet", args.model_path, None, context_len)
+    root = Path(args.model_path).name
+    return ModelCard(args.model_name, "model", server.started, "tercet", root, None, context_len)

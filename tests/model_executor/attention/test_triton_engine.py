@@ -13,6 +13,8 @@ from meta_runner import launch_all, make_meta_runner
 from runner_driver import RunnerDriver, relative_error
 from triton.runtime import interpreter
 
+from tercet.model_executor.kernels.rotary import rotary
+from tercet.model_executor.layers import triton_layers
 from tercet.model_executor.layers.kinds import TorchLayers, layers_for
 from tercet.model_executor.layers.triton_layers import TritonLayers
 from tercet.model_executor.runner.warmup import warmup_steps
@@ -95,6 +97,27 @@ def test_tokens_and_logits_are_the_torch_paths(config, monkeypatch):
         assert relative_error(launch, want) < 1e-4 and relative_error(replay, want) < 1e-4
 
 
+def test_an_fp8_pool_computes_with_rounded_keys_and_values(monkeypatch):
+    """The twin has a float32 pool, and rounds what it stores there."""
+    monkeypatch.setattr("tercet.model_executor.weights.loader._DUMMY_STD", 0.3)
+    fp8 = RunnerDriver(make_runner(LLAMA, "triton", kv_cache_dtype="fp8_e4m3"))
+    assert fp8.runner.kv_pool.k_buffer[0].dtype == torch.float8_e4m3fn
+    assert fp8.runner.num_bytes.kv_pool == 400 * 2 * LLAMA.num_layers * LLAMA.num_kv_heads * LLAMA.head_dim
+    tokens, logits = play(fp8)
+    exact = play(RunnerDriver(make_runner(LLAMA, "triton")))[1]
+
+    def rotary_and_round(qkv, num_heads, num_kv_heads, *cos_sin, slots, k_buffer, v_buffer, **options):
+        rotary(qkv, num_heads, num_kv_heads, *cos_sin, slots=slots, k_buffer=k_buffer, v_buffer=v_buffer, **options)
+        for buffer in (k_buffer, v_buffer):
+            buffer[slots] = buffer[slots].to(torch.float8_e4m3fn).float()
+
+    monkeypatch.setattr(triton_layers, "rotary", rotary_and_round)
+    rounded_tokens, rounded_logits = play(RunnerDriver(make_runner(LLAMA, "triton")))
+    assert tokens == rounded_tokens
+    for found, want, unrounded in zip(logits, rounded_logits, exact, strict=True):
+        assert relative_error(found, want) < 1e-5 < relative_error(found, unrounded)
+
+
 def test_a_replay_follows_the_lengths_it_is_given(monkeypatch):
     """One graph for every length: rows of 1 and of 33 tokens, of one unit of work and of two."""
     accelerator = FakeAccelerator()
@@ -120,5 +143,5 @@ def test_a_launch_on_triton_waits_for_nothing(config, monkeypatch):
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda self, *args, **kwargs: launches.append(self))
     runner, accelerator = make_meta_runner(monkeypatch, config, attention=None, attention_backend="triton")
     assert runner.attention.name == "triton"
-    launch_all(runner, accelerator)
+    launch_all(runner, accelerator, with_masks=True)
     assert launches and accelerator.num_replays == 3

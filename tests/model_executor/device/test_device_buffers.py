@@ -95,6 +95,23 @@ def test_tokens_come_home(steps, lag) -> None:
         assert result.wait().tolist() == expected
 
 
+@given(st.lists(st.tuples(st.integers(0, 40_000), st.booleans()), max_size=20), st.integers(0, 30))
+def test_arrays_of_any_size_come_home(steps, lag) -> None:
+    downloads = Downloads(8, FakeAccelerator(lag))
+    unread = []
+    for number, (count, read) in enumerate(steps):
+        array = torch.arange(count, dtype=torch.float32) + number
+        unread.append((downloads.fetch_array(array), array.tolist()))
+        del array  # the result keeps what is being copied
+        if read:
+            result, expected = unread.pop(0)
+            assert result.wait().tolist() == expected
+    for result, expected in unread:
+        assert result.wait().tolist() == expected
+    for result, expected in unread:  # another copy may use the buffers by now
+        assert result.wait().tolist() == expected
+
+
 def test_buffers_for_tokens_are_used_again() -> None:
     accelerator = FakeAccelerator(lag=3)
     downloads = Downloads(8, accelerator)

@@ -14,6 +14,7 @@ from runner_driver import RunnerDriver
 from runners import make_runner
 from triton_aot import TARGETS, recorded, what_is_compiled
 
+from tercet.model_executor.step import TokenMasks, num_mask_words
 from tercet.srt.model_files.model_config import ModelConfig
 
 TWO_KINDS_OF_LAYER = ModelConfig(
@@ -31,9 +32,17 @@ TWO_KINDS_OF_LAYER = ModelConfig(
 )
 
 
+def some_allowed(rng: np.random.Generator, num_rows: int) -> TokenMasks | None:
+    """Masks for some of the sampled rows."""
+    lines = np.flatnonzero(rng.random(num_rows) < 0.5).astype(np.int32)
+    bits = np.full((len(lines), num_mask_words(TWO_KINDS_OF_LAYER.vocab_size)), 5, np.int32)
+    return TokenMasks(lines, bits) if len(lines) else None
+
+
 def serve(runner, rng: np.random.Generator) -> None:
     """Prompts, both kinds of row in one step, and decodes; some rows sampled and some not, alike or each its own."""
-    driver = RunnerDriver(runner)
+    masks = (lambda n: some_allowed(rng, n)) if rng.random() < 0.5 else None
+    driver = RunnerDriver(runner, masks=masks)
     rows = rng.permutation(np.arange(1, runner.settings.max_running_requests + 1))[
         : rng.integers(1, runner.settings.max_running_requests + 1)
     ].tolist()

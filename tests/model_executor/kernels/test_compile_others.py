@@ -15,8 +15,11 @@ from tercet.model_executor.kernels.rmsnorm import rmsnorm
 from tercet.model_executor.kernels.rotary import rotary
 from tercet.model_executor.kernels.sampling import sample_open, sample_ranked
 from tercet.model_executor.kernels.store_kv import store_kv
+from tercet.model_executor.kernels.token_logprobs import token_logprobs
+from tercet.model_executor.kernels.token_mask import apply_masks
 from tercet.model_executor.kernels.work_map import query_tile_map, split_map
 
+I32 = torch.int32
 BF16, F16, F32, F64, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn
 
 
@@ -79,8 +82,10 @@ CASES: dict[str, Callable[[], object]] = {
     "rmsnorm-16384-fused": lambda: norm(16384, F16, True),
     "silu-14336": lambda: act_and_mul(meta(TOKENS, 2 * 14336, dtype=BF16)),
     "gelu_tanh-3072": lambda: act_and_mul(meta(TOKENS, 2 * 3072, dtype=BF16), "gelu_tanh"),
+    "token_mask-151936": lambda: apply_masks(meta(BATCH, 151936, dtype=F32), meta(BATCH), meta(BATCH, 4748, dtype=I32)),
     "argmax-151936": lambda: argmax(meta(BATCH, 151936, dtype=BF16)),
     "argmax-49152-fp32": lambda: argmax(meta(BATCH, 49152, dtype=F32)),
+    "token_logprobs-151936": lambda: token_logprobs(meta(BATCH, 151936, dtype=F32), meta(BATCH), meta(BATCH, 21)),
     "sample-128256": lambda: sample(128256, F32),
 }
 

@@ -6,32 +6,18 @@ import dataclasses
 
 import numpy as np
 import pytest
-import runners
 import torch
 from fake_accelerator import FakeAccelerator, RecordableAttention, use_fake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runner_driver import RunnerDriver
+from toy_runner import TOY, make_toy_runner
 
 from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.runner.cuda_graph_runner import batch_sizes, max_work_lens
 from tercet.model_executor.runner.warmup import warmup_steps
 from tercet.model_executor.step import ForwardMode, StepInputs
-from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.sampling_params import SamplingParams
-
-TOY = ModelConfig(
-    architecture="LlamaForCausalLM",
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=99,
-    context_len=64,
-    tie_word_embeddings=True,
-)
 
 
 @pytest.fixture
@@ -41,8 +27,7 @@ def make_runner(monkeypatch):
     def make(accelerator=None, config=TOY, **options):
         accelerator = accelerator or FakeAccelerator(lag=3)
         use_fake(monkeypatch, accelerator)
-        options = {"dtype": "float32", "max_running_requests": 11, "max_total_tokens": 512} | options
-        runner = runners.make_runner(config, **options)
+        runner = make_toy_runner(config, **({"max_running_requests": 11, "max_total_tokens": 512} | options))
         runner.fake = accelerator
         return runner
 
@@ -188,7 +173,7 @@ def test_a_backend_that_cannot_be_recorded_runs_without(monkeypatch):
             return None
 
     use_fake(monkeypatch, FakeAccelerator(), Unrecordable)
-    runner = runners.make_runner(TOY, dtype="float32", max_running_requests=4, max_total_tokens=64)
+    runner = make_toy_runner(max_total_tokens=64)
     assert runner._recorded_decodes is None and runner.num_bytes.graphs == 0
     driver = RunnerDriver(runner)
     driver.extend({1: [1, 2]}, new_rows=[driver.add(1)])

@@ -6,32 +6,19 @@ import numpy as np
 import pytest
 import torch
 from meta_runner import NoWaiting, WaitingForTheDeviceError, every_kind_of_step, launch_all, make_meta_runner
-
-from tercet.srt.model_files.model_config import ModelConfig
-
-TOY = ModelConfig(
-    architecture="Qwen3ForCausalLM",
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=99,
-    context_len=64,
-    qk_norm=True,
-)
+from toy_runner import TOY_QWEN
 
 
+@pytest.mark.parametrize("with_masks", [False, True])
 @pytest.mark.parametrize("disable_cuda_graph", [False, True])
-def test_no_kind_of_step_waits(disable_cuda_graph, monkeypatch):
-    runner, accelerator = make_meta_runner(monkeypatch, TOY, disable_cuda_graph=disable_cuda_graph)
-    launch_all(runner, accelerator)
+def test_no_kind_of_step_waits(disable_cuda_graph, with_masks, monkeypatch):
+    runner, accelerator = make_meta_runner(monkeypatch, TOY_QWEN, disable_cuda_graph=disable_cuda_graph)
+    launch_all(runner, accelerator, with_masks=with_masks)
     assert accelerator.num_replays == (0 if disable_cuda_graph else 3)
 
 
 def test_a_decode_step_is_one_upload_when_all_are_greedy(monkeypatch):
-    runner, accelerator = make_meta_runner(monkeypatch, TOY)
+    runner, accelerator = make_meta_runner(monkeypatch, TOY_QWEN)
     *_, step = every_kind_of_step()  # one row, whose owner nobody named: greedy
     runner.launch(step).sample()
     with NoWaiting(accelerator) as watched:
@@ -56,7 +43,7 @@ def test_a_decode_step_is_one_upload_when_all_are_greedy(monkeypatch):
     ],
 )
 def test_what_would_wait_is_noticed(waits, monkeypatch):
-    _, accelerator = make_meta_runner(monkeypatch, TOY)
+    _, accelerator = make_meta_runner(monkeypatch, TOY_QWEN)
     x = torch.empty(3, device="meta")
     with pytest.raises((WaitingForTheDeviceError, RuntimeError, TypeError)), NoWaiting(accelerator):
         waits(x)

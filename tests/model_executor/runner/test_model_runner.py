@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from runner_driver import RunnerDriver, relative_error
-from runners import make_runner as build_runner
 from tiny_models import CONFIGS
+from toy_runner import TOY, make_toy_runner
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.device.memory import Memory
@@ -18,26 +18,9 @@ from tercet.model_executor.runner import load
 from tercet.model_executor.runner.kv_budget import DEFAULT_CPU_SHARE
 from tercet.model_executor.runner.model_runner import _ranges
 from tercet.model_executor.runner.settings import resolve_device
-from tercet.srt.model_files.model_config import FAMILIES, ModelConfig, load_model_config
+from tercet.srt.model_files.model_config import FAMILIES, load_model_config
 from tercet.srt.model_files.rope_config import FrequencyDivisors, RopeConfig
 from tercet.srt.sampling_params import SamplingParams
-
-TOY = ModelConfig(
-    architecture="LlamaForCausalLM",
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=99,
-    context_len=64,
-    tie_word_embeddings=True,
-)
-
-
-def make_runner(config=TOY, **options):
-    return build_runner(config, **({"dtype": "float32", "max_running_requests": 4, "max_total_tokens": 128} | options))
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -49,13 +32,13 @@ def test_every_family_has_a_model(architecture):
 
 
 def test_facts():
-    runner = make_runner(max_total_tokens=130, page_size=16)
+    runner = make_toy_runner(max_total_tokens=130, page_size=16)
     assert runner.max_total_num_tokens == 128 and runner.kv_pool.size == 128
     assert runner.num_bytes.kv_pool == 128 * 2 * 2 * 2 * 8 * 4
     assert runner.num_bytes.weights == sum(
         4 * n for n in (99 * 32, 32, *2 * (32, 32, 64 * 32, 32 * 32, 96 * 32, 32 * 48))
     )
-    assert runner.settings.context_len == 64 and make_runner(context_length=32).settings.context_len == 32
+    assert runner.settings.context_len == 64 and make_toy_runner(context_length=32).settings.context_len == 32
     assert runner.settings.attention_backend == ("cpu" if cpu_extension.load() else "torch")
     assert runner.settings.device == torch.device("cpu")
 
@@ -64,21 +47,21 @@ def test_a_pool_on_a_cpu_leaves_room_for_weights_and_steps(monkeypatch):
     def host(available):
         monkeypatch.setattr(load, "host_memory", lambda: Memory(available, available))
 
-    runner = make_runner()
+    runner = make_toy_runner()
     weight_bytes, bytes_per_token = runner.num_bytes.weights, 2 * 2 * 2 * 8 * 4
     reserve = load._RunnerBuilder(runner.settings, TOY).cpu_reserve(Memory(1 << 40, 1 << 40))
     beside_weights = 2 * reserve + 4096 * bytes_per_token
     host(weight_bytes + beside_weights)
     share = int(beside_weights * DEFAULT_CPU_SHARE) // bytes_per_token
-    assert make_runner(max_total_tokens=None).max_total_num_tokens == share
+    assert make_toy_runner(max_total_tokens=None).max_total_num_tokens == share
     # The largest step comes first, whatever is asked for. A hundredth token is the dummy.
     host(weight_bytes + reserve + 100 * bytes_per_token)
-    assert make_runner(max_total_tokens=None, mem_fraction_static=0.999).max_total_num_tokens == 99
+    assert make_toy_runner(max_total_tokens=None, mem_fraction_static=0.999).max_total_num_tokens == 99
     with pytest.raises(ValueError, match="--max-total-tokens 100 needs"):
-        make_runner(max_total_tokens=100)
+        make_toy_runner(max_total_tokens=100)
     host(weight_bytes - 1)
     with pytest.raises(ValueError, match="not enough memory"):
-        make_runner(max_total_tokens=None)
+        make_toy_runner(max_total_tokens=None)
 
 
 @pytest.mark.parametrize("name", ["mistral_window", "qwen3"])
@@ -87,7 +70,7 @@ def test_dummy_weights_of_a_bare_config(name, tmp_path):
     config = load_model_config(tmp_path / "config.json", "dummy")
     runs = []
     for seed in (0, 0, 1):
-        driver = RunnerDriver(make_runner(config, dtype="bfloat16", random_seed=seed))
+        driver = RunnerDriver(make_toy_runner(config, dtype="bfloat16", random_seed=seed))
         tokens = [driver.extend({1: [5, 6, 7]}, new_rows=[driver.add(1)])[0]]
         tokens += [driver.decode([1])[0] for _ in range(10)]
         assert all(0 <= token < 131 for token in tokens)
@@ -96,7 +79,7 @@ def test_dummy_weights_of_a_bare_config(name, tmp_path):
 
 
 def test_a_row_with_invalid_logits_is_told_and_does_not_stop_the_others():
-    driver = RunnerDriver(make_runner())
+    driver = RunnerDriver(make_toy_runner())
     new = [driver.add(1), driver.add(2)]
     driver.extend({1: [5, 6], 2: [7, 8, 9]}, new_rows=new)
     driver.runner.kv_pool.k_buffer[0][int(driver.table[2, 0])] = float("nan")
@@ -111,7 +94,7 @@ def test_seeded_sampling_does_not_depend_on_the_batch():
     sampling = SamplingParams(temperature=1.0, top_p=0.9, top_k=20)
 
     def run(others):
-        driver = RunnerDriver(make_runner(max_total_tokens=256), seed=len(others))
+        driver = RunnerDriver(make_toy_runner(max_total_tokens=256), seed=len(others))
         new = [driver.add(row, sampling) for row in (*others, 3)]
         ids = {row: list(range(10, 10 + length)) for row, length in others.items()} | {3: [4, 5, 6]}
         tokens = [driver.extend(ids, new_rows=new)[-1]]
@@ -128,7 +111,7 @@ def test_odd_widths_are_served(odd, dtype):
     """Compiled linear layers take whole words of 32 bits, which is two numbers of these types."""
     config = dataclasses.replace(TOY, **odd)
     plain, driver = (
-        RunnerDriver(make_runner(config, dtype=dtype, attention_backend=name)) for name in ("torch", "auto")
+        RunnerDriver(make_toy_runner(config, dtype=dtype, attention_backend=name)) for name in ("torch", "auto")
     )
     for one in (plain, driver):
         one.extend({1: list(range(20))}, new_rows=[one.add(1)])
@@ -137,7 +120,7 @@ def test_odd_widths_are_served(odd, dtype):
 
 
 def test_a_row_can_be_reused():
-    driver = RunnerDriver(make_runner())
+    driver = RunnerDriver(make_toy_runner())
     first = driver.extend({1: [5, 6, 7]}, new_rows=[driver.add(1)])[0]
     driver.decode([1])
     driver.extend({1: [50, 51]}, new_rows=[driver.add(1)])
@@ -146,11 +129,11 @@ def test_a_row_can_be_reused():
 
 def test_settings_that_do_not_fit():
     with pytest.raises(ValueError, match="--max-total-tokens"):
-        make_runner(max_total_tokens=1 << 40)
+        make_toy_runner(max_total_tokens=1 << 40)
     with pytest.raises(ValueError, match="dtype"):
-        make_runner(dtype="float8")
+        make_toy_runner(dtype="float8")
     with pytest.raises(ValueError, match="attention backend"):
-        make_runner(attention_backend="flash")
+        make_toy_runner(attention_backend="flash")
     with pytest.raises(ValueError, match="device"):
         resolve_device("meta")
     if not torch.cuda.is_available():
@@ -161,7 +144,7 @@ def test_settings_that_do_not_fit():
 
 def test_frequency_divisors_change_the_rotation():
     plain, divided = (
-        RunnerDriver(make_runner(dataclasses.replace(TOY, rope=rope)))
+        RunnerDriver(make_toy_runner(dataclasses.replace(TOY, rope=rope)))
         for rope in (RopeConfig(), RopeConfig(10000.0, FrequencyDivisors((1.0, 2.0, 3.0, 4.0))))
     )
     for driver in (plain, divided):

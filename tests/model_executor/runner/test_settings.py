@@ -1,4 +1,4 @@
-"""Which page size a server takes that was told none."""
+"""The page size that a server takes if it was told none, and the type of its KV pool."""
 
 from __future__ import annotations
 
@@ -49,3 +49,17 @@ def test_pages_are_whole_panels_where_there_are_any(
     panel = registry.kv_panel(backend, 64, head_dim, dtype)
     assert panel == (32 if expected > 1 else None)
     assert registry.kv_panel(backend, 16, head_dim, dtype) is None
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_backend_without_fp8_kv_refuses_it_by_name(backend: str) -> None:
+    assert registry.resolve_kv_dtype("auto", BF16, backend) == BF16
+    with pytest.raises(ValueError, match=f"--kv-cache-dtype fp8_e4m3 needs .* triton, but it is {backend}"):
+        registry.resolve_kv_dtype("fp8_e4m3", BF16, backend)
+
+
+def test_the_kv_pool_has_the_type_of_its_setting() -> None:
+    assert registry.resolve_kv_dtype("auto", FP16, "triton") == FP16
+    assert registry.resolve_kv_dtype("fp8_e4m3", FP16, "triton") == torch.float8_e4m3fn
+    with pytest.raises(ValueError, match="must be auto, fp8_e4m3, got 'fp8'"):
+        registry.resolve_kv_dtype("fp8", BF16, "triton")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from cpu_models import CONFIG
 from peak_memory import peak_bytes
+from runner_driver import RunnerDriver
 from runners import make_runner, make_settings
 
 from tercet.model_executor import cpu_extension
+from tercet.model_executor.attention import torch_backend
 from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.runner import load
-from tercet.model_executor.runner.step_memory import activation_bytes
+from tercet.model_executor.runner.step_memory import activation_bytes, gather_bytes
 from tercet.model_executor.runner.warmup import warmup_steps
 
 TOKENS, ROWS, CONTEXT = 2048, 8, 320
@@ -57,6 +60,56 @@ def test_the_largest_step_takes_what_is_kept_for_it(shape, dtype, quantization):
     )
     kept += runner.sampler.max_choice_bytes
     assert measured <= kept <= (2 if runner.model.compiled else 6) * measured
+
+
+@pytest.mark.parametrize("windows", [(None, None), (None, 70)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_the_torch_backend_gathers_is_kept_for_it(dtype, windows):
+    """Decodes of long contexts, equal and not, and a chunk on a long prefix."""
+    rows, context, chunk = 8, 320, 64
+    config = replace(CONFIG, sliding_windows=windows)
+    runner = make_runner(
+        config, dtype=dtype, attention_backend="torch", max_running_requests=rows, max_total_tokens=4096
+    )
+    sizes = {"tokens": rows * chunk, "rows": rows}
+    gathers = gather_bytes(config, runner.settings.dtype, chunk=chunk, longest=context, **sizes)
+    driver = RunnerDriver(runner)
+    driver.extend(
+        {row: [5] * (240 + row) for row in range(1, rows + 1)}, new_rows=[driver.add(row) for row in range(1, rows + 1)]
+    )
+    steps = {
+        "decode": (rows, lambda: driver.decode(range(1, rows + 1))),
+        "chunks": (rows * chunk, lambda: driver.extend({row: [6] * chunk for row in range(1, rows + 1)})),
+    }
+    for name, (tokens, run) in steps.items():
+        kept = activation_bytes(
+            config, runner.settings.dtype, tokens=tokens, rows=rows, compiled=runner.model.compiled, quantized=False
+        )
+        kept += runner.sampler.max_choice_bytes + rows * config.vocab_size * 4  # the driver copies the logits
+        measured = peak_bytes(run)
+        assert measured <= kept + gathers, name
+        if name == "decode":
+            assert measured > kept, "the gathered keys and values are most of it"
+            assert gathers < 4 * measured
+
+
+def test_no_rectangle_is_larger_than_what_is_kept(monkeypatch):
+    monkeypatch.setattr(torch_backend, "_MAX_RECTANGLE", 100)
+    assert torch_backend.gathered_tokens(8, 30) == 100 and torch_backend.gathered_tokens(8, 300) == 300
+    lengths = np.array([30, 31, 29, 300, 30, 7, 30, 300, 8], np.int32)
+    groups = torch_backend._similar_lengths(lengths)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(lengths)))
+    assert all(len(group) == 1 or len(group) * lengths[group].max() <= 100 for group in groups)
+
+
+def test_a_server_on_torch_keeps_room_for_what_it_gathers():
+    def reserve(backend, **changes):
+        settings = make_settings(CONFIG, **({"dtype": "float32", "attention_backend": backend} | changes))
+        return load._RunnerBuilder(settings, CONFIG).cpu_reserve(Memory(1 << 40, 1 << 40))
+
+    few, many = (reserve("torch", max_running_requests=n) for n in (1, 64))
+    kv_bytes = 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 4
+    assert many - few > 63 * CONFIG.context_len * kv_bytes
 
 
 def test_a_long_context_is_kept_room_for_its_rotations():

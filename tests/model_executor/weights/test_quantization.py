@@ -19,8 +19,9 @@ from tercet.model_executor.layers.quantized_weight import GROUP, QuantizedWeight
 from tercet.model_executor.weights.gguf_checkpoint import GGUFCheckpoint
 from tercet.model_executor.weights.loader import load_parameters
 from tercet.model_executor.weights.quantization import check_quantization, parameter_bytes, quantized_forms
+from tercet.srt.command_line import parse_args
 from tercet.srt.model_files.model_config import load_model_config
-from tercet.srt.server_args import ServerArgs, parse_args
+from tercet.srt.server_args import ServerArgs
 
 CPU = torch.device("cpu")
 needs_a_build = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import uvicorn
 from fake_http import live_site
+from hand_transport import Clock, Transport
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
@@ -26,76 +27,6 @@ GET = b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n"
 CHUNKED = b"POST /x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 READ = 256_000
 """What uvloop reads at most in one go."""
-
-
-class Transport(asyncio.Transport):
-    """Keeps what is written. What is behind `unsent` the client does not read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-        self.unsent = 0
-        self.ended = False
-        self.closed = False
-        self.aborted = False
-        self.paused = False
-
-    def write(self, data: Any) -> None:
-        assert not self.closed and not self.ended
-        self.written += data
-
-    def write_eof(self) -> None:
-        self.ended = True
-
-    def close(self) -> None:
-        self.closed = True
-
-    def abort(self) -> None:
-        self.closed = self.aborted = True
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def pause_reading(self) -> None:
-        self.paused = True
-
-    def resume_reading(self) -> None:
-        self.paused = False
-
-    def get_write_buffer_size(self) -> int:
-        return self.unsent
-
-    @property
-    def statuses(self) -> list[int]:
-        return [int(part[:3]) for part in self.written.split(b"HTTP/1.1 ")[1:]]
-
-
-class Clock:
-    """The event loop as a protocol sees it, whose time the test tells."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.create_task = loop.create_task
-        self.now = 0.0
-        self._timers: list[tuple[float, asyncio.TimerHandle]] = []
-        self._loop = loop
-
-    def time(self) -> float:
-        return self.now
-
-    def call_later(self, delay_s: float, callback: Callable[[], object]) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(self.now + delay_s, callback, (), self._loop)
-        self._timers.append((self.now + delay_s, timer))
-        return timer
-
-    def advance(self, seconds: float) -> None:
-        """Runs what falls due, in order."""
-        end = self.now + seconds
-        while due := [one for one in self._timers if one[0] <= end and not one[1].cancelled()]:
-            first = min(due, key=lambda one: one[0])
-            self._timers.remove(first)
-            self.now = first[0]
-            first[1]._run()
-        self.now = end
 
 
 class Host:
@@ -362,6 +293,30 @@ def test_an_answer_that_nobody_reads_ends_some_day(host: Host) -> None:
     assert not transport.aborted
     host.clock.advance(BoundedHttpProtocol.HEAD_TIMEOUT_S + 1)
     assert transport.aborted
+
+
+def test_a_client_that_does_not_read_its_stream_is_given_up(host: Host) -> None:
+    protocol, transport = host.connect()
+    protocol.data_received(GET)
+    transport.unsent = 100_000
+    protocol.pause_writing()
+    for _ in range(10):
+        transport.unsent -= 10
+        host.clock.advance(BoundedHttpProtocol.HEAD_TIMEOUT_S)
+    assert not transport.aborted
+    host.clock.advance(BoundedHttpProtocol.SEND_TIMEOUT_S - 1)
+    assert not transport.aborted
+    host.clock.advance(BoundedHttpProtocol.HEAD_TIMEOUT_S + 1)
+    assert transport.aborted
+
+
+def test_a_quiet_stream_is_not_given_up(host: Host) -> None:
+    """Nothing is sent for minutes, because the model computes; a few bytes are on their way."""
+    protocol, transport = host.connect()
+    protocol.data_received(GET)
+    transport.unsent = 100
+    host.clock.advance(20 * BoundedHttpProtocol.SEND_TIMEOUT_S)
+    assert not transport.aborted
 
 
 def test_too_many_connections_are_told_so_and_then_not(runner: asyncio.Runner) -> None:

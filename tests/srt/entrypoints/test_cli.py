@@ -79,6 +79,10 @@ def test_serve_takes_the_model_from_a_config_file(served: list[ServerArgs], tmp_
         (["A", "--port", "many"], "--port"),
         (["A", "--port", "70000"], "--port must be in [0, 65535], got 70000"),
         (["A", "--page-size", "0"], "--page-size must be at least 1, got 0"),
+        (["A", "--admission-watermark", "1"], "--admission-watermark must be in [0, 1), got 1.0"),
+        (["A", "--schedule-low-priority-values-first"], "needs --enable-priority-scheduling"),
+        (["A", "--priority-scheduling-preemption-threshold", "-1"], "must be at least 0, got -1"),
+        (["A", "--context-length", "1"], "--context-length must be at least 2"),
         (["A", "--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
@@ -259,7 +263,7 @@ def test_a_server_that_refuses_or_fails_says_why() -> None:
             find_server(site.url, "wrong")
         chat = ServerChat(f"{site.url}/v1/", "secret")
         with pytest.raises(ChatError, match=r"max_tokens|max_new_tokens"):
-            list(chat.answer([{"role": "user", "content": "hi"}], ChatOptions(None, 0)))
+            list(chat.answer([{"role": "user", "content": "hi"}], ChatOptions(None, -1)))
         site.scheduler.delay_s = 0.01
         pieces = chat.answer([{"role": "user", "content": "hi"}], ChatOptions(None, 200))
         next(pieces)

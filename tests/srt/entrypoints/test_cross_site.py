@@ -62,6 +62,25 @@ def test_a_link_to_a_page_that_only_tells_works(site: Site) -> None:
         assert site.get(path, headers={"sec-fetch-site": "cross-site"}).status_code == 200
 
 
+BROWSER = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"
+
+
+@pytest.mark.parametrize("path", ["/flush_cache", "/flush_cache/", "/health_generate"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_get_with_an_effect_is_refused_to_a_browser_that_names_no_site(path: str, method: str) -> None:
+    """Over plain HTTP to another machine, a browser sends no header that tells a foreign page from the address bar."""
+    site = Site(host="0.0.0.0")
+    headers = {"host": "192.168.1.2:30000", "user-agent": BROWSER}
+    refused = site.request(method, path, headers=headers)
+    assert refused.status_code == 403 and site.scheduler.received == []
+    assert method == "HEAD" or "send a POST request" in error_of(refused)["message"]
+    assert site.get("/v1/models", headers=headers).status_code == 200
+    assert site.get(path, headers={**headers, "user-agent": "python-requests/2.32"}).status_code == 200
+    own = {**headers, "origin": "http://192.168.1.2:30000"}
+    assert site.post("/flush_cache", headers=own).status_code == 200
+    site.close()
+
+
 @pytest.fixture
 def local() -> Iterator[Site]:
     site = Site(host="127.0.0.1")

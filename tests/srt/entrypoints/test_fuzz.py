@@ -19,15 +19,23 @@ from hypothesis import strategies as st
 
 from tercet.srt.entrypoints.admin import AbortBody
 from tercet.srt.entrypoints.http_server import ENDPOINTS
-from tercet.srt.entrypoints.native import GenerateBody, NativeSampling
-from tercet.srt.entrypoints.openai.protocol import (
-    ChatBody,
-    CompletionBody,
-    Message,
-    OpenAIBody,
-    StreamOptions,
-    TextPart,
+from tercet.srt.entrypoints.native_protocol import GenerateBody, NativeSampling
+from tercet.srt.entrypoints.openai.chat_protocol import ChatBody, Message, TextPart
+from tercet.srt.entrypoints.openai.completion_protocol import CompletionBody
+from tercet.srt.entrypoints.openai.embedding_protocol import EmbeddingBody
+from tercet.srt.entrypoints.openai.protocol import OpenAIBody, StreamOptions
+from tercet.srt.entrypoints.openai.responses_protocol import (
+    InputItem,
+    InputPart,
+    NamedResponsesTool,
+    ReasoningConfig,
+    ResponsesBody,
+    ResponsesStreamOptions,
+    ResponsesTool,
+    TextConfig,
 )
+from tercet.srt.entrypoints.openai.tool_protocol import Function, GivenFunctionCall, GivenToolCall, NamedTool, Tool
+from tercet.srt.entrypoints.score import ScoreBody
 from tercet.srt.entrypoints.tokenize import DetokenizeBody, TokenizeBody
 from tercet.srt.entrypoints.wire import Wire, fields_of
 
@@ -41,7 +49,7 @@ PATHS = {one.path: one.body.type for one in ENDPOINTS if one.body is not None}
 
 @pytest.fixture(scope="module")
 def fuzzed() -> Iterator[Site]:
-    site = Site()
+    site = Site(reasoning_parser="qwen3")
     site.scheduler.step = 64
     yield site
     site.close()
@@ -96,8 +104,24 @@ def objects(cls: type[Wire]) -> st.SearchStrategy[dict[str, Any]]:
     inner: dict[str, st.SearchStrategy[Any]] = {}
     if cls in (ChatBody, TokenizeBody):
         inner["messages"] = st.lists(objects(Message), min_size=1, max_size=2)
+        inner["tools"] = st.lists(objects(Tool), max_size=2)
+        inner["tool_choice"] = st.one_of(st.sampled_from(["none", "auto", "required"]), objects(NamedTool))
     elif cls is Message:
+        inner["tool_calls"] = st.lists(objects(GivenToolCall), max_size=2)
         inner["content"] = st.one_of(TEXTS, TEXTS, st.lists(objects(TextPart), max_size=2))
+    elif cls is ResponsesBody:
+        inner["input"] = st.one_of(TEXTS, st.lists(objects(InputItem), min_size=1, max_size=3))
+        inner["tools"] = st.lists(objects(ResponsesTool), max_size=2)
+        inner["tool_choice"] = st.one_of(st.sampled_from(["none", "auto", "required"]), objects(NamedResponsesTool))
+        inner["text"] = objects(TextConfig)
+        inner["reasoning"] = objects(ReasoningConfig)
+        inner["stream_options"] = objects(ResponsesStreamOptions)
+    elif cls is InputItem:
+        inner["content"] = inner["output"] = st.one_of(TEXTS, st.lists(objects(InputPart), max_size=2))
+        inner["type"] = st.sampled_from(["message", "function_call", "function_call_output", "reasoning"])
+    elif cls in (Tool, GivenToolCall):
+        inner["function"] = objects(Function if cls is Tool else GivenFunctionCall)
+        inner["type"] = st.just("function")
     elif cls is GenerateBody:
         inner["sampling_params"] = st.one_of(objects(NativeSampling), st.lists(objects(NativeSampling), max_size=2))
     if issubclass(cls, OpenAIBody):
@@ -126,8 +150,26 @@ BASES: dict[type[Wire], list[dict[str, Any]]] = {
     GenerateBody: [{"text": "a"}, {"text": ["a", "b"]}, {"input_ids": [1]}, {"input_ids": [[1], [2]]}],
     CompletionBody: [{"prompt": "a"}, {"prompt": ["a", "b"]}, {"prompt": [1]}, {"prompt": [[1], [2]]}],
     ChatBody: [{"messages": [{"role": "user", "content": "a"}]}],
-    Message: [{"role": "user", "content": "a"}],
+    Message: [
+        {"role": "user", "content": "a"},
+        {"role": "tool", "content": "a"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{}"}}]},
+    ],
+    ResponsesBody: [{"input": "a"}, {"input": [{"role": "user", "content": "a"}]}],
+    InputItem: [
+        {"role": "user", "content": "a"},
+        {"type": "function_call", "call_id": "c", "name": "a", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "a"},
+        {"type": "reasoning", "summary": []},
+    ],
+    InputPart: [{"type": "input_text", "text": "a"}],
+    ResponsesTool: [{"type": "function", "name": "a"}],
+    NamedResponsesTool: [{"type": "function", "name": "a"}],
+    Tool: [{"type": "function", "function": {"name": "a"}}],
+    NamedTool: [{"type": "function", "function": {"name": "a"}}],
     TextPart: [{"type": "text", "text": "a"}],
+    EmbeddingBody: [{"input": "a"}, {"input": ["a", "b"]}, {"input": [1]}],
+    ScoreBody: [{"query": "a", "items": ["b"], "label_token_ids": [1, 2]}],
     TokenizeBody: [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}],
     DetokenizeBody: [{"tokens": [1]}],
     AbortBody: [{"rid": "a"}, {"abort_all": True}],

@@ -27,6 +27,7 @@ def test_one_prompt_gives_an_object(site: Site) -> None:
     assert answer["output_ids"] == [0, 1, 2, 3, 4, 5]
     meta = answer["meta_info"]
     assert meta.pop("e2e_latency") > 0
+    assert meta.pop("cached_tokens_details") == {"device": 2, "host": 0}
     assert meta == {
         "id": "mine",
         "finish_reason": {"type": "length", "length": 6},
@@ -34,6 +35,7 @@ def test_one_prompt_gives_an_object(site: Site) -> None:
         "completion_tokens": 6,
         "cached_tokens": 2,
         "num_retractions": 0,
+        "num_recoveries": 0,
         "weight_version": "default",
     }
     assert site.scheduler.prompt_texts() == ["hé"]
@@ -114,6 +116,29 @@ def test_max_new_tokens_absent_is_128_and_null_is_the_rest_of_the_context(site: 
     assert limits == [128, CONTEXT_LEN - 1]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "a"}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_a_priority_needs_priority_scheduling(path: str, body: dict[str, Any]) -> None:
+    site = Site(enable_priority_scheduling=False)
+    error = site.refused(path, {**body, "priority": -3})
+    assert error["param"] == "priority"
+    assert "must be 0 on a server without --enable-priority-scheduling, got -3" in error["message"]
+    assert site.scheduler.received == []
+    site.good(path, {**body, "priority": 0})
+    site.close()
+
+
+def test_each_prompt_may_have_its_own_priority(site: Site) -> None:
+    site.good("/generate", {"text": ["a", "b"], "priority": [5, -6], "sampling_params": SHORT})
+    assert sorted(one.options.priority for one in site.scheduler.received) == [-6, 5]
+
+
 def test_extra_key_is_cache_salt(site: Site) -> None:
     site.good("/generate", {"text": "a", "extra_key": "k", "sampling_params": SHORT})
     assert site.scheduler.received[0].options.cache_salt == "k"
@@ -166,8 +191,8 @@ def test_a_streamed_batch_has_an_index(site: Site, body: dict[str, Any]) -> None
         ({"text": "x" * 256}, "text", "the prompt has 256 tokens; at most 255 fit"),
         ({"text": "x" * 1_000_000}, "text", "at most"),
         ({"text": 5}, "text", "expected str | array | null, got int"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens", "at least 1"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens", "at least 1"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens", "at least 0"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens", "at least 0"),
         ({"text": "a", "sampling_params": {"n": 10**9}}, "sampling_params.n", "[1, 128]"),
         ({"text": "a", "sampling_params": {"n": 0}}, "sampling_params.n", "[1, 128]"),
         ({"text": "a", "sampling_params": {"top_k": 2**40}}, "sampling_params.top_k", "<= 2147483647"),

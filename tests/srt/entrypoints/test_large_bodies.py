@@ -95,8 +95,8 @@ def test_too_many_prompts_are_refused_before_anything_is_made_of_each(
     site: Site, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
 ) -> None:
     made: list[Any] = []
-    make = site.manager.make_sampling
-    monkeypatch.setattr(site.manager, "make_sampling", lambda given: made.append(given) or make(given))
+    make = site.manager.inputs.make_sampling
+    monkeypatch.setattr(site.manager.inputs, "make_sampling", lambda given: made.append(given) or make(given))
     error = site.refused(path, body)
     assert error["message"] == f"{param} must have at most 1024 prompts, got 1025" and error["param"] == param
     assert len(made) <= 1
@@ -133,7 +133,7 @@ HI = {"role": "user", "content": "hi"}
     ids=["content", "name", "reasoning", "part", "kwargs", "nested kwargs", "messages", "tokenize", "detokenize"],
 )
 def test_a_large_chat_is_rendered_in_a_thread(site: Site, path: str, body: dict[str, Any]) -> None:
-    tokenizer = WatchedTokenizer(site.manager.tokenizer)
+    tokenizer = WatchedTokenizer(site.manager.inputs.tokenizer)
     site.manager.inputs.tokenizer = tokenizer  # type: ignore[assignment]
     site.post(path, body)  # most are refused: longer than the context
     assert tokenizer.threads and tokenizer.threads[0] is not threading.current_thread()

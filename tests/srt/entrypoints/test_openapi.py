@@ -61,11 +61,11 @@ def test_operation_ids_are_unique(spec: dict[str, Any]) -> None:
 
 def test_the_schema_says_what_is_refused(spec: dict[str, Any]) -> None:
     properties = spec["components"]["schemas"]["ChatBody"]["properties"]
-    assert properties["tool_choice"]["enum"] == [None, "none", "auto"]
+    assert properties["function_call"]["enum"] == [None, "none", "auto"]
     assert spec["components"]["schemas"]["ChatBody"]["required"] == ["messages"]
     assert spec["components"]["schemas"]["ChatBody"]["additionalProperties"] is False
-    top_logprobs = spec["components"]["schemas"]["GenerateBody"]["properties"]["top_logprobs_num"]
-    assert json.dumps(top_logprobs["enum"]) == "[null, 0]"
+    best_of = spec["components"]["schemas"]["ChatBody"]["properties"]["best_of"]
+    assert json.dumps(best_of["enum"]) == "[null, 1]"
 
 
 def test_every_field_is_described(spec: dict[str, Any]) -> None:
@@ -163,3 +163,9 @@ def test_writing_the_docs_changes_the_blocks_only(tmp_path: Path) -> None:
     table = field_table(abort)
     assert "| `rid` | string |" in table
     assert page.read_text() == f"before\n<!-- generated: AbortBody -->\n\n{table}\n<!-- end -->\nafter\n"
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/web/style.css", "/web/common.js", "/web/chat.js", "/web/engine.js"])
+def test_the_documented_media_type_is_the_one_that_is_sent(site: Site, spec: dict[str, Any], path: str) -> None:
+    sent = site.get(path).headers["content-type"].partition(";")[0]
+    assert list(spec["paths"][path]["get"]["responses"]["200"]["content"]) == [sent]

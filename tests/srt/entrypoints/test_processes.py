@@ -19,14 +19,15 @@ from toy_engine import environment, is_gone, toy_args
 
 from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.entrypoints.handshake import ReportReader, write_frame
-from tercet.srt.entrypoints.processes import ChildProcess, Role, stop_children
+from tercet.srt.entrypoints.processes import ChildProcess, stop_children
 from tercet.srt.errors import EngineDead
-from tercet.srt.io_struct import DetokenizerReady, LengthFinish
+from tercet.srt.io_struct import LengthFinish
 from tercet.srt.ipc import RunDir
 from tercet.srt.machine.cores import cgroup_quota, usable_cores
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 from tercet.srt.server_args import ServerArgs
+from tercet.srt.start_reports import DetokenizerReady
 
 
 def options(**sampling: Any) -> RequestOptions:
@@ -46,7 +47,8 @@ def run_dirs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     return path
 
 
-async def _start(server_args: ServerArgs) -> EngineCore:
+async def _start(server_args: ServerArgs, **changes: Any) -> EngineCore:
+    server_args = dataclasses.replace(server_args, **changes)
     return await EngineCore.start(server_args, child_module=fake_child.MODULE)
 
 
@@ -68,11 +70,11 @@ def test_a_request_goes_round(server_args: ServerArgs, run_dirs: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
-def test_a_killed_child_fails_every_request_within_two_seconds(
+def test_without_restarts_a_killed_child_fails_every_request_within_two_seconds(
     server_args: ServerArgs, run_dirs: Path, role: str
 ) -> None:
     async def scenario() -> None:
-        core = await _start(server_args)
+        core = await _start(server_args, engine_restarts=0)
         manager = core.tokenizer_manager
         running = []
         for _ in range(16):
@@ -179,7 +181,7 @@ def test_a_child_ends_when_its_parent_asks(
 
     async def scenario() -> None:
         run_dir = RunDir.create()
-        child = ChildProcess("scheduler", server_args, run_dir, fake_child.MODULE)
+        child = ChildProcess("scheduler", fake_child.MODULE).launch(server_args, run_dir)
         if not behaviour:
             await child.ready
         child.ask_to_stop()
@@ -197,11 +199,11 @@ def test_the_random_seed_is_drawn_once_for_all_processes(
     launched: list[ServerArgs] = []
 
     class Spy(ChildProcess):
-        def __init__(self, role: Role, server_args: ServerArgs, run_dir: RunDir, module: str) -> None:
+        def launch(self, server_args: ServerArgs, run_dir: RunDir) -> ChildProcess:
             launched.append(server_args)
-            super().__init__(role, server_args, run_dir, module)
+            return super().launch(server_args, run_dir)
 
-    monkeypatch.setattr("tercet.srt.entrypoints.engine_core.ChildProcess", Spy)
+    monkeypatch.setattr("tercet.srt.entrypoints.engine_life.ChildProcess", Spy)
 
     async def seed_of(args: ServerArgs) -> int | None:
         core = await _start(args)
@@ -223,7 +225,7 @@ def test_a_child_that_is_deaf_to_its_parent_is_killed(server_args: ServerArgs, m
 
     async def scenario() -> None:
         run_dir = RunDir.create()
-        child = ChildProcess("scheduler", server_args, run_dir, fake_child.MODULE)
+        child = ChildProcess("scheduler", fake_child.MODULE).launch(server_args, run_dir)
         await child.ready
         await stop_children([child])
         assert "signal 9" in child.ended.result()

@@ -9,8 +9,9 @@ import pytest
 from fake_http import Site
 
 from tercet.srt.entrypoints.http_server import ENDPOINTS
-from tercet.srt.entrypoints.native import NativeSampling
-from tercet.srt.entrypoints.openai.protocol import StreamOptions, TextPart
+from tercet.srt.entrypoints.native_protocol import NativeSampling
+from tercet.srt.entrypoints.openai.chat_protocol import TextPart
+from tercet.srt.entrypoints.openai.protocol import StreamOptions
 from tercet.srt.entrypoints.openapi import body_types
 from tercet.srt.entrypoints.wire import fields_of
 
@@ -19,6 +20,9 @@ VALID: dict[str, dict[str, Any]] = {
     "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 1}},
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [HI], "max_tokens": 1},
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/v1/embeddings": {"input": "a"},
+    "/v1/score": {"query": "a", "items": ["b"], "label_token_ids": [1]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
     "/abort_request": {"rid": "r"},
@@ -29,13 +33,22 @@ HONOURED: dict[str, Any] = {
     "stream": True,
     "rid": "name",
     "cache_salt": "s",
+    "priority": 3,
     "extra_key": "s",
+    "return_logprob": True,
+    "logprob_start_len": 0,
+    "top_logprobs_num": 3,
+    "token_ids_logprob": [1],
+    "return_text_in_logprobs": True,
+    "top_logprobs": 20,
+    "echo": True,
     "model": "tiny",
     "stream_options": None,
     "n": 2,
     "temperature": 0.5,
     "top_p": 0.5,
     "stop": "x",
+    "stop_regex": "x+y",
     "seed": 1,
     "frequency_penalty": 0.5,
     "presence_penalty": 0.5,
@@ -62,8 +75,41 @@ HONOURED: dict[str, Any] = {
     "prompt_cache_key": "k",
     "safety_identifier": "k",
     "tokens": [5],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "separate_reasoning": False,
+    "stream_reasoning": False,
+    "return_cached_tokens_details": True,
+    "return_token_strs": True,
+    "reasoning_effort": "high",
+    "response_format": {"type": "json_object"},
+    "regex": "a+",
+    "ebnf": 'root ::= "a"',
+    "json_schema": {"type": "object"},
+    "structural_tag": '{"structures": [], "triggers": []}',
+    "structured_outputs": {"choice": ["a"]},
+    "input": "b",
+    "instructions": "S",
+    "max_output_tokens": 1,
+    "reasoning": {"effort": "low"},
+    "query": "b",
+    "items": "c",
+    "label_token_ids": [2, 3],
+    "apply_softmax": True,
+    "item_first": True,
+    "encoding_format": "base64",
+    "dimensions": 2,
+    "pooling": "mean",
 }
 """A good value of every field that is honoured."""
+OTHER_VALUES: dict[tuple[str, str], Any] = {
+    ("/v1/completions", "logprobs"): 5,
+    ("/v1/chat/completions", "logprobs"): True,
+    ("/v1/responses", "text"): {"format": {"type": "text"}},
+    ("/v1/responses", "tools"): [{"type": "function", "name": "f"}],
+}
+"""A good value of a field that differs between endpoints."""
 OUTLANDISH = {"not": ["a", "value"]}
 
 
@@ -104,14 +150,15 @@ def test_honoured_fields_take_null_and_a_good_value(site: Site, path: str) -> No
             site.good(path, {**VALID[path], name: None})
         if name in ("input_ids", "stream_options") or (path == "/tokenize" and name in _CHAT_ONLY):
             continue  # these exclude another field or need one: their own tests have them
-        answer = site.post(path, {**VALID[path], name: HONOURED[name]})
+        value = OTHER_VALUES[path, name] if (path, name) in OTHER_VALUES else HONOURED[name]
+        answer = site.post(path, {**VALID[path], name: value})
         assert answer.status_code == 200, (name, answer.text)
         refused = site.refused(path, {**VALID[path], name: [[None]]})
         assert (refused["param"] or "").split("[")[0] == name
     assert site.idle()
 
 
-_CHAT_ONLY = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_CHAT_ONLY = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 
 @pytest.mark.parametrize("path", sorted(VALID))

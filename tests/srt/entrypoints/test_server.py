@@ -35,10 +35,10 @@ def _assert_nothing_left(run_dirs: Path, pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
-def test_a_killed_child_ends_streams_with_errors_and_then_the_server(
+def test_without_restarts_a_killed_child_ends_streams_with_errors_and_then_the_server(
     run_dirs: Path, flags: list[str], role: str
 ) -> None:
-    with ServerProcess(run_dirs, flags) as server:
+    with ServerProcess(run_dirs, [*flags, "--engine-restarts", "0"]) as server:
         server.ready()
         children = server.children
         streams = [Stream(server, "/generate", TOKENS) for _ in range(16)]

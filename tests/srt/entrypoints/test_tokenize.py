@@ -33,11 +33,11 @@ def test_a_chat(site: Site) -> None:
 
 @pytest.mark.parametrize("path", ["/detokenize", "/v1/detokenize"])
 def test_token_ids(site: Site, path: str) -> None:
-    assert site.good(path, {"tokens": [104, 195, 169]}) == {"text": "hé"}
-    assert site.good(path, {"tokens": [[104], [195, 169], []]}) == {"text": ["h", "é", ""]}
-    assert site.good(path, {"tokens": [97, 256]}) == {"text": "a"}
-    assert site.good(path, {"tokens": [97, 256], "skip_special_tokens": False}) == {"text": "a<eos>"}
-    assert site.good(path, {"tokens": []}) == {"text": ""}
+    assert site.good(path, {"tokens": [104, 195, 169]}) == {"text": "hé", "prompt": "hé"}
+    assert site.good(path, {"tokens": [[104], [195, 169], []]})["prompt"] == ["h", "é", ""]
+    assert site.good(path, {"tokens": [97, 256]})["text"] == "a"
+    assert site.good(path, {"tokens": [97, 256], "skip_special_tokens": False})["text"] == "a<eos>"
+    assert site.good(path, {"tokens": []})["text"] == ""
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,14 @@ def expected(template, chat, **variables):
     return render_jinja_template([chat], chat_template=template, **{**SPECIAL, **variables})[0][0]
 
 
-@pytest.mark.parametrize("template", [CHATML, STRICT, TOOLS, LOOPS])
-@pytest.mark.parametrize("chat", CHATS)
-@pytest.mark.parametrize("tools", [None, ONE_TOOL])
+@pytest.mark.parametrize(
+    ("template", "chat", "tools"),
+    [
+        *((template, chat, None) for template in (CHATML, STRICT, TOOLS, LOOPS) for chat in CHATS[:3]),
+        # Templates that know no tools are in test_tool_messages.py.
+        *((TOOLS, chat, tools) for chat in CHATS for tools in (None, ONE_TOOL)),
+    ],
+)
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"documents": [{"title": "t", "text": "x"}]}])
 def test_renders_as_transformers_does(template, chat, tools, prompt, kwargs):
@@ -175,3 +180,11 @@ def test_templates_run_in_a_sandbox(source):
 def test_a_broken_template_is_a_value_error():
     with pytest.raises(ValueError, match="line 2"):
         ChatTemplate("a\n{% endfor %}", SPECIAL)
+
+
+def test_an_error_of_python_is_not_shown_to_the_client():
+    """Its text could have an address, or another value of the process."""
+    template = ChatTemplate("{{ messages | map('upper') + 1 }}", SPECIAL)
+    with pytest.raises(InvalidRequest) as caught:
+        template.render([{"role": "user", "content": "a"}])
+    assert str(caught.value) == "the chat template cannot render these messages (TypeError)"

@@ -1,0 +1,53 @@
+"""Questions to the scheduler that it answers with one reply each, such as its state."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from ..srt.errors import TercetError
+from ..srt.io_struct import FlushCacheReply, FlushCacheReq, StateReply, StateReq, ToScheduler, ViewReply, ViewReq
+
+Question = FlushCacheReq | StateReq | ViewReq
+Reply = FlushCacheReply | StateReply | ViewReply
+R = TypeVar("R", FlushCacheReply, StateReply, ViewReply)
+
+
+class SchedulerLink(Protocol):
+    """The way to the scheduler: an `ipc.Sender`, or a test's fake."""
+
+    def send(self, message: ToScheduler) -> None: ...
+
+
+class SchedulerCalls:
+    """The calls that wait for their replies. It belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._ids = itertools.count(1)
+
+    async def ask(self, link: SchedulerLink, question: Callable[[int], Question], reply_type: type[R]) -> R:
+        """Sends `question(call_id)`, and waits for the reply. Raises the error that `fail` is called with."""
+        call_id = next(self._ids)
+        call = self._waiting[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            link.send(question(call_id))
+            reply = await call
+        finally:
+            del self._waiting[call_id]
+        assert isinstance(reply, reply_type)
+        return reply
+
+    def on_reply(self, reply: Reply) -> None:
+        """Hands a reply to its call. A reply that comes too late is dropped."""
+        call = self._waiting.get(reply.call_id)
+        if call is not None and not call.done():
+            call.set_result(reply)
+
+    def fail(self, error: TercetError) -> None:
+        """Ends every waiting call with an error: no reply will come."""
+        for call in self._waiting.values():
+            if not call.done():
+                call.set_exception(error)

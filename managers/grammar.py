@@ -1,0 +1,166 @@
+"""Grammars: the interface between the scheduler and the libraries that compute which tokens may come next.
+
+    GrammarSpec --GrammarCompiler.compile--> Grammar --start--> Matcher (one for each request)
+
+A matcher follows one output. `fill` writes the tokens that may come next as bits, and `accept` takes the token that was
+chosen. This module imports no library; grammar_backends.py does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..model_executor.step import num_mask_words
+from ..srt.errors import InvalidRequest
+from ..srt.grammar_spec import GrammarSpec
+from ..srt.sampling_params import SamplingParams
+from ..srt.text.tokenizer import Tokenizer
+
+Int32Array = npt.NDArray[np.int32]
+NUM_BITS = 32
+"""Tokens in one word of a mask. Bit i of word w is token 32 * w + i."""
+_FOREVER = 1 << 30
+_SHOWN_CHARS = 300
+
+
+class GrammarFailed(Exception):
+    """A matcher cannot go on: a limit was reached, or no token may come next. The message is for the client."""
+
+
+class Matcher(Protocol):
+    """The state of one output."""
+
+    def fill(self, bits: Int32Array, line: int) -> None:
+        """Write the mask of the next token to `bits[line]`. An EOS token is allowed where the output may end.
+
+        `bits`: int32 [n, num_words], contiguous. Raises GrammarFailed.
+        """
+
+    def accept(self, token: int) -> None:
+        """Take the next token, which the last mask allows and which is not EOS. Raises GrammarFailed."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last accepted tokens."""
+
+
+class Grammar(Protocol):
+    """A compiled grammar. Requests share it."""
+
+    def start(self) -> Matcher:
+        """A matcher at the start of the output."""
+
+
+class GrammarCompiler(Protocol):
+    """Compiles grammars for one vocabulary. Any thread may call it, but only one at a time."""
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """Raises InvalidRequest, with the spec's kind as `param`."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a model as grammars see them."""
+
+    tokens: list[bytes]
+    """[vocab_size]; empty for an id without text."""
+    special_ids: frozenset[int]
+    """Tokens that are never part of a text."""
+    eos_ids: frozenset[int]
+    special_texts: dict[str, int]
+    """The special tokens by their names, without EOS."""
+    encode: Callable[[str], list[int]]
+    """The tokens of a text, without special tokens around it."""
+
+    @property
+    def num_words(self) -> int:
+        """The words of a mask."""
+        return num_mask_words(len(self.tokens))
+
+
+def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> Vocabulary:
+    """The vocabulary of a model whose logits have `vocab_size` columns.
+
+    Raises InvalidRequest if the bytes of a token depend on its neighbours, or if the model has no EOS token.
+    """
+    token_bytes = tokenizer.token_bytes
+    if token_bytes is None:
+        raise InvalidRequest("this model's tokenizer does not support structured output")
+    known_eos = frozenset(token for token in eos_ids if token < vocab_size)
+    if not known_eos:
+        raise InvalidRequest("structured output needs a model with an EOS token, and this model has none")
+    num_known = min(vocab_size, max(tokenizer.vocab_size, max(tokenizer.special_ids, default=-1) + 1))
+    tokens = [token_bytes[token] for token in range(num_known)] + [b""] * (vocab_size - num_known)
+    special = frozenset(token for token in tokenizer.special_ids | known_eos if token < vocab_size)
+    texts = {tokenizer.id_to_token(token) or "": token for token in special - known_eos}
+    return Vocabulary(tokens, special, known_eos, texts, lambda text: tokenizer.encode(text, add_special_tokens=False))
+
+
+def compile_and_check(compiler: GrammarCompiler, spec: GrammarSpec, num_words: int) -> Grammar:
+    """Compile a grammar, and check that an output can begin. Raises InvalidRequest."""
+    grammar = compiler.compile(spec)
+    bits = np.zeros((1, num_words), np.int32)
+    try:
+        grammar.start().fill(bits, 0)
+    except GrammarFailed as error:
+        raise invalid(spec, str(error)) from None
+    if not bits.any():
+        raise invalid(spec, "no text matches it")
+    return grammar
+
+
+def invalid(spec: GrammarSpec, reason: str) -> InvalidRequest:
+    """The error for a grammar that cannot be compiled."""
+    first = " ".join(reason.split())[:_SHOWN_CHARS] or "the library gives no reason"
+    return InvalidRequest(f"{spec.kind} cannot be used: {first}", param=spec.kind)
+
+
+class GrammarState:
+    """The grammar of one request: its matcher, and the tokens that must wait.
+
+    The tokens that end the request are barred before `min_new_tokens`, unless the grammar allows nothing else. With
+    `ignore_eos` the same holds for EOS at any time. So a mask is never empty.
+    """
+
+    def __init__(self, grammar: Grammar, eos_ids: frozenset[int], sampling: SamplingParams, num_words: int) -> None:
+        self._matcher = grammar.start()
+        self._eos_ids = eos_ids
+        self._bars: list[tuple[int, Int32Array]] = []
+        """Until which number of output tokens which tokens are allowed."""
+        if sampling.min_new_tokens:
+            stops = _all_but([*eos_ids, *(sampling.stop_token_ids or ())], num_words)
+            self._bars.append((sampling.min_new_tokens, stops))
+        if sampling.ignore_eos:
+            self._bars.append((_FOREVER, _all_but(eos_ids, num_words)))
+        self.is_over = False
+        """EOS was accepted."""
+
+    def fill(self, bits: Int32Array, line: int, num_output_tokens: int) -> None:
+        """Write the mask of the next token to `bits[line]`: at least one bit. Raises GrammarFailed."""
+        self._matcher.fill(bits, line)
+        for until, allowed in self._bars:
+            if num_output_tokens < until:
+                kept = bits[line] & allowed
+                if kept.any():
+                    bits[line] = kept
+
+    def accept(self, token: int) -> None:
+        """Take the next token. Raises GrammarFailed."""
+        if token in self._eos_ids:
+            self.is_over = True
+        else:
+            self._matcher.accept(token)
+
+
+def _all_but(token_ids: Iterable[int], num_words: int) -> Int32Array:
+    """The mask of all tokens except these."""
+    barred = np.zeros(num_words, np.uint32)
+    for token in token_ids:
+        if token < num_words * NUM_BITS:
+            barred[token // NUM_BITS] |= np.uint32(1 << token % NUM_BITS)
+    mask: Int32Array = (~barred).view(np.int32)
+    return mask

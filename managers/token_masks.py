@@ -1,0 +1,48 @@
+"""Fills the token masks of a step: one for each row whose request has a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..model_executor.step import TokenMasks
+from ..srt.errors import InvalidRequest, TercetError
+from .grammar import GrammarFailed
+from .req import Req, Stage
+
+
+def masked_lines(reqs: Sequence[Req]) -> list[int]:
+    """The positions of the requests that have a grammar."""
+    return [line for line, req in enumerate(reqs) if req.grammar is not None]
+
+
+def fill_masks(
+    reqs: Sequence[Req], lines: Sequence[int], num_words: int, fail: Callable[[Req, TercetError], None]
+) -> TokenMasks | None:
+    """The masks of `lines`, positions in `reqs`. None if none is needed, because these requests have ended.
+
+    `fail` is called for a request whose grammar cannot go on.
+    """
+    bits = np.empty((len(lines), num_words), np.int32)
+    filled: list[int] = []
+    for line in lines:
+        req = reqs[line]
+        if req.stage is Stage.FINISHED or req.pending_abort is not None:
+            continue
+        assert req.grammar is not None
+        try:
+            req.grammar.fill(bits, len(filled), len(req.output_ids))
+        except GrammarFailed as error:
+            fail(req, grammar_error(req, error))
+        else:
+            filled.append(line)
+    return TokenMasks(np.array(filled, np.int32), bits[: len(filled)]) if filled else None
+
+
+def grammar_error(req: Req, error: GrammarFailed) -> TercetError:
+    """The error of a request whose grammar cannot go on."""
+    spec = req.sampling.grammar
+    assert spec is not None
+    message = f"{spec.kind} cannot be followed after {len(req.output_ids)} tokens of output: {error}"
+    return InvalidRequest(message, param=spec.kind)

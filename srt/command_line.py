@@ -1,0 +1,121 @@
+"""The command line of an engine: flags, YAML file and docs table. All are made from the fields of ServerArgs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+
+from . import env
+from .server_args import ServerArgs, Setting, flag_name
+
+
+@dataclass(frozen=True)
+class _Flag:
+    """A field in the form that argparse and the docs table need."""
+
+    name: str
+    type: type
+    choices: tuple[str, ...] | None
+    optional: bool
+    default: Any
+    setting: Setting
+
+
+def _flags() -> list[_Flag]:
+    hints = typing.get_type_hints(ServerArgs, include_extras=True)
+    flags = []
+    for field in dataclasses.fields(ServerArgs):
+        annotated = hints[field.name]
+        base, setting = get_args(annotated)
+        optional = False
+        if get_origin(base) in (types.UnionType, typing.Union):  # `Literal[...] | None` is a typing.Union
+            optional = True
+            base = next(arg for arg in get_args(base) if arg is not type(None))
+        choices = get_args(base) if get_origin(base) is Literal else None
+        default = None if field.default is dataclasses.MISSING else field.default
+        flags.append(_Flag(field.name, str if choices else base, choices, optional, default, setting))
+    return flags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each setting, and `--config FILE`: a YAML file of settings, which flags override."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file with settings; the command line overrides it")
+    for flag in _flags():
+        if flag.type is bool:
+            parser.add_argument(
+                flag_name(flag.name), action="store_true", default=argparse.SUPPRESS, help=flag.setting.help
+            )
+            continue
+        if flag.setting.repeatable:
+            name = flag.type.__name__.upper()
+            parser.add_argument(
+                flag_name(flag.name), action="append", default=argparse.SUPPRESS, metavar=name, help=flag.setting.help
+            )
+            continue
+        shown = "" if flag.default is None else f" (default: {flag.default})"
+        parser.add_argument(
+            flag_name(flag.name),
+            type=flag.type,
+            choices=flag.choices,
+            default=argparse.SUPPRESS,
+            metavar=None if flag.choices else flag.type.__name__.upper(),
+            help=(flag.setting.help + shown).replace("%", "%%"),
+        )
+
+
+def from_namespace(namespace: argparse.Namespace) -> ServerArgs:
+    """Make settings from parsed arguments. Raises ValueError as ServerArgs does."""
+    known = {flag.name for flag in _flags()}
+    values: dict[str, Any] = {}
+    if getattr(namespace, "config", None):
+        values.update(_read_config(namespace.config))
+    values.update({key: value for key, value in vars(namespace).items() if key in known})
+    if "api_key" not in values:
+        values["api_key"] = env.api_key()
+    # A key from a file usually ends with a line break.
+    if isinstance(values["api_key"], str):
+        values["api_key"] = values["api_key"].strip()
+    elif isinstance(values["api_key"], list):
+        keys = [key.strip() if isinstance(key, str) else key for key in values["api_key"]]
+        values["api_key"] = keys[0] if len(keys) == 1 else keys
+    return ServerArgs.from_dict(values)
+
+
+def parse_args(argv: Sequence[str]) -> ServerArgs:
+    """Parse the command line of `python -m tercet.launch_server`. Exits with a message (status 2) if it is wrong."""
+    parser = argparse.ArgumentParser(prog="tercet.launch_server", description="Serve a model over HTTP.")
+    add_arguments(parser)
+    namespace = parser.parse_args(argv)
+    try:
+        return from_namespace(namespace)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path} must contain a YAML mapping of settings, got {type(content).__name__}")
+    return {str(key).replace("-", "_"): value for key, value in content.items()}
+
+
+def docs_table() -> str:
+    """The table of docs/server_args.md."""
+    rows = ["| flag | default | what it does |", "|---|---|---|"]
+    for flag in _flags():
+        values = " \\| ".join(flag.choices) if flag.choices else flag.type.__name__
+        default = "required" if flag.name == "model_path" else "-" if flag.default is None else f"`{flag.default}`"
+        kind = "" if flag.type is bool else f" {values}"
+        rows.append(f"| `{flag_name(flag.name)}`{kind} | {default} | {flag.setting.help} |")
+    return "\n".join(rows) + "\n"

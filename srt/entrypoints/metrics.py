@@ -1,0 +1,103 @@
+"""/metrics: the state of the engine and the counts of requests, in Prometheus' text format.
+
+The names, labels and buckets are SGLang's, so that existing dashboards and alerts work. `tercet:` begins the names of
+metrics that SGLang does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ...managers.request_metrics import Histogram, RequestMetrics
+from ...managers.tokenizer_manager import KnownState, TokenizerManager
+
+_LABELS = ("model_name",)
+
+
+class MetricsPage(Collector):
+    """Makes the page of one engine. Nothing is copied before a scrape: the counts are read when the page is made."""
+
+    def __init__(self, manager: TokenizerManager, metrics: RequestMetrics) -> None:
+        self._manager = manager
+        self._metrics = metrics
+        self._label_values = (manager.server_args.model_name,)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The page and its content type. `accept`: the header of the request."""
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self._registry), content_type
+
+    def describe(self) -> list[Metric]:
+        """No names: the registry has this one collector, so no names can clash."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics. Those of the scheduler are missing until it has reported its state."""
+        known = self._manager.last_state
+        if known is not None:
+            yield from self._of_scheduler(known)
+        yield from self._of_requests(self._metrics)
+
+    def _of_scheduler(self, known: KnownState) -> Iterator[Metric]:
+        state = known.state
+        used = state.num_used_tokens
+        yield self._gauge("num_running_reqs", "Number of running requests", state.num_running)
+        yield self._gauge("num_queue_reqs", "Number of waiting requests", state.num_waiting)
+        yield self._gauge("num_used_tokens", "KV slots that running requests hold", used)
+        yield self._gauge("max_total_num_tokens", "KV slots of the pool", state.max_total_num_tokens)
+        yield self._gauge("token_usage", "Share of KV slots in use", used / max(state.max_total_num_tokens, 1))
+        yield self._gauge("cache_hit_rate", "Share of prompt tokens that the prefix cache had", state.cache_hit_rate)
+        yield self._gauge("gen_throughput", "Generated tokens per second, lately", state.last_gen_throughput)
+        yield self._gauge("new_token_ratio", "Share of max_new_tokens reserved", state.new_token_ratio)
+        yield self._counter("num_retracted_requests", "Retractions of running requests", state.num_retractions)
+        yield self._gauge(
+            "num_waiting_uncached_tokens",
+            "Prompt tokens that are still to be computed",
+            state.num_waiting_uncached_tokens,
+            prefix="tercet",
+        )
+        yield self._gauge(
+            "state_age_seconds", "Age of the metrics of the scheduler's state", known.age_s, prefix="tercet"
+        )
+        yield self._counter("kv_repairs", "Errors found in the KV accounting", state.num_kv_repairs, prefix="tercet")
+
+    def _of_requests(self, metrics: RequestMetrics) -> Iterator[Metric]:
+        yield self._counter("prompt_tokens", "Prompt tokens of admitted requests", metrics.prompt_tokens)
+        yield self._counter("cached_tokens", "Prompt tokens that the prefix cache had", metrics.cached_tokens)
+        yield self._counter("generation_tokens", "Generated tokens", metrics.generation_tokens)
+        yield self._counter("num_requests", "Requests that have ended", metrics.num_requests)
+        yield self._counter("num_aborted_requests", "Requests that were aborted or failed", metrics.num_aborted)
+        yield self._histogram(
+            "time_to_first_token_seconds", "Time from the request to its first token", metrics.time_to_first_token
+        )
+        yield self._histogram(
+            "inter_token_latency_seconds", "Time between two tokens of a request", metrics.inter_token_latency
+        )
+        yield self._histogram(
+            "e2e_request_latency_seconds", "Time from the request to its end", metrics.e2e_request_latency
+        )
+        yield self._histogram("queue_time_seconds", "Time in the waiting queue", metrics.queue_time)
+
+    def _gauge(self, name: str, text: str, value: float, *, prefix: str = "sglang") -> Metric:
+        family = GaugeMetricFamily(f"{prefix}:{name}", text, labels=_LABELS)
+        family.add_metric(self._label_values, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float, *, prefix: str = "sglang") -> Metric:
+        """`name` without the ending `_total`, which Prometheus' format adds."""
+        family = CounterMetricFamily(f"{prefix}:{name}", text, labels=_LABELS)
+        family.add_metric(self._label_values, value)
+        return family
+
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(f"sglang:{name}", text, labels=_LABELS)
+        family.add_metric(self._label_values, histogram.cumulative(), histogram.total)
+        return family

@@ -1,0 +1,53 @@
+"""The body and the answer of /v1/embeddings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ...request_options import Pooling
+from ..wire import Int32, Wire, doc
+from .protocol import PromptUsage
+
+
+class EmbeddingBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Body of /v1/embeddings."""
+
+    input: Annotated[
+        str | list[str | int | list[int]], doc("A text, token ids, or a list of texts or of token id lists")
+    ]
+    model: Annotated[str | None, doc("The served name, the model's path or `default`; default: the served model")] = (
+        None
+    )
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None, doc("`base64`: the bytes of float32 numbers, the lowest byte first")
+    ] = None
+    dimensions: Annotated[
+        Int32 | None, doc("Return the first numbers only, and give them length 1; default: as many as the model has")
+    ] = None
+    pooling: Annotated[
+        Pooling | None, doc("The hidden state of the last token (default), or the mean over all tokens")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, doc("Let the tokenizer add its special tokens to a text, default true")
+    ] = None
+    cache_salt: Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")] = None
+    user: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
+
+
+class Embedding(msgspec.Struct, frozen=True):
+    """The embedding of one input."""
+
+    object: Annotated[Literal["embedding"], doc("Kind of object")]
+    index: Annotated[int, doc("Which input this is of, counted from 0")]
+    embedding: Annotated[list[float] | str, doc("A vector of length 1; base64 if asked for")]
+
+
+class EmbeddingList(msgspec.Struct, frozen=True):
+    """Answer of /v1/embeddings."""
+
+    object: Annotated[Literal["list"], doc("Kind of object")]
+    data: Annotated[list[Embedding], doc("The embeddings in the order of the inputs")]
+    model: Annotated[str, doc("The served name")]
+    usage: Annotated[PromptUsage, doc("Token counts")]

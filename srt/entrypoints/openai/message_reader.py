@@ -1,0 +1,129 @@
+"""`MessageReader`: one sample's text becomes the deltas of a stream, or a message."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+
+from msgspec import UNSET
+
+from ...text.answer.answer_parser import AnswerParser
+from ...text.answer.answer_text import Arguments, CallStart, Content, Part, Reasoning
+from .chat_protocol import AssistantMessage, Delta
+from .tool_protocol import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
+from .tools import AnswerPlan
+
+
+class MessageReader:
+    """Give it the text of a sample in pieces. `inside_reasoning`: the answer begins within reasoning."""
+
+    def __init__(self, plan: AnswerPlan, inside_reasoning: bool) -> None:
+        self._plan = plan
+        self._parser = None if plan.form is None else AnswerParser(plan.form, inside_reasoning)
+        self._thoughts: list[str] = []  # reasoning that is sent in one piece
+        self._num_calls = 0
+        self._num_tokens = 0
+        self._num_thought_tokens: int | None = None  # None until the reasoning has ended
+        self._thinks = False
+        self._says = False
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the model has called a function."""
+        return self._num_calls > 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """The tokens of the reasoning so far, its end included. 0 if no token ends it."""
+        if self._num_thought_tokens is not None:
+            return self._num_thought_tokens
+        return self._num_tokens if self._thinks and not self._says and self._plan.reasoning_ends else 0
+
+    def count(self, token_ids: Sequence[int]) -> None:
+        """Counts the tokens of the reasoning."""
+        ends = self._plan.reasoning_ends
+        if not ends or self._num_thought_tokens is not None:
+            return
+        for place, token in enumerate(token_ids, self._num_tokens + 1):
+            if token in ends and not self._says:
+                self._num_thought_tokens = place
+                return
+        self._num_tokens += len(token_ids)
+
+    def parts(self, text: str, finished: bool) -> Sequence[Part]:
+        """The parts of the next piece of text."""
+        if self._parser is None:
+            return [Content(text)] if text else []
+        parts = self._parser.push(text)
+        if finished:
+            parts = [*parts, *self._parser.finish()]
+        for part in parts:
+            self._thinks = self._thinks or isinstance(part, Reasoning)
+            self._says = self._says or not isinstance(part, Reasoning)
+        if self._plan.content_only:
+            return [Content(part.text) if isinstance(part, Reasoning) else part for part in parts]
+        return self._with_whole_thoughts(parts, finished) if self._plan.in_one_piece else parts
+
+    def _with_whole_thoughts(self, parts: Iterable[Part], finished: bool) -> list[Part]:
+        """The parts with all reasoning in one piece."""
+        found: list[Part] = []
+        for part in parts:
+            if isinstance(part, Reasoning):
+                self._thoughts.append(part.text)
+                continue
+            self._end_thought(found)
+            found.append(part)
+        if finished:
+            self._end_thought(found)
+        return found
+
+    def _end_thought(self, found: list[Part]) -> None:
+        if self._thoughts:
+            found.append(Reasoning("".join(self._thoughts)))
+            self._thoughts.clear()
+
+    def deltas(self, text: str, finished: bool) -> list[Delta]:
+        """What the next piece of text adds to the message."""
+        return [self._delta(part) for part in self.parts(text, finished)]
+
+    def _delta(self, part: Part) -> Delta:
+        if isinstance(part, Content):
+            return Delta(content=part.text)
+        if isinstance(part, Reasoning):
+            return Delta(reasoning_content=part.text)
+        if isinstance(part, CallStart):
+            self._num_calls += 1
+            function = FunctionCallDelta(part.name, "")
+            call = ToolCallDelta(self._num_calls - 1, self.call_id(), "function", function)
+        else:
+            call = ToolCallDelta(self._num_calls - 1, function=FunctionCallDelta(arguments=part.text))
+        return Delta(tool_calls=[call])
+
+    def message(self, text: str) -> AssistantMessage:
+        """The message of a complete text."""
+        content: list[str] = []
+        reasoning: list[str] = []
+        calls: list[tuple[str, list[str]]] = []
+        for part in self.parts(text, finished=True):
+            if isinstance(part, CallStart):
+                calls.append((part.name, []))
+            elif isinstance(part, Arguments):
+                calls[-1][1].append(part.text)
+            else:
+                (content if isinstance(part, Content) else reasoning).append(part.text)
+        self._num_calls = len(calls)
+        made = [ToolCall(self.call_id(), "function", FunctionCall(name, "".join(texts))) for name, texts in calls]
+        said = "".join(content)
+        separates = self._plan.form is not None and self._plan.form.reasoning is not None
+        return AssistantMessage(
+            "assistant",
+            None if made and not said else said,
+            ("".join(reasoning) or None) if separates and not self._plan.content_only else UNSET,
+            made or UNSET,
+        )
+
+    def call_id(self) -> str:
+        """A new name for a call. The templates of Mistral's models accept only names of nine letters and digits."""
+        if self._plan.form is not None and self._plan.form.tools == "mistral":
+            return uuid.uuid4().hex[:9]
+        return f"call_{uuid.uuid4().hex[:24]}"

@@ -1,0 +1,34 @@
+"""`PlannedFormat`: a response format that reads its answers by an AnswerPlan."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from ..job import Sample
+from ..sse import ResponseFormat
+from .message_reader import MessageReader
+from .tools import AnswerPlan
+
+
+class PlannedFormat(ResponseFormat):
+    """The base of the formats of chats. `_readers` has the reader of each sample, by its index."""
+
+    def __init__(self, plan: AnswerPlan) -> None:
+        self._plan = plan
+        self._samples: Sequence[Sample] = ()
+        self._readers: dict[int, MessageReader] = {}
+        self._inside_reasoning = False
+
+    def noting_prompt(self, render: Callable[[], Awaitable[str]]) -> Callable[[], Awaitable[str]]:
+        """`render`, with a look at the prompt: its end says whether the answers begin with reasoning."""
+
+        async def rendered() -> str:
+            prompt = await render()
+            self._inside_reasoning = self._plan.form is not None and self._plan.form.begins_inside(prompt)
+            return prompt
+
+        return rendered
+
+    def begin(self, samples: Sequence[Sample]) -> None:
+        self._samples = samples
+        self._readers = {one.index: MessageReader(self._plan, self._inside_reasoning) for one in samples}

@@ -1,0 +1,194 @@
+"""POST /v1/responses, without storage: a conversation of items becomes a chat, and its answer becomes items."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from ...errors import InvalidRequest, TercetError
+from ...io_struct import LengthFinish, StopFinish, TextOut
+from ...sampling_params import SamplingParams
+from ..job import Sample
+from ..routing import Server, in_thread_if_large
+from ..wire import BodyCodec
+from .chat import CHAT_CODEC, run_chat
+from .chat_protocol import ChatBody
+from .common import usage_of
+from .output_items import OutputItems
+from .planned_format import PlannedFormat
+from .responses_answer import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputItem,
+    OutputTokensDetails,
+    Response,
+    ResponseError,
+    ResponseEvent,
+    ResponseUsage,
+)
+from .responses_input import chat_of
+from .responses_protocol import ResponsesBody
+from .tools import AnswerPlan
+
+RESPONSES_CODEC = BodyCodec(ResponsesBody)
+
+_THEIR_NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format", "messages": "input"}
+"""The fields of a chat that have another name in this API."""
+_encode = msgspec.json.Encoder().encode
+
+
+async def responses(server: Server, request: Request, body: ResponsesBody) -> ASGIApp:
+    """Handler of /v1/responses."""
+    model = server.check_model(body.model)
+    name = f"resp_{uuid.uuid4().hex}"
+    try:
+        chat = await in_thread_if_large(request, _chat, body, name)
+        return await run_chat(
+            server, request, chat, name, lambda plan, sampling: _ResponsesFormat(body, name, model, plan, sampling)
+        )
+    except InvalidRequest as error:
+        raise _renamed(error) from None
+
+
+def _chat(body: ResponsesBody, name: str) -> ChatBody:
+    return CHAT_CODEC.convert({**chat_of(body), "rid": name})
+
+
+def _renamed(error: InvalidRequest) -> InvalidRequest:
+    """The error with the field names of this API."""
+    message, param = error.message, error.param or ""
+    for ours, theirs in _THEIR_NAMES.items():
+        message = message.replace(ours, theirs) if ours != "messages" else message
+        if param == "messages" or param.startswith("messages["):
+            param = "input"
+        elif param == ours or param.startswith(f"{ours}."):
+            param = theirs + param.removeprefix(ours)
+    return type(error)(message, param=param or None)
+
+
+class _ResponsesFormat(PlannedFormat):
+    def __init__(self, body: ResponsesBody, name: str, model: str, plan: AnswerPlan, sampling: SamplingParams) -> None:
+        super().__init__(plan)
+        self._body = body
+        self._model = model
+        self._sampling = sampling
+        self._name = name
+        self._created = int(time.time())
+        self._events: list[bytes] = []
+        self._num_events = 0
+        self._items: OutputItems
+
+    def begin(self, samples: Sequence[Sample]) -> None:
+        super().begin(samples)
+        self._items = OutputItems(self._tell, self._readers[0].call_id)
+        self._tell("response.created", response=self._response("in_progress"))
+        self._tell("response.in_progress", response=self._response("in_progress"))
+
+    def events(self, sample: Sample, out: TextOut) -> bytes:
+        self._read(out)
+        return self._told()
+
+    def last_events(self) -> bytes:
+        response = self._final()
+        self._tell(f"response.{'completed' if response.status == 'completed' else 'incomplete'}", response=response)
+        return self._told()
+
+    def failure(self, error: TercetError) -> bytes:
+        shown = ResponseError(error.code or "server_error", error.message)
+        self._tell("response.failed", response=self._response("failed", output=self._items.so_far(), error=shown))
+        return self._told()
+
+    def full_response(self) -> Any:
+        self._read(self._samples[0].collected)
+        return self._final()
+
+    def _read(self, out: TextOut) -> None:
+        ended = out.finish is not None
+        reader = self._readers[0]
+        reader.count(out.token_ids)
+        self._items.add(reader.parts(out.text, ended))
+        if ended:
+            self._items.end("completed" if isinstance(out.finish, StopFinish) else "incomplete")
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        if not self._body.stream:
+            return
+        event = ResponseEvent(type=kind, sequence_number=self._num_events, **fields)
+        self._num_events += 1
+        self._events.append(b"event: " + kind.encode() + b"\ndata: " + _encode(event) + b"\n\n")
+
+    def _told(self) -> bytes:
+        data = b"".join(self._events)
+        self._events.clear()
+        return data
+
+    def _final(self) -> Response:
+        finish = self._samples[0].finish
+        if isinstance(finish, StopFinish):
+            return self._response("completed", output=self._items.done, completed_at=int(time.time()))
+        if isinstance(finish, LengthFinish):
+            cut = IncompleteDetails("max_output_tokens")
+            return self._response("incomplete", output=self._items.done, incomplete_details=cut)
+        return self._response("cancelled", output=self._items.done)
+
+    def _usage(self) -> ResponseUsage:
+        usage = usage_of(self._samples)
+        cached = usage.prompt_tokens_details.cached_tokens
+        thoughts = self._readers[0].num_reasoning_tokens
+        return ResponseUsage(
+            usage.prompt_tokens,
+            InputTokensDetails(cached, 0),
+            usage.completion_tokens,
+            OutputTokensDetails(thoughts),
+            usage.total_tokens,
+        )
+
+    def _response(
+        self,
+        status: Any,
+        *,
+        output: Sequence[OutputItem] = (),
+        completed_at: int | None = None,
+        incomplete_details: IncompleteDetails | None = None,
+        error: ResponseError | None = None,
+    ) -> Response:
+        body, sampling = self._body, self._sampling
+        return Response(
+            id=self._name,
+            created_at=self._created,
+            completed_at=completed_at,
+            status=status,
+            incomplete_details=incomplete_details,
+            error=error,
+            model=self._model,
+            output=list(output),
+            usage=None if status == "in_progress" else self._usage(),
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            tools=[_as_given(tool) for tool in body.tools or ()],
+            tool_choice="auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            text={"format": (body.text and body.text.format) or {"type": "text"}},
+            reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            metadata=body.metadata or {},
+            user=body.user,
+            safety_identifier=body.safety_identifier,
+            prompt_cache_key=body.prompt_cache_key,
+        )
+
+
+def _as_given(tool: msgspec.Struct) -> Mapping[str, Any]:
+    """A tool with all its fields, as OpenAI's server repeats it."""
+    fields: Mapping[str, Any] = msgspec.to_builtins(tool)
+    return {name: value for name, value in fields.items() if value is not UNSET}

@@ -1,0 +1,130 @@
+"""Turns a body of /v1/responses into the fields of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import InvalidRequest
+from .responses_protocol import InputItem, InputPart, NamedResponsesTool, ResponsesBody
+
+_SAME = (
+    "model", "stream", "temperature", "top_p", "frequency_penalty", "presence_penalty", "parallel_tool_calls",
+    "cache_salt",
+)  # fmt: skip
+"""Fields that a chat has under the same name."""
+_FIELDS = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": ("content", "summary"),
+}
+"""The fields of each kind of item."""
+_ALL_FIELDS = tuple(dict.fromkeys(field for fields in _FIELDS.values() for field in fields))
+_OPTIONAL = {"reasoning": _FIELDS["reasoning"]}
+
+
+def chat_of(body: ResponsesBody) -> dict[str, Any]:
+    """The fields of the body of a chat. Raises InvalidRequest."""
+    chat = {name: getattr(body, name) for name in _SAME}
+    chat["messages"] = _messages(body)
+    chat["max_completion_tokens"] = body.max_output_tokens
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning.effort)
+    chat["chat_template_kwargs"] = kwargs
+    chat["tools"] = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.parameters,
+                "strict": tool.strict,
+            },
+        }
+        for tool in body.tools or ()
+    ]
+    choice = body.tool_choice
+    chat["tool_choice"] = choice
+    if isinstance(choice, NamedResponsesTool):
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    if body.text is not None and body.text.format is not None:
+        chat["response_format"] = _response_format(body.text.format)
+    return chat
+
+
+def _response_format(given: dict[str, Any]) -> dict[str, Any]:
+    """`text.format` as `response_format`, which has the fields of a schema in an object of their own."""
+    if given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        reader = _ItemReader()
+        for i, item in enumerate(body.input):
+            reader.read(item, f"input[{i}]")
+        messages = reader.messages
+    if body.instructions is None:
+        return messages
+    if messages and messages[0]["role"] in ("system", "developer"):  # most templates accept one system message
+        messages[0] = {**messages[0], "content": f"{body.instructions}\n\n{messages[0]['content']}"}
+        return messages
+    return [{"role": "system", "content": body.instructions}, *messages]
+
+
+class _ItemReader:
+    """Makes messages of items. Calls belong to the assistant's message before them, as does reasoning before it."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._reasoning: str | None = None
+        self._names: dict[str, str] = {}  # of the called functions, by call
+
+    def read(self, item: InputItem, path: str) -> None:
+        kind = item.type or "message"
+        for field in _ALL_FIELDS:
+            given = getattr(item, field) is not None
+            if given and field not in _FIELDS[kind]:
+                raise InvalidRequest(f"{field} is not allowed in an item of type {kind}", param=f"{path}.{field}")
+            if not given and field in _FIELDS[kind] and field not in _OPTIONAL.get(kind, ()):
+                raise InvalidRequest(f"{path}.{field} is required with type {kind}", param=f"{path}.{field}")
+        if kind == "message":
+            assert item.role is not None
+            self._add(item.role, _text(item.content))
+        elif kind == "reasoning":
+            self._reasoning = _text(item.content) or _text(item.summary)
+        elif kind == "function_call":
+            self._call(item)
+        else:
+            assert item.call_id is not None
+            self._add("tool", _text(item.output))
+            self.messages[-1]["tool_call_id"] = item.call_id
+            if item.call_id in self._names:
+                self.messages[-1]["name"] = self._names[item.call_id]
+
+    def _call(self, item: InputItem) -> None:
+        assert item.call_id is not None and item.name is not None
+        if not self.messages or self.messages[-1]["role"] != "assistant" or self._reasoning is not None:
+            self._add("assistant", None)
+        call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+        self.messages[-1].setdefault("tool_calls", []).append(call)
+        self._names[item.call_id] = item.name
+
+    def _add(self, role: str, content: str | None) -> None:
+        message: dict[str, Any] = {"role": role, "content": content}
+        if role == "assistant" and self._reasoning is not None:
+            message["reasoning_content"] = self._reasoning
+        self._reasoning = None
+        self.messages.append(message)
+
+
+def _text(content: str | Sequence[InputPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text for part in content)

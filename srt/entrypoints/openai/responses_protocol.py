@@ -1,0 +1,146 @@
+"""The body of /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from ..wire import Int64, Wire, doc, only
+
+_NOT_STORED = "answers are not stored"
+_NO_MULTIMODAL = "multimodal models are not supported"
+_NO_LOGPROBS = "log probabilities are not implemented in this API"
+
+
+class InputPart(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One part of a text."""
+
+    type: Annotated[
+        Literal["input_text", "output_text", "reasoning_text", "summary_text", "text"],
+        doc("The kind of text; images and files are refused"),
+    ]
+    text: Annotated[str, doc("The text")]
+    annotations: Annotated[Any, only("annotations are not supported", [])] = None
+    logprobs: Annotated[Any, only(_NO_LOGPROBS, [])] = None
+
+
+class InputItem(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One item of the conversation. Which other fields it has depends on `type`."""
+
+    type: Annotated[
+        Literal["message", "function_call", "function_call_output", "reasoning"] | None,
+        doc("The kind of item; default `message`"),
+    ] = None
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant"] | None, doc("Author of a message; `developer` is `system`")
+    ] = None
+    content: Annotated[str | list[InputPart] | None, doc("Text of a message, or of reasoning")] = None
+    call_id: Annotated[str | None, doc("Name of a call; its output has the same")] = None
+    name: Annotated[str | None, doc("The function of a call")] = None
+    arguments: Annotated[str | None, doc("The arguments of a call, as JSON text")] = None
+    output: Annotated[str | list[InputPart] | None, doc("The result of a call")] = None
+    summary: Annotated[list[InputPart] | None, doc("Text of reasoning that has no `content`")] = None
+    id: Annotated[str | None, doc("It has no effect: the server does not store items")] = None
+    status: Annotated[
+        Literal["in_progress", "completed", "incomplete"] | None, doc("It has no effect: the text says what there is")
+    ] = None
+    phase: Annotated[Any, only("phases of an answer are not supported")] = None
+    namespace: Annotated[Any, only("namespaces of functions are not supported")] = None
+    encrypted_content: Annotated[Any, only("reasoning is sent as text")] = None
+
+
+class ResponsesTool(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    type: Annotated[Literal["function"], doc("Always `function`; tools that a server runs are not supported")]
+    name: Annotated[str, doc("1 to 128 letters, digits, `_`, `-` and `.`")]
+    description: Annotated[str | None, doc("What the function does; the model reads it")] = None
+    parameters: Annotated[dict[str, Any] | None, doc("JSON Schema of the arguments; default: any object")] = None
+    strict: Annotated[bool | None, doc("As in /v1/chat/completions; default false")] = None
+
+
+class NamedResponsesTool(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`tool_choice` that requires a call of one function."""
+
+    type: Annotated[Literal["function"], doc("Always `function`")]
+    name: Annotated[str, doc("The function that must be called")]
+
+
+class TextConfig(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`text`: what the answer's text is."""
+
+    format: Annotated[
+        dict[str, Any] | None,
+        doc(
+            'Its form: `{"type": "text"}` (default), `{"type": "json_object"}`, or `{"type": "json_schema"}` with '
+            "`name` and `schema`, as `response_format.json_schema` of /v1/chat/completions"
+        ),
+    ] = None
+    verbosity: Annotated[Any, only("the verbosity of answers cannot be set", "medium")] = None
+
+
+class ReasoningConfig(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`reasoning`: how the model thinks."""
+
+    effort: Annotated[str | None, doc("Passed to the chat template as the variable `reasoning_effort`")] = None
+    summary: Annotated[Any, only("reasoning is sent as text, without a summary")] = None
+    generate_summary: Annotated[Any, only("reasoning is sent as text, without a summary")] = None
+
+
+class ResponsesStreamOptions(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`stream_options`."""
+
+    include_obfuscation: Annotated[Any, only("chunk padding is not supported", False)] = None
+
+
+class ResponsesBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Body of /v1/responses."""
+
+    input: Annotated[str | list[InputItem], doc("The conversation so far: a text of the user, or a list of items")]
+    model: Annotated[str | None, doc("As in /v1/completions")] = None
+    instructions: Annotated[str | None, doc("A system message before the conversation")] = None
+    stream: Annotated[bool | None, doc("Stream the answer as server-sent events")] = None
+    stream_options: Annotated[ResponsesStreamOptions | None, doc("What a stream contains besides events")] = None
+    max_output_tokens: Annotated[
+        Int64 | None, doc("Maximum number of tokens to generate; default: up to the end of the context")
+    ] = None
+    temperature: Annotated[float | None, doc("At least 0; a value below 1e-6 selects greedy decoding")] = None
+    top_p: Annotated[float | None, doc("In (0, 1]")] = None
+    frequency_penalty: Annotated[float | None, doc("In [-2, 2], default 0")] = None
+    presence_penalty: Annotated[float | None, doc("In [-2, 2], default 0")] = None
+    tools: Annotated[list[ResponsesTool] | None, doc("Functions that the model may call")] = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedResponsesTool | None, doc("As in /v1/chat/completions")
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, doc("As in /v1/chat/completions")] = None
+    text: Annotated[TextConfig | None, doc("What the answer's text is")] = None
+    reasoning: Annotated[ReasoningConfig | None, doc("How the model thinks")] = None
+    metadata: Annotated[dict[str, str] | None, doc("Labels for the client's own use; the answer repeats them")] = None
+    user: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
+    safety_identifier: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
+    prompt_cache_key: Annotated[
+        str | None, doc("It has no effect: all requests share cached prefixes; cache_salt separates them")
+    ] = None
+    cache_salt: Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, doc("Further variables for the chat template, such as `enable_thinking`")
+    ] = None
+    store: Annotated[Any, only(_NOT_STORED, False)] = None
+    previous_response_id: Annotated[Any, only(_NOT_STORED + "; send the whole conversation as input")] = None
+    conversation: Annotated[Any, only(_NOT_STORED + "; send the whole conversation as input")] = None
+    background: Annotated[Any, only(_NOT_STORED, False)] = None
+    background_options: Annotated[Any, only(_NOT_STORED)] = None
+    prompt: Annotated[Any, only("prompts are not stored")] = None
+    include: Annotated[Any, only("no further contents are available", [])] = None
+    truncation: Annotated[Any, only("the server's flag --allow-auto-truncate sets it", "disabled")] = None
+    max_tool_calls: Annotated[Any, only("the server runs no tools")] = None
+    top_logprobs: Annotated[Any, only(_NO_LOGPROBS, 0)] = None
+    service_tier: Annotated[Any, only("the server has one service tier", "auto", "default")] = None
+    prompt_cache_retention: Annotated[
+        Any, only("a prefix stays cached until its memory is needed", "in-memory", "in_memory", "24h")
+    ] = None
+    prompt_cache_options: Annotated[Any, only("a prefix stays cached until its memory is needed")] = None
+    context_management: Annotated[Any, only("the server does not shorten conversations", [])] = None
+    moderation: Annotated[Any, only("moderation is not supported")] = None
+    image: Annotated[Any, only(_NO_MULTIMODAL)] = None
+    access_programs: Annotated[Any, only("access programs are not supported")] = None
+    modalities: Annotated[Any, only(_NO_MULTIMODAL, ["text"])] = None

@@ -1,0 +1,195 @@
+"""What a request asks for besides text: which functions the model may or must call, and how its answer is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from ....managers.tokenizer_manager import TokenizerManager
+from ...errors import InvalidRequest, UnsupportedField
+from ...sampling_params import SamplingParams
+from ...text.answer.answer_parser import AnswerFormat
+from ...text.answer.constraint import format_under_grammar, may_call, must_call
+from ...text.answer.reasoning import HARMONY
+from ...text.answer.tool_formats import TOOL_FORMATS, detect_tool_format
+from ...text.answer.tools import Functions
+from ...text.tokenizer import Tokenizer
+from ..wire import shown
+from .chat_protocol import ChatBody
+from .tool_protocol import Function, NamedTool
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | None
+MAX_NAME_CHARS = 128
+_GRAMMARS = ("response_format", "regex", "ebnf", "json_schema", "structural_tag", "structured_outputs")
+"""The fields of a body that constrain the answer."""
+_NAME = re.compile(r"[\w.\-]+", re.ASCII)
+
+
+class AnswerPlan(NamedTuple):
+    """How the answers of one request are made and read.
+
+    tools: for the chat template; None if the model must not call any. form: None if an answer is content and nothing
+    else. in_one_piece: reasoning is streamed as one piece. content_only: reasoning is content. reasoning_ends: the
+    tokens that end reasoning; empty if no single token does, so that its tokens cannot be counted. constraint: the
+    structural tag that the answer must match, and constrained_by: the field that asks for it.
+    """
+
+    tools: list[Mapping[str, Any]] | None = None
+    form: AnswerFormat | None = None
+    in_one_piece: bool = False
+    content_only: bool = False
+    reasoning_ends: frozenset[int] = frozenset()
+    constraint: dict[str, Any] | None = None
+    constrained_by: str = ""
+
+
+def plan_answer(
+    manager: TokenizerManager,
+    functions: Sequence[Function] | None,
+    choice: ToolChoice,
+    *,
+    parallel: bool | None = None,
+    separate_reasoning: bool | None = None,
+    stream_reasoning: bool | None = None,
+    param: str = "tools",
+) -> AnswerPlan:
+    """The plan of a request. Raises InvalidRequest and UnsupportedField."""
+    offered = _check_functions(functions or (), param)
+    mode = _check_choice(choice, offered)
+    reasoning = manager.server_args.reasoning_parser
+    tools: list[Mapping[str, Any]] | None = None
+    tool_format = None
+    if offered and mode != "none":
+        tools = [{"type": "function", "function": _plain(function)} for function in offered.values()]
+        tool_format = tool_format_of(manager, param)
+    if reasoning is None and tool_format is None:
+        return AnswerPlan()
+    content_only = separate_reasoning is False
+    form = AnswerFormat(
+        reasoning=None if content_only and reasoning != HARMONY else reasoning,
+        tools=tool_format,
+        functions=Functions({name: function.parameters for name, function in offered.items()} if tools else {}),
+        most_calls=1 if parallel is False and tools else None,
+    )
+    plan = AnswerPlan(tools, form, stream_reasoning is False, content_only)
+    strict = [name for name, function in offered.items() if function.strict]
+    if tool_format is None or (mode == "auto" and not strict):
+        return plan
+    names = [choice.function.name] if isinstance(choice, NamedTool) else list(offered)
+    # A small model that must call goes on calling, so several required calls have to be asked for.
+    several = parallel is not False if mode == "auto" else parallel is True and not isinstance(choice, NamedTool)
+    written = format_under_grammar(tool_format)
+    if mode == "auto":
+        constraint = may_call(written, form.functions, strict, several=several)
+    else:
+        constraint = must_call(written, form.functions, names, several=several)
+    if mode != "auto" or HARMONY in (tool_format, reasoning):
+        form = form._replace(reasoning=None)  # a required call comes at once; the Hermes format has no channels
+    by = param if mode == "auto" else "tool_choice"
+    return plan._replace(form=form._replace(tools=written), constraint=constraint, constrained_by=by)
+
+
+def constrained(body: ChatBody, plan: AnswerPlan) -> ChatBody:
+    """The body with the constraint of the plan. Raises InvalidRequest if the body has another one."""
+    if plan.constraint is None:
+        return body
+    for name in _GRAMMARS:
+        given = getattr(body, name)
+        if given is not None and not (name == "response_format" and _is_text(given)):
+            raise InvalidRequest(
+                f"{name} is not possible beside a required call or strict functions: both constrain the answer",
+                param=name,
+            )
+    return msgspec.structs.replace(body, structural_tag=plan.constraint)
+
+
+def _is_text(response_format: Any) -> bool:
+    fields = msgspec.to_builtins(response_format)
+    return isinstance(fields, dict) and fields.get("type") == "text"
+
+
+def see_marks(
+    plan: AnswerPlan, sampling: SamplingParams, tokenizer: Tokenizer | None
+) -> tuple[AnswerPlan, SamplingParams]:
+    """Finds the marks of the formats among the tokens, and makes those visible that are special tokens.
+
+    The detokenizer then leaves no special token out, so the parser does.
+    """
+    form = plan.form
+    if form is None or tokenizer is None:
+        return plan, sampling
+    ends = map(tokenizer.token_to_id, form.reasoning_ends())
+    plan = plan._replace(reasoning_ends=frozenset(token for token in ends if token is not None))
+    if not sampling.skip_special_tokens:
+        return plan, sampling
+    marks = form.marks()
+    if not marks & tokenizer.special_texts:
+        return plan, sampling
+    form = form._replace(dropped=tuple(sorted(tokenizer.special_texts - marks)))
+    return plan._replace(form=form), msgspec.structs.replace(sampling, skip_special_tokens=False)
+
+
+def tool_format_of(manager: TokenizerManager, param: str) -> str:
+    """The name of the format in which the model writes calls."""
+    named = manager.server_args.tool_call_parser
+    tokenizer = manager.inputs.tokenizer
+    if tokenizer is None:
+        raise InvalidRequest("tools need a tokenizer, but this engine runs with --skip-tokenizer-init", param=param)
+    template = tokenizer.chat_template(has_tools=True)
+    if named != "auto":
+        if not template.knows_tools and named != "hermes":
+            raise InvalidRequest(
+                f"--tool-call-parser {named} needs a chat template with tools, and the template of this server has "
+                "none; the operator can choose another template (--chat-template) or hermes",
+                param=param,
+            )
+        return named
+    found = detect_tool_format(template.source) if template.knows_tools else "hermes"
+    if found is None:
+        raise UnsupportedField(
+            "the format of this model's tool calls is not known; the operator can name one with --tool-call-parser: "
+            + ", ".join(TOOL_FORMATS),
+            param=param,
+        )
+    return found
+
+
+def _check_functions(functions: Sequence[Function], param: str) -> dict[str, Function]:
+    offered: dict[str, Function] = {}
+    for i, function in enumerate(functions):
+        name = function.name
+        if not _NAME.fullmatch(name) or len(name) > MAX_NAME_CHARS:
+            raise InvalidRequest(
+                f"the name of a function must be 1 to {MAX_NAME_CHARS} letters, digits, '_', '-' and '.', got "
+                f"{shown(name)}",
+                param=f"{param}[{i}]",
+            )
+        if name in offered:
+            raise InvalidRequest(f"two functions have the name {shown(name)}", param=f"{param}[{i}]")
+        offered[name] = function
+    return offered
+
+
+def _check_choice(choice: ToolChoice, offered: Mapping[str, Function]) -> str:
+    """What kind of choice it is. Raises InvalidRequest if it requires a function that is not offered."""
+    if choice is None or choice in ("none", "auto"):
+        return "none" if choice == "none" else "auto"
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        if name not in offered:
+            raise InvalidRequest(
+                f"tool_choice names the function {shown(name)}, but tools has {shown(list(offered))}",
+                param="tool_choice",
+            )
+    elif not offered:
+        raise InvalidRequest("tool_choice is required, but there are no tools", param="tool_choice")
+    return "required"
+
+
+def _plain(function: Function) -> dict[str, Any]:
+    """The function as the chat template gets it: only the fields that were given."""
+    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,0 +1,135 @@
+"""Why an engine died, whether it may be restarted, and the report about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ... import __version__
+from ...managers.generation import Generation
+from ...managers.recovery import Blame
+from .. import env
+from ..io_struct import SchedulerState
+from ..server_args import ServerArgs
+from ..step_journal import Journal
+
+_REPORTS_KEPT = 20
+
+
+class RestartBudget:
+    """At most `limit` restarts within `window_s` seconds."""
+
+    def __init__(self, limit: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit = limit
+        self._window_s = window_s
+        self._clock = clock
+        self._taken: deque[float] = deque()
+
+    def take(self) -> bool:
+        """Takes one restart. Returns False if all are used up."""
+        now = self._clock()
+        while self._taken and now - self._taken[0] >= self._window_s:
+            self._taken.popleft()
+        if len(self._taken) >= self.limit:
+            return False
+        self._taken.append(now)
+        return True
+
+    @property
+    def num_taken(self) -> int:
+        """Restarts in the window, as of the last `take`."""
+        return len(self._taken)
+
+
+class Death(NamedTuple):
+    """The death of a child process."""
+
+    role: str
+    message: str
+    returncode: int
+    """As of subprocess: minus the signal."""
+    was_hung: bool
+    """The watchdog killed it."""
+    was_oom: bool
+    """The kernel has killed a process because memory was short."""
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Somebody killed the process, so no request is to blame."""
+        killed = self.returncode in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+        return killed and not self.was_hung and not self.was_oom
+
+    def blame(self, journal: Journal) -> Blame | None:
+        """The requests that may have caused the death. None: none has."""
+        if self.is_from_outside:
+            return None
+        if self.role != "scheduler" or journal.rows is None:
+            return Blame(None)
+        return Blame({row.key: row.position for row in journal.rows})
+
+
+def crash_report(
+    death: Death,
+    journal: Journal,
+    server_args: ServerArgs,
+    state: SchedulerState | None,
+    samples: list[Generation],
+    num_restarts: int,
+) -> dict[str, Any]:
+    """The facts about a death, for a developer. It has lengths and settings of requests, but no prompt and no text."""
+    positions = {row.key: row.position for row in journal.rows or ()}
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "version": __version__,
+        "process": death.role,
+        "death": death.message,
+        "was_hung": death.was_hung,
+        "was_oom": death.was_oom,
+        "num_earlier_restarts": num_restarts,
+        "settings": server_args.without_secrets(),
+        "scheduler_state": msgspec.to_builtins(state),
+        "last_steps": [step._asdict() for step in journal.last_steps],
+        "fatal_step_is_known": journal.rows is not None,
+        "requests": [_described(one, positions) for one in samples],
+    }
+
+
+def _described(sample: Generation, positions: dict[str, int]) -> dict[str, Any]:
+    assert sample.request is not None
+    sampling = msgspec.to_builtins(sample.request.options.sampling)
+    stop = sampling.pop("stop", None)
+    return {
+        "id": sample.rid,
+        "sample": sample.index,
+        "in_fatal_step": sample.key in positions,
+        "prompt_tokens": len(sample.prompt_ids),
+        "output_tokens": positions.get(sample.key, len(sample.output_ids)),
+        "num_recoveries": sample.num_recoveries,
+        "stream": sample.request.options.stream,
+        "num_stop_strings": 0 if stop is None else 1 if isinstance(stop, str) else len(stop),
+        "sampling": sampling,
+    }
+
+
+def write_report(report: dict[str, Any], folder: Path | None = None) -> Path:
+    """Writes a report and removes old ones. `folder`: default `crashes` in the cache folder. Raises OSError."""
+    if folder is None:
+        cache = env.cache_folder()
+        if cache is None:
+            raise OSError("there is no home folder")
+        folder = cache / "crashes"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{report['num_earlier_restarts']}.json"
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        json.dump(report, file, indent=1)
+    for old in sorted(folder.glob("crash-*.json"))[:-_REPORTS_KEPT]:
+        old.unlink(missing_ok=True)
+    return path

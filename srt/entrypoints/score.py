@@ -1,0 +1,122 @@
+"""POST /v1/score: the probabilities of given tokens after each prompt, as SGLang defines it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from ...managers.request_registry import Prompt
+from ..errors import InvalidRequest, RequestAborted
+from ..logprobs import MAX_TOKEN_IDS, LogprobOptions
+from ..request_options import RequestOptions
+from .job import Sample
+from .native import check_not_empty, check_num_prompts
+from .openai.protocol import PromptUsage
+from .routing import Server, in_thread_if_large
+from .sse import WholeFormat, answer
+from .wire import BodyCodec, Int32, Wire, doc
+
+
+class ScoreBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Body of /v1/score. `query` and `items` are both texts or both token ids."""
+
+    query: Annotated[str | list[int], doc("What all prompts have in common: a text or token ids")]
+    items: Annotated[str | list[str | list[int]], doc("A text, or a list of texts or of token id lists")]
+    label_token_ids: Annotated[list[Int32], doc("Tokens whose probabilities are returned, 1 to 1024")]
+    apply_softmax: Annotated[
+        bool | None, doc("Divide the probabilities of a prompt's labels by their sum, default false")
+    ] = None
+    item_first: Annotated[bool | None, doc("A prompt is its item and then the query, default false")] = None
+    model: Annotated[str | None, doc("The served name, the model's path or `default`; default: the served model")] = (
+        None
+    )
+    cache_salt: Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")] = None
+    user: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
+
+
+class Scores(msgspec.Struct, frozen=True):
+    """Answer of /v1/score."""
+
+    object: Annotated[Literal["scoring"], doc("Kind of object")]
+    scores: Annotated[list[list[float]], doc("For each item the probabilities of the labels, in their order")]
+    model: Annotated[str, doc("The served name")]
+    usage: Annotated[PromptUsage, doc("Token counts")]
+
+
+SCORE_CODEC = BodyCodec(ScoreBody)
+
+
+async def score(server: Server, request: Request, body: ScoreBody) -> ASGIApp:
+    """Handler of /v1/score. A prompt is a request of one token, whose log probabilities are wanted."""
+    model = server.check_model(body.model)
+    _check_labels(body.label_token_ids, server.manager.model_config.vocab_size)
+    contents = await in_thread_if_large(request, _contents, body)
+    name = f"score-{uuid.uuid4().hex}"
+    options = RequestOptions(
+        sampling=server.manager.inputs.make_sampling({"max_new_tokens": 1, "temperature": 0}),
+        logprobs=LogprobOptions(token_ids_logprob=body.label_token_ids),
+        cache_salt=body.cache_salt or "",
+    )
+    is_list = isinstance(body.items, list)
+    prompts = [
+        Prompt(
+            content=content,
+            options=options,
+            rid=name if len(contents) == 1 else f"{name}_{i}",
+            param=f"items[{i}]" if is_list else "items",
+        )
+        for i, content in enumerate(contents)
+    ]
+    return await answer(server, request, prompts, response_format=_ScoreFormat(body, model), name=name)
+
+
+def _check_labels(ids: Sequence[int], vocab_size: int) -> None:
+    if not 1 <= len(ids) <= MAX_TOKEN_IDS:
+        raise InvalidRequest(
+            f"label_token_ids must have 1 to {MAX_TOKEN_IDS} ids, got {len(ids)}", param="label_token_ids"
+        )
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"label_token_ids must have token ids in [0, {vocab_size}), got {token}", param="label_token_ids"
+            )
+
+
+def _contents(body: ScoreBody) -> list[str | list[int]]:
+    """The prompts. Texts are joined as texts, before they are converted to tokens."""
+    items = [body.items] if isinstance(body.items, str) else check_not_empty(body.items, "items")
+    check_num_prompts(len(items), "items")
+    kind = type(body.query)
+    if any(type(item) is not kind for item in items):
+        raise InvalidRequest("query and items must be all texts or all token ids, not a mix of both", param="items")
+    query: Any = body.query
+    return [cast(Any, item) + query if body.item_first else query + cast(Any, item) for item in items]
+
+
+class _ScoreFormat(WholeFormat):
+    def __init__(self, body: ScoreBody, model: str) -> None:
+        self._body = body
+        self._model = model
+
+    def full_response(self) -> Any:
+        num_tokens = sum(sample.prompt_tokens for sample in self._samples)
+        scores = [self._scores(sample) for sample in self._samples]
+        return Scores("scoring", scores, self._model, PromptUsage(num_tokens, num_tokens))
+
+    def _scores(self, sample: Sample) -> list[float]:
+        found = sample.collected.tokens.logprobs
+        if found is None or not len(found.output):
+            raise RequestAborted("the request was aborted before its scores were computed")
+        logprobs = np.array(found.output.asked_lists()[0])
+        if self._body.apply_softmax:
+            shares = np.exp(logprobs - logprobs.max())
+            values: list[float] = (shares / shares.sum()).tolist()
+        else:
+            values = np.exp(logprobs).tolist()
+        return values

@@ -1,0 +1,44 @@
+"""What a child process tells its parent when it has started: once, over a pipe."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SchedulerReady(msgspec.Struct, frozen=True, kw_only=True, tag="scheduler_ready"):
+    """The scheduler process is ready. The fields are facts that only a loaded model knows."""
+
+    max_total_num_tokens: int
+    max_running_requests: int
+    max_req_input_len: int
+    """Tokens of the longest prompt that fits into the context and into the KV pool."""
+    context_len: int
+    chunked_prefill_size: int
+    max_prefill_tokens: int
+    vocab_size: int
+    dtype: str
+    device: str
+    attention_backend: str
+    page_size: int
+    weight_bytes: int
+    kv_bytes: int
+    graph_bytes: int = 0
+    """Device memory of CUDA graphs; 0 without graphs."""
+
+
+class DetokenizerReady(msgspec.Struct, frozen=True, tag="detokenizer_ready"):
+    """The detokenizer process is ready."""
+
+
+class GrammarWorkerReady(msgspec.Struct, frozen=True, tag="grammar_worker_ready"):
+    """The grammar worker is ready."""
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
+    """A child could not start. `user_error`: the message says what to change; otherwise the log has the traceback."""
+
+    message: str
+    user_error: bool
+
+
+ToParent = SchedulerReady | DetokenizerReady | GrammarWorkerReady | StartFailed

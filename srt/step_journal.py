@@ -1,0 +1,138 @@
+"""The step journal: which requests the scheduler works on, readable after the scheduler has died.
+
+It is a small mapped file in the run directory. The kernel keeps what a killed process has written to it. A step costs
+two writes to memory; the list of requests is written only when it changes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+_HEAD = struct.Struct("<QQI?")
+"""Steps launched, steps launched when the rows were written, bytes of the rows, whether a step is under way."""
+_IN_STEP = _HEAD.size - 1
+_STEP = struct.Struct("<QdII")
+_NUM_STEPS_KEPT = 16
+_ROWS = 1024
+_BYTES_PER_ROW = 40
+assert _HEAD.size + _NUM_STEPS_KEPT * _STEP.size <= _ROWS
+
+
+class JournaledReq(Protocol):
+    """What the journal wants to know of a request: see `managers.req.Req`."""
+
+    rid: str
+    num_steps_in_flight: int
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_new_tokens(self) -> int: ...
+
+
+class StepJournal:
+    """The scheduler's side. It makes the file."""
+
+    def __init__(self, path: Path, max_rows: int) -> None:
+        size = _ROWS + max_rows * _BYTES_PER_ROW
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.ftruncate(descriptor, size)
+            self._map = mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+        self._num_steps = 0
+        self._rows_since = 0
+        self._rows_bytes = 0
+        self._reqs: Sequence[JournaledReq] = ()
+
+    def begin(self, reqs: Sequence[JournaledReq], num_prompt_tokens: int) -> None:
+        """A step is about to be launched. The caller does not change `reqs` afterwards."""
+        self._num_steps += 1
+        if reqs != self._reqs:
+            self._write_rows(reqs)
+        place = _HEAD.size + self._num_steps % _NUM_STEPS_KEPT * _STEP.size
+        _STEP.pack_into(self._map, place, self._num_steps, time.monotonic(), len(reqs), num_prompt_tokens)
+        _HEAD.pack_into(self._map, 0, self._num_steps, self._rows_since, self._rows_bytes, True)
+
+    def end(self) -> None:
+        """No step is under way any more."""
+        self._map[_IN_STEP] = 0
+
+    def _write_rows(self, reqs: Sequence[JournaledReq]) -> None:
+        rows = [
+            (req.rid, req.num_tokens - req.num_new_tokens, req.num_new_tokens + req.num_steps_in_flight) for req in reqs
+        ]
+        data = msgspec.msgpack.encode(rows)
+        if len(data) > len(self._map) - _ROWS:
+            data = b""  # the reader sees that the rows are unknown
+        self._map[_ROWS : _ROWS + len(data)] = data
+        self._reqs, self._rows_since, self._rows_bytes = reqs, self._num_steps, len(data)
+
+
+class NoJournal:
+    """The journal of a scheduler that nobody restarts."""
+
+    def begin(self, reqs: Sequence[JournaledReq], num_prompt_tokens: int) -> None:
+        """Writes nothing."""
+
+    def end(self) -> None:
+        """Writes nothing."""
+
+
+NO_JOURNAL = NoJournal()
+
+
+class JournalRow(NamedTuple):
+    """A request in the last step. `position`: its output tokens before that step, or a few more."""
+
+    key: str
+    prompt_tokens: int
+    position: int
+
+
+class JournalStep(NamedTuple):
+    """One of the last steps. `age_s`: seconds between the launches of this step and of the last one."""
+
+    number: int
+    age_s: float
+    num_requests: int
+    num_prompt_tokens: int
+
+
+class Journal(msgspec.Struct, frozen=True):
+    """What the file says."""
+
+    rows: list[JournalRow] | None
+    """The requests of the step that was under way. None: no step was, or its requests are unknown."""
+    last_steps: list[JournalStep]
+    """Oldest first."""
+
+
+def read_journal(path: Path) -> Journal:
+    """The journal of a dead scheduler. It is empty if there is no file, or if the file is not valid."""
+    try:
+        data = path.read_bytes()
+        num_steps, rows_since, rows_bytes, in_step = _HEAD.unpack_from(data)
+        steps = [_STEP.unpack_from(data, _HEAD.size + i * _STEP.size) for i in range(_NUM_STEPS_KEPT)]
+    except (OSError, struct.error):
+        return Journal(None, [])
+    steps = sorted(step for step in steps if step[0])
+    last = [JournalStep(number, steps[-1][1] - at, *rest) for number, at, *rest in steps]
+    if not in_step or not rows_bytes:
+        return Journal(None, last)
+    try:
+        rows = msgspec.msgpack.decode(data[_ROWS : _ROWS + rows_bytes], type=list[tuple[str, int, int]])
+    except msgspec.DecodeError:
+        return Journal(None, last)
+    behind = num_steps - rows_since
+    return Journal([JournalRow(key, prompt, position + behind) for key, prompt, position in rows], last)

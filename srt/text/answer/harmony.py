@@ -1,0 +1,52 @@
+"""gpt-oss (Harmony): messages on channels, `<|channel|>NAME<|message|>text<|end|>`.
+
+The channel `analysis` is reasoning and `final` is content. A message to `functions.NAME` is a tool call.
+"""
+
+from __future__ import annotations
+
+import re
+
+from .answer_text import AnswerText, Reading, marks_of
+from .tools import Functions
+
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
+START = "<|start|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_RECIPIENT = re.compile(r"\bto=functions\.([\w.\-]+)")
+_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+
+
+def read_harmony(answer: AnswerText, functions: Functions) -> Reading[None]:
+    answer.hold()
+    yield from answer.skip_space()
+    begun = yield from answer.accept(CHANNEL, START, "to=")
+    while begun:
+        header = [begun]
+        if not (yield from answer.until(marks_of(MESSAGE), header.append)):
+            break  # the answer ends in a header, which is no part of the text
+        answer.release()
+        yield from _read_message(answer, "".join(header), functions)
+        answer.hold()
+        yield from answer.skip_space()
+        begun = yield from answer.accept(CHANNEL, START)
+    if begun:
+        answer.release()
+        return
+    answer.give_back()
+    yield from answer.rest_is_content()
+
+
+def _read_message(answer: AnswerText, header: str, functions: Functions) -> Reading[None]:
+    recipient = _RECIPIENT.search(header)
+    channel = _CHANNEL.search(header)
+    answer.new_part()
+    if recipient is not None and recipient.group(1) in functions:
+        answer.start_call(recipient.group(1))
+        yield from answer.until(marks_of(*ENDS), answer.arguments)
+    elif channel is not None and channel.group(1) == "analysis":
+        yield from answer.until(marks_of(*ENDS), answer.reasoning)
+        answer.new_part()
+    else:
+        yield from answer.until(marks_of(*ENDS), answer.content)

@@ -1,0 +1,118 @@
+"""Llama 3.2 and 4, and others: calls as a Python list, `[f(a=1, b="x"), g()]`, at the start of the answer.
+
+`<|python_start|>` and `<|python_end|>` may enclose the list.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+
+from .answer_text import AnswerText, Reading
+from .json_reader import json_string
+from .tools import Functions
+
+START = "<|python_start|>"
+END = "<|python_end|>"
+_NAME = re.compile(r"[\w.\-]+")
+_PLAIN = re.compile(r"""[^"'()\[\]{},]+""")
+_QUOTED = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}
+_CLOSER = {"(": ")", "[": "]", "{": "}"}
+
+
+def read_pythonic(answer: AnswerText, functions: Functions) -> Reading[None]:
+    answer.hold()
+    yield from answer.skip_space()
+    yield from answer.accept(START)
+    while True:
+        yield from _read_list(answer, functions)
+        if not (yield from answer.content_until(START)):
+            return
+
+
+def _read_list(answer: AnswerText, functions: Functions) -> Reading[None]:
+    yield from answer.skip_space()
+    opened = yield from answer.accept("[")
+    while opened:
+        yield from answer.skip_space()
+        if not (yield from _read_call(answer, functions)):
+            break
+        answer.hold()
+        yield from answer.skip_space()
+        if (yield from answer.accept(",", "]")) != ",":
+            yield from answer.skip_space()
+            yield from answer.accept(END)
+            answer.release()
+            return
+    answer.give_back()
+
+
+def _read_call(answer: AnswerText, functions: Functions) -> Reading[bool]:
+    name = yield from answer.word(_NAME)
+    if name not in functions or not (yield from answer.accept("(")):
+        return False
+    yield from answer.skip_space()
+    started = False
+    while True:
+        if (yield from answer.accept(")")):
+            if not started:
+                answer.start_call(name)
+                answer.arguments("{")
+            answer.arguments("}")
+            return True
+        key = yield from answer.word(_NAME)
+        yield from answer.skip_space()
+        if not key or not (yield from answer.accept("=")):
+            return started
+        if not started:
+            answer.start_call(name)
+        answer.arguments(f'{", " if started else "{"}"{json_string(key)}": ')
+        started = True
+        pieces: list[str] = []
+        if not (yield from _copy_value(answer, pieces.append)):
+            return True
+        answer.arguments(_as_json("".join(pieces).strip()))
+        yield from answer.accept(",")
+        yield from answer.skip_space()
+
+
+def _copy_value(answer: AnswerText, put: Callable[[str], None]) -> Reading[bool]:
+    """Passes the source of a value on. Returns False where its brackets do not match, or at the end of the answer."""
+    closers: list[str] = []
+    while True:
+        yield from answer.run(_PLAIN, put)
+        char = yield from answer.peek()
+        if not char or (not closers and char in "]}"):
+            return False
+        if not closers and char in ",)":
+            return True
+        put((yield from answer.take()))
+        if char in _QUOTED:
+            if not (yield from _copy_quoted(answer, char, put)):
+                return False
+        elif char in _CLOSER:
+            closers.append(_CLOSER[char])
+        elif char != "," and char != closers.pop():
+            return False
+
+
+def _copy_quoted(answer: AnswerText, quote: str, put: Callable[[str], None]) -> Reading[bool]:
+    while True:
+        yield from answer.run(_QUOTED[quote], put)
+        char = yield from answer.take()
+        put(char)
+        if char != "\\":
+            return char == quote
+        put((yield from answer.take()))
+
+
+def _as_json(source: str) -> str:
+    """A Python literal, or a constant of JSON, as JSON. Any other text becomes a string."""
+    if source in ("true", "false", "null"):
+        return source
+    try:
+        return json.dumps(ast.literal_eval(source), ensure_ascii=False, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return f'"{json_string(source)}"'

@@ -1,0 +1,187 @@
+"""The page for people in a real browser. It needs the extra `browser` and an installed Chromium.
+
+pip install -e '.[browser]' && apt-get install chromium
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from toy_engine import REAL_SERVER, ServerProcess
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+sync_api = pytest.importorskip("playwright.sync_api", reason="the extra `browser` is not installed")
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
+
+CONTRAST = """() => {
+  const luminance = (colour) => {
+    const [r, g, b] = colour.match(/[\\d.]+/g).slice(0, 3).map(Number).map((c) => c / 255)
+      .map((c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = getComputedStyle(node).backgroundColor;
+      if (!colour.endsWith(", 0)")) return colour;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const faint = [];
+  for (const node of document.querySelectorAll("p, dt, dd, th, td, h1, h2, h3, button, label, a, code, .text")) {
+    if (!node.textContent.trim() || !node.offsetParent) continue;
+    const [a, b] = [luminance(getComputedStyle(node).color), luminance(behind(node))].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < 4.5) faint.push(`${node.textContent.trim().slice(0, 40)}: ${ratio.toFixed(2)}`);
+  }
+  return faint;
+}"""
+"""The texts with a contrast below 4.5 (WCAG 2.2, level AA)."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    flags = ["--port", "0", "--max-total-tokens", "16384"]
+    with ServerProcess(tmp_path_factory.mktemp("r"), flags, module=REAL_SERVER) as server:
+        yield server.ready()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=quiet)
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """One visit to the page. It records console errors and requests."""
+
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+        self.problems: list[str] = []
+        self.hosts: set[str] = set()
+        self.page = browser.new_page(**options)
+        self.page.on("console", lambda said: said.type in ("error", "warning") and self.problems.append(said.text))
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))
+        self.page.goto(url)
+        self.page.wait_for_selector("#health.ok")
+
+    def ask(self, text: str) -> None:
+        self.page.fill("#input", text)
+        self.page.keyboard.press("Enter")
+
+    def wait(self, condition: str) -> None:
+        """Waits until a JavaScript expression is true. The page's security policy forbids Playwright's own wait."""
+        deadline = time.monotonic() + 60
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < deadline, condition
+            self.page.wait_for_timeout(50)
+
+    def finished(self) -> str:
+        """The last answer, once it has ended."""
+        self.page.wait_for_selector("#stop", state="hidden")
+        return self.page.locator(".message.assistant .text").last.inner_text()
+
+
+def test_a_chat_streams_to_its_end(server: ServerProcess, browser: Any) -> None:
+    visit = Visit(browser, server.url)
+    page = visit.page
+    page.click("summary")
+    page.fill("#temperature", "0")
+    page.fill("#max-tokens", "24")
+    visit.ask("What is the capital of France?")
+    assert "Paris" in visit.finished()
+    assert "prompt tokens from the cache" in page.locator(".facts").last.inner_text()
+    visit.ask("And of Italy?")
+    visit.finished()
+    assert page.locator(".message").count() == 4
+    page.click("#clear")
+    assert page.locator(".message").count() == 0
+    assert visit.problems == [] and visit.hosts == {server.url.split("/")[2]}
+    page.close()
+
+
+def test_a_failure_is_shown_in_the_chat(server: ServerProcess, browser: Any) -> None:
+    visit = Visit(browser, server.url)
+    visit.page.click("summary")
+    visit.page.fill("#temperature", "-1")
+    visit.ask("Hello")
+    assert "temperature must be" in visit.finished()
+    assert visit.page.locator(".message.failed").count() == 1
+    visit.page.close()
+
+
+def test_escape_stops_an_answer(server: ServerProcess, browser: Any) -> None:
+    visit = Visit(browser, server.url)
+    visit.ask("Write a long story about a lighthouse.")
+    visit.wait("document.querySelector('.message.assistant .text')?.textContent.length > 20")
+    visit.page.keyboard.press("Escape")
+    visit.finished()
+    assert "stopped" in visit.page.locator(".facts").last.inner_text()
+    assert visit.problems == []
+    visit.page.close()
+
+
+def test_the_live_view_updates_under_16_streams(server: ServerProcess, browser: Any) -> None:
+    visit = Visit(browser, server.url)
+    body = {"text": "Once upon a time " * 20, "sampling_params": {"max_new_tokens": 150, "ignore_eos": True}}
+    clients = [
+        threading.Thread(target=httpx.post, args=[f"{server.url}/generate"], kwargs={"json": body, "timeout": 120})
+        for _ in range(16)
+    ]
+    for client in clients:
+        client.start()
+    visit.wait("Number(document.querySelector('#running').textContent) === 16")
+    visit.wait("Number(document.querySelector('#throughput').textContent) > 0")
+    assert visit.page.locator("#requests tr").count() == 16
+    assert visit.page.locator("#prefixes code").first.inner_text().startswith("Once upon")
+    for client in clients:
+        client.join()
+    visit.wait("document.querySelector('#running').textContent === '0'")
+    assert visit.problems == []
+    visit.page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_has_enough_contrast(server: ServerProcess, browser: Any, scheme: str) -> None:
+    visit = Visit(browser, server.url, color_scheme=scheme)
+    visit.page.click("summary")
+    visit.page.fill("#max-tokens", "8")
+    visit.ask("Hello")
+    visit.finished()
+    assert visit.page.evaluate(CONTRAST) == []
+    visit.page.close()
+
+
+def test_a_narrow_screen_needs_no_sideways_scrolling(server: ServerProcess, browser: Any) -> None:
+    visit = Visit(browser, server.url, viewport={"width": 360, "height": 740})
+    visit.ask("Hello")
+    visit.finished()
+    assert visit.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    visit.page.close()
+
+
+def test_the_keyboard_reaches_every_control(server: ServerProcess, browser: Any) -> None:
+    visit = Visit(browser, server.url)
+    visit.page.click("summary")
+    wanted = set(
+        visit.page.evaluate(
+            "[...document.querySelectorAll('input, textarea, button')].filter((e) => e.offsetParent).map((e) => e.id)"
+        )
+    )
+    reached: set[str] = set()
+    for _ in range(60):
+        visit.page.keyboard.press("Tab")
+        reached.add(visit.page.evaluate("document.activeElement.id"))
+    assert wanted <= reached
+    unlabelled = "[...document.querySelectorAll('input, textarea')].filter((e) => !e.labels.length).length"
+    assert visit.page.evaluate(unlabelled) == 0
+    visit.page.close()

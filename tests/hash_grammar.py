@@ -1,0 +1,113 @@
+"""A fake grammar library: the tokens that may come next are a hash of all tokens before, so a lost token is noticed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from fakes import choose, next_token
+from tercet.managers.grammar import GrammarFailed, Vocabulary
+from tercet.model_executor.step import num_mask_words
+from tercet.srt.errors import InvalidRequest
+from tercet.srt.grammar_spec import GrammarSpec
+
+_KEPT_OF_8 = 3
+_ENDS_OF_8 = 1
+
+
+def hashed_vocabulary(vocab_size: int, eos_ids: frozenset[int]) -> Vocabulary:
+    tokens = [bytes([i % 256]) for i in range(vocab_size)]
+    return Vocabulary(tokens, eos_ids, eos_ids, {}, lambda text: [*text.encode()])
+
+
+def allowed_after(output: Sequence[int], seed: int, vocab_size: int, eos_ids: frozenset[int]) -> np.ndarray:
+    """bool [vocab_size]: the tokens that the grammar `seed` allows after an output."""
+    ids = [seed, *output]
+    allowed = np.array([next_token([*ids, i], 0, 8) < _KEPT_OF_8 for i in range(vocab_size)])
+    may_end = next_token(ids, 1, 8) < _ENDS_OF_8
+    for token in eos_ids:
+        allowed[token] = may_end
+    if not allowed.any():
+        allowed[list(eos_ids or {0})] = True
+    return allowed
+
+
+def constrained_output(
+    prompt: Sequence[int],
+    seed: int,
+    max_new_tokens: int,
+    vocab_size: int,
+    *,
+    grammar: int,
+    eos_ids: frozenset[int],
+    stop_ids: frozenset[int] = frozenset(),
+    min_new_tokens: int = 0,
+    ignore_eos: bool = False,
+) -> list[int]:
+    """The output that a request with the grammar must get with any schedule."""
+    output: list[int] = []
+    while len(output) < max_new_tokens:
+        allowed = allowed_after(output, grammar, vocab_size, eos_ids)
+        bars = [(min_new_tokens, eos_ids | stop_ids), (max_new_tokens if ignore_eos else 0, eos_ids)]
+        for until, barred in bars:
+            kept = allowed.copy()
+            kept[list(barred)] = False
+            if len(output) < until and kept.any():
+                allowed = kept
+        output.append(choose(next_token([*prompt, *output], seed, vocab_size), allowed))
+        if output[-1] in eos_ids | stop_ids:
+            break
+    return output
+
+
+class HashGrammars:
+    """A GrammarCompiler. A regex with the text N is the grammar with the seed N; `bad` is invalid, and `fails N` fails
+    after N tokens."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.compiled: list[GrammarSpec] = []
+        self.may_go = threading.Event()
+        self.may_go.set()
+
+    def compile(self, spec: GrammarSpec) -> HashGrammar:
+        assert self.may_go.wait(10)
+        self.compiled.append(spec)
+        if spec.text == "bad":
+            raise InvalidRequest("the grammar is bad", param=spec.kind)
+        return HashGrammar(spec.text, self.vocabulary)
+
+
+class HashGrammar:
+    def __init__(self, text: str, vocabulary: Vocabulary) -> None:
+        self.seed = int(text.split()[-1])
+        self.fails_at = self.seed if text.startswith("fails") else None
+        self.vocabulary = vocabulary
+
+    def start(self) -> HashMatcher:
+        return HashMatcher(self)
+
+
+class HashMatcher:
+    def __init__(self, grammar: HashGrammar) -> None:
+        self._grammar = grammar
+        self._output: list[int] = []
+
+    def fill(self, bits: np.ndarray, line: int) -> None:
+        vocabulary = self._grammar.vocabulary
+        if self._grammar.fails_at == len(self._output):
+            raise GrammarFailed("it fails on purpose")
+        allowed = allowed_after(self._output, self._grammar.seed, len(vocabulary.tokens), vocabulary.eos_ids)
+        padded = np.zeros(num_mask_words(len(allowed)) * 32, np.uint8)
+        padded[: len(allowed)] = allowed
+        bits[line] = np.packbits(padded, bitorder="little").view(np.int32)
+
+    def accept(self, token: int) -> None:
+        vocabulary = self._grammar.vocabulary
+        assert allowed_after(self._output, self._grammar.seed, len(vocabulary.tokens), vocabulary.eos_ids)[token]
+        self._output.append(token)
+
+    def rollback(self, num_tokens: int) -> None:
+        del self._output[len(self._output) - num_tokens :]

@@ -1,0 +1,188 @@
+"""The real libraries behind grammars: masks, ends, refusals and limits, on a small vocabulary."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import pytest
+from grammar_cases import EOS, VOCABULARY, allowed, spec_of, takes
+
+from tercet.managers import grammar_backends
+from tercet.managers.grammar import GrammarCompiler, GrammarFailed, compile_and_check
+from tercet.managers.grammar_backends import make_compiler, why_no_grammars
+from tercet.srt.errors import InvalidRequest
+
+pytest.importorskip("llguidance")
+has_xgrammar = pytest.mark.skipif(
+    why_no_grammars("xgrammar") is not None, reason="xgrammar is an optional extra (tercet[grammar])"
+)
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.fixture(scope="module")
+def auto() -> GrammarCompiler:
+    return make_compiler("auto", VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def exact() -> GrammarCompiler:
+    return make_compiler("llguidance", VOCABULARY)
+
+
+CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"regex": r"[a-c]{2}|\d+"}, ["ab", "7", "123"], ["", "a", "abc", "x"]),
+    ({"regex": r"a\.b|c\+"}, ["a.b", "c+"], ["axb", "c"]),
+    ({"ebnf": 'root ::= "a" item* "z"\nitem ::= [0-9] | "-"'}, ["az", "a1-2z"], ["a", "a1", "aaz"]),
+    ({"ebnf": 'root ::= ("ab" | "a") ("bc" | "c")'}, ["abc", "abbc", "ac"], ["ab", "abb"]),
+    ({"json_schema": OBJECT}, ['{"a": 1}', '{"a": -20}'], ["{}", '{"a":1}', '{"a": 1, "b": 2}', '{"a": 1.5}']),
+    ({"json_schema": {"type": "object"}}, ["{}", '{"x": {"y": [1, null]}}'], ["[]", "1"]),
+    ({"json_schema": {"enum": ["a", 1, None]}}, ['"a"', "1", "null"], ['"b"', "2"]),
+    (
+        {"json_schema": {"type": "string", "minLength": 2, "maxLength": 3}},
+        ['"ab"', '"abc"', '"\u00e9\u00e9"'],
+        ['"a"', '"abcd"'],
+    ),
+    (
+        {"json_schema": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}},
+        ["[true]", "[true, false]"],
+        ["[]", "[true, true, true]"],
+    ),
+    (
+        {"json_schema": {"type": "object", "required": ["z"]}},
+        ['{"z": 1}', '{"z": 2, "y": 1}'],
+        ["{}", '{"y": 1}'],
+    ),
+    (
+        {"json_schema": {"allOf": [OBJECT, {"type": "object", "properties": {"b": {"const": 2}}, "required": ["b"]}]}},
+        ['{"a": 1, "b": 2}'],
+        ['{"a": 1}', "{}"],
+    ),
+    (
+        {
+            "json_schema": {
+                "$defs": {
+                    "n": {"type": "object", "properties": {"c": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}
+                },
+                "type": "object",
+                "properties": {"root": {"$ref": "#/$defs/n"}},
+                "required": ["root"],
+            }
+        },
+        ['{"root": {}}', '{"root": {"c": [{}, {"c": []}]}}'],
+        ["{}", '{"root": {"d": 1}}'],
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "good", "bad"), CASES)
+@pytest.mark.parametrize("backend", ["auto", "llguidance", pytest.param("xgrammar", marks=has_xgrammar)])
+def test_a_grammar_takes_what_matches_and_nothing_else(
+    backend: Any, given: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    spec = spec_of(**given)
+    try:
+        grammar = compile_and_check(make_compiler(backend, VOCABULARY), spec, VOCABULARY.num_words)
+    except InvalidRequest as error:
+        assert backend == "xgrammar" and "does not enforce all of it" in error.message, error
+        return
+    for text in good:
+        assert takes(grammar, text), text
+    for text in bad:
+        assert not takes(grammar, text), text
+
+
+@pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=has_xgrammar)])
+def test_rollback_takes_back_tokens(backend: Any) -> None:
+    grammar = make_compiler(backend, VOCABULARY).compile(spec_of(regex="ab*c"))
+    matcher = grammar.start()
+    matcher.accept(ord("a"))
+    before = allowed(matcher)
+    matcher.accept(ord("b"))
+    matcher.accept(ord("c"))
+    assert allowed(matcher) == {EOS}
+    matcher.rollback(2)
+    assert allowed(matcher) == before and ord("c") in before
+    with pytest.raises(GrammarFailed):
+        matcher.accept(ord("x"))
+
+
+@has_xgrammar
+def test_auto_gives_xgrammar_plain_schemas_alone(auto: GrammarCompiler) -> None:
+    assert type(auto.compile(spec_of(json_schema=OBJECT))).__name__ == "_XGrammar"
+    for other in (
+        spec_of(json_schema={"type": "string", "maxLength": 5}),
+        spec_of(regex="a"),
+        spec_of(ebnf="root ::= [a]"),
+    ):
+        assert type(auto.compile(other)).__name__ == "_LLGrammar"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"ebnf": "root ::= missing"}, "Rule 'missing' not found"),
+        ({"ebnf": "x ::= [a]"}, ""),
+        ({"ebnf": ""}, ""),
+        ({"json_schema": "{"}, "Expecting property name"),
+        ({"json_schema": "[]"}, "must be an object, got list"),
+        ({"json_schema": "false"}, "allows no value"),
+        ({"json_schema": {"$ref": "#"}}, "no text can follow"),
+        ({"json_schema": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no text can follow"),
+        ({"json_schema": {"type": "frog"}}, ""),
+        ({"json_schema": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
+        ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json_schema": {"type": "string", "format": "nonsense"}}, "Unknown format"),
+        ({"json_schema": {"$ref": "https://example.org/schema"}}, ""),
+        ({"json_schema": '{"items":' * 500 + "{}" + "}" * 500}, ""),
+        ({"ebnf": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, ""),
+        ({"regex": "(" * 5000 + "a" + ")" * 5000}, ""),
+        ({"structural_tag": "{}"}, "exactly one of"),
+    ],
+)
+def test_a_bad_grammar_is_refused_by_name(exact: GrammarCompiler, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        compile_and_check(exact, spec_of(**given), VOCABULARY.num_words)
+    (kind,) = given
+    assert caught.value.param == kind and says in caught.value.message
+    assert caught.value.message.startswith(f"{kind} cannot be used: ") and "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": "(a{1,1000}){1,1000}"},
+        {"regex": "((a|b|ab)*c?){50}[^x]*"},
+        {"regex": "[ab]*a[ab]{18}"},
+        {"regex": "(.*a){20}"},
+        {"ebnf": 'root ::= root root | "a" | ""'},
+        {"ebnf": 'root ::= s\ns ::= s s | s s s | "a"'},
+        {"ebnf": "\n".join(["root ::= a0", *(f"a{i} ::= a{i + 1} a{i + 1}" for i in range(40)), 'a40 ::= "x"'])},
+        {"json_schema": {"type": "string", "pattern": "^(a{1,1000}){1,1000}$"}},
+        {"json_schema": {"type": "string", "maxLength": 10**9}},
+        {"json_schema": {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(3000)}}},
+    ],
+)
+def test_a_grammar_that_explodes_ends_or_stays_within_its_limits(exact: GrammarCompiler, given: dict[str, Any]) -> None:
+    """Without limits, some of these take minutes for a compilation or a step, and the test runs out of time."""
+    draw = random.Random(0)
+    with contextlib.suppress(InvalidRequest, GrammarFailed):
+        matcher = compile_and_check(exact, spec_of(**given), VOCABULARY.num_words).start()
+        for _ in range(100):
+            ids = sorted(allowed(matcher) - {EOS})
+            if not ids:
+                break
+            matcher.accept(draw.choice(ids))
+
+
+def test_without_a_library_a_grammar_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_no_grammars("auto") is None
+    assert "--grammar-backend none" in (why_no_grammars("none") or "")
+    monkeypatch.setattr(grammar_backends.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'tercet[grammar]'" in (why_no_grammars("xgrammar") or "")
+    with pytest.raises(InvalidRequest, match="needs the package llguidance"):
+        make_compiler("auto", VOCABULARY)

@@ -1,0 +1,89 @@
+"""Constrained generation on the real model: every output parses and validates. TERCET_GRAMMARS=500 is the long run."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from default_model import model_path
+from grammar_workload import Case, random_case
+
+import tercet
+from tercet.srt.errors import InvalidRequest
+from tercet.srt.io_struct import LengthFinish, StopFinish
+
+pytestmark = pytest.mark.e2e
+
+NUM_CASES = int(os.environ.get("TERCET_GRAMMARS", "12"))
+NUM_STREAMS = 16
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[tercet.LocalEngine]:
+    yield tercet.LocalEngine(str(model_path()), random_seed=0, max_running_requests=NUM_STREAMS, max_total_tokens=16384)
+
+
+def generate(engine: tercet.LocalEngine, requests: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, tuple[str, Any]]:
+    """Text and finish reason of each request."""
+    for rid, (prompt, sampling) in requests.items():
+        engine.add_request(rid, prompt, sampling)
+    ids: dict[str, list[int]] = defaultdict(list)
+    finishes: dict[str, Any] = {}
+    while engine.has_unfinished():
+        result = engine.step()
+        for rid, tokens in result.new_tokens.items():
+            ids[rid] += tokens
+        finishes |= result.finish_reasons
+    assert engine.tokenizer is not None
+    return {rid: (engine.tokenizer.decode(ids[rid]), finishes[rid]) for rid in requests}
+
+
+def test_every_output_parses_and_validates(engine: tercet.LocalEngine) -> None:
+    cases: dict[str, Case] = {str(seed): random_case(seed) for seed in range(NUM_CASES)}
+    requests = {}
+    for rid, case in cases.items():
+        temperature = [0.0, 0.8, 1.5][int(rid) % 3]
+        shared = {"max_new_tokens": 700, "temperature": temperature, "sampling_seed": int(rid)}
+        requests[rid] = (case.prompt, {**shared, **case.sampling})
+    answers = generate(engine, requests)
+    wrong = []
+    for rid, case in cases.items():
+        text, finish = answers[rid]
+        if not (isinstance(finish, StopFinish) and case.is_right(text)):
+            wrong.append((rid, case.sampling, text, finish))
+    assert not wrong, f"{len(wrong)} of {NUM_CASES}: {wrong[0]}"
+
+
+def test_a_grammar_and_the_other_parameters_hold_together(engine: tercet.LocalEngine) -> None:
+    bias = {str(token): -100.0 for token in engine.tokenizer.encode("a")} if engine.tokenizer else {}
+    answers = generate(
+        engine,
+        {
+            "late": ("Letters: ", {"regex": "[ab]{1,30}", "min_new_tokens": 6, "temperature": 2.0, "sampling_seed": 1}),
+            "forced": ("Letters: ", {"regex": "[ab]{1,3}", "min_new_tokens": 50, "max_new_tokens": 60}),
+            "no eos": ("Letters: ", {"regex": "[ab]{1,3}", "ignore_eos": True, "temperature": 1.0, "sampling_seed": 2}),
+            "cut": ("Letters: ", {"regex": "[ab]{100}", "max_new_tokens": 5, "repetition_penalty": 2.0}),
+            "stopped": ("Letters: ", {"regex": "aaab{5}", "stop": "bb"}),
+            "biased": ("Letters: ", {"regex": "[ab]", "logit_bias": bias, "temperature": 0.0}),
+            "penalised": ("Letters: ", {"regex": "[ab]{9}", "frequency_penalty": 2.0, "top_k": 3, "top_p": 0.5}),
+            "free": ("Letters: ", {"max_new_tokens": 8, "temperature": 0.0}),
+        },
+    )
+    assert isinstance(answers["late"][1], StopFinish) and 1 <= len(answers["late"][0]) <= 30
+    assert len(answers["forced"][0]) == 3 and answers["forced"][1] == StopFinish(2)
+    assert len(answers["no eos"][0]) == 3 and answers["no eos"][1] == StopFinish(2)
+    assert set(answers["cut"][0]) <= set("ab") and answers["cut"][1] == LengthFinish(5)
+    assert answers["stopped"][1] == StopFinish("bb")
+    assert answers["biased"][0] == "b"
+    assert len(answers["penalised"][0]) == 9
+    alone = generate(engine, {"free": ("Letters: ", {"max_new_tokens": 8, "temperature": 0.0})})
+    assert alone["free"] == answers["free"]
+
+
+def test_a_bad_grammar_is_refused_in_the_call(engine: tercet.LocalEngine) -> None:
+    with pytest.raises(InvalidRequest, match="regex cannot be used"):
+        engine.add_request("bad", "a", {"regex": "("})
+    assert not engine.has_unfinished()

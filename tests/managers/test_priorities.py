@@ -1,0 +1,135 @@
+"""Priorities on the whole scheduler with the fake runner: order, preemption, and who leaves a full queue."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scheduler_rig import Rig
+
+from fakes import expected_output
+from tercet.managers.schedule_policy import POLICIES
+from tercet.srt.errors import QueueFull
+from tercet.srt.io_struct import AbortFinish
+
+
+def ends(rig: Rig) -> list[str]:
+    """The requests in the order of their first output."""
+    return list(rig.heard)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("low_first", "expected"), [(False, "bdac"), (True, "cadb")])
+def test_the_most_urgent_goes_first_under_every_policy(policy: str, low_first: bool, expected: str) -> None:
+    rig = Rig(max_running=1, policy=policy, low_first=low_first, preemption_threshold=100)
+    for index, (rid, priority) in enumerate({"a": 1, "b": 3, "c": -5, "d": 2}.items()):
+        rig.add(rid, [index] * 9, priority=priority, max_new_tokens=2)
+    rig.run()
+    assert "".join(ends(rig)) == expected
+
+
+@pytest.mark.parametrize(("priority", "is_preempted"), [(10, False), (11, True)])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_difference_above_the_threshold_preempts_for_a_row(priority: int, is_preempted: bool, overlap: bool) -> None:
+    rig = Rig(max_running=1, preemption_threshold=10, overlap=overlap)
+    rig.add("low", [1] * 9, max_new_tokens=30)
+    for _ in range(6):
+        rig.turn()
+    num_kept = len(rig.heard["low"].ids)
+    rig.add("high", [2] * 9, priority=priority, max_new_tokens=5)
+    rig.run()
+    assert 0 < num_kept < 30
+    assert rig.heard["low"].ids == expected_output([1] * 9, 1, 30, 97)
+    assert rig.heard["high"].ids == expected_output([2] * 9, 1, 5, 97)
+    assert rig.heard["low"].last.counts.num_retractions == is_preempted
+    assert rig.heard["high"].last.counts.num_retractions == 0
+
+
+def test_without_priority_scheduling_nothing_is_preempted() -> None:
+    rig = Rig(max_running=1)
+    rig.add("first", [1] * 9, max_new_tokens=30)
+    rig.turn()
+    rig.add("second", [2] * 9, priority=1000, max_new_tokens=5)
+    rig.run()
+    assert rig.planner.num_retractions == 0
+
+
+def test_as_few_as_needed_are_preempted_the_least_urgent_and_the_newest_first() -> None:
+    rig = Rig(pool_size=100, preemption_threshold=0, overlap=False, conservativeness=0.01)
+    for rid, priority in (("a", 2), ("b", 1), ("c", 1), ("d", 9)):
+        rig.add(rid, [ord(rid) % 9] * 12, priority=priority, max_new_tokens=8)
+    for _ in range(3):
+        rig.turn()
+    rig.add("urgent", [5] * 50, priority=9, max_new_tokens=2)
+    rig.run()
+    retracted = {rid: heard.last.counts.num_retractions for rid, heard in rig.heard.items()}
+    assert retracted == {"a": 0, "b": 0, "c": 1, "d": 0, "urgent": 0}
+
+
+def test_nobody_is_preempted_if_that_is_not_enough() -> None:
+    rig = Rig(pool_size=100, preemption_threshold=0, overlap=False)
+    rig.add("equal", [1] * 50, priority=9, max_new_tokens=20)
+    rig.add("low", [2] * 5, max_new_tokens=15)
+    for _ in range(3):
+        rig.turn()
+    rig.add("urgent", [7] * 60, priority=9, max_new_tokens=2)
+    rig.run()
+    assert rig.planner.num_retractions == 0
+    assert rig.heard["urgent"].ids == expected_output([7] * 60, 1, 2, 97)
+
+
+def test_the_least_urgent_and_newest_leaves_a_full_queue() -> None:
+    rig = Rig(max_queued=3, max_running=1, preemption_threshold=100)
+    rig.add("runs", [0] * 5, max_new_tokens=20)
+    rig.turn()
+    for rid, priority in (("a", 0), ("b", 1), ("c", 0)):
+        rig.add(rid, [1] * 5, priority=priority)
+    rig.turn()
+    for rid, priority in (("d", 0), ("e", 2), ("f", 2), ("g", 1), ("h", 5)):
+        rig.add(rid, [1] * 5, priority=priority)
+    rig.run()
+    refused = {rid: heard.finish for rid, heard in rig.heard.items() if isinstance(heard.finish, AbortFinish)}
+    assert set(refused) == {"d", "c", "a", "g", "b"}
+    assert all(finish.err_type == QueueFull.__name__ and finish.status_code == 503 for finish in refused.values())
+
+
+def test_a_request_with_output_keeps_its_place_in_a_full_queue() -> None:
+    rig = Rig(max_queued=1, max_running=1, preemption_threshold=0)
+    rig.add("low", [0] * 5, max_new_tokens=20)
+    for _ in range(5):
+        rig.turn()
+    rig.add("high", [1] * 5, priority=1, max_new_tokens=20)
+    for _ in range(3):
+        rig.turn()
+    rig.add("higher", [2] * 5, priority=1)
+    rig.run()
+    assert isinstance(rig.heard["higher"].finish, AbortFinish)
+    assert rig.heard["low"].ids == expected_output([0] * 5, 1, 20, 97)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_tokens_do_not_depend_on_priorities(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rig = Rig(
+        pool_size=int(rng.choice([96, 128, 512])),
+        page_size=int(rng.choice([1, 16])),
+        max_running=int(rng.integers(1, 6)),
+        max_prefill_tokens=int(rng.choice([16, 64])),
+        policy=str(rng.choice(list(POLICIES))),
+        preemption_threshold=int(rng.choice([0, 2])),
+        watermark=float(rng.choice([0.0, 0.1])),
+        conservativeness=float(rng.choice([0.01, 1.0])),
+        radix=bool(rng.random() < 0.7),
+        mixed=bool(rng.random() < 0.5),
+        overlap=bool(rng.random() < 0.5),
+        max_drafts=int(rng.choice([0, 3])),
+    )
+    requests = {}
+    for index in range(24):
+        prompt = [index % 3] * int(rng.integers(1, 40)) + rng.integers(0, 9, 3).tolist()
+        requests[f"r{index}"] = prompt, int(rng.integers(1, 40))
+        rig.add(f"r{index}", prompt, priority=int(rng.integers(-3, 4)), max_new_tokens=requests[f"r{index}"][1])
+        for _ in range(int(rng.integers(0, 4))):
+            rig.turn()
+    rig.run(max_turns=3000)
+    for rid, (prompt, max_new_tokens) in requests.items():
+        assert rig.heard[rid].ids == expected_output(prompt, 1, max_new_tokens, 97)

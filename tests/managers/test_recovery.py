@@ -1,0 +1,327 @@
+"""Which samples of a dead engine are sent again, in which order, and which one is to blame."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from fake_http import FakeScheduler, make_manager, text_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tercet.managers.generation import Generation, error_of
+from tercet.managers.recovery import Blame, Recovery
+from tercet.managers.tokenizer_manager import TokenizerManager
+from tercet.srt.errors import EngineDead, EngineRestarting, FatalRequest, QueueFull
+from tercet.srt.io_struct import AbortFinish, BatchTextOut, Counts, LengthFinish, TextOut, TokenOut
+from tercet.srt.request_options import RequestOptions
+from tercet.srt.sampling_params import SamplingParams
+
+
+def options(**sampling: Any) -> RequestOptions:
+    return RequestOptions(sampling=SamplingParams(**{"max_new_tokens": 40, **sampling}), stream=True)
+
+
+class Engine:
+    """A manager with a gated scheduler: nothing moves unless a test lets it."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.scheduler = self._scheduler()
+        self.manager: TokenizerManager = make_manager(self.scheduler, **settings)
+
+    def _scheduler(self) -> FakeScheduler:
+        scheduler = FakeScheduler()
+        scheduler.gate = True
+        return scheduler
+
+    async def submit(self, num: int, **sampling: Any) -> list[Generation]:
+        return [one for _ in range(num) for one in await self.manager.submit("hi", options(**sampling))]
+
+    def step(self, num_steps: int = 1) -> None:
+        """Every request that the scheduler has gets a token."""
+        for _ in range(num_steps):
+            held, self.scheduler.held = self.scheduler.held, []
+            for request, done in held:
+                self.scheduler._write(request, done)
+
+    def die(self, blame: Blame | None) -> None:
+        self.scheduler.dead = True
+        self.manager.on_death(blame)
+
+    def restart(self) -> None:
+        self.scheduler = self._scheduler()
+        self.scheduler.manager = self.manager
+        self.manager.resume(self.scheduler, self.manager.facts)
+
+    def sent(self) -> list[str]:
+        return [request.rid for request in self.scheduler.received]
+
+
+def scenario(work: Callable[[Engine], Any]) -> Callable[[], None]:
+    def test() -> None:
+        asyncio.run(work(Engine()))
+
+    test.__name__ = work.__name__
+    test.__doc__ = work.__doc__
+    return test
+
+
+@scenario
+async def test_after_a_fault_from_outside_all_samples_go_on_at_once(engine: Engine) -> None:
+    samples = await engine.submit(3)
+    engine.step(5)
+    late = await engine.submit(1)
+    for num_deaths in range(1, 4):
+        engine.die(None)
+        engine.restart()
+        assert engine.sent() == [one.key for one in [*samples, *late]]
+        engine.step(2)
+        assert [one.num_recoveries for one in samples] == [num_deaths] * 3
+    resumed = [request.resumed for request in engine.scheduler.received]
+    assert [one.output_ids for one in resumed if one] == [list(range(9))] * 3 + [list(range(4))]
+    assert resumed[0] is not None and (resumed[0].cached_tokens, resumed[0].num_retractions) == (1, 0)
+    engine.step(40)
+    for one in [*samples, *late]:
+        out = await one.result()
+        assert (out.text, out.token_ids, out.finish) == (text_of(40), list(range(40)), LengthFinish(40))
+    assert engine.manager.recovery.num_resumed == 12 and engine.manager.recovery.num_restarts == 3
+
+
+@scenario
+async def test_a_sample_without_an_output_counts_its_cached_prompt_again(engine: Engine) -> None:
+    await engine.submit(1)
+    engine.die(None)
+    engine.restart()
+    (request,) = engine.scheduler.received
+    assert request.resumed is not None and request.resumed.cached_tokens is None
+
+
+@scenario
+async def test_suspects_go_on_one_after_the_other_and_others_at_once(engine: Engine) -> None:
+    samples = await engine.submit(4)
+    engine.step(3)
+    first, second, third, fourth = (one.key for one in samples)
+    engine.die(Blame({second: 3, third: 8}))
+    engine.restart()
+    assert engine.sent() == [first, fourth, second]
+    assert engine.manager.is_recovering
+    engine.step(2)
+    assert third not in engine.sent()
+    engine.step(1)  # 3 tokens before the fatal step, one of it, two more
+    assert engine.sent()[3:] == [third]
+    engine.step(7)
+    assert engine.manager.is_recovering
+    engine.step(1)
+    assert not engine.manager.is_recovering
+
+
+@scenario
+async def test_the_culprit_ends_at_the_second_death_and_its_neighbours_go_on(engine: Engine) -> None:
+    samples = await engine.submit(8)
+    engine.step(3)
+    culprit = samples[5]
+    engine.die(Blame({one.key: 3 for one in samples}))
+    for _ in range(100):
+        if engine.manager.is_restarting:
+            engine.restart()
+        if culprit.key in engine.scheduler.running:
+            engine.die(Blame({key: len(one.output_ids) for one in samples if (key := one.key) in engine.sent()}))
+        else:
+            engine.step(1)
+    out = await culprit.result()
+    assert isinstance(error_of(out.finish), FatalRequest) and out.token_ids == [0, 1, 2]
+    assert engine.manager.recovery.num_fatal == 1 and engine.manager.recovery.num_restarts == 2
+    for one in samples:
+        if one is not culprit:
+            assert (await one.result()).text == text_of(40)
+
+
+@scenario
+async def test_without_a_known_step_every_sample_is_a_suspect(engine: Engine) -> None:
+    samples = await engine.submit(3)
+    engine.die(Blame(None))
+    engine.restart()
+    assert engine.sent() == [samples[0].key]
+    engine.die(Blame(None))
+    assert isinstance(error_of((await samples[0].result()).finish), FatalRequest)
+    engine.restart()
+    assert engine.sent() == [samples[1].key]
+
+
+@scenario
+async def test_a_lone_sample_is_to_blame_for_its_second_fatal_step(engine: Engine) -> None:
+    (sample,) = await engine.submit(1)
+    engine.die(Blame({sample.key: 0}))
+    engine.restart()
+    engine.step(10)
+    assert not engine.manager.is_recovering
+    engine.die(None)
+    engine.restart()
+    assert not sample.is_over
+    engine.die(Blame({sample.key: 10}))
+    assert isinstance(error_of((await sample.result()).finish), FatalRequest)
+
+
+@scenario
+async def test_a_death_from_outside_during_a_trial_convicts_nobody(engine: Engine) -> None:
+    samples = await engine.submit(2)
+    engine.die(Blame({one.key: 0 for one in samples}))
+    for _ in range(3):
+        engine.restart()
+        assert engine.sent() == [samples[0].key]
+        engine.die(None)
+    engine.restart()
+    engine.step(3)
+    assert engine.sent() == [one.key for one in samples]
+    engine.step(40)
+    assert [(await one.result()).text for one in samples] == [text_of(40)] * 2
+
+
+@scenario
+async def test_the_trial_goes_on_when_a_client_leaves(engine: Engine) -> None:
+    samples = await engine.submit(3)
+    engine.die(Blame({one.key: 0 for one in samples}))
+    samples[1].close()
+    engine.restart()
+    samples[0].close()
+    engine.manager.on_message(BatchTextOut([]))
+    assert engine.sent() == [samples[0].key, samples[2].key]
+
+
+@scenario
+async def test_aborts_during_a_restart_end_with_the_tokens_so_far(engine: Engine) -> None:
+    before, during, closed = await engine.submit(3)
+    engine.step(4)
+    engine.scheduler.dead = True
+    before.abort()  # the engine dies before it answers
+    engine.manager.on_death(None)
+    during.abort()
+    closed.close()
+    assert before.is_over and during.is_over and closed.is_over
+    for one in (before, during, closed):
+        out = await one.result()
+        assert out.finish == AbortFinish("aborted by the client")
+        assert (out.text, out.counts.completion_tokens) == (text_of(4), 4)
+    engine.restart()
+    assert engine.sent() == [] and engine.manager.num_unfinished == 0
+
+
+@scenario
+async def test_new_requests_wait_for_the_engine(engine: Engine) -> None:
+    engine.die(None)
+    (sample,) = await engine.submit(1)
+    with pytest.raises(EngineRestarting):
+        await engine.manager.flush_cache()
+    assert not engine.manager.is_healthy and engine.manager.is_restarting
+    engine.die(None)  # the new engine has died while it started
+    engine.restart()
+    (request,) = engine.scheduler.received
+    assert request.rid == sample.key and request.resumed is None
+    engine.step(40)
+    assert (await sample.result()).text == text_of(40) and sample.num_recoveries == 0
+
+
+def test_waiting_for_the_engine_is_bounded() -> None:
+    async def work() -> None:
+        engine = Engine(max_queued_requests=2)
+        engine.die(None)
+        samples = await engine.submit(3)
+        assert isinstance(error_of((await samples[2].result()).finish), QueueFull)
+        engine.restart()
+        assert engine.sent() == [one.key for one in samples[:2]]
+
+    asyncio.run(work())
+
+
+@scenario
+async def test_calls_in_flight_fail_by_name_and_the_last_state_is_told(engine: Engine) -> None:
+    manager = engine.manager
+    assert (await manager.scheduler_state(1)).age_s == 0
+    engine.scheduler.dead = True
+    flush = asyncio.ensure_future(manager.flush_cache())
+    state = asyncio.ensure_future(manager.scheduler_state(5))
+    await asyncio.sleep(0)
+    manager.on_death(None)
+    with pytest.raises(EngineRestarting):
+        await flush
+    assert (await state).state == (await manager.scheduler_state(5)).state
+
+
+@scenario
+async def test_when_the_engine_is_given_up_every_sample_ends(engine: Engine) -> None:
+    samples = await engine.submit(3)
+    engine.die(Blame({samples[0].key: 0, samples[1].key: 0}))
+    engine.restart()
+    engine.die(None)
+    engine.manager.fail("it cannot be started")
+    for one in samples:
+        assert isinstance(error_of((await one.result()).finish), EngineDead)
+    assert engine.manager.num_unfinished == 0 and not engine.manager.is_restarting
+
+
+class Owner:
+    rid = "r"
+    prompt_ids: Sequence[int] = (1,)
+
+    def stop(self, generation: Generation) -> None: ...
+
+    def on_end(self, generation: Generation) -> None: ...
+
+
+@given(
+    st.integers(0, 7),
+    st.integers(1, 8),
+    st.lists(st.sampled_from(["step", "kill", "new"]), max_size=30),
+)
+def test_one_poisonous_request_alone_is_convicted(poison: int, num: int, events: list[str]) -> None:
+    """Whatever else happens: it kills every step that it is in, its neighbours survive, and two deaths suffice."""
+    recovery = Recovery()
+    samples: list[Generation] = []
+    engine: dict[str, Generation] = {}
+
+    def add() -> None:
+        one = Generation(Owner(), 0, str(len(samples)))
+        samples.append(one)
+        engine[one.key] = one
+
+    def send_on() -> None:
+        if recovery.is_isolating or not engine:
+            one = recovery.next_trial()
+            if one is not None:
+                engine[one.key] = one
+
+    def death(blame: Blame | None) -> None:
+        lost = list(engine.values())
+        engine.clear()
+        recovery.on_death(lost, blame)
+        for one in recovery.take_innocent([one for one in samples if not one.is_over]):
+            engine[one.key] = one
+        one = recovery.next_trial()
+        if one is not None:
+            engine[one.key] = one
+
+    def step() -> bool:
+        """Whether the poison was in it."""
+        if (culprit := engine.get(samples[poison % num].key)) is not None and not culprit.is_over:
+            death(Blame({one.key: len(one.output_ids) for one in engine.values()}))
+            return True
+        for one in engine.values():
+            one.push(TextOut(tokens=TokenOut(rid=one.key, token_ids=[0], finish=None, counts=Counts(1)), text=""))
+        send_on()
+        return False
+
+    for _ in range(num):
+        add()
+    num_own_deaths = 0
+    for event in [*events, *["step"] * 60]:
+        if event == "new":
+            add()
+        elif event == "kill":
+            death(None)
+        else:
+            num_own_deaths += step()
+    assert num_own_deaths == 2
+    assert [one.is_over for one in samples].count(True) == 1 and samples[poison % num].is_over
+    assert {one.key for one in samples if not one.is_over} == set(engine)

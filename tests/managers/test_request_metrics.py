@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import bisect
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakes import FakeClock
+from tercet.managers.generation import Generation
+from tercet.managers.request_metrics import Histogram, ObservedGeneration, RequestMetrics
+from tercet.srt.errors import QueueFull
+from tercet.srt.io_struct import AbortFinish, Counts, FinishReason, LengthFinish, TextOut, TokenOut
+
+
+class Owner:
+    rid = "r"
+    prompt_ids = (1, 2, 3)
+
+    def stop(self, generation: Generation) -> None: ...
+
+    def on_end(self, generation: Generation) -> None: ...
+
+
+class Observed:
+    """One observed sample, with a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.metrics = RequestMetrics()
+        self.clock = FakeClock()
+        self.generation = ObservedGeneration(Owner(), 0, "0", self.metrics, self.clock)
+
+    def push(self, after_s: float, num_tokens: int, finish: FinishReason | None = None, *, cached: int = 0) -> None:
+        self.clock.now += after_s
+        counts = Counts(3, num_tokens, cached, 0, 0.5 if finish is not None else None)
+        tokens = TokenOut(rid="0", token_ids=[], finish=finish, counts=counts)
+        self.generation.push(TextOut(tokens=tokens, text=""))
+
+
+@given(st.lists(st.floats(0, 10), max_size=30), st.lists(st.floats(0, 10), min_size=1, max_size=8, unique=True))
+def test_a_histogram_counts_each_value_in_every_bucket_above_it(values: list[float], bounds: list[float]) -> None:
+    histogram = Histogram(sorted(bounds))
+    for value in values:
+        histogram.observe(value)
+    ordered = sorted(values)
+    for bound, count in histogram.cumulative():
+        assert count == bisect.bisect_right(ordered, float(bound))
+    assert histogram.cumulative()[-1] == ("+Inf", len(values))
+    assert histogram.total == pytest.approx(sum(values))
+
+
+def test_the_bounds_rise() -> None:
+    metrics = RequestMetrics()
+    for one in vars(metrics).values():
+        if isinstance(one, Histogram):
+            assert all(low < high for low, high in pairwise(one.bounds))
+
+
+def test_a_request_is_counted_as_its_tokens_come() -> None:
+    seen = Observed()
+    metrics = seen.metrics
+    seen.push(2.0, 1, cached=2)
+    assert (metrics.prompt_tokens, metrics.cached_tokens, metrics.generation_tokens) == (3, 2, 1)
+    assert metrics.num_requests == 0
+    seen.push(0.5, 2)
+    seen.push(1.5, 5)
+    seen.push(0.5, 6, LengthFinish(6))
+    assert (metrics.prompt_tokens, metrics.cached_tokens, metrics.generation_tokens) == (3, 2, 6)
+    assert (metrics.num_requests, metrics.num_aborted) == (1, 0)
+    assert metrics.time_to_first_token.total == 2.0
+    assert metrics.e2e_request_latency.total == 4.5
+    assert metrics.queue_time.total == 0.5
+    inter_token = metrics.inter_token_latency
+    assert inter_token.total == pytest.approx(2.5)
+    assert inter_token.counts[inter_token.bounds.index(0.6)] == sum(inter_token.counts) == 5
+    assert seen.generation.timings is not None
+    assert seen.generation.timings.queue_time == 0.5
+    assert seen.generation.timings.decode_throughput == 2.0
+
+
+def test_an_answer_without_a_token_has_a_prompt() -> None:
+    seen = Observed()
+    seen.push(1.0, 0, LengthFinish(0))
+    assert (seen.metrics.prompt_tokens, seen.metrics.generation_tokens, seen.metrics.num_requests) == (3, 0, 1)
+    assert sum(seen.metrics.time_to_first_token.counts) == 0
+    assert seen.generation.timings is not None and seen.generation.timings.decode_throughput is None
+
+
+def test_a_closed_request_is_an_aborted_one() -> None:
+    seen = Observed()
+    seen.push(1.0, 1)
+    seen.generation.close()
+    assert (seen.metrics.num_requests, seen.metrics.num_aborted) == (1, 1)
+    assert sum(seen.metrics.queue_time.counts) == 0
+    assert (seen.metrics.prompt_tokens, seen.metrics.generation_tokens) == (3, 1)
+
+
+def test_a_request_that_is_sent_again_has_not_ended() -> None:
+    seen = Observed()
+    seen.generation.on_queue_full = lambda: None
+    seen.push(1.0, 0, AbortFinish.of(QueueFull("full")))
+    assert seen.metrics.num_requests == 0
+    seen.push(1.0, 1, LengthFinish(1))
+    assert seen.metrics.num_requests == 1 and seen.metrics.num_aborted == 0

@@ -1,0 +1,155 @@
+"""The grammar worker as a process: it judges, it dies of bad grammars, and it is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+from default_model import model_path
+from toy_engine import is_gone
+
+from tercet.managers.grammar_worker import grammar_vocabulary, run_grammar_worker
+from tercet.srt.entrypoints.grammar_process import GrammarProcess
+from tercet.srt.errors import EngineDead
+from tercet.srt.grammar_spec import CheckGrammarReply, CheckGrammarReq, GrammarSpec
+from tercet.srt.io_struct import BrokenMessage
+from tercet.srt.ipc import RunDir
+from tercet.srt.model_files.model_config import load_model_config
+from tercet.srt.server_args import ServerArgs
+from tercet.srt.text.tokenizer import load_tokenizer
+
+CHAIN = '{"$defs":{' + ",".join(f'"a{i}":{{"$ref":"#/$defs/a{i + 1}"}}' for i in range(4000)) + '},"$ref":"#/$defs/a0"}'
+"""References that a library follows by recursion."""
+
+
+@pytest.fixture(autouse=True)
+def run_dirs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path_factory.mktemp("r")
+    monkeypatch.setattr("tempfile.tempdir", str(path))
+    return path
+
+
+def with_process(work: Callable[[GrammarProcess], Awaitable[None]], **settings: Any) -> None:
+    async def run() -> None:
+        run_dir = RunDir.create()
+        context: zmq.Context[Any] = zmq.Context()
+        process = GrammarProcess(ServerArgs(model_path=str(model_path())), run_dir, context, **settings)
+        try:
+            await work(process)
+        finally:
+            await process.stop()
+            context.destroy(linger=0)
+            run_dir.remove()
+
+    asyncio.run(run())
+
+
+def stop(pid: int) -> None:
+    """Stops a process, and waits until it has."""
+    os.kill(pid, signal.SIGSTOP)
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+
+
+def spec(text: str) -> GrammarSpec:
+    return GrammarSpec("json_schema", text)
+
+
+def test_it_judges_and_survives_what_kills_it() -> None:
+    async def work(process: GrammarProcess) -> None:
+        assert process.pid is None, "no grammar, no worker"
+        assert await process.compile(spec('{"type": "object"}')) is None
+        first = process.pid
+        assert first is not None
+        assert "Unimplemented keys" in (await process.compile(spec('{"not": {}}')) or "")
+        chain = await process.compile(spec(CHAIN))
+        assert chain is None or "cannot be used" in chain
+        assert await process.compile(spec('{"type": "array"}')) is None
+        # A crash is the end of that grammar alone.
+        pid = process.pid
+        assert pid is not None
+        stop(pid)
+        waiting = asyncio.create_task(process.compile(spec('{"type": "string"}')))
+        await asyncio.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+        assert "crashed the compiler" in (await waiting or "")
+        assert await process.compile(spec('{"type": "string"}')) is None
+        assert process.pid != pid
+        last = process.pid
+        await process.stop()
+        assert last is not None and is_gone(last, 10)
+        with pytest.raises(EngineDead):
+            await process.compile(spec("{}"))
+
+    with_process(work)
+
+
+def test_a_compilation_that_does_not_end_is_ended() -> None:
+    async def work(process: GrammarProcess) -> None:
+        assert await process.compile(spec("{}")) is None
+        pid = process.pid
+        assert pid is not None
+        stop(pid)  # a library in an endless loop answers as little
+        slow, next_one = await asyncio.gather(process.compile(spec('{"a": 1}')), process.compile(spec("true")))
+        assert slow == "json_schema cannot be used: its compilation took more than 1 s"
+        assert next_one is None
+        assert is_gone(pid, 10)
+
+    with_process(work, timeout_s=1.0)
+
+
+class Inbox:
+    """Gives its messages at once, and a broken one."""
+
+    def __init__(self, messages: list[CheckGrammarReq | BrokenMessage]) -> None:
+        self.messages = messages
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def drain(self) -> list[CheckGrammarReq | BrokenMessage]:
+        messages, self.messages = self.messages, []
+        return messages
+
+
+class Outbox:
+    def __init__(self) -> None:
+        self.replies: list[CheckGrammarReply] = []
+
+    def send(self, message: CheckGrammarReply) -> None:
+        self.replies.append(message)
+
+
+class Failing:
+    """A library that fails in the way that the text of the grammar says."""
+
+    def compile(self, spec: GrammarSpec) -> Any:
+        raise {"memory": MemoryError, "defect": RuntimeError}[spec.text]()
+
+
+def test_a_failing_library_is_an_answer() -> None:
+    inbox = Inbox([BrokenMessage([], "x"), CheckGrammarReq(1, spec("memory")), CheckGrammarReq(2, spec("defect"))])
+    outbox = Outbox()
+    run_grammar_worker(inbox, outbox, Failing(), 1, lambda: len(outbox.replies) == 2)
+    assert [reply.reason for reply in outbox.replies] == [
+        "json_schema cannot be used: it takes too much memory",
+        "json_schema cannot be used: its compilation failed",
+    ]
+
+
+def test_the_vocabulary_is_that_of_the_models_logits() -> None:
+    path = str(model_path())
+    tokenizer, config = load_tokenizer(path), load_model_config(path)
+    vocabulary = grammar_vocabulary(tokenizer, config)
+    assert len(vocabulary.tokens) == config.vocab_size and vocabulary.eos_ids == {2}
+    text = "Grammar: \u00e9\U0001f600"
+    assert b"".join(vocabulary.tokens[i] for i in tokenizer.encode(text)) == text.encode()
+    assert vocabulary.special_texts["<|im_start|>"] in vocabulary.special_ids

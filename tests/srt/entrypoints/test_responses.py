@@ -1,0 +1,237 @@
+"""/v1/responses, complete and streamed, from scripted answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_http import Site, text_of
+
+from tercet.srt.io_struct import AbortFinish, LengthFinish
+
+PATH = "/v1/responses"
+TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}}, {"type": "function", "name": "g"}]
+CALL = '<tool_call>{"name": "f", "argu', 'ments": {"x"', ': "y"}}</tool_call>'
+
+
+@pytest.fixture
+def thinking() -> Iterator[Site]:
+    site = Site(reasoning_parser="qwen3")
+    yield site
+    site.close()
+
+
+def test_one_answer(site: Site) -> None:
+    site.scheduler.say("Hi", " there")
+    answer = site.good(PATH, {"model": "tiny", "input": "hi", "instructions": "be", "metadata": {"a": "b"}})
+    assert answer["id"].startswith("resp_") and answer["created_at"] > 1_600_000_000
+    assert (answer["object"], answer["status"], answer["model"]) == ("response", "completed", "tiny")
+    assert answer["completed_at"] >= answer["created_at"]
+    (message,) = answer["output"]
+    assert message.pop("id").startswith("msg_")
+    text = {"type": "output_text", "text": "Hi there", "annotations": [], "logprobs": []}
+    assert message == {"type": "message", "role": "assistant", "status": "completed", "content": [text]}
+    prompt_tokens = len("<system>be\n<user>hi\n<assistant>")
+    assert answer["usage"] == {
+        "input_tokens": prompt_tokens,
+        "input_tokens_details": {"cached_tokens": prompt_tokens - 1, "cache_write_tokens": 0},
+        "output_tokens": 2,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt_tokens + 2,
+    }
+    assert (answer["store"], answer["tool_choice"], answer["parallel_tool_calls"]) == (False, "auto", True)
+    assert (answer["instructions"], answer["metadata"], answer["text"]) == (
+        "be",
+        {"a": "b"},
+        {"format": {"type": "text"}},
+    )
+
+
+CONVERSATION: list[dict[str, Any]] = [
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "why"}]},
+    {
+        "type": "message",
+        "id": "msg_1",
+        "status": "completed",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}],
+    },
+    {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "f", "arguments": "{}", "status": "completed"},
+    {"type": "function_call", "call_id": "c2", "name": "g", "arguments": '{"x": 1}'},
+    {"type": "function_call_output", "call_id": "c1", "output": "r1"},
+    {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "r2"}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [
+        ({"input": "hi"}, "<user>hi\n<assistant>"),
+        (
+            {"input": [{"role": "developer", "content": "be"}, {"role": "user", "content": "hi"}]},
+            "<system>be\n<user>hi\n<assistant>",
+        ),
+        (
+            {"instructions": "one", "input": [{"role": "system", "content": "two"}, {"role": "user", "content": "hi"}]},
+            "<system>one\n\ntwo\n<user>hi\n<assistant>",
+        ),
+        (
+            {"input": CONVERSATION},
+            '<user>a\n<assistant>b[why]<tool_call>c1 f{}<tool_call>c2 g{"x": 1}\n'
+            "<tool>r1(f)(c1)\n<tool>r2(g)(c2)\n<assistant>",
+        ),
+        (
+            {"input": [CONVERSATION[0], CONVERSATION[3], CONVERSATION[5]]},
+            "<user>a\n<assistant><tool_call>c1 f{}\n<tool>r1(f)(c1)\n<assistant>",
+        ),
+    ],
+)
+def test_items_become_a_prompt(site: Site, body: dict[str, Any], prompt: str) -> None:
+    site.good(PATH, {**body, "max_output_tokens": 1})
+    assert site.scheduler.prompt_texts() == [prompt]
+
+
+def test_an_answer_can_be_sent_back(thinking: Site) -> None:
+    thinking.scheduler.say("<think>why</think>Ok", *CALL)
+    first = [{"role": "user", "content": "a"}]
+    output = thinking.good(PATH, {"input": first, "tools": TOOLS})["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+    result = {"type": "function_call_output", "call_id": output[2]["call_id"], "output": "42"}
+    thinking.good(PATH, {"input": [*first, *output, result], "tools": TOOLS})
+    prompt = thinking.scheduler.prompt_texts()[-1].partition("<user>")[2]
+    assert prompt.startswith("a\n<assistant>Ok[why]<tool_call>") and "<tool>42(f)" in prompt
+
+
+def names(events: list[Any]) -> list[str]:
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return [event["type"].removeprefix("response.") for event in events]
+
+
+def test_a_stream_of_text(site: Site) -> None:
+    site.scheduler.say("Hi", " there")
+    events = site.stream(PATH, {"input": "hi"})
+    assert names(events) == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert events[0]["response"]["status"] == "in_progress" and events[0]["response"]["usage"] is None
+    item = events[2]["item"]
+    assert (item["status"], item["content"]) == ("in_progress", [])
+    about_text = events[3:8]
+    assert {(one["item_id"], one["output_index"], one["content_index"]) for one in about_text} == {(item["id"], 0, 0)}
+    assert [one["delta"] for one in events[4:6]] == ["Hi", " there"]
+    assert events[6]["text"] == events[7]["part"]["text"] == "Hi there"
+    last = events[-1]["response"]
+    assert last["output"] == [events[-2]["item"]] and last["usage"]["output_tokens"] == 2
+
+
+def test_a_stream_of_everything(thinking: Site) -> None:
+    thinking.scheduler.say("<think>wh", "y</think>", "Ok ", *CALL, '<tool_call>{"name": "g"}')
+    events = thinking.stream(PATH, {"input": "hi", "tools": TOOLS})
+    kinds = names(events)
+    assert [event["item"]["type"] for event in events if event["type"].endswith("item.added")] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+    assert [event["output_index"] for event in events if event["type"].endswith("item.done")] == [0, 1, 2, 3]
+    arguments = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
+    assert arguments == ['{"x"', ': "y"}', "{}"]
+    done = [event for event in events if event["type"].endswith("arguments.done")]
+    assert [(event["name"], event["arguments"]) for event in done] == [("f", '{"x": "y"}'), ("g", "{}")]
+    assert kinds.count("reasoning_text.delta") == 2 and kinds.count("reasoning_text.done") == 1
+    output = events[-1]["response"]["output"]
+    assert output == [event["item"] for event in events if event["type"].endswith("item.done")]
+    whole = thinking.good(PATH, {"input": "hi", "tools": TOOLS})["output"]
+    assert [one.get("arguments", one.get("content")) for one in whole] == [
+        one.get("arguments", one.get("content")) for one in output
+    ]
+
+
+def test_an_answer_that_is_cut_off(site: Site) -> None:
+    answer = site.good(PATH, {"input": "hi", "max_output_tokens": 3})
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert answer["output"][0]["status"] == "incomplete"
+    assert answer["output"][0]["content"][0]["text"] == text_of(3)
+    assert names(site.stream(PATH, {"input": "hi", "max_output_tokens": 3}))[-1] == "incomplete"
+
+
+def test_an_answer_without_text_is_an_empty_message(site: Site) -> None:
+    site.scheduler.say("")
+    (message,) = site.good(PATH, {"input": "hi"})["output"]
+    assert message["content"][0]["text"] == ""
+
+
+def test_an_abort_by_the_client(site: Site) -> None:
+    site.scheduler.fail = (2, AbortFinish("asked for"))
+    answer = site.good(PATH, {"input": "hi"})
+    assert answer["status"] == "cancelled" and answer["output"][0]["content"][0]["text"] == text_of(2)
+
+
+def test_a_failure_in_a_stream(site: Site) -> None:
+    site.scheduler.fail = (2, AbortFinish("not a number", 500, "InvalidLogits"))
+    events = site.stream(PATH, {"input": "hi"})
+    assert names(events)[-1] == "failed"
+    last = events[-1]["response"]
+    assert (last["status"], last["error"]) == ("failed", {"code": "server_error", "message": "not a number"})
+    assert last["output"][0]["status"] == "incomplete"
+    site.scheduler.fail = (1, AbortFinish("not a number", 500, "InvalidLogits"))
+    assert site.refused(PATH, {"input": "hi"}, 500)["message"] == "not a number"
+    assert site.idle()
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({}, "input", "input is required"),
+        ({"input": []}, "input", "1 to 10000 messages, got 0"),
+        ({"input": "hi", "store": True}, "store", "answers are not stored"),
+        ({"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
+        ({"input": "hi", "background": True}, "background", "not stored"),
+        ({"input": "hi", "truncation": "auto"}, "truncation", "--allow-auto-truncate"),
+        ({"input": "hi", "max_output_tokens": -1}, "max_output_tokens", "max_output_tokens must be"),
+        ({"input": "hi", "temperature": -1}, "temperature", "temperature"),
+        ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"input": "hi", "tools": [{"type": "function", "name": "a b"}]}, "tools[0]", "letters, digits"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "required"),
+        ({"input": [{"content": "a"}]}, "input[0].role", "required"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", "required"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": "a", "role": "user"}]},
+            "input[0].role",
+            "role is not allowed in an item of type function_call_output",
+        ),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+            "input_image",
+        ),
+        ({"input": "hi", "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "must not contain messages"),
+        ({"input": "x" * 240}, "input", "maximum context length"),
+        ({"input": "hi", "messages": []}, "messages", "unknown field"),
+    ],
+)
+def test_bad_input_is_refused(site: Site, body: dict[str, Any], param: str, says: str) -> None:
+    error = site.refused(PATH, body)
+    assert says in error["message"]
+    assert error["param"] == param
+    assert site.idle()
+
+
+def test_a_limit_during_a_call(site: Site) -> None:
+    site.scheduler.say('<tool_call>{"name": "f", "arguments": {"x": "y')
+    site.scheduler.fail = (1, LengthFinish(1))
+    (call,) = site.good(PATH, {"input": "hi", "tools": TOOLS})["output"]
+    assert (call["name"], call["arguments"], call["status"]) == ("f", '{"x": "y', "incomplete")

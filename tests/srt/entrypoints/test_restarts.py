@@ -1,0 +1,208 @@
+"""The engine is restarted in place: real processes with made-up tokens. tests/e2e has the real model."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import fake_child
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_engine import ServerProcess, Stream, is_gone, text_of, toy_args, toy_flags
+
+from tercet.managers.recovery import Blame
+from tercet.srt.entrypoints.engine_core import EngineCore
+from tercet.srt.entrypoints.restarts import Death, RestartBudget, write_report
+from tercet.srt.errors import EngineDead
+from tercet.srt.io_struct import LengthFinish
+from tercet.srt.machine.oom import num_oom_kills
+from tercet.srt.request_options import RequestOptions
+from tercet.srt.sampling_params import SamplingParams
+from tercet.srt.step_journal import Journal, JournalRow
+
+TOKENS = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 150}}
+CACHE = "XDG_CACHE_HOME"
+
+
+@pytest.fixture
+def run_dirs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path_factory.mktemp("r")
+    monkeypatch.setattr("tempfile.tempdir", str(path))
+    monkeypatch.setenv(CACHE, str(tmp_path_factory.mktemp("c")))
+    return path
+
+
+def options(max_new_tokens: int) -> RequestOptions:
+    return RequestOptions(sampling=SamplingParams(max_new_tokens=max_new_tokens), stream=True)
+
+
+async def _start(folder: Path, **settings: Any) -> EngineCore:
+    return await EngineCore.start(dataclasses.replace(toy_args(folder), **settings), child_module=fake_child.MODULE)
+
+
+@given(st.integers(0, 4), st.lists(st.floats(0, 30), max_size=20))
+def test_no_window_has_more_restarts_than_allowed(limit: int, gaps: list[float]) -> None:
+    now = [0.0]
+    budget = RestartBudget(limit, 10.0, clock=lambda: now[0])
+    taken: list[float] = []
+    for gap in gaps:
+        now[0] += gap
+        free = sum(now[0] - at < 10.0 for at in taken) < limit
+        assert budget.take() == free
+        taken += [now[0]] * free
+
+
+@pytest.mark.parametrize(
+    ("returncode", "was_hung", "was_oom", "is_from_outside"),
+    [(-9, False, False, True), (-15, False, False, True), (-9, True, False, False), (-9, False, True, False)]
+    + [(code, False, False, False) for code in (-11, -6, 0, 1)],
+)
+def test_who_is_to_blame(returncode: int, was_hung: bool, was_oom: bool, is_from_outside: bool) -> None:
+    death = Death("scheduler", "died", returncode, was_hung, was_oom)
+    journal = Journal([JournalRow("a", 3, 5)], [])
+    assert death.blame(journal) == (None if is_from_outside else Blame({"a": 5}))
+    unknown = None if is_from_outside else Blame(None)
+    assert death.blame(Journal(None, [])) == death._replace(role="detokenizer").blame(journal) == unknown
+
+
+def test_the_machine_tells_about_kills_for_memory() -> None:
+    count = num_oom_kills()
+    assert count is None or count >= 0
+
+
+def test_reports_are_private_and_few(tmp_path: Path) -> None:
+    paths = [write_report({"num_earlier_restarts": i, "a": "b"}, tmp_path / "new") for i in range(30)]
+    assert paths[-1].stat().st_mode & 0o777 == 0o600
+    assert json.loads(paths[-1].read_text())["a"] == "b"
+    assert len(list((tmp_path / "new").iterdir())) == 20
+
+
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
+def test_streams_go_on_and_nothing_is_left(run_dirs: Path, tmp_path: Path, role: str) -> None:
+    with ServerProcess(run_dirs, [*toy_flags(tmp_path), "--port", "0"]) as server, server.ready().client() as client:
+        pids = [*server.children.values()]
+        streams = [Stream(server, "/generate", TOKENS) for _ in range(8)]
+        assert all(stream.begun.wait(20) for stream in streams)
+        os.kill(server.children[role], signal.SIGKILL)
+        assert server.logged("restarting it (1 of 3)", 10)
+        health = client.get("/health").json()["status"]
+        assert health == "restarting" or server.logged("The engine runs again", 1)
+        new = Stream(server, "/generate", TOKENS)
+        for stream in [*streams, new]:
+            last = json.loads(stream.wait(30).data[-2])
+            assert (last["text"], last["output_ids"]) == (text_of(150), list(range(100, 250)))
+            assert last["meta_info"]["num_recoveries"] == (stream is not new)
+        assert all(stream.comments[0] == ": restarting" for stream in streams)
+        assert client.get("/health").json() == {"status": "ok"}
+        assert client.get("/ready").status_code == client.post("/flush_cache").status_code == 200
+        info = client.get("/server_info").json()
+        assert (info["num_engine_restarts"], info["num_resumed_samples"], info["status"]) == (1, 8, "ready")
+        assert all(is_gone(pid, 5) for pid in pids)
+        assert len(os.listdir(run_dirs)) == 1
+        server.signal(signal.SIGTERM)
+        assert server.exit_code(10) == 0
+    assert os.listdir(run_dirs) == []
+    assert "Traceback" not in server.log
+
+
+def test_when_the_restarts_are_used_up_the_server_fails(run_dirs: Path, tmp_path: Path) -> None:
+    flags = [*toy_flags(tmp_path), "--port", "0", "--engine-restarts", "1"]
+    with ServerProcess(run_dirs, flags) as server:
+        stream = Stream(server.ready(), "/generate", TOKENS)
+        assert stream.begun.wait(20)
+        os.kill(server.children["scheduler"], signal.SIGKILL)
+        assert server.logged("The engine runs again", 20)
+        os.kill(server.children["scheduler"], signal.SIGKILL)
+        message = json.loads(stream.wait(10).data[-2])["error"]["message"]
+        assert "signal 9" in message and "--engine-restarts 1 is used up" in message
+        assert server.exit_code(10) == 1
+    assert os.listdir(run_dirs) == []
+
+
+def test_a_drain_waits_for_the_restart(run_dirs: Path, tmp_path: Path) -> None:
+    with ServerProcess(run_dirs, [*toy_flags(tmp_path), "--port", "0"]) as server:
+        stream = Stream(server.ready(), "/generate", TOKENS)
+        assert stream.begun.wait(20)
+        os.kill(server.children["scheduler"], signal.SIGKILL)
+        assert server.logged("restarting it", 10)
+        server.signal(signal.SIGTERM)
+        assert json.loads(stream.wait(20).data[-2])["text"] == text_of(150)
+        assert server.exit_code(10) == 0
+    assert os.listdir(run_dirs) == []
+
+
+def test_an_engine_that_cannot_start_again_has_died(
+    run_dirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        core = await _start(tmp_path)
+        core._spare.kill()  # type: ignore[union-attr]
+        await core._spare.ended  # type: ignore[union-attr]
+        (sample,) = await core.tokenizer_manager.submit([1], options(400))
+        monkeypatch.setenv("FAKE_CHILD", "bug")
+        os.kill(core.child_pids["scheduler"], signal.SIGKILL)
+        out = await asyncio.wait_for(sample.result(), 20)
+        assert out.finish is not None and "something broke" in out.finish.message
+        assert "could not be restarted" in await core.died
+        with pytest.raises(EngineDead):
+            await core.tokenizer_manager.submit([1], options(1))
+        await core.stop()
+
+    asyncio.run(scenario())
+    assert os.listdir(run_dirs) == []
+
+
+def test_a_process_that_is_killed_while_it_starts_is_started_again(run_dirs: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        core = await _start(tmp_path)
+        manager = core.tokenizer_manager
+        (sample,) = await manager.submit([1], options(100))
+        spare = core._spare
+        assert spare is not None
+        os.kill(core.child_pids["scheduler"], signal.SIGKILL)
+        os.kill(spare.pid, signal.SIGSTOP)  # it becomes the next scheduler, but never starts
+        while not spare._is_launched:
+            await asyncio.sleep(0.01)
+        spare.kill()
+        assert (await asyncio.wait_for(sample.result(), 20)).text == text_of(100)
+        assert manager.recovery.num_restarts == 2 and sample.num_recoveries == 1
+        await core.stop()
+
+    asyncio.run(scenario())
+    assert os.listdir(run_dirs) == []
+
+
+def test_the_watchdog_restarts_a_hung_scheduler(run_dirs: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        core = await _start(tmp_path, watchdog_timeout=1.0)
+        (sample,) = await core.tokenizer_manager.submit([1], options(100))
+        await asyncio.sleep(0.05)
+        os.kill(core.child_pids["scheduler"], signal.SIGSTOP)
+        out = await asyncio.wait_for(sample.result(), 30)
+        assert (out.text, out.finish) == (text_of(100), LengthFinish(100))
+        assert sample.num_strikes == 1, "nobody from outside has killed it"
+        await core.stop()
+
+    asyncio.run(scenario())
+    assert os.listdir(run_dirs) == []
+
+
+def test_stop_during_a_restart(run_dirs: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        core = await _start(tmp_path)
+        (sample,) = await core.tokenizer_manager.submit([1], options(400))
+        os.kill(core.child_pids["scheduler"], signal.SIGKILL)
+        while not core.tokenizer_manager.is_restarting:
+            await asyncio.sleep(0.001)
+        await asyncio.wait_for(core.stop(), 10)
+        finish = (await sample.result()).finish
+        assert finish is not None and "shut down" in finish.message and not core.died.done()
+
+    asyncio.run(scenario())
+    assert os.listdir(run_dirs) == []

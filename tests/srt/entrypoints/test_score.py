@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+from fake_http import Site
+
+from tercet.srt.io_struct import AbortFinish
+
+PATH = "/v1/score"
+BODY = {"query": "a", "items": ["b", "c"], "label_token_ids": [4, 8]}
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site = Site()
+    yield site
+    site.close()
+
+
+def test_the_answer(site: Site) -> None:
+    """The fake engine's log probability of a token is -id / 4."""
+    answer = site.post(PATH, BODY).json()
+    assert answer["scores"] == [[pytest.approx(math.exp(-1)), pytest.approx(math.exp(-2))]] * 2
+    assert answer["usage"] == {"prompt_tokens": 4, "total_tokens": 4} and answer["object"] == "scoring"
+    assert site.scheduler.prompt_texts() == ["ab", "ac"]
+    assert all(req.options.sampling.max_new_tokens == 1 for req in site.scheduler.received)
+
+
+def test_softmax_over_the_labels(site: Site) -> None:
+    (scores,) = site.post(PATH, {**BODY, "items": "b", "apply_softmax": True}).json()["scores"]
+    assert sum(scores) == pytest.approx(1) and scores[0] / scores[1] == pytest.approx(math.e)
+
+
+@pytest.mark.parametrize(("first", "prompts"), [(False, [[1, 2, 3], [1, 2, 4]]), (True, [[3, 1, 2], [4, 1, 2]])])
+def test_token_ids_in_either_order(site: Site, first, prompts) -> None:
+    body = {"query": [1, 2], "items": [[3], [4]], "label_token_ids": [5], "item_first": first}
+    assert len(site.post(PATH, body).json()["scores"]) == 2
+    assert site.scheduler.prompts() == prompts
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"items": []}, "items", "at least one prompt"),
+        ({"items": [[1]]}, "items", "not a mix"),
+        ({"items": ["a", [1]]}, "items", "not a mix"),
+        ({"query": "", "items": ["a", ""]}, "items[1]", "empty"),
+        ({"label_token_ids": []}, "label_token_ids", "1 to 1024 ids, got 0"),
+        ({"label_token_ids": [258]}, "label_token_ids", "got 258"),
+        ({"label_token_ids": [1] * 1025}, "label_token_ids", "got 1025"),
+    ],
+)
+def test_what_is_refused(site: Site, change, param, message) -> None:
+    error = site.refused(PATH, {**BODY, **change})
+    assert error["param"] == param and message in error["message"], error
+
+
+def test_an_aborted_request_is_an_error(site: Site) -> None:
+    site.scheduler.fail = (0, AbortFinish("aborted by the client"))
+    answer = site.post(PATH, BODY)
+    assert answer.status_code == 499 and "aborted" in answer.json()["error"]["message"]

@@ -1,0 +1,152 @@
+"""The fields that constrain an output: which of them go together, and the field that an error names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_http import Site
+from field_walks import Effect, Table, Walk, check
+
+from tercet.srt.entrypoints.openai.structured_protocol import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from tercet.srt.errors import InvalidRequest
+from tercet.srt.grammar_spec import MAX_GRAMMAR_BYTES, GrammarSpec
+from tercet.srt.sampling_params import SamplingParams
+
+COMPLETION = {"prompt": "a", "max_tokens": 2}
+SCHEMA = {"type": "object"}
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site = Site()
+    yield site
+    assert site.idle()
+    site.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"regex": "a", "ebnf": "b"}, "ebnf", "got regex and ebnf"),
+        ({"regex": "a", "response_format": {"type": "json_object"}}, "regex", "got response_format and regex"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is required with type"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"schema": SCHEMA}}},
+            "response_format.json_schema",
+            "allowed only with type json_schema, got type text",
+        ),
+        ({"response_format": {"type": "json_object", "triggers": []}}, "response_format.triggers", "structural_tag"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "exactly one of"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "1 to 1000 texts"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", "none of them empty"),
+        ({"structured_outputs": {"guided": "a"}}, "structured_outputs.guided", "unknown field"),
+        ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "regex", "bytes long"),
+        # What the judge of grammars says names the field of the client.
+        ({"regex": "bad"}, "regex", "the grammar is bad"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": "bad"}}}, "response_format", "is bad"),
+        ({"structured_outputs": {"grammar": "bad"}}, "structured_outputs", "the grammar is bad"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_wrong_constraint_names_its_field(
+    site: Site, path: str, fields: dict[str, Any], param: str, says: str
+) -> None:
+    base = COMPLETION if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    error = site.refused(path, json.dumps({**base, **fields}).encode())
+    assert error["param"] == param and says in error["message"]
+    assert not site.scheduler.received
+
+
+def test_the_native_dialect_names_the_prompt_whose_grammar_is_wrong(site: Site) -> None:
+    params: list[dict[str, Any]] = [{"regex": "a"}, {"regex": "bad"}]
+    error = site.refused("/generate", {"text": ["a", "b"], "sampling_params": params})
+    assert error["param"] == "sampling_params[1].regex"
+    error = site.refused("/generate", {"text": "a", "sampling_params": {"json_schema": {"bad": 1}}})
+    assert error["param"] == "sampling_params.json_schema"
+    error = site.refused("/generate", {"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}})
+    assert error["param"] == "sampling_params.ebnf" and "only one of" in error["message"]
+
+
+def test_a_lone_surrogate_is_no_grammar(site: Site) -> None:
+    assert site.refused("/v1/completions", json.dumps({**COMPLETION, "regex": "\udfff"}).encode())["message"] != ""
+    with pytest.raises(InvalidRequest, match="valid Unicode"):
+        SamplingParams(regex="\udfff")
+
+
+def test_an_engine_without_a_tokenizer_has_no_grammars() -> None:
+    site = Site(skip_tokenizer_init=True)
+    error = site.refused("/generate", {"input_ids": [1], "sampling_params": {"regex": "a"}})
+    assert error["param"] == "sampling_params.regex" and "needs a tokenizer" in error["message"]
+    site.close()
+
+
+def test_an_engine_without_grammars_says_so(site: Site) -> None:
+    site.manager._grammars = None
+    error = site.refused("/v1/completions", {**COMPLETION, "regex": "a"})
+    assert error["param"] == "regex" and "not supported" in error["message"]
+
+
+INTEGER = '{"type":"integer"}'
+
+
+def tag(schema: str = INTEGER) -> str:
+    return (
+        f'{{"type":"structural_tag","structures":[{{"begin":"<a>","schema":{schema},"end":"</a>"}}],"triggers":["<a"]}}'
+    )
+
+
+def grammar(value: Any, kind: str, text: str) -> tuple[Any, Effect]:
+    return value, lambda seen: seen.req.options.sampling.grammar == GrammarSpec(kind, text)
+
+
+RESPONSE_FORMAT: Table = {
+    "type": grammar("json_object", "json_schema", '{"type":"object"}'),
+    "json_schema": grammar({"schema": {"type": "integer"}}, "json_schema", INTEGER),
+    "structures": grammar(json.loads(tag())["structures"], "structural_tag", tag().replace('["<a"]', "[]")),
+    "triggers": grammar(["<a"], "structural_tag", '{"type":"structural_tag","triggers":["<a"]}'),
+    "format": grammar({"type": "any_text"}, "structural_tag", '{"type":"structural_tag","format":{"type":"any_text"}}'),
+}
+JSON_SCHEMA_FORMAT: Table = {"schema": grammar({"type": "integer"}, "json_schema", INTEGER)}
+STRUCTURED_OUTPUTS: Table = {
+    "json": grammar({"type": "integer"}, "json_schema", INTEGER),
+    "json_object": grammar(True, "json_schema", '{"type":"object"}'),
+    "regex": grammar("a+", "regex", "a+"),
+    "choice": grammar(["a.b", "c"], "regex", r"a\.b|c"),
+    "grammar": grammar('root ::= "a"', "ebnf", 'root ::= "a"'),
+    "structural_tag": grammar(tag(), "structural_tag", tag()),
+}
+
+
+def in_format(name: str, value: Any) -> dict[str, Any]:
+    kind = "text" if value is None else "json_schema" if name == "json_schema" else "structural_tag"
+    given = {"type": kind, name: value} if name != "type" else {"type": value or "text"}
+    if name == "structures" and value is not None:
+        given["triggers"] = []
+    return {"prompt": "a", "max_tokens": 2, "response_format": given}
+
+
+def in_schema(name: str, value: Any) -> dict[str, Any]:
+    made = {"type": "json_schema", "json_schema": {"name": "x", name: value}}
+    return {"prompt": "a", "max_tokens": 2, "response_format": made}
+
+
+def in_structured(name: str, value: Any) -> dict[str, Any]:
+    base = {"prompt": "a", "max_tokens": 2}
+    return base if value is None else {**base, "structured_outputs": {name: value}}
+
+
+@pytest.mark.parametrize(
+    "walk",
+    [
+        Walk("/v1/completions", ResponseFormat, RESPONSE_FORMAT, in_format),
+        Walk("/v1/completions", JsonSchemaFormat, JSON_SCHEMA_FORMAT, in_schema),
+        Walk("/v1/completions", StructuredOutputs, STRUCTURED_OUTPUTS, in_structured),
+    ],
+    ids=lambda walk: walk.cls.__name__,
+)
+def test_every_field_arrives(site: Site, walk: Walk) -> None:
+    check(site, walk, labels={"name", "description"})

@@ -1,0 +1,70 @@
+"""What a dead scheduler has left behind about its last steps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from toy_engine import environment
+
+from tercet.srt.step_journal import JournalRow, StepJournal, read_journal
+
+
+@dataclass
+class FakeReq:
+    rid: str
+    num_tokens: int
+    num_new_tokens: int
+    num_steps_in_flight: int = 0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal"
+
+
+def test_the_rows_of_a_step_and_their_positions(path: Path) -> None:
+    journal = StepJournal(path, max_rows=8)
+    reqs = [FakeReq("1", 10, 0), FakeReq("2", 25, 5, num_steps_in_flight=1)]
+    for _ in range(20):
+        journal.begin(reqs, 3)
+    assert read_journal(path).rows == [JournalRow("1", 10, 19), JournalRow("2", 20, 25)]
+    reqs = [reqs[1]]
+    journal.begin(reqs, 0)
+    seen = read_journal(path)
+    assert seen.rows == [JournalRow("2", 20, 6)]
+    assert [step.number for step in seen.last_steps] == list(range(6, 22))
+    assert (seen.last_steps[-1].num_requests, seen.last_steps[-2].num_prompt_tokens) == (1, 3)
+    assert seen.last_steps[0].age_s >= seen.last_steps[-1].age_s == 0
+
+
+def test_between_steps_nobody_is_named(path: Path) -> None:
+    journal = StepJournal(path, max_rows=8)
+    assert read_journal(path).rows is None and read_journal(path).last_steps == []
+    journal.begin([FakeReq("1", 1, 0)], 1)
+    journal.end()
+    assert read_journal(path).rows is None and len(read_journal(path).last_steps) == 1
+    journal.begin([], 0)
+    journal.begin([FakeReq("x" * 10_000, 1, 0)], 1)
+    assert read_journal(path).rows is None
+
+
+def test_no_file_and_no_journal(path: Path) -> None:
+    assert read_journal(path).rows is None
+    path.write_bytes(b"\xff" * 2000)
+    assert read_journal(path).rows is None
+    path.write_bytes(b"\xff")
+    assert read_journal(path).last_steps == []
+
+
+def test_a_killed_process_leaves_it(path: Path, tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys; from pathlib import Path; from tercet.srt.step_journal import StepJournal\n"
+        "class R: rid, num_tokens, num_new_tokens, num_steps_in_flight = '7', 4, 1, 0\n"
+        "StepJournal(Path(sys.argv[1]), 4).begin([R()], 4); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path)], env=environment(tmp_path), timeout=60)
+    assert read_journal(path).rows == [JournalRow("7", 3, 1)]
