@@ -133,6 +133,9 @@ class _Connection(asyncio.Protocol):
 
     async def exchange(self, message: bytes, on_data: OnData | None) -> Response:
         assert self._done is None, "one exchange at a time"
+        if self._transport.is_closing():
+            # The server closed it before this task ran: uvloop's transports raise RuntimeError on a write then.
+            raise _StaleConnection("closed")
         self._begin(on_data)
         done = self._done = asyncio.get_running_loop().create_future()
         self._transport.write(message)

@@ -158,6 +158,30 @@ def test_nobody_there() -> None:
         ask("http://no-such-host.invalid")
 
 
+class SlowLoop(uvloop.Loop):
+    """Hands over a new connection only after the other side has closed it."""
+
+    async def create_connection(self, *args: Any, **options: Any) -> Any:
+        transport, protocol = await super().create_connection(*args, **options)
+        while not transport.is_closing():
+            await asyncio.sleep(0.001)
+        return transport, protocol
+
+
+def test_a_connection_that_is_closed_before_the_request_is_written() -> None:
+    """A server that dies may accept a connection and reset it at once."""
+
+    async def work() -> None:
+        server = await asyncio.start_server(lambda reader, writer: writer.transport.abort(), "127.0.0.1", 0)
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        with pytest.raises(HttpError, match="without an answer"):
+            await client.request("POST", "/x")
+        server.close()
+
+    with asyncio.Runner(loop_factory=SlowLoop) as runner:
+        runner.run(asyncio.wait_for(work(), 20))
+
+
 def test_only_a_200_is_streamed() -> None:
     async def script(exchange: Exchange) -> None:
         await exchange.answer(b"too many", "429 Slow down")
