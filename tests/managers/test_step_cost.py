@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timed_rig import FAST, SLOW
 
 from tercet.managers.step_cost import PRIOR, StepCost, StepCostModel, StepShape
 from tercet.model_executor.step import ForwardMode, StepInputs
 
-SLOW = StepCost(0.012, 0.003, 0.002, 9e-4, 4e-8, 2e-7)
-"""Like a small model on two cores."""
-FAST = StepCost(0.008, 0.002, 1e-5, 3e-5, 5e-10, 2e-9)
-"""Like an 8B model on a GPU."""
 EMPTY = StepShape(False, 0, 0, 0, 0)
 
 
