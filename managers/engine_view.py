@@ -34,14 +34,18 @@ class StepLog:
     def on_launch(self) -> None:
         self._launched.append(self._clock())
 
-    def on_result(self, batch: ScheduleBatch) -> None:
-        """Records the oldest step in flight. With overlap, it began when the step before it ended."""
+    def on_result(self, batch: ScheduleBatch) -> float:
+        """Records the oldest step in flight. With overlap, it began when the step before it ended.
+
+        Returns its seconds.
+        """
         now_s = self._clock()
         start_s = max(self._launched.popleft(), self._last_end_s)
         self._last_end_s = now_s
         self._num_steps += 1
         num_decodes = batch.inputs.num_tokens - batch.num_prompt_tokens
         self._steps.append(StepRecord(self._num_steps, start_s, now_s - start_s, batch.num_prompt_tokens, num_decodes))
+        return now_s - start_s
 
     @property
     def now_s(self) -> float:

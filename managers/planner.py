@@ -13,10 +13,7 @@ from .req import Req, Stage
 from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch, build_decode, build_extend
 from .schedule_policy import NewTokenRatio, SchedulePolicy, expected_growth, retraction_order
-
-DECODES_PER_EXTEND = 3
-"""Decode steps that follow an extend step for which running requests had to wait. A step has a cost however few tokens
-it computes, so an endless run of small prompts must not get most of the steps."""
+from .token_gap import DECODES_PER_EXTEND, TimeBudget, TokenGapBound
 
 Proposer = Callable[[Req, int], Sequence[int]]
 """Proposes drafts for a request: guesses of the tokens after its newest one, at most as many as the second argument.
@@ -38,6 +35,8 @@ class PlanLimits:
     """The share of the KV pool that an admission leaves free, unless nothing runs."""
     preemption_threshold: int | None = None
     """A waiting request preempts running ones that are less urgent by more than this. None: there are no priorities."""
+    max_itl_s: float | None = None
+    """The most seconds between two tokens of a running request while prompts are computed. None: no bound."""
     random_seed: int = 0
     """Of the policy `random`."""
 
@@ -63,6 +62,7 @@ class Planner:
         self._limits = limits
         self._policy = SchedulePolicy(limits.schedule_policy, kv, clock, limits.random_seed)
         self._watermark = int(limits.admission_watermark * kv.allocator.size)
+        self._gap = None if limits.max_itl_s is None else TokenGapBound(limits.max_itl_s)
         self._propose = propose
         self._unshared: list[Req] = []
         self._num_decodes_due = 0
@@ -78,6 +78,11 @@ class Planner:
             if batch is not None:
                 return batch
         return self._plan_decode(decodes)
+
+    def on_result(self, batch: ScheduleBatch, seconds: float) -> None:
+        """The step of `batch` took so long."""
+        if self._gap is not None:
+            self._gap.observe(batch.inputs, batch.num_decodes, seconds)
 
     def _share_last_extends(self) -> None:
         """Put the prompt KV of the last step into the prefix cache. The step may be in flight, but later steps run
@@ -138,7 +143,8 @@ class Planner:
         if queues.chunked is None and not (queues.waiting and self.kv.req_to_token_pool.num_free):
             return None
         joining = decodes if self._limits.enable_mixed_chunk else []
-        extends = self._admit(joining)
+        time = None if self._gap is None or not decodes else self._gap.budget(decodes, join=bool(joining))
+        extends = self._admit(joining, time)
         if not extends:
             return None
         batch = build_extend(self.kv, extends, joining)
@@ -148,10 +154,15 @@ class Planner:
         self._policy.on_admitted(admitted, queues.waiting)
         self._unshared = [extend.req for extend in extends]
         if decodes and not joining:
-            self._num_decodes_due = DECODES_PER_EXTEND
+            self._num_decodes_due = self._decodes_after(batch)
         return batch
 
-    def _admit(self, joining: list[Req]) -> list[Extend]:
+    def _decodes_after(self, batch: ScheduleBatch) -> int:
+        if self._gap is None:
+            return DECODES_PER_EXTEND
+        return self._gap.decodes_due(batch.num_prompt_tokens, self._limits.max_prefill_tokens)
+
+    def _admit(self, joining: list[Req], time: TimeBudget | None) -> list[Extend]:
         queues = self.queues
         chunked = queues.chunked
         adder = PrefillAdder(
@@ -161,6 +172,7 @@ class Planner:
             chunk_size=self._limits.chunked_prefill_size,
             expected=self.ratio.reserved_by(queues.running) + self._watermark,
             chunked=chunked,
+            time=time,
             engine_empty=not queues.running and chunked is None,
         )
         if adder.num_left < 0:

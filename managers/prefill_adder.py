@@ -9,6 +9,7 @@ from enum import Enum, auto
 from .kv_cache_manager import KVCacheManager
 from .req import Req
 from .schedule_policy import expected_growth
+from .token_gap import MIN_TOKENS, TimeBudget
 
 MAX_PASSED_BY = 128
 """A pass ends after it has rejected so many waiting requests, however long the queue is."""
@@ -63,11 +64,12 @@ class PrefillAdder:
         expected: float,
         chunked: Req | None,
         engine_empty: bool,
+        time: TimeBudget | None = None,
     ) -> None:
         """`joining`: the decodes that take part in the step. `max_tokens`: prompt tokens in the step; `chunk_size`:
         prompt tokens of one request in it. `expected`: tokens to leave free: those that
         running requests are expected to need later, and the watermark.
-        `chunked`: the unfinished prompt."""
+        `chunked`: the unfinished prompt. `time`: of the step, if running requests wait for it and that is bounded."""
         self.extends: list[Extend] = []
         self._kv = kv
         self._page = kv.page_size
@@ -76,6 +78,7 @@ class PrefillAdder:
         self._expected = expected
         self._engine_empty = engine_empty
         self._chunked = chunked
+        self._time = time
         self._num_charged = kv.decode_demand(joining)
         """Tokens, in whole pages, that the step will allocate."""
         self._share_len = self._pages_to(SHARE_LEN)
@@ -94,7 +97,8 @@ class PrefillAdder:
         """
         req = self._chunked
         assert req is not None
-        max_len = min(self._chunk_size, self._tokens_left // 2 if others_wait else self._tokens_left)
+        room = self._room(req, req.kv_len)
+        max_len = min(self._chunk_size, room // 2 if others_wait else room)
         length = self._cut(req, max(max_len, self._page))
         if self._growth(req.kv_len, req.kv_len + length) > self.num_left:
             return False
@@ -119,7 +123,7 @@ class PrefillAdder:
         if self._next_prefix(req, num_cached, req.reusable_len) in self._shared_soon:
             return _Verdict.PASSED_BY
         num_new = req.num_tokens - num_cached
-        length = min(num_new, self._chunk_size, self._tokens_left)
+        length = min(num_new, self._chunk_size, self._room(req, num_cached))
         if length < num_new:
             if self._chunked is not None:
                 return _Verdict.PASSED_BY
@@ -144,6 +148,8 @@ class PrefillAdder:
         extend = Extend(req, req.kv_len, req.kv_len + length)
         self.extends.append(extend)
         self._tokens_left -= length
+        if self._time is not None:
+            self._time.take(req, extend.start, extend.end)
         self._num_charged += self._growth(extend.start, extend.end)
         self._expected += expected_growth(req) + req.num_tokens - extend.end
         self._engine_empty = False
@@ -153,6 +159,13 @@ class PrefillAdder:
         prefix = self._next_prefix(req, req.locked_len, extend.end)
         if prefix is not None:
             self._shared_soon.add(prefix)
+
+    def _room(self, req: Req, start: int) -> int:
+        """Tokens of a prompt, from position `start` on, that the step has room and time for."""
+        if self._time is None:
+            return self._tokens_left
+        num_left = int(min(self._time.room(req, start), self._tokens_left))
+        return num_left if self.extends else max(num_left, min(max(self._page, MIN_TOKENS), self._tokens_left))
 
     def _next_prefix(self, req: Req, num_cached: int, num_tokens: int) -> tuple[str, bytes] | None:
         """The shortest prefix that is worth waiting a step for: the cached tokens and SHARE_LEN more.

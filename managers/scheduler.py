@@ -224,7 +224,7 @@ class Scheduler:
 
     def _process(self, in_flight: InFlight) -> None:
         output = in_flight.step.wait()
-        self._step_log.on_result(in_flight.batch)
+        self._planner.on_result(in_flight.batch, self._step_log.on_result(in_flight.batch))
         self._results.process(in_flight.batch, output)
 
     def _watch_idle(self, *, has_worked: bool, is_idle: bool) -> None:

@@ -123,6 +123,7 @@ def _limits(server_args: ServerArgs, runner: ModelRunner) -> PlanLimits:
             server_args.priority_scheduling_preemption_threshold if server_args.enable_priority_scheduling else None
         ),
         admission_watermark=server_args.admission_watermark,
+        max_itl_s=None if server_args.max_itl_ms is None else server_args.max_itl_ms / 1000,
         random_seed=server_args.random_seed or 0,
     )
 

@@ -158,6 +158,13 @@ class ServerArgs:
     enable_mixed_chunk: Annotated[
         bool, Setting("Let running requests decode in the steps that prefill other requests")
     ] = False
+    max_itl_ms: Annotated[
+        float | None,
+        Setting(
+            "Maximum time between two tokens of a running request while prompts are computed, in milliseconds: each "
+            "step computes as many prompt tokens as fit into it; default: not bounded by time"
+        ),
+    ] = None
     grammar_backend: Annotated[
         Literal["auto", "xgrammar", "llguidance", "none"],
         Setting("Library for structured output; auto: xgrammar for plain JSON schemas, llguidance for everything else"),
@@ -289,6 +296,8 @@ class ServerArgs:
             raise ValueError("--schedule-low-priority-values-first needs --enable-priority-scheduling")
         if not 0 <= self.admission_watermark < 1:
             raise ValueError(f"--admission-watermark must be in [0, 1), got {self.admission_watermark}")
+        if self.max_itl_ms is not None and not self.max_itl_ms > 0:
+            raise ValueError(f"--max-itl-ms must be positive, got {self.max_itl_ms}")
         if self.context_length == 1:
             raise ValueError("--context-length must be at least 2, for a prompt and its first token; got 1")
         if not self.watchdog_timeout > 0:

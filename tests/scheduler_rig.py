@@ -75,6 +75,7 @@ class Rig:
         watermark: float = 0.0,
         preemption_threshold: int | None = None,
         low_first: bool = False,
+        max_itl_s: float | None = None,
         decode_log_interval: int = 1_000_000,
         threads: bool = False,
         max_grammars: int = 64,
@@ -107,6 +108,7 @@ class Rig:
             schedule_conservativeness=conservativeness,
             admission_watermark=watermark,
             preemption_threshold=preemption_threshold,
+            max_itl_s=max_itl_s,
         )
         if propose is None and max_drafts:
             propose = FakeProposer(max_drafts, vocab_size)

@@ -10,10 +10,10 @@ import pytest
 from scheduler_rig import Rig
 
 from fakes import expected_output
-from tercet.managers.planner import DECODES_PER_EXTEND
 from tercet.managers.prefill_adder import MAX_PASSED_BY
 from tercet.managers.req import Req
 from tercet.managers.schedule_policy import MAX_PASSED_OVER, MAX_SORTED, POLICIES
+from tercet.managers.token_gap import DECODES_PER_EXTEND
 from tercet.model_executor.forward_batch import ForwardMode
 from tercet.srt.io_struct import AbortFinish
 

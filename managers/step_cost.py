@@ -1,0 +1,174 @@
+"""The time of a step: a linear cost, and a model that fits it to measured steps while the engine serves.
+
+A step costs seconds for being a step, for each row, for each prompt token, and for each position that attention reads.
+All coefficients are at least 0, so more work never costs less.
+"""
+
+from __future__ import annotations
+
+from math import inf, sqrt
+from operator import mul
+from typing import NamedTuple
+
+import numpy as np
+
+from ..model_executor.step import ForwardMode, StepInputs
+
+
+class StepShape(NamedTuple):
+    """The work of one step, as far as its cost depends on it. Shapes of parts of a step add up (`plus`)."""
+
+    is_extend: bool
+    num_rows: int
+    num_prompt_tokens: int
+    """Drafts count as prompt tokens, because a step computes both in the same way."""
+    prompt_context: int
+    """The positions that all prompt tokens attend to, each token to itself and to those before it."""
+    decode_context: int
+    """The positions that the newest tokens of the decoding rows attend to."""
+
+    @classmethod
+    def of(cls, inputs: StepInputs, num_decodes: int) -> StepShape:
+        """`num_decodes`: rows that decode. In an extend step they are the last ones."""
+        num_rows = len(inputs.rows)
+        if inputs.mode is ForwardMode.DECODE:
+            return cls(False, num_rows, 0, 0, int(inputs.seq_lens.sum(dtype=np.int64)))
+        assert inputs.extend_lens is not None
+        ends = inputs.seq_lens.astype(np.int64)
+        starts = ends - inputs.extend_lens
+        context = int(np.dot(ends, ends + 1) - np.dot(starts, starts + 1)) // 2
+        decode_context = int(starts[num_rows - num_decodes :].sum()) + num_decodes
+        return cls(True, num_rows, inputs.num_tokens - num_decodes, context - decode_context, decode_context)
+
+    @classmethod
+    def of_prompt(cls, start: int, end: int) -> StepShape:
+        """One prompt's part of an extend step: its positions [start, end)."""
+        return cls(True, 1, end - start, (end * (end + 1) - start * (start + 1)) // 2, 0)
+
+    def plus(self, other: StepShape) -> StepShape:
+        return StepShape(
+            self.is_extend or other.is_extend,
+            self.num_rows + other.num_rows,
+            self.num_prompt_tokens + other.num_prompt_tokens,
+            self.prompt_context + other.prompt_context,
+            self.decode_context + other.decode_context,
+        )
+
+
+class StepCost(NamedTuple):
+    """The coefficients of a linear cost, in seconds."""
+
+    step_s: float
+    extend_s: float
+    """Of an extend step, beside `step_s`. Decode steps are recorded, and extend steps are not."""
+    row_s: float
+    prompt_token_s: float
+    prompt_context_s: float
+    """Of one position that one prompt token attends to."""
+    decode_context_s: float
+    """Of one position that a decoding row attends to."""
+
+    def seconds(self, shape: StepShape) -> float:
+        return (
+            self.step_s
+            + (self.extend_s if shape.is_extend else 0.0)
+            + self.row_s * shape.num_rows
+            + self.prompt_token_s * shape.num_prompt_tokens
+            + self.prompt_context_s * shape.prompt_context
+            + self.decode_context_s * shape.decode_context
+        )
+
+    def prompt_tokens_within(self, budget_s: float, beside: StepShape, start: int) -> float:
+        """The most tokens of one prompt, from position `start` on, for a step of at most `budget_s` seconds.
+
+        `beside`: the rest of the step. At least 0, and infinite if such tokens cost nothing.
+        """
+        empty = StepShape(True, 1, 0, 0, 0)
+        left_s = budget_s - self.seconds(beside.plus(empty))
+        if left_s <= 0:
+            return 0
+        # n tokens cost a * n**2 + b * n.
+        a = self.prompt_context_s / 2
+        b = self.prompt_token_s + self.prompt_context_s * (start + 0.5)
+        if b <= 0:
+            return inf
+        return int(2 * left_s / (b + sqrt(b * b + 4 * a * left_s)))
+
+
+PRIOR = StepCost(0.01, 0.0, 0.0, 1e-3, 0.0, 0.0)
+"""Before any step was measured: a slow machine, so that the first steps are rather too short than too long."""
+_SCALES = StepCost(1.0, 1.0, 8.0, 512.0, 2.0**20, 2.0**14)
+"""Typical features of a step. The fit computes with multiples of them, so that its unknowns have similar sizes."""
+_SCALES_ARRAY = np.array(_SCALES)
+
+
+class StepCostModel:
+    """Fits a StepCost to measured steps, by least squares of the relative errors.
+
+    Old steps are forgotten exponentially, but a step makes only steps of its own kind forgotten: however long the
+    engine only decodes, the cost of prompts stays known. The solver is coordinate descent from the last solution, with
+    coefficients >= 0. What the steps say nothing about keeps its value. An observation takes some 15 us on average.
+    """
+
+    KEPT = 0.96
+    """The share of its weight that a step keeps at each new step of its kind."""
+    NUM_SKIPPED = 1
+    """First steps of each kind that are not observed: they may compile kernels or touch memory for the first time."""
+    NUM_UNSURE = 8
+    """The following steps of each kind are believed, however far from the prediction they are."""
+    MAX_RATIO = 3.0
+    """A later step counts as at most so many times longer or shorter than predicted. So an outlier does little, and a
+    machine that has become slower is learned within some twenty steps."""
+    _SWEEPS = 4
+    _DECODES_PER_SOLUTION = 8
+    """Decode steps tell little that is new, so not each of them is worth a solution."""
+
+    def __init__(self, prior: StepCost = PRIOR) -> None:
+        self._cost = prior
+        self._theta = [value * scale for value, scale in zip(prior, _SCALES, strict=True)]
+        size = len(self._theta)
+        # Of decode steps and of extend steps: the normal equations, sums of z * z and of z, where z is the scaled
+        # features divided by the seconds that the step took or should have taken.
+        self._squares = np.zeros((2, size, size))
+        self._targets = np.zeros((2, size))
+        self._num_seen = [0, 0]
+        self._error = [0.0, 0.0]
+
+    @property
+    def cost(self) -> StepCost:
+        return self._cost
+
+    def spread(self, *, is_extend: bool) -> float:
+        """The root mean square of the relative errors of recent predictions. 0 before any step was compared."""
+        return sqrt(self._error[is_extend])
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        """A step of this shape took so long."""
+        kind = int(shape.is_extend)
+        self._num_seen[kind] += 1
+        num_used = self._num_seen[kind] - self.NUM_SKIPPED
+        if num_used <= 0 or seconds <= 0:
+            return
+        unit = self._cost.seconds(shape)
+        if num_used <= self.NUM_UNSURE or unit <= 0:
+            unit = seconds  # a long first step is an exception rather than the rule, so it has little weight
+        else:
+            seconds = min(max(seconds, unit / self.MAX_RATIO), unit * self.MAX_RATIO)
+            self._error[kind] += (1 - self.KEPT) * ((seconds / unit - 1) ** 2 - self._error[kind])
+        z = np.array((1, *shape)) / _SCALES_ARRAY / unit
+        self._squares[kind] *= self.KEPT
+        self._squares[kind] += z[:, None] * z
+        self._targets[kind] *= self.KEPT
+        self._targets[kind] += z * (seconds / unit)
+        if shape.is_extend or num_used <= self.NUM_UNSURE or num_used % self._DECODES_PER_SOLUTION == 0:
+            self._solve()
+
+    def _solve(self) -> None:
+        theta = self._theta
+        rows = [*enumerate(zip(self._squares.sum(0).tolist(), self._targets.sum(0).tolist(), strict=True))]
+        for _ in range(self._SWEEPS):
+            for i, (row, target) in rows:
+                if row[i] > 0:
+                    slope = target - sum(map(mul, row, theta))
+                    theta[i] = max(theta[i] + slope / row[i], 0.0)
+        self._cost = StepCost(*[value / scale for value, scale in zip(theta, _SCALES, strict=True)])

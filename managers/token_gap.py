@@ -1,0 +1,71 @@
+"""The bound on the time between two tokens of a running request, and the prompt tokens that an extend step may have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from ..model_executor.step import StepInputs
+from .req import Req
+from .step_cost import StepCost, StepCostModel, StepShape
+
+MIN_TOKENS = 32
+"""Prompt tokens that a step may have whatever they cost. So prompts go on under a bound that no step can keep."""
+DECODES_PER_EXTEND = 3
+"""Decode steps that follow an extend step for which running requests had to wait. A step has a cost however few tokens
+it computes, so an endless run of small prompts must not get most of the steps."""
+MIN_MARGIN, MAX_MARGIN = 1.03, 2.0
+"""Steps are planned to be shorter than the bound by this factor. It grows with twice the usual error of predictions."""
+
+
+class TimeBudget:
+    """The seconds of one extend step. It shrinks with every prompt that joins the step."""
+
+    def __init__(self, cost: StepCost, budget_s: float, beside: StepShape) -> None:
+        """`beside`: the decodes that join the step."""
+        self._cost = cost
+        self._left_s = budget_s
+        self._step = beside
+
+    def room(self, req: Req, start: int) -> float:
+        """Tokens of a prompt, from position `start` on, that the step still has time for. May be infinite."""
+        return self._cost.prompt_tokens_within(self._left_s - self._later_s(req), self._step, start)
+
+    def take(self, req: Req, start: int, end: int) -> None:
+        """Positions [start, end) of a prompt join the step."""
+        self._left_s -= self._later_s(req)
+        self._step = self._step.plus(StepShape.of_prompt(start, end))
+
+    def _later_s(self, req: Req) -> float:
+        """The seconds that the request adds to the decode step after this step."""
+        return self._cost.row_s + self._cost.decode_context_s * req.num_tokens
+
+
+class TokenGapBound:
+    """Bounds the time between two tokens of the running requests, while prompts are computed beside them.
+
+    A running request waits for one extend step and one decode step, or for one step that has both. Their times are
+    predicted by a model that is fitted to the measured steps.
+    """
+
+    def __init__(self, max_gap_s: float) -> None:
+        self.model = StepCostModel()
+        self._max_gap_s = max_gap_s
+
+    def observe(self, inputs: StepInputs, num_decodes: int, seconds: float) -> None:
+        """A step took so long, from its launch or the end of the step before, to its result."""
+        self.model.observe(StepShape.of(inputs, num_decodes), seconds)
+
+    def budget(self, decodes: Sequence[Req], *, join: bool) -> TimeBudget:
+        """For an extend step that these requests wait for. `join`: they take part in it."""
+        cost = self.model.cost
+        margin = min(MIN_MARGIN + 2 * self.model.spread(is_extend=True), MAX_MARGIN)
+        shape = StepShape(join, len(decodes), 0, 0, sum(req.kv_len for req in decodes) + len(decodes))
+        if join:
+            return TimeBudget(cost, self._max_gap_s / margin, shape)
+        nothing = StepShape(True, 0, 0, 0, 0)
+        return TimeBudget(cost, self._max_gap_s / margin - cost.seconds(shape), nothing)
+
+    def decodes_due(self, num_prompt_tokens: int, max_prefill_tokens: int) -> int:
+        """Decode steps that follow an extend step: as many for each prompt token as without a bound, and at least 1."""
+        return max(ceil(DECODES_PER_EXTEND * min(num_prompt_tokens / max_prefill_tokens, 1)), 1)

@@ -1,0 +1,185 @@
+"""The time of a step: what a step is described by, the linear cost and its inverse, and the fit to measured steps."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from timed_rig import FAST, SLOW
+
+from tercet.managers.step_cost import PRIOR, StepCost, StepCostModel, StepShape
+from tercet.model_executor.step import ForwardMode, StepInputs
+
+EMPTY = StepShape(False, 0, 0, 0, 0)
+
+
+def random_step(rng: Random) -> StepShape:
+    if rng.random() < 0.3:
+        shape = EMPTY
+        for _ in range(rng.randint(1, 3)):
+            start = rng.choice([0, 0, 500, 5000, 20000])
+            shape = shape.plus(StepShape.of_prompt(start, start + rng.randint(1, 700)))
+        return shape
+    num_rows = rng.randint(1, 16)
+    return StepShape(False, num_rows, 0, 0, num_rows * rng.randint(10, 4000))
+
+
+def fitted(cost: StepCost, num_steps: int = 200, noise: float = 0.0, seed: int = 0) -> StepCostModel:
+    rng = Random(seed)
+    model = StepCostModel()
+    for _ in range(num_steps):
+        shape = random_step(rng)
+        model.observe(shape, cost.seconds(shape) * rng.lognormvariate(0, noise))
+    return model
+
+
+def worst_error(model: StepCostModel, cost: StepCost) -> float:
+    rng = Random(1)
+    shapes = [random_step(rng) for _ in range(200)]
+    return max(abs(model.cost.seconds(shape) / cost.seconds(shape) - 1) for shape in shapes)
+
+
+# Shapes
+
+
+def make_step(extends: list[tuple[int, int]], decodes: list[tuple[int, int]]) -> StepInputs:
+    """`extends`: [start, end) of prompts. `decodes`: cached tokens and drafts of each decoding row."""
+    parts = extends + [(cached, cached + 1 + drafts) for cached, drafts in decodes]
+    starts, ends = (np.array(column, np.int32) for column in zip(*parts, strict=True))
+    return StepInputs(
+        mode=ForwardMode.EXTEND,
+        rows=np.arange(1, len(parts) + 1, dtype=np.int32),
+        seq_lens=ends,
+        out_cache_loc=np.ones((ends - starts).sum(), np.int32),
+        extend_lens=ends - starts,
+    )
+
+
+@settings(deadline=None)
+@given(
+    extends=st.lists(st.tuples(st.integers(0, 200_000), st.integers(1, 50)), max_size=3),
+    decodes=st.lists(st.tuples(st.integers(1, 200_000), st.integers(0, 3)), max_size=3),
+)
+def test_a_shape_counts_each_token_with_its_context(
+    extends: list[tuple[int, int]], decodes: list[tuple[int, int]]
+) -> None:
+    if not extends and not decodes:
+        return
+    parts = [(start, start + length) for start, length in extends]
+    shape = StepShape.of(make_step(parts, decodes), len(decodes))
+    prompts = [position + 1 for start, end in parts for position in range(start, end)]
+    drafts = [cached + 2 + index for cached, count in decodes for index in range(count)]
+    assert shape.is_extend and shape.num_rows == len(extends) + len(decodes)
+    assert (shape.num_prompt_tokens, shape.prompt_context) == (len(prompts + drafts), sum(prompts + drafts))
+    assert shape.decode_context == sum(cached + 1 for cached, _ in decodes)
+    summed = StepShape(True, len(decodes), len(drafts), sum(drafts), shape.decode_context)
+    for start, end in parts:
+        summed = summed.plus(StepShape.of_prompt(start, end))
+    assert summed == shape
+
+
+def test_the_shape_of_a_decode_step() -> None:
+    lens = np.array([5, 7], np.int32)
+    inputs = StepInputs(ForwardMode.DECODE, rows=lens, seq_lens=lens, out_cache_loc=lens)
+    assert StepShape.of(inputs, 2) == StepShape(False, 2, 0, 0, 12)
+
+
+# The inverse
+
+
+@pytest.mark.parametrize("cost", [SLOW, FAST, PRIOR])
+@settings(deadline=None)
+@given(budget_s=st.floats(0, 5), start=st.integers(0, 100_000), num_decodes=st.integers(0, 64))
+def test_the_tokens_within_a_budget_are_as_many_as_fit(
+    cost: StepCost, budget_s: float, start: int, num_decodes: int
+) -> None:
+    beside = StepShape(False, num_decodes, 0, 0, 500 * num_decodes)
+    count = int(cost.prompt_tokens_within(budget_s, beside, start))
+
+    def seconds(count: int) -> float:
+        return cost.seconds(beside.plus(StepShape.of_prompt(start, start + count)))
+
+    assert count >= 0
+    assert count == 0 or seconds(count) <= budget_s * (1 + 1e-9)
+    assert seconds(count + 1) > budget_s * (1 - 1e-9)
+
+
+def test_tokens_that_cost_nothing_all_fit() -> None:
+    assert StepCost(1, 0, 0, 0, 0, 0).prompt_tokens_within(2, EMPTY, 0) == float("inf")
+    assert StepCost(1, 0, 0, 0, 0, 0).prompt_tokens_within(0.5, EMPTY, 0) == 0
+
+
+# The fit
+
+
+@pytest.mark.parametrize("cost", [SLOW, FAST])
+def test_a_linear_cost_is_found(cost: StepCost) -> None:
+    assert worst_error(fitted(cost, 60), cost) < 0.01
+
+
+@pytest.mark.parametrize("cost", [SLOW, FAST])
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_does_little_and_its_size_is_known(cost: StepCost, seed: int) -> None:
+    model = fitted(cost, noise=0.05, seed=seed)
+    assert worst_error(model, cost) < 0.15
+    assert 0.025 < model.spread(is_extend=True) < 0.1
+    assert 0.025 < model.spread(is_extend=False) < 0.1
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.floats(1e-6, 1e3)), max_size=60))
+@settings(deadline=None, max_examples=50)
+def test_no_times_make_a_cost_negative(steps: list[tuple[int, float]]) -> None:
+    model = StepCostModel()
+    for seed, seconds in steps:
+        model.observe(random_step(Random(seed)), seconds)
+        assert all(np.isfinite(value) and value >= 0 for value in model.cost)
+
+
+def test_the_cost_of_prompts_survives_any_number_of_decode_steps() -> None:
+    model = fitted(FAST, noise=0.02)
+    before = FAST.seconds(StepShape.of_prompt(0, 500)), model.cost.seconds(StepShape.of_prompt(0, 500))
+    rng = Random(2)
+    for _ in range(3000):
+        shape = StepShape(False, 8, 0, 0, 8 * rng.randint(10, 4000))
+        model.observe(shape, FAST.seconds(shape) * rng.lognormvariate(0, 0.02))
+    after = model.cost.seconds(StepShape.of_prompt(0, 500))
+    assert before[1] == pytest.approx(before[0], rel=0.05)
+    assert after == pytest.approx(before[0], rel=0.05)
+
+
+def test_an_outlier_does_little() -> None:
+    model = fitted(SLOW)
+    shape = StepShape.of_prompt(0, 300)
+    model.observe(shape, 100 * SLOW.seconds(shape))
+    assert model.cost.seconds(shape) < 1.2 * SLOW.seconds(shape)
+
+
+@pytest.mark.parametrize("ratio", [0.4, 4.0])
+def test_a_machine_that_changes_its_speed_is_learned_soon(ratio: float) -> None:
+    model = fitted(SLOW)
+    rng = Random(3)
+    for _ in range(80):
+        shape = StepShape.of_prompt(0, rng.randint(100, 500))
+        model.observe(shape, ratio * SLOW.seconds(shape))
+    assert model.cost.seconds(shape) == pytest.approx(ratio * SLOW.seconds(shape), rel=0.15)
+
+
+def test_the_first_step_of_each_kind_teaches_nothing() -> None:
+    model = StepCostModel()
+    for shape in (StepShape.of_prompt(0, 100), StepShape(False, 1, 0, 0, 100)):
+        model.observe(shape, 60.0)
+        assert model.cost == PRIOR
+
+
+def test_a_chunk_size_that_follows_the_model_reaches_its_budget() -> None:
+    """Every chunk has the size that the model allows, so the model sees no others. It must not stay too careful."""
+    for cost in (SLOW, FAST):
+        model = StepCostModel()
+        for _ in range(25):
+            count = max(min(int(model.cost.prompt_tokens_within(0.25, EMPTY, 0)), 16384), 1)
+            shape = StepShape.of_prompt(0, count)
+            model.observe(shape, cost.seconds(shape))
+        assert cost.seconds(shape) == pytest.approx(0.25, rel=0.03)

@@ -1,0 +1,124 @@
+"""The bound on the time between two tokens, in simulated time: the steps cost what a linear cost says."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from timed_rig import FAST, SLOW, TimedRig
+
+from tercet.managers.step_cost import StepCost
+from tercet.managers.token_gap import MIN_TOKENS
+from tercet.model_executor.step import ForwardMode
+
+NUM_STREAMS = 8
+PROMPT_LEN = 2000
+
+
+def make_rig(cost: StepCost, **settings) -> TimedRig:
+    """Streams that decode to the end of the test."""
+    rig = TimedRig(
+        cost,
+        **{
+            "pool_size": 65536,
+            "max_running": 64,
+            "context_len": 8192,
+            "max_prefill_tokens": 2048 if cost is SLOW else 16384,
+            "chunked_prefill_size": 1024 if cost is SLOW else 8192,
+            "overlap": cost is FAST,
+            "conservativeness": 0.01,
+            **settings,
+        },
+    )
+    for index in range(NUM_STREAMS):
+        rig.add(f"stream{index}", [index] * 50, max_new_tokens=4000)
+    while len(rig.times_s) < NUM_STREAMS:
+        rig.turn()
+    return rig
+
+
+def gaps_s(rig: TimedRig, first: int) -> list[float]:
+    """The gaps of all streams from their token `first` on. All of them have as many tokens."""
+    return [gap for index in range(NUM_STREAMS) for gap in rig.gaps_s(f"stream{index}")[first:]]
+
+
+def serve_steadily(rig: TimedRig, interval_s: float, num_prompts: int) -> float:
+    """Prompts arrive every `interval_s`. Returns the tokens per second of prompts and outputs, until all have ended."""
+    rng = Random(0)
+    start_s = rig.clock.now
+    num_before = sum(map(len, rig.times_s.values()))
+    num_added, name = 0, f"{start_s}"
+    while num_added < num_prompts or len(rig.scheduler.queues) > NUM_STREAMS:
+        while num_added < num_prompts and rig.clock.now >= start_s + num_added * interval_s:
+            rig.add(f"{name}.{num_added}", [rng.randrange(97) for _ in range(PROMPT_LEN)], max_new_tokens=8)
+            num_added += 1
+        rig.turn()
+    num_tokens = num_prompts * PROMPT_LEN + sum(map(len, rig.times_s.values())) - num_before
+    return num_tokens / (rig.clock.now - start_s)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    ("cost", "max_itl_s", "interval_s", "num_prompts"),
+    [
+        (SLOW, 0.5, 3.0, 10),
+        (FAST, 0.06, 0.15, 20),
+        # More than the machine can do: every step is a part of a prompt or waits for one.
+        (SLOW, 1.0, 0.0, 10),
+        (FAST, 0.25, 0.0, 60),
+    ],
+)
+def test_steady_prompts_beside_streams_keep_the_bound_and_the_throughput(
+    cost: StepCost, max_itl_s: float, interval_s: float, num_prompts: int, mixed: bool
+) -> None:
+    throughput, p99_s = {}, {}
+    for bound in (None, max_itl_s):
+        rig = make_rig(cost, max_itl_s=bound, mixed=mixed)
+        serve_steadily(rig, interval_s, num_prompts // 2)  # the model learns
+        first = len(rig.times_s["stream0"])
+        throughput[bound] = serve_steadily(rig, interval_s, num_prompts)
+        p99_s[bound] = np.quantile(gaps_s(rig, first), 0.99)
+    assert p99_s[max_itl_s] <= max_itl_s < p99_s[None]
+    assert throughput[max_itl_s] >= 0.95 * throughput[None]
+
+
+def test_without_running_requests_nothing_is_bounded() -> None:
+    limits = {"max_prefill_tokens": 2048, "chunked_prefill_size": 2048}
+    rig = TimedRig(SLOW, pool_size=8192, context_len=8192, max_itl_s=0.01, **limits)
+    rig.add("long", [1] * 5000, max_new_tokens=1)
+    rig.run()
+    assert rig.extend_sizes == [2048, 2048, 904]
+
+
+@pytest.mark.parametrize(("page_size", "least"), [(1, MIN_TOKENS), (64, 64)])
+def test_prompts_go_on_under_a_bound_that_no_step_can_keep(page_size: int, least: int) -> None:
+    rig = make_rig(SLOW, max_itl_s=0.001, page_size=page_size)
+    first = len(rig.extend_sizes)
+    rig.add("prompt", [90] * 256, max_new_tokens=1)
+    while "prompt" not in rig.times_s:
+        rig.turn()
+    assert rig.extend_sizes[first:] == [least] * (256 // least)
+
+
+def test_a_slower_machine_gets_smaller_chunks() -> None:
+    """The model is fitted while the engine serves: the bound holds again after some steps."""
+    rig = make_rig(SLOW, max_itl_s=0.4)
+    serve_steadily(rig, 0, 4)
+    rig.scheduler._runner._cost = StepCost(*[2 * value for value in SLOW])
+    serve_steadily(rig, 0, 8)
+    first = len(rig.times_s["stream0"])
+    serve_steadily(rig, 0, 8)
+    assert np.quantile(gaps_s(rig, first), 0.99) <= 0.4
+
+
+def test_long_prompts_get_smaller_chunks_as_their_context_grows() -> None:
+    cost = SLOW._replace(prompt_context_s=1e-6)
+    rig = make_rig(cost, max_itl_s=0.5)
+    first = len(rig.runner.steps)
+    rig.add("long", [index % 97 for index in range(6000)], max_new_tokens=1)
+    while "long" not in rig.times_s:
+        rig.turn()
+    sizes = [step.num_tokens for step in rig.runner.steps[first:] if step.mode is ForwardMode.EXTEND]
+    assert sizes[0] > 3 * sizes[-2]
+    assert max(rig.gaps_s("stream0")[10:]) <= 0.5
