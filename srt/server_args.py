@@ -6,6 +6,7 @@ The command line, its help, the docs table (command_line.py) and the validation 
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -148,6 +149,10 @@ class ServerArgs:
     max_queued_requests: Annotated[
         int, Setting("Maximum number of waiting requests; further requests get status 503")
     ] = 4096
+    max_queue_time: Annotated[
+        float | None,
+        Setting("Refuse a request with status 503 if it would wait longer, in seconds; default: no limit"),
+    ] = None
     chunked_prefill_size: Annotated[
         int | None, Setting("Maximum number of tokens of one prompt in a step; default: 8192 on a GPU, 1024 on a CPU")
     ] = None
@@ -287,6 +292,8 @@ class ServerArgs:
             )
         if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
             raise ValueError("--schedule-low-priority-values-first needs --enable-priority-scheduling")
+        if self.max_queue_time is not None and not 0 < self.max_queue_time < math.inf:
+            raise ValueError(f"--max-queue-time must be a positive number of seconds, got {self.max_queue_time}")
         if not 0 <= self.admission_watermark < 1:
             raise ValueError(f"--admission-watermark must be in [0, 1), got {self.admission_watermark}")
         if self.context_length == 1:

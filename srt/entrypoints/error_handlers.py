@@ -20,6 +20,7 @@ from .wire import doc
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+"""Of a 503 whose error does not know when the client should try again."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -86,7 +87,7 @@ def error_response(error: TercetError) -> Response:
     """
     headers = {}
     if error.status == 503:
-        headers["retry-after"] = str(RETRY_AFTER_S)
+        headers["retry-after"] = str(error.retry_after_s or RETRY_AFTER_S)
     elif error.status == 401:
         headers["www-authenticate"] = "Bearer"
     elif error.status == 413:
