@@ -103,6 +103,13 @@ class ServerArgs:
             repeatable=True,
         ),
     ] = None
+    max_concurrent_requests_per_key: Annotated[
+        int | None,
+        _server("Maximum number of unanswered requests of an API key, or of a client address without keys"),
+    ] = None
+    requests_per_minute_per_key: Annotated[
+        int | None, _server("Maximum number of requests in a minute of an API key, or of a client address without keys")
+    ] = None
     ssl_certfile: Annotated[str | None, _server("PEM file of the certificate chain; serves HTTPS instead of HTTP")] = (
         None
     )
@@ -242,6 +249,8 @@ class ServerArgs:
             "max_total_tokens",
             "max_running_requests",
             "max_queued_requests",
+            "max_concurrent_requests_per_key",
+            "requests_per_minute_per_key",
             "chunked_prefill_size",
             "max_prefill_tokens",
             "page_size",

@@ -32,9 +32,15 @@ def note_key(scope: Scope, index: int) -> None:
     scope[_KEY_TENANT] = f"key-{index + 1}"
 
 
+def key_of(scope: Scope) -> str | None:
+    """The API key of a request, as `key-1`; None unless there are several keys."""
+    of_key: str | None = scope.get(_KEY_TENANT)
+    return of_key
+
+
 def tenant_of(scope: Scope, user: str = "") -> str:
     """The tenant of an HTTP request. `user`: the field of its body."""
-    of_key: str | None = scope.get(_KEY_TENANT)
+    of_key = key_of(scope)
     if of_key is not None:
         return of_key
     for name, value in scope["headers"]:
