@@ -286,4 +286,7 @@ def error_of(finish: FinishReason | None) -> TercetError | None:
     """The error behind a finish reason. None for a regular end, and for an abort by the client."""
     if not isinstance(finish, AbortFinish) or finish.status_code is None:
         return None
-    return BY_TYPE.get(finish.err_type or "", TercetError)(finish.message)
+    error = BY_TYPE.get(finish.err_type or "", TercetError)(finish.message)
+    if isinstance(finish.retry_after_s, int):
+        error.retry_after_s = finish.retry_after_s
+    return error

@@ -73,6 +73,7 @@ class Req:
         "pooling",
         "prompt_ids",
         "queue_time_s",
+        "queued_tokens",
         "reused_len",
         "rid",
         "row",
@@ -131,6 +132,8 @@ class Req:
         """When it arrived, on the scheduler's clock. SchedulerMetrics writes this and the next one."""
         self.queue_time_s: float | None = None
         """Seconds from its arrival to its first admission; None before."""
+        self.queued_tokens = 0
+        """Tokens that it had to compute when it arrived, as far as that was known. QueueLimits writes it."""
         self.matched_len = 0
         """Tokens found in the prefix cache by the last look-up while it waited."""
         self.num_sent = 0

@@ -50,6 +50,21 @@ class Histogram:
         return buckets
 
 
+MAX_TENANTS = 64
+"""The number of tenants with counts of their own. Each has two lines in /metrics."""
+OTHER_TENANTS = "other"
+"""All tenants that came later."""
+
+
+class TenantService:
+    """The tokens that the engine has computed for one tenant."""
+
+    def __init__(self) -> None:
+        self.prefill_tokens = 0
+        """Prompt tokens that the prefix cache did not have."""
+        self.generation_tokens = 0
+
+
 class RequestMetrics:
     """Totals since the start of the server. A sample (one of `n` of one prompt) counts as a request."""
 
@@ -66,6 +81,16 @@ class RequestMetrics:
         self.inter_token_latency = Histogram(_INTER_TOKEN_BOUNDS)
         self.e2e_request_latency = Histogram(_E2E_BOUNDS)
         self.queue_time = Histogram(_QUEUE_BOUNDS)
+        self.tenants: dict[str, TenantService] = {}
+        """By the name of the tenant; "" for requests without one. At most MAX_TENANTS and OTHER_TENANTS."""
+
+    def tenant(self, name: str) -> TenantService:
+        """The counts of a tenant."""
+        found = self.tenants.get(name)
+        if found is None:
+            name = name if len(self.tenants) < MAX_TENANTS else OTHER_TENANTS
+            found = self.tenants.setdefault(name, TenantService())
+        return found
 
     def generation(self, owner: GenerationOwner, index: int, key: str) -> Generation:
         """A sample that is counted here."""
@@ -102,15 +127,20 @@ class ObservedGeneration(Generation):
             self._is_prompt_counted = True
             self._metrics.prompt_tokens += counts.prompt_tokens
             self._metrics.cached_tokens += counts.cached_tokens
+            self._tenant().prefill_tokens += counts.prompt_tokens - counts.cached_tokens
         num_new = counts.completion_tokens - self._num_tokens
         if num_new > 0:
             self._count_tokens(num_new, self._clock())
         if out.finish is not None:
             self._count_end(out)
 
+    def _tenant(self) -> TenantService:
+        return self._metrics.tenant("" if self.request is None else self.request.options.tenant)
+
     def _count_tokens(self, num_new: int, now: float) -> None:
         metrics = self._metrics
         metrics.generation_tokens += num_new
+        self._tenant().generation_tokens += num_new
         self._num_tokens += num_new
         if self._num_tokens == num_new:
             metrics.time_to_first_token.observe(now - self._opened)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..srt.errors import QueueFull
 from .req import Req, Stage
 
 
@@ -54,10 +53,10 @@ class RequestQueues:
         if is_overtaking:
             self._sort()
 
-    def check_room(self) -> None:
-        """Raises QueueFull if the waiting queue is full."""
-        if len(self.waiting) >= self._max_waiting:
-            raise QueueFull(f"the waiting queue is full ({len(self.waiting)} requests); try again later")
+    @property
+    def is_full(self) -> bool:
+        """The waiting queue has no place for another new request."""
+        return len(self.waiting) >= self._max_waiting
 
     def gives_way_to(self, urgency: int) -> Req | None:
         """The last waiting request, if it is less urgent. Requests with output and aborted ones do not give way."""

@@ -39,6 +39,7 @@ from .engine_view import StepLog, view_engine
 from .grammar_loader import GrammarLoader
 from .idle_audit import IdleAudit
 from .planner import Planner
+from .queue_limits import QueueLimits
 from .req import Req
 from .req_factory import ReqFactory
 from .schedule_batch import ScheduleBatch
@@ -73,9 +74,10 @@ class Scheduler:
         enable_overlap: bool,
         clock: Callable[[], float],
         journal: StepJournal | NoJournal = NO_JOURNAL,
+        max_queue_time_s: float | None = None,
     ) -> None:
         """`planner`: its queues and its KV are those of the scheduler. `clock`: seconds from any start. `io` and
-        `metrics` have the same."""
+        `metrics` have the same. `max_queue_time_s`: see QueueLimits."""
         self.queues = planner.queues
         self.kv = planner.kv
         self._runner = runner
@@ -89,6 +91,7 @@ class Scheduler:
         self._results = ResultProcessor(self.kv, self.queues, io, metrics)
         self._idle_audit = IdleAudit(self.kv, clock)
         self._step_log = StepLog(clock)
+        self._queue_limits = QueueLimits(max_queue_time_s, self.kv, self.queues, clock)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         in_flight: InFlight | None = None
@@ -156,7 +159,9 @@ class Scheduler:
     def _start(self, message: GenerateReq) -> None:
         try:
             req = self._req_factory.make(message)
+            self._queue_limits.on_arrival(req)
             if message.resumed is None:  # a resumed request was accepted before
+                self._queue_limits.check_wait(req)
                 self._make_place_for(req)
             grammar = req.sampling.grammar
             if grammar is not None:
@@ -179,7 +184,7 @@ class Scheduler:
     def _make_place_for(self, req: Req) -> None:
         """Raises QueueFull if the waiting queue is full, unless a less urgent request gets that error instead."""
         try:
-            self.queues.check_room()
+            self._queue_limits.check_room(req)
         except QueueFull as error:
             evicted = self.queues.gives_way_to(req.urgency)
             if evicted is None:
@@ -212,6 +217,8 @@ class Scheduler:
         for req in batch.reqs:
             req.num_steps_in_flight += 1
         self._metrics.on_launch(batch, self.kv, self.queues)
+        if batch.num_prompt_tokens:
+            self._queue_limits.on_extend(batch)
         return InFlight(batch, step, masked)
 
     def _sample_masked(self, launched: InFlight) -> None:

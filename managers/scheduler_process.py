@@ -109,6 +109,7 @@ def build_scheduler(
         enable_overlap=runner.is_asynchronous and not server_args.disable_overlap_schedule,
         clock=clock,
         journal=journal,
+        max_queue_time_s=server_args.max_queue_time,
     )
 
 

@@ -6,7 +6,7 @@
     |   `-- PromptTooLong            400  context_length_exceeded
     |-- ModelNotFound                404  model_not_found
     |-- RequestAborted               499  the client aborted the request or closed the connection
-    |-- QueueFull                    503  the waiting queue is full: try again later
+    |-- QueueFull                    503  the waiting queue is full, or the wait would be too long: try again later
     |-- EngineBusy                   400  the call (flush) needs an idle engine
     |-- MetricsOff                   404  the server runs without --enable-metrics
     |-- InvalidLogits                500  the model produced NaN for this request
@@ -29,6 +29,8 @@ class TercetError(Exception):
     status: ClassVar[int] = 500
     err_type: ClassVar[str] = "internal_server_error"
     code: ClassVar[str | None] = None
+    retry_after_s: int | None = None
+    """When the client should try again, if that is known."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -71,6 +73,10 @@ class QueueFull(TercetError):
     status = 503
     err_type = "service_unavailable"
     code = "queue_full"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
 
 
 class EngineBusy(TercetError):

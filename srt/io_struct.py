@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from .errors import TercetError
 from .logprobs import NewLogprobs
@@ -55,11 +55,13 @@ class AbortFinish(msgspec.Struct, frozen=True, tag="abort", tag_field="type"):
     message: Annotated[str, Meta(description="Why it was aborted, for a person")]
     status_code: Annotated[int | None, Meta(description="Null. A request that fails is answered with the error")] = None
     err_type: Annotated[str | None, Meta(description="Null, as status_code")] = None
+    retry_after_s: Annotated[int | UnsetType, Meta(description="Absent, as in every answer that is no error")] = UNSET
 
     @classmethod
     def of(cls, error: TercetError) -> AbortFinish:
         """The end of a request that this error ends."""
-        return cls(error.message, error.status, type(error).__name__)
+        retry_after_s = UNSET if error.retry_after_s is None else error.retry_after_s
+        return cls(error.message, error.status, type(error).__name__, retry_after_s)
 
 
 FinishReason = StopFinish | LengthFinish | AbortFinish

@@ -36,6 +36,9 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     the last."""
     priority: int = 0
     """Requests of higher priority go first; with `--schedule-low-priority-values-first`, those of lower priority."""
+    tenant: str = ""
+    """Whose request it is: the tenants share the engine (`--schedule-policy dlpm`), and /metrics counts for each. The
+    HTTP server sets it (srt/entrypoints/tenants.py)."""
     logprobs: LogprobOptions | None = None
     """None: no log probabilities are computed."""
     pooling: Pooling | None = None

@@ -6,6 +6,7 @@ The command line, its help, the docs table (command_line.py) and the validation 
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -102,6 +103,13 @@ class ServerArgs:
             repeatable=True,
         ),
     ] = None
+    max_concurrent_requests_per_key: Annotated[
+        int | None,
+        _server("Maximum number of unanswered requests of an API key, or of a client address without keys"),
+    ] = None
+    requests_per_minute_per_key: Annotated[
+        int | None, _server("Maximum number of requests in a minute of an API key, or of a client address without keys")
+    ] = None
     ssl_certfile: Annotated[str | None, _server("PEM file of the certificate chain; serves HTTPS instead of HTTP")] = (
         None
     )
@@ -148,6 +156,10 @@ class ServerArgs:
     max_queued_requests: Annotated[
         int, Setting("Maximum number of waiting requests; further requests get status 503")
     ] = 4096
+    max_queue_time: Annotated[
+        float | None,
+        Setting("Refuse a request with status 503 if it would wait longer, in seconds; default: no limit"),
+    ] = None
     chunked_prefill_size: Annotated[
         int | None, Setting("Maximum number of tokens of one prompt in a step; default: 8192 on a GPU, 1024 on a CPU")
     ] = None
@@ -244,6 +256,8 @@ class ServerArgs:
             "max_total_tokens",
             "max_running_requests",
             "max_queued_requests",
+            "max_concurrent_requests_per_key",
+            "requests_per_minute_per_key",
             "chunked_prefill_size",
             "max_prefill_tokens",
             "page_size",
@@ -294,6 +308,8 @@ class ServerArgs:
             )
         if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
             raise ValueError("--schedule-low-priority-values-first needs --enable-priority-scheduling")
+        if self.max_queue_time is not None and not 0 < self.max_queue_time < math.inf:
+            raise ValueError(f"--max-queue-time must be a positive number of seconds, got {self.max_queue_time}")
         if not 0 <= self.admission_watermark < 1:
             raise ValueError(f"--admission-watermark must be in [0, 1), got {self.admission_watermark}")
         if self.max_itl_ms is not None and not self.max_itl_ms > 0:

@@ -68,6 +68,7 @@ class Rig:
         eviction: str = "lru",
         eos_ids: frozenset[int] = frozenset(),
         max_queued: int = 10_000,
+        max_queue_time_s: float | None = None,
         vocab_size: int = 97,
         stream_interval: int = 1,
         audit: bool = True,
@@ -130,6 +131,7 @@ class Rig:
             ),
             enable_overlap=overlap,
             clock=self.clock,
+            max_queue_time_s=max_queue_time_s,
         )
         self.in_flight: InFlight | None = None
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .error_handlers import Unauthorized, error_response
+from .tenants import note_key
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 """The paths that need no key. They run no request and return only a status."""
@@ -25,6 +26,8 @@ class ApiKeyGuard:
 
     The time of the comparison depends neither on the number of equal bytes nor on the key that fits: digests of equal
     length are compared, with every key.
+
+    Several keys are tenants (tenants.py).
 
     `guard_browsers`: wraps the app for requests that bear the key as a password.
     """
@@ -39,16 +42,20 @@ class ApiKeyGuard:
         app = self._app
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             scheme, key = _credentials(scope)
-            if not self._is_known(key):
+            index = self._index_of(key)
+            if index is None:
                 app = _refusal(is_page=scope["path"] == "/")
             elif scheme == b"basic":
                 app = self._app_for_browsers
+            if index is not None and len(self._digests) > 1:
+                note_key(scope, index)
         await app(scope, receive, send)
 
-    def _is_known(self, key: bytes) -> bool:
+    def _index_of(self, key: bytes) -> int | None:
         given = _digest(key)
-        # Not any(): it would stop at the first key that fits.
-        return sum(hmac.compare_digest(given, known) for known in self._digests) > 0
+        # All keys are compared: a search would stop at the first key that fits.
+        fits = [hmac.compare_digest(given, known) for known in self._digests]
+        return fits.index(True) if True in fits else None
 
 
 def _credentials(scope: Scope) -> tuple[bytes, bytes]:

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .auth import OPEN_PATHS
 from .error_handlers import Forbidden, error_response
+from .key_limits import LIMIT_HEADERS
 from .wire import shown
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -101,7 +102,7 @@ def cors_settings(allowed_origins: Sequence[str]) -> dict[str, Any]:
         "allow_origins": list(allowed_origins),
         "allow_methods": ["GET", "POST", "PUT"],
         "allow_headers": ["*"],
-        "expose_headers": ["Retry-After"],
+        "expose_headers": ["Retry-After", *LIMIT_HEADERS],
     }
 
 

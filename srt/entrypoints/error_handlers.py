@@ -20,6 +20,7 @@ from .wire import doc
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+"""Of a 503 whose error does not know when the client should try again."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -81,12 +82,12 @@ def internal_error() -> TercetError:
 def error_response(error: TercetError) -> Response:
     """The response of an error.
 
-    503 tells the client when to retry, and 401 how to authenticate. 413 closes the connection, because the rest of the
-    body is not read.
+    429 and 503 tell the client when to retry, and 401 how to authenticate. 413 closes the connection, because the rest
+    of the body is not read.
     """
     headers = {}
-    if error.status == 503:
-        headers["retry-after"] = str(RETRY_AFTER_S)
+    if error.status in (429, 503):
+        headers["retry-after"] = str(error.retry_after_s or RETRY_AFTER_S)
     elif error.status == 401:
         headers["www-authenticate"] = "Bearer"
     elif error.status == 413:

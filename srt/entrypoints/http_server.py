@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from . import admin, info, load, native, native_protocol, openapi, page, score, 
 from .auth import ApiKeyGuard
 from .cross_site import CrossSiteGuard, cors_settings
 from .error_handlers import http_exception
+from .key_limits import KeyLimits
 from .openai import (
     chat,
     chat_protocol,
@@ -42,6 +44,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Generates text: SGLang's native endpoint",
         native.generate,
         body=native.GENERATE_CODEC,
+        runs_model=True,
         answer=native_protocol.GenerateAnswer | list[native_protocol.GenerateAnswer],
         streams=native_protocol.GenerateAnswer,
     ),
@@ -51,6 +54,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Completes a text: OpenAI's endpoint",
         completions.completions,
         body=completions.COMPLETION_CODEC,
+        runs_model=True,
         answer=completion_protocol.Completion,
         streams=completion_protocol.Completion,
     ),
@@ -60,6 +64,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Answers a conversation: OpenAI's endpoint",
         chat.chat_completions,
         body=chat.CHAT_CODEC,
+        runs_model=True,
         answer=chat_protocol.ChatCompletion,
         streams=chat_protocol.ChatChunk,
     ),
@@ -69,6 +74,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Answers a conversation of items: OpenAI's endpoint, without storage",
         responses.responses,
         body=responses.RESPONSES_CODEC,
+        runs_model=True,
         answer=responses_answer.Response,
         streams=responses_answer.ResponseEvent,
     ),
@@ -78,6 +84,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Converts texts to vectors: OpenAI's endpoint",
         embeddings.embeddings,
         body=embeddings.EMBEDDING_CODEC,
+        runs_model=True,
         answer=embedding_protocol.EmbeddingList,
     ),
     Endpoint(
@@ -86,6 +93,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Tells the probabilities of given tokens after each prompt: SGLang's endpoint",
         score.score,
         body=score.SCORE_CODEC,
+        runs_model=True,
         answer=score.Scores,
     ),
     Endpoint(("GET",), "/v1/models", "Lists the served model", models.list_models, answer=protocol.ModelList),
@@ -249,6 +257,7 @@ def create_app(
         state_timeout_s=state_timeout_s,
         flush_timeout_s=flush_timeout_s,
         metrics=_metrics_page(tokenizer_manager),
+        key_limits=KeyLimits.of(tokenizer_manager.server_args, time.monotonic),
     )
     endpoints = (*ENDPOINTS, *openapi.endpoints(ENDPOINTS))
     routes: list[BaseRoute] = []

@@ -85,6 +85,16 @@ class MetricsPage(Collector):
             "e2e_request_latency_seconds", "Time from the request to its end", metrics.e2e_request_latency
         )
         yield self._histogram("queue_time_seconds", "Time in the waiting queue", metrics.queue_time)
+        yield from self._of_tenants(metrics)
+
+    def _of_tenants(self, metrics: RequestMetrics) -> Iterator[Metric]:
+        labels = (*_LABELS, "tenant")
+        prefill = CounterMetricFamily("tercet:tenant_prefill_tokens", "Prompt tokens computed", labels=labels)
+        generation = CounterMetricFamily("tercet:tenant_generation_tokens", "Generated tokens", labels=labels)
+        for name, service in metrics.tenants.items():
+            prefill.add_metric((*self._label_values, name), service.prefill_tokens)
+            generation.add_metric((*self._label_values, name), service.generation_tokens)
+        yield from (prefill, generation)
 
     def _gauge(self, name: str, text: str, value: float, *, prefix: str = "sglang") -> Metric:
         family = GaugeMetricFamily(f"{prefix}:{name}", text, labels=_LABELS)

@@ -81,7 +81,7 @@ def _options(server: Server, body: GenerateBody, count: int, is_list: bool) -> I
     if body.cache_salt is not None and body.extra_key is not None:
         raise InvalidRequest("cache_salt and extra_key are the same option; send only one of them", param="extra_key")
     salt_field = "extra_key" if body.cache_salt is None else "cache_salt"
-    fields = {name: salt_field if name == "cache_salt" else name for name in OPTION_FIELDS}
+    fields = {**OPTION_FIELDS, "cache_salt": salt_field}
     columns = {name: _per_prompt(getattr(body, field, None), count, is_list, field) for name, field in fields.items()}
     samplings = _samplings(server, body.sampling_params, count, is_list)
     logprobs = _logprobs(body, count, is_list)

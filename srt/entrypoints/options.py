@@ -1,4 +1,4 @@
-"""Makes the RequestOptions of a decoded body. Each option is read from the body's field of the same name."""
+"""Makes the RequestOptions of a decoded body. Each option is read from a field of the body."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from ..logprobs import LogprobOptions
 from ..request_options import RequestOptions
 from ..sampling_params import SamplingParams
 
-OPTION_FIELDS = tuple(name for name in RequestOptions.__struct_fields__ if name not in ("sampling", "logprobs"))
-"""The options that are read from a field of the same name: all but the objects that each API makes itself."""
+OPTION_FIELDS = {
+    name: "user" if name == "tenant" else name
+    for name in RequestOptions.__struct_fields__
+    if name not in ("sampling", "logprobs")
+}
+"""The options that are read from a field of a body, and the name of the field. Each API makes the other ones itself."""
 
 
 def options_of(body: object, sampling: SamplingParams, logprobs: LogprobOptions | None = None) -> RequestOptions:
     """The options of one request. Raises InvalidRequest for a value out of range."""
-    return make_options(sampling, {name: getattr(body, name, None) for name in OPTION_FIELDS}, logprobs)
+    return make_options(sampling, {name: getattr(body, field, None) for name, field in OPTION_FIELDS.items()}, logprobs)
 
 
 def make_options(

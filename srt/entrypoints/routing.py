@@ -22,6 +22,7 @@ from ...managers.tokenizer_manager import TokenizerManager
 from ..errors import InvalidRequest, ModelNotFound, QueueFull, TercetError
 from .error_handlers import BodyTooLarge, error_response, internal_error
 from .json_limits import check_limits
+from .key_limits import KeyLimits
 from .wire import BodyCodec, shown
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ class Server:
     """How long /flush_cache waits for the scheduler's reply, in addition to the request's `timeout`."""
     metrics: MetricsSource | None = None
     """Makes the page of /metrics; None without --enable-metrics."""
+    key_limits: KeyLimits | None = None
+    """None without such limits."""
     started: int = field(default_factory=lambda: int(time.time()))
     decoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "body-decoder"))
     """Decodes large bodies, one at a time, because decoding holds the interpreter's lock."""
@@ -116,6 +119,8 @@ class Endpoint:
     """Type of a stream's events; None for an endpoint that never streams."""
     aliases: tuple[str, ...] = ()
     """Other paths of the same endpoint."""
+    runs_model: bool = False
+    """Its requests count for the limits of their API keys."""
 
 
 class BoundEndpoint:
@@ -125,8 +130,20 @@ class BoundEndpoint:
         self._endpoint = endpoint
         self._server = server
         self._query = {query.name for query in endpoint.query}
+        self._limits = server.key_limits if endpoint.runs_model else None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether its requests count for the limits of API keys."""
+        return self._limits is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._limits is None:
+            await self._serve(scope, receive, send)
+        else:
+            await self._limits.serve(self._serve, scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         try:
             answer = await self._answer(request)

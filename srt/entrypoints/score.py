@@ -37,7 +37,9 @@ class ScoreBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         None
     )
     cache_salt: Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")] = None
-    user: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
+    user: Annotated[str | None, doc("Name of the tenant, unless several API keys or the header x-tenant name it")] = (
+        None
+    )
 
 
 class Scores(msgspec.Struct, frozen=True):
@@ -62,6 +64,7 @@ async def score(server: Server, request: Request, body: ScoreBody) -> ASGIApp:
         sampling=server.manager.inputs.make_sampling({"max_new_tokens": 1, "temperature": 0}),
         logprobs=LogprobOptions(token_ids_logprob=body.label_token_ids),
         cache_salt=body.cache_salt or "",
+        tenant=body.user or "",
     )
     is_list = isinstance(body.items, list)
     prompts = [

@@ -27,6 +27,7 @@ from .error_handlers import envelope, internal_error
 from .job import Job, Sample, check_request_size, outputs, raise_failure
 from .request_log import keeps_text, log_received
 from .routing import Server, json_response
+from .tenants import with_tenant
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ async def answer(
     `name`: the name for /abort_request. It is the rid of a single prompt, or the common name of several prompts.
     """
     check_request_size(prompts)
+    prompts = with_tenant(request.scope, prompts)
     args = server.manager.server_args
     opened = server.manager.open(prompts, name=name)
     job = Job(server.manager, opened, request.receive)

@@ -33,7 +33,9 @@ class EmbeddingBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
         bool | None, doc("Let the tokenizer add its special tokens to a text, default true")
     ] = None
     cache_salt: Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")] = None
-    user: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
+    user: Annotated[str | None, doc("Name of the tenant, unless several API keys or the header x-tenant name it")] = (
+        None
+    )
 
 
 class Embedding(msgspec.Struct, frozen=True):

@@ -34,9 +34,8 @@ async def embeddings(server: Server, request: Request, body: EmbeddingBody) -> A
     check_num_prompts(len(contents), "input")
     name = f"embd-{uuid.uuid4().hex}"
     sampling = server.manager.inputs.make_sampling({"max_new_tokens": 0, "temperature": 0})
-    options = make_options(
-        sampling, {**{field: getattr(body, field, None) for field in OPTION_FIELDS}, "pooling": body.pooling or "last"}
-    )
+    given = {name: getattr(body, field, None) for name, field in OPTION_FIELDS.items()}
+    options = make_options(sampling, {**given, "pooling": body.pooling or "last"})
     prompts = [
         Prompt(
             content=content,

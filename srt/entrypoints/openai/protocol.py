@@ -68,7 +68,9 @@ class OpenAIBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         str | dict[str, Any] | None, doc("Tags in free text whose content matches a schema, as an object or as text")
     ] = None
     structured_outputs: Annotated[StructuredOutputs | None, doc("The same wishes in vLLM's form")] = None
-    user: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
+    user: Annotated[str | None, doc("Name of the tenant, unless several API keys or the header x-tenant name it")] = (
+        None
+    )
     metadata: Annotated[dict[str, str] | None, doc("Labels for the client's own use; they have no effect")] = None
     spaces_between_special_tokens: Annotated[
         Any, only("the tokenizer decides on the spaces between special tokens", True)

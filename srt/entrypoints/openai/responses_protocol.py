@@ -115,7 +115,9 @@ class ResponsesBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
     text: Annotated[TextConfig | None, doc("What the answer's text is")] = None
     reasoning: Annotated[ReasoningConfig | None, doc("How the model thinks")] = None
     metadata: Annotated[dict[str, str] | None, doc("Labels for the client's own use; the answer repeats them")] = None
-    user: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
+    user: Annotated[str | None, doc("Name of the tenant, unless several API keys or the header x-tenant name it")] = (
+        None
+    )
     safety_identifier: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
     prompt_cache_key: Annotated[
         str | None, doc("It has no effect: all requests share cached prefixes; cache_salt separates them")

@@ -95,6 +95,7 @@ NATIVE_SAMPLING: Table = {
     "min_new_tokens": sampling("min_new_tokens", 1),
     "sampling_seed": sampling("sampling_seed", 4711),
 }
+USER: tuple[Any, Effect] = ("me", lambda seen: seen.req.options.tenant == "me")
 SALT: tuple[Any, Effect] = ("pepper", lambda seen: seen.req.options.cache_salt == "pepper")
 
 
@@ -126,6 +127,7 @@ OPENAI: Table = {
     "rid": ("me", lambda seen: seen.answer["id"] == "me"),
     "priority": (7, lambda seen: seen.req.options.priority == 7),
     "cache_salt": SALT,
+    "user": USER,
     "return_cached_tokens_details": (
         True,
         lambda seen: (
@@ -201,6 +203,7 @@ SCORE: Table = {
     "item_first": (True, lambda seen: seen.prompt == "ba"),
     "model": OPENAI["model"],
     "cache_salt": SALT,
+    "user": USER,
 }
 EMBEDDINGS: Table = {
     "input": ([98], lambda seen: seen.ids == [98]),
@@ -210,6 +213,7 @@ EMBEDDINGS: Table = {
     "pooling": ("mean", lambda seen: seen.req.options.pooling == "mean"),
     "add_special_tokens": COMPLETIONS["add_special_tokens"],
     "cache_salt": SALT,
+    "user": USER,
 }
 TOKENIZE: Table = {
     "model": OPENAI["model"],

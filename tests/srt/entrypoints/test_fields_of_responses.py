@@ -45,7 +45,7 @@ BODY: Table = {
     "tool_choice": ("none", lambda seen: "<tools>" not in seen.prompt and calls_of(seen) == []),
     "parallel_tool_calls": (False, lambda seen: len(calls_of(seen)) == 1),
     "metadata": ({"a": "b"}, lambda seen: seen.answer["metadata"] == {"a": "b"}),
-    "user": ("me", lambda seen: seen.answer["user"] == "me"),
+    "user": ("me", lambda seen: seen.answer["user"] == seen.req.options.tenant == "me"),
     "safety_identifier": ("me", lambda seen: seen.answer["safety_identifier"] == "me"),
     "prompt_cache_key": ("k", lambda seen: seen.answer["prompt_cache_key"] == "k"),
     "cache_salt": ("pepper", lambda seen: seen.req.options.cache_salt == "pepper"),

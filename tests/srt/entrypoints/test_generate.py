@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fake_http import CONTEXT_LEN, EOS, Site, byte_tokenizer, events_of, text_of
 
+from tercet.srt.errors import QueueFull
 from tercet.srt.io_struct import AbortFinish
 
 SHORT = {"max_new_tokens": 3}
@@ -222,11 +223,11 @@ def test_bad_input_is_refused_before_anything_runs(site: Site, body: dict[str, A
 def test_a_failure_before_the_first_output_has_its_status(site: Site) -> None:
     for stream in (False, True):
         for n in (1, 3):
-            site.scheduler.fail = (0, AbortFinish("the queue is full", 503, "QueueFull"))
+            site.scheduler.fail = (0, AbortFinish.of(QueueFull("the queue is full", retry_after_s=n)))
             body = {"text": "a", "stream": stream, "sampling_params": {"n": n}}
             answer = site.post("/generate", body)
             assert answer.status_code == 503
-            assert answer.headers["retry-after"] == "1"
+            assert answer.headers["retry-after"] == str(n)
             assert answer.json()["error"]["code"] == "queue_full"
             assert answer.json()["error"]["message"] == "the queue is full"
             assert site.idle()

@@ -1,0 +1,164 @@
+"""The limits of the waiting queue: how many requests wait, and how long a new one would wait.
+
+The wait is estimated when a request arrives: the tokens that requests ahead of it have to compute, divided by the rate
+at which such tokens left the queue in the last seconds. The rate is measured only while requests wait, so it includes
+everything that they wait for: prefill, decode steps between, free rows and free memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..srt.errors import QueueFull
+from .kv_cache_manager import KVCacheManager
+from .req import Req
+from .request_queues import RequestQueues
+from .schedule_batch import ScheduleBatch
+
+MAX_RETRY_AFTER_S = 60
+"""The longest Retry-After. Many clients ignore a longer one. With a longer backlog, a client may be refused again."""
+_WINDOW_S = 10.0
+"""The rate is that of the last `_WINDOW_S` seconds in which requests waited, and of at least `_MIN_KEPT` drains."""
+_MIN_KEPT = 8
+_MAX_KEPT = 1024
+_MAX_AGE_S = 60.0
+"""Older drains tell nothing about the present."""
+_MIN_MEASURED = 4
+"""With fewer drains there is no rate, and nobody is refused for the time."""
+
+
+class _Drain(NamedTuple):
+    end_s: float
+    duration_s: float
+    num_tokens: int
+
+
+class DrainRate:
+    """Tokens per second that leave the waiting queue while requests wait."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: seconds from any start."""
+        self._clock = clock
+        self._drains: deque[_Drain] = deque()
+        self._num_tokens = 0
+        self._duration_s = 0.0
+        self._waiting_since: float | None = None
+        """The last drain, if it left requests waiting."""
+
+    def add(self, num_tokens: int, *, others_wait: bool) -> None:
+        """`num_tokens` have left the queue. `others_wait`: not all have."""
+        now = self._clock()
+        if self._waiting_since is not None:
+            self._drains.append(_Drain(now, now - self._waiting_since, num_tokens))
+            self._num_tokens += num_tokens
+            self._duration_s += now - self._waiting_since
+            while len(self._drains) > _MIN_KEPT and (
+                self._duration_s - self._drains[0].duration_s >= _WINDOW_S or len(self._drains) > _MAX_KEPT
+            ):
+                self._drop_oldest()
+        self._waiting_since = now if others_wait else None
+
+    def on_empty(self) -> None:
+        """The queue is empty: the time until the next drain is not a wait."""
+        self._waiting_since = None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None: too little was measured lately."""
+        now = self._clock()
+        while self._drains and now - self._drains[0].end_s > _MAX_AGE_S:
+            self._drop_oldest()
+        if len(self._drains) < _MIN_MEASURED or self._num_tokens <= 0:
+            return None
+        undrained_s = 0.0 if self._waiting_since is None else now - self._waiting_since
+        return self._num_tokens / max(self._duration_s + undrained_s, 1e-9)
+
+    def _drop_oldest(self) -> None:
+        oldest = self._drains.popleft()
+        self._num_tokens -= oldest.num_tokens
+        self._duration_s -= oldest.duration_s
+
+
+class QueueLimits:
+    """Refuses new requests for which the queue has no place, or which would wait too long.
+
+    Each refusal says when to try again: when enough of the queue will have drained, after all those that were told to
+    come earlier. So clients that obey do not come back together.
+    """
+
+    def __init__(
+        self, max_queue_time_s: float | None, kv: KVCacheManager, queues: RequestQueues, clock: Callable[[], float]
+    ) -> None:
+        """`max_queue_time_s`: None: no limit on the time. `clock`: seconds from any start."""
+        self._max_queue_time_s = max_queue_time_s
+        self._kv = kv
+        self._queues = queues
+        self._clock = clock
+        self._rate = DrainRate(clock)
+        self._next_return_s = -math.inf
+        """When the next refused client may come back, on the clock."""
+
+    def on_arrival(self, req: Req) -> None:
+        """Called with each request, before `check_wait`."""
+        queues = self._queues
+        if not queues.waiting and queues.chunked is None:
+            self._rate.on_empty()
+        cached = self._kv.match_len(req) if self._max_queue_time_s is not None else 0
+        req.queued_tokens = req.num_tokens - cached
+
+    def on_extend(self, batch: ScheduleBatch) -> None:
+        """Called after the launch of a step with prompt tokens."""
+        queues = self._queues
+        num_drained = batch.num_prompt_tokens
+        new_rows = {new.row for new in batch.inputs.new_rows}
+        for req in batch.reqs:
+            if req.row in new_rows:  # what the cache has leaves the queue at once
+                num_drained += req.queued_tokens - (req.num_tokens - req.locked_len)
+        self._rate.add(num_drained, others_wait=bool(queues.waiting) or queues.chunked is not None)
+
+    def check_wait(self, req: Req) -> None:
+        """Raises QueueFull if the request would wait longer than the limit."""
+        limit_s = self._max_queue_time_s
+        rate = None if limit_s is None else self._rate.tokens_per_s
+        if limit_s is None or rate is None:
+            return
+        wait_s = self._tokens_before(req) / rate
+        if wait_s > limit_s:
+            retry_after_s = self._retry_after_s(wait_s - limit_s, req.queued_tokens / rate)
+            raise QueueFull(
+                f"the request would wait about {wait_s:.1f} s, and --max-queue-time is {limit_s:g} s; "
+                f"try again in {retry_after_s} s",
+                retry_after_s=retry_after_s,
+            )
+
+    def check_room(self, req: Req) -> None:
+        """Raises QueueFull if the waiting queue is full."""
+        if not self._queues.is_full:
+            return
+        num_waiting = len(self._queues.waiting)
+        rate = self._rate.tokens_per_s
+        retry_after_s = None
+        if rate is not None:
+            one_s = self._tokens_before(req) / num_waiting / rate
+            retry_after_s = self._retry_after_s(one_s, one_s)
+        raise QueueFull(
+            f"the waiting queue is full ({num_waiting} requests); try again later", retry_after_s=retry_after_s
+        )
+
+    def _tokens_before(self, req: Req) -> int:
+        """Tokens to compute before this request, in the order of arrival of equally urgent requests."""
+        queues = self._queues
+        num_tokens = sum(other.queued_tokens for other in queues.waiting if other.urgency >= req.urgency)
+        if queues.chunked is not None:
+            num_tokens += queues.chunked.num_tokens - queues.chunked.kv_len
+        return num_tokens
+
+    def _retry_after_s(self, drained_s: float, service_s: float) -> int:
+        """`drained_s`: until the queue will have a place for the refused request. `service_s`: its own share of it."""
+        now = self._clock()
+        return_s = min(max(now + drained_s, self._next_return_s), now + MAX_RETRY_AFTER_S)
+        self._next_return_s = return_s + service_s
+        return min(max(math.ceil(return_s - now), 1), MAX_RETRY_AFTER_S)

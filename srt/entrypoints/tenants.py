@@ -1,0 +1,68 @@
+"""The tenant of a request: the name under which the engine counts and shares its service.
+
+The name is, in this order:
+
+1. With several API keys: the key, as `key-1` for the first one, `key-2` for the second one, and so on. The header and
+   the field have no effect then, so no client can pose as another one. The text of a key appears nowhere.
+2. Otherwise the header `x-tenant`, which a gateway can set for its users. One API key for all names nobody.
+3. Otherwise the field `user` of the OpenAI endpoints.
+4. Otherwise the empty name.
+
+Without several keys, the server trusts the names that its clients give.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+from starlette.types import Scope
+
+from ...managers.request_registry import Prompt
+
+HEADER = b"x-tenant"
+MAX_NAME_CHARS = 64
+_KEY_TENANT = "tercet.key_tenant"
+
+
+def note_key(scope: Scope, index: int) -> None:
+    """Makes the API key of this index the tenant of a request."""
+    scope[_KEY_TENANT] = f"key-{index + 1}"
+
+
+def key_of(scope: Scope) -> str | None:
+    """The API key of a request, as `key-1`; None unless there are several keys."""
+    of_key: str | None = scope.get(_KEY_TENANT)
+    return of_key
+
+
+def tenant_of(scope: Scope, user: str = "") -> str:
+    """The tenant of an HTTP request. `user`: the field of its body."""
+    of_key = key_of(scope)
+    if of_key is not None:
+        return of_key
+    for name, value in scope["headers"]:
+        if name == HEADER and value.strip():
+            return _short(value.strip().decode("latin-1"))
+    return _short(user)
+
+
+def with_tenant(scope: Scope, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    """The prompts of an HTTP request, with its tenant. Before, `options.tenant` is the field `user`."""
+    user = prompts[0].options.tenant
+    tenant = tenant_of(scope, user)
+    if tenant == user:
+        return prompts
+    return [
+        dataclasses.replace(prompt, options=msgspec.structs.replace(prompt.options, tenant=tenant))
+        for prompt in prompts
+    ]
+
+
+def _short(name: str) -> str:
+    """The name, or a digest of it if it is too long for a label of a metric or cannot be printed."""
+    if len(name) <= MAX_NAME_CHARS and name.isprintable():
+        return name
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:16]

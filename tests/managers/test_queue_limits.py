@@ -1,0 +1,240 @@
+"""The waiting queue under overload, in simulated time."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_rig import Rig
+
+from fakes import FakeClock
+from tercet.managers.queue_limits import MAX_RETRY_AFTER_S, DrainRate
+from tercet.srt.io_struct import AbortFinish
+
+
+@dataclass
+class Load:
+    """Requests of an open-loop load on a scheduler whose steps take simulated time."""
+
+    rig: Rig
+    returns: bool
+    """Refused clients come back after Retry-After, as often as they are refused."""
+    seed: int = 0
+    prompt_lens: tuple[int, int] = (10, 100)
+    max_new_tokens: int = 2
+    refusals: dict[str, int] = field(default_factory=dict)
+    """Retry-After of each refusal, by the name of the request. Each return adds "!" to the name."""
+
+    def run(self, arrivals: list[float]) -> None:
+        """`arrivals`: seconds from now, in order."""
+        rig, clock = self.rig, self.rig.clock
+        draw = random.Random(self.seed)
+        start_s = clock.now
+        due = [(start_s + at_s, f"r{number}") for number, at_s in enumerate(arrivals)]
+        heapq.heapify(due)
+        num_steps = 0
+        while due or rig.is_busy:
+            while due and due[0][0] <= clock.now:
+                name = heapq.heappop(due)[1]
+                length = draw.randint(*self.prompt_lens)
+                rig.add(name, [draw.randrange(97) for _ in range(length)], max_new_tokens=self.max_new_tokens)
+            rig.turn()
+            for name, heard in list(rig.heard.items()):
+                if isinstance(heard.finish, AbortFinish) and name not in self.refusals:
+                    assert heard.finish.status_code == 503
+                    self.refusals[name] = heard.finish.retry_after_s or 1
+                    if self.returns:
+                        heapq.heappush(due, (clock.now + self.refusals[name], f"{name}!"))
+            steps, num_steps = rig.runner.steps[num_steps:], len(rig.runner.steps)
+            clock.now += sum(0.01 + 0.001 * step.num_tokens for step in steps)
+            if not steps and due:
+                clock.now = max(clock.now, min(due[0][0], clock.now + 0.1))
+
+    def waits_s(self) -> list[float]:
+        """Queue times of the admitted requests, in the order of their ends."""
+        counts = [heard.last.counts for heard in self.rig.heard.values() if heard.last is not None]
+        return [count.queue_time_s for count in counts if count.queue_time_s is not None]
+
+
+def overload(num: int, per_s: float, seed: int) -> list[float]:
+    draw, now, arrivals = random.Random(seed), 0.0, []
+    for _ in range(num):
+        now += draw.expovariate(per_s)
+        arrivals.append(now)
+    return arrivals
+
+
+def _rig(limit_s: float | None, **settings: object) -> Rig:
+    return Rig(overlap=False, audit=False, policy="fcfs", max_queue_time_s=limit_s, **settings)
+
+
+@pytest.mark.parametrize("max_running", [8, 2])
+def test_under_threefold_overload_no_admitted_request_waits_much_longer_than_the_limit(max_running: int) -> None:
+    """With two rows, requests wait for rows and not for prefill: the rate includes that."""
+
+    def run(limit_s: float | None) -> Load:
+        load = Load(_rig(limit_s, max_running=max_running), returns=False)
+        load.run(overload(600, 40.0, seed=1))
+        return load
+
+    unlimited = run(None)
+    capacity = 600 / (unlimited.rig.clock.now - 1000.0)
+    assert capacity < 40 / 2.2 and max(unlimited.waits_s()) > 10, "the load must be too much"
+    limited = run(2.0)
+    waits = limited.waits_s()
+    assert max(waits) < 2.0 * 1.5
+    assert len(limited.refusals) + len(waits) == 600 and limited.refusals
+    served_per_s = len(waits) / (limited.rig.clock.now - 1000.0)
+    assert served_per_s > 0.9 * capacity, "refusals must not idle the engine"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_retry_after_is_enough_for_those_who_come_back(seed: int) -> None:
+    """A client that comes back while new ones still come may be refused again. All others are admitted."""
+    load = Load(_rig(2.0), returns=True, seed=seed)
+    load.run(overload(300, 60.0, seed))
+    num_returns = sum(name.endswith("!") for name in load.refusals)
+    assert len(load.refusals) - num_returns > 150
+    assert num_returns < 0.25 * len(load.refusals)
+    assert sum(name.endswith("!!") for name in load.refusals) <= 0.05 * 300
+    assert not any(name.endswith("!!!") for name in load.refusals)
+    waits = load.waits_s()
+    assert len(waits) == 300 and max(waits) < 3.0
+    unlimited = Load(_rig(None), returns=False, seed=seed)
+    unlimited.run(overload(300, 60.0, seed))
+    # Nobody is told to come much later than necessary.
+    assert load.rig.clock.now - 1000.0 < 1.3 * (unlimited.rig.clock.now - 1000.0)
+
+
+def test_a_full_queue_tells_when_to_come_back() -> None:
+    load = Load(_rig(None, max_queued=20), returns=True)
+    load.run(overload(200, 60.0, seed=2))
+    num_returns = sum(name.endswith("!") for name in load.refusals)
+    assert len(load.refusals) > 60 and num_returns < 0.25 * len(load.refusals)
+    assert len(load.waits_s()) == 200
+
+
+def test_nothing_is_refused_before_anything_is_measured() -> None:
+    rig = _rig(0.001, max_running=1)
+    for index in range(50):
+        rig.add(f"r{index}", [index, 1, 2], max_new_tokens=1)
+    rig.run()
+    assert not any(isinstance(heard.finish, AbortFinish) for heard in rig.heard.values())
+
+
+def test_an_idle_engine_refuses_nothing() -> None:
+    """Even if the last wait was long: nobody waits now."""
+    load = Load(_rig(0.5), returns=False)
+    load.run(overload(100, 60.0, seed=3))
+    assert load.refusals
+    rig = load.rig
+    rig.add("later", list(range(50)))
+    rig.run()
+    assert not isinstance(rig.heard["later"].finish, AbortFinish)
+
+
+def test_the_cached_part_of_a_prompt_is_no_wait() -> None:
+    """The estimate counts what must be computed, so a queue of cached prompts is short."""
+
+    def refused(is_cached: bool) -> int:
+        rig = _rig(0.5, max_running=2, pool_size=2048)
+        prompt = list(range(90))
+        load = Load(rig, returns=False)
+        load.run(overload(60, 60.0, seed=4))  # measures the rate
+        before = len(load.refusals)
+        if is_cached:
+            rig.add("warm", prompt, max_new_tokens=1)
+            rig.run()
+        for index in range(12):
+            own = prompt if is_cached else [index, *prompt]
+            rig.add(f"x{index}", [*own, index], max_new_tokens=1)
+        rig.run()
+        return sum(isinstance(heard.finish, AbortFinish) for heard in rig.heard.values()) - before
+
+    assert refused(is_cached=True) == 0 < refused(is_cached=False)
+
+
+def test_only_requests_ahead_count() -> None:
+    def refused(priority: int) -> bool:
+        rig = _rig(0.5, max_running=2, preemption_threshold=100)
+        load = Load(rig, returns=False)
+        load.run(overload(60, 60.0, seed=4))
+        for index in range(9):
+            rig.add(f"x{index}", [index] * 90, max_new_tokens=1)
+        rig.add("urgent", [55] * 90, priority=priority)
+        rig.run()
+        return isinstance(rig.heard["urgent"].finish, AbortFinish)
+
+    assert refused(0) and not refused(1)
+
+
+# The rate
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 2.0), st.integers(1, 1000), st.booleans()), min_size=8, max_size=40))
+@settings(deadline=None)
+def test_the_rate_does_not_depend_on_pauses(drains: list[tuple[float, int, bool]]) -> None:
+    """Time in which nobody waits is not measured."""
+
+    def rate(pause_s: float) -> float | None:
+        clock = FakeClock()
+        measured = DrainRate(clock)
+        for duration_s, num_tokens, others_wait in drains:
+            clock.now += duration_s
+            measured.add(num_tokens, others_wait=others_wait)
+            if not others_wait:
+                clock.now += pause_s
+        return measured.tokens_per_s
+
+    paused, steady = rate(0.25), rate(0.0)
+    assert (paused is None) == (steady is None)
+    assert steady is None or paused == pytest.approx(steady, rel=1e-6)
+
+
+def test_a_steady_rate_is_measured_exactly() -> None:
+    clock = FakeClock()
+    rate = DrainRate(clock)
+    for _ in range(5000):
+        rate.add(50, others_wait=True)
+        assert rate.tokens_per_s is None or rate.tokens_per_s == pytest.approx(500.0)
+        clock.now += 0.1
+    assert rate.tokens_per_s == pytest.approx(500.0, rel=0.02), "the time since the last drain counts, too"
+
+
+def test_a_stall_lowers_the_rate_and_an_empty_queue_does_not() -> None:
+    def after(stall_s: float, *, is_empty: bool) -> float:
+        clock = FakeClock()
+        rate = DrainRate(clock)
+        for _ in range(20):
+            rate.add(100, others_wait=True)
+            clock.now += 1.0
+        if is_empty:
+            rate.on_empty()
+        clock.now += stall_s
+        assert rate.tokens_per_s is not None
+        return rate.tokens_per_s
+
+    assert after(20.0, is_empty=False) < 50.0
+    assert after(20.0, is_empty=True) == pytest.approx(100.0)
+
+
+def test_old_drains_are_forgotten() -> None:
+    clock = FakeClock()
+    rate = DrainRate(clock)
+    for _ in range(20):
+        rate.add(100, others_wait=True)
+        clock.now += 1.0
+    rate.on_empty()
+    clock.now += 3600.0
+    assert rate.tokens_per_s is None
+
+
+def test_retry_after_is_bounded() -> None:
+    load = Load(_rig(1.0), returns=False)
+    load.run(overload(1500, 300.0, seed=5))
+    told = load.refusals.values()
+    assert max(told) == MAX_RETRY_AFTER_S and min(told) >= 1
