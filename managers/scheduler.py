@@ -44,6 +44,7 @@ from .req_factory import ReqFactory
 from .schedule_batch import ScheduleBatch
 from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
+from .timeouts import Timeouts
 from .token_masks import fill_masks, masked_lines
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Scheduler:
         req_factory: ReqFactory,
         metrics: SchedulerMetrics,
         grammars: GrammarLoader,
+        timeouts: Timeouts,
         *,
         enable_overlap: bool,
         clock: Callable[[], float],
@@ -83,6 +85,7 @@ class Scheduler:
         self._req_factory = req_factory
         self._metrics = metrics
         self._grammars = grammars
+        self._timeouts = timeouts
         self._enable_overlap = enable_overlap
         self._journal = journal
         self._planner = planner
@@ -102,6 +105,9 @@ class Scheduler:
             self._handle(message)
         if self._grammars.is_waiting:
             self._collect_grammars(may_wait=in_flight is None and self.queues.num_constrained == len(self.queues))
+        if self._timeouts.is_armed:
+            for req, reason in self._timeouts.take_late():
+                self._results.abort(req, reason)
         batch = self._planner.plan()
         launched = self._launch(batch) if batch is not None else None
         if in_flight is not None:
@@ -169,6 +175,7 @@ class Scheduler:
         else:
             self.queues.add(req)
             self._metrics.on_arrival(req)
+            self._timeouts.on_arrival(req)
             if req.finish is not None:
                 self._results.finish(req, req.finish)
 
@@ -211,6 +218,8 @@ class Scheduler:
             step.sample()
         for req in batch.reqs:
             req.num_steps_in_flight += 1
+        if batch.num_prompt_tokens:
+            self._timeouts.on_launch(batch.reqs)
         self._metrics.on_launch(batch, self.kv, self.queues)
         return InFlight(batch, step, masked)
 

@@ -99,8 +99,9 @@ class SchedulerMetrics:
         self._cached_tokens += cached
         self._prompt_tokens += sum(len(req.prompt_ids) for req in first_admitted)
         now = self._clock()
-        for req in first_admitted:
-            req.queue_time_s = now - req.arrived_s
+        for req in admitted:
+            if req.queue_time_s is None:
+                req.queue_time_s = now - req.arrived_s
         if logger.isEnabledFor(logging.INFO):
             logger.info(
                 "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "

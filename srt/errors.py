@@ -7,6 +7,7 @@
     |-- ModelNotFound                404  model_not_found
     |-- RequestAborted               499  the client aborted the request or closed the connection
     |-- QueueFull                    503  the waiting queue is full: try again later
+    |-- WaitingTimeout               503  the request has waited too long for its first step
     |-- EngineBusy                   400  the call (flush) needs an idle engine
     |-- MetricsOff                   404  the server runs without --enable-metrics
     |-- InvalidLogits                500  the model produced NaN for this request
@@ -73,6 +74,12 @@ class QueueFull(TercetError):
     code = "queue_full"
 
 
+class WaitingTimeout(TercetError):
+    status = 503
+    err_type = "service_unavailable"
+    code = "waiting_timeout"
+
+
 class EngineBusy(TercetError):
     status = 400
     err_type = "engine_busy"
@@ -114,6 +121,7 @@ BY_TYPE: dict[str, type[TercetError]] = {
         PromptTooLong,
         RequestAborted,
         QueueFull,
+        WaitingTimeout,
         InvalidLogits,
         EngineDead,
         FatalRequest,

@@ -50,7 +50,8 @@ class LengthFinish(msgspec.Struct, frozen=True, tag="length", tag_field="type"):
 
 
 class AbortFinish(msgspec.Struct, frozen=True, tag="abort", tag_field="type"):
-    """The request was aborted. `status_code` None: by its client, no error. `err_type`: a key of `errors.BY_TYPE`."""
+    """The request was aborted. `status_code` None: that is no error; its client aborted it, or it was over its running
+    time. `err_type`: a key of `errors.BY_TYPE`."""
 
     message: Annotated[str, Meta(description="Why it was aborted, for a person")]
     status_code: Annotated[int | None, Meta(description="Null. A request that fails is answered with the error")] = None

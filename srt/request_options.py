@@ -36,6 +36,10 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     the last."""
     priority: int = 0
     """Requests of higher priority go first; with `--schedule-low-priority-values-first`, those of lower priority."""
+    waiting_timeout: float | None = None
+    """Seconds that the request may wait for its first step. None: as long as `--waiting-timeout` allows."""
+    running_timeout: float | None = None
+    """Seconds that the request may run after that. None: as long as `--running-timeout` allows."""
     logprobs: LogprobOptions | None = None
     """None: no log probabilities are computed."""
     pooling: Pooling | None = None
@@ -44,3 +48,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         if len(self.cache_salt) > MAX_SALT_CHARS:
             raise InvalidRequest(f"cache_salt must have at most {MAX_SALT_CHARS} characters", param="cache_salt")
+        for name in ("waiting_timeout", "running_timeout"):
+            limit_s = getattr(self, name)
+            if limit_s is not None and not limit_s > 0:
+                raise InvalidRequest(f"{name} must be a positive number of seconds, got {limit_s:g}", param=name)

@@ -148,6 +148,12 @@ class ServerArgs:
     max_queued_requests: Annotated[
         int, Setting("Maximum number of waiting requests; further requests get status 503")
     ] = 4096
+    waiting_timeout: Annotated[
+        float | None, Setting("Seconds that a request may wait for its first step, then status 503; default: no limit")
+    ] = None
+    running_timeout: Annotated[
+        float | None, Setting("Seconds that a request may run, then it ends with what it has; default: no limit")
+    ] = None
     chunked_prefill_size: Annotated[
         int | None, Setting("Maximum number of tokens of one prompt in a step; default: 8192 on a GPU, 1024 on a CPU")
     ] = None
@@ -291,8 +297,10 @@ class ServerArgs:
             raise ValueError(f"--admission-watermark must be in [0, 1), got {self.admission_watermark}")
         if self.context_length == 1:
             raise ValueError("--context-length must be at least 2, for a prompt and its first token; got 1")
-        if not self.watchdog_timeout > 0:
-            raise ValueError(f"--watchdog-timeout must be positive, got {self.watchdog_timeout}")
+        for name in ("watchdog_timeout", "waiting_timeout", "running_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{flag_name(name)} must be positive, got {value}")
 
     def with_seed(self) -> ServerArgs:
         """The same settings with `random_seed` set. If it is None, a seed is drawn from the system."""

@@ -109,6 +109,13 @@ class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         Int32 | list[Int32] | None,
         doc("Requests of higher priority go first; default 0; other values need the flag --enable-priority-scheduling"),
     ] = None
+    waiting_timeout: Annotated[
+        float | list[float] | None,
+        doc("Seconds that the request may wait for its first step, at most those of the flag --waiting-timeout"),
+    ] = None
+    running_timeout: Annotated[
+        float | list[float] | None, doc("Seconds that the request may run, at most those of the flag --running-timeout")
+    ] = None
     custom_labels: Annotated[Any, only("metrics have only the label model_name", {})] = None
     return_hidden_states: Annotated[Any, only("returning hidden states is not implemented", False)] = None
     return_bytes: Annotated[Any, only("an answer has text and token ids", False)] = None

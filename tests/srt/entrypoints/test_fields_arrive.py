@@ -104,6 +104,8 @@ GENERATE: Table = {
     "stream": STREAM,
     "rid": ("me", lambda seen: seen.answer["meta_info"]["id"] == "me"),
     "priority": (7, lambda seen: seen.req.options.priority == 7),
+    "waiting_timeout": (2.5, lambda seen: seen.req.options.waiting_timeout == 2.5),
+    "running_timeout": (2.5, lambda seen: seen.req.options.running_timeout == 2.5),
     "cache_salt": SALT,
     "extra_key": SALT,
     "return_logprob": (True, lambda seen: len(seen.answer["meta_info"]["output_token_logprobs"]) == 2),
@@ -125,6 +127,8 @@ OPENAI: Table = {
     "stream": STREAM,
     "rid": ("me", lambda seen: seen.answer["id"] == "me"),
     "priority": (7, lambda seen: seen.req.options.priority == 7),
+    "waiting_timeout": (2.5, lambda seen: seen.req.options.waiting_timeout == 2.5),
+    "running_timeout": (2.5, lambda seen: seen.req.options.running_timeout == 2.5),
     "cache_salt": SALT,
     "return_cached_tokens_details": (
         True,

@@ -34,6 +34,8 @@ HONOURED: dict[str, Any] = {
     "rid": "name",
     "cache_salt": "s",
     "priority": 3,
+    "waiting_timeout": 2.5,
+    "running_timeout": 2.5,
     "extra_key": "s",
     "return_logprob": True,
     "logprob_start_len": 0,
