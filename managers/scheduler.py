@@ -33,11 +33,13 @@ from ..srt.io_struct import (
     ViewReply,
     ViewReq,
 )
+from ..srt.pause_messages import ContinueReq, PauseReq
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal
 from .batch_result import ResultProcessor
 from .engine_view import StepLog, view_engine
 from .grammar_loader import GrammarLoader
 from .idle_audit import IdleAudit
+from .pause import Pause
 from .planner import Planner
 from .req import Req
 from .req_factory import ReqFactory
@@ -86,6 +88,7 @@ class Scheduler:
         self._metrics = metrics
         self._grammars = grammars
         self._timeouts = timeouts
+        self._pause = Pause(planner, timeouts, io)
         self._enable_overlap = enable_overlap
         self._journal = journal
         self._planner = planner
@@ -100,7 +103,7 @@ class Scheduler:
 
     def turn(self, in_flight: InFlight | None) -> InFlight | None:
         """Runs one turn. Takes the step that is in flight, and returns the step that is in flight afterwards."""
-        idle = in_flight is None and not self.queues.is_busy
+        idle = in_flight is None and (self._pause.is_on or not self.queues.is_busy)
         for message in self._io.receive(may_sleep=idle and not self._idle_audit.is_running):
             self._handle(message)
         if self._grammars.is_waiting:
@@ -108,7 +111,7 @@ class Scheduler:
         if self._timeouts.is_armed:
             for req, reason in self._timeouts.take_late():
                 self._results.abort(req, reason)
-        batch = self._planner.plan()
+        batch = None if self._pause.is_on else self._planner.plan()
         launched = self._launch(batch) if batch is not None else None
         if in_flight is not None:
             self._process(in_flight)
@@ -121,6 +124,9 @@ class Scheduler:
         if has_worked and launched is None:
             self._journal.end()
         self._results.finish_aborted()
+        if self._pause.is_beginning:
+            self._pause.complete()
+            self._metrics.on_idle()
         self._io.flush(self.state)
         self._watch_idle(has_worked=has_worked, is_idle=launched is None and not self.queues.is_busy)
         return launched
@@ -132,6 +138,7 @@ class Scheduler:
             new_token_ratio=self._planner.ratio.value,
             num_retractions=self._planner.num_retractions,
             num_kv_repairs=self._idle_audit.num_repairs,
+            is_paused=self._pause.is_on,
         )
 
     def check_grammar(self, spec: GrammarSpec) -> None:
@@ -146,11 +153,15 @@ class Scheduler:
                 for req in self._named(message.rid):
                     self._results.abort(req, AbortFinish("aborted by the client"))
             case FlushCacheReq():
-                num_busy = len(self.queues)
+                num_busy = len(self.queues.holders() if self._pause.is_on else self.queues)
                 if num_busy == 0:
                     self.kv.flush()
                     self._idle_audit.restart()
                 self._io.reply(FlushCacheReply(message.call_id, num_busy == 0, num_busy))
+            case PauseReq():
+                self._pause.begin(message)
+            case ContinueReq():
+                self._pause.end(message)
             case StateReq():
                 self._io.reply(StateReply(message.call_id, self.state()))
             case ViewReq():

@@ -72,6 +72,7 @@ class SchedulerMetrics:
         new_token_ratio: float,
         num_retractions: int,
         num_kv_repairs: int,
+        is_paused: bool,
     ) -> SchedulerState:
         return SchedulerState(
             num_running=len(queues.holders()),
@@ -89,6 +90,7 @@ class SchedulerMetrics:
             num_kv_repairs=num_kv_repairs,
             new_token_ratio=new_token_ratio,
             num_waiting_uncached_tokens=_uncached_tokens(queues),
+            is_paused=is_paused,
         )
 
     def _on_extend(self, batch: ScheduleBatch, kv: KVCacheManager, queues: RequestQueues) -> None:

@@ -8,6 +8,7 @@
     |-- RequestAborted               499  the client aborted the request or closed the connection
     |-- QueueFull                    503  the waiting queue is full: try again later
     |-- WaitingTimeout               503  the request has waited too long for its first step
+    |-- EnginePaused                 503  the probe needs an engine that is not paused
     |-- EngineBusy                   400  the call (flush) needs an idle engine
     |-- MetricsOff                   404  the server runs without --enable-metrics
     |-- InvalidLogits                500  the model produced NaN for this request
@@ -78,6 +79,12 @@ class WaitingTimeout(TercetError):
     status = 503
     err_type = "service_unavailable"
     code = "waiting_timeout"
+
+
+class EnginePaused(TercetError):
+    status = 503
+    err_type = "service_unavailable"
+    code = "engine_paused"
 
 
 class EngineBusy(TercetError):

@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from .errors import TercetError
 from .logprobs import NewLogprobs
+from .pause_messages import ContinueReq, PauseReply, PauseReq
 from .request_options import RequestOptions
 
 
@@ -113,7 +114,7 @@ class ViewReq(msgspec.Struct, frozen=True, tag="view"):
     """Only steps with a higher number are wanted."""
 
 
-ToScheduler = GenerateReq | AbortReq | FlushCacheReq | StateReq | ViewReq
+ToScheduler = GenerateReq | AbortReq | FlushCacheReq | PauseReq | ContinueReq | StateReq | ViewReq
 
 
 # Scheduler -> DetokenizerManager
@@ -254,6 +255,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_uncached_tokens: int = 0
     """Prompt tokens that waiting requests, and the prompt that is computed in chunks, have yet to compute. A cached
     prefix counts as far as the scheduler has looked it up."""
+    is_paused: bool = False
+    """Generation is paused: requests wait, and no step runs."""
 
     @property
     def num_used_tokens(self) -> int:
@@ -332,7 +335,7 @@ class ViewReply(msgspec.Struct, frozen=True, tag="view"):
     view: EngineView
 
 
-ToTokenizer = BatchTextOut | Heartbeat | FlushCacheReply | StateReply | ViewReply
+ToTokenizer = BatchTextOut | Heartbeat | FlushCacheReply | PauseReply | StateReply | ViewReply
 
 
 # Within the process that receives a message

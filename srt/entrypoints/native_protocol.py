@@ -146,7 +146,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     prompt_tokens: Annotated[int, doc("Tokens of the prompt")]
     completion_tokens: Annotated[int, doc("Tokens generated so far")]
     cached_tokens: Annotated[int, doc("Prompt tokens whose KV the prefix cache had")]
-    num_retractions: Annotated[int, doc("How often the sample had to wait again because KV memory was short")]
+    num_retractions: Annotated[int, doc("How often the sample lost its KV and had to wait again")]
     num_recoveries: Annotated[int, doc("How often the sample went on in a restarted engine")]
     weight_version: Annotated[str, doc("Always `default`")]
     e2e_latency: Annotated[

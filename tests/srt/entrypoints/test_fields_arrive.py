@@ -47,6 +47,7 @@ from tercet.srt.entrypoints.openai.tool_protocol import (
     Tool,
 )
 from tercet.srt.entrypoints.openapi import body_types
+from tercet.srt.entrypoints.pausing import ContinueBody, PauseBody
 from tercet.srt.entrypoints.routing import Server
 from tercet.srt.entrypoints.wire import fields_of
 from tercet.srt.errors import ModelNotFound
@@ -342,7 +343,8 @@ def test_a_field_that_is_a_label_changes_nothing(site: Site, path: str) -> None:
 
 def test_every_type_of_object_is_walked() -> None:
     constraints = {ResponseFormat, JsonSchemaFormat, StructuredOutputs}  # test_structured.py
-    walked = {walk.cls for walk in walks()} | constraints | {AbortBody, NamedTool, FunctionName}  # tests of their own
+    own = {AbortBody, NamedTool, FunctionName, PauseBody, ContinueBody}  # tests of their own
+    walked = {walk.cls for walk in walks()} | constraints | own
     elsewhere = [one for one in ENDPOINTS if one.path == "/v1/responses"]  # test_fields_of_responses.py
     assert walked == set(body_types(ENDPOINTS)) - set(body_types(elsewhere))
 
