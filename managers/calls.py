@@ -8,11 +8,20 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from ..srt.errors import TercetError
-from ..srt.io_struct import FlushCacheReply, FlushCacheReq, StateReply, StateReq, ToScheduler, ViewReply, ViewReq
+from ..srt.io_struct import (
+    FlushCacheReply,
+    FlushCacheReq,
+    StateReply,
+    StateReq,
+    ToScheduler,
+    ViewReply,
+    ViewReq,
+)
+from ..srt.pause_messages import ContinueReq, PauseReply, PauseReq
 
-Question = FlushCacheReq | StateReq | ViewReq
-Reply = FlushCacheReply | StateReply | ViewReply
-R = TypeVar("R", FlushCacheReply, StateReply, ViewReply)
+Question = FlushCacheReq | PauseReq | ContinueReq | StateReq | ViewReq
+Reply = FlushCacheReply | PauseReply | StateReply | ViewReply
+R = TypeVar("R", FlushCacheReply, PauseReply, StateReply, ViewReply)
 
 
 class SchedulerLink(Protocol):

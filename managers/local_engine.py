@@ -106,6 +106,8 @@ class LocalEngine:
         *,
         cache_salt: str = "",
         priority: int = 0,
+        waiting_timeout: float | None = None,
+        running_timeout: float | None = None,
         return_logprob: bool = False,
         logprob_start_len: int = -1,
         top_logprobs_num: int = 0,
@@ -116,8 +118,8 @@ class LocalEngine:
 
         `prompt`: a text, or token ids. `sampling_params`: parameters that a mapping does not give have the model's
         defaults. `n` must be 1; add one request for each sample. `cache_salt`: only requests with the same salt share
-        cached prefixes. `priority`, `return_logprob` and the arguments after it are the fields of `/generate`; those of
-        log probabilities fill `StepResult.logprobs`.
+        cached prefixes. `priority` and the arguments after it are the fields of `/generate`; those of log probabilities
+        fill `StepResult.logprobs`.
 
         A grammar is compiled in this call, without the limits on time and memory that a server has.
 
@@ -142,6 +144,8 @@ class LocalEngine:
             sampling=sampling,
             cache_salt=cache_salt,
             priority=priority,
+            waiting_timeout=waiting_timeout,
+            running_timeout=running_timeout,
             stream=True,
             logprobs=logprobs if return_logprob else None,
         )

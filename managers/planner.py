@@ -224,6 +224,13 @@ class Planner:
         self.ratio.on_retract(kept)
         return kept
 
+    def retract_all(self) -> None:
+        """Sends every request with KV back to the waiting queue. No step may be in flight."""
+        holders = self.queues.holders()
+        for req in holders:
+            self._retract(req)
+        self.queues.send_back(holders)
+
     def _retract(self, req: Req) -> None:
         """Release the KV of a request, which keeps its output. The cache keeps the KV until it is evicted."""
         self.kv.release(req)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
@@ -54,6 +55,7 @@ class Req:
         "arrived_s",
         "awaits_grammar",
         "cached_tokens",
+        "deadline",
         "finish",
         "grammar",
         "is_announced",
@@ -134,6 +136,8 @@ class Req:
         """Seconds from its arrival to its first admission; None before."""
         self.queued_tokens = 0
         """Tokens that it had to compute when it arrived, as far as that was known. QueueLimits writes it."""
+        self.deadline = math.inf
+        """When it is over its waiting time or its running time. Only Timeouts reads and writes it."""
         self.matched_len = 0
         """Tokens found in the prefix cache by the last look-up while it waited."""
         self.num_sent = 0

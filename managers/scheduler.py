@@ -33,11 +33,13 @@ from ..srt.io_struct import (
     ViewReply,
     ViewReq,
 )
+from ..srt.pause_messages import ContinueReq, PauseReq
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal
 from .batch_result import ResultProcessor
 from .engine_view import StepLog, view_engine
 from .grammar_loader import GrammarLoader
 from .idle_audit import IdleAudit
+from .pause import Pause
 from .planner import Planner
 from .queue_limits import QueueLimits
 from .req import Req
@@ -45,6 +47,7 @@ from .req_factory import ReqFactory
 from .schedule_batch import ScheduleBatch
 from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
+from .timeouts import Timeouts
 from .token_masks import fill_masks, masked_lines
 
 logger = logging.getLogger(__name__)
@@ -70,6 +73,7 @@ class Scheduler:
         req_factory: ReqFactory,
         metrics: SchedulerMetrics,
         grammars: GrammarLoader,
+        timeouts: Timeouts,
         *,
         enable_overlap: bool,
         clock: Callable[[], float],
@@ -85,6 +89,8 @@ class Scheduler:
         self._req_factory = req_factory
         self._metrics = metrics
         self._grammars = grammars
+        self._timeouts = timeouts
+        self._pause = Pause(planner, timeouts, io)
         self._enable_overlap = enable_overlap
         self._journal = journal
         self._planner = planner
@@ -100,12 +106,15 @@ class Scheduler:
 
     def turn(self, in_flight: InFlight | None) -> InFlight | None:
         """Runs one turn. Takes the step that is in flight, and returns the step that is in flight afterwards."""
-        idle = in_flight is None and not self.queues.is_busy
+        idle = in_flight is None and (self._pause.is_on or not self.queues.is_busy)
         for message in self._io.receive(may_sleep=idle and not self._idle_audit.is_running):
             self._handle(message)
         if self._grammars.is_waiting:
             self._collect_grammars(may_wait=in_flight is None and self.queues.num_constrained == len(self.queues))
-        batch = self._planner.plan()
+        if self._timeouts.is_armed:
+            for req, reason in self._timeouts.take_late():
+                self._results.abort(req, reason)
+        batch = None if self._pause.is_on else self._planner.plan()
         launched = self._launch(batch) if batch is not None else None
         if in_flight is not None:
             self._process(in_flight)
@@ -118,6 +127,9 @@ class Scheduler:
         if has_worked and launched is None:
             self._journal.end()
         self._results.finish_aborted()
+        if self._pause.is_beginning:
+            self._pause.complete()
+            self._metrics.on_idle()
         self._io.flush(self.state)
         self._watch_idle(has_worked=has_worked, is_idle=launched is None and not self.queues.is_busy)
         return launched
@@ -129,6 +141,7 @@ class Scheduler:
             new_token_ratio=self._planner.ratio.value,
             num_retractions=self._planner.num_retractions,
             num_kv_repairs=self._idle_audit.num_repairs,
+            is_paused=self._pause.is_on,
         )
 
     def check_grammar(self, spec: GrammarSpec) -> None:
@@ -143,11 +156,15 @@ class Scheduler:
                 for req in self._named(message.rid):
                     self._results.abort(req, AbortFinish("aborted by the client"))
             case FlushCacheReq():
-                num_busy = len(self.queues)
+                num_busy = len(self.queues.holders() if self._pause.is_on else self.queues)
                 if num_busy == 0:
                     self.kv.flush()
                     self._idle_audit.restart()
                 self._io.reply(FlushCacheReply(message.call_id, num_busy == 0, num_busy))
+            case PauseReq():
+                self._pause.begin(message)
+            case ContinueReq():
+                self._pause.end(message)
             case StateReq():
                 self._io.reply(StateReply(message.call_id, self.state()))
             case ViewReq():
@@ -174,6 +191,7 @@ class Scheduler:
         else:
             self.queues.add(req)
             self._metrics.on_arrival(req)
+            self._timeouts.on_arrival(req)
             if req.finish is not None:
                 self._results.finish(req, req.finish)
 
@@ -216,6 +234,8 @@ class Scheduler:
             step.sample()
         for req in batch.reqs:
             req.num_steps_in_flight += 1
+        if batch.num_prompt_tokens:
+            self._timeouts.on_launch(batch.reqs)
         self._metrics.on_launch(batch, self.kv, self.queues)
         if batch.num_prompt_tokens:
             self._queue_limits.on_extend(batch)

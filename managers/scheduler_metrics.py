@@ -72,6 +72,7 @@ class SchedulerMetrics:
         new_token_ratio: float,
         num_retractions: int,
         num_kv_repairs: int,
+        is_paused: bool,
     ) -> SchedulerState:
         return SchedulerState(
             num_running=len(queues.holders()),
@@ -89,6 +90,7 @@ class SchedulerMetrics:
             num_kv_repairs=num_kv_repairs,
             new_token_ratio=new_token_ratio,
             num_waiting_uncached_tokens=_uncached_tokens(queues),
+            is_paused=is_paused,
         )
 
     def _on_extend(self, batch: ScheduleBatch, kv: KVCacheManager, queues: RequestQueues) -> None:
@@ -99,8 +101,9 @@ class SchedulerMetrics:
         self._cached_tokens += cached
         self._prompt_tokens += sum(len(req.prompt_ids) for req in first_admitted)
         now = self._clock()
-        for req in first_admitted:
-            req.queue_time_s = now - req.arrived_s
+        for req in admitted:
+            if req.queue_time_s is None:
+                req.queue_time_s = now - req.arrived_s
         if logger.isEnabledFor(logging.INFO):
             logger.info(
                 "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "

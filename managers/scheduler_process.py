@@ -36,6 +36,7 @@ from .scheduler import Scheduler
 from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
 from .text_stream import StopStringChecker
+from .timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ def build_scheduler(
             lambda vocabulary: make_compiler(server_args.grammar_backend, vocabulary),
             in_thread=not compile_grammars_here,
         ),
+        Timeouts(server_args.waiting_timeout, server_args.running_timeout, clock),
         enable_overlap=runner.is_asynchronous and not server_args.disable_overlap_schedule,
         clock=clock,
         journal=journal,

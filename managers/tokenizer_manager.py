@@ -38,6 +38,7 @@ from ..srt.text.tokenizer import Tokenizer
 from .calls import Reply, SchedulerCalls, SchedulerLink
 from .generation import Generation
 from .input_processor import InputProcessor
+from .pause_control import PauseControl
 from .recovery import Blame, Recovery, watched
 from .request_metrics import RequestMetrics
 from .request_registry import Prompt, PromptSamples, Request, RequestRegistry
@@ -83,8 +84,8 @@ class TokenizerManager:
         """True: running requests may finish, and new requests get status 503."""
         self.failure: EngineDead | None = None
         self.recovery = Recovery()
-        self.on_recovery: set[Callable[[], None]] = set()
-        """Called when the engine has died and is being restarted."""
+        self.on_stall: set[Callable[[], None]] = set()
+        """Called when `stall` is set."""
         self._scheduler: SchedulerLink | None = scheduler
         """None: the engine is being restarted."""
         self._num_held = 0
@@ -97,6 +98,7 @@ class TokenizerManager:
         """What /metrics tells about requests; None without --enable-metrics."""
         make_generation = Generation if self.metrics is None else self.metrics.generation
         self._requests = RequestRegistry(self._send_abort, self.inputs.draw_seed, make_generation)
+        self.pause = PauseControl(self._calls, self._link, self.abort_all, self._tell_stall)
         self._last_heartbeat = time.monotonic()
         self._last_state: SchedulerState | None = None
         self._last_state_at = 0.0
@@ -217,6 +219,13 @@ class TokenizerManager:
         """Samples that had begun wait for a new engine, or for their turn in it."""
         return self.is_restarting or (self.recovery.is_isolating and self.failure is None)
 
+    @property
+    def stall(self) -> str | None:
+        """Why samples that have begun may get no tokens for a while: "restarting", "paused", or None."""
+        if self.is_recovering:
+            return "restarting"
+        return "paused" if self.pause.is_on and self.failure is None else None
+
     def check_accepting(self) -> None:
         """Raises EngineDead if the engine is gone for good or the server is shutting down."""
         if self.failure is not None:
@@ -286,14 +295,14 @@ class TokenizerManager:
         self.recovery.on_death(lost, blame)
         self._calls.fail(EngineRestarting("the engine is being restarted; try again in a moment"))
         if was_up:
-            for listener in list(self.on_recovery):
-                listener()
+            self._tell_stall()
 
     def resume(self, scheduler: SchedulerLink, facts: SchedulerReady) -> None:
         """A new engine is ready: it gets every waiting sample, with the tokens that have come."""
         self.facts = facts
         self.inputs.update(facts)
         self._scheduler = scheduler
+        self.pause.carry_over(scheduler)
         self._num_held = 0
         self._last_heartbeat = time.monotonic()
         waiting = [generation for generation in self._requests.live() if generation.waits_for_engine]
@@ -352,6 +361,10 @@ class TokenizerManager:
             generation = self._requests.generation(rid)
             if generation is not None:
                 generation.fail(TercetError(message.reason))
+
+    def _tell_stall(self) -> None:
+        for listener in list(self.on_stall):
+            listener()
 
     def _link(self) -> SchedulerLink:
         """The scheduler. Raises EngineDead, EngineRestarting."""

@@ -7,6 +7,8 @@
     |-- ModelNotFound                404  model_not_found
     |-- RequestAborted               499  the client aborted the request or closed the connection
     |-- QueueFull                    503  the waiting queue is full, or the wait would be too long: try again later
+    |-- WaitingTimeout               503  the request has waited too long for its first step
+    |-- EnginePaused                 503  the probe needs an engine that is not paused
     |-- EngineBusy                   400  the call (flush) needs an idle engine
     |-- MetricsOff                   404  the server runs without --enable-metrics
     |-- InvalidLogits                500  the model produced NaN for this request
@@ -79,6 +81,18 @@ class QueueFull(TercetError):
         self.retry_after_s = retry_after_s
 
 
+class WaitingTimeout(TercetError):
+    status = 503
+    err_type = "service_unavailable"
+    code = "waiting_timeout"
+
+
+class EnginePaused(TercetError):
+    status = 503
+    err_type = "service_unavailable"
+    code = "engine_paused"
+
+
 class EngineBusy(TercetError):
     status = 400
     err_type = "engine_busy"
@@ -120,6 +134,7 @@ BY_TYPE: dict[str, type[TercetError]] = {
         PromptTooLong,
         RequestAborted,
         QueueFull,
+        WaitingTimeout,
         InvalidLogits,
         EngineDead,
         FatalRequest,

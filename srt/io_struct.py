@@ -21,6 +21,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from .errors import TercetError
 from .logprobs import NewLogprobs
+from .pause_messages import ContinueReq, PauseReply, PauseReq
 from .request_options import RequestOptions
 
 
@@ -50,7 +51,8 @@ class LengthFinish(msgspec.Struct, frozen=True, tag="length", tag_field="type"):
 
 
 class AbortFinish(msgspec.Struct, frozen=True, tag="abort", tag_field="type"):
-    """The request was aborted. `status_code` None: by its client, no error. `err_type`: a key of `errors.BY_TYPE`."""
+    """The request was aborted. `status_code` None: that is no error; its client aborted it, or it was over its running
+    time. `err_type`: a key of `errors.BY_TYPE`."""
 
     message: Annotated[str, Meta(description="Why it was aborted, for a person")]
     status_code: Annotated[int | None, Meta(description="Null. A request that fails is answered with the error")] = None
@@ -114,7 +116,7 @@ class ViewReq(msgspec.Struct, frozen=True, tag="view"):
     """Only steps with a higher number are wanted."""
 
 
-ToScheduler = GenerateReq | AbortReq | FlushCacheReq | StateReq | ViewReq
+ToScheduler = GenerateReq | AbortReq | FlushCacheReq | PauseReq | ContinueReq | StateReq | ViewReq
 
 
 # Scheduler -> DetokenizerManager
@@ -255,6 +257,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_uncached_tokens: int = 0
     """Prompt tokens that waiting requests, and the prompt that is computed in chunks, have yet to compute. A cached
     prefix counts as far as the scheduler has looked it up."""
+    is_paused: bool = False
+    """Generation is paused: requests wait, and no step runs."""
 
     @property
     def num_used_tokens(self) -> int:
@@ -333,7 +337,7 @@ class ViewReply(msgspec.Struct, frozen=True, tag="view"):
     view: EngineView
 
 
-ToTokenizer = BatchTextOut | Heartbeat | FlushCacheReply | StateReply | ViewReply
+ToTokenizer = BatchTextOut | Heartbeat | FlushCacheReply | PauseReply | StateReply | ViewReply
 
 
 # Within the process that receives a message

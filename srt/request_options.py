@@ -39,6 +39,10 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     tenant: str = ""
     """Whose request it is: the tenants share the engine (`--schedule-policy dlpm`), and /metrics counts for each. The
     HTTP server sets it (srt/entrypoints/tenants.py)."""
+    waiting_timeout: float | None = None
+    """Seconds that the request may wait for its first step. None: as long as `--waiting-timeout` allows."""
+    running_timeout: float | None = None
+    """Seconds that the request may run after that. None: as long as `--running-timeout` allows."""
     logprobs: LogprobOptions | None = None
     """None: no log probabilities are computed."""
     pooling: Pooling | None = None
@@ -47,3 +51,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         if len(self.cache_salt) > MAX_SALT_CHARS:
             raise InvalidRequest(f"cache_salt must have at most {MAX_SALT_CHARS} characters", param="cache_salt")
+        for name in ("waiting_timeout", "running_timeout"):
+            limit_s = getattr(self, name)
+            if limit_s is not None and not limit_s > 0:
+                raise InvalidRequest(f"{name} must be a positive number of seconds, got {limit_s:g}", param=name)

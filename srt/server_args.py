@@ -160,6 +160,12 @@ class ServerArgs:
         float | None,
         Setting("Refuse a request with status 503 if it would wait longer, in seconds; default: no limit"),
     ] = None
+    waiting_timeout: Annotated[
+        float | None, Setting("Seconds that a request may wait for its first step, then status 503; default: no limit")
+    ] = None
+    running_timeout: Annotated[
+        float | None, Setting("Seconds that a request may run, then it ends with what it has; default: no limit")
+    ] = None
     chunked_prefill_size: Annotated[
         int | None, Setting("Maximum number of tokens of one prompt in a step; default: 8192 on a GPU, 1024 on a CPU")
     ] = None
@@ -316,8 +322,10 @@ class ServerArgs:
             raise ValueError(f"--max-itl-ms must be positive, got {self.max_itl_ms}")
         if self.context_length == 1:
             raise ValueError("--context-length must be at least 2, for a prompt and its first token; got 1")
-        if not self.watchdog_timeout > 0:
-            raise ValueError(f"--watchdog-timeout must be positive, got {self.watchdog_timeout}")
+        for name in ("watchdog_timeout", "waiting_timeout", "running_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{flag_name(name)} must be positive, got {value}")
 
     def with_seed(self) -> ServerArgs:
         """The same settings with `random_seed` set. If it is None, a seed is drawn from the system."""

@@ -36,6 +36,7 @@ from tercet.srt.io_struct import (
     unpack_ids,
 )
 from tercet.srt.ipc import Receiver, RunDir, Sender
+from tercet.srt.pause_messages import ContinueReq, PauseReply, PauseReq
 from tercet.srt.start_reports import DetokenizerReady, SchedulerReady
 
 MODULE = "fake_child"
@@ -83,6 +84,7 @@ def run_scheduler(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
     tokenizer: Sender = Sender(context, run_dir.tokenizer)
     on_ready(FACTS)
     running: dict[str, Running] = {}
+    is_paused = False
     while not should_stop() or behaviour == "deaf":
         receiver.wait(0.01)
         for message in receiver.drain():
@@ -98,10 +100,13 @@ def run_scheduler(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
                     detokenizer.send(BatchTokenOut([_aborted(message.rid or "", request)]))
             elif isinstance(message, FlushCacheReq):
                 tokenizer.send(FlushCacheReply(message.call_id, not running, len(running)))
+            elif isinstance(message, PauseReq | ContinueReq):
+                is_paused = isinstance(message, PauseReq)
+                tokenizer.send(PauseReply(message.call_id))
             elif isinstance(message, StateReq):
                 tokenizer.send(StateReply(message.call_id, _state(len(running))))
         tokenizer.send(Heartbeat(_state(len(running))))
-        outs = [_step(rid, request) for rid, request in running.items()]
+        outs = [] if is_paused else [_step(rid, request) for rid, request in running.items()]
         for out in outs:
             if out.finish is not None:
                 del running[out.rid]

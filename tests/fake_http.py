@@ -46,6 +46,7 @@ from tercet.srt.io_struct import (
     unpack_ids,
 )
 from tercet.srt.model_files.model_config import ModelConfig
+from tercet.srt.pause_messages import ContinueReq, PauseReply, PauseReq
 from tercet.srt.server_args import ServerArgs
 from tercet.srt.start_reports import SchedulerReady
 from tercet.srt.text.tokenizer import Tokenizer
@@ -93,6 +94,8 @@ class FakeScheduler:
         """Accepts requests and sends no output, but answers aborts."""
         self.unsent = 0
         """Number of tokens that an aborted request has generated and not sent yet."""
+        self.pauses: list[PauseReq | ContinueReq] = []
+        self.is_paused = False
         self.dead = False
         """Answers no calls."""
         self.delay_s = 0.0
@@ -124,6 +127,10 @@ class FakeScheduler:
         elif isinstance(message, FlushCacheReq):
             busy = len(self.running)
             loop.call_soon(self.manager.on_message, FlushCacheReply(message.call_id, busy == 0, busy))
+        elif isinstance(message, PauseReq | ContinueReq):
+            self.pauses.append(message)
+            self.is_paused = isinstance(message, PauseReq)
+            loop.call_soon(self.manager.on_message, PauseReply(message.call_id))
         elif isinstance(message, ViewReq):
             loop.call_soon(self.manager.on_message, ViewReply(message.call_id, self.view(message.after_step)))
         else:

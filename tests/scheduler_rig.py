@@ -18,6 +18,7 @@ from tercet.managers.request_queues import RequestQueues
 from tercet.managers.scheduler import InFlight, Scheduler
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_metrics import SchedulerMetrics
+from tercet.managers.timeouts import Timeouts
 from tercet.mem_cache.allocator import make_allocator
 from tercet.mem_cache.chunk_cache import ChunkCache
 from tercet.mem_cache.radix_cache import RadixCache
@@ -78,6 +79,8 @@ class Rig:
         low_first: bool = False,
         max_itl_s: float | None = None,
         decode_log_interval: int = 1_000_000,
+        waiting_timeout: float | None = None,
+        running_timeout: float | None = None,
         threads: bool = False,
         max_grammars: int = 64,
         max_drafts: int = 0,
@@ -129,6 +132,7 @@ class Rig:
             GrammarLoader(
                 lambda: hashed_vocabulary(vocab_size, eos_ids), HashGrammars, in_thread=threads, max_cached=max_grammars
             ),
+            Timeouts(waiting_timeout, running_timeout, self.clock),
             enable_overlap=overlap,
             clock=self.clock,
             max_queue_time_s=max_queue_time_s,
@@ -144,11 +148,20 @@ class Rig:
         priority: int = 0,
         logprobs: LogprobOptions | None = None,
         pooling: Pooling | None = None,
+        waiting_timeout: float | None = None,
+        running_timeout: float | None = None,
         **sampling: object,
     ) -> None:
         params = SamplingParams(**{"max_new_tokens": 8, "sampling_seed": 1, **sampling})
         options = RequestOptions(
-            sampling=params, cache_salt=salt, priority=priority, stream=stream, logprobs=logprobs, pooling=pooling
+            sampling=params,
+            cache_salt=salt,
+            priority=priority,
+            stream=stream,
+            logprobs=logprobs,
+            pooling=pooling,
+            waiting_timeout=waiting_timeout,
+            running_timeout=running_timeout,
         )
         self.inbox.messages.append(GenerateReq(rid, pack_ids(prompt), options))
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ...managers.tokenizer_manager import TokenizerManager
-from ..errors import EngineBusy, EngineDead, EngineRestarting, InvalidRequest
+from ..errors import EngineBusy, EngineDead, EnginePaused, EngineRestarting, InvalidRequest
 from ..io_struct import AbortFinish, SchedulerState
 from ..request_options import RequestOptions
 from .routing import Server, json_response
@@ -23,7 +23,7 @@ _GIB = 2**30
 
 class Status(msgspec.Struct, frozen=True):
     status: Annotated[
-        str, doc("`ok`, `restarting` from /health, or `ready` from /ready; every other answer is an error")
+        str, doc("`ok`, `restarting` or `paused` from /health, `ready` from /ready; every other answer is an error")
     ]
 
 
@@ -68,13 +68,14 @@ ABORT_CODEC = BodyCodec(AbortBody)
 async def health(server: Server, request: Request, body: None) -> ASGIApp:
     """200 when every process is alive, the scheduler's loop turns and requests are accepted; 503 otherwise.
 
-    Also 200 while the engine is being restarted: a supervisor must not end a server that is about to recover.
+    Also 200 while the engine is being restarted, and while generation is paused: a supervisor must not end a server
+    that will soon go on.
     """
     server.manager.check_accepting()
     if server.manager.is_restarting:
         return json_response(Status("restarting"))
     check_up(server)
-    return json_response(Status("ok"))
+    return json_response(Status("paused" if server.manager.pause.is_on else "ok"))
 
 
 async def ready(server: Server, request: Request, body: None) -> ASGIApp:
@@ -82,6 +83,7 @@ async def ready(server: Server, request: Request, body: None) -> ASGIApp:
     server.manager.check_accepting()
     if server.manager.is_restarting:
         raise EngineRestarting("the engine is being restarted; try again in a moment")
+    check_not_paused(server)
     return json_response(Status("ready"))
 
 
@@ -92,9 +94,16 @@ def check_up(server: Server) -> None:
         raise EngineDead("the scheduler does not answer")
 
 
+def check_not_paused(server: Server) -> None:
+    """Raises EnginePaused."""
+    if server.manager.pause.is_on:
+        raise EnginePaused("generation is paused; /continue_generation ends the pause")
+
+
 async def health_generate(server: Server, request: Request, body: None) -> ASGIApp:
     """Generates one token in the running engine. 503 when the token does not arrive in time."""
     check_up(server)
+    check_not_paused(server)
     manager = server.manager
     sampling = manager.inputs.make_sampling({"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True})
     rid = f"health-{uuid.uuid4().hex}"
@@ -169,6 +178,8 @@ async def collect_server_info(server: Server) -> dict[str, Any]:
 def _status(manager: TokenizerManager) -> str:
     if manager.is_restarting:
         return "restarting"
+    if manager.pause.is_on and manager.is_healthy:
+        return "paused"
     return "ready" if manager.is_healthy and not manager.draining else "not ready"
 
 

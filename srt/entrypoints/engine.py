@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, overload
 import msgspec
 
 from ... import __version__
+from ...managers.pause_control import PauseMode
 from ..engine_settings import engine_settings, http_settings
 from ..errors import EngineBusy, InvalidRequest
 from ..sampling_params import SamplingParams
@@ -154,6 +155,18 @@ class Engine:
     def flush_cache(self, timeout_s: float = 0.0) -> None:
         """Empties the prefix cache. Raises EngineBusy if requests are still running or waiting after `timeout_s`."""
         self._thread.wait(self._flush(timeout_s))
+
+    def pause_generation(self, mode: PauseMode = "abort") -> None:
+        """Stops generation. Returns when no step runs. New requests wait until `continue_generation`.
+
+        `mode`: abort: requests end with what they have; retract: running requests release their KV, so the cache can be
+        flushed; in_place: running requests keep their KV. Their tokens do not depend on the pause.
+        """
+        self._thread.wait(self._server.manager.pause.begin(mode))
+
+    def continue_generation(self) -> None:
+        """Ends a pause. Does nothing without one."""
+        self._thread.wait(self._server.manager.pause.end())
 
     def get_server_info(self) -> dict[str, Any]:
         """The response of /server_info: the effective settings, the limits, and the scheduler's state."""

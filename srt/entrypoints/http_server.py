@@ -16,7 +16,7 @@ from starlette.types import ExceptionHandler
 from ... import __version__
 from ...managers.tokenizer_manager import TokenizerManager
 from ..server_args import ServerArgs
-from . import admin, info, load, native, native_protocol, openapi, page, score, tokenize
+from . import admin, info, load, native, native_protocol, openapi, page, pausing, score, tokenize
 from .auth import ApiKeyGuard
 from .cross_site import CrossSiteGuard, cors_settings
 from .error_handlers import http_exception
@@ -204,6 +204,24 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         admin.abort_request,
         body=admin.ABORT_CODEC,
         answer=admin.AbortAnswer,
+    ),
+    Endpoint(
+        ("POST",),
+        "/pause_generation",
+        "Stops generation between two steps; requests end, wait again or keep their KV",
+        pausing.pause_generation,
+        body=pausing.PAUSE_CODEC,
+        body_may_be_empty=True,
+        answer=pausing.PauseAnswer,
+    ),
+    Endpoint(
+        ("POST",),
+        "/continue_generation",
+        "Continues generation after /pause_generation",
+        pausing.continue_generation,
+        body=pausing.CONTINUE_CODEC,
+        body_may_be_empty=True,
+        answer=pausing.PauseAnswer,
     ),
     Endpoint(("GET",), "/", "Shows a page with a chat and a live view of the engine", page.show_file),
     Endpoint(("GET",), "/web/style.css", "The style of the page", page.show_file, media_type="text/css"),

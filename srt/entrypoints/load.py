@@ -59,6 +59,7 @@ class LoadDetail(msgspec.Struct, frozen=True, kw_only=True):
     token_usage: Annotated[float, doc("num_used_tokens / max_total_num_tokens")]
     gen_throughput: Annotated[float, doc("Tokens generated a second, lately")]
     cache_hit_rate: Annotated[float, doc("Share of all prompt tokens whose KV the prefix cache had, since the start")]
+    is_paused: Annotated[bool, doc("Generation is paused: no request gets tokens")]
     age_s: Annotated[float, doc("Seconds since the scheduler reported these numbers")]
     memory: Annotated[MemoryLoad | UnsetType, doc("Sizes; with `memory` or `all` in `include`")] = UNSET
     queues: Annotated[QueueLoad | UnsetType, doc("Queues; with `queues` or `all` in `include`")] = UNSET
@@ -102,6 +103,7 @@ async def loads(server: Server, request: Request, body: None) -> ASGIApp:
         token_usage=used / max(state.max_total_num_tokens, 1),
         gen_throughput=state.last_gen_throughput,
         cache_hit_rate=state.cache_hit_rate,
+        is_paused=state.is_paused,
         age_s=age_s,
         memory=memory,
         queues=QueueLoad(state.num_waiting, state.num_retractions) if sections & {"all", "queues"} else UNSET,

@@ -109,6 +109,13 @@ class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         Int32 | list[Int32] | None,
         doc("Requests of higher priority go first; default 0; other values need the flag --enable-priority-scheduling"),
     ] = None
+    waiting_timeout: Annotated[
+        float | list[float] | None,
+        doc("Seconds that the request may wait for its first step, at most those of the flag --waiting-timeout"),
+    ] = None
+    running_timeout: Annotated[
+        float | list[float] | None, doc("Seconds that the request may run, at most those of the flag --running-timeout")
+    ] = None
     custom_labels: Annotated[Any, only("metrics have only the label model_name", {})] = None
     return_hidden_states: Annotated[Any, only("returning hidden states is not implemented", False)] = None
     return_bytes: Annotated[Any, only("an answer has text and token ids", False)] = None
@@ -139,7 +146,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     prompt_tokens: Annotated[int, doc("Tokens of the prompt")]
     completion_tokens: Annotated[int, doc("Tokens generated so far")]
     cached_tokens: Annotated[int, doc("Prompt tokens whose KV the prefix cache had")]
-    num_retractions: Annotated[int, doc("How often the sample had to wait again because KV memory was short")]
+    num_retractions: Annotated[int, doc("How often the sample lost its KV and had to wait again")]
     num_recoveries: Annotated[int, doc("How often the sample went on in a restarted engine")]
     weight_version: Annotated[str, doc("Always `default`")]
     e2e_latency: Annotated[

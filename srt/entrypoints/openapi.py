@@ -114,7 +114,10 @@ def _operation(endpoint: Endpoint, method: str, path: str, schema_of: dict[str, 
     if parameters:
         operation["parameters"] = parameters
     if endpoint.body is not None:
-        operation["requestBody"] = {"required": True, "content": content("application/json", endpoint.body.type)}
+        operation["requestBody"] = {
+            "required": not endpoint.body_may_be_empty,
+            "content": content("application/json", endpoint.body.type),
+        }
     return operation
 
 

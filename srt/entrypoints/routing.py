@@ -111,6 +111,8 @@ class Endpoint:
     summary: str
     handler: Handler
     body: BodyCodec[Any] | None = None
+    body_may_be_empty: bool = False
+    """An empty body means `{}`."""
     query: tuple[Query, ...] = ()
     answer: Any = None
     """Type of the JSON response, for the documentation; None for a response of `media_type`."""
@@ -195,6 +197,8 @@ class BoundEndpoint:
             if bytes(data).strip() not in (b"", b"{}", b"null"):
                 raise InvalidRequest(f"{self._endpoint.path} accepts no body")
             return None
+        if not data and self._endpoint.body_may_be_empty:
+            data += b"{}"
         if len(data) <= SMALL_BODY_BYTES:
             return codec.decode(data)
         request.scope[_IS_LARGE] = True

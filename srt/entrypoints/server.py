@@ -189,13 +189,13 @@ class _ServerRun:
     async def _drain(self, core: EngineCore) -> None:
         """Refuses new requests and waits until the running ones have finished.
 
-        Returns early after DRAIN_TIMEOUT_S, at a second signal, or when the engine dies.
+        Returns early after DRAIN_TIMEOUT_S, at a second signal, when the engine dies, and while generation is paused.
         """
         manager = core.tokenizer_manager
         manager.draining = True
         logger.info("Shutting down; waiting for %d requests", manager.num_unfinished)
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
-        while manager.num_unfinished and len(self._signals) < 2 and not core.died.done():
+        while manager.num_unfinished and len(self._signals) < 2 and not core.died.done() and not manager.pause.is_on:
             if time.monotonic() > deadline:
                 logger.warning("%d requests did not finish before the shutdown timeout", manager.num_unfinished)
                 break

@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 _MAX_VALUES_IN_LOOP = 10_000
 """Log probabilities and embeddings. More numbers are written in a thread, which takes up to a second."""
 DONE = b"data: [DONE]\n\n"
-_RESTARTING = b": restarting\n\n"
 _COMMENT_INTERVAL_S = 1.0
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -159,7 +158,7 @@ class EventStream:
     """The ASGI response that sends events as they come.
 
     When the client disconnects, the job ends the generations, and that ends this stream. While the engine is being
-    restarted, comments keep the connection alive.
+    restarted or generation is paused, comments keep the connection alive.
     """
 
     def __init__(
@@ -178,33 +177,35 @@ class EventStream:
         self._comments: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        def on_recovery() -> None:
+        def on_stall() -> None:
             if self._comments is None or self._comments.done():
                 self._comments = asyncio.create_task(self._send_comments(send))
 
-        self._manager.on_recovery.add(on_recovery)
+        self._manager.on_stall.add(on_stall)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             await send(_part(self._first))
+            if self._manager.stall:
+                on_stall()
             await self._send_rest(send)
-            self._end_comments(on_recovery)
+            self._end_comments(on_stall)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
             pass  # the client is gone
         finally:
-            self._end_comments(on_recovery)
+            self._end_comments(on_stall)
             self._job.close()
             await self._rest.aclose()
 
-    def _end_comments(self, on_recovery: Callable[[], None]) -> None:
-        self._manager.on_recovery.discard(on_recovery)
+    def _end_comments(self, on_stall: Callable[[], None]) -> None:
+        self._manager.on_stall.discard(on_stall)
         if self._comments is not None:
             self._comments.cancel()
 
     async def _send_comments(self, send: Send) -> None:
         with contextlib.suppress(OSError):  # the client is gone
-            while self._manager.is_recovering:
-                await send(_part(_RESTARTING))
+            while stall := self._manager.stall:
+                await send(_part(b": " + stall.encode() + b"\n\n"))
                 await asyncio.sleep(_COMMENT_INTERVAL_S)
 
     async def _send_rest(self, send: Send) -> None:

@@ -82,6 +82,13 @@ class OpenAIBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         Int32 | None,
         doc("Requests of higher priority go first; default 0; other values need the flag --enable-priority-scheduling"),
     ] = None
+    waiting_timeout: Annotated[
+        float | None,
+        doc("Seconds that the request may wait for its first step, at most those of the flag --waiting-timeout"),
+    ] = None
+    running_timeout: Annotated[
+        float | None, doc("Seconds that the request may run, at most those of the flag --running-timeout")
+    ] = None
     service_tier: Annotated[Any, only("the server has one service tier", "auto", "default")] = None
     lora_path: Annotated[Any, only("LoRA adapters are not implemented", "")] = None
     return_hidden_states: Annotated[Any, only("returning hidden states is not implemented", False)] = None

@@ -91,7 +91,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     completed_at: Annotated[int | None, doc("Unix time at which the answer was complete, in seconds, else null")]
     status: Annotated[
         Literal["in_progress", "completed", "incomplete", "cancelled", "failed"],
-        doc("`incomplete`: the answer reached its maximum length; `cancelled`: after /abort_request"),
+        doc("`incomplete`: the answer reached its maximum length; `cancelled`: aborted, or over its running time"),
     ]
     incomplete_details: Annotated[IncompleteDetails | None, doc("Why the answer is incomplete")]
     error: Annotated[ResponseError | None, doc("Why a stream failed, else null")]

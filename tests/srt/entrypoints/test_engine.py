@@ -23,6 +23,7 @@ from tercet.srt.errors import EngineBusy, InvalidRequest, UnsupportedField
 from tercet.srt.sampling_params import SamplingParams
 
 LONG = {"max_new_tokens": 400}
+SHORT = {"max_new_tokens": 2}
 
 
 class ToyEngine(Engine):
@@ -243,6 +244,25 @@ def test_flushing_needs_an_idle_engine(engine: Engine) -> None:
         engine.flush_cache()
     stream.close()
     engine.flush_cache(timeout_s=5)
+
+
+def test_a_pause_holds_new_requests_until_generation_continues(engine: Engine) -> None:
+    engine.pause_generation("in_place")
+    answers: list[dict[str, object]] = []
+    waiting = threading.Thread(target=lambda: answers.append(engine.generate(input_ids=[1], sampling_params=SHORT)))
+    waiting.start()
+    while not _num_running(engine):
+        time.sleep(0.01)
+    assert engine.get_server_info()["status"] == "paused" and not answers
+    engine.continue_generation()
+    waiting.join(20)
+    assert answers[0]["text"] == text_of(2)
+    stream = engine.generate(input_ids=[1], sampling_params=LONG, stream=True)
+    next(stream)
+    engine.pause_generation()
+    last = list(stream)[-1]
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    engine.continue_generation()
 
 
 def test_server_info_tells_settings_and_limits(engine: Engine) -> None:

@@ -131,6 +131,7 @@ def test_what_a_router_reads(site: Site) -> None:
             "token_usage": 0.2,
             "gen_throughput": 12.5,
             "cache_hit_rate": 0.25,
+            "is_paused": False,
             "age_s": 0.0,
             "memory": {"weight_gb": 1.0, "kv_cache_gb": 0.5, "graph_gb": 0.25, "token_capacity": 1000},
             "queues": {"waiting": 2, "retracted": 3},

@@ -26,6 +26,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
     "/abort_request": {"rid": "r"},
+    "/pause_generation": {"mode": "in_place"},
+    "/continue_generation": {},
 }
 HONOURED: dict[str, Any] = {
     "text": "b",
@@ -34,6 +36,9 @@ HONOURED: dict[str, Any] = {
     "rid": "name",
     "cache_salt": "s",
     "priority": 3,
+    "mode": "retract",
+    "waiting_timeout": 2.5,
+    "running_timeout": 2.5,
     "extra_key": "s",
     "return_logprob": True,
     "logprob_start_len": 0,

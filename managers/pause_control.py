@@ -1,0 +1,50 @@
+"""The pause of generation as the TokenizerManager sees it. It outlives the engine's processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from ..srt.pause_messages import ContinueReq, PauseReply, PauseReq
+from .calls import SchedulerCalls, SchedulerLink
+
+PauseMode = Literal["abort", "retract", "in_place"]
+"""What becomes of the requests: they end with what they have; they wait again without their KV; they keep their KV."""
+
+
+class PauseControl:
+    """Pauses and continues generation. While it is paused, new requests wait in the scheduler."""
+
+    def __init__(
+        self,
+        calls: SchedulerCalls,
+        link: Callable[[], SchedulerLink],
+        abort_all: Callable[[], None],
+        on_pause: Callable[[], None],
+    ) -> None:
+        """`link`: the way to the scheduler; it raises EngineDead and EngineRestarting. `on_pause`: called when a
+        pause has begun."""
+        self.is_on = False
+        self._calls = calls
+        self._link = link
+        self._abort_all = abort_all
+        self._on_pause = on_pause
+
+    async def begin(self, mode: PauseMode) -> None:
+        """Returns when no step runs. Raises EngineDead and EngineRestarting; then nothing is paused."""
+        link = self._link()
+        if mode == "abort":
+            self._abort_all()
+        await self._calls.ask(link, lambda call_id: PauseReq(call_id, mode == "retract"), PauseReply)
+        self.is_on = True
+        self._on_pause()
+
+    async def end(self) -> None:
+        """Generation continues. Raises EngineDead and EngineRestarting; then the pause goes on."""
+        await self._calls.ask(self._link(), ContinueReq, PauseReply)
+        self.is_on = False
+
+    def carry_over(self, link: SchedulerLink) -> None:
+        """Pauses a new engine before it gets any request, if generation is paused."""
+        if self.is_on:
+            link.send(PauseReq(0, False))  # 0: nobody waits for the reply

@@ -1,0 +1,107 @@
+"""The time limits of requests: how long each may wait for its first step, and how long it may run after that."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable
+
+from ..srt.errors import WaitingTimeout
+from ..srt.io_struct import AbortFinish
+from .req import Req, Stage
+
+# Added to the limit of the heap's length, so that a short heap is not rebuilt all the time.
+_HEAP_SLACK = 64
+
+
+class Timeouts:
+    """Finds the requests that are over their limit. While generation is paused, the time of all requests stands still.
+
+    A request has at most one deadline: the end of its waiting time, or since its first step the end of its running
+    time. Deadlines are in a heap, so a turn looks only at the earliest one. An entry is void when the request has
+    another deadline by now or has ended. Void entries are removed before they are the majority.
+    """
+
+    def __init__(self, waiting_s: float | None, running_s: float | None, clock: Callable[[], float]) -> None:
+        """`waiting_s`, `running_s`: the limits of all requests; None: no limit. A request may have shorter ones."""
+        self._waiting_s = waiting_s
+        self._running_s = running_s
+        self._clock = clock
+        self._paused_at: float | None = None
+        self._paused_s = 0.0
+        """Length of all pauses that are over."""
+        self._heap: list[tuple[float, int, Req]] = []
+        """Deadline, number of the arrival, request."""
+        self._max_len = _HEAP_SLACK
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether any request may have a deadline."""
+        return bool(self._heap)
+
+    def on_arrival(self, req: Req) -> None:
+        limit_s = _shorter(self._waiting_s, req.options.waiting_timeout)
+        # A request of an engine that has died may have had its first step there.
+        if limit_s is not None and req.cached_tokens is None:
+            self._set(req, self._now() + limit_s)
+
+    def on_launch(self, reqs: Iterable[Req]) -> None:
+        """Call it for each step with prompts, before `queue_time_s` of its requests is set."""
+        for req in reqs:
+            if req.queue_time_s is None:
+                limit_s = _shorter(self._running_s, req.options.running_timeout)
+                self._set(req, math.inf if limit_s is None else self._now() + limit_s)
+
+    def take_late(self) -> list[tuple[Req, AbortFinish]]:
+        """The requests that are over their limit since the last call, each with the reason for its end."""
+        late: list[tuple[Req, AbortFinish]] = []
+        if self._heap[0][0] > self._now():
+            return late
+        while self._heap and self._heap[0][0] <= self._now():
+            entry = heapq.heappop(self._heap)
+            if _is_valid(entry):
+                late.append((entry[2], self._reason(entry[2])))
+        return late
+
+    def pause(self) -> None:
+        """The time stands still from now on."""
+        if self._paused_at is None:
+            self._paused_at = self._clock()
+
+    def resume(self) -> None:
+        """The time goes on."""
+        if self._paused_at is not None:
+            self._paused_s += self._clock() - self._paused_at
+            self._paused_at = None
+
+    def _now(self) -> float:
+        return (self._clock() if self._paused_at is None else self._paused_at) - self._paused_s
+
+    def _set(self, req: Req, deadline: float) -> None:
+        req.deadline = deadline
+        if deadline == math.inf:
+            return
+        heapq.heappush(self._heap, (deadline, req.arrival, req))
+        if len(self._heap) > self._max_len:
+            self._heap = [entry for entry in self._heap if _is_valid(entry)]
+            heapq.heapify(self._heap)
+            self._max_len = 2 * len(self._heap) + _HEAP_SLACK
+
+    def _reason(self, req: Req) -> AbortFinish:
+        if req.queue_time_s is None:
+            limit_s = _shorter(self._waiting_s, req.options.waiting_timeout)
+            return AbortFinish.of(WaitingTimeout(f"the request has waited for {limit_s:g} s without a first step"))
+        limit_s = _shorter(self._running_s, req.options.running_timeout)
+        return AbortFinish(f"the request has run for {limit_s:g} s, the limit of its running time")
+
+
+def _shorter(limit_s: float | None, other_s: float | None) -> float | None:
+    """The shorter one of two limits. None: no limit."""
+    if limit_s is None or other_s is None:
+        return other_s if limit_s is None else limit_s
+    return min(limit_s, other_s)
+
+
+def _is_valid(entry: tuple[float, int, Req]) -> bool:
+    deadline, _, req = entry
+    return req.deadline == deadline and req.stage is not Stage.FINISHED
