@@ -58,7 +58,7 @@ def make_cases(rng: random.Random, max_tokens: int) -> list[Case]:
         generate(f"greedy {index}", {})
         generate(f"seeded {index}", {"temperature": 3.0, "sampling_seed": index})
     generate("filters", {**seeded, "top_k": 40, "top_p": 0.9, "min_p": 0.01})
-    generate("penalties", {**seeded, **penalties, "min_new_tokens": 8})
+    generate("penalties", {**seeded, **penalties, "min_new_tokens": max_tokens // 3})
     generate("stop strings", {**seeded, "stop": ["e", "an", "\n\n"], "no_stop_trim": True})
     generate("rare stop string", {**seeded, "stop": ["the the", "zzz"], "ignore_eos": False})
     generate("stop pattern", {**seeded, "stop_regex": ["[aeiou]{3}", r"\d\d"]})

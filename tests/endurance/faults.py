@@ -123,8 +123,11 @@ class Faults:
             raise Skipped("a tmpfs cannot be mounted here")
         ballast = self._server.folder / "ballast"
         try:
+            space = os.statvfs(self._server.folder)
             with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-                while file.write(bytes(1 << 16)):
+                os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize)
+                file.seek(0, os.SEEK_END)
+                while file.write(bytes(space.f_frsize)):
                     pass
             if rng.random() < 0.5:
                 await self._signal("scheduler", signal.SIGKILL)

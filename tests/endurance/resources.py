@@ -22,7 +22,7 @@ class Use:
 
 
 def processes_of(pid: int) -> dict[int, str]:
-    """The processes of a server by process id: `http`, and the roles of its children. `spare`: the younger scheduler."""
+    """The processes of a server by their ids: `http`, and the roles of its children. `spare`: the younger scheduler."""
     found = {pid: "http"}
     seen: set[str] = set()
     try:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -106,11 +107,17 @@ def wrong_state(info: dict[str, Any]) -> list[str]:
 
 
 class Workplace:
-    """A temporary folder for one run."""
+    """A temporary folder for one run, which SIGTERM ends as Ctrl-C does: the server ends, and the folder is removed."""
 
     def __enter__(self) -> Path:
+        self._handler = signal.signal(signal.SIGTERM, _interrupt)
         self._path = Path(tempfile.mkdtemp(prefix="endurance-"))
         return self._path
 
     def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._handler)
         shutil.rmtree(self._path, ignore_errors=True)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
