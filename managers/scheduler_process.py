@@ -22,7 +22,7 @@ from ..srt.model_files.model_config import ModelConfig
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.start_reports import SchedulerReady
-from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal
+from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal, open_journal
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
 from .grammar_backends import make_compiler
 from .grammar_loader import GrammarLoader
@@ -62,7 +62,7 @@ def run_scheduler(
     detokenizer_link: Sender[ToDetokenizer] = Sender(context, run_dir.detokenizer)
     tokenizer_link: Sender[ToTokenizer] = Sender(context, run_dir.tokenizer)
     io = SchedulerIO(inbox, detokenizer_link, tokenizer_link, time.monotonic)
-    journal = StepJournal(run_dir.journal, runner.settings.max_running_requests)
+    journal = open_journal(run_dir.journal, runner.settings.max_running_requests)
     scheduler = build_scheduler(server_args, model_config, runner, tokenizer, io, time.monotonic, journal=journal)
     on_ready(scheduler_facts(runner, model_config))
     scheduler.run(should_stop)

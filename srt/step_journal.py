@@ -6,6 +6,7 @@ two writes to memory; the list of requests is written only when it changes.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import struct
@@ -16,6 +17,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+logger = logging.getLogger(__name__)
+
 _HEAD = struct.Struct("<QQI?")
 """Steps launched, steps launched when the rows were written, bytes of the rows, whether a step is under way."""
 _IN_STEP = _HEAD.size - 1
@@ -24,6 +27,15 @@ _NUM_STEPS_KEPT = 16
 _ROWS = 1024
 _BYTES_PER_ROW = 40
 assert _HEAD.size + _NUM_STEPS_KEPT * _STEP.size <= _ROWS
+
+
+def open_journal(path: Path, max_rows: int) -> StepJournal | NoJournal:
+    """The journal of a scheduler. On a full disk there is none: after a death, every request is then a suspect."""
+    try:
+        return StepJournal(path, max_rows)
+    except OSError as error:
+        logger.warning("The scheduler has no step journal: %s", error.strerror or error)
+        return NO_JOURNAL
 
 
 class JournaledReq(Protocol):
@@ -40,16 +52,16 @@ class JournaledReq(Protocol):
 
 
 class StepJournal:
-    """The scheduler's side. It makes the file."""
+    """The scheduler's side. It makes the file, or raises OSError."""
 
     def __init__(self, path: Path, max_rows: int) -> None:
         size = _ROWS + max_rows * _BYTES_PER_ROW
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.ftruncate(descriptor, size)
-            self._map = mmap.mmap(descriptor, size)
-        finally:
-            os.close(descriptor)
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "r+b") as file:
+            # The file gets its space on the disk now. If a hole were filled later, on a full disk, the process would
+            # die of SIGBUS.
+            file.write(bytes(size))
+            file.flush()
+            self._map = mmap.mmap(file.fileno(), size)
         self._num_steps = 0
         self._rows_since = 0
         self._rows_bytes = 0
@@ -80,7 +92,7 @@ class StepJournal:
 
 
 class NoJournal:
-    """The journal of a scheduler that nobody restarts."""
+    """The journal of a scheduler that has none."""
 
     def begin(self, reqs: Sequence[JournaledReq], num_prompt_tokens: int) -> None:
         """Writes nothing."""

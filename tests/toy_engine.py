@@ -132,11 +132,15 @@ class ServerProcess:
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=120)
 
+    def on_line(self, line: str) -> None:
+        """Called for each line of the log as it comes, in the thread that reads it."""
+
     def _read(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             with self._changed:
                 self.lines.append(line)
+                self.on_line(line)
                 found = _READY.search(line)
                 if found:
                     self.url = found.group(1)

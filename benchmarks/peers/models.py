@@ -80,6 +80,12 @@ def make(
     part.rmdir()
 
 
+def make_toy(path: Path) -> Path:
+    """Writes the toy model as a GGUF file, and nothing else. Returns the path."""
+    _write_gguf(path, gguf.GGUFReader(str(require_default_model())), _TOY_SETTINGS, toy_tensors())
+    return path
+
+
 def plain_tensors(source: gguf.GGUFReader) -> Iterator[tuple[str, Array]]:
     """(name, float32 array in the file's layout) of every weight."""
     for tensor in source.tensors:

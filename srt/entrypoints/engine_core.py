@@ -19,7 +19,6 @@ from ...managers.generation import Generation
 from ...managers.grammar_backends import why_no_grammars
 from ...managers.grammar_checker import GrammarChecker
 from ...managers.tokenizer_manager import TokenizerManager
-from ..errors import TercetError
 from ..ipc import RunDir
 from ..machine.oom import num_oom_kills
 from ..model_files.model_config import load_model_config
@@ -36,6 +35,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WATCH_INTERVAL_S = 1.0
+_RETRY_S = 1.0
+"""The pause after a restart that failed for a reason that may pass."""
 
 
 class EngineCore:
@@ -128,7 +129,10 @@ class EngineCore:
             child.ended.add_done_callback(functools.partial(self._on_child_ended, child))
         if self._budget.limit:
             # Importing torch takes more than a second. The next life need not wait for that.
-            self._spare = ChildProcess("scheduler", self._child_module)
+            try:
+                self._spare = ChildProcess("scheduler", self._child_module)
+            except OSError as error:  # for example no memory, or too many open files
+                logger.warning("Could not start a spare process: %s", error.strerror or error)
 
     def _on_child_ended(self, child: ChildProcess, ended: asyncio.Future[str]) -> None:
         is_restarting = self._restart is not None and not self._restart.done()
@@ -181,8 +185,12 @@ class EngineCore:
                     return self._give_up(error.message)
                 logger.error("The engine has failed: %s; restarting it again", error)
                 manager.on_death(None)
-            except (ValueError, OSError, TercetError) as error:
-                return self._die(f"{death.message}; it could not be restarted: {error}")
+            except Exception as error:
+                # The same settings have worked before, so the cause may pass: a full disk, or too little memory.
+                if not self._budget.take():
+                    return self._die(f"{death.message}; it could not be restarted: {error}")
+                logger.error("The engine could not be restarted: %s; trying again in %g s", error, _RETRY_S)
+                await asyncio.sleep(_RETRY_S)
         life.listen(manager.on_message)
         self._begin(life)
         manager.resume(life.sender, life.facts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import signal
 from typing import Any
 
 import zmq
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
 """Most time of one compilation."""
+_KILLED = "killed"
+"""The worker was killed by SIGKILL, which neither a library nor its limits send."""
 
 
 class GrammarProcess:
@@ -59,20 +62,31 @@ class GrammarProcess:
     async def compile(self, spec: GrammarSpec) -> str | None:
         """Why the grammar cannot be used; None if it can. Raises EngineDead if no worker can be started."""
         async with self._turn:
-            child, sender = await self._start()
-            answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-            self._answer = next(self._call_ids), answer
-            sender.send(CheckGrammarReq(self._answer[0], spec))
-            either: set[asyncio.Future[Any]] = {answer, child.ended}
-            await asyncio.wait(either, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            self._answer = None
-            if answer.done():
-                return answer.result()
-            is_slow = not child.ended.done()
-            await self._end_worker()
-            why = f"took more than {self._timeout_s:g} s" if is_slow else "took too much memory or crashed the compiler"
-            logger.warning("The compilation of a grammar (%s) %s; its worker has ended", spec.kind, why)
-            return f"{spec.kind} cannot be used: its compilation {why}"
+            how = await self._attempt(spec)
+            if how is _KILLED:  # by somebody else, so the grammar need not be the cause
+                how = await self._attempt(spec)
+        if how is _KILLED:
+            return f"{spec.kind} cannot be used: its compilation was killed twice, as for too much memory"
+        return how
+
+    async def _attempt(self, spec: GrammarSpec) -> str | None:
+        """As `compile`, or _KILLED."""
+        child, sender = await self._start()
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._answer = next(self._call_ids), answer
+        sender.send(CheckGrammarReq(self._answer[0], spec))
+        either: set[asyncio.Future[Any]] = {answer, child.ended}
+        await asyncio.wait(either, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        self._answer = None
+        if answer.done():
+            return answer.result()
+        is_slow = not child.ended.done()
+        await self._end_worker()
+        why = f"took more than {self._timeout_s:g} s" if is_slow else "took too much memory or crashed the compiler"
+        logger.warning("The compilation of a grammar (%s) %s; its worker has ended", spec.kind, why)
+        if not is_slow and child.returncode == -signal.SIGKILL:
+            return _KILLED
+        return f"{spec.kind} cannot be used: its compilation {why}"
 
     async def stop(self) -> None:
         """Ends the worker. Later calls of `compile` fail."""

@@ -11,7 +11,7 @@ import pytest
 from patience import PATIENCE_S
 from toy_engine import environment
 
-from tercet.srt.step_journal import JournalRow, StepJournal, read_journal
+from tercet.srt.step_journal import NO_JOURNAL, JournalRow, StepJournal, open_journal, read_journal
 
 
 @dataclass
@@ -40,6 +40,15 @@ def test_the_rows_of_a_step_and_their_positions(path: Path) -> None:
     assert [step.number for step in seen.last_steps] == list(range(6, 22))
     assert (seen.last_steps[-1].num_requests, seen.last_steps[-2].num_prompt_tokens) == (1, 3)
     assert seen.last_steps[0].age_s >= seen.last_steps[-1].age_s == 0
+
+
+def test_a_full_disk_does_not_end_the_scheduler(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = open_journal(path, max_rows=256)
+    assert isinstance(journal, StepJournal)
+    assert path.stat().st_blocks * 512 >= path.stat().st_size > 10_000, "a write to a hole needs space"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert open_journal(path / "nowhere", max_rows=256) is NO_JOURNAL
+    assert "no step journal" in caplog.text
 
 
 def test_between_steps_nobody_is_named(path: Path) -> None:

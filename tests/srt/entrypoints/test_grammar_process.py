@@ -79,7 +79,8 @@ def test_it_judges_and_survives_what_kills_it() -> None:
         stop(pid)
         waiting = asyncio.create_task(process.compile(spec('{"type": "string"}')))
         await asyncio.sleep(0.05)
-        os.kill(pid, signal.SIGKILL)
+        for signum in (signal.SIGABRT, signal.SIGCONT):
+            os.kill(pid, signum)
         assert "crashed the compiler" in (await waiting or "")
         assert await process.compile(spec('{"type": "string"}')) is None
         assert process.pid != pid
@@ -90,6 +91,23 @@ def test_it_judges_and_survives_what_kills_it() -> None:
             await process.compile(spec("{}"))
 
     with_process(work)
+
+
+def test_a_worker_that_somebody_kills_is_no_verdict() -> None:
+    """Verdicts are kept, so a good grammar would be refused for ever."""
+
+    async def kill(process: GrammarProcess) -> None:
+        assert process.pid is not None
+        stop(process.pid)
+        await asyncio.sleep(0.05)  # the grammar is on its way
+        os.kill(process.pid, signal.SIGKILL)
+
+    async def work(process: GrammarProcess) -> None:
+        assert await process.compile(spec("{}")) is None
+        answer, _ = await asyncio.gather(process.compile(spec('{"type": "string"}')), kill(process))
+        assert answer is None
+
+    with_process(work, timeout_s=30.0)
 
 
 def test_a_compilation_that_does_not_end_is_ended() -> None:

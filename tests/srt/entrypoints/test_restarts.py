@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -18,7 +19,9 @@ from patience import PATIENCE_S
 from toy_engine import ServerProcess, Stream, is_gone, text_of, toy_args, toy_flags
 
 from tercet.managers.recovery import Blame
+from tercet.srt.entrypoints import engine_core
 from tercet.srt.entrypoints.engine_core import EngineCore
+from tercet.srt.entrypoints.engine_life import EngineLife
 from tercet.srt.entrypoints.restarts import Death, RestartBudget, write_report
 from tercet.srt.errors import EngineDead
 from tercet.srt.io_struct import LengthFinish
@@ -142,10 +145,11 @@ def test_an_engine_that_cannot_start_again_has_died(
     run_dirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        core = await _start(tmp_path)
+        core = await _start(tmp_path, engine_restarts=2)
         core._spare.kill()  # type: ignore[union-attr]
         await core._spare.ended  # type: ignore[union-attr]
         (sample,) = await core.tokenizer_manager.submit([1], options(400))
+        monkeypatch.setattr(engine_core, "_RETRY_S", 0.0)
         monkeypatch.setenv("FAKE_CHILD", "bug")
         os.kill(core.child_pids["scheduler"], signal.SIGKILL)
         out = await asyncio.wait_for(sample.result(), PATIENCE_S)
@@ -153,6 +157,51 @@ def test_an_engine_that_cannot_start_again_has_died(
         assert "could not be restarted" in await core.died
         with pytest.raises(EngineDead):
             await core.tokenizer_manager.submit([1], options(1))
+        await core.stop()
+
+    asyncio.run(scenario())
+    assert os.listdir(run_dirs) == []
+
+
+def test_a_restart_that_fails_is_tried_again(run_dirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory or disk space may be short for a moment, and the process says so."""
+
+    async def scenario() -> None:
+        core = await _start(tmp_path)
+        core._spare.kill()  # type: ignore[union-attr]
+        await core._spare.ended  # type: ignore[union-attr]
+        (sample,) = await core.tokenizer_manager.submit([1], options(100))
+        monkeypatch.setattr(engine_core, "_RETRY_S", 0.0)
+        attempts = []
+        start = EngineLife.start.__func__  # type: ignore[attr-defined]
+
+        async def start_later(cls: Any, *args: Any, **named: Any) -> EngineLife:
+            attempts.append(named)
+            monkeypatch.setenv("FAKE_CHILD", "bug" if len(attempts) == 1 else "")
+            life: EngineLife = await start(cls, *args, **named)
+            return life
+
+        monkeypatch.setattr(EngineLife, "start", classmethod(start_later))
+        os.kill(core.child_pids["scheduler"], signal.SIGKILL)
+        assert (await asyncio.wait_for(sample.result(), 20)).text == text_of(100)
+        assert len(attempts) == 2 and sample.num_recoveries == 1
+        await core.stop()
+
+    asyncio.run(scenario())
+    assert os.listdir(run_dirs) == []
+
+
+def test_an_engine_goes_on_without_a_spare(run_dirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        core = await _start(tmp_path)
+        (sample,) = await core.tokenizer_manager.submit([1], options(100))
+
+        def no_process(*_: object) -> None:
+            raise OSError(errno.EAGAIN, "no more processes")
+
+        monkeypatch.setattr(engine_core, "ChildProcess", no_process)
+        os.kill(core.child_pids["scheduler"], signal.SIGKILL)
+        assert (await asyncio.wait_for(sample.result(), 20)).text == text_of(100)
         await core.stop()
 
     asyncio.run(scenario())

@@ -1,0 +1,47 @@
+"""Short runs of scripts/chaos, scripts/soak and scripts/fuzz on the toy model. No time decides."""
+
+from __future__ import annotations
+
+import pytest
+from endurance import chaos, fuzz, soak
+from endurance.models import model_flags
+
+pytestmark = pytest.mark.e2e
+
+ANY_SILENCE = ["--max-silence", "1000000"]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    _, path = model_flags("toy", tmp_path_factory.mktemp("toy"))
+    return path
+
+
+def kinds(*names: str) -> list[str]:
+    return [argument for name in names for argument in ("--only", name)]
+
+
+@pytest.mark.timeout(300)
+def test_answers_survive_faults(toy: str) -> None:
+    only = kinds("kill the scheduler", "kill the detokenizer", "stop the scheduler", "clock jumps", "full disk")
+    flags = ["--faults", "6", "--interval", "0.3", "--clients", "3", "--seed", "2", "--max-tokens", "40"]
+    report, wrong = chaos.run(chaos.parse(["--model", toy, *flags, *only, *ANY_SILENCE]))
+    assert not wrong
+    assert sum(report["faults"].values()) + sum(report["skipped_faults"].values()) == 6
+    assert report["engine"]["num_engine_restarts"] and report["requests"]["completed"]
+    assert not report["requests"]["lost_streams"] and not report["requests"]["refused"]
+
+
+@pytest.mark.timeout(300)
+def test_many_requests_leave_nothing(toy: str) -> None:
+    report, wrong = soak.run(soak.parse(["--model", toy, "--requests", "150", "--clients", "4", "--max-tokens", "8"]))
+    assert not wrong
+    assert report["requests"]["completed"] > 75
+
+
+@pytest.mark.timeout(300)
+def test_hostile_requests_change_nothing(toy: str) -> None:
+    report, wrong = fuzz.run(fuzz.parse(["--model", toy, "--requests", "250", "--clients", "2"]))
+    assert not wrong
+    assert {"200", "400", "raw: 400"} <= report["statuses"].keys()
+    assert report["neighbour"]["completed"]

@@ -1,0 +1,128 @@
+"""The checks of the endurance runs can fail: each sees what it is for."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+import uvloop
+from endurance.answers import Failed, Incomplete, difference, recoveries, streamed_answer, whole_answer
+from endurance.cases import make_cases
+from endurance.clients import Wait
+from endurance.hooks import STALL_S, Hooks
+from endurance.hostile_bodies import BodyMaker
+from endurance.hostile_http import make_raw
+from endurance.report import finish, silence_beyond
+from endurance.resources import Use, slopes
+from endurance.server_under_test import wrong_state
+from endurance.soak import changed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tercet.srt.entrypoints.http_server import ENDPOINTS
+from tercet.srt.entrypoints.openapi import openapi_document
+
+
+def stream(*events: object, done: bool = True) -> bytes:
+    lines = [f"data: {json.dumps(event)}\n\n" for event in events] + ["data: [DONE]\n\n"] * done
+    return ": restarting\n\n".join(lines).encode()
+
+
+def native(text: str, ids: list[int], **meta: object) -> dict[str, object]:
+    return {"text": text, "output_ids": ids, "meta_info": {"id": "a", "num_recoveries": 0, **meta}}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.text(max_size=3), st.integers(0, 9)), min_size=1, max_size=8), st.data())
+def test_a_stream_says_the_same_however_it_is_cut(parts: list[tuple[str, int]], data: st.DataObject) -> None:
+    whole = native("".join(text for text, _ in parts), [token for _, token in parts], completion_tokens=len(parts))
+    at = data.draw(st.integers(0, len(parts)))
+    pieces = [part for part in (parts[:at], parts[at:]) if part]
+    counts = [len(pieces[0]), len(parts)]
+    cut = [
+        native("".join(text for text, _ in piece), [token for _, token in piece], completion_tokens=count)
+        for piece, count in zip(pieces, counts, strict=False)
+    ]
+    assert streamed_answer(stream(*cut)) == streamed_answer(stream(whole))
+
+
+def test_what_is_wrong_about_an_answer() -> None:
+    error = {"error": {"message": "no", "code": "engine_dead"}}
+    with pytest.raises(Incomplete, match="without"):
+        streamed_answer(stream(native("a", [1]), done=False))
+    with pytest.raises(Failed, match="engine_dead: no"):
+        streamed_answer(stream(native("a", [1]), error))
+    with pytest.raises(Failed, match="engine_dead: no"):
+        whole_answer(503, json.dumps(error).encode())
+    with pytest.raises(Incomplete, match="without a reason"):
+        whole_answer(500, b"{}")
+    with pytest.raises(Incomplete, match="not JSON"):
+        whole_answer(500, b"oops")
+    one, other = whole_answer(200, b'{"a": [1, {"id": 2}]}'), whole_answer(200, b'{"a": [2, {"id": 3}]}')
+    assert difference(one, other) == "a.0 is '1', and was '2'"
+    assert whole_answer(200, b'{"id": 1}') == whole_answer(200, b'{"id": 2}')
+    assert recoveries(stream(native("a", [1]), native("b", [2], num_recoveries=2))) == 2
+
+
+def test_silence_is_counted_without_the_faults() -> None:
+    wait = Wait("a", 10.0, 20.0)
+    assert silence_beyond(wait, []) == 10.0
+    assert silence_beyond(wait, [(0.0, 11.0), (12.0, 14.0), (13.0, 15.0), (19.0, 99.0), (30.0, 40.0)]) == 5.0
+
+
+def test_leaks_are_seen() -> None:
+    small, large = Use(100, 10, 3), Use(100, 20, 9)
+    assert changed({"http": small}, {"http": small}) == []
+    assert len(changed({"http": small, "grammar": small}, {"http": large, "spare": small})) == 4
+    series = [(number, {"http": Use(1000 + 5 * number, 1, 1)}) for number in range(0, 1000, 100)]
+    assert slopes(series) == {"http": pytest.approx(5.0)}
+    idle = {"num_running": 0, "num_waiting": 0, "num_protected_tokens": 0, "num_private_tokens": 0, "num_kv_repairs": 0}
+    state = {**idle, "num_free_tokens": 90, "num_evictable_tokens": 10, "max_total_num_tokens": 100}
+    assert wrong_state({"internal_states": [state]}) == []
+    assert len(wrong_state({"internal_states": [{**state, "num_running": 1, "num_free_tokens": 89}]})) == 2
+
+
+def test_a_report_fails_if_anything_was_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert finish({"seed": 1}, [], tmp_path / "a.json") == 0
+    assert finish({"seed": 1}, ["something"], tmp_path / "b.json") == 1
+    assert json.loads((tmp_path / "b.json").read_text()) == {"seed": 1, "wrong": ["something"]}
+    assert "WRONG: something" in capsys.readouterr().out
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    document = openapi_document(ENDPOINTS)
+
+    def drawn() -> list[object]:
+        rng = random.Random(5)
+        cases = make_cases(rng, 10)
+        bodies = BodyMaker(document, cases)
+        return [cases, [bodies.make(rng) for _ in range(200)], [make_raw(rng) for _ in range(200)]]
+
+    first = drawn()
+    assert first == drawn()
+    paths = {path for path, _ in first[1]}
+    assert paths >= {"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"}
+
+
+def test_a_fault_hits_one_step_and_stalls_are_noted(tmp_path: Path) -> None:
+    hooks = Hooks(tmp_path / "hooks").create()
+    hooks.ask_for("nan")
+    assert [hooks.take_step_fault(), hooks.take_step_fault()] == ["nan", None]
+    assert hooks.stalls() == []
+    loop = hooks.watch_loop(uvloop.new_event_loop)()
+
+    def burn() -> None:
+        """Uses a core for longer than a stall."""
+        until = time.thread_time() + 3 * STALL_S
+        while time.thread_time() < until:
+            os.getpid()
+        loop.call_later(0.1, loop.stop)
+
+    loop.call_later(0.05, burn)
+    loop.run_forever()
+    loop.close()
+    assert any(stall.is_own_fault for stall in hooks.stalls())

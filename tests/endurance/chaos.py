@@ -1,0 +1,150 @@
+"""`scripts/chaos`: a real server, clients that check every byte, and a random fault about once a second.
+
+Every stream that ends normally must equal the undisturbed answer. Every other one must end with an error that says why.
+A stream that has begun must not be silent for longer than --max-silence, apart from the fault itself and the restart.
+At the end nothing may be left behind. `--seed` repeats the faults, their order and the requests of each client. Their
+times depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from endurance.cases import make_cases
+from endurance.clients import Client, Tally, population
+from endurance.faults import Faults, tmpfs, unmount
+from endurance.models import model_flags
+from endurance.report import finish, seconds, silence_beyond, tally_report
+from endurance.resources import use_by_role
+from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
+
+_WATCHDOG_S = 10.0
+_TMPFS_MIB = 1024
+_EXTRA_FILES = 16
+_DURING_RESTARTS = 0.25
+"""Share of the faults that do not wait for the end of a restart."""
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
+    parser.add_argument("--faults", type=int, default=100, help="number of faults (default 100)")
+    parser.add_argument("--interval", type=float, default=1.0, help="mean seconds between two faults (default 1)")
+    parser.add_argument("--clients", type=int, default=8, help="number of clients (default 8)")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same faults (default 0)")
+    parser.add_argument("--model", default="default", help="default, toy, or a path (default: default)")
+    parser.add_argument("--max-tokens", type=int, default=100, help="length of the longest answers (default 100)")
+    parser.add_argument("--only", action="append", default=[], help="only faults of this kind; may be repeated")
+    parser.add_argument("--max-silence", type=float, default=2.0, help="seconds without a fault (default 2)")
+    parser.add_argument("--time-limit", type=float, default=1e9, help="seconds after which no fault begins")
+    parser.add_argument("--report", type=Path, help="write the report to this JSON file")
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The report, and what was wrong."""
+    with Workplace() as folder:
+        place = folder / "disk"
+        place.mkdir()
+        on_tmpfs = tmpfs(place, _TMPFS_MIB)
+        try:
+            flags = [*model_flags(args.model, folder), "--port", "0", "--incremental-streaming-output"]
+            flags += ["--max-total-tokens", "16384", "--watchdog-timeout", str(_WATCHDOG_S)]
+            flags += ["--engine-restarts", "1000", "--engine-restart-window", "60"]
+            with ServerUnderTest(place, flags, on_tmpfs=on_tmpfs) as server:
+                return asyncio.run(_chaos(server.ready(300), args))
+        finally:
+            if on_tmpfs:
+                unmount(place)
+
+
+async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    rng = random.Random(args.seed)
+    cases = make_cases(rng, args.max_tokens)
+    answers: dict[tuple[str, bool], Any] = {}
+    tally = Tally()
+    teacher = Client(server.url, tally, answers)
+    await teacher.learn(cases)
+    await teacher.close()
+    await server.wait_until_quiet()
+    before = use_by_role(server.pid)
+    faults = Faults(server, _WATCHDOG_S * 1.5)
+    is_over = False
+    fault_rng = random.Random(rng.randrange(1 << 62))
+    clients = asyncio.create_task(
+        population(
+            server.url,
+            cases,
+            answers,
+            tally,
+            rng,
+            size=args.clients,
+            go_on=lambda: server.is_alive and not is_over,
+        )
+    )
+    began = time.monotonic()
+    happening: set[asyncio.Task[None]] = set()
+    for _ in range(args.faults):
+        kind = faults.draw(fault_rng, args.only)
+        happening.add(asyncio.create_task(faults.happen(kind, random.Random(fault_rng.randrange(1 << 62)))))
+        strikes_a_restart = fault_rng.random() < _DURING_RESTARTS
+        await asyncio.sleep(fault_rng.uniform(0.0, 2 * args.interval))
+        while server.is_alive and server.is_restarting and not strikes_a_restart:
+            await asyncio.sleep(0.05)
+        if not server.is_alive or time.monotonic() - began > args.time_limit:
+            break
+    await asyncio.gather(*happening)
+    is_over = True
+    await clients
+    lasted_s = time.monotonic() - began
+    wrong = tally.wrong + faults.wrong
+    if not server.is_alive:
+        wrong.append(f"the server has ended: {server.log[-1500:]}")
+        return {"seed": args.seed, "requests": tally_report(tally)}, wrong
+    await asyncio.sleep(1.0)  # the server sees the last clients leave
+    info = await server.wait_until_quiet()
+    wrong += wrong_state(info)
+    after = use_by_role(server.pid)
+    wrong += [
+        f"the {role} process has {after[role].num_files} open files, and had {use.num_files}"
+        for role, use in before.items()
+        if role in after and after[role].num_files > use.num_files + _EXTRA_FILES
+    ]
+    wrong += [f"left behind: {one}" for one in server.end()]
+    # A fault excuses silence while it lasts; so does the engine's restart after it, with its way to the log.
+    excuses = [(event.began, event.ended) for event in faults.events] + server.restarts
+    silences = [(silence_beyond(wait, excuses), wait) for wait in tally.waits]
+    wrong += [
+        f"{wait.case}: silent for {wait.ended - wait.began:.1f} s, {silence:.1f} s of them without a fault"
+        for silence, wait in silences
+        if silence > args.max_silence
+    ]
+    done = Counter(event.kind for event in faults.events if not event.skipped)
+    skipped = Counter(f"{event.kind}: {event.skipped}" for event in faults.events if event.skipped)
+    report = {
+        "seed": args.seed,
+        "lasted_s": round(lasted_s, 1),
+        "faults": dict(done.most_common()),
+        "skipped_faults": dict(skipped.most_common()),
+        "requests": tally_report(tally),
+        "engine": {name: info[name] for name in info if name.startswith("num_")},
+        "restarts": seconds([ended - died for died, ended in server.restarts]),
+        "pauses_of_streams": seconds([wait.ended - wait.began for wait in tally.waits]),
+        "silence_beyond_faults": seconds([silence for silence, _ in silences]),
+        "rss_mib": {
+            role: [use.rss_bytes >> 20, after[role].rss_bytes >> 20] for role, use in before.items() if role in after
+        },
+    }
+    return report, wrong
+
+
+if __name__ == "__main__":
+    arguments = parse(sys.argv[1:])
+    sys.exit(finish(*run(arguments), arguments.report))

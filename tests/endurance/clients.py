@@ -1,0 +1,242 @@
+"""Clients of a server under test: well-behaved ones, which check every byte, and others, which behave badly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from endurance.answers import Failed, Incomplete, difference, recoveries, streamed_answer, whole_answer
+from endurance.cases import Case
+
+from tercet.benchmarks.http_client import HttpClient, HttpError, Response
+
+_NEVER_S = 600.0
+"""A request that takes longer hangs. In a chaos run a request may meet many restarts."""
+_LONG_WAIT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A time in which a stream that had begun was silent. Times are of `time.monotonic`."""
+
+    case: str
+    began: float
+    ended: float
+
+
+@dataclass
+class Tally:
+    """What has happened to the requests of all clients."""
+
+    completed: int = 0
+    streams: int = 0
+    """Completed ones that were streamed."""
+    resumed: int = 0
+    """Streams of /generate that completed after a restart of the engine. Others do not tell."""
+    left: int = 0
+    """Requests whose client has left on purpose."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Errors that say why, before the answer began: by their text."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """Errors that say why, in the middle of a stream: by their text."""
+    wrong: list[str] = field(default_factory=list)
+    """What must not happen: another answer, an end without a reason, a request that hangs."""
+    waits: list[Wait] = field(default_factory=list)
+    """The longest silence of each stream, if it was long."""
+
+    @property
+    def requests(self) -> int:
+        return self.completed + self.left + self.refused.total() + self.lost.total() + len(self.wrong)
+
+
+class Client:
+    """Sends one request after the other, and compares each answer with the undisturbed one."""
+
+    def __init__(self, url: str, tally: Tally, answers: dict[tuple[str, bool], Any]) -> None:
+        """`answers`: the undisturbed answer of each case, streamed or not."""
+        self._url = url
+        self._http = HttpClient(url)
+        self._tally = tally
+        self._answers = answers
+
+    async def learn(self, cases: Sequence[Case]) -> None:
+        """Asks every case, streamed and not, and notes its answer. Raises Failed and Incomplete."""
+        for case in cases:
+            for streamed in (False, True) if case.can_stream else (False,):
+                response, data, _ = await self._exchange(case, streamed)
+                with _named(case, streamed):
+                    self._answers[case.name, streamed] = _answer_of(response, data)
+
+    async def ask(self, case: Case, streamed: bool) -> None:
+        """Sends the request, waits for its end, and notes what has come of it."""
+        tally, name = self._tally, f"{case.name}{', streamed' if streamed else ''}"
+        data = bytearray()
+        try:
+            async with asyncio.timeout(_NEVER_S):
+                response, data, wait = await self._exchange(case, streamed, data)
+            answer = _answer_of(response, data)
+        except Failed as error:
+            (tally.lost if data else tally.refused)[_without_numbers(str(error))] += 1
+        except (Incomplete, HttpError) as error:
+            tally.wrong.append(f"{name}: {error}; after {bytes(data[-200:])!r}")
+        except TimeoutError:
+            tally.wrong.append(f"{name}: no end after {_NEVER_S:.0f} s; after {bytes(data[-200:])!r}")
+        else:
+            if answer != self._answers[case.name, streamed]:
+                what = difference(answer, self._answers[case.name, streamed])
+                tally.wrong.append(f"{name}: another answer than undisturbed: {what}")
+                return
+            tally.completed += 1
+            if streamed:
+                tally.streams += 1
+                tally.resumed += recoveries(data) > 0
+                if wait is not None:
+                    tally.waits.append(wait)
+
+    async def leave(self, case: Case, streamed: bool, after_s: float) -> None:
+        """Breaks the connection after that time, in the middle of whatever is there then."""
+        with contextlib.suppress(TimeoutError, HttpError):
+            async with asyncio.timeout(after_s):
+                await self._exchange(case, streamed)
+        self._tally.left += 1
+
+    async def abort(self, case: Case, after_s: float) -> None:
+        """Ends a request of /generate by its name. The text must be the beginning of the undisturbed one."""
+        rid = f"abort-{random.randrange(1 << 60)}"
+        task = asyncio.ensure_future(self._exchange(case, False, rid=rid))
+        await asyncio.sleep(after_s)
+        try:
+            async with asyncio.timeout(_NEVER_S):
+                with contextlib.suppress(HttpError):  # then the request has failed, too
+                    await self._http.request("POST", "/abort_request", f'{{"rid": "{rid}"}}'.encode())
+                response, _, _ = await task
+            text, wanted = whole_answer(response.status, response.body)["text"], self._answers[case.name, False]["text"]
+        except Failed as error:
+            self._tally.refused[_without_numbers(str(error))] += 1
+        except (Incomplete, HttpError, TimeoutError) as error:
+            self._tally.wrong.append(f"{case.name}, aborted: {error!r}")
+        else:
+            self._tally.left += 1
+            if not wanted.startswith(text):
+                self._tally.wrong.append(f"{case.name}, aborted: {text!r} is no start of {wanted!r}")
+
+    async def read_slowly(self, case: Case, for_s: float) -> None:
+        """Reads a byte a second, and then goes away."""
+        url = urlsplit(self._url)
+        body = case.encoded(streamed=True)
+        head = f"POST {case.path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_connection(url.hostname, url.port, limit=1)
+            writer.write(head.encode() + body)
+            until = time.monotonic() + for_s
+            while time.monotonic() < until and await reader.read(1):
+                await asyncio.sleep(min(1.0, for_s))
+            writer.transport.abort()
+        self._tally.left += 1
+
+    async def drop_in_body(self, case: Case, rng: random.Random) -> None:
+        """Breaks the connection in the middle of a chunk of the request's body."""
+        url = urlsplit(self._url)
+        body = case.encoded(streamed=False)
+        head = f"{case.method} {case.path} HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        chunk = f"{len(body):x}\r\n".encode() + body
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection(url.hostname, url.port)
+            writer.write(head.encode() + chunk[: rng.randrange(len(chunk))])
+            await writer.drain()
+            writer.transport.abort()
+        self._tally.left += 1
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def _exchange(
+        self, case: Case, streamed: bool, data: bytearray | None = None, **more: Any
+    ) -> tuple[Response, bytearray, Wait | None]:
+        """The response, the data of a stream, and its longest silence."""
+        data = bytearray() if data is None else data
+        last, longest = 0.0, (0.0, 0.0)
+
+        def on_data(piece: bytes, _: float) -> None:
+            nonlocal last, longest
+            data.extend(piece)
+            now = time.monotonic()
+            if last and now - last > longest[1] - longest[0]:
+                longest = last, now
+            last = now
+
+        if streamed:
+            response = await self._http.stream(case.path, case.encoded(True, **more), on_data)
+        else:
+            response = await self._http.request(
+                case.method, case.path, case.encoded(False, **more) if case.body else b""
+            )
+        is_long = longest[1] - longest[0] > _LONG_WAIT_S
+        return response, data, Wait(case.name, *longest) if is_long else None
+
+
+def _answer_of(response: Response, data: bytearray) -> Any:
+    if data:
+        return streamed_answer(bytes(data))
+    return whole_answer(response.status, response.body)
+
+
+@contextlib.contextmanager
+def _named(case: Case, streamed: bool):
+    try:
+        yield
+    except (Failed, Incomplete) as error:
+        raise type(error)(f"{case.name}{', streamed' if streamed else ''}: {error}") from None
+
+
+def _without_numbers(text: str) -> str:
+    return "".join("N" if char.isdigit() else char for char in text)[:300]
+
+
+async def population(
+    url: str,
+    cases: Sequence[Case],
+    answers: dict[tuple[str, bool], Any],
+    tally: Tally,
+    rng: random.Random,
+    *,
+    size: int,
+    go_on: Callable[[], bool],
+    bad_manners: float = 0.1,
+) -> None:
+    """Runs `size` clients, each with its own seed, until `go_on` is false.
+
+    `bad_manners`: the share of requests whose client leaves, aborts, reads slowly or breaks the connection.
+    """
+
+    async def one(rng: random.Random) -> None:
+        client = Client(url, tally, answers)
+        streams = [case for case in cases if case.can_stream]
+        whole = [case for case in cases if case.path == "/generate" and "n" not in case.body["sampling_params"]]
+        whole = [case for case in whole if isinstance(case.body.get("text"), str)]
+        while go_on():
+            case = rng.choice(cases)
+            streamed = case.can_stream and rng.random() < 0.7
+            if rng.random() >= bad_manners:
+                await client.ask(case, streamed)
+                continue
+            manner = rng.randrange(4)
+            if manner == 0:
+                await client.leave(case, streamed, rng.uniform(0.0, 0.5))
+            elif manner == 1:
+                await client.abort(rng.choice(whole), rng.uniform(0.0, 0.3))
+            elif manner == 2:
+                await client.read_slowly(rng.choice(streams), rng.choice((0.05, 0.5, 3.0)))
+            else:
+                await client.drop_in_body(case, rng)
+        await client.close()
+
+    seeds = [rng.randrange(1 << 62) for _ in range(size)]
+    await asyncio.gather(*(one(random.Random(seed)) for seed in seeds))

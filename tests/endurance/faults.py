@@ -1,0 +1,200 @@
+"""The faults of a chaos run: what each does to a running server, and when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from endurance.hooks import VARIABLE
+from endurance.resources import processes_of
+from endurance.server_under_test import ServerUnderTest
+
+_TAKEN_WITHIN_S = 5.0
+"""A step fault that no step has taken by then is withdrawn: nothing runs."""
+_SECOND_SERVER_S = 60.0
+
+
+@dataclass
+class Event:
+    """One fault. Times are of `time.monotonic`."""
+
+    kind: str
+    began: float
+    ended: float
+    skipped: str = ""
+    """Why it could not be done."""
+
+
+class Skipped(Exception):
+    """This fault cannot be done here and now. The message says why."""
+
+
+class Faults:
+    """The faults by their kinds. `rng` is used by nothing else, so that a seed gives the same faults."""
+
+    def __init__(self, server: ServerUnderTest, hang_s: float) -> None:
+        """`hang_s`: how long a hanging step hangs, that is, until the watchdog kills it."""
+        self.events: list[Event] = []
+        self.wrong: list[str] = []
+        """What a fault has shown about the server that must not be."""
+        self._server = server
+        self._hang_s = hang_s
+        self._kinds: dict[str, tuple[int, Callable[[random.Random], Awaitable[None]]]] = {
+            "kill the scheduler": (3, lambda _: self._signal("scheduler", signal.SIGKILL)),
+            "kill the detokenizer": (3, lambda _: self._signal("detokenizer", signal.SIGKILL)),
+            "kill the grammar worker": (2, lambda _: self._signal("grammar", signal.SIGKILL)),
+            "kill the spare": (2, lambda _: self._signal("spare", signal.SIGKILL)),
+            "stop the scheduler": (2, lambda rng: self._pause("scheduler", rng)),
+            "stop the detokenizer": (2, lambda rng: self._pause("detokenizer", rng)),
+            "stop the grammar worker": (1, lambda rng: self._pause("grammar", rng)),
+            "stop the spare": (1, lambda rng: self._pause("spare", rng)),
+            "stop the HTTP process": (2, lambda rng: self._pause("http", rng)),
+            "invalid logits": (3, lambda _: self._in_a_step("nan", 0.0)),
+            "failed allocation": (2, lambda _: self._in_a_step("allocation", 0.0)),
+            "hanging step": (1, lambda _: self._in_a_step("hang", self._hang_s)),
+            "full disk": (2, self._fill_disk),
+            "short memory": (2, self._shorten_memory),
+            "clock jumps": (3, self._jump_clock),
+            "corrupt weight cache": (1, lambda rng: self._corrupt_weight_cache(rng)),
+            "second server": (1, lambda _: self._second_server()),
+        }
+
+    @property
+    def kinds(self) -> list[str]:
+        return list(self._kinds)
+
+    def draw(self, rng: random.Random, only: list[str]) -> str:
+        kinds = only or self.kinds
+        return rng.choices(kinds, [self._kinds[kind][0] for kind in kinds])[0]
+
+    async def happen(self, kind: str, rng: random.Random) -> None:
+        event = Event(kind, time.monotonic(), time.monotonic())
+        self.events.append(event)
+        try:
+            await self._kinds[kind][1](rng)
+        except Skipped as why:
+            event.skipped = str(why)
+        except psutil.NoSuchProcess:
+            event.skipped = "the process has just ended"
+        event.ended = time.monotonic()
+
+    def _pid(self, role: str) -> int:
+        for pid, found in processes_of(self._server.pid).items():
+            if found == role:
+                return pid
+        raise Skipped(f"there was no {role} process")
+
+    async def _signal(self, role: str, signum: signal.Signals) -> None:
+        psutil.Process(self._pid(role)).send_signal(signum)
+
+    async def _pause(self, role: str, rng: random.Random) -> None:
+        process = psutil.Process(self._pid(role))
+        process.send_signal(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(rng.uniform(0.1, 2.0))
+        finally:
+            process.send_signal(signal.SIGCONT)
+
+    async def _in_a_step(self, fault: str, then_s: float) -> None:
+        hooks = self._server.hooks
+        hooks.ask_for(fault)
+        await asyncio.sleep(0.5)
+        until = time.monotonic() + _TAKEN_WITHIN_S
+        while time.monotonic() < until and self._server.is_restarting:
+            await asyncio.sleep(0.1)
+        if hooks.withdraw(fault):
+            raise Skipped("no step was computed")
+        await asyncio.sleep(then_s)
+
+    async def _fill_disk(self, rng: random.Random) -> None:
+        """Fills the small file system that TMPDIR and the cache are on. What is written meanwhile fails."""
+        if not self._server.on_tmpfs:
+            raise Skipped("a tmpfs cannot be mounted here")
+        ballast = self._server.folder / "ballast"
+        try:
+            space = os.statvfs(self._server.folder)
+            with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+                os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize)
+                file.seek(0, os.SEEK_END)
+                while file.write(bytes(space.f_frsize)):
+                    pass
+            if rng.random() < 0.5:
+                await self._signal("scheduler", signal.SIGKILL)
+            await asyncio.sleep(rng.uniform(0.5, 2.0))
+        finally:
+            ballast.unlink(missing_ok=True)
+
+    async def _shorten_memory(self, rng: random.Random) -> None:
+        """Lets the address space of a process grow by one more MiB only, for a while."""
+        pid = self._pid(rng.choice(["scheduler", "detokenizer", "http"]))
+        size = psutil.Process(pid).memory_info().vms
+        try:
+            resource.prlimit(pid, resource.RLIMIT_AS, (size + (1 << 20), resource.RLIM_INFINITY))
+        except (PermissionError, ValueError) as error:
+            raise Skipped(f"the limit cannot be set: {error}") from None
+        await asyncio.sleep(rng.uniform(0.2, 1.5))
+        for one in (pid, *processes_of(self._server.pid)):  # a process inherits the limit of the one that starts it
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(one, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    async def _jump_clock(self, rng: random.Random) -> None:
+        self._server.hooks.set_clock(rng.choice([-1e9, -3600.0, -1.0, 1.0, 3600.0, 1e9, 0.0]))
+
+    async def _corrupt_weight_cache(self, rng: random.Random) -> None:
+        """Changes a byte of an entry, or cuts it, and kills the scheduler, so that it is read again."""
+        entries = sorted(self._server.cache.rglob("*.safetensors"))
+        if not entries:
+            raise Skipped("the model needs no weight cache")
+        entry = rng.choice(entries)
+        size = entry.stat().st_size
+        if rng.random() < 0.3:
+            os.truncate(entry, rng.randrange(size))
+        else:
+            with entry.open("r+b") as file:
+                file.seek(rng.randrange(size))
+                byte = file.read(1)
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte[0] ^ 0x55]))
+        await self._signal("scheduler", signal.SIGKILL)
+
+    async def _second_server(self) -> None:
+        """A server on the port of this one must end with a message, and must not disturb this one."""
+        port = self._server.url.rpartition(":")[2]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), VARIABLE: str(self._server.folder / "hooks")}
+        second = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "endurance.server", *self._server.flags, "--port", port),
+            env=env,
+            stderr=subprocess.PIPE,
+        )
+        try:
+            _, said = await asyncio.wait_for(second.communicate(), _SECOND_SERVER_S)
+        except TimeoutError:
+            second.kill()
+            await second.wait()
+            self.wrong.append("a second server on the port did not end")
+            return
+        if second.returncode != 1 or b"Cannot listen on" not in said:
+            self.wrong.append(f"a second server on the port ended with code {second.returncode}: {said[-300:]!r}")
+
+
+def tmpfs(folder: Path, size_mib: int) -> bool:
+    """Mounts a small file system on an empty folder. Returns False where that is not allowed."""
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "endurance", str(folder)], capture_output=True
+    )
+    return done.returncode == 0
+
+
+def unmount(folder: Path) -> None:
+    subprocess.run(["umount", "--lazy", str(folder)], capture_output=True)

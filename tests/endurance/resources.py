@@ -1,0 +1,71 @@
+"""What the processes of a server use: memory, open files, threads, shared memory, files in the run folder, KV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_ROLES = ("scheduler", "detokenizer", "grammar")
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Use:
+    """What one process uses."""
+
+    rss_bytes: int
+    num_files: int
+    num_threads: int
+
+
+def processes_of(pid: int) -> dict[int, str]:
+    """The processes of a server by their ids: `http`, and the roles of its children. `spare`: the younger scheduler."""
+    found = {pid: "http"}
+    seen: set[str] = set()
+    try:
+        children = sorted(psutil.Process(pid).children(recursive=True), key=lambda child: child.create_time())
+    except psutil.NoSuchProcess:
+        return found
+    for child in children:
+        try:
+            command = child.cmdline()
+        except psutil.Error:
+            continue
+        role = command[-1] if command and command[-1] in _ROLES else "other"
+        found[child.pid] = "spare" if role in seen and role == "scheduler" else role
+        seen.add(role)
+    return found
+
+
+def use_by_role(pid: int) -> dict[str, Use]:
+    found = {}
+    for child, role in processes_of(pid).items():
+        try:
+            process = psutil.Process(child)
+            found[role] = Use(process.memory_info().rss, process.num_fds(), process.num_threads())
+        except psutil.Error:
+            continue  # it has ended
+    return found
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in _SHARED_MEMORY.iterdir()} if _SHARED_MEMORY.is_dir() else set()
+
+
+def slopes(series: Sequence[tuple[int, Mapping[str, Use]]]) -> dict[str, float]:
+    """Bytes of RSS per request of each process, by least squares over the second half of the series.
+
+    `series`: the number of requests so far, and what the processes used then.
+    """
+    late = series[len(series) // 2 :]
+    found = {}
+    for role in late[-1][1]:
+        points = [(number, use[role].rss_bytes) for number, use in late if role in use]
+        mean_x = sum(x for x, _ in points) / len(points)
+        mean_y = sum(y for _, y in points) / len(points)
+        spread = sum((x - mean_x) ** 2 for x, _ in points)
+        found[role] = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+    return found
