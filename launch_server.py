@@ -23,6 +23,7 @@ _BENCHMARKS = {
     "offline": "bench_offline_throughput",
     "one-batch": "bench_one_batch",
     "prefix": "bench_prefix_cache",
+    "scheduler": "bench_scheduler",
     "kernels": "bench_kernels",
     "linears": "bench_linears",
     "quantization": "bench_quantization",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .argument_types import above_zero, not_negative, not_negative_int, positive, ratio, slo
 from .backends import BACKENDS
 from .metrics import SLO_NAMES
 from .plots import has_matplotlib
@@ -80,7 +81,7 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--ready-check-timeout-sec",
         metavar="S",
-        type=_not_negative,
+        type=not_negative,
         default=60.0,
         help="maximum seconds to wait for the server (default: 60; 0: do not wait)",
     )
@@ -101,48 +102,48 @@ def _add_dataset_flags(group: argparse._ArgumentGroup) -> None:
         type=Path,
     )
     group.add_argument(
-        "--num-prompts", type=_positive, help=f"number of requests (default: {_DEFAULT_NUM_PROMPTS}; with groups: all)"
+        "--num-prompts", type=positive, help=f"number of requests (default: {_DEFAULT_NUM_PROMPTS}; with groups: all)"
     )
     group.add_argument("--tokenize-prompt", action="store_true", help="send token ids instead of text")
-    add("--random-input-len", "maximum tokens of a prompt", type=_positive)
-    add("--random-output-len", "maximum tokens of an answer", type=_positive)
-    add("--random-range-ratio", "lengths are uniform in [RATIO * LEN, LEN]; 1: equal lengths", type=_ratio)
-    add("--sharegpt-output-len", "tokens of every answer; default: as in the file", type=_positive)
-    add("--sharegpt-context-len", "leave out requests whose prompt and answer are longer together", type=_positive)
-    add("--gsp-num-groups", "number of groups; the prompts of a group share a prefix", type=_positive)
-    add("--gsp-prompts-per-group", "requests of each group", type=_positive)
-    add("--gsp-system-prompt-len", "tokens of the prefix that a group shares", type=_positive)
-    add("--gsp-question-len", "tokens of each prompt after the shared prefix", type=_positive)
-    add("--gsp-output-len", "tokens of an answer", type=_positive)
+    add("--random-input-len", "maximum tokens of a prompt", type=positive)
+    add("--random-output-len", "maximum tokens of an answer", type=positive)
+    add("--random-range-ratio", "lengths are uniform in [RATIO * LEN, LEN]; 1: equal lengths", type=ratio)
+    add("--sharegpt-output-len", "tokens of every answer; default: as in the file", type=positive)
+    add("--sharegpt-context-len", "leave out requests whose prompt and answer are longer together", type=positive)
+    add("--gsp-num-groups", "number of groups; the prompts of a group share a prefix", type=positive)
+    add("--gsp-prompts-per-group", "requests of each group", type=positive)
+    add("--gsp-system-prompt-len", "tokens of the prefix that a group shares", type=positive)
+    add("--gsp-question-len", "tokens of each prompt after the shared prefix", type=positive)
+    add("--gsp-output-len", "tokens of an answer", type=positive)
     add("--gsp-ordered", "send one group after the other instead of shuffling", action="store_true")
     add("--use-trace-timestamps", "send requests at the times of the trace", action="store_true")
-    add("--mooncake-slowdown-factor", "factor on the times of the trace; 2 sends at half its pace", type=_above_zero)
-    group.add_argument("--seed", type=_not_negative_int, default=42, help="seed of the requests (default: 42)")
+    add("--mooncake-slowdown-factor", "factor on the times of the trace; 2 sends at half its pace", type=above_zero)
+    group.add_argument("--seed", type=not_negative_int, default=42, help="seed of the requests (default: 42)")
 
 
 def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--request-rate",
         metavar="R",
-        type=_above_zero,
+        type=above_zero,
         default=math.inf,
         help="requests per second (default: inf, all at once)",
     )
     group.add_argument(
-        "--burstiness", metavar="B", type=_above_zero, help="shape of the gamma-distributed gaps (default: 1, Poisson)"
+        "--burstiness", metavar="B", type=above_zero, help="shape of the gamma-distributed gaps (default: 1, Poisson)"
     )
     group.add_argument(
         "--max-concurrency",
         metavar="N",
-        type=_positive,
+        type=positive,
         help="maximum number of concurrent requests (default: no limit)",
     )
     group.add_argument(
-        "--warmup-requests", metavar="N", type=_not_negative_int, default=1, help="number of requests (default: 1)"
+        "--warmup-requests", metavar="N", type=not_negative_int, default=1, help="number of requests (default: 1)"
     )
     group.add_argument("--disable-stream", action="store_true", help="request answers without streaming")
     group.add_argument("--disable-ignore-eos", action="store_true", help="let answers end at EOS tokens")
-    group.add_argument("--temperature", type=_not_negative, default=0.0, help="sampling temperature (default: 0)")
+    group.add_argument("--temperature", type=not_negative, default=0.0, help="sampling temperature (default: 0)")
     group.add_argument(
         "--extra-request-body", metavar="JSON", type=_json_object, help="further fields of every request"
     )
@@ -150,7 +151,7 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_output_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--goodput", metavar="NAME:MS", nargs="+", type=_slo, help=f"latency objectives: {', '.join(SLO_NAMES)}"
+        "--goodput", metavar="NAME:MS", nargs="+", type=slo, help=f"latency objectives: {', '.join(SLO_NAMES)}"
     )
     group.add_argument(
         "--output-file", metavar="FILE", type=Path, help="append the result to this file as a line of JSON"
@@ -228,48 +229,11 @@ def _check_goodput(options: argparse.Namespace) -> None:
         raise ValueError("--goodput: ttft and tpot need streaming, but --disable-stream is given")
 
 
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
-
-
-def _not_negative_int(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
-    return value
-
-
-def _above_zero(text: str) -> float:
-    if not (value := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    if not 0 <= (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be finite and not negative, got {text}")
-    return value
-
-
-def _ratio(text: str) -> float:
-    if not 0 <= (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"must be in [0, 1], got {text}")
-    return value
-
-
 def _header(text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
     if not sign or not name:
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
     return name, value
-
-
-def _slo(text: str) -> tuple[str, float]:
-    name, sign, limit = text.partition(":")
-    if not sign or name not in SLO_NAMES:
-        raise argparse.ArgumentTypeError(f"must be NAME:MS with NAME of {', '.join(SLO_NAMES)}, got {text!r}")
-    return name, _above_zero(limit)
 
 
 def _json_object(text: str) -> dict[str, Any]:

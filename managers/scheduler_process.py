@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import zmq
 
@@ -16,6 +17,7 @@ from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..model_executor.runner.load import load_runner
 from ..model_executor.runner.model_runner import ModelRunner
 from ..model_executor.runner.settings import resolve_settings
+from ..model_executor.step import Runner
 from ..srt.io_struct import ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.model_files.model_config import ModelConfig
@@ -39,6 +41,36 @@ from .text_stream import StopStringChecker
 from .timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
+
+
+class EngineRunner(Runner, Protocol):
+    """A runner and what the scheduler must know of it. A ModelRunner, or the fake device of a simulation."""
+
+    @property
+    def settings(self) -> StepLimits: ...
+
+    @property
+    def max_total_num_tokens(self) -> int:
+        """Tokens of the KV pool."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether `launch` returns before the step is computed."""
+
+
+class StepLimits(Protocol):
+    """The settings of a runner that limit steps; see RunnerSettings."""
+
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def context_len(self) -> int: ...
+    @property
+    def max_running_requests(self) -> int: ...
+    @property
+    def max_prefill_tokens(self) -> int: ...
+    @property
+    def chunked_prefill_size(self) -> int: ...
 
 
 def run_scheduler(
@@ -75,7 +107,7 @@ def run_scheduler(
 def build_scheduler(
     server_args: ServerArgs,
     model_config: ModelConfig,
-    runner: ModelRunner,
+    runner: EngineRunner,
     tokenizer: Tokenizer | None,
     io: SchedulerIO,
     clock: Callable[[], float],
@@ -115,7 +147,7 @@ def build_scheduler(
     )
 
 
-def _limits(server_args: ServerArgs, runner: ModelRunner) -> PlanLimits:
+def _limits(server_args: ServerArgs, runner: EngineRunner) -> PlanLimits:
     return PlanLimits(
         max_prefill_tokens=runner.settings.max_prefill_tokens,
         chunked_prefill_size=runner.settings.chunked_prefill_size,
@@ -131,7 +163,7 @@ def _limits(server_args: ServerArgs, runner: ModelRunner) -> PlanLimits:
     )
 
 
-def _memory(server_args: ServerArgs, runner: ModelRunner) -> tuple[BaseAllocator, BasePrefixCache]:
+def _memory(server_args: ServerArgs, runner: EngineRunner) -> tuple[BaseAllocator, BasePrefixCache]:
     page_size = runner.settings.page_size
     allocator = make_allocator(runner.max_total_num_tokens, page_size)
     if server_args.disable_radix_cache:
@@ -144,7 +176,7 @@ def _stop_checker(tokenizer: Tokenizer | None, params: SamplingParams) -> StopSt
     return StopStringChecker(tokenizer, decode_options(params))
 
 
-def _max_total_tokens(runner: ModelRunner) -> int:
+def _max_total_tokens(runner: EngineRunner) -> int:
     """The maximum of prompt and output tokens of a request. They must fit into the context and into the KV pool."""
     return min(runner.settings.context_len, runner.max_total_num_tokens)
 

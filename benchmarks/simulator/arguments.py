@@ -1,0 +1,237 @@
+"""The command line of the simulator: its flags, and the traffic and the engine that they describe."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...srt.model_files.model_config import ModelConfig, load_model_config
+from ...srt.server_args import ServerArgs
+from ..argument_types import above_zero, not_negative, not_negative_int, positive, ratio, slo
+from ..engine_args import add_engine_arguments, engine_args
+from ..metrics import SLO_NAMES
+from ..offline_workloads import Span
+from ..plots import has_matplotlib
+from ..results import add_results_arguments
+from .cost import DEFAULT_PROFILE, PROFILES, DeviceProfile, load_profile
+from .synthetic import DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, TrafficSettings, agents, prefix_tree, random_prompts
+from .trace_files import burstgpt, mooncake
+from .traffic import SimRequest, Traffic
+
+TRACES = {"mooncake": mooncake, "burstgpt": burstgpt}
+_SYNTHETIC = ("random", "prefix-tree", "agents")
+_TREE, _AGENTS = ("prefix-tree",), ("agents",)
+_TRAFFIC_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
+    "trace_path": (tuple(TRACES), None),
+    "slowdown": (tuple(TRACES), 1.0),
+    "request_rate": (_SYNTHETIC, math.inf),
+    "burstiness": (_SYNTHETIC, 1.0),
+    "input_len": (_SYNTHETIC, DEFAULT_INPUT_LEN),
+    "output_len": (_SYNTHETIC, DEFAULT_OUTPUT_LEN),
+    "length_sigma": (_SYNTHETIC, 0.0),
+    "abort_share": (_SYNTHETIC, 0.0),
+    "abort_after": (_SYNTHETIC, 1.0),
+    "tenants": (_SYNTHETIC, 1),
+    "tenant_skew": (_SYNTHETIC, 0.0),
+    "max_new_tokens": (_SYNTHETIC, 0),
+    "tree_levels": (_TREE, 2),
+    "tree_branching": (_TREE, 8),
+    "tree_level_len": (_TREE, 512),
+    "tree_skew": (_TREE, 0.0),
+    "turns": (_AGENTS, Span(10, 10)),
+    "tool_len": (_AGENTS, Span(100, 500)),
+    "tool_time": (_AGENTS, 5.0),
+}
+"""Each flag's kinds of traffic and default. With another kind, the flag has no effect and is refused."""
+_DEFAULT_POOL_TOKENS = 65_536
+_DEFAULT_REQUESTS = 1_000
+
+
+def parse(
+    program: str, argv: Sequence[str] | None, description: str
+) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """The complete and checked options. Exits with a message for invalid ones."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage="%(prog)s [options]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_traffic_flags(parser.add_argument_group("traffic"))
+    _add_run_flags(parser.add_argument_group("simulation"))
+    add_results_arguments(parser)
+    add_engine_arguments(parser)
+    options = parser.parse_args(argv)
+    try:
+        _complete(options)
+    except ValueError as error:
+        parser.error(str(error))
+    return parser, options
+
+
+def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
+    def add(flag: str, text: str, **more: Any) -> None:
+        kinds, default = _TRAFFIC_FLAGS[flag[2:].replace("-", "_")]
+        shown = f"{default[0]}-{default[1]}" if isinstance(default, Span) and default[0] < default[1] else default
+        shown = shown[0] if isinstance(shown, Span) else shown
+        only = "" if kinds == _SYNTHETIC else f"{', '.join(kinds)}: "
+        after = "" if default is None else f" (default: {shown})"
+        group.add_argument(flag, help=only + text + after, **more)
+
+    group.add_argument(
+        "--traffic",
+        choices=(*_SYNTHETIC, *TRACES),
+        default="random",
+        help="random: prompts that share nothing; prefix-tree: prompts that begin with a path of a tree; agents: "
+        "sessions of turns with tool calls between them; mooncake, burstgpt: a file in the format of these traces",
+    )
+    group.add_argument(
+        "--num-requests",
+        type=positive,
+        help=f"requests, or sessions of agents (default: {_DEFAULT_REQUESTS}; all of a trace)",
+    )
+    group.add_argument("--max-concurrency", metavar="N", type=positive, help="hold requests back while N are under way")
+    group.add_argument("--seed", type=not_negative_int, default=0, help="seed of the traffic (default: 0)")
+    add("--trace-path", "file of the trace", metavar="FILE", type=Path)
+    add("--slowdown", "factor of the times of the trace", type=above_zero)
+    add("--request-rate", "mean arrivals per second; inf: all at once", type=above_zero)
+    add("--burstiness", "shape of the gamma distribution of gaps; below 1: bursts", type=above_zero)
+    add("--input-len", "own tokens of a prompt, N or A-B", type=Span.parse)
+    add("--output-len", "tokens of an answer, N or A-B", type=Span.parse)
+    add("--length-sigma", "0: uniform lengths; otherwise log-normal ones with this sigma", type=not_negative)
+    add("--max-new-tokens", "limit that clients send; 0: the length of the answer", type=not_negative_int)
+    add("--abort-share", "share of requests whose clients leave", type=ratio)
+    add("--abort-after", "mean seconds until such a client leaves", type=above_zero)
+    add("--tenants", "number of tenants", type=positive)
+    add("--tenant-skew", "tenant k sends in proportion to k ** -SKEW", type=not_negative)
+    add("--tree-levels", "levels of the tree", type=positive)
+    add("--tree-branching", "children of each node", type=positive)
+    add("--tree-level-len", "tokens of each node", type=positive)
+    add("--tree-skew", "child k is chosen in proportion to k ** -SKEW", type=not_negative)
+    add("--turns", "turns of a session, N or A-B", type=Span.parse)
+    add("--tool-len", "tokens of a tool's result, N or A-B", type=Span.parse)
+    add("--tool-time", "mean seconds of a tool call", type=above_zero)
+
+
+def _add_run_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--policies", metavar="A,B", help="policies to compare, each on the same traffic (default: --schedule-policy)"
+    )
+    group.add_argument(
+        "--cost",
+        metavar="NAME|FILE",
+        default=DEFAULT_PROFILE,
+        help=f"how long steps take: a JSON file, or one of {', '.join(PROFILES)} (default: %(default)s)",
+    )
+    group.add_argument(
+        "--goodput", metavar="NAME:MS", nargs="+", type=slo, help=f"latency objectives: {', '.join(SLO_NAMES)}"
+    )
+    group.add_argument(
+        "--optimum-requests",
+        metavar="N",
+        type=not_negative_int,
+        default=2_000,
+        help="compare the hit rate of the first N requests with the best possible one (default: 2000)",
+    )
+    group.add_argument(
+        "--plot", metavar="PNG", nargs="?", const="", help="plot latencies in the terminal, and all figures in a file"
+    )
+
+
+def _complete(options: argparse.Namespace) -> None:
+    """Fills in defaults and checks the flags of the traffic. Raises ValueError."""
+    for name, (kinds, default) in _TRAFFIC_FLAGS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+        elif options.traffic not in kinds:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect with --traffic {options.traffic}")
+    if options.traffic in TRACES and options.trace_path is None:
+        raise ValueError(f"--traffic {options.traffic} needs --trace-path")
+    if options.num_requests is None and options.traffic not in TRACES:
+        options.num_requests = _DEFAULT_REQUESTS
+    slos = options.goodput or []
+    options.goodput = dict(slos)
+    if len(options.goodput) < len(slos):
+        raise ValueError("--goodput names an objective twice")
+    if options.plot:
+        if not options.plot.endswith(".png"):
+            raise ValueError(f"--plot must name a .png file, got {options.plot!r}")
+        if not has_matplotlib():
+            raise ValueError(
+                "--plot FILE needs matplotlib (pip install 'tercet[plot]'); --plot without a file does not"
+            )
+    options.profile = load_profile(options.cost)
+
+
+def traffic_of(options: argparse.Namespace, vocab_size: int) -> Traffic:
+    """The traffic from its beginning. The same options give the same traffic."""
+    return Traffic(_requests(options, vocab_size), options.max_concurrency)
+
+
+def _requests(options: argparse.Namespace, vocab_size: int) -> Iterator[SimRequest]:
+    if options.traffic in TRACES:
+        return _from_trace(options, vocab_size)
+    settings = TrafficSettings(
+        num_requests=options.num_requests,
+        request_rate=options.request_rate,
+        burstiness=options.burstiness,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        length_sigma=options.length_sigma,
+        max_new_tokens=options.max_new_tokens,
+        abort_share=options.abort_share,
+        abort_after_s=options.abort_after,
+        num_tenants=options.tenants,
+        tenant_skew=options.tenant_skew,
+        vocab_size=vocab_size,
+        seed=options.seed,
+    )
+    if options.traffic == "prefix-tree":
+        return prefix_tree(
+            settings, options.tree_levels, options.tree_branching, options.tree_level_len, options.tree_skew
+        )
+    if options.traffic == "agents":
+        return agents(settings, options.turns, options.tool_len, options.tool_time)
+    return random_prompts(settings)
+
+
+def _from_trace(options: argparse.Namespace, vocab_size: int) -> Iterator[SimRequest]:
+    for request in TRACES[options.traffic](options.trace_path, vocab_size, options.seed, options.num_requests):
+        request.arrival_s *= options.slowdown
+        yield request
+
+
+def engine_of(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, profile: DeviceProfile
+) -> tuple[ServerArgs, ModelConfig]:
+    """The settings of the simulated engine, complete, and the model's configuration.
+
+    Settings that a server takes from its device have the defaults of a GPU or of a CPU, as the profile says. Exits
+    through `parser.error` for invalid ones.
+    """
+    if not hasattr(options, "model_path") and options.config is None:
+        options.model_path = "smollm2-135m"
+    server_args = engine_args(parser, options)
+    try:
+        config = load_model_config(server_args.model_path, server_args.load_format)
+        return complete(server_args, config, profile), config
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+def complete(server_args: ServerArgs, config: ModelConfig, profile: DeviceProfile) -> ServerArgs:
+    """Settings in which no limit is missing."""
+    on_gpu = profile.is_asynchronous
+    return dataclasses.replace(
+        server_args,
+        page_size=server_args.page_size or (1 if on_gpu else 32),
+        context_length=server_args.context_length or config.context_len,
+        max_prefill_tokens=server_args.max_prefill_tokens or (16384 if on_gpu else 2048),
+        chunked_prefill_size=server_args.chunked_prefill_size or (8192 if on_gpu else 1024),
+        max_total_tokens=server_args.max_total_tokens or _DEFAULT_POOL_TOKENS,
+        random_seed=server_args.random_seed or 0,
+    )

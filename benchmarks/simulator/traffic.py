@@ -1,0 +1,116 @@
+"""Requests that arrive at the simulated server: at times of their own, as earlier ones end, or as a session goes on."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from ...srt.request_options import RequestOptions
+
+Int32Array = np.ndarray
+
+
+class Session(Protocol):
+    """The client behind successive requests, which sends the next one when the last one has ended."""
+
+    def next(self, request: SimRequest, ended_s: float, output_ids: list[int]) -> SimRequest | None:
+        """The next request, which arrives later; None: the session is over."""
+
+
+@dataclass(slots=True, eq=False)
+class SimRequest:
+    """A request of the traffic."""
+
+    arrival_s: float
+    prompt_ids: np.ndarray
+    """int32 [n]"""
+    num_output_tokens: int
+    """Tokens after which it ends, at least 1."""
+    max_new_tokens: int = 0
+    """The limit that the client sends; 0: `num_output_tokens`."""
+    tenant: int = 0
+    priority: int = 0
+    aborts_after_s: float | None = None
+    """Seconds from its arrival until its client leaves, if it has not ended before."""
+    session: Session | None = None
+    options: RequestOptions | None = None
+    """The options of a recorded request."""
+    number: int = -1
+    """Numbers follow the order of arrival."""
+
+
+@dataclass(slots=True, order=True)
+class _Due:
+    at_s: float
+    place: int
+    request: SimRequest = field(compare=False)
+
+
+class Traffic:
+    """Requests in the order of their arrival. Only the next one and those of sessions exist before they arrive."""
+
+    def __init__(
+        self, requests: Iterator[SimRequest], max_concurrency: int | None = None, submit_gap_s: float = 0.0
+    ) -> None:
+        """`requests`: with times that do not decrease. `max_concurrency`: a request is held back while so many run.
+        Its time then counts from the moment when it is sent. `submit_gap_s`: least seconds between two arrivals."""
+        self._requests = requests
+        self._max_concurrency = max_concurrency
+        self._submit_gap_s = submit_gap_s
+        self._next = next(requests, None)
+        self._later: list[_Due] = []
+        self._places = itertools.count()
+        self._num_taken = 0
+        self._num_live = 0
+        self._free_at_s = 0.0
+        self._last_s = -submit_gap_s
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next request arrives; None: not before another one ends, or never."""
+        if self._max_concurrency is not None and self._num_live >= self._max_concurrency:
+            return None
+        if self._is_later_first:
+            at_s = self._later[0].at_s
+        elif self._next is not None:
+            at_s = self._next.arrival_s
+        else:
+            return None
+        return max(at_s, self._free_at_s, self._last_s + self._submit_gap_s)
+
+    @property
+    def _is_later_first(self) -> bool:
+        return bool(self._later) and (self._next is None or self._later[0].at_s <= self._next.arrival_s)
+
+    def take(self, now_s: float) -> Iterator[SimRequest]:
+        """The requests that have arrived by now."""
+        while (at_s := self.next_s) is not None and at_s <= now_s:
+            if self._is_later_first:
+                request = heapq.heappop(self._later).request
+            else:
+                assert self._next is not None
+                request = self._next
+                self._next = next(self._requests, None)
+                if self._next is not None and self._next.arrival_s < request.arrival_s:
+                    raise ValueError("the times of requests must not decrease")
+            request.arrival_s = self._last_s = at_s
+            request.number = self._num_taken
+            self._num_taken += 1
+            self._num_live += 1
+            yield request
+
+    def on_end(self, request: SimRequest, now_s: float, output_ids: list[int]) -> None:
+        """A request has ended in any way. `output_ids`: empty without a session."""
+        if self._max_concurrency is not None and self._num_live == self._max_concurrency:
+            self._free_at_s = now_s
+        self._num_live -= 1
+        if request.session is not None:
+            following = request.session.next(request, now_s, output_ids)
+            if following is not None:
+                assert following.arrival_s >= now_s
+                heapq.heappush(self._later, _Due(following.arrival_s, next(self._places), following))

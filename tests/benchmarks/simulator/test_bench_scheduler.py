@@ -1,0 +1,81 @@
+"""The command: what it prints, what it refuses, and that its figures do not depend on the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tercet.benchmarks import bench_scheduler
+from tercet.benchmarks.simulator import arguments
+from tercet.benchmarks.simulator.cost import PROFILES, load_profile, save_profile
+
+SMALL = ["--num-requests", "30", "--request-rate", "20", "--input-len", "8-40", "--output-len", "2-6"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, object]:
+    assert bench_scheduler.main([*SMALL, *argv]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_each_policy_has_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--traffic", "prefix-tree", "--tree-level-len", "64", "--policies", "lpm,fcfs", "--goodput", "ttft:500"]
+    first, second = run(capsys, *argv), run(capsys, *argv)
+    runs = first["runs"]
+    assert isinstance(runs, dict) and list(runs) == ["lpm", "fcfs"]
+    assert all(one["completed"] == 30 and one["request_goodput"] > 0 for one in runs.values())
+    assert all(0 < one["optimum"]["hit_rate"] <= one["optimum"]["best_hit_rate"] for one in runs.values())
+    for one in (first, second):
+        for figures in one["runs"].values():  # type: ignore[attr-defined]
+            figures.pop("cpu_s")
+    assert first["runs"] == second["runs"]
+    assert first["profile"]["name"] == "smollm2-135m-2-cores"  # type: ignore[index]
+
+
+def test_the_text_names_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "llama-3.1-8b-h100-estimate"
+    assert bench_scheduler.main([*SMALL, "--cost", name, "--plot"]) == 0
+    out = capsys.readouterr().out
+    assert f"Cost model {name}" in out and "pages of 1," in out and "lpm: TTFT (ms)" in out
+
+
+def test_a_profile_survives_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(PROFILES["smollm2-135m-2-cores"], path)
+    assert load_profile(str(path)) == PROFILES["smollm2-135m-2-cores"]
+    path.write_text('{"name": "x"}', encoding="utf-8")
+    with pytest.raises(ValueError, match="missing required field"):
+        load_profile(str(path))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--traffic", "agents", "--tree-levels", "3"], "--tree-levels has no effect"),
+        (["--traffic", "mooncake"], "has no effect with --traffic mooncake"),
+        (["--policies", "lpm,none"], "'none' is none of"),
+        (["--cost", "no-such-file"], "--cost must be a JSON file or one of"),
+        (["--goodput", "ttft:1", "ttft:2"], "twice"),
+        (["--plot", "x.pdf"], "must name a .png file"),
+        (["--host", "0.0.0.0"], "a setting of the HTTP server"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_scheduler.main([*SMALL, *argv])
+    assert message in capsys.readouterr().err
+
+
+def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(arguments, "has_matplotlib", lambda: False)
+    with pytest.raises(SystemExit):
+        bench_scheduler.main([*SMALL, "--plot", "x.png"])
+    assert "needs matplotlib" in capsys.readouterr().err
+
+
+def test_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="an optional extra")
+    path = tmp_path / "plot.png"
+    assert bench_scheduler.main([*SMALL, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")

@@ -1,0 +1,41 @@
+"""Quantiles of durations, against sorted lists."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tercet.benchmarks.simulator.histogram import LogHistogram
+from tercet.benchmarks.simulator.statistics import jain_index
+
+
+@given(st.lists(st.floats(1e-5, 1e5), min_size=1, max_size=50), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
+def test_a_quantile_is_close_to_the_sorted_value(values: list[float], share: float) -> None:
+    one, all_at_once = LogHistogram(), LogHistogram()
+    for value in values:
+        one.add(value)
+    all_at_once.add_all(np.array(values))
+    exact = sorted(values)[max(math.ceil(share * len(values) - 1e-9), 1) - 1]
+    assert one.quantile(share) == pytest.approx(exact, rel=0.006)
+    assert all_at_once.quantile(share) == one.quantile(share)
+    assert one.count == all_at_once.count == len(values) and one.max_s == max(values)
+    assert one.mean_s == pytest.approx(sum(values) / len(values))
+    xs, ys = one.cdf()
+    assert ys[-1] == pytest.approx(1.0) and (np.diff(xs) > 0).all()
+
+
+def test_extreme_durations_are_counted() -> None:
+    histogram = LogHistogram()
+    assert histogram.quantile(0.5) is None and histogram.mean_s is None
+    histogram.add_all(np.array([]))
+    histogram.add_all(np.array([0.0, 1e12]))
+    assert histogram.count == 2 and histogram.quantile(0.1) == pytest.approx(1e-6, rel=0.01)
+
+
+def test_jain_index() -> None:
+    assert jain_index([3.0, 3.0, 3.0]) == pytest.approx(1.0)
+    assert jain_index([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
