@@ -67,7 +67,14 @@ class LocalEngine:
         refused = {
             **http_settings(),
             **dict.fromkeys(
-                ("log_level", "log_format", "watchdog_timeout", "engine_restarts", "engine_restart_window"),
+                (
+                    "log_level",
+                    "log_format",
+                    "watchdog_timeout",
+                    "soft_watchdog_timeout",
+                    "engine_restarts",
+                    "engine_restart_window",
+                ),
                 "engines of several processes",
             ),
         }

@@ -48,6 +48,10 @@ class RunDir:
         self.grammar = f"ipc://{path}/grammar"
         self.grammar_replies = f"ipc://{path}/grammars"
 
+    def stacks(self, role: str) -> Path:
+        """The file with the stacks of a process of this life (see watchdog.py)."""
+        return self.path / f"{self.life}-stacks-{role}"
+
     @classmethod
     def create(cls) -> RunDir:
         """Create a directory of mode 0700, in /tmp if TMPDIR is too long for the name of a socket."""

@@ -231,7 +231,12 @@ class ServerArgs:
         int | None,
         Setting("Seed for requests without a seed and for dummy weights; default: random at each start"),
     ] = None
-    watchdog_timeout: Annotated[float, Setting("Seconds that a step may take before the engine counts as hung")] = 300.0
+    watchdog_timeout: Annotated[
+        float, Setting("Seconds that a step may take; then the engine logs the stacks of its threads and is restarted")
+    ] = 300.0
+    soft_watchdog_timeout: Annotated[
+        float | None, Setting("Seconds that a step may take before the stacks are only logged; default: never")
+    ] = None
     engine_restarts: Annotated[
         int, Setting("Number of restarts within --engine-restart-window after a process of the engine died; 0: none")
     ] = 3
@@ -322,7 +327,7 @@ class ServerArgs:
             raise ValueError(f"--max-itl-ms must be positive, got {self.max_itl_ms}")
         if self.context_length == 1:
             raise ValueError("--context-length must be at least 2, for a prompt and its first token; got 1")
-        for name in ("watchdog_timeout", "waiting_timeout", "running_timeout"):
+        for name in ("watchdog_timeout", "soft_watchdog_timeout", "waiting_timeout", "running_timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{flag_name(name)} must be positive, got {value}")

@@ -7,6 +7,7 @@ text "<i> ". Tokens are 10 ms apart. The environment variable `FAKE_CHILD` choos
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ from tercet.srt.pause_messages import ContinueReq, PauseReply, PauseReq
 from tercet.srt.start_reports import DetokenizerReady, SchedulerReady
 
 MODULE = "fake_child"
+HANG = 997
+"""A token that makes the scheduler hang, if a prompt begins with it."""
 FACTS = SchedulerReady(
     max_total_num_tokens=10_000,
     max_running_requests=256,
@@ -90,6 +93,8 @@ def run_scheduler(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
         for message in receiver.drain():
             if isinstance(message, GenerateReq):
                 num_prompt = len(unpack_ids(message.input_ids))
+                if unpack_ids(message.input_ids)[0] == HANG:
+                    hang_here()
                 max_new = message.options.sampling.max_new_tokens
                 assert max_new is not None
                 num_done = len(message.resumed.output_ids) if message.resumed else 0
@@ -113,6 +118,15 @@ def run_scheduler(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
         if outs:
             detokenizer.send(BatchTokenOut(outs))
             time.sleep(0.01)
+
+
+def hang_here() -> None:
+    """Hangs until the file that FAKE_CHILD_GO names exists. Without that: for ever, in C code that holds the lock."""
+    flag = os.environ.get("FAKE_CHILD_GO")
+    if flag is None:
+        re.match("(a+)+$", "a" * 50 + "b")
+    while not os.path.exists(flag or ""):
+        time.sleep(0.01)
 
 
 def _step(rid: str, request: Running) -> TokenOut:

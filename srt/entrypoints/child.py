@@ -29,6 +29,7 @@ from ..ipc import Receiver, RunDir, Sender
 from ..server_args import ServerArgs
 from ..start_reports import DetokenizerReady, GrammarWorkerReady, SchedulerReady, StartFailed, ToParent
 from .handshake import STOP, LaunchSpec, read_spec, write_frame
+from .watchdog import answer_with_stacks
 
 logger = logging.getLogger("tercet.child")  # __name__ is __main__ here
 
@@ -120,6 +121,7 @@ def main(roles: Mapping[str, Run] = ROLES) -> int:
         return 1
     run_dir = RunDir(Path(spec.run_dir), spec.life)
     stop = _StopRequest()
+    answer_with_stacks(run_dir.stacks(role))
     threading.Thread(target=_watch_parent, args=(run_dir, stop), name="parent watch", daemon=True).start()
     log.configure(role, spec.server_args.log_level, spec.server_args.log_format)
     try:

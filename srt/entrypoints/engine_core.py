@@ -29,12 +29,12 @@ from .engine_life import EngineLife
 from .grammar_process import GrammarProcess
 from .processes import CHILD_MODULE, ChildProcess, DiedAtStart, stop_children
 from .restarts import Death, RestartBudget, crash_report, write_report
+from .watchdog import HangDetector, Verdict, stacks_of
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_WATCH_INTERVAL_S = 1.0
 _RETRY_S = 1.0
 """The pause after a restart that failed for a reason that may pass."""
 
@@ -68,6 +68,8 @@ class EngineCore:
         self._restart: asyncio.Task[None] | None = None
         self._oom_kills = num_oom_kills()
         self._hung: ChildProcess | None = None
+        self._stacks = ""
+        """Those of the threads of `_hung`."""
         self._spare: ChildProcess | None = None
         self._begin(life)
         self._watchdog = asyncio.create_task(self._watch())
@@ -139,7 +141,10 @@ class EngineCore:
         if self._stopping or self.died.done() or is_restarting or child not in self._life.children:
             return
         oom_kills = num_oom_kills()
-        death = Death(child.role, ended.result(), child.returncode, child is self._hung, oom_kills != self._oom_kills)
+        was_oom = oom_kills != self._oom_kills
+        was_hung = child is self._hung
+        stacks = self._stacks if was_hung else ""
+        death = Death(child.role, ended.result(), child.returncode, was_hung, was_oom, stacks)
         self._oom_kills = oom_kills
         if self._budget.take():
             self._restart = asyncio.create_task(self._restart_after(death))
@@ -209,19 +214,25 @@ class EngineCore:
             logger.warning("Could not write a report about this: %s", error.strerror or error)
 
     async def _watch(self) -> None:
-        """Kills a scheduler whose loop does not turn, so that it is restarted."""
-        manager, timeout_s = self.tokenizer_manager, self._server_args.watchdog_timeout
-        interval_s = min(timeout_s / 4, _WATCH_INTERVAL_S)
-        num_silent = 0
-        while self._budget.limit:
-            await asyncio.sleep(interval_s)
-            is_silent = not manager.is_restarting and manager.silent_s > timeout_s
-            # After a pause of this process, the scheduler's messages are read between two looks.
-            num_silent = num_silent + 1 if is_silent else 0
-            if num_silent == 2:
-                self._hung = self._life.children[0]
-                logger.error("The scheduler's loop has not turned for %.0f s; killing the process", manager.silent_s)
-                self._hung.kill()
+        """Reports a scheduler whose loop does not turn, and kills it, so that it is restarted."""
+        manager, args = self.tokenizer_manager, self._server_args
+        detector = HangDetector(args.watchdog_timeout, args.soft_watchdog_timeout)
+        while not self.died.done():
+            await asyncio.sleep(detector.interval_s)
+            verdict = detector.look(0.0 if manager.is_restarting else manager.silent_s)
+            if verdict is None:
+                continue
+            life, silent_s = self._life, manager.silent_s
+            scheduler = life.children[0]
+            stacks = await stacks_of(scheduler, life.run_dir.stacks(scheduler.role))
+            what = "killing the process" if verdict is Verdict.END else "it goes on"
+            threads = (
+                f"the stacks of its threads:\n{stacks}" if stacks else "it does not tell the stacks of its threads"
+            )
+            logger.error("The scheduler's loop has not turned for %.1f s; %s; %s", silent_s, what, threads)
+            if verdict is Verdict.END and life is self._life and manager.silent_s > args.watchdog_timeout:
+                self._hung, self._stacks = scheduler, stacks
+                scheduler.kill()
 
 
 def _load_tokenizer(server_args: ServerArgs) -> Tokenizer | None:

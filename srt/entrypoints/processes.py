@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -97,6 +98,10 @@ class ChildProcess:
     def returncode(self) -> int:
         """As of subprocess, once the process has ended."""
         return int(self._process.returncode)
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        """Does nothing if the process has ended."""
+        self._process.send_signal(signum)
 
     def kill(self) -> None:
         if self._process.poll() is None:

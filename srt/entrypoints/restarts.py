@@ -60,6 +60,8 @@ class Death(NamedTuple):
     """The watchdog killed it."""
     was_oom: bool
     """The kernel has killed a process because memory was short."""
+    stacks: str = ""
+    """Those of all threads when the watchdog killed it; empty if it did not answer."""
 
     @property
     def is_from_outside(self) -> bool:
@@ -93,6 +95,7 @@ def crash_report(
         "death": death.message,
         "was_hung": death.was_hung,
         "was_oom": death.was_oom,
+        "stacks": death.stacks.splitlines(),
         "num_earlier_restarts": num_restarts,
         "settings": server_args.without_secrets(),
         "scheduler_state": msgspec.to_builtins(state),
