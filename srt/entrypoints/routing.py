@@ -23,6 +23,7 @@ from ..errors import InvalidRequest, ModelNotFound, QueueFull, TercetError
 from .error_handlers import BodyTooLarge, error_response, internal_error
 from .json_limits import check_limits
 from .key_limits import KeyLimits
+from .resumable import ResumableStreams
 from .wire import BodyCodec, shown
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class Server:
     """Makes the page of /metrics; None without --enable-metrics."""
     key_limits: KeyLimits | None = None
     """None without such limits."""
+    streams: ResumableStreams | None = None
+    """None without --resume-grace."""
     started: int = field(default_factory=lambda: int(time.time()))
     decoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "body-decoder"))
     """Decodes large bodies, one at a time, because decoding holds the interpreter's lock."""
@@ -128,7 +131,7 @@ class BoundEndpoint:
 
     def __init__(self, endpoint: Endpoint, server: Server) -> None:
         self._endpoint = endpoint
-        self._server = server
+        self.server = server
         self._query = {query.name for query in endpoint.query}
         self._limits = server.key_limits if endpoint.runs_model else None
 
@@ -162,7 +165,7 @@ class BoundEndpoint:
                 known = ", ".join(sorted(self._query)) or "none"
                 raise InvalidRequest(f"unknown query parameter {shown(name)}; known: {known}", param=name[:80])
         body = await self._body(request)
-        return await self._endpoint.handler(self._server, request, body)
+        return await self._endpoint.handler(self.server, request, body)
 
     async def _body(self, request: Request) -> Any:
         """The decoded body. Raises BodyTooLarge, QueueFull or InvalidRequest without reading the rest of the body."""
@@ -175,7 +178,7 @@ class BoundEndpoint:
             raise InvalidRequest(
                 f"content-encoding {shown(encoding)} is not supported; send the body without compression"
             )
-        held = self._server.held
+        held = self.server.held
         data = bytearray()
         try:
             async for part in request.stream():
@@ -199,7 +202,7 @@ class BoundEndpoint:
             return codec.decode(data)
         request.scope[_IS_LARGE] = True
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._server.decoder, _decode_large, codec, data)
+        return await loop.run_in_executor(self.server.decoder, _decode_large, codec, data)
 
 
 def _decode_large(codec: BodyCodec[T], data: bytearray) -> T:
