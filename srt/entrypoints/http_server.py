@@ -37,6 +37,7 @@ from .paths import TrailingSlash
 from .request_log import RequestLog
 from .resumable import ResumableStreams
 from .routing import BoundEndpoint, Endpoint, MetricsSource, Query, Server
+from .tracing import RequestTracer
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
@@ -234,10 +235,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 )
 
 
-def _middleware(args: ServerArgs) -> list[Middleware]:
+def _middleware(args: ServerArgs, tracer: RequestTracer | None) -> list[Middleware]:
     """What a request passes before it reaches its route, in this order."""
     origins = args.origins
-    outer = [Middleware(RequestLog, args), Middleware(TrailingSlash)]
+    outer = [Middleware(RequestLog, args, tracer), Middleware(TrailingSlash)]
     if origins:
         outer.append(Middleware(CORSMiddleware, **cors_settings(origins)))
     if not args.api_keys:
@@ -252,8 +253,9 @@ def create_app(
     health_timeout_s: float = 20.0,
     state_timeout_s: float = 1.0,
     flush_timeout_s: float = 5.0,
+    tracer: RequestTracer | None = None,
 ) -> Starlette:
-    """The app of one engine. It starts and stops no process: the caller does.
+    """The app of one engine. It starts and stops no process and no `tracer`: the caller does.
 
     See `Server` for the timeouts. If the manager's settings have an `api_key`, every path except OPEN_PATHS
     requires it. Without a key, requests of other sites' web pages are refused, except those of `allowed_origins`.
@@ -275,7 +277,7 @@ def create_app(
         bound = BoundEndpoint(endpoint, server)
         routes += [Route(path, bound, methods=endpoint.methods) for path in (endpoint.path, *endpoint.aliases)]
     handlers: dict[object, ExceptionHandler] = {HTTPException: http_exception}
-    app = Starlette(routes=routes, middleware=_middleware(args), exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=_middleware(args, tracer), exception_handlers=handlers)
     app.router.redirect_slashes = False  # a 307 to the path without the slash would not be in the envelope
     return app
 

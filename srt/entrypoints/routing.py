@@ -45,6 +45,8 @@ A small body is decoded, rendered and checked in the event loop, which takes a f
 thread does this, after a check of the limits on its JSON.
 """
 _IS_LARGE = "tercet.body_is_large"
+ROUTE = "tercet.route"
+"""In the scope of a request to an endpoint that runs a model: the path of the endpoint."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -123,7 +125,7 @@ class Endpoint:
     aliases: tuple[str, ...] = ()
     """Other paths of the same endpoint."""
     runs_model: bool = False
-    """Its requests count for the limits of their API keys."""
+    """Its requests count for the limits of their API keys, and are traced."""
 
 
 class BoundEndpoint:
@@ -141,6 +143,8 @@ class BoundEndpoint:
         return self._limits is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._endpoint.runs_model:
+            scope[ROUTE] = self._endpoint.path
         if self._limits is None:
             await self._serve(scope, receive, send)
         else:
