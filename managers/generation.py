@@ -90,6 +90,11 @@ class Generation:
         return self._owner.rid
 
     @property
+    def submitted_s(self) -> float:
+        """When it was given to the engine, on the monotonic clock; before, when its request was accepted."""
+        return self._submitted
+
+    @property
     def prompt_ids(self) -> Sequence[int]:
         """Empty until the prompt is tokenised."""
         return self._owner.prompt_ids

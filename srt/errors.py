@@ -11,6 +11,9 @@
     |-- EnginePaused                 503  the probe needs an engine that is not paused
     |-- EngineBusy                   400  the call (flush) needs an idle engine
     |-- MetricsOff                   404  the server runs without --enable-metrics
+    |-- ResumeOff                    404  the server runs without --resume-grace
+    |-- StreamNotFound               404  no such stream, or another key's, or its grace time is over
+    |-- StreamGone                   410  the stream no longer has the wanted events
     |-- InvalidLogits                500  the model produced NaN for this request
     |-- EngineDead                   503  a process of the engine has died
     |   `-- EngineRestarting       503  the engine is being restarted: try again in a moment
@@ -102,6 +105,24 @@ class MetricsOff(TercetError):
     status = 404
     err_type = "invalid_request_error"
     code = "metrics_off"
+
+
+class ResumeOff(TercetError):
+    status = 404
+    err_type = "invalid_request_error"
+    code = "resume_off"
+
+
+class StreamNotFound(TercetError):
+    status = 404
+    err_type = "invalid_request_error"
+    code = "stream_not_found"
+
+
+class StreamGone(TercetError):
+    status = 410
+    err_type = "invalid_request_error"
+    code = "stream_gone"
 
 
 class InvalidLogits(TercetError):

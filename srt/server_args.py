@@ -110,6 +110,10 @@ class ServerArgs:
     requests_per_minute_per_key: Annotated[
         int | None, _server("Maximum number of requests in a minute of an API key, or of a client address without keys")
     ] = None
+    resume_grace: Annotated[
+        float,
+        _server("Seconds for which a client can continue a stream whose connection broke; 0: such a request ends"),
+    ] = 0.0
     ssl_certfile: Annotated[str | None, _server("PEM file of the certificate chain; serves HTTPS instead of HTTP")] = (
         None
     )
@@ -247,6 +251,10 @@ class ServerArgs:
     enable_metrics: Annotated[
         bool, _server("Count requests for Prometheus: /metrics, and times in the meta_info of /generate")
     ] = False
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _server("URL to send OpenTelemetry traces to by OTLP over HTTP; example: http://127.0.0.1:4318/v1/traces"),
+    ] = None
     log_format: Annotated[
         Literal["text", "json"], Setting("Format of log lines; json: one object per line, for log collectors")
     ] = "text"
@@ -319,6 +327,13 @@ class ServerArgs:
             )
         if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
             raise ValueError("--schedule-low-priority-values-first needs --enable-priority-scheduling")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ValueError(
+                f"--otlp-traces-endpoint must be a URL that begins with http:// or https://, got {endpoint!r}"
+            )
+        if not 0 <= self.resume_grace < math.inf:
+            raise ValueError(f"--resume-grace must be a number of seconds, 0 or more, got {self.resume_grace}")
         if self.max_queue_time is not None and not 0 < self.max_queue_time < math.inf:
             raise ValueError(f"--max-queue-time must be a positive number of seconds, got {self.max_queue_time}")
         if not 0 <= self.admission_watermark < 1:

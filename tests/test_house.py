@@ -50,7 +50,13 @@ ASK_FOR_PEERS = {"benchmarks.compare", "benchmarks.bench_offline_throughput"}
 MOST_LINES = 400
 CPP_SUFFIXES = {".h", ".cpp"}
 
-IMPORT_NAMES = {"pyyaml": "yaml", "pyzmq": "zmq"}
+IMPORT_NAMES = {
+    "pyyaml": "yaml",
+    "pyzmq": "zmq",
+    "opentelemetry-api": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
+}
 
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNPICKLING_METHODS = {"recv_pyobj", "send_pyobj", "recv_serialized"}
@@ -193,8 +199,9 @@ def test_importing_tercet_loads_nothing_heavy() -> None:
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
-    grammar = setup_cfg()["options.extras_require"]["grammar"]  # the one extra that modules import by name
-    requirements = (setup_cfg()["options"]["install_requires"] + grammar).split("\n")
+    extras = setup_cfg()["options.extras_require"]
+    optional = extras["grammar"] + extras["tracing"]  # the extras that modules import by name
+    requirements = (setup_cfg()["options"]["install_requires"] + optional).split("\n")
     names = [re.match(r"[\w.-]+", line).group() for line in requirements if line.strip()]  # type: ignore[union-attr]
     declared = {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in names}
     imported = {

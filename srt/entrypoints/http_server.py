@@ -16,7 +16,7 @@ from starlette.types import ExceptionHandler
 from ... import __version__
 from ...managers.tokenizer_manager import TokenizerManager
 from ..server_args import ServerArgs
-from . import admin, info, load, native, native_protocol, openapi, page, pausing, score, tokenize
+from . import admin, info, load, native, native_protocol, openapi, page, pausing, score, streams, tokenize
 from .auth import ApiKeyGuard
 from .cross_site import CrossSiteGuard, cors_settings
 from .error_handlers import http_exception
@@ -35,7 +35,9 @@ from .openai import (
 )
 from .paths import TrailingSlash
 from .request_log import RequestLog
+from .resumable import ResumableStreams
 from .routing import BoundEndpoint, Endpoint, MetricsSource, Query, Server
+from .tracing import RequestTracer
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
@@ -95,6 +97,13 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         body=score.SCORE_CODEC,
         runs_model=True,
         answer=score.Scores,
+    ),
+    Endpoint(
+        ("GET",),
+        "/v1/streams",
+        "Continues a stream after the header Last-Event-ID; 404 without --resume-grace",
+        streams.continue_stream,
+        media_type="text/event-stream",
     ),
     Endpoint(("GET",), "/v1/models", "Lists the served model", models.list_models, answer=protocol.ModelList),
     Endpoint(
@@ -244,10 +253,10 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 )
 
 
-def _middleware(args: ServerArgs) -> list[Middleware]:
+def _middleware(args: ServerArgs, tracer: RequestTracer | None) -> list[Middleware]:
     """What a request passes before it reaches its route, in this order."""
     origins = args.origins
-    outer = [Middleware(RequestLog, args), Middleware(TrailingSlash)]
+    outer = [Middleware(RequestLog, args, tracer), Middleware(TrailingSlash)]
     if origins:
         outer.append(Middleware(CORSMiddleware, **cors_settings(origins)))
     if not args.api_keys:
@@ -262,12 +271,14 @@ def create_app(
     health_timeout_s: float = 20.0,
     state_timeout_s: float = 1.0,
     flush_timeout_s: float = 5.0,
+    tracer: RequestTracer | None = None,
 ) -> Starlette:
-    """The app of one engine. It starts and stops no process: the caller does.
+    """The app of one engine. It starts and stops no process and no `tracer`: the caller does.
 
     See `Server` for the timeouts. If the manager's settings have an `api_key`, every path except OPEN_PATHS
     requires it. Without a key, requests of other sites' web pages are refused, except those of `allowed_origins`.
     """
+    args = tokenizer_manager.server_args
     server = Server(
         tokenizer_manager,
         __version__,
@@ -275,16 +286,16 @@ def create_app(
         state_timeout_s=state_timeout_s,
         flush_timeout_s=flush_timeout_s,
         metrics=_metrics_page(tokenizer_manager),
-        key_limits=KeyLimits.of(tokenizer_manager.server_args, time.monotonic),
+        key_limits=KeyLimits.of(args, time.monotonic),
+        streams=ResumableStreams(args.resume_grace) if args.resume_grace else None,
     )
     endpoints = (*ENDPOINTS, *openapi.endpoints(ENDPOINTS))
     routes: list[BaseRoute] = []
     for endpoint in endpoints:
         bound = BoundEndpoint(endpoint, server)
         routes += [Route(path, bound, methods=endpoint.methods) for path in (endpoint.path, *endpoint.aliases)]
-    args = tokenizer_manager.server_args
     handlers: dict[object, ExceptionHandler] = {HTTPException: http_exception}
-    app = Starlette(routes=routes, middleware=_middleware(args), exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=_middleware(args, tracer), exception_handlers=handlers)
     app.router.redirect_slashes = False  # a 307 to the path without the slash would not be in the envelope
     return app
 

@@ -7,7 +7,7 @@ handler that reads their outputs then ends, too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from starlette.types import Receive
 
@@ -73,6 +73,7 @@ class Job:
         self._manager = manager
         self._request = request
         self._client_gone = False
+        self._on_disconnect: Callable[[], None] = request.close
         self._watch = asyncio.create_task(self._watch_client(receive))
 
     async def start(self) -> list[Sample]:
@@ -90,6 +91,10 @@ class Job:
                 raise RequestAborted("the client has disconnected")
         return samples
 
+    def outlive_client(self, on_disconnect: Callable[[], None]) -> None:
+        """From now on, a disconnect of the client calls this instead of ending the generations."""
+        self._on_disconnect = on_disconnect
+
     def close(self) -> None:
         """Ends the unfinished generations. A second call does nothing."""
         self._watch.cancel()
@@ -99,7 +104,7 @@ class Job:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._client_gone = True
-        self._request.close()
+        self._on_disconnect()
 
 
 def check_request_size(prompts: Sequence[Prompt]) -> None:

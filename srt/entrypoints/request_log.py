@@ -23,6 +23,7 @@ from .. import log
 from ..server_args import ServerArgs
 from .auth import OPEN_PATHS
 from .job import Sample
+from .tracing import RequestTracer
 
 access_logger = logging.getLogger("tercet.access")
 request_logger = logging.getLogger("tercet.requests")
@@ -54,10 +55,11 @@ def _given_id(scope: Scope) -> bytes | None:
 
 
 class RequestLog:
-    """The ASGI middleware that names requests and logs their ends."""
+    """The ASGI middleware that names requests, and logs and traces their ends."""
 
-    def __init__(self, app: ASGIApp, args: ServerArgs) -> None:
+    def __init__(self, app: ASGIApp, args: ServerArgs, tracer: RequestTracer | None = None) -> None:
         self._app = app
+        self._tracer = tracer
         self._is_access_logged = args.access_log or args.log_level == "debug"
         self._log_level = args.log_requests_level if args.log_requests else None
 
@@ -81,6 +83,8 @@ class RequestLog:
                 _log_access(scope, record)
             if self._log_level is not None:
                 _log_finish(record, self._log_level)
+            if self._tracer is not None:
+                self._tracer.record(scope, record)
 
 
 def _log_access(scope: Scope, record: RequestRecord) -> None:

@@ -23,6 +23,7 @@ from ..errors import InvalidRequest, ModelNotFound, QueueFull, TercetError
 from .error_handlers import BodyTooLarge, error_response, internal_error
 from .json_limits import check_limits
 from .key_limits import KeyLimits
+from .resumable import ResumableStreams
 from .wire import BodyCodec, shown
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ A small body is decoded, rendered and checked in the event loop, which takes a f
 thread does this, after a check of the limits on its JSON.
 """
 _IS_LARGE = "tercet.body_is_large"
+ROUTE = "tercet.route"
+"""In the scope of a request to an endpoint that runs a model: the path of the endpoint."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -70,6 +73,8 @@ class Server:
     """Makes the page of /metrics; None without --enable-metrics."""
     key_limits: KeyLimits | None = None
     """None without such limits."""
+    streams: ResumableStreams | None = None
+    """None without --resume-grace."""
     started: int = field(default_factory=lambda: int(time.time()))
     decoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "body-decoder"))
     """Decodes large bodies, one at a time, because decoding holds the interpreter's lock."""
@@ -122,7 +127,7 @@ class Endpoint:
     aliases: tuple[str, ...] = ()
     """Other paths of the same endpoint."""
     runs_model: bool = False
-    """Its requests count for the limits of their API keys."""
+    """Its requests count for the limits of their API keys, and are traced."""
 
 
 class BoundEndpoint:
@@ -130,7 +135,7 @@ class BoundEndpoint:
 
     def __init__(self, endpoint: Endpoint, server: Server) -> None:
         self._endpoint = endpoint
-        self._server = server
+        self.server = server
         self._query = {query.name for query in endpoint.query}
         self._limits = server.key_limits if endpoint.runs_model else None
 
@@ -140,6 +145,8 @@ class BoundEndpoint:
         return self._limits is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._endpoint.runs_model:
+            scope[ROUTE] = self._endpoint.path
         if self._limits is None:
             await self._serve(scope, receive, send)
         else:
@@ -164,7 +171,7 @@ class BoundEndpoint:
                 known = ", ".join(sorted(self._query)) or "none"
                 raise InvalidRequest(f"unknown query parameter {shown(name)}; known: {known}", param=name[:80])
         body = await self._body(request)
-        return await self._endpoint.handler(self._server, request, body)
+        return await self._endpoint.handler(self.server, request, body)
 
     async def _body(self, request: Request) -> Any:
         """The decoded body. Raises BodyTooLarge, QueueFull or InvalidRequest without reading the rest of the body."""
@@ -177,7 +184,7 @@ class BoundEndpoint:
             raise InvalidRequest(
                 f"content-encoding {shown(encoding)} is not supported; send the body without compression"
             )
-        held = self._server.held
+        held = self.server.held
         data = bytearray()
         try:
             async for part in request.stream():
@@ -203,7 +210,7 @@ class BoundEndpoint:
             return codec.decode(data)
         request.scope[_IS_LARGE] = True
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._server.decoder, _decode_large, codec, data)
+        return await loop.run_in_executor(self.server.decoder, _decode_large, codec, data)
 
 
 def _decode_large(codec: BodyCodec[T], data: bytearray) -> T:

@@ -31,6 +31,7 @@ from .engine_core import EngineCore
 from .http_server import create_app
 from .processes import CHILD_MODULE
 from .tls import tls_context
+from .tracing import RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def serve(server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> int:
     _adopt_uvicorn_logs(server_args.log_level)
     try:
         tls = tls_context(server_args)
+        tracer = RequestTracer.start(server_args)
     except ValueError as error:
         logger.error("Cannot start: %s", error)
         return 1
@@ -68,7 +70,10 @@ def serve(server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> int:
         logger.error("Cannot listen on %s:%d: %s", server_args.host, server_args.port, error.strerror or error)
         return 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_ServerRun(server_args, listener, tls, child_module, max_connections).run())
+        code = runner.run(_ServerRun(server_args, listener, tls, tracer, child_module, max_connections).run())
+    if tracer is not None:
+        tracer.close()
+    return code
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -131,12 +136,14 @@ class _ServerRun:
         server_args: ServerArgs,
         listener: socket.socket,
         tls: ssl.SSLContext | None,
+        tracer: RequestTracer | None,
         child_module: str,
         max_connections: int,
     ) -> None:
         self._server_args = server_args
         self._listener = listener
         self._tls = tls
+        self._tracer = tracer
         self._child_module = child_module
         self._max_connections = max_connections
         self._gate = _Gate()
@@ -170,7 +177,7 @@ class _ServerRun:
             logger.error("Cannot start: %s", error)
             return 1
         try:
-            self._gate.app = create_app(core.tokenizer_manager)
+            self._gate.app = create_app(core.tokenizer_manager, tracer=self._tracer)
             if self._max_connections < _FEW_CONNECTIONS:
                 logger.warning(
                     "The server accepts at most %d connections because the limit of open files (ulimit -Hn) is low",

@@ -26,8 +26,9 @@ from ..io_struct import TextOut
 from .error_handlers import envelope, internal_error
 from .job import Job, Sample, check_request_size, outputs, raise_failure
 from .request_log import keeps_text, log_received
+from .resumable import STREAM_HEADER
 from .routing import Server, json_response
-from .tenants import with_tenant
+from .tenants import key_of, with_tenant
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +103,8 @@ async def answer(
         response_format.begin(samples)
         if prompts[0].options.stream:
             events = _stream(samples, response_format, Sample.collect if keeps_text(args) else Sample.count)
-            first = await anext(events)
-            return EventStream(first, events, job, response_format, server.manager)
+            parts = _whole_stream(await anext(events), events, response_format)
+            return _event_stream(server, request, job, parts)
         async for sample, out in outputs(samples):
             sample.collect(out)
         if sum(_num_values(sample.collected) for sample in samples) > _MAX_VALUES_IN_LOOP:
@@ -154,6 +155,32 @@ async def _stream(
     yield response_format.last_events() + DONE
 
 
+async def _whole_stream(
+    first: bytes, rest: AsyncGenerator[bytes, None], response_format: ResponseFormat
+) -> AsyncGenerator[bytes, None]:
+    """All events of a stream. A failure is an event, too."""
+    async with contextlib.aclosing(rest):
+        yield first
+        try:
+            async for data in rest:
+                yield data
+        except TercetError as error:
+            yield response_format.failure(error) + DONE
+        except Exception:
+            logger.exception("A stream failed")
+            yield response_format.failure(internal_error()) + DONE
+
+
+def _event_stream(server: Server, request: Request, job: Job, parts: AsyncGenerator[bytes, None]) -> EventStream:
+    """The response of a stream. With --resume-grace, its job outlives its client."""
+    if server.streams is None:
+        return EventStream(parts, server.manager, job.close)
+    stream = server.streams.open(key_of(request.scope) or "", parts, job.close)
+    reader = stream.attach(0)
+    job.outlive_client(reader.leave)
+    return EventStream(reader.parts(), server.manager, reader.close, [(STREAM_HEADER, stream.id.encode())])
+
+
 class EventStream:
     """The ASGI response that sends events as they come.
 
@@ -163,17 +190,16 @@ class EventStream:
 
     def __init__(
         self,
-        first: bytes,
-        rest: AsyncGenerator[bytes, None],
-        job: Job,
-        response_format: ResponseFormat,
+        parts: AsyncGenerator[bytes, None],
         manager: TokenizerManager,
+        on_end: Callable[[], None],
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
-        self._first = first
-        self._rest = rest
-        self._job = job
-        self._format = response_format
+        """`parts`: whole events. `on_end`: called at the end of the connection. `headers`: further ones."""
+        self._parts = parts
         self._manager = manager
+        self._on_end = on_end
+        self._headers = [*_HEADERS, *headers]
         self._comments: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -183,19 +209,19 @@ class EventStream:
 
         self._manager.on_stall.add(on_stall)
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            await send(_part(self._first))
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             if self._manager.stall:
                 on_stall()
-            await self._send_rest(send)
+            async for data in self._parts:
+                await send(_part(data))
             self._end_comments(on_stall)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
             pass  # the client is gone
         finally:
             self._end_comments(on_stall)
-            self._job.close()
-            await self._rest.aclose()
+            self._on_end()
+            await self._parts.aclose()
 
     def _end_comments(self, on_stall: Callable[[], None]) -> None:
         self._manager.on_stall.discard(on_stall)
@@ -207,18 +233,6 @@ class EventStream:
             while stall := self._manager.stall:
                 await send(_part(b": " + stall.encode() + b"\n\n"))
                 await asyncio.sleep(_COMMENT_INTERVAL_S)
-
-    async def _send_rest(self, send: Send) -> None:
-        try:
-            async for data in self._rest:
-                await send(_part(data))
-        except OSError:
-            raise
-        except TercetError as error:
-            await send(_part(self._format.failure(error) + DONE))
-        except Exception:
-            logger.exception("A stream failed")
-            await send(_part(self._format.failure(internal_error()) + DONE))
 
 
 def _part(data: bytes) -> Message:
