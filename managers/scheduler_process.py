@@ -23,6 +23,7 @@ from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.start_reports import SchedulerReady
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal
+from ..srt.tenant_weights import parse_weights
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
 from .grammar_backends import make_compiler
 from .grammar_loader import GrammarLoader
@@ -124,6 +125,7 @@ def _limits(server_args: ServerArgs, runner: ModelRunner) -> PlanLimits:
         ),
         admission_watermark=server_args.admission_watermark,
         random_seed=server_args.random_seed or 0,
+        tenant_weights=parse_weights(server_args.tenant_weights),
     )
 
 

@@ -80,6 +80,7 @@ class Rig:
         max_grammars: int = 64,
         max_drafts: int = 0,
         propose: Proposer | None = None,
+        tenant_weights: dict[str, float] | None = None,
         make_runner: Callable[[], Runner] | None = None,
     ) -> None:
         """`threads`: compile grammars in a thread. `max_drafts`: most drafts of a FakeProposer, if there is no
@@ -107,6 +108,7 @@ class Rig:
             schedule_conservativeness=conservativeness,
             admission_watermark=watermark,
             preemption_threshold=preemption_threshold,
+            tenant_weights=tenant_weights,
         )
         if propose is None and max_drafts:
             propose = FakeProposer(max_drafts, vocab_size)
@@ -138,13 +140,20 @@ class Rig:
         salt: str = "",
         stream: bool = True,
         priority: int = 0,
+        tenant: str = "",
         logprobs: LogprobOptions | None = None,
         pooling: Pooling | None = None,
         **sampling: object,
     ) -> None:
         params = SamplingParams(**{"max_new_tokens": 8, "sampling_seed": 1, **sampling})
         options = RequestOptions(
-            sampling=params, cache_salt=salt, priority=priority, stream=stream, logprobs=logprobs, pooling=pooling
+            sampling=params,
+            cache_salt=salt,
+            priority=priority,
+            tenant=tenant,
+            stream=stream,
+            logprobs=logprobs,
+            pooling=pooling,
         )
         self.inbox.messages.append(GenerateReq(rid, pack_ids(prompt), options))
 
