@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from .fair_policy import FairPolicy, make_policy
 from .kv_cache_manager import KVCacheManager
 from .prefill_adder import Extend, PrefillAdder
 from .req import Req, Stage
 from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch, build_decode, build_extend
-from .schedule_policy import NewTokenRatio, SchedulePolicy, expected_growth, retraction_order
+from .schedule_policy import NewTokenRatio, expected_growth, retraction_order
 from .token_gap import DECODES_PER_EXTEND, TimeBudget, TokenGapBound
 
 Proposer = Callable[[Req, int], Sequence[int]]
@@ -39,6 +40,8 @@ class PlanLimits:
     """The most seconds between two tokens of a running request while prompts are computed. None: no bound."""
     random_seed: int = 0
     """Of the policy `random`."""
+    tenant_weights: Mapping[str, float] | None = None
+    """Of the policy `dlpm`. None: all tenants have the weight 1."""
 
 
 class Planner:
@@ -60,7 +63,15 @@ class Planner:
         self.kv = kv
         self.queues = queues
         self._limits = limits
-        self._policy = SchedulePolicy(limits.schedule_policy, kv, clock, limits.random_seed)
+        self._policy = make_policy(
+            limits.schedule_policy,
+            kv,
+            clock,
+            limits.random_seed,
+            tenant_weights=limits.tenant_weights,
+            max_prefill_tokens=limits.max_prefill_tokens,
+        )
+        queues.observer = self._policy if isinstance(self._policy, FairPolicy) else None
         self._watermark = int(limits.admission_watermark * kv.allocator.size)
         self._gap = None if limits.max_itl_s is None else TokenGapBound(limits.max_itl_s)
         self._propose = propose

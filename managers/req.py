@@ -83,6 +83,7 @@ class Req:
         "stop_checker",
         "stop_ids",
         "stream_interval",
+        "tenant",
         "urgency",
     )
 
@@ -108,6 +109,7 @@ class Req:
         """The number of the request in the order of arrival. Not a time."""
         self.urgency = urgency
         """Its priority, turned so that higher goes first. 0 without priorities."""
+        self.tenant = options.tenant
         # A request of 0 tokens ends by length, whatever token its prefill samples.
         stops = sampling.max_new_tokens > 0
         own_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else eos_ids)

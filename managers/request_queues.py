@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from .req import Req, Stage
+
+
+class QueueObserver(Protocol):
+    """A schedule policy that counts requests."""
+
+    def on_arrival(self, req: Req) -> None: ...
+
+    def on_end(self, req: Req) -> None: ...
 
 
 class RequestQueues:
@@ -24,6 +33,7 @@ class RequestQueues:
         """Requests whose whole prompt is computed, or will be by a launched step."""
         self.num_constrained = 0
         """Live requests with a grammar."""
+        self.observer: QueueObserver | None = None
         self._live: dict[str, Req] = {}
 
     @property
@@ -52,6 +62,8 @@ class RequestQueues:
         self.num_constrained += req.sampling.grammar is not None
         if is_overtaking:
             self._sort()
+        if self.observer is not None:
+            self.observer.on_arrival(req)
 
     @property
     def is_full(self) -> bool:
@@ -94,6 +106,8 @@ class RequestQueues:
         req.stage = Stage.FINISHED
         del self._live[req.rid]
         self.num_constrained -= req.sampling.grammar is not None
+        if self.observer is not None:
+            self.observer.on_end(req)
 
     def _leave(self, req: Req) -> None:
         """Removes a request from its place."""

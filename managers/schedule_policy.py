@@ -89,6 +89,7 @@ POLICIES = {
     "random": Policy(random_order),
     "shortest-prefill-first": Policy(shortest_prefill_first, reads_cache=True),
     "hrrn": Policy(highest_response_ratio_next, reads_cache=True),
+    "dlpm": Policy(longest_prefix_first, reads_cache=True),  # of one tenant; FairPolicy has the rest
 }
 
 

@@ -25,6 +25,7 @@ from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.start_reports import SchedulerReady
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal, open_journal
+from ..srt.tenant_weights import parse_weights
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
 from .grammar_backends import make_compiler
 from .grammar_loader import GrammarLoader
@@ -160,6 +161,7 @@ def _limits(server_args: ServerArgs, runner: EngineRunner) -> PlanLimits:
         admission_watermark=server_args.admission_watermark,
         max_itl_s=None if server_args.max_itl_ms is None else server_args.max_itl_ms / 1000,
         random_seed=server_args.random_seed or 0,
+        tenant_weights=parse_weights(server_args.tenant_weights),
     )
 
 

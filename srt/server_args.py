@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import msgspec
 
 from .origins import parse_origins
+from .tenant_weights import parse_weights
 
 
 @dataclass(frozen=True)
@@ -192,14 +193,19 @@ class ServerArgs:
         Setting("Library for structured output; auto: xgrammar for plain JSON schemas, llguidance for everything else"),
     ] = "auto"
     schedule_policy: Annotated[
-        Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "shortest-prefill-first", "hrrn"],
+        Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "shortest-prefill-first", "hrrn", "dlpm"],
         Setting(
             "Order of the waiting queue; fcfs: first come, first served; lpm: longest cached prefix first; dfs-weight: "
             "depth first through the cached prefixes, those of most requests first; lof: longest output first; random: "
             "by --random-seed; shortest-prefill-first: fewest uncached tokens first; hrrn: longest wait for each "
-            "uncached token first"
+            "uncached token first; dlpm: longest cached prefix first among the tenants that have used less than their "
+            "share"
         ),
     ] = "lpm"
+    tenant_weights: Annotated[
+        str | None,
+        Setting("Shares of tenants with --schedule-policy dlpm, such as alice=2,bob=0.5; default: 1 for each"),
+    ] = None
     schedule_conservativeness: Annotated[
         float, Setting("A value above 1 reserves more KV for running requests, so fewer are retracted")
     ] = 1.0
@@ -314,6 +320,8 @@ class ServerArgs:
         parse_origins(self.allowed_origins)
         if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:
             raise ValueError(f"--mem-fraction-static must be in (0, 1), got {self.mem_fraction_static}")
+        if parse_weights(self.tenant_weights) and self.schedule_policy != "dlpm":
+            raise ValueError(f"--tenant-weights needs --schedule-policy dlpm, got {self.schedule_policy}")
         if not self.schedule_conservativeness > 0:
             raise ValueError(f"--schedule-conservativeness must be positive, got {self.schedule_conservativeness}")
         if self.engine_restarts < 0:

@@ -85,6 +85,7 @@ class Rig:
         max_grammars: int = 64,
         max_drafts: int = 0,
         propose: Proposer | None = None,
+        tenant_weights: dict[str, float] | None = None,
         make_runner: Callable[[], Runner] | None = None,
     ) -> None:
         """`threads`: compile grammars in a thread. `max_drafts`: most drafts of a FakeProposer, if there is no
@@ -113,6 +114,7 @@ class Rig:
             admission_watermark=watermark,
             preemption_threshold=preemption_threshold,
             max_itl_s=max_itl_s,
+            tenant_weights=tenant_weights,
         )
         if propose is None and max_drafts:
             propose = FakeProposer(max_drafts, vocab_size)
@@ -146,6 +148,7 @@ class Rig:
         salt: str = "",
         stream: bool = True,
         priority: int = 0,
+        tenant: str = "",
         logprobs: LogprobOptions | None = None,
         pooling: Pooling | None = None,
         waiting_timeout: float | None = None,
@@ -157,6 +160,7 @@ class Rig:
             sampling=params,
             cache_salt=salt,
             priority=priority,
+            tenant=tenant,
             stream=stream,
             logprobs=logprobs,
             pooling=pooling,

@@ -158,7 +158,7 @@ def test_the_limits_of_the_queue() -> None:
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"fcfs, lpm, .*, hrrn; got 'best'"):
+    with pytest.raises(ValueError, match=r"fcfs, lpm, .*, dlpm; got 'best'"):
         make_policy("best", make_kv(1))
 
 

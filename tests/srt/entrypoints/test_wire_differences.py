@@ -21,7 +21,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def test_every_path_may_end_with_a_slash() -> None:
-    site = Site(enable_metrics=True)  # without it, /metrics is 404
+    site = Site(enable_metrics=True, resume_grace=1.0)  # without them, /metrics and /v1/streams are 404
     for route in site.app.routes:
         assert isinstance(route, Route) and route.methods
         path = route.path.replace("{model:path}", "tiny")

@@ -1,0 +1,155 @@
+"""FairPolicy: the schedule policy `dlpm`, which shares the engine among tenants (tenant_shares.py has the rule)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby, islice, zip_longest
+from operator import attrgetter
+
+from .kv_cache_manager import KVCacheManager
+from .req import Req, Stage
+from .schedule_policy import MAX_PASSED_OVER, MAX_SORTED, SchedulePolicy
+from .tenant_shares import TenantShares
+
+OUTPUT_TOKEN_COST = 2
+"""An output token counts as so many prefill tokens. It occupies a row of a step of its own, and is priced so."""
+
+_urgency_of = attrgetter("urgency")
+_tenant_of = attrgetter("tenant")
+
+
+def make_policy(
+    name: str,
+    kv: KVCacheManager,
+    clock: Callable[[], float],
+    seed: int = 0,
+    *,
+    tenant_weights: Mapping[str, float] | None = None,
+    max_prefill_tokens: int,
+) -> SchedulePolicy:
+    """The policy of a row of POLICIES. Raises ValueError on an unknown name.
+
+    `max_prefill_tokens`: in a step. The quantum of a tenant is a quarter of it, so a step has room for several tenants.
+    """
+    if name == "dlpm":
+        return FairPolicy(kv, clock, tenant_weights or {}, max(max_prefill_tokens // 4, 1))
+    return SchedulePolicy(name, kv, clock, seed)
+
+
+class FairPolicy(SchedulePolicy):
+    """Deficit longest prefix match: of the tenants in credit, the request with the longest cached prefix goes first.
+
+    More urgent requests go first, whoever sends them. With one tenant it is `lpm`. The bound on waiting holds among the
+    requests of a tenant: MAX_PASSED_OVER passes may admit a later request of the same tenant. Between tenants, the
+    shares are the bound. A bound across tenants would make those who send little wait behind those who send much.
+
+    Tokens are charged when they are computed: the uncached tokens of a prompt at its admission, output tokens at the
+    next pass or at the end. Nothing is counted in a decode step.
+    """
+
+    def __init__(
+        self, kv: KVCacheManager, clock: Callable[[], float], weights: Mapping[str, float], quantum: int
+    ) -> None:
+        """`clock`: that of `Req.arrived_s`. `weights`, `quantum`: those of TenantShares."""
+        super().__init__("dlpm", kv, clock)
+        self.shares = TenantShares(weights, quantum)
+        self._live: defaultdict[str, dict[Req, None]] = defaultdict(dict)
+        """The live requests of each tenant that has any, in the order of arrival."""
+        self._num_by_urgency: Counter[int] = Counter()
+        """Of live requests."""
+        self._num_charged: dict[Req, int] = {}
+        """Admitted live requests, and how many of their output tokens are charged."""
+
+    def on_arrival(self, req: Req) -> None:
+        self._live[req.tenant][req] = None
+        self._num_by_urgency[req.urgency] += 1
+        self.shares.join(req.tenant)
+
+    def on_end(self, req: Req) -> None:
+        self._charge_output(req)
+        self._num_charged.pop(req, None)
+        of_tenant = self._live[req.tenant]
+        del of_tenant[req]
+        if not of_tenant:
+            del self._live[req.tenant]
+        self._num_by_urgency[req.urgency] -= 1
+        if not self._num_by_urgency[req.urgency]:
+            del self._num_by_urgency[req.urgency]
+
+    def order(self, waiting: Collection[Req]) -> Iterable[Req]:
+        """All of `waiting`, best first. Of a longer queue than MAX_SORTED, the first requests of each tenant are
+        sorted, or with several priorities the first requests of the queue."""
+        if len(self._live) < 2:
+            return super().order(waiting)
+        for req in self._num_charged:
+            self._charge_output(req)
+        if len(waiting) <= MAX_SORTED:
+            return self._by_credit(waiting)
+        found = islice(waiting if len(self._num_by_urgency) > 1 else self._in_turn(), MAX_SORTED)
+        first = dict.fromkeys(sorted(found, key=attrgetter("place")))
+        return chain(self._by_credit(first), (req for req in waiting if req not in first))
+
+    def on_admitted(self, admitted: Sequence[Req], waiting: Iterable[Req]) -> None:
+        """Charges the prompts, and ages the requests of the same tenants that were passed over."""
+        last: dict[str, tuple[int, int]] = {}
+        for req in admitted:
+            num_tokens = req.num_tokens - req.matched_len
+            if req.urgency == min(self._num_by_urgency):
+                self.shares.charge_chosen(req.tenant, num_tokens)
+            else:  # its urgency may have chosen it
+                self.shares.charge(req.tenant, num_tokens)
+            self._num_charged[req] = len(req.output_ids)
+            last[req.tenant] = max(req.place, last.get(req.tenant, req.place))
+        if not last:
+            return
+        end = max(last.values())
+        for req in waiting:
+            if req.place > end:
+                return
+            if req.tenant in last and req.place < last[req.tenant]:
+                req.passed_over += 1
+
+    def _by_credit(self, waiting: Iterable[Req]) -> Iterator[Req]:
+        """The order in which the requests would be served, if all were admitted. `waiting`: in the order of `place`.
+
+        Read as far as a pass admits, so a pass pays only for the requests that it looks at.
+        """
+        shares = self.shares
+        positions: dict[str, float] = {}
+        for _, equally_urgent in groupby(waiting, key=_urgency_of):
+            left = sorted(equally_urgent, key=self._rank)
+            round_now = shares.round
+            for tenant in set(map(_tenant_of, left)):
+                positions.setdefault(tenant, shares.position(tenant))
+            while left:
+                lowest = min(positions[tenant] for tenant in map(_tenant_of, left))
+                round_now = max(round_now, math.floor(lowest) + 1)  # a refill, unless somebody is in credit
+                chosen, left = left, []
+                for req in chosen:
+                    tenant = req.tenant
+                    if positions[tenant] < round_now:
+                        yield req
+                        positions[tenant] += shares.rounds(tenant, req.num_tokens - req.matched_len)
+                    else:
+                        left.append(req)
+
+    def _rank(self, req: Req) -> tuple[bool, int]:
+        """Those that were passed over too often come first, in the order of arrival, then the longest prefix."""
+        is_young = req.passed_over < MAX_PASSED_OVER
+        return is_young, -self._kv.match_len(req) if is_young else 0
+
+    def _in_turn(self) -> Iterator[Req]:
+        """The waiting requests, one of each tenant in turn. First those of the tenants that have had least."""
+        tenants = sorted(self._live, key=self.shares.position)[:MAX_SORTED]
+        waiting = [(req for req in self._live[name] if req.stage is Stage.WAITING) for name in tenants]
+        return (req for req in chain.from_iterable(zip_longest(*waiting)) if req is not None)
+
+    def _charge_output(self, req: Req) -> None:
+        """Charges the tokens that an admitted request has generated since the last call."""
+        num_tokens = len(req.output_ids)
+        num_new = num_tokens - self._num_charged.get(req, num_tokens)
+        if num_new:
+            self.shares.charge(req.tenant, OUTPUT_TOKEN_COST * num_new)
+            self._num_charged[req] = num_tokens

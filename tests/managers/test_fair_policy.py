@@ -1,0 +1,167 @@
+"""The order of the policy `dlpm`: who goes first, who ages, and what is charged."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from kv_makers import admit, make_kv, make_req, put_into_cache
+from scheduler_rig import Rig
+
+from fakes import FakeClock, expected_output
+from tercet.managers.fair_policy import OUTPUT_TOKEN_COST, FairPolicy, make_policy
+from tercet.managers.req import Req
+from tercet.managers.schedule_policy import MAX_PASSED_OVER, MAX_SORTED, POLICIES
+
+QUANTUM_TOKENS = 1024
+
+
+def make(kv, weights: dict[str, float] | None = None) -> FairPolicy:
+    policy = make_policy("dlpm", kv, FakeClock(), tenant_weights=weights, max_prefill_tokens=4 * QUANTUM_TOKENS)
+    assert isinstance(policy, FairPolicy)
+    return policy
+
+
+def of(tenant: str, arrival: int, prompt: list[int], urgency: int = 0) -> Req:
+    req = make_req(prompt, arrival)
+    req.tenant, req.urgency = tenant, urgency
+    return req
+
+
+def order(policy: FairPolicy, waiting: list[Req]) -> list[Req]:
+    """The order of these requests, which have arrived by now."""
+    for req in waiting:
+        if req not in policy._live.get(req.tenant, ()):
+            policy.on_arrival(req)
+    return list(policy.order(waiting))
+
+
+def names(reqs) -> list[int]:
+    return [req.arrival for req in reqs]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_only_dlpm_has_shares(name: str) -> None:
+    assert isinstance(make_policy(name, make_kv(1), FakeClock(), max_prefill_tokens=64), FairPolicy) == (name == "dlpm")
+
+
+def test_of_those_in_credit_the_longest_prefix_goes_first() -> None:
+    kv = make_kv(1)
+    put_into_cache(kv, [1] * 9)
+    policy = make(kv)
+    waiting = [of("a", 0, [2] * 12), of("b", 1, [1] * 12), of("a", 2, [1] * 7), of("b", 3, [3] * 12)]
+    assert names(order(policy, waiting)) == [1, 2, 0, 3]
+    policy.shares.charge("b", QUANTUM_TOKENS)
+    assert names(order(policy, waiting)) == [2, 0, 1, 3]
+
+
+def test_within_one_pass_a_tenant_that_has_spent_its_quantum_lets_the_others_go() -> None:
+    policy = make(make_kv(1), {"c": 2.0})
+    half = QUANTUM_TOKENS // 2
+    waiting = [of("a", i, [1] * half) for i in range(5)] + [of("b", 5 + i, [2] * half) for i in range(3)]
+    waiting += [of("c", 8 + i, [3] * half) for i in range(6)]
+    assert names(order(policy, waiting)) == [0, 1, 5, 6, 8, 9, 10, 11, 2, 3, 7, 12, 13, 4]
+
+
+def test_more_urgent_requests_go_first_whoever_sends_them() -> None:
+    policy = make(make_kv(1))
+    policy.shares.charge("a", 100 * QUANTUM_TOKENS)
+    waiting = [of("a", 2, [1], urgency=5), of("b", 0, [1]), of("a", 1, [1]), of("b", 3, [1])]
+    assert names(order(policy, waiting)) == [2, 0, 3, 1]
+
+
+def test_a_long_queue_is_sorted_for_every_tenant() -> None:
+    policy = make(make_kv(1))
+    waiting = [of("flood", i, [1] * 64) for i in range(2 * MAX_SORTED)]
+    waiting += [of("small", 1000 + i, [1] * 64) for i in range(2)]
+    ordered = names(order(policy, waiting))
+    assert sorted(ordered) == names(waiting)
+    assert {1000, 1001} <= set(ordered[: 2 + QUANTUM_TOKENS // 64])
+
+
+def test_a_long_queue_of_several_priorities_keeps_their_order() -> None:
+    policy = make(make_kv(1))
+    waiting = [of("ab"[i % 2], i, [1] * 64, urgency=1) for i in range(MAX_SORTED // 2)]
+    waiting += [of("ab"[i % 2], i, [1] * 64) for i in range(MAX_SORTED // 2, 2 * MAX_SORTED)]
+    ordered = order(policy, waiting)
+    assert sorted(names(ordered)) == names(waiting)
+    assert [req.urgency for req in ordered] == [req.urgency for req in waiting]
+
+
+def test_a_request_ages_by_the_later_ones_of_its_own_tenant() -> None:
+    kv = make_kv(1)
+    policy = make(kv)
+    waiting = [of("a", 0, [1]), of("b", 1, [1]), of("a", 2, [1]), of("b", 5, [1])]
+    admitted = [of("a", 3, [1]), of("c", 9, [1])]
+    order(policy, [*waiting, *admitted])
+    policy.on_admitted(admitted, waiting)
+    assert [req.passed_over for req in waiting] == [1, 0, 1, 0]
+
+
+def test_who_was_passed_over_too_often_goes_before_the_others_of_its_tenant() -> None:
+    kv = make_kv(1)
+    put_into_cache(kv, [1] * 9)
+    policy = make(kv)
+    waiting = [of("a", 0, [2] * 12), of("a", 1, [1] * 12), of("b", 2, [1] * 12), of("b", 3, [2] * 12)]
+    waiting[0].passed_over = MAX_PASSED_OVER
+    assert names(order(policy, waiting)) == [0, 1, 2, 3]
+    policy.shares.charge("a", 2 * QUANTUM_TOKENS)  # age does not lend credit
+    assert names(order(policy, waiting)) == [2, 3, 0, 1]
+
+
+def test_computed_prompt_tokens_and_output_tokens_are_charged_once() -> None:
+    kv = make_kv(1)
+    put_into_cache(kv, [1] * 30)
+    policy = make(kv)
+    req, other = of("a", 0, [1] * 50), of("b", 9, [1])
+    order(policy, [req, other])
+    admit(kv, req)
+    policy.on_admitted([req], [])
+    spent = 20
+    assert policy.shares.position("a") == spent / QUANTUM_TOKENS
+    for more in ([5] * 3, [], [5]):
+        req.output_ids += more
+        spent += OUTPUT_TOKEN_COST * len(more)
+        order(policy, [other])
+        assert policy.shares.position("a") == spent / QUANTUM_TOKENS
+    req.output_ids.append(5)
+    policy.on_end(req)
+    assert policy.shares.position("a") == (spent + OUTPUT_TOKEN_COST) / QUANTUM_TOKENS
+    policy.on_end(other)  # it has never run
+    assert not (policy._num_charged or policy._live or policy._num_by_urgency)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_backlogged_tenants_get_service_by_their_weights(seed: int) -> None:
+    """Whole schedules on the fake model: random prompts, outputs, prefixes, page sizes. The tokens are those of any
+    schedule, and the service of the tenants differs by no more than the bound of TenantShares."""
+    rng = Random(seed)
+    weights = {"a": 1.0, "b": rng.choice([1.0, 2.0])}
+    rig = Rig(
+        pool_size=8192, max_running=4, page_size=rng.choice([1, 4]), policy="dlpm", tenant_weights=weights,
+        overlap=rng.random() < 0.5, mixed=rng.random() < 0.5, audit=False, context_len=512, max_prefill_tokens=256,
+        chunked_prefill_size=128,
+    )  # fmt: skip
+    sent, prompts = dict.fromkeys("ab", 0), {}
+    policy, quantum = rig.planner._policy, 256 // 4
+    assert isinstance(policy, FairPolicy)
+    gaps = []
+    for turn in range(400):
+        for tenant in "ab":
+            while sent[tenant] - sum(rig.heard[rid].finish is not None for rid in prompts if rid[0] == tenant) < 12:
+                rid = f"{tenant}{sent[tenant]}"
+                head = [ord(tenant) % 97] * rng.choice([0, 40])
+                prompts[rid] = (head + [rng.randrange(97) for _ in range(rng.randrange(20, 200))], rng.randrange(1, 30))
+                rig.add(rid, prompts[rid][0], max_new_tokens=prompts[rid][1], tenant=tenant)
+                sent[tenant] += 1
+        rig.turn()
+        if turn > 5:
+            gaps.append(abs(policy.shares.position("a") - policy.shares.position("b")) * quantum)
+    # A quantum, a prompt, and the outputs of all rows.
+    assert max(gaps) <= quantum + 240 + 4 * 30 * OUTPUT_TOKEN_COST
+    assert policy.shares.round >= 50  # they were charged
+    assert all(req.passed_over <= MAX_PASSED_OVER for req in rig.scheduler.queues.live())
+    rig.run()
+    for rid, (prompt, max_new_tokens) in prompts.items():
+        assert rig.heard[rid].ids == expected_output(prompt, 1, max_new_tokens, 97)
+    assert not (policy._num_charged or policy._live or policy._num_by_urgency)
