@@ -27,7 +27,9 @@ from endurance.resources import use_by_role
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
 
 _WATCHDOG_S = 10.0
-_TMPFS_MIB = 1024
+_TMPFS_MIB = {"toy": 64}
+_OTHER_TMPFS_MIB = 2048
+"""The weight cache takes at most half of the free space."""
 _EXTRA_FILES = 16
 _DURING_RESTARTS = 0.25
 """Share of the faults that do not wait for the end of a restart."""
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     with Workplace() as folder:
         place = folder / "disk"
         place.mkdir()
-        on_tmpfs = tmpfs(place, _TMPFS_MIB)
+        on_tmpfs = tmpfs(place, _TMPFS_MIB.get(args.model, _OTHER_TMPFS_MIB))
         try:
             flags = [*model_flags(args.model, folder), "--port", "0", "--incremental-streaming-output"]
             flags += ["--max-total-tokens", "16384", "--watchdog-timeout", str(_WATCHDOG_S)]
@@ -120,9 +122,9 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
     wrong += [f"left behind: {one}" for one in server.end()]
     # A fault excuses silence while it lasts; so does the engine's restart after it, with its way to the log.
     excuses = [(event.began, event.ended) for event in faults.events] + server.restarts
-    silences = [(silence_beyond(wait, excuses), wait) for wait in tally.waits]
+    silences = [(silence_beyond(wait, excuses), wait) for wait in tally.waits.silences]
     wrong += [
-        f"{wait.case}: silent for {wait.ended - wait.began:.1f} s, {silence:.1f} s of them without a fault"
+        f"{wait.case}: silent for {wait.lasted_s:.1f} s, {silence:.1f} s of them without a fault"
         for silence, wait in silences
         if silence > args.max_silence
     ]
@@ -136,7 +138,8 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
         "requests": tally_report(tally),
         "engine": {name: info[name] for name in info if name.startswith("num_")},
         "restarts": seconds([ended - died for died, ended in server.restarts]),
-        "pauses_of_streams": seconds([wait.ended - wait.began for wait in tally.waits]),
+        "pauses_of_a_second_or_more": seconds([wait.lasted_s for wait in tally.waits.pauses]),
+        "silences_of_a_second_or_more": seconds([wait.lasted_s for wait in tally.waits.silences]),
         "silence_beyond_faults": seconds([silence for silence, _ in silences]),
         "rss_mib": {
             role: [use.rss_bytes >> 20, after[role].rss_bytes >> 20] for role, use in before.items() if role in after
