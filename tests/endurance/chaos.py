@@ -26,7 +26,6 @@ from endurance.report import finish, seconds, silence_beyond, tally_report
 from endurance.resources import use_by_role
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
 
-_WATCHDOG_S = 10.0
 _TMPFS_MIB = {"toy": 64}
 _OTHER_TMPFS_MIB = 2048
 """The weight cache takes at most half of the free space."""
@@ -44,6 +43,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="default", help="default, toy, or a path (default: default)")
     parser.add_argument("--max-tokens", type=int, default=100, help="length of the longest answers (default 100)")
     parser.add_argument("--only", action="append", default=[], help="only faults of this kind; may be repeated")
+    parser.add_argument("--watchdog", type=float, default=10, help="--watchdog-timeout of the server (default 10)")
     parser.add_argument("--max-silence", type=float, default=2.0, help="seconds without a fault (default 2)")
     parser.add_argument("--time-limit", type=float, default=1e9, help="seconds after which no fault begins")
     parser.add_argument("--report", type=Path, help="write the report to this JSON file")
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         on_tmpfs = tmpfs(place, _TMPFS_MIB.get(args.model, _OTHER_TMPFS_MIB))
         try:
             flags = [*model_flags(args.model, folder), "--port", "0", "--incremental-streaming-output"]
-            flags += ["--max-total-tokens", "16384", "--watchdog-timeout", str(_WATCHDOG_S)]
+            flags += ["--max-total-tokens", "16384", "--watchdog-timeout", str(args.watchdog)]
             flags += ["--engine-restarts", "1000", "--engine-restart-window", "60"]
             with ServerUnderTest(place, flags, on_tmpfs=on_tmpfs) as server:
                 return asyncio.run(_chaos(server.ready(300), args))
@@ -77,7 +77,7 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
     await teacher.close()
     await server.wait_until_quiet()
     before = use_by_role(server.pid)
-    faults = Faults(server, _WATCHDOG_S * 1.5)
+    faults = Faults(server, args.watchdog * 1.5)
     is_over = False
     fault_rng = random.Random(rng.randrange(1 << 62))
     clients = asyncio.create_task(

@@ -35,7 +35,7 @@ from tercet.benchmarks.http_client import HttpClient, HttpError
 _RAW_SHARE = 0.25
 _RAW_PATIENCE_S = 0.3
 """How long a raw client waits for more; then it leaves."""
-_HANG_S = 60.0
+_HANG_S = 600.0
 _NEIGHBOUR_INTERVAL_S = 0.1
 _LONG_WAIT_S = 3.0
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
@@ -60,6 +60,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=4, help="number of hostile clients (default 4)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same requests (default 0)")
     parser.add_argument("--model", default="toy", help="default, toy, or a path (default: toy)")
+    parser.add_argument("--context-length", type=int, default=256, help="bounds the longest answer (default 256)")
     parser.add_argument("--report", type=Path, help="write the report to this JSON file")
     return parser.parse_args(argv)
 
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """The report, and what was wrong."""
     with Workplace() as folder:
         flags = [*model_flags(args.model, folder), "--port", "0", "--incremental-streaming-output"]
-        flags += ["--max-total-tokens", "16384", "--context-length", "512", "--engine-restarts", "0"]
+        flags += ["--max-total-tokens", "16384", "--context-length", str(args.context_length), "--engine-restarts", "0"]
         with ServerUnderTest(folder, flags) as server:
             return asyncio.run(_fuzz(server.ready(300), args))
 
