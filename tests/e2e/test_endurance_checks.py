@@ -75,7 +75,7 @@ def test_silence_is_counted_without_the_faults() -> None:
 
 
 def test_leaks_are_seen() -> None:
-    small, large = Use(100, 10, 3), Use(100, 20, 9)
+    small, large = Use(100, 10, 3), Use(100, 20, 99)
     assert changed({"http": small}, {"http": small}) == []
     assert len(changed({"http": small, "grammar": small}, {"http": large, "spare": small})) == 4
     series = [(number, {"http": Use(1000 + 5 * number, 1, 1)}) for number in range(0, 1000, 100)]

@@ -26,8 +26,9 @@ from endurance.report import finish, seconds, silence_beyond, tally_report
 from endurance.resources import use_by_role
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
 
-_WATCHDOG_S = 10.0
-_TMPFS_MIB = 1024
+_TMPFS_MIB = {"toy": 64}
+_OTHER_TMPFS_MIB = 2048
+"""The weight cache takes at most half of the free space."""
 _EXTRA_FILES = 16
 _DURING_RESTARTS = 0.25
 """Share of the faults that do not wait for the end of a restart."""
@@ -42,6 +43,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="default", help="default, toy, or a path (default: default)")
     parser.add_argument("--max-tokens", type=int, default=100, help="length of the longest answers (default 100)")
     parser.add_argument("--only", action="append", default=[], help="only faults of this kind; may be repeated")
+    parser.add_argument("--watchdog", type=float, default=10, help="--watchdog-timeout of the server (default 10)")
     parser.add_argument("--max-silence", type=float, default=2.0, help="seconds without a fault (default 2)")
     parser.add_argument("--time-limit", type=float, default=1e9, help="seconds after which no fault begins")
     parser.add_argument("--report", type=Path, help="write the report to this JSON file")
@@ -53,10 +55,10 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     with Workplace() as folder:
         place = folder / "disk"
         place.mkdir()
-        on_tmpfs = tmpfs(place, _TMPFS_MIB)
+        on_tmpfs = tmpfs(place, _TMPFS_MIB.get(args.model, _OTHER_TMPFS_MIB))
         try:
             flags = [*model_flags(args.model, folder), "--port", "0", "--incremental-streaming-output"]
-            flags += ["--max-total-tokens", "16384", "--watchdog-timeout", str(_WATCHDOG_S)]
+            flags += ["--max-total-tokens", "16384", "--watchdog-timeout", str(args.watchdog)]
             flags += ["--engine-restarts", "1000", "--engine-restart-window", "60"]
             with ServerUnderTest(place, flags, on_tmpfs=on_tmpfs) as server:
                 return asyncio.run(_chaos(server.ready(300), args))
@@ -75,7 +77,7 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
     await teacher.close()
     await server.wait_until_quiet()
     before = use_by_role(server.pid)
-    faults = Faults(server, _WATCHDOG_S * 1.5)
+    faults = Faults(server, args.watchdog * 1.5)
     is_over = False
     fault_rng = random.Random(rng.randrange(1 << 62))
     clients = asyncio.create_task(
@@ -120,9 +122,9 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
     wrong += [f"left behind: {one}" for one in server.end()]
     # A fault excuses silence while it lasts; so does the engine's restart after it, with its way to the log.
     excuses = [(event.began, event.ended) for event in faults.events] + server.restarts
-    silences = [(silence_beyond(wait, excuses), wait) for wait in tally.waits]
+    silences = [(silence_beyond(wait, excuses), wait) for wait in tally.waits.silences]
     wrong += [
-        f"{wait.case}: silent for {wait.ended - wait.began:.1f} s, {silence:.1f} s of them without a fault"
+        f"{wait.case}: silent for {wait.lasted_s:.1f} s, {silence:.1f} s of them without a fault"
         for silence, wait in silences
         if silence > args.max_silence
     ]
@@ -136,7 +138,8 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
         "requests": tally_report(tally),
         "engine": {name: info[name] for name in info if name.startswith("num_")},
         "restarts": seconds([ended - died for died, ended in server.restarts]),
-        "pauses_of_streams": seconds([wait.ended - wait.began for wait in tally.waits]),
+        "pauses_of_a_second_or_more": seconds([wait.lasted_s for wait in tally.waits.pauses]),
+        "silences_of_a_second_or_more": seconds([wait.lasted_s for wait in tally.waits.silences]),
         "silence_beyond_faults": seconds([silence for silence, _ in silences]),
         "rss_mib": {
             role: [use.rss_bytes >> 20, after[role].rss_bytes >> 20] for role, use in before.items() if role in after

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from endurance.answers import Failed, Incomplete, difference, recoveries, streamed_answer, whole_answer
@@ -20,15 +20,29 @@ from tercet.benchmarks.http_client import HttpClient, HttpError, Response
 _NEVER_S = 600.0
 """A request that takes longer hangs. In a chaos run a request may meet many restarts."""
 _LONG_WAIT_S = 1.0
+_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A time in which a stream that had begun was silent. Times are of `time.monotonic`."""
+    """A part of a stream that had begun. Times are of `time.monotonic`."""
 
     case: str
     began: float
     ended: float
+
+    @property
+    def lasted_s(self) -> float:
+        return self.ended - self.began
+
+
+class Waits(NamedTuple):
+    """Waits of more than _LONG_WAIT_S."""
+
+    silences: list[Wait]
+    """For any byte: a comment is a sign of life."""
+    pauses: list[Wait]
+    """For an event."""
 
 
 @dataclass
@@ -48,8 +62,8 @@ class Tally:
     """Errors that say why, in the middle of a stream: by their text."""
     wrong: list[str] = field(default_factory=list)
     """What must not happen: another answer, an end without a reason, a request that hangs."""
-    waits: list[Wait] = field(default_factory=list)
-    """The longest silence of each stream, if it was long."""
+    waits: Waits = field(default_factory=lambda: Waits([], []))
+    """Those of the streams that completed."""
 
     @property
     def requests(self) -> int:
@@ -68,11 +82,16 @@ class Client:
 
     async def learn(self, cases: Sequence[Case]) -> None:
         """Asks every case, streamed and not, and notes its answer. Raises Failed and Incomplete."""
-        for case in cases:
-            for streamed in (False, True) if case.can_stream else (False,):
+        few = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(case: Case, streamed: bool) -> None:
+            async with few:
                 response, data, _ = await self._exchange(case, streamed)
-                with _named(case, streamed):
-                    self._answers[case.name, streamed] = _answer_of(response, data)
+            with _named(case, streamed):
+                self._answers[case.name, streamed] = _answer_of(response, data)
+
+        both = [(case, streamed) for case in cases for streamed in (False, True) if case.can_stream or not streamed]
+        await asyncio.gather(*(one(case, streamed) for case, streamed in both))
 
     async def ask(self, case: Case, streamed: bool) -> None:
         """Sends the request, waits for its end, and notes what has come of it."""
@@ -80,7 +99,7 @@ class Client:
         data = bytearray()
         try:
             async with asyncio.timeout(_NEVER_S):
-                response, data, wait = await self._exchange(case, streamed, data)
+                response, data, waits = await self._exchange(case, streamed, data)
             answer = _answer_of(response, data)
         except Failed as error:
             (tally.lost if data else tally.refused)[_without_numbers(str(error))] += 1
@@ -97,8 +116,8 @@ class Client:
             if streamed:
                 tally.streams += 1
                 tally.resumed += recoveries(data) > 0
-                if wait is not None:
-                    tally.waits.append(wait)
+                tally.waits.silences.extend(waits.silences)
+                tally.waits.pauses.extend(waits.pauses)
 
     async def leave(self, case: Case, streamed: bool, after_s: float) -> None:
         """Breaks the connection after that time, in the middle of whatever is there then."""
@@ -159,18 +178,23 @@ class Client:
 
     async def _exchange(
         self, case: Case, streamed: bool, data: bytearray | None = None, **more: Any
-    ) -> tuple[Response, bytearray, Wait | None]:
-        """The response, the data of a stream, and its longest silence."""
+    ) -> tuple[Response, bytearray, Waits]:
+        """The response, and the data and the long waits of a stream."""
         data = bytearray() if data is None else data
-        last, longest = 0.0, (0.0, 0.0)
+        waits = Waits([], [])
+        last_bytes = last_event = float("inf")
 
         def on_data(piece: bytes, _: float) -> None:
-            nonlocal last, longest
+            nonlocal last_bytes, last_event
             data.extend(piece)
             now = time.monotonic()
-            if last and now - last > longest[1] - longest[0]:
-                longest = last, now
-            last = now
+            if now - last_bytes > _LONG_WAIT_S:
+                waits.silences.append(Wait(case.name, last_bytes, now))
+            last_bytes = now
+            if b"data: " in piece:
+                if now - last_event > _LONG_WAIT_S:
+                    waits.pauses.append(Wait(case.name, last_event, now))
+                last_event = now
 
         if streamed:
             response = await self._http.stream(case.path, case.encoded(True, **more), on_data)
@@ -178,8 +202,7 @@ class Client:
             response = await self._http.request(
                 case.method, case.path, case.encoded(False, **more) if case.body else b""
             )
-        is_long = longest[1] - longest[0] > _LONG_WAIT_S
-        return response, data, Wait(case.name, *longest) if is_long else None
+        return response, data, waits
 
 
 def _answer_of(response: Response, data: bytearray) -> Any:

@@ -35,8 +35,9 @@ from tercet.benchmarks.http_client import HttpClient, HttpError
 _RAW_SHARE = 0.25
 _RAW_PATIENCE_S = 0.3
 """How long a raw client waits for more; then it leaves."""
-_HANG_S = 60.0
+_HANG_S = 600.0
 _NEIGHBOUR_INTERVAL_S = 0.1
+_LONG_WAIT_S = 3.0
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
 _EXPLAINED = {503: "queue_full"}
 _STALLS_SHOWN = 10
@@ -46,6 +47,8 @@ class _Findings:
     def __init__(self) -> None:
         self.statuses: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.in_flight: set[bytes] = set()
+        """The hostile bodies that have no answer yet."""
 
     def add(self, what: str, sent: bytes) -> None:
         self.wrong.append(f"{what}; sent: {sent[:1500]!r}{' ...' if len(sent) > 1500 else ''}")
@@ -57,6 +60,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=4, help="number of hostile clients (default 4)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same requests (default 0)")
     parser.add_argument("--model", default="toy", help="default, toy, or a path (default: toy)")
+    parser.add_argument("--context-length", type=int, default=256, help="bounds the longest answer (default 256)")
     parser.add_argument("--report", type=Path, help="write the report to this JSON file")
     return parser.parse_args(argv)
 
@@ -65,7 +69,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """The report, and what was wrong."""
     with Workplace() as folder:
         flags = [*model_flags(args.model, folder), "--port", "0", "--incremental-streaming-output"]
-        flags += ["--max-total-tokens", "16384", "--engine-restarts", "0"]
+        flags += ["--max-total-tokens", "16384", "--context-length", str(args.context_length), "--engine-restarts", "0"]
         with ServerUnderTest(folder, flags) as server:
             return asyncio.run(_fuzz(server.ready(300), args))
 
@@ -73,13 +77,13 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 async def _fuzz(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     rng = random.Random(args.seed)
     cases = make_cases(rng, 16)
-    neighbour = _Neighbour(server.url, cases)
+    findings = _Findings()
+    neighbour = _Neighbour(server.url, cases, findings.in_flight)
     alone = await neighbour.latencies(30)
     http = HttpClient(server.url)
     bodies = BodyMaker(json.loads((await http.request("GET", "/openapi.json")).body), cases)
     await http.close()
     before = processes_of(server.pid)
-    findings = _Findings()
     began, began_at = time.monotonic(), time.time()
     beside = asyncio.create_task(neighbour.latencies(None))
     shares = [args.requests // args.clients + (index < args.requests % args.clients) for index in range(args.clients)]
@@ -113,6 +117,7 @@ async def _fuzz(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dict
         "neighbour": tally_report(neighbour.tally),
         "neighbour_latency_alone": _quantiles(alone),
         "neighbour_latency_beside": _quantiles(together),
+        "neighbour_waited_for": neighbour.waited_for[:_STALLS_SHOWN],
         "loop_stalls": len(own),
         "loop_without_a_core": len(stalls) - len(own),
         "longest_stalls": [f"{stall.busy_s} s: {stall.stack}" for stall in own[:_STALLS_SHOWN]],
@@ -123,7 +128,11 @@ async def _fuzz(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dict
 class _Neighbour:
     """A well-behaved client, which asks the same short requests again and again."""
 
-    def __init__(self, url: str, cases: Sequence[Any]) -> None:
+    def __init__(self, url: str, cases: Sequence[Any], others: set[bytes]) -> None:
+        """`others`: what runs beside it."""
+        self.waited_for: list[str] = []
+        """Long waits, and what ran at their ends."""
+        self._others = others
         self.tally = Tally()
         self.is_over = False
         self._cases = [case for case in cases if case.name in ("greedy 0", "seeded 0", "chat", "tokenize")]
@@ -141,6 +150,8 @@ class _Neighbour:
             began = time.monotonic()
             await client.ask(case, case.can_stream and len(found) % 2 == 0)
             found.append(time.monotonic() - began)
+            if found[-1] > _LONG_WAIT_S:
+                self.waited_for.append(f"{found[-1]:.1f} s beside {[other[:1000] for other in self._others]}")
             await asyncio.sleep(_NEIGHBOUR_INTERVAL_S)
         await client.close()
         return found
@@ -163,6 +174,7 @@ async def _attack(
 async def _send_body(http: HttpClient, path: str, body: bytes, findings: _Findings) -> None:
     data = bytearray()
     sent = path.encode() + b" " + body
+    findings.in_flight.add(sent)
     try:
         async with asyncio.timeout(_HANG_S):
             response = await http.stream(path, body, lambda piece, _: data.extend(piece))
@@ -172,6 +184,8 @@ async def _send_body(http: HttpClient, path: str, body: bytes, findings: _Findin
     except HttpError as error:
         findings.add(str(error), sent)
         return
+    finally:
+        findings.in_flight.discard(sent)
     findings.statuses[f"{response.status}"] += 1
     try:
         _check(response.status, bytes(data) or response.body)

@@ -21,7 +21,7 @@ from tercet.benchmarks.http_client import HttpClient
 
 _DEATH = re.compile(r"The engine has failed: ")
 _BACK = re.compile(r"The engine runs again after")
-_QUIET_S = 30.0
+_QUIET_S = 120.0
 
 
 class ServerUnderTest(ServerProcess):

@@ -32,7 +32,9 @@ _MAX_SLOPE = (1 << 20) / 100_000
 _REQUESTS_FOR_A_SLOPE = 100_000
 """With fewer requests, the slope is only reported: caches still fill, and the allocator's steps are larger."""
 _EXTRA_FILES = 4
-_EXTRA_THREADS = 2
+_EXTRA_THREADS = 32
+"""The most threads of Python's pool, which grows when it is used."""
+_SETTLE_S = 60.0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -88,7 +90,7 @@ async def _soak(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dict
             warm = series[-1][1]
     lasted_s = time.monotonic() - began
     info = await server.wait_until_quiet()
-    after = use_by_role(server.pid)
+    after = await _settled(server, warm)
     wrong = tally.wrong + [f"{count} times: {error}" for error, count in (tally.refused + tally.lost).items()]
     wrong += wrong_state(info) + changed(warm, after)
     wrong += [f"the log has: {line}" for line in server.lines if " ERROR " in line or "Traceback" in line]
@@ -117,6 +119,14 @@ async def _soak(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dict
         "threads": {role: use.num_threads for role, use in after.items()},
     }
     return report, wrong
+
+
+async def _settled(server: ServerUnderTest, warm: dict[str, Use]) -> dict[str, Use]:
+    """What the processes use when the last connections are closed."""
+    until = time.monotonic() + _SETTLE_S
+    while changed(warm, after := use_by_role(server.pid)) and time.monotonic() < until:
+        await asyncio.sleep(0.2)
+    return after
 
 
 def changed(before: dict[str, Use], after: dict[str, Use]) -> list[str]:
