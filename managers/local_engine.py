@@ -67,7 +67,10 @@ class LocalEngine:
         refused = {
             **http_settings(),
             **dict.fromkeys(
-                ("log_level", "log_format", "watchdog_timeout", "engine_restarts", "engine_restart_window"),
+                (
+                    *("log_level", "log_format", "watchdog_timeout", "engine_restarts", "engine_restart_window"),
+                    "record_schedule",
+                ),
                 "engines of several processes",
             ),
         }
