@@ -112,12 +112,20 @@ class Replay:
             load_shape("smollm2-135m"), vocab_size=self.start.vocab_size, context_len=self.start.context_len
         )
 
-    def fit(self, name: str) -> DeviceProfile:
-        """The cost of steps that fits the recorded times best."""
+    def fit(self, name: str, since: int = 0) -> DeviceProfile:
+        """The cost of steps that fits the recorded times best. `since`: the number of a request; earlier steps than its
+        arrival are left out."""
+        start_s = next(
+            (one.at_s for batch in self.script.messages.values() for one in batch
+             if isinstance(one, Arrival) and one.number == since), 0.0,
+        )  # fmt: skip
         model = _WholeModel()
         for step, seconds in self.timed():
-            model.observe(step.shape, seconds)
-        return DeviceProfile.of(name, model.cost, host_s=self.host_s(), is_asynchronous=self.start.is_asynchronous)
+            if step.start_s >= start_s:
+                model.observe(step.shape, seconds)
+        return DeviceProfile.of(
+            name, model.cost, host_s=self.host_s(start_s), is_asynchronous=self.start.is_asynchronous
+        )
 
     def timed(self) -> Iterator[tuple[RecordedStep, float]]:
         """Each step, with the seconds that the device worked on it."""
@@ -126,11 +134,13 @@ class Replay:
             yield step, step.end_s - max(step.start_s, last_end_s)
             last_end_s = step.end_s
 
-    def host_s(self) -> float:
+    def host_s(self, since_s: float = -np.inf) -> float:
         """Mean seconds from the end of a step to the launch of the next one; 0 if they overlap."""
         steps = self.script.steps
         gaps = [
-            after.start_s - before.end_s for before, after in itertools.pairwise(steps) if after.turn == before.turn + 1
+            after.start_s - before.end_s
+            for before, after in itertools.pairwise(steps)
+            if after.turn == before.turn + 1 and before.start_s >= since_s
         ]
         return max(float(np.mean(gaps)), 0.0) if gaps and not self.start.is_asynchronous else 0.0
 
