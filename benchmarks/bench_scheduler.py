@@ -1,6 +1,7 @@
 """Simulate a server: the real scheduler against a fake device, in simulated time. No model is loaded.
 
     python -m tercet.benchmarks.bench_scheduler --traffic prefix-tree --request-rate 4 --policies lpm,fcfs
+    python -m tercet.benchmarks.bench_scheduler --replay recorded.schedule --policies lpm,fcfs
     python -m tercet.benchmarks.bench_scheduler --traffic mooncake --trace-path trace.jsonl --max-total-tokens 200000
 
 The engine's settings are those of `tercet serve`. The same settings and seed give the same figures on every machine.
@@ -12,46 +13,63 @@ import argparse
 import dataclasses
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from ..managers.schedule_policy import POLICIES
 from ..srt.model_files.model_config import ModelConfig
+from ..srt.schedule_record import Recording
 from ..srt.server_args import ServerArgs
 from .results import Result, finish
-from .simulator.arguments import engine_of, parse, traffic_of
+from .simulator.arguments import engine_of, parse, replayed_args, traffic_of
+from .simulator.comparison import compare
+from .simulator.cost import DeviceProfile, save_profile
+from .simulator.replay import Replay
+from .simulator.replay_report import add_replay_table
 from .simulator.report import Run, add_tables, save_png, terminal_plots
 from .simulator.simulation import Simulation
 from .simulator.statistics import RunStatistics
+from .simulator.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is simulated."""
+
+    server_args: ServerArgs
+    config: ModelConfig
+    profile: DeviceProfile
+    traffic: Callable[[], Traffic]
+    """Makes the traffic from its beginning."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the simulation of each policy. Returns the exit code."""
     program = "python -m tercet.benchmarks.bench_scheduler"
     parser, options = parse(program, argv, __doc__ or "")
-    server_args, config = engine_of(parser, options, options.profile)
-    policies = options.policies.split(",") if options.policies else [server_args.schedule_policy]
-    for policy in policies:
-        if policy not in POLICIES:
-            parser.error(f"--policies: {policy!r} is none of {', '.join(POLICIES)}")
     result = Result(f"scheduler-{options.traffic}", "Simulation of the scheduler", program, argv, None)
     try:
-        runs = {
-            policy: _run(dataclasses.replace(server_args, schedule_policy=policy), config, options)
-            for policy in policies
-        }
+        if options.replay is not None:
+            case = _replayed(options, result)
+        else:
+            server_args, config = engine_of(parser, options, options.profile)
+            case = Case(server_args, config, options.profile, lambda: traffic_of(options, config.vocab_size))
+        runs = _runs(case, options)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    add_tables(result, runs, _traffic_text(options), _engine_text(server_args, options))
+    add_tables(result, runs, _traffic_text(options), _engine_text(case))
     result.values.update(
         traffic=options.traffic,
         seed=options.seed,
-        profile=msgspec.structs.asdict(options.profile),
+        profile=msgspec.structs.asdict(case.profile),
         goodput_slos_ms=options.goodput,
         runs={policy: run.values() for policy, run in runs.items()},
     )
+    if options.save_cost is not None:
+        save_profile(case.profile, options.save_cost)
     if options.plot is not None:
         sys.stdout.write("\n" + terminal_plots(runs, shutil.get_terminal_size().columns))
     if options.plot:
@@ -60,29 +78,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(server_args: ServerArgs, config: ModelConfig, options: argparse.Namespace) -> Run:
+def _replayed(options: argparse.Namespace, result: Result) -> Case:
+    """The case of a recording. Compares its decisions and fits its steps, and reports both. Raises ValueError."""
+    replay = Replay(Recording(options.replay))
+    fitted = replay.fit(f"fitted to {options.replay.name}")
+    add_replay_table(result, replay, compare(replay) if replay.recording.is_whole else None, fitted)
+    profile = fitted if options.cost is None else options.profile
+    return Case(replayed_args(options, replay), replay.model_config(), profile, lambda: Traffic(replay.requests()))
+
+
+def _runs(case: Case, options: argparse.Namespace) -> dict[str, Run]:
+    policies = options.policies.split(",") if options.policies else [case.server_args.schedule_policy]
+    for policy in policies:
+        if policy not in POLICIES:
+            raise ValueError(f"--policies: {policy!r} is none of {', '.join(POLICIES)}")
     slos_s = {name: limit_ms / 1000 for name, limit_ms in options.goodput.items()}
-    simulation = Simulation(
-        server_args,
-        config,
-        options.profile,
-        traffic_of(options, config.vocab_size),
-        RunStatistics(slos_s),
-        num_traced=options.optimum_requests,
-    )
-    simulation.run()
-    return Run.of(simulation)
+    runs = {}
+    for policy in policies:
+        server_args = dataclasses.replace(case.server_args, schedule_policy=policy)
+        statistics = RunStatistics(slos_s)
+        simulation = Simulation(
+            server_args, case.config, case.profile, case.traffic(), statistics, options.optimum_requests
+        )
+        simulation.run()
+        runs[policy] = Run.of(simulation)
+    return runs
 
 
 def _traffic_text(options: argparse.Namespace) -> str:
+    if options.replay is not None:
+        return f"The requests of {options.replay.name}"
     count = "all" if options.num_requests is None else f"{options.num_requests:,}"
     what = "sessions" if options.traffic == "agents" else "requests"
     return f"Traffic {options.traffic}, {count} {what}, seed {options.seed}"
 
 
-def _engine_text(server_args: ServerArgs, options: argparse.Namespace) -> str:
+def _engine_text(case: Case) -> str:
+    server_args = case.server_args
     return (
-        f"Cost model {options.profile.name}; KV pool of {server_args.max_total_tokens:,} tokens in pages of "
+        f"Cost model {case.profile.name}; KV pool of {server_args.max_total_tokens:,} tokens in pages of "
         f"{server_args.page_size}, context {server_args.context_length}, {server_args.max_running_requests} running "
         f"requests, {server_args.max_prefill_tokens} prompt tokens per step, {server_args.chunked_prefill_size} in a "
         "chunk"

@@ -74,6 +74,7 @@ class LocalEngine:
                     "soft_watchdog_timeout",
                     "engine_restarts",
                     "engine_restart_window",
+                    "record_schedule",
                 ),
                 "engines of several processes",
             ),

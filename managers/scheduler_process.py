@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from pathlib import Path
 
 import zmq
 
@@ -17,7 +17,6 @@ from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..model_executor.runner.load import load_runner
 from ..model_executor.runner.model_runner import ModelRunner
 from ..model_executor.runner.settings import resolve_settings
-from ..model_executor.step import Runner
 from ..srt.io_struct import ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.model_files.model_config import ModelConfig
@@ -27,6 +26,7 @@ from ..srt.start_reports import SchedulerReady
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal, open_journal
 from ..srt.tenant_weights import parse_weights
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
+from .engine_runner import EngineRunner
 from .grammar_backends import make_compiler
 from .grammar_loader import GrammarLoader
 from .grammar_worker import eos_ids_of, grammar_vocabulary
@@ -35,6 +35,7 @@ from .planner import PlanLimits, Planner
 from .req import decode_options
 from .req_factory import ReqFactory
 from .request_queues import RequestQueues
+from .schedule_recorder import ScheduleRecorder, SchedulerEnds
 from .scheduler import Scheduler
 from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
@@ -42,36 +43,6 @@ from .text_stream import StopStringChecker
 from .timeouts import Timeouts
 
 logger = logging.getLogger(__name__)
-
-
-class EngineRunner(Runner, Protocol):
-    """A runner and what the scheduler must know of it. A ModelRunner, or the fake device of a simulation."""
-
-    @property
-    def settings(self) -> StepLimits: ...
-
-    @property
-    def max_total_num_tokens(self) -> int:
-        """Tokens of the KV pool."""
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether `launch` returns before the step is computed."""
-
-
-class StepLimits(Protocol):
-    """The settings of a runner that limit steps; see RunnerSettings."""
-
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def context_len(self) -> int: ...
-    @property
-    def max_running_requests(self) -> int: ...
-    @property
-    def max_prefill_tokens(self) -> int: ...
-    @property
-    def chunked_prefill_size(self) -> int: ...
 
 
 def run_scheduler(
@@ -94,11 +65,19 @@ def run_scheduler(
     inbox: Receiver[ToScheduler] = Receiver(context, run_dir.scheduler, ToScheduler)
     detokenizer_link: Sender[ToDetokenizer] = Sender(context, run_dir.detokenizer)
     tokenizer_link: Sender[ToTokenizer] = Sender(context, run_dir.tokenizer)
-    io = SchedulerIO(inbox, detokenizer_link, tokenizer_link, time.monotonic)
+    ends = SchedulerEnds(inbox, detokenizer_link, runner)
+    recorder = None
+    if server_args.record_schedule is not None:
+        path = Path(server_args.record_schedule)
+        recorder = ScheduleRecorder(path, server_args, model_config.vocab_size, runner, time.monotonic)
+        ends = recorder.wrap(ends)
+    io = SchedulerIO(ends.inbox, ends.outbox, tokenizer_link, time.monotonic)
     journal = open_journal(run_dir.journal, runner.settings.max_running_requests)
-    scheduler = build_scheduler(server_args, model_config, runner, tokenizer, io, time.monotonic, journal=journal)
+    scheduler = build_scheduler(server_args, model_config, ends.runner, tokenizer, io, time.monotonic, journal=journal)
     on_ready(scheduler_facts(runner, model_config))
     scheduler.run(should_stop)
+    if recorder is not None:
+        recorder.close()
     inbox.close()
     detokenizer_link.close()
     tokenizer_link.close()

@@ -273,6 +273,13 @@ class ServerArgs:
         _server("0: names, counts, times; 1: sampling parameters, too; 2: the start of texts, too; 3: whole texts"),
     ] = 0
     decode_log_interval: Annotated[int, Setting("Number of decode steps between two log lines")] = 40
+    record_schedule: Annotated[
+        str | None,
+        Setting(
+            "File that records all requests, with their token ids, and each step of the scheduler, for `tercet bench "
+            "scheduler --replay`; it is rotated at 64 MiB"
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         for name in (

@@ -40,6 +40,7 @@ WITHOUT_A_FOLDER = {"e2e", "gpu"}
 MIRRORED = ("managers", "mem_cache")
 """Every module of these has a test file of its name, or stands in TESTED_IN."""
 TESTED_IN = {
+    "managers.engine_runner": "managers/test_schedule_recorder.py",
     "managers.grammar": "managers/test_token_masks.py",
     "managers.grammar_worker": "srt/entrypoints/test_grammar_process.py",
     "managers.req": "managers/test_batch_result.py",

@@ -18,6 +18,7 @@ from ..offline_workloads import Span
 from ..plots import has_matplotlib
 from ..results import add_results_arguments
 from .cost import DEFAULT_PROFILE, PROFILES, DeviceProfile, load_profile
+from .replay import Replay
 from .synthetic import DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, TrafficSettings, agents, prefix_tree, random_prompts
 from .trace_files import burstgpt, mooncake
 from .traffic import SimRequest, Traffic
@@ -85,9 +86,14 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--traffic",
         choices=(*_SYNTHETIC, *TRACES),
-        default="random",
-        help="random: prompts that share nothing; prefix-tree: prompts that begin with a path of a tree; agents: "
-        "sessions of turns with tool calls between them; mooncake, burstgpt: a file in the format of these traces",
+        help="random (default): prompts that share nothing; prefix-tree: prompts that begin with a path of a tree; "
+        "agents: sessions of turns with tool calls; mooncake, burstgpt: a file in the format of these traces",
+    )
+    group.add_argument(
+        "--replay",
+        metavar="FILE",
+        type=Path,
+        help="traffic and settings of a recording (tercet serve --record-schedule FILE)",
     )
     group.add_argument(
         "--num-requests",
@@ -124,9 +130,10 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cost",
         metavar="NAME|FILE",
-        default=DEFAULT_PROFILE,
-        help=f"how long steps take: a JSON file, or one of {', '.join(PROFILES)} (default: %(default)s)",
+        help=f"how long steps take: a JSON file, or one of {', '.join(PROFILES)} (default: {DEFAULT_PROFILE}; with "
+        "--replay: a fit to the recorded steps)",
     )
+    group.add_argument("--save-cost", metavar="FILE", type=Path, help="write the costs that were used, for --cost")
     group.add_argument(
         "--goodput", metavar="NAME:MS", nargs="+", type=slo, help=f"latency objectives: {', '.join(SLO_NAMES)}"
     )
@@ -144,6 +151,11 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
 
 def _complete(options: argparse.Namespace) -> None:
     """Fills in defaults and checks the flags of the traffic. Raises ValueError."""
+    if options.replay is not None:
+        if options.traffic or options.num_requests or options.max_concurrency or options.config:
+            raise ValueError("--traffic, --num-requests, --max-concurrency and --config have no effect with --replay")
+        options.traffic = "replay"
+    options.traffic = options.traffic or "random"
     for name, (kinds, default) in _TRAFFIC_FLAGS.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
@@ -151,7 +163,7 @@ def _complete(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} has no effect with --traffic {options.traffic}")
     if options.traffic in TRACES and options.trace_path is None:
         raise ValueError(f"--traffic {options.traffic} needs --trace-path")
-    if options.num_requests is None and options.traffic not in TRACES:
+    if options.num_requests is None and options.traffic in _SYNTHETIC:
         options.num_requests = _DEFAULT_REQUESTS
     slos = options.goodput or []
     options.goodput = dict(slos)
@@ -164,7 +176,8 @@ def _complete(options: argparse.Namespace) -> None:
             raise ValueError(
                 "--plot FILE needs matplotlib (pip install 'tercet[plot]'); --plot without a file does not"
             )
-    options.profile = load_profile(options.cost)
+    if options.replay is None or options.cost is not None:
+        options.profile = load_profile(options.cost or DEFAULT_PROFILE)
 
 
 def traffic_of(options: argparse.Namespace, vocab_size: int) -> Traffic:
@@ -197,6 +210,13 @@ def _requests(options: argparse.Namespace, vocab_size: int) -> Iterator[SimReque
     if options.traffic == "agents":
         return agents(settings, options.turns, options.tool_len, options.tool_time)
     return random_prompts(settings)
+
+
+def replayed_args(options: argparse.Namespace, replay: Replay) -> ServerArgs:
+    """The recorded settings, and those of the command line in place of them. Raises ValueError."""
+    recorded = replay.server_args()
+    given = {name: value for name, value in vars(options).items() if hasattr(recorded, name)}
+    return dataclasses.replace(recorded, **given)
 
 
 def _from_trace(options: argparse.Namespace, vocab_size: int) -> Iterator[SimRequest]:

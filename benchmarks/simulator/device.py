@@ -12,9 +12,12 @@ from ...managers.step_cost import StepShape
 from ...model_executor.step import FROM_DEVICE, Int32Array, StepInputs, StepOutput, TokenMasks
 from .cost import DeviceProfile
 
-EOS = 0
-"""The token that ends every output."""
 _NEVER = np.nan
+
+
+def eos_id(vocab_size: int) -> int:
+    """The token that ends every output: none of the vocabulary, so that it is no other token of a recording."""
+    return vocab_size
 
 
 class SimClock:
@@ -46,6 +49,8 @@ class DeviceRequest(Protocol):
     """What the device knows of a request."""
 
     num_output_tokens: int
+    recorded_ids: np.ndarray | None
+    """Its output in a recording; None: any tokens will do."""
     row: int
     """Its last row; 0 before the first."""
     last_token_s: float
@@ -101,7 +106,9 @@ class SimDevice:
         self._number = np.full(num_rows, -1, dtype=np.int64)
         self._last_len = np.zeros(num_rows, dtype=np.int64)
         """[rows] length of the sequence whose next token is the last one of the output."""
+        self._num_prompt = np.zeros(num_rows, dtype=np.int64)
         self._last_token_s = np.full(num_rows, _NEVER)
+        self._has_recorded_ids = False
 
     def launch(self, step: StepInputs) -> SimStep:
         shape = shape_of(step)
@@ -109,18 +116,22 @@ class SimDevice:
             self._start_row(new.row, new.seed, len(new.prompt_ids))
         if step.extend_lens is not None and step.new_rows:
             self._report_admissions(step)
-        self._clock.advance_to(self._clock.now_s + self._host_s)
-        seconds = self._cost.seconds(shape)
-        start_s = max(self._clock.now_s, self._free_at_s)
-        self._free_at_s = end_s = start_s + seconds
+        start_s, end_s = self._times(step, shape)
         self.num_steps += 1
-        self.busy_s += seconds
+        self.busy_s += end_s - start_s
         if not self.is_asynchronous:
             self._clock.advance_to(end_s)
         rows, lens = step.rows, step.seq_lens
         if step.sampled is not None:
             rows, lens = rows[step.sampled], lens[step.sampled]
         return SimStep(self, rows, lens, self._number[rows], shape, start_s, end_s)
+
+    def _times(self, step: StepInputs, shape: StepShape) -> tuple[float, float]:
+        """When the device begins and ends a step that is launched now. The host's part passes at once."""
+        self._clock.advance_to(self._clock.now_s + self._host_s)
+        start_s = max(self._clock.now_s, self._free_at_s)
+        self._free_at_s = start_s + self._cost.seconds(shape)
+        return start_s, self._free_at_s
 
     def finish(self, step: SimStep) -> StepOutput:
         """The tokens of a step, at its end."""
@@ -134,8 +145,10 @@ class SimDevice:
         gaps = self._clock.now_s - self._last_token_s[counted]
         self._watcher.on_token_gaps(gaps[~np.isnan(gaps)])
         self._last_token_s[counted] = self._clock.now_s
-        tokens = 1 + (step.numbers * 7919 + lens) % (self._vocab_size - 1)
-        tokens[lens == last_lens] = EOS
+        tokens = (step.numbers * 7919 + lens) % self._vocab_size
+        if self._has_recorded_ids:
+            self._play(step, tokens)
+        tokens[lens == last_lens] = eos_id(self._vocab_size)
         return StepOutput(tokens.astype(np.int32))
 
     def _start_row(self, row: int, number: int, num_prompt_tokens: int) -> None:
@@ -147,8 +160,19 @@ class SimDevice:
             request.last_token_s = float(self._last_token_s[request.row])
         request.row = row
         self._number[row] = number
+        self._has_recorded_ids |= request.recorded_ids is not None
+        self._num_prompt[row] = num_prompt_tokens
         self._last_len[row] = num_prompt_tokens + request.num_output_tokens - 1
         self._last_token_s[row] = request.last_token_s
+
+    def _play(self, step: SimStep, tokens: np.ndarray) -> None:
+        """Writes the recorded tokens, so that later prompts find the recorded answers in the cache."""
+        places = step.seq_lens - self._num_prompt[step.rows]
+        for line, (number, place) in enumerate(zip(step.numbers.tolist(), places.tolist(), strict=True)):
+            request = self._requests.get(number)
+            ids = None if request is None else request.recorded_ids
+            if ids is not None and 0 <= place < len(ids):
+                tokens[line] = ids[place]
 
     def _report_admissions(self, step: StepInputs) -> None:
         assert step.extend_lens is not None

@@ -21,7 +21,7 @@ from ...srt.request_options import RequestOptions
 from ...srt.sampling_params import SamplingParams
 from ...srt.server_args import ServerArgs
 from .cost import DeviceProfile
-from .device import EOS, DeviceSettings, SimClock, SimDevice
+from .device import DeviceSettings, SimClock, SimDevice, eos_id
 from .optimum import PrefixTrace
 from .statistics import RunStatistics, Served
 from .traffic import SimRequest, Traffic
@@ -36,6 +36,7 @@ class LiveRequest:
 
     request: SimRequest
     num_output_tokens: int
+    recorded_ids: np.ndarray | None
     row: int = 0
     last_token_s: float = float("nan")
     was_admitted: bool = False
@@ -95,7 +96,7 @@ class Simulation:
         )
         self.scheduler = build_scheduler(
             server_args,
-            dataclasses.replace(model_config, eos_token_ids=(EOS,)),
+            dataclasses.replace(model_config, eos_token_ids=(eos_id(model_config.vocab_size),)),
             self.device,
             None,
             SchedulerIO(_Inbox(self), _Outputs(self), _Nobody(), self.clock),
@@ -148,7 +149,7 @@ class Simulation:
         for request in self._traffic.take(now_s):
             keeps_ids = request.session is not None or self._num_admitted < self._num_traced
             self.live[request.number] = LiveRequest(
-                request, request.num_output_tokens, output_ids=[] if keeps_ids else None
+                request, request.num_output_tokens, request.recorded_ids, output_ids=[] if keeps_ids else None
             )
             if request.aborts_after_s is not None:
                 heapq.heappush(self._aborts, (request.arrival_s + request.aborts_after_s, request.number))
@@ -165,6 +166,8 @@ class Simulation:
             max_new_tokens=request.max_new_tokens or request.num_output_tokens,
             sampling_seed=request.number,
         )
+        if request.options is not None:
+            return msgspec.structs.replace(request.options, sampling=sampling, logprobs=None, pooling=None)
         return RequestOptions(sampling=sampling, priority=request.priority)
 
     def on_output(self, out: TokenOut) -> None:
@@ -194,7 +197,9 @@ class Simulation:
         )
         output_ids = live.output_ids or []
         if output_ids and self._num_admitted <= self._num_traced:
-            self._trace.insert(np.concatenate([request.prompt_ids, np.array(output_ids[:-1], dtype=np.int32)]))
+            self._trace.insert(
+                np.concatenate([request.prompt_ids, np.array(output_ids[:-1], dtype=np.int32)]), _namespace(request)
+            )
         self._traffic.on_end(request, now_s, output_ids if request.session is not None else [])
 
     # What the device sees
@@ -205,13 +210,17 @@ class Simulation:
         self._num_admitted += 1
         if self._num_admitted <= self._num_traced:
             self._num_traced_hits += num_cached
-            self._trace.look_up(prompt_ids)
+            self._trace.look_up(prompt_ids, _namespace(self.live[number].request))
 
     def on_token_gaps(self, gaps_s: np.ndarray) -> None:
         self.statistics.gaps.add_all(gaps_s)
 
     def on_step(self, shape: StepShape, start_s: float, end_s: float) -> None:
         """The figures of a run need no single steps."""
+
+
+def _namespace(request: SimRequest) -> str:
+    return "" if request.options is None else request.options.cache_salt
 
 
 def device_settings(server_args: ServerArgs) -> DeviceSettings:

@@ -40,6 +40,8 @@ class SimRequest:
     session: Session | None = None
     options: RequestOptions | None = None
     """The options of a recorded request."""
+    recorded_ids: np.ndarray | None = None
+    """The output of a recorded request."""
     number: int = -1
     """Numbers follow the order of arrival."""
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from recorded_schedules import Recorded, workload
 
 from tercet.benchmarks import bench_scheduler
 from tercet.benchmarks.simulator import arguments
@@ -79,3 +80,21 @@ def test_a_png(tmp_path: Path) -> None:
     path = tmp_path / "plot.png"
     assert bench_scheduler.main([*SMALL, "--plot", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_a_recording_is_compared_fitted_and_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, cost = tmp_path / "record", tmp_path / "cost.json"
+    Recorded(path, 1).run(workload(4), num_turns=50)
+    argv = ["--replay", str(path), "--policies", "lpm,fcfs", "--save-cost", str(cost)]
+    assert bench_scheduler.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "decides all" in out and "fitted to record" in out and "pages of 1," in out
+    found = json.loads(out.splitlines()[-1])
+    measured = found["recording"]["measured"]
+    assert all(run["completed"] >= measured["num_completed"] > 5 for run in found["runs"].values())
+    assert load_profile(str(cost)).name == "fitted to record"
+    assert bench_scheduler.main(["--replay", str(path), "--max-running-requests", "2", "--cost", str(cost)]) == 0
+    assert "2 running requests" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        bench_scheduler.main(["--replay", str(path), "--traffic", "agents"])
+    assert "no effect with --replay" in capsys.readouterr().err

@@ -1,0 +1,194 @@
+"""Check the simulator against the real server: the same requests, measured and simulated.
+
+    python -m tercet.benchmarks.bench_simulation --workloads W1,W2,tree
+
+For each workload, a server of the default model records its schedule while a client sends the requests, 16 at once.
+The cost of a step is fitted to the recorded steps, and the same requests are simulated with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..srt.model_files.default_model import default_model_settings
+from ..srt.model_files.model_config import load_model_config
+from ..srt.schedule_record import Recording
+from .backends import BACKENDS, Output, RequestSettings
+from .http_client import HttpClient
+from .offline_workloads import Span
+from .results import Result, add_results_arguments, finish, number, percent
+from .server_process import Server, ServerFailed, free_port
+from .simulator.comparison import compare
+from .simulator.replay import Replay
+from .simulator.replay_report import fit_errors
+from .simulator.simulation import Simulation
+from .simulator.statistics import RunStatistics
+from .simulator.synthetic import TrafficSettings, prefix_tree, random_prompts
+from .simulator.traffic import SimRequest, Traffic
+from .traffic import drive
+from .workloads import Request
+
+_CONCURRENCY = 16
+_NUM_WARMUPS = 16
+_SUBMIT_GAP_S = 1e-3
+"""Time between two requests of one client in the simulation: what parsing one takes in the HTTP process, roughly."""
+_READY_TIMEOUT_S = 300.0
+_TIMEOUT_S = 600.0
+
+
+def _shared(num_requests: int, own: int, output: int, levels: int, branching: int, level_len: int) -> _Make:
+    return lambda vocab_size, seed: prefix_tree(
+        _settings(num_requests, own, output, vocab_size, seed), levels, branching, level_len, skew=0.0
+    )
+
+
+def _settings(num_requests: int, own: int, output: int, vocab_size: int, seed: int) -> TrafficSettings:
+    return TrafficSettings(
+        num_requests=num_requests,
+        request_rate=float("inf"),
+        input_len=Span(own, own),
+        output_len=Span(output, output),
+        vocab_size=vocab_size,
+        seed=seed,
+    )
+
+
+_Make = Callable[[int, int], Iterator[SimRequest]]
+"""Makes requests of a vocabulary size and a seed."""
+WORKLOADS: dict[str, _Make] = {
+    "W1": lambda vocab_size, seed: random_prompts(_settings(32, 256, 128, vocab_size, seed)),
+    "W2": _shared(32, 128, 64, levels=1, branching=1, level_len=896),
+    "tree": _shared(48, 32, 32, levels=2, branching=3, level_len=256),
+}
+"""W1 and W2 are those of `tercet bench compare`."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is compared."""
+
+    output_throughput: float
+    median_ttft_s: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the check. Returns the exit code: 1 if a server failed."""
+    program = "python -m tercet.benchmarks.bench_simulation"
+    parser = argparse.ArgumentParser(
+        prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model-path", metavar="PATH", help="model (default: the installed default model)")
+    parser.add_argument("--workloads", metavar="A,B", default="W1,W2,tree", help="workloads (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: 0)")
+    add_results_arguments(parser)
+    options = parser.parse_args(argv)
+    names = options.workloads.split(",")
+    for name in names:
+        if name not in WORKLOADS:
+            parser.error(f"--workloads: {name!r} is none of {', '.join(WORKLOADS)}")
+    try:
+        model_path = options.model_path or default_model_settings()["model_path"]
+        vocab_size = load_model_config(model_path, "auto").vocab_size
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    result = Result("simulation", "The simulator against the server", program, argv, None)
+    table = result.table(
+        "Measured by the client, and simulated",
+        ["workload", "output tok/s", "simulated", "error", "TTFT p50, ms", "simulated", "error", "steps", "step error"],
+    )
+    for name in names:
+        try:
+            with tempfile.TemporaryDirectory(prefix="tercet-check-") as folder:
+                measured, simulated, replay = check(WORKLOADS[name], Path(folder), model_path, vocab_size, options.seed)
+        except ServerFailed as error:
+            sys.stderr.write(f"{name}: {error}\n")
+            return 1
+        found = compare(replay)
+        if found.difference is not None:
+            table.notes.append(f"{name}: {found.num_equal} of {found.num_recorded} steps equal. {found.difference}")
+        errors = [
+            getattr(simulated, key) / getattr(measured, key) - 1 for key in ("output_throughput", "median_ttft_s")
+        ]
+        step_error, _ = fit_errors(replay, replay.fit(name))
+        table.row(
+            name,
+            number(measured.output_throughput), number(simulated.output_throughput), percent(errors[0]),
+            number(measured.median_ttft_s * 1000), number(simulated.median_ttft_s * 1000), percent(errors[1]),
+            str(len(replay.script.steps)), percent(step_error),
+        )  # fmt: skip
+        result.values[name] = {
+            "output_throughput": measured.output_throughput,
+            "simulated_output_throughput": simulated.output_throughput,
+            "median_ttft_ms": measured.median_ttft_s * 1000,
+            "simulated_median_ttft_ms": simulated.median_ttft_s * 1000,
+            "equal_steps": found.num_equal,
+            "steps": found.num_recorded,
+            "median_step_error": step_error,
+        }
+    finish(result, options)
+    return 0
+
+
+def check(make: _Make, folder: Path, model_path: str, vocab_size: int, seed: int) -> tuple[Figures, Figures, Replay]:
+    """Measures and simulates one workload. Raises ServerFailed."""
+    path = folder / "schedule"
+    port = free_port()
+    argv = [sys.executable, "-m", "tercet", "serve", model_path, "--skip-tokenizer-init", "--log-level", "warning"]
+    argv += ["--port", str(port), "--record-schedule", str(path)]
+    with Server(argv, {}, folder / "log") as server:
+        measured = asyncio.run(_measure(server, port, make, vocab_size, seed))
+    replay = Replay(Recording(path))
+    profile = replay.fit("fitted", since=_NUM_WARMUPS)
+    statistics = RunStatistics()
+    traffic = Traffic(make(vocab_size, seed), _CONCURRENCY, _SUBMIT_GAP_S)
+    simulation = Simulation(replay.server_args(), replay.model_config(), profile, traffic, statistics)
+    simulation.run()
+    simulated = Figures(statistics.num_output_tokens / statistics.last_end_s, statistics.ttft.quantile(0.5) or 0.0)
+    return measured, simulated, replay
+
+
+async def _measure(server: Server, port: int, make: _Make, vocab_size: int, seed: int) -> Figures:
+    client = HttpClient(f"http://127.0.0.1:{port}")
+    try:
+        await server.wait_until_healthy(client, _READY_TIMEOUT_S)
+        warmups = itertools.islice(make(vocab_size, seed + 1), _NUM_WARMUPS)
+        await _send(client, [Request(one.prompt_ids.tolist(), len(one.prompt_ids), 8) for one in warmups])
+        requests = [
+            Request(one.prompt_ids.tolist(), len(one.prompt_ids), one.num_output_tokens)
+            for one in make(vocab_size, seed)
+        ]
+        outputs, duration_s = await _send(client, requests)
+    finally:
+        await client.close()
+    num_tokens = sum(output.completion_tokens or 0 for output in outputs)
+    return Figures(
+        num_tokens / duration_s, float(np.median([output.arrivals[0] - output.start_s for output in outputs]))
+    )
+
+
+async def _send(client: HttpClient, requests: Sequence[Request]) -> tuple[list[Output], float]:
+    """Raises ServerFailed if a request failed."""
+    dialect = BACKENDS["tercet"].dialect(RequestSettings())
+    bodies = [dialect.encode(request) for request in requests]
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            outputs, duration_s = await drive(client, dialect, bodies, np.zeros(len(bodies)), _CONCURRENCY)
+    except TimeoutError:
+        raise ServerFailed(f"the answers were not complete after {_TIMEOUT_S:g} s") from None
+    for output, request in zip(outputs, requests, strict=True):
+        if output.error is not None or output.completion_tokens != request.output_len or not output.arrivals:
+            raise ServerFailed(f"a request failed: {output.error or 'its answer has another length'}")
+    return outputs, duration_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""Replays a recording of `--record-schedule`: compares decisions, fits the cost of steps, and repeats the traffic."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...managers.step_cost import StepCostModel, StepShape
+from ...model_executor.step import ForwardMode, StepInputs
+from ...srt.io_struct import AbortFinish
+from ...srt.model_files.model_config import ModelConfig
+from ...srt.schedule_record import Abort, Arrival, End, Flush, Record, Recording, Start, Step
+from ...srt.server_args import ServerArgs
+from ..presets import load_shape
+from .cost import DeviceProfile
+from .traffic import SimRequest
+
+UNENDED = 1 << 30
+"""Output tokens of a request whose client leaves."""
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A step of a recording, complete."""
+
+    turn: int
+    start_s: float
+    end_s: float
+    num_decodes: int
+    rows: np.ndarray
+    seq_lens: np.ndarray
+    extend_lens: np.ndarray | None
+
+    @property
+    def shape(self) -> StepShape:
+        mode = ForwardMode.DECODE if self.extend_lens is None else ForwardMode.EXTEND
+        num_tokens = len(self.rows) if self.extend_lens is None else int(self.extend_lens.sum())
+        inputs = StepInputs(
+            mode, self.rows, self.seq_lens, np.empty(num_tokens, np.int32), extend_lens=self.extend_lens
+        )
+        return StepShape.of(inputs, self.num_decodes)
+
+    def is_like(self, step: StepInputs) -> bool:
+        """Whether a planned step has the same rows and tokens."""
+        lens = step.extend_lens
+        return (
+            np.array_equal(self.rows, step.rows)
+            and np.array_equal(self.seq_lens, step.seq_lens)
+            and (lens is None) == (self.extend_lens is None)
+            and (lens is None or self.extend_lens is None or np.array_equal(self.extend_lens, lens))
+        )
+
+
+@dataclass
+class Script:
+    """A recording in memory."""
+
+    messages: dict[int, list[Arrival | Abort | Flush]] = field(default_factory=lambda: defaultdict(list))
+    """By the turn in which they were received, in the order of turns."""
+    steps: list[RecordedStep] = field(default_factory=list)
+    ends: dict[int, End] = field(default_factory=dict)
+    """By the number of the request."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of a recorded run, seen from the scheduler."""
+
+    num_completed: int
+    output_throughput: float
+    median_ttft_s: float
+    duration_s: float
+
+
+class Replay:
+    """A recording, and what can be learned from it. It is read into memory."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.start = recording.start
+        self.script = _read(recording.records())
+        if not self.script.steps:
+            raise ValueError("the recording has no step")
+
+    @property
+    def num_requests(self) -> int:
+        return sum(isinstance(message, Arrival) for batch in self.script.messages.values() for message in batch)
+
+    def server_args(self) -> ServerArgs:
+        """The settings of the recorded scheduler, as far as this version knows them."""
+        known = {one.name for one in dataclasses.fields(ServerArgs)}
+        start = self.start
+        given = {name: value for name, value in start.server_args.items() if name in known}
+        limits = {
+            "page_size": start.page_size,
+            "context_length": start.context_len,
+            "max_running_requests": start.max_running_requests,
+            "max_prefill_tokens": start.max_prefill_tokens,
+            "chunked_prefill_size": start.chunked_prefill_size,
+            "max_total_tokens": start.max_total_num_tokens,
+        }
+        return ServerArgs.from_dict({**given, **limits, "skip_tokenizer_init": True, "record_schedule": None})
+
+    def model_config(self) -> ModelConfig:
+        """The recorded model, as far as a scheduler knows it."""
+        return dataclasses.replace(
+            load_shape("smollm2-135m"), vocab_size=self.start.vocab_size, context_len=self.start.context_len
+        )
+
+    def fit(self, name: str, since: int = 0) -> DeviceProfile:
+        """The cost of steps that fits the recorded times best. `since`: the number of a request; earlier steps than its
+        arrival are left out."""
+        start_s = next(
+            (one.at_s for batch in self.script.messages.values() for one in batch
+             if isinstance(one, Arrival) and one.number == since), 0.0,
+        )  # fmt: skip
+        model = _WholeModel()
+        for step, seconds in self.timed():
+            if step.start_s >= start_s:
+                model.observe(step.shape, seconds)
+        return DeviceProfile.of(
+            name, model.cost, host_s=self.host_s(start_s), is_asynchronous=self.start.is_asynchronous
+        )
+
+    def timed(self) -> Iterator[tuple[RecordedStep, float]]:
+        """Each step, with the seconds that the device worked on it."""
+        last_end_s = -np.inf
+        for step in self.script.steps:
+            yield step, step.end_s - max(step.start_s, last_end_s)
+            last_end_s = step.end_s
+
+    def host_s(self, since_s: float = -np.inf) -> float:
+        """Mean seconds from the end of a step to the launch of the next one; 0 if they overlap."""
+        steps = self.script.steps
+        gaps = [
+            after.start_s - before.end_s
+            for before, after in itertools.pairwise(steps)
+            if after.turn == before.turn + 1 and before.start_s >= since_s
+        ]
+        return max(float(np.mean(gaps)), 0.0) if gaps and not self.start.is_asynchronous else 0.0
+
+    def requests(self) -> Iterator[SimRequest]:
+        """The recorded requests that ended, at their times. The first one arrives at 0 s."""
+        first_s = None
+        for batch in self.script.messages.values():
+            for message in batch:
+                if not isinstance(message, Arrival) or message.number not in self.script.ends:
+                    continue
+                end = self.script.ends[message.number]
+                first_s = message.at_s if first_s is None else first_s
+                output_ids = self.recording.ids(end.ids)
+                left = isinstance(end.finish, AbortFinish) and end.finish.err_type is None
+                yield SimRequest(
+                    message.at_s - first_s,
+                    self.recording.ids(message.ids),
+                    UNENDED if left else max(len(output_ids), 1),
+                    message.options.sampling.max_new_tokens or 0,
+                    aborts_after_s=end.at_s - message.at_s if left else None,
+                    options=message.options,
+                    recorded_ids=output_ids,
+                )
+
+    def measured(self) -> Measured:
+        """The figures of the recorded run itself."""
+        arrivals = {
+            one.number: one for batch in self.script.messages.values() for one in batch if isinstance(one, Arrival)
+        }
+        ends = self.script.ends.values()
+        done = [end for end in ends if not isinstance(end.finish, AbortFinish) and end.first_token_s is not None]
+        if not done:
+            raise ValueError("the recording has no request that ended by itself")
+        duration_s = max(end.at_s for end in ends) - min(arrival.at_s for arrival in arrivals.values())
+        num_tokens = sum(len(self.recording.ids(end.ids)) for end in ends)
+        ttfts = [(end.first_token_s or 0.0) - arrivals[end.number].at_s for end in done]
+        return Measured(len(done), num_tokens / duration_s, float(np.median(ttfts)), duration_s)
+
+
+class _WholeModel(StepCostModel):
+    """Fits all steps alike: none is forgotten."""
+
+    KEPT = 1.0
+
+
+def _read(records: Iterator[Record]) -> Script:
+    script = Script()
+    for record in records:
+        if isinstance(record, Step):
+            script.steps.append(_complete(record, script.steps))
+        elif isinstance(record, End):
+            script.ends[record.number] = record
+        elif not isinstance(record, Start):
+            script.messages[record.turn].append(record)
+    return script
+
+
+def _complete(step: Step, before: list[RecordedStep]) -> RecordedStep:
+    if step.rows is None:
+        if not before:
+            raise ValueError("the recording begins with a step that continues another one")
+        return RecordedStep(
+            step.turn, step.start_s, step.end_s, step.num_decodes, before[-1].rows, before[-1].seq_lens + 1, None
+        )
+    extend_lens = None if step.extend_lens is None else np.frombuffer(step.extend_lens, np.int32)
+    rows, seq_lens = np.frombuffer(step.rows, np.int32), np.frombuffer(step.seq_lens, np.int32)
+    return RecordedStep(step.turn, step.start_s, step.end_s, step.num_decodes, rows, seq_lens, extend_lens)

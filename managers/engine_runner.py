@@ -1,0 +1,37 @@
+"""What the scheduler asks of a runner: to run steps, and how large they may be."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..model_executor.step import Runner
+
+
+class StepLimits(Protocol):
+    """The settings of a runner that limit steps; see RunnerSettings."""
+
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def context_len(self) -> int: ...
+    @property
+    def max_running_requests(self) -> int: ...
+    @property
+    def max_prefill_tokens(self) -> int: ...
+    @property
+    def chunked_prefill_size(self) -> int: ...
+
+
+class EngineRunner(Runner, Protocol):
+    """A runner and what the scheduler must know of it. A ModelRunner, or the fake device of a simulation."""
+
+    @property
+    def settings(self) -> StepLimits: ...
+
+    @property
+    def max_total_num_tokens(self) -> int:
+        """Tokens of the KV pool."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether `launch` returns before the step is computed."""

@@ -1,0 +1,221 @@
+"""Records what a scheduler does, from outside: it stands between the scheduler and its inbox, runner and outbox.
+
+A scheduler that is not recorded has its own inbox, runner and outbox, so recording costs nothing when it is off.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..model_executor.step import FROM_DEVICE, Int32Array, LaunchedStep, StepInputs, StepOutput, TokenMasks
+from ..srt.io_struct import (
+    AbortReq,
+    BrokenMessage,
+    FlushCacheReq,
+    GenerateReq,
+    ToDetokenizer,
+    TokenOut,
+    ToScheduler,
+    unpack_ids,
+)
+from ..srt.schedule_record import VERSION, Abort, Arrival, End, Flush, RecordFile, Start, Step, pack_ids
+from ..srt.server_args import ServerArgs
+from .engine_runner import EngineRunner, StepLimits
+from .scheduler_io import Inbox, Outbox
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that has arrived and not ended."""
+
+    number: int
+    output_ids: list[int]
+    first_token_s: float | None = None
+
+
+class SchedulerEnds(NamedTuple):
+    """What a scheduler is connected to."""
+
+    inbox: Inbox
+    outbox: Outbox[ToDetokenizer]
+    runner: EngineRunner
+
+
+class ScheduleRecorder:
+    """Writes the records of one scheduler. Wrap its inbox, runner and outbox before it is built."""
+
+    def __init__(
+        self, path: Path, server_args: ServerArgs, vocab_size: int, runner: EngineRunner, clock: Callable[[], float]
+    ) -> None:
+        """`clock`: that of the scheduler. Raises ValueError if the file cannot be written."""
+        limits = runner.settings
+        start = Start(
+            version=VERSION,
+            run=secrets.token_hex(8),
+            part=0,
+            server_args=server_args.without_secrets(),
+            page_size=limits.page_size,
+            context_len=limits.context_len,
+            max_running_requests=limits.max_running_requests,
+            max_prefill_tokens=limits.max_prefill_tokens,
+            chunked_prefill_size=limits.chunked_prefill_size,
+            max_total_num_tokens=runner.max_total_num_tokens,
+            vocab_size=vocab_size,
+            is_asynchronous=runner.is_asynchronous,
+        )
+        try:
+            self._file = RecordFile(path, start)
+        except OSError as error:
+            raise ValueError(f"--record-schedule {path}: {error}") from error
+        self._clock = clock
+        self._vocab_size = vocab_size
+        self._turn = 0
+        self._num_arrivals = 0
+        self._live: dict[str, _Live] = {}
+        """Live requests, by rid."""
+        self._last: tuple[Int32Array, Int32Array] | None = None
+        """Rows and lengths of the last step."""
+
+    def wrap(self, ends: SchedulerEnds) -> SchedulerEnds:
+        """The same ends, through the recorder."""
+        return SchedulerEnds(
+            _RecordingInbox(ends.inbox, self), _RecordingOutbox(ends.outbox, self), _RecordingRunner(ends.runner, self)
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def turn(self) -> int:
+        return self._turn
+
+    def now_s(self) -> float:
+        return self._clock()
+
+    def on_turn(self, messages: Sequence[ToScheduler | BrokenMessage]) -> None:
+        """A turn begins with these messages."""
+        self._turn += 1
+        now_s = self._clock() if messages else 0.0
+        for message in messages:
+            if isinstance(message, GenerateReq):
+                number = self._num_arrivals
+                self._num_arrivals += 1
+                resumed = message.resumed
+                self._live[message.rid] = _Live(number, [] if resumed is None else list(resumed.output_ids))
+                ids = pack_ids(unpack_ids(message.input_ids), self._vocab_size)
+                self._file.write(Arrival(self._turn, now_s, number, ids, message.options, resumed), now_s)
+            elif isinstance(message, AbortReq):
+                if message.rid is None:
+                    self._file.write(Abort(self._turn, now_s, None), now_s)
+                elif message.rid in self._live:
+                    self._file.write(Abort(self._turn, now_s, self._live[message.rid].number), now_s)
+            elif isinstance(message, FlushCacheReq):
+                self._file.write(Flush(self._turn, now_s), now_s)
+
+    def on_step(self, step: StepInputs, turn: int, start_s: float) -> None:
+        """The tokens of a step are on the host."""
+        now_s = self._clock()
+        rows, lens = step.rows, step.seq_lens
+        if step.extend_lens is None and self._goes_on(rows, lens):
+            record = Step(turn, start_s, now_s, len(rows))
+        elif step.extend_lens is None:
+            record = Step(turn, start_s, now_s, len(rows), rows.tobytes(), lens.tobytes())
+        else:
+            assert step.input_ids is not None
+            num_decodes = int(np.count_nonzero(step.input_ids == FROM_DEVICE))
+            extend_lens = step.extend_lens.tobytes()
+            record = Step(turn, start_s, now_s, num_decodes, rows.tobytes(), lens.tobytes(), extend_lens)
+        self._last = rows, lens
+        self._file.write(record, now_s)
+
+    def on_outputs(self, outs: Sequence[TokenOut]) -> None:
+        now_s = self._clock()
+        for out in outs:
+            live = self._live.get(out.rid)
+            if live is None:
+                continue
+            if out.token_ids and live.first_token_s is None:
+                live.first_token_s = now_s
+            live.output_ids.extend(out.token_ids)
+            if out.finish is not None:
+                del self._live[out.rid]
+                ids = pack_ids(np.array(live.output_ids, dtype=np.int32), self._vocab_size)
+                self._file.write(End(self._turn, now_s, live.number, live.first_token_s, ids, out.finish), now_s)
+        if not self._live:
+            self._file.flush()
+
+    def _goes_on(self, rows: Int32Array, lens: Int32Array) -> bool:
+        """Whether a decode step has the rows of the step before, each with one token more."""
+        if self._last is None:
+            return False
+        last_rows, last_lens = self._last
+        return np.array_equal(rows, last_rows) and np.array_equal(lens, last_lens + 1)
+
+
+class _RecordingInbox:
+    def __init__(self, inbox: Inbox, recorder: ScheduleRecorder) -> None:
+        self._inbox = inbox
+        self._recorder = recorder
+
+    def drain(self) -> Sequence[ToScheduler | BrokenMessage]:
+        messages = self._inbox.drain()
+        self._recorder.on_turn(messages)
+        return messages
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._inbox.wait(timeout_s)
+
+
+class _RecordingOutbox:
+    def __init__(self, outbox: Outbox[ToDetokenizer], recorder: ScheduleRecorder) -> None:
+        self._outbox = outbox
+        self._recorder = recorder
+
+    def send(self, message: ToDetokenizer, /) -> None:
+        self._outbox.send(message)
+        self._recorder.on_outputs(message.outs)
+
+
+class _RecordingRunner:
+    def __init__(self, runner: EngineRunner, recorder: ScheduleRecorder) -> None:
+        self._runner = runner
+        self._recorder = recorder
+
+    @property
+    def settings(self) -> StepLimits:
+        return self._runner.settings
+
+    @property
+    def max_total_num_tokens(self) -> int:
+        return self._runner.max_total_num_tokens
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return self._runner.is_asynchronous
+
+    def launch(self, step: StepInputs) -> LaunchedStep:
+        start_s = self._recorder.now_s()
+        return _RecordedStep(self._runner.launch(step), step, self._recorder, start_s)
+
+
+class _RecordedStep:
+    def __init__(self, launched: LaunchedStep, step: StepInputs, recorder: ScheduleRecorder, start_s: float) -> None:
+        self._launched = launched
+        self._step = step
+        self._recorder = recorder
+        self._turn = recorder.turn
+        self._start_s = start_s
+
+    def sample(self, masks: TokenMasks | None = None) -> None:
+        self._launched.sample(masks)
+
+    def wait(self) -> StepOutput:
+        output = self._launched.wait()
+        self._recorder.on_step(self._step, self._turn, self._start_s)
+        return output

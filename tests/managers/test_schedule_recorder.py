@@ -1,0 +1,98 @@
+"""Recordings of the whole scheduler on the fake runner: a replay decides every step in the same way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded_schedules import Recorded, workload
+
+from tercet.benchmarks.simulator.comparison import Comparison, compare
+from tercet.benchmarks.simulator.replay import Replay
+from tercet.srt.schedule_record import Arrival, End, Recording, Step
+
+
+def replayed(path: Path) -> Comparison:
+    recording = Recording(path)
+    assert recording.is_whole
+    return compare(Replay(recording))
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    page_size=st.sampled_from([1, 8]),
+    is_asynchronous=st.booleans(),
+    policy=st.sampled_from(["lpm", "fcfs", "random", "lof"]),
+    enable_mixed_chunk=st.booleans(),
+)
+def test_a_replay_decides_as_recorded(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    page_size: int,
+    is_asynchronous: bool,
+    policy: str,
+    enable_mixed_chunk: bool,
+) -> None:
+    path = tmp_path_factory.mktemp("schedule") / "record"
+    recorded = Recorded(
+        path,
+        page_size,
+        is_asynchronous=is_asynchronous,
+        schedule_policy=policy,
+        enable_mixed_chunk=enable_mixed_chunk,
+        enable_priority_scheduling=policy == "lof",
+    )
+    recorded.run(workload(seed), num_turns=20)
+    found = replayed(path)
+    assert found.difference is None and found.num_equal == found.num_recorded > 0
+
+
+def test_another_policy_is_told_from_the_recorded_one(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    Recorded(path, 1, schedule_policy="lof").run(workload(1, rate=0.8), num_turns=8)
+    replay = Replay(Recording(path))
+    assert compare(replay).difference is None
+    changed = {**replay.start.server_args, "schedule_policy": "fcfs"}
+    replay.start = msgspec.structs.replace(replay.start, server_args=changed)
+    found = compare(replay)
+    assert found.num_equal < found.num_recorded
+    assert found.difference is not None and "it is now a" in found.difference
+
+
+def test_a_recording_has_all_requests_with_their_outputs(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    recorded = Recorded(path, 1)
+    recorded.run(workload(2), num_turns=40)
+    said: dict[str, list[int]] = {}
+    for message in recorded.outbox.messages:
+        for out in message.outs:
+            said.setdefault(out.rid, []).extend(out.token_ids)
+    recording = Recording(path)
+    records = list(recording.records())
+    arrivals = [record for record in records if isinstance(record, Arrival)]
+    ends = {record.number: recording.ids(record.ids).tolist() for record in records if isinstance(record, End)}
+    assert len(arrivals) == len(ends) == len(said) > 5
+    assert ends == {number: said[f"r{number}"] for number in ends}
+    steps = [record for record in records if isinstance(record, Step)]
+    assert any(step.rows is None for step in steps), "steps that go on are short"
+    assert all(step.start_s < step.end_s for step in steps)
+    assert path.stat().st_mode & 0o077 == 0, "only the owner may read prompts"
+
+
+def test_the_profile_is_fitted_to_the_recorded_times(tmp_path: Path) -> None:
+    """On this clock each step takes as long as its reads of the clock, whatever its size."""
+    path = tmp_path / "record"
+    Recorded(path, 1).run(workload(3), num_turns=60)
+    replay = Replay(Recording(path))
+    profile = replay.fit("x")
+    errors = [abs(profile.cost.seconds(step.shape) / seconds - 1) for step, seconds in replay.timed()]
+    assert sorted(errors)[len(errors) // 2] < 0.05 and 0 < profile.host_s < 0.05
+    assert replay.measured().num_completed > 5
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--record-schedule .*no-such-folder"):
+        Recorded(tmp_path / "no-such-folder" / "record", 1)

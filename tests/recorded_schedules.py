@@ -1,0 +1,110 @@
+"""A recorded scheduler on the fake runner, and random requests for it, for tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from simulations import MODEL
+
+from fakes import FakeClock, FakeInbox, FakeOutbox, FakeRunner
+from tercet.managers.engine_runner import EngineRunner
+from tercet.managers.schedule_recorder import ScheduleRecorder, SchedulerEnds
+from tercet.managers.scheduler_io import SchedulerIO
+from tercet.managers.scheduler_process import build_scheduler
+from tercet.srt.io_struct import AbortReq, FlushCacheReq, GenerateReq, pack_ids
+from tercet.srt.request_options import RequestOptions
+from tercet.srt.sampling_params import SamplingParams
+from tercet.srt.server_args import ServerArgs
+
+VOCAB = 97
+EOS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    page_size: int
+    context_len: int = 256
+    max_running_requests: int = 6
+    max_prefill_tokens: int = 64
+    chunked_prefill_size: int = 48
+
+
+class Runner(FakeRunner):
+    """The fake runner, with what the scheduler asks of an engine's."""
+
+    def __init__(self, page_size: int, *, is_asynchronous: bool) -> None:
+        self.settings = Limits(page_size)
+        self.max_total_num_tokens = 320
+        self.is_asynchronous = is_asynchronous
+        shape = (self.settings.max_running_requests + 1, self.settings.context_len)
+        super().__init__(shape, self.max_total_num_tokens, page_size, VOCAB)
+
+
+class Recorded:
+    """A recorded scheduler, driven turn by turn. Each read of its clock takes time."""
+
+    def __init__(self, path: Path, page_size: int, *, is_asynchronous: bool = False, **settings: object) -> None:
+        self.inbox = FakeInbox()
+        self.outbox = FakeOutbox()
+        clock = FakeClock()
+
+        def ticking() -> float:
+            clock.now += 0.001
+            return clock.now
+
+        runner: EngineRunner = Runner(page_size, is_asynchronous=is_asynchronous)
+        args = ServerArgs(model_path="none", random_seed=3, admission_watermark=0.0, **settings)  # type: ignore[arg-type]
+        self.recorder = ScheduleRecorder(path, args, VOCAB, runner, ticking)
+        ends = self.recorder.wrap(SchedulerEnds(self.inbox, self.outbox, runner))
+        self.scheduler = build_scheduler(
+            args,
+            dataclasses.replace(MODEL, eos_token_ids=(EOS,)),
+            ends.runner,  # type: ignore[arg-type]
+            None,
+            SchedulerIO(ends.inbox, ends.outbox, FakeOutbox(), ticking),
+            ticking,
+            compile_grammars_here=True,
+        )
+
+    def run(self, messages_of: Callable[[int], list[object]], num_turns: int) -> None:
+        in_flight = None
+        for turn in range(100_000):
+            if turn >= num_turns and in_flight is None and not self.scheduler.queues.is_busy:
+                break
+            self.inbox.messages.extend(messages_of(turn) if turn < num_turns else [])
+            in_flight = self.scheduler.turn(in_flight)
+        self.recorder.close()
+
+
+def workload(seed: int, rate: float = 0.35) -> Callable[[int], list[object]]:
+    """Random requests with shared prefixes, aborts and flushes, and turns without any."""
+    rng = random.Random(seed)
+    shared = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
+    names: list[str] = []
+
+    def messages(turn: int) -> list[object]:
+        found: list[object] = []
+        while rng.random() < rate:
+            own = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 60))]
+            prompt = rng.choice(shared)[: rng.randrange(41)] + own
+            names.append(f"r{len(names)}")
+            sampling = SamplingParams(
+                max_new_tokens=rng.choice([0, 1, 5, 12, 70]),
+                sampling_seed=rng.randrange(99),
+                ignore_eos=rng.random() < 0.5,
+            )
+            salt = rng.choice(["", "", "a"])
+            options = RequestOptions(
+                sampling=sampling, cache_salt=salt, priority=rng.randrange(3), stream=rng.random() < 0.5
+            )
+            found.append(GenerateReq(names[-1], pack_ids(prompt), options))
+        if names and rng.random() < 0.05:
+            found.append(AbortReq(rng.choice(names)))
+        if rng.random() < 0.01:
+            found.append(rng.choice([FlushCacheReq(1), AbortReq(None)]))
+        return found
+
+    return messages
