@@ -68,6 +68,7 @@ class LocalEngine:
             **http_settings(),
             **dict.fromkeys(
                 (
+                    "kv_events_config",
                     "log_level",
                     "log_format",
                     "watchdog_timeout",

@@ -39,6 +39,7 @@ from .batch_result import ResultProcessor
 from .engine_view import StepLog, view_engine
 from .grammar_loader import GrammarLoader
 from .idle_audit import IdleAudit
+from .kv_event_publisher import KVEventPublisher
 from .pause import Pause
 from .planner import Planner
 from .queue_limits import QueueLimits
@@ -79,6 +80,7 @@ class Scheduler:
         clock: Callable[[], float],
         journal: StepJournal | NoJournal = NO_JOURNAL,
         max_queue_time_s: float | None = None,
+        kv_events: KVEventPublisher | None = None,
     ) -> None:
         """`planner`: its queues and its KV are those of the scheduler. `clock`: seconds from any start. `io` and
         `metrics` have the same. `max_queue_time_s`: see QueueLimits."""
@@ -93,6 +95,7 @@ class Scheduler:
         self._pause = Pause(planner, timeouts, io)
         self._enable_overlap = enable_overlap
         self._journal = journal
+        self._kv_events = kv_events
         self._planner = planner
         self._results = ResultProcessor(self.kv, self.queues, io, metrics)
         self._idle_audit = IdleAudit(self.kv, clock)
@@ -130,6 +133,8 @@ class Scheduler:
         if self._pause.is_beginning:
             self._pause.complete()
             self._metrics.on_idle()
+        if self._kv_events is not None:
+            self._kv_events.flush()
         self._io.flush(self.state)
         self._watch_idle(has_worked=has_worked, is_idle=launched is None and not self.queues.is_busy)
         return launched

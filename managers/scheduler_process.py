@@ -19,6 +19,7 @@ from ..model_executor.runner.model_runner import ModelRunner
 from ..model_executor.runner.settings import resolve_settings
 from ..srt.io_struct import ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
+from ..srt.kv_events import read_config
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
@@ -31,6 +32,7 @@ from .grammar_backends import make_compiler
 from .grammar_loader import GrammarLoader
 from .grammar_worker import eos_ids_of, grammar_vocabulary
 from .kv_cache_manager import KVCacheManager
+from .kv_event_publisher import KVEventPublisher
 from .planner import PlanLimits, Planner
 from .req import decode_options
 from .req_factory import ReqFactory
@@ -60,6 +62,8 @@ def run_scheduler(
     tokenizer = None
     if not server_args.skip_tokenizer_init:
         tokenizer = load_tokenizer(server_args.model_path, server_args.tokenizer_path)
+    config = read_config(server_args.kv_events_config)
+    kv_events = None if config is None else KVEventPublisher(config)
     runner = load_runner(resolve_settings(server_args, model_config), model_config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Receiver[ToScheduler] = Receiver(context, run_dir.scheduler, ToScheduler)
@@ -73,7 +77,9 @@ def run_scheduler(
         ends = recorder.wrap(ends)
     io = SchedulerIO(ends.inbox, ends.outbox, tokenizer_link, time.monotonic)
     journal = open_journal(run_dir.journal, runner.settings.max_running_requests)
-    scheduler = build_scheduler(server_args, model_config, ends.runner, tokenizer, io, time.monotonic, journal=journal)
+    scheduler = build_scheduler(
+        server_args, model_config, ends.runner, tokenizer, io, time.monotonic, journal=journal, kv_events=kv_events
+    )
     on_ready(scheduler_facts(runner, model_config))
     scheduler.run(should_stop)
     if recorder is not None:
@@ -81,6 +87,8 @@ def run_scheduler(
     inbox.close()
     detokenizer_link.close()
     tokenizer_link.close()
+    if kv_events is not None:
+        kv_events.close()
     context.term()
 
 
@@ -93,6 +101,7 @@ def build_scheduler(
     clock: Callable[[], float],
     *,
     journal: StepJournal | NoJournal = NO_JOURNAL,
+    kv_events: KVEventPublisher | None = None,
     compile_grammars_here: bool = False,
 ) -> Scheduler:
     """The scheduler of a loaded model, with its pools and its cache. `clock`: that of `io`.
@@ -101,6 +110,9 @@ def build_scheduler(
     """
     rows = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
     allocator, cache = _memory(server_args, runner)
+    if kv_events is not None:
+        assert isinstance(cache, RadixCache)  # ServerArgs refuses it without one
+        kv_events.watch(cache)
     queues = RequestQueues(server_args.max_queued_requests)
     return Scheduler(
         Planner(_limits(server_args, runner), KVCacheManager(rows, allocator, cache), queues, clock=clock),
@@ -124,6 +136,7 @@ def build_scheduler(
         clock=clock,
         journal=journal,
         max_queue_time_s=server_args.max_queue_time,
+        kv_events=kv_events,
     )
 
 

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from ..srt.io_struct import HotPrefix
 from .allocator import BaseAllocator
 from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult
+from .block_events import CacheListener
 from .evict_policy import get_evict_policy
 from .radix_audit import audit_slices
 from .radix_heat import hottest
@@ -53,9 +54,13 @@ class RadixCache(BasePrefixCache):
         self.page_size = page_size
         self._allocator = allocator
         self._policy = get_evict_policy(policy)
+        self.listener: CacheListener | None = None
+        """Told of every change of the cached prefixes; None: nobody is."""
         self.reset()
 
     def reset(self) -> None:
+        if self.listener is not None:
+            self.listener.cleared()
         self.evictable_size = 0
         self.protected_size = 0
         self.num_nodes = 0
@@ -154,6 +159,8 @@ class RadixCache(BasePrefixCache):
         node.parent = upper
         upper.children[node.key] = node
         self.num_nodes += 1
+        if self.listener is not None:
+            self.listener.split(upper, node)
         return upper
 
     def _namespace_node(self, namespace: str) -> RadixNode:
@@ -172,6 +179,8 @@ class RadixCache(BasePrefixCache):
         self.num_nodes += 1
         self.evictable_size += len(tokens)
         self._push(leaf)
+        if self.listener is not None:
+            self.listener.stored(leaf)
 
     # Locks
 
@@ -233,6 +242,8 @@ class RadixCache(BasePrefixCache):
             kept = max(len(leaf.tokens) - wanted, 0)
             freed.append(leaf.slots[kept:])
             num_freed += len(leaf.slots) - kept
+            if self.listener is not None:
+                self.listener.removed(leaf, kept)
             if kept:
                 leaf.tokens = _shortened(leaf.tokens, kept)
                 leaf.slots = _shortened(leaf.slots, kept)
@@ -310,6 +321,8 @@ class RadixCache(BasePrefixCache):
             stack.extend(node.children.values())
             node.children = {}
             self.num_nodes -= 1
+            if self.listener is not None:
+                self.listener.removed(node, 0)
             if node.lock_count:
                 self._discarded.add(node)
             else:

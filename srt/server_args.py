@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
+from .kv_events import read_config
 from .origins import parse_origins
 from .tenant_weights import parse_weights
 
@@ -228,6 +229,13 @@ class ServerArgs:
         Literal["lru", "lfu", "fifo", "mru", "filo"], Setting("Order in which cached prefixes are evicted")
     ] = "lru"
     disable_radix_cache: Annotated[bool, Setting("Cache and share no prefixes")] = False
+    kv_events_config: Annotated[
+        str | None,
+        Setting(
+            "Publishes what the prefix cache stores and drops, for routers. JSON with the names of vLLM and SGLang: "
+            '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": ""}'
+        ),
+    ] = None
     disable_overlap_schedule: Annotated[
         bool, Setting("Plan a step only after the tokens of the last step are known, as is always done on a CPU")
     ] = False
@@ -325,6 +333,8 @@ class ServerArgs:
         if self.log_requests_level and not self.log_requests:
             raise ValueError("--log-requests-level needs --log-requests")
         parse_origins(self.allowed_origins)
+        if read_config(self.kv_events_config) is not None and self.disable_radix_cache:
+            raise ValueError("--kv-events-config needs the prefix cache; leave out --disable-radix-cache")
         if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:
             raise ValueError(f"--mem-fraction-static must be in (0, 1), got {self.mem_fraction_static}")
         if parse_weights(self.tenant_weights) and self.schedule_policy != "dlpm":

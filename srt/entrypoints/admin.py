@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from ...managers.tokenizer_manager import TokenizerManager
 from ..errors import EngineBusy, EngineDead, EnginePaused, EngineRestarting, InvalidRequest
 from ..io_struct import AbortFinish, SchedulerState
+from ..kv_events import read_config
 from ..request_options import RequestOptions
 from .routing import Server, json_response
 from .wire import BodyCodec, Wire, doc, shown
@@ -162,6 +163,9 @@ async def collect_server_info(server: Server) -> dict[str, Any]:
         "max_prefill_tokens": facts.max_prefill_tokens,
         "served_model_name": manager.server_args.model_name,
     }
+    kv_events = read_config(manager.server_args.kv_events_config)
+    if kv_events is not None:
+        settings["kv_events"] = kv_events.described(facts.page_size)
     return {
         **settings,
         "status": _status(manager),

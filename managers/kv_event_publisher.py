@@ -1,0 +1,113 @@
+"""Publishes KV events over ZeroMQ, and replays those that a reader has missed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from ..mem_cache.block_events import BlockEvents
+from ..mem_cache.radix_cache import RadixCache
+from ..srt.kv_events import EventBatch, KVEventsConfig
+
+logger = logging.getLogger(__name__)
+
+_LINGER_MS = 200
+_SEQ_BYTES = 8
+_END = (-1).to_bytes(_SEQ_BYTES, "big", signed=True)
+
+
+class KVEventPublisher:
+    """The publishing socket, and a thread that answers requests for a replay.
+
+    A PUB socket never blocks: a reader that is too slow misses messages, which it sees by their sequence numbers. The
+    last `buffer_steps` batches are kept. A replay has those from a given number on.
+    """
+
+    def __init__(self, config: KVEventsConfig, clock: Callable[[], float] = time.time) -> None:
+        """Raises ValueError if an address cannot be used. `clock`: Unix time in seconds."""
+        self._topic = config.topic.encode()
+        self._clock = clock
+        self._blocks: BlockEvents | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._next_seq = 0
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._replayer: threading.Thread | None = None
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.PUB)
+        self._socket.setsockopt(zmq.SNDHWM, config.hwm)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        try:
+            _open(self._socket, config.endpoint, always_bind=False)
+            if config.replay_endpoint is not None:
+                replay = self._context.socket(zmq.ROUTER)
+                replay.setsockopt(zmq.SNDHWM, max(config.hwm, 2 * config.buffer_steps))  # room for a whole replay
+                replay.setsockopt(zmq.LINGER, 0)
+                _open(replay, config.replay_endpoint, always_bind=True)
+                self._replayer = threading.Thread(target=self._answer, args=(replay,), name="kv replay", daemon=True)
+                self._replayer.start()
+        except ValueError:
+            self._context.destroy(linger=0)
+            raise
+
+    def watch(self, cache: RadixCache) -> None:
+        """Collects the events of this cache. The first one clears what readers know of an engine that died."""
+        if cache.page_size == 1:
+            logger.warning("KV events of blocks of 1 token are of little use to routers; set --page-size")
+        self._blocks = cache.listener = BlockEvents(cache.page_size)
+        self._blocks.cleared()
+        self.flush()
+
+    def flush(self) -> None:
+        """Publishes the events since the last call, if any. Never blocks."""
+        events = self._blocks.take() if self._blocks is not None else []
+        if not events:
+            return
+        payload = self._encoder.encode(EventBatch(self._clock(), events))
+        seq, self._next_seq = self._next_seq, self._next_seq + 1
+        self._buffer.append((seq, payload))
+        self._socket.send_multipart(self._frames(seq, payload), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()  # ends the thread, too
+        if self._replayer is not None:
+            self._replayer.join()
+
+    def _frames(self, seq: int, payload: bytes) -> Sequence[bytes]:
+        return [self._topic, seq.to_bytes(_SEQ_BYTES, "big"), payload]
+
+    def _answer(self, replay: zmq.Socket[bytes]) -> None:
+        """The thread: answers until the context is terminated. Ignores requests that are not valid."""
+        while True:
+            try:
+                frames = replay.recv_multipart()
+                if len(frames) != 3 or len(frames[2]) != _SEQ_BYTES:
+                    continue
+                reader, start = frames[0], int.from_bytes(frames[2], "big")
+                for seq, payload in list(self._buffer):  # a copy: the scheduler goes on
+                    if seq >= start:
+                        replay.send_multipart([reader, b"", *self._frames(seq, payload)])
+                replay.send_multipart([reader, b"", b"", _END, b""])
+            except zmq.ContextTerminated:
+                replay.close()
+                return
+
+
+def _open(socket: zmq.Socket[bytes], endpoint: str, *, always_bind: bool) -> None:
+    """Binds to an address with a wildcard or a path; connects to any other, as vLLM and SGLang do."""
+    wildcards = ("*", "::", "0.0.0.0")
+    binds = always_bind or endpoint.startswith("ipc://") or any(one in endpoint for one in wildcards)
+    try:
+        if binds:
+            socket.bind(endpoint)
+        else:
+            socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise ValueError(f"--kv-events-config: {endpoint} cannot be used: {error.strerror}") from None

@@ -1,0 +1,106 @@
+"""Turns the changes of a radix cache into KV events about blocks. A block is a page.
+
+The hash of a block is the start of the SHA-256 of the hash before it and its tokens. So it stands for the whole prefix.
+A namespace (cache salt) changes the hashes of all its blocks.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import UNSET
+
+from ..srt.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from .radix_node import RadixNode
+
+_HASH_BYTES = 8
+
+
+class CacheListener(Protocol):
+    """What a radix cache tells about its tree."""
+
+    def stored(self, leaf: RadixNode) -> None:
+        """A new leaf is in the tree."""
+
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
+        """The edge of `lower` was cut. `upper` has its first tokens. The cached prefixes are the same."""
+
+    def removed(self, node: RadixNode, kept_len: int) -> None:
+        """The tokens of a node from `kept_len` on leave the tree. The node still has them."""
+
+    def cleared(self) -> None:
+        """The tree is empty."""
+
+
+class _Edge(NamedTuple):
+    """The blocks of a node's edge."""
+
+    salt: str
+    hashes: list[int]
+
+
+class BlockEvents:
+    """A CacheListener that collects events."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._edges: dict[RadixNode, _Edge] = {}
+        self._events: list[KVEvent] = []
+
+    def take(self) -> list[KVEvent]:
+        """The events since the last call, in order."""
+        events = self._events
+        if events:
+            self._events = []
+        return events
+
+    def stored(self, leaf: RadixNode) -> None:
+        assert leaf.parent is not None
+        before = self._edges.get(leaf.parent)
+        salt = leaf.parent.key.decode("utf-8", "replace") if before is None else before.salt
+        parent_hash = None if before is None else before.hashes[-1]
+        hashes = self._hashes(leaf.tokens, salt, parent_hash)
+        self._edges[leaf] = _Edge(salt, hashes)
+        begins = bool(salt) and parent_hash is None
+        self._events.append(
+            BlockStored(
+                hashes,
+                parent_hash,
+                leaf.tokens.tolist(),
+                self._page_size,
+                extra_keys=[[salt], *[None] * (len(hashes) - 1)] if begins else UNSET,
+                cache_salt=salt or UNSET,
+            )
+        )
+
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
+        salt, hashes = self._edges[lower]
+        num_upper = len(upper.tokens) // self._page_size
+        self._edges[upper] = _Edge(salt, hashes[:num_upper])
+        self._edges[lower] = _Edge(salt, hashes[num_upper:])
+
+    def removed(self, node: RadixNode, kept_len: int) -> None:
+        salt, hashes = self._edges.pop(node)
+        num_kept = kept_len // self._page_size
+        if num_kept:
+            self._edges[node] = _Edge(salt, hashes[:num_kept])
+        self._events.append(BlockRemoved(hashes[num_kept:]))
+
+    def cleared(self) -> None:
+        self._edges.clear()
+        self._events.append(AllBlocksCleared())
+
+    def _hashes(self, tokens: npt.NDArray[np.int32], salt: str, parent_hash: int | None) -> list[int]:
+        if parent_hash is not None:
+            last = parent_hash.to_bytes(_HASH_BYTES, "big", signed=True)
+        else:
+            last = sha256(salt.encode()).digest()[:_HASH_BYTES] if salt else b""
+        data, page_bytes = tokens.tobytes(), tokens.itemsize * self._page_size
+        hashes = []
+        for start in range(0, len(data), page_bytes):
+            last = sha256(last + data[start : start + page_bytes]).digest()[:_HASH_BYTES]
+            hashes.append(int.from_bytes(last, "big", signed=True))
+        return hashes

@@ -1,0 +1,241 @@
+"""KV events over real sockets: a reader that misses messages fills the gap by a replay."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from kv_event_reader import KVEventReader
+from radix_makers import make, put
+
+from tercet.managers.kv_event_publisher import KVEventPublisher
+from tercet.mem_cache.radix_cache import RadixCache
+from tercet.srt.kv_events import KVEventsConfig, read_config
+from tercet.srt.server_args import ServerArgs
+
+END = b"\xff" * 8
+WAIT_MS = 20_000
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(dir="/tmp"))  # the names of sockets must be short
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def sockets() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
+    context: zmq.Context[Any] = zmq.Context()
+
+    def socket(kind: int, endpoint: str = "") -> zmq.Socket[bytes]:
+        made = context.socket(kind)
+        made.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+        if kind == zmq.SUB:
+            made.setsockopt(zmq.SUBSCRIBE, b"")
+        if endpoint:
+            made.connect(endpoint)
+        return made
+
+    yield socket
+    context.destroy(linger=0)
+
+
+class Server:
+    """A cache whose events are published."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.endpoint, self.replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
+        config = {"publisher": "zmq", "endpoint": self.endpoint, "replay_endpoint": self.replay, **settings}
+        self.publisher = KVEventPublisher(msgspec.convert(config, KVEventsConfig), clock=lambda: 7.5)
+        self.cache, self.allocator = make(2, 1 << 14)
+        self.publisher.watch(self.cache)
+        self._num_stored = 0
+
+    def store(self, num: int) -> None:
+        """Publishes this number of batches."""
+        for _ in range(num):
+            self._num_stored += 1
+            put(self.cache, self.allocator, [self._num_stored, self._num_stored + 1] * 2)
+            self.publisher.flush()
+
+    @property
+    def num_batches(self) -> int:
+        return self._num_stored + 1
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    server = Server(folder)
+    yield server
+    server.publisher.close()
+
+
+def replay(socket: zmq.Socket[bytes], start: int) -> list[list[bytes]]:
+    socket.send_multipart([b"", start.to_bytes(8, "big")])
+    messages = []
+    while True:
+        empty, *frames = socket.recv_multipart()
+        assert empty == b""
+        if frames[1] == END:
+            assert frames == [b"", END, b""]
+            return messages
+        messages.append(frames)
+
+
+def connected(server: Server, socket: zmq.Socket[bytes]) -> list[bytes]:
+    """The first message that a new subscriber gets."""
+    while not socket.poll(20):
+        server.store(1)
+    return socket.recv_multipart()
+
+
+def num_cached(cache: RadixCache) -> int:
+    return cache.evictable_size // cache.page_size
+
+
+def test_a_replay_fills_the_gap_of_a_late_reader(server: Server, sockets: Callable[..., zmq.Socket[bytes]]) -> None:
+    server.store(5)
+    live = sockets(zmq.SUB, server.endpoint)
+    reader = KVEventReader()
+    reader.on_message(connected(server, live))
+    assert reader.missed[0] == 0 and len(reader.missed) >= 6
+    for frames in replay(sockets(zmq.DEALER, server.replay), reader.missed[0]):
+        reader.on_message(frames)
+    server.store(3)
+    while reader.next_seq < server.num_batches:
+        reader.on_message(live.recv_multipart())
+    assert len(reader.prefixes) == num_cached(server.cache) == 2 * (server.num_batches - 1)
+    server.cache.evict(10)
+    server.publisher.flush()
+    reader.on_message(live.recv_multipart())
+    assert len(reader.prefixes) == num_cached(server.cache)
+
+
+def test_a_slow_reader_loses_messages_and_the_scheduler_loses_no_time(
+    folder: Path, sockets: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    server = Server(folder, hwm=1)
+    live = sockets(zmq.SUB)
+    live.setsockopt(zmq.RCVHWM, 1)
+    live.connect(server.endpoint)
+    reader = KVEventReader()
+    first = connected(server, live)
+    server.store(2000)  # nobody reads: a call that waits for the reader would never return
+    reader.on_message(first)
+    for frames in replay(sockets(zmq.DEALER, server.replay), 0):
+        reader.on_message(frames)
+    server.publisher.close()
+    assert reader.next_seq == server.num_batches and len(reader.prefixes) == num_cached(server.cache)
+
+
+def test_a_replay_with_room_is_complete(folder: Path, sockets: Callable[..., zmq.Socket[bytes]]) -> None:
+    server = Server(folder, topic="kv@me")
+    server.store(3000)
+    messages = replay(sockets(zmq.DEALER, server.replay), 1000)
+    assert [int.from_bytes(seq, "big") for _, seq, _ in messages] == list(range(1000, 3001))
+    assert {topic for topic, _, _ in messages} == {b"kv@me"}
+    server.publisher.close()
+
+
+def test_the_buffer_is_bounded(folder: Path, sockets: Callable[..., zmq.Socket[bytes]]) -> None:
+    server = Server(folder, buffer_steps=3)
+    server.store(10)
+    messages = replay(sockets(zmq.DEALER, server.replay), 0)
+    assert [int.from_bytes(seq, "big") for _, seq, _ in messages] == [8, 9, 10]
+    server.publisher.close()
+
+
+def test_nonsense_on_the_replay_socket_is_ignored(server: Server, sockets: Callable[..., zmq.Socket[bytes]]) -> None:
+    socket = sockets(zmq.DEALER, server.replay)
+    for frames in ([b""], [b"", b"x"], [b"", b"1", b"2", b"3"], [b"\x00" * 8]):
+        socket.send_multipart(frames)
+    assert len(replay(socket, 0)) == 1
+    assert replay(socket, 5) == [] == replay(socket, 2**64 - 1)
+
+
+def test_a_publisher_connects_to_a_reader_that_listens(sockets: Callable[..., zmq.Socket[bytes]]) -> None:
+    listening = sockets(zmq.SUB)
+    port = listening.bind_to_random_port("tcp://127.0.0.1")
+    publisher = KVEventPublisher(KVEventsConfig(publisher="zmq", endpoint=f"tcp://127.0.0.1:{port}"))
+    cache, allocator = make(2)
+    publisher.watch(cache)
+    number = 0
+    while not listening.poll(20):
+        number += 1
+        put(cache, allocator, [number] * 2)
+        publisher.flush()
+    assert msgspec.msgpack.decode(listening.recv_multipart()[2])[1]
+    publisher.close()
+
+
+def test_nothing_is_published_without_events(server: Server) -> None:
+    server.store(1)
+    before = server.publisher._next_seq
+    server.publisher.flush()
+    assert server.publisher._next_seq == before == 2
+
+
+@pytest.mark.parametrize("name", ["endpoint", "replay_endpoint"])
+def test_an_address_that_cannot_be_used_is_told(folder: Path, name: str) -> None:
+    good = {"publisher": "zmq", "endpoint": f"ipc://{folder}/a", "replay_endpoint": f"ipc://{folder}/b"}
+    config = msgspec.convert({**good, name: f"ipc://{folder}/none/x"}, KVEventsConfig)
+    with pytest.raises(ValueError, match="none/x cannot be used: No such file"):
+        KVEventPublisher(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_on"),
+    [
+        ("{}", False),
+        ('{"publisher": "zmq"}', True),
+        ('{"publisher": "null"}', False),
+        ('{"enable_kv_cache_events": true}', True),
+        ('{"enable_kv_cache_events": false, "publisher": "zmq"}', False),
+        ('{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv@a@b", "hwm": 5}', True),
+    ],
+)
+def test_when_it_is_on(text: str, is_on: bool) -> None:
+    assert (read_config(text) is not None) == is_on
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "malformed"),
+        ('{"publisher": "kafka"}', "publisher"),
+        ('{"endpoints": "tcp://*:1"}', "unknown field `endpoints`"),
+        ('{"buffer_steps": 0}', "buffer_steps"),
+        ('{"endpoint": "http://a"}', "must begin with tcp:// or ipc://"),
+        ('{"endpoint": "tcp://*"}', "must be tcp://HOST:PORT"),
+        ('{"replay_endpoint": "tcp://*:70000"}', "must be tcp://HOST:PORT"),
+    ],
+)
+def test_a_wrong_config_is_a_mistake_of_the_user(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"--kv-events-config: .*{message}"):
+        ServerArgs(model_path="m", kv_events_config=text)
+
+
+def test_it_needs_the_prefix_cache() -> None:
+    with pytest.raises(ValueError, match="needs the prefix cache"):
+        ServerArgs(model_path="m", kv_events_config='{"publisher": "zmq"}', disable_radix_cache=True)
+
+
+def test_how_server_info_describes_it() -> None:
+    config = read_config('{"publisher": "zmq", "endpoint": "tcp://*:6000", "replay_endpoint": "tcp://*:6001"}')
+    assert config is not None
+    assert config.described(64) == {
+        "publisher": "zmq",
+        "endpoint_host": "*",
+        "endpoint_port_base": 6000,
+        "topic": "",
+        "block_size": 64,
+        "dp_size": 1,
+        "replay_endpoint_port_base": 6001,
+    }
