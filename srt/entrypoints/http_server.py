@@ -15,7 +15,7 @@ from starlette.types import ExceptionHandler
 from ... import __version__
 from ...managers.tokenizer_manager import TokenizerManager
 from ..server_args import ServerArgs
-from . import admin, info, load, native, native_protocol, openapi, page, score, tokenize
+from . import admin, info, load, native, native_protocol, openapi, page, rerank, score, tokenize
 from .auth import ApiKeyGuard
 from .cross_site import CrossSiteGuard, cors_settings
 from .error_handlers import http_exception
@@ -87,6 +87,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         score.score,
         body=score.SCORE_CODEC,
         answer=score.Scores,
+    ),
+    Endpoint(
+        ("POST",),
+        "/v1/rerank",
+        "Orders documents by their similarity to a query: Jina's and Cohere's endpoint",
+        rerank.rerank,
+        body=rerank.RERANK_CODEC,
+        answer=rerank.Ranking,
     ),
     Endpoint(("GET",), "/v1/models", "Lists the served model", models.list_models, answer=protocol.ModelList),
     Endpoint(
