@@ -1,4 +1,4 @@
-# requires: litellm==1.106.2 mcp pytest==9.2.0
+# requires: litellm==1.106.2 mcp==2.3.0 pytest==9.2.0
 """litellm, with the provider `hosted_vllm` and with `openai`: chats, streams, text, tools, schemas, errors."""
 
 from __future__ import annotations

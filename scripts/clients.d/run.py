@@ -1,8 +1,10 @@
 """Runs the checks of clients against a server, and shows a table of pass rates. scripts/clients calls it.
 
 A client is a file `check_NAME.py` (pytest) or `check_NAME.mjs` (node's test runner). Its first line names the packages
-to install: `# requires: openai==3.54.0 pytest==9.2.0`; the first of them is the client. The checks find the server in
-TERCET_URL and the model's name in TERCET_MODEL. A check that cannot pass is marked as expected to fail (`xfail`, in
+to install: `# requires: openai==3.54.0 pytest==9.2.0`; the first of them is the client. A name after a minus sign is
+uninstalled afterwards. The checks find the server in TERCET_URL and the model's name in TERCET_MODEL. A check that
+names TERCET_TOKENIZER finds there a Hugging Face folder with the tokenizer and the weights of the default model, and in
+TERCET_PYTHON an interpreter that has tercet. A check that cannot pass is marked as expected to fail (`xfail`, in
 JavaScript `todo`), and its reason is the obstacle in the table.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -26,8 +29,10 @@ from xml.etree import ElementTree
 CHECKS = Path(__file__).resolve().parent
 ROOT = CHECKS.parents[1]
 ENVIRONMENTS = ROOT / ".venv-clients"
+MODEL_FOLDER = ENVIRONMENTS / "models" / "default"
 PAGE = ROOT / "docs" / "clients.md"
 TABLE_BEGINS, TABLE_ENDS = "<!-- measured: clients -->\n", "<!-- end -->"
+TABLE_HEAD = ("| client | checks that pass | not applicable | obstacles |", "|---|---|---|---|")
 MODEL = "smollm2"
 START_TIMEOUT_S = 180
 CLIENT_TIMEOUT_S = 1800
@@ -56,7 +61,8 @@ class Client:
         mark, _, requires = head.partition("requires: ")
         if mark not in ("# ", "// ") or not requires:
             raise ValueError(f"{checks.name}: the first line must be '# requires: NAME==VERSION ...', got {head!r}")
-        self.requires = requires.split()
+        self.requires = [word for word in requires.split() if not word.startswith("-")]
+        self.excludes = [word[1:] for word in requires.split() if word.startswith("-")]
         self.folder = ENVIRONMENTS / self.name
 
     @property
@@ -64,21 +70,27 @@ class Client:
         return self.checks.suffix == ".py"
 
     def install(self) -> None:
-        """Makes the environment, unless it has these packages already."""
+        """Makes the environment and the model folder, unless they are there already."""
+        if "TERCET_TOKENIZER" in self.checks.read_text(encoding="utf-8") and not MODEL_FOLDER.exists():
+            command = [sys.executable, "-m", "tercet.benchmarks.peers.models", MODEL_FOLDER.parent]
+            subprocess.run(command, check=True, stdout=sys.stderr)
         stamp = self.folder / "installed"
-        if stamp.exists() and stamp.read_text(encoding="utf-8").split() == self.requires:
+        wanted = " ".join([*self.requires, *(f"-{name}" for name in self.excludes)])
+        if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
             return
         sys.stderr.write(f"scripts/clients: installing {' '.join(self.requires)}\n")
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.in_python:
             subprocess.run([sys.executable, "-m", "venv", self.folder], check=True)
-            pip = [self.folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            subprocess.run([*pip, *self.requires], check=True)
+            pip = [self.folder / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
+            subprocess.run([*pip, "install", *self.requires], check=True)
+            if self.excludes:
+                subprocess.run([*pip, "uninstall", "--yes", *self.excludes], check=True)
         else:
             self.folder.mkdir(parents=True)
             (self.folder / "package.json").write_text("{}\n", encoding="utf-8")
             subprocess.run(["npm", "install", "--silent", *self.requires], cwd=self.folder, check=True)
-        stamp.write_text(" ".join(self.requires), encoding="utf-8")
+        stamp.write_text(wanted, encoding="utf-8")
 
     def run(self, url: str) -> Outcome:
         """Runs the checks, and shows their output."""
@@ -93,6 +105,7 @@ class Client:
             command += ["--test-reporter=junit", f"--test-reporter-destination={report}", copied]
         scripts = f"{self.folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
         environ = {**os.environ, "TERCET_URL": url, "TERCET_MODEL": MODEL, "PATH": scripts}
+        environ |= {"TERCET_TOKENIZER": str(MODEL_FOLDER), "TERCET_PYTHON": sys.executable}
         environ.pop("PYTHONPATH", None)
         try:
             subprocess.run(command, env=environ, cwd=self.folder, timeout=CLIENT_TIMEOUT_S, check=False)
@@ -122,23 +135,34 @@ def read_report(client: str, report: Path) -> Outcome:
 
 def table(clients: list[Client], outcomes: list[Outcome]) -> str:
     """The outcomes in Markdown."""
-    rows = ["| client | checks that pass | not applicable | obstacles |", "|---|---|---|---|"]
-    for client, outcome in zip(clients, outcomes, strict=True):
-        total = outcome.passed + len(outcome.failed) + len(outcome.obstacles)
-        obstacles = [*dict.fromkeys(outcome.obstacles), *(f"**{name} fails**" for name in outcome.failed)]
-        package, _, version = client.requires[0].rpartition("==" if client.in_python else "@")
-        label = f"{package} {version}" if client.in_python else f"{package} {version} (npm)"
-        skipped = str(outcome.skipped or "")
-        rows.append(f"| {label} | {outcome.passed} of {total} | {skipped} | {'; '.join(obstacles)} |")
-    return "\n".join(rows) + "\n"
+    return "".join(f"{line}\n" for line in [*TABLE_HEAD, *map(row, clients, outcomes)])
 
 
-def write_table(text: str) -> None:
+def row(client: Client, outcome: Outcome) -> str:
+    total = outcome.passed + len(outcome.failed) + len(outcome.obstacles)
+    obstacles = [*dict.fromkeys(outcome.obstacles), *(f"**{name} fails**" for name in outcome.failed)]
+    package, _, version = client.requires[0].rpartition("==" if client.in_python else "@")
+    label = f"{package.partition('[')[0]} {version}" if client.in_python else f"{package} {version} (npm)"
+    return f"| {label} | {outcome.passed} of {total} | {outcome.skipped or ''} | {'; '.join(obstacles)} |"
+
+
+def merged(old: str, new: str) -> str:
+    """The rows of two tables, in alphabetical order. Where both have a client, in any version, its new row."""
+    rows = {re.sub(r" [\d.]+ ", " ", line.split("|")[1]): line for text in (old, new) for line in rows_of(text)}
+    return "".join(f"{line}\n" for line in [*TABLE_HEAD, *sorted(rows.values(), key=str.lower)])
+
+
+def rows_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("| ") and line not in TABLE_HEAD]
+
+
+def write_table(new: str) -> None:
+    """Writes the rows of this run. The rows of other clients stay as they are."""
     before, begins, rest = PAGE.read_text(encoding="utf-8").partition(TABLE_BEGINS)
-    _, ends, after = rest.partition(TABLE_ENDS)
+    old, ends, after = rest.partition(TABLE_ENDS)
     if not begins or not ends:
         raise ValueError(f"{PAGE.name} has no place for the table: no {TABLE_BEGINS.strip()}")
-    PAGE.write_text(f"{before}{begins}\n{text}\n{ends}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{begins}\n{merged(old, new)}\n{ends}{after}", encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -177,13 +201,11 @@ def parse(known: dict[str, Client]) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"clients, of {', '.join(known)}; default: all")
     parser.add_argument("--list", action="store_true", help="name the clients and their packages, and end")
     parser.add_argument("--url", help=f"use this running server, whose model has the name {MODEL}")
-    parser.add_argument("--write", action="store_true", help="write the table to docs/clients.md")
+    parser.add_argument("--write", action="store_true", help="write the rows of these clients to docs/clients.md")
     given = parser.parse_args()
     unknown = [name for name in given.names if name not in known]
     if unknown:
         parser.error(f"unknown client {unknown[0]!r}; known: {', '.join(known)}")
-    if given.write and given.names:
-        parser.error("--write needs the outcomes of all clients, so name none")
     return given
 
 

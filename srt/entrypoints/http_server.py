@@ -16,7 +16,20 @@ from starlette.types import ExceptionHandler
 from ... import __version__
 from ...managers.tokenizer_manager import TokenizerManager
 from ..server_args import ServerArgs
-from . import admin, info, load, native, native_protocol, openapi, page, pausing, score, streams, tokenize
+from . import (
+    admin,
+    info,
+    load,
+    native,
+    native_protocol,
+    openapi,
+    page,
+    pausing,
+    rerank,
+    score,
+    streams,
+    tokenize,
+)
 from .auth import ApiKeyGuard
 from .cross_site import CrossSiteGuard, cors_settings
 from .error_handlers import http_exception
@@ -104,6 +117,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Continues a stream after the header Last-Event-ID; 404 without --resume-grace",
         streams.continue_stream,
         media_type="text/event-stream",
+    ),
+    Endpoint(
+        ("POST",),
+        "/v1/rerank",
+        "Orders documents by their similarity to a query: Jina's and Cohere's endpoint",
+        rerank.rerank,
+        body=rerank.RERANK_CODEC,
+        answer=rerank.Ranking,
     ),
     Endpoint(("GET",), "/v1/models", "Lists the served model", models.list_models, answer=protocol.ModelList),
     Endpoint(

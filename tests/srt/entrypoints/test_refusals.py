@@ -23,6 +23,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "a", "max_output_tokens": 1},
     "/v1/embeddings": {"input": "a"},
     "/v1/score": {"query": "a", "items": ["b"], "label_token_ids": [1]},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
     "/abort_request": {"rid": "r"},
@@ -106,6 +107,9 @@ HONOURED: dict[str, Any] = {
     "encoding_format": "base64",
     "dimensions": 2,
     "pooling": "mean",
+    "documents": ["b", {"text": "c"}],
+    "top_n": 1,
+    "return_documents": False,
 }
 """A good value of every field that is honoured."""
 OTHER_VALUES: dict[tuple[str, str], Any] = {

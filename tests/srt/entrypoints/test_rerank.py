@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from fake_http import Site
+from field_walks import Table, Walk, check
+
+from tercet.srt.entrypoints.http_server import ENDPOINTS
+from tercet.srt.entrypoints.openapi import body_types
+from tercet.srt.entrypoints.rerank import RerankBody, RerankDocument
+from tercet.srt.io_struct import AbortFinish
+
+PATH = "/v1/rerank"
+BODY = {"query": "b", "documents": ["z", "b", {"text": "!"}, "b"]}
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    site = Site()
+    yield site
+    site.close()
+
+
+def cosine(left: str, right: str) -> float:
+    """The fake engine's embedding of a text is its last token and then 2, 3, ... 8."""
+    one, two = (np.array([ord(text[-1]), *range(2, 9)], float) for text in (left, right))
+    return float(one @ two / np.linalg.norm(one) / np.linalg.norm(two))
+
+
+def test_the_answer(site: Site) -> None:
+    answer = site.post(PATH, BODY).json()
+    assert [(one["index"], one["document"]["text"]) for one in answer["results"]] == [
+        (1, "b"),
+        (3, "b"),
+        (0, "z"),
+        (2, "!"),
+    ]
+    expected = [cosine("b", text) for text in ("b", "b", "z", "!")]
+    assert [one["relevance_score"] for one in answer["results"]] == pytest.approx(expected, abs=1e-9)
+    assert answer["usage"] == {"prompt_tokens": 5, "total_tokens": 5} and answer["model"] == "tiny"
+    assert all(req.options.sampling.max_new_tokens == 0 for req in site.scheduler.received)
+    assert {req.options.pooling for req in site.scheduler.received} == {"mean"}
+
+
+@pytest.mark.parametrize("top_n", [1, 3, 9])
+def test_the_best_documents_without_their_texts(site: Site, top_n: int) -> None:
+    results = site.post(PATH, {**BODY, "top_n": top_n, "return_documents": False}).json()["results"]
+    assert [one["index"] for one in results] == [1, 3, 0, 2][:top_n]
+    assert all(set(one) == {"index", "relevance_score"} for one in results)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"documents": []}, "documents", "at least one"),
+        ({"documents": ["a", ""]}, "documents[1]", "empty"),
+        ({"documents": [{"image": "a"}]}, "documents[0].image", "unknown field"),
+        ({"query": ""}, "query", "empty"),
+        ({"top_n": 0}, "top_n", "at least 1, got 0"),
+        ({"pooling": "max"}, "pooling", "invalid enum value"),
+        ({"max_chunks_per_doc": 3}, "max_chunks_per_doc", "unknown"),
+    ],
+)
+def test_what_is_refused(site: Site, change, param, message) -> None:
+    error = site.refused(PATH, {**BODY, **change})
+    assert error["param"] == param and message in error["message"], error
+
+
+def test_an_aborted_request_is_an_error(site: Site) -> None:
+    site.scheduler.fail = (0, AbortFinish("aborted by the client"))
+    answer = site.post(PATH, BODY)
+    assert answer.status_code == 499 and "aborted" in answer.json()["error"]["message"]
+
+
+FIELDS: Table = {
+    "query": ("c", lambda seen: seen.answer["results"][0]["index"] == 1),
+    "documents": (["b"], lambda seen: [one["document"]["text"] for one in seen.answer["results"]] == ["b"]),
+    "top_n": (1, lambda seen: len(seen.answer["results"]) == 1),
+    "return_documents": (False, lambda seen: "document" not in seen.answer["results"][0]),
+    "pooling": ("last", lambda seen: seen.req.options.pooling == "last"),
+    "model": ("gpt", lambda seen: seen.answer["error"]["code"] == "model_not_found"),
+    "cache_salt": ("pepper", lambda seen: seen.req.options.cache_salt == "pepper"),
+}
+DOCUMENT: Table = {"text": ("b", lambda seen: seen.answer["results"][0]["document"] == {"text": "b"})}
+WALKS = [
+    Walk(PATH, RerankBody, FIELDS, lambda name, value: {"query": "a", "documents": ["a", "c"], name: value}),
+    Walk(PATH, RerankDocument, DOCUMENT, lambda name, value: {"query": "a", "documents": [{name: value}]}),
+]
+
+
+@pytest.mark.parametrize("walk", WALKS, ids=lambda walk: walk.cls.__name__)
+def test_every_honoured_field_arrives(site: Site, walk: Walk) -> None:
+    check(site, walk)
+
+
+def test_every_type_of_object_is_walked() -> None:
+    assert {walk.cls for walk in WALKS} == set(body_types([one for one in ENDPOINTS if one.path == PATH]))
