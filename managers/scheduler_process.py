@@ -24,6 +24,7 @@ from ..srt.server_args import ServerArgs
 from ..srt.start_reports import SchedulerReady
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
+from .explained_planner import ExplainedPlanner
 from .grammar_backends import make_compiler
 from .grammar_loader import GrammarLoader
 from .grammar_worker import eos_ids_of, grammar_vocabulary
@@ -90,7 +91,7 @@ def build_scheduler(
     allocator, cache = _memory(server_args, runner)
     queues = RequestQueues(server_args.max_queued_requests)
     return Scheduler(
-        Planner(_limits(server_args, runner), KVCacheManager(rows, allocator, cache), queues, clock=clock),
+        _planner(server_args, runner, KVCacheManager(rows, allocator, cache), queues, clock),
         runner,
         io,
         ReqFactory(
@@ -111,6 +112,19 @@ def build_scheduler(
         journal=journal,
         max_queue_time_s=server_args.max_queue_time,
     )
+
+
+def _planner(
+    server_args: ServerArgs,
+    runner: ModelRunner,
+    kv: KVCacheManager,
+    queues: RequestQueues,
+    clock: Callable[[], float],
+) -> Planner:
+    limits, slow_s = _limits(server_args, runner), server_args.explain_schedule
+    if slow_s is None:
+        return Planner(limits, kv, queues, clock=clock)
+    return ExplainedPlanner(limits, kv, queues, clock=clock, slow_s=slow_s)
 
 
 def _limits(server_args: ServerArgs, runner: ModelRunner) -> PlanLimits:
