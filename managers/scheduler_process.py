@@ -28,6 +28,7 @@ from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal, open_journal
 from ..srt.tenant_weights import parse_weights
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
 from .engine_runner import EngineRunner
+from .explained_planner import ExplainedPlanner
 from .grammar_backends import make_compiler
 from .grammar_loader import GrammarLoader
 from .grammar_worker import eos_ids_of, grammar_vocabulary
@@ -115,7 +116,7 @@ def build_scheduler(
         kv_events.watch(cache)
     queues = RequestQueues(server_args.max_queued_requests)
     return Scheduler(
-        Planner(_limits(server_args, runner), KVCacheManager(rows, allocator, cache), queues, clock=clock),
+        _planner(server_args, runner, KVCacheManager(rows, allocator, cache), queues, clock),
         runner,
         io,
         ReqFactory(
@@ -138,6 +139,19 @@ def build_scheduler(
         max_queue_time_s=server_args.max_queue_time,
         kv_events=kv_events,
     )
+
+
+def _planner(
+    server_args: ServerArgs,
+    runner: EngineRunner,
+    kv: KVCacheManager,
+    queues: RequestQueues,
+    clock: Callable[[], float],
+) -> Planner:
+    limits, slow_s = _limits(server_args, runner), server_args.explain_schedule
+    if slow_s is None:
+        return Planner(limits, kv, queues, clock=clock)
+    return ExplainedPlanner(limits, kv, queues, clock=clock, slow_s=slow_s)
 
 
 def _limits(server_args: ServerArgs, runner: EngineRunner) -> PlanLimits:

@@ -280,6 +280,10 @@ class ServerArgs:
         int,
         _server("0: names, counts, times; 1: sampling parameters, too; 2: the start of texts, too; 3: whole texts"),
     ] = 0
+    explain_schedule: Annotated[
+        float | None,
+        Setting("Log which limits and requests a request waited for, if it waited so many seconds; default: never"),
+    ] = None
     decode_log_interval: Annotated[int, Setting("Number of decode steps between two log lines")] = 40
     record_schedule: Annotated[
         str | None,
@@ -352,6 +356,8 @@ class ServerArgs:
             )
         if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
             raise ValueError("--schedule-low-priority-values-first needs --enable-priority-scheduling")
+        if self.explain_schedule is not None and not 0 <= self.explain_schedule < math.inf:
+            raise ValueError(f"--explain-schedule must be a number of seconds, 0 or more, got {self.explain_schedule}")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ValueError(

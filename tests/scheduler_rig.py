@@ -10,6 +10,7 @@ import numpy as np
 from hash_grammar import HashGrammars, hashed_vocabulary
 
 from fakes import FakeClock, FakeInbox, FakeOutbox, FakeProposer, FakeRunner
+from tercet.managers.explained_planner import ExplainedPlanner
 from tercet.managers.grammar_loader import GrammarLoader
 from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.planner import PlanLimits, Planner, Proposer
@@ -87,6 +88,7 @@ class Rig:
         propose: Proposer | None = None,
         tenant_weights: dict[str, float] | None = None,
         make_runner: Callable[[], Runner] | None = None,
+        explain_s: float | None = None,
     ) -> None:
         """`threads`: compile grammars in a thread. `max_drafts`: most drafts of a FakeProposer, if there is no
         `propose`. `make_runner`: makes the runner; a FakeRunner by default."""
@@ -118,7 +120,11 @@ class Rig:
         )
         if propose is None and max_drafts:
             propose = FakeProposer(max_drafts, vocab_size)
-        self.planner = Planner(limits, self.kv, RequestQueues(max_queued), propose, clock=self.clock)
+        queues = RequestQueues(max_queued)
+        if explain_s is None:
+            self.planner = Planner(limits, self.kv, queues, propose, clock=self.clock)
+        else:
+            self.planner = ExplainedPlanner(limits, self.kv, queues, propose, clock=self.clock, slow_s=explain_s)
         self.scheduler = Scheduler(
             self.planner,
             self.runner,

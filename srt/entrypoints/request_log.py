@@ -138,6 +138,7 @@ def _log_finish(record: RequestRecord, level: int) -> None:
         fields: dict[str, Any] = {
             "request_id": record.id.decode(),
             "rid": sample.generation.rid,
+            "sample": sample.generation.key,
             "index": sample.generation.index,
             "status": record.status,
             "finish_reason": msgspec.to_builtins(sample.finish),

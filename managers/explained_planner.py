@@ -1,0 +1,148 @@
+"""`--explain-schedule`: says of each request that waited long which limits and which requests it waited for."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from itertools import islice
+from typing import NamedTuple
+
+from ..srt import log
+from .kv_cache_manager import KVCacheManager
+from .planner import PlanLimits, Planner, Proposer
+from .req import Req
+from .request_queues import RequestQueues
+from .schedule_batch import ScheduleBatch
+from .schedule_policy import expected_growth
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMES = 8
+"""Requests that a line of the log names."""
+_MAX_ADMISSIONS = 4096
+"""Admissions that are remembered. A request that waited for more was behind at least so many."""
+
+
+class Limit(Enum):
+    """What keeps the first request of the waiting queue from starting."""
+
+    RUNNING = "max_running_requests"
+    MEMORY = "kv_memory"
+    STEP = "max_prefill_tokens"
+    """The steps are full of prompts of other requests."""
+    DECODES = "decode_steps"
+    """Running requests get their tokens first."""
+    GRAMMAR = "grammar"
+    """Its grammar is being compiled."""
+
+
+class _Admission(NamedTuple):
+    number: int
+    rid: str
+    num_tokens: int
+    """Tokens to compute."""
+
+
+class _Arrival(NamedTuple):
+    """What had been counted when a request came into the queue."""
+
+    num_admitted: int
+    limit_s: dict[Limit, float]
+
+
+class ExplainedPlanner(Planner):
+    """A Planner that logs why requests waited. It only watches, so the plans are the same."""
+
+    def __init__(
+        self,
+        limits: PlanLimits,
+        kv: KVCacheManager,
+        queues: RequestQueues,
+        propose: Proposer | None = None,
+        *,
+        clock: Callable[[], float],
+        slow_s: float,
+    ) -> None:
+        """`slow_s`: the shortest wait that is explained. The others: see Planner."""
+        super().__init__(limits, kv, queues, propose, clock=clock)
+        self._slow_s = slow_s
+        self._clock = clock
+        self._arrivals: dict[Req, _Arrival] = {}
+        self._admissions: deque[_Admission] = deque(maxlen=_MAX_ADMISSIONS)
+        self._num_admitted = 0
+        self._limit_s = dict.fromkeys(Limit, 0.0)
+        """Seconds for which each limit held the first request, since the start."""
+        self._limit: Limit | None = None
+        self._last_s = clock()
+
+    def plan(self) -> ScheduleBatch | None:
+        now = self._clock()
+        if self._limit is not None:
+            self._limit_s[self._limit] += now - self._last_s
+        self._last_s = now
+        self._note_arrivals()
+        batch = super().plan()
+        if batch is not None and batch.num_prompt_tokens:
+            self._note_admissions(batch, now)
+        self._limit = self._find_limit(batch)
+        return batch
+
+    def _note_arrivals(self) -> None:
+        waiting = self.queues.waiting
+        for req in waiting:
+            if req not in self._arrivals:
+                self._arrivals[req] = _Arrival(self._num_admitted, dict(self._limit_s))
+        if len(self._arrivals) > len(waiting):  # some have ended while they waited
+            self._arrivals = {req: self._arrivals[req] for req in waiting}
+
+    def _note_admissions(self, batch: ScheduleBatch, now: float) -> None:
+        new_rows = {new.row for new in batch.inputs.new_rows}
+        admitted = [req for req in batch.reqs if req.row in new_rows]
+        for req in admitted:
+            arrival = self._arrivals.pop(req)
+            if not req.num_retractions and now - req.arrived_s >= self._slow_s:
+                self._explain(req, arrival, now)
+        for req in admitted:
+            self._admissions.append(_Admission(self._num_admitted, req.rid, req.num_tokens - req.locked_len))
+            self._num_admitted += 1
+
+    def _explain(self, req: Req, arrival: _Arrival, now: float) -> None:
+        before = [one for one in self._admissions if one.number >= arrival.num_admitted]
+        heaviest = sorted(before, key=lambda one: -one.num_tokens)
+        waits = {limit: seconds - arrival.limit_s[limit] for limit, seconds in self._limit_s.items()}
+        holders = sorted((one for one in self.queues.holders() if one is not req), key=lambda one: -one.kv_len)
+        fields = {
+            "sample": req.rid,
+            "queue_s": round(now - req.arrived_s, 3),
+            "limits_s": {limit.value: round(seconds, 3) for limit, seconds in waits.items() if seconds > 0},
+            "num_admitted_before": self._num_admitted - arrival.num_admitted,
+            "tokens_admitted_before": sum(one.num_tokens for one in before),
+            "most_tokens_before": [one.rid for one in islice(heaviest, MAX_NAMES)],
+            "most_kv_now": [one.rid for one in islice(holders, MAX_NAMES)],
+        }
+        log.event(logger, logging.INFO, "Waited", fields)
+
+    def _find_limit(self, batch: ScheduleBatch | None) -> Limit | None:
+        """What keeps the first waiting request from starting until the next plan. None: nobody waits."""
+        waiting = self.queues.waiting
+        if not waiting:
+            return None
+        first = next((req for req in waiting if not req.awaits_grammar), None)
+        if first is None:
+            return Limit.GRAMMAR
+        if not self.kv.req_to_token_pool.num_free:
+            return Limit.RUNNING
+        if not self._has_memory_for(first):
+            return Limit.MEMORY
+        return Limit.STEP if batch is not None and batch.num_prompt_tokens else Limit.DECODES
+
+    def _has_memory_for(self, req: Req) -> bool:
+        """The admission rule of PrefillAdder, after the step that was planned."""
+        expected = self.ratio.reserved_by(self.queues.running) + self._watermark
+        chunked = self.queues.chunked
+        if chunked is not None:
+            expected += expected_growth(chunked) + chunked.num_tokens - chunked.kv_len
+        needed = req.num_tokens - self.kv.match_len(req) + expected_growth(req) + self.kv.page_size
+        return needed < self.kv.num_available - expected

@@ -1,0 +1,122 @@
+"""--explain-schedule: each long wait is explained by the limit that caused it and by the requests before it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from scheduler_rig import Rig
+
+from tercet.managers import explained_planner
+from tercet.managers.explained_planner import Limit
+
+Lines = dict[str, dict[str, Any]]
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
+    """The logged fields, by the sample that they are about."""
+    lines: Lines = {}
+
+    def keep(logger: object, level: int, name: str, fields: dict[str, Any]) -> None:
+        assert name == "Waited" and fields["sample"] not in lines
+        lines[fields["sample"]] = fields
+
+    monkeypatch.setattr(explained_planner.log, "event", keep)
+    yield lines
+
+
+def run(rig: Rig, seconds: float = 1.0) -> None:
+    while rig.is_busy:
+        rig.turn()
+        rig.clock.now += seconds
+
+
+def only_limit(fields: dict[str, Any]) -> Limit:
+    """The limit of nearly the whole wait."""
+    name, seconds = max(fields["limits_s"].items(), key=lambda item: item[1])
+    assert seconds >= 0.75 * fields["queue_s"], fields
+    return Limit(name)
+
+
+def make_rig(**settings: Any) -> Rig:
+    return Rig(overlap=False, policy="fcfs", **{"explain_s": 3.0, **settings})
+
+
+def test_a_wait_for_a_row(lines: Lines) -> None:
+    rig = make_rig(max_running=1)
+    rig.add("long", [1] * 5, max_new_tokens=20)
+    rig.add("short", [2] * 5, max_new_tokens=1)
+    run(rig)
+    assert list(lines) == ["short"]
+    fields = lines["short"]
+    assert only_limit(fields) is Limit.RUNNING and fields["queue_s"] >= 20
+    assert fields["most_tokens_before"] == ["long"] and fields["tokens_admitted_before"] == 5
+
+
+def test_a_wait_for_memory(lines: Lines) -> None:
+    rig = make_rig(pool_size=64, radix=False)
+    rig.add("large", [1] * 30, max_new_tokens=30)
+    rig.turn()
+    rig.add("next", [2] * 30, max_new_tokens=4)
+    run(rig)
+    assert only_limit(lines["next"]) is Limit.MEMORY
+    assert lines["next"]["num_admitted_before"] == 0, "large had started before"
+
+
+def test_a_wait_for_the_prompts_of_others(lines: Lines) -> None:
+    rig = make_rig(max_prefill_tokens=16, chunked_prefill_size=16, max_running=16)
+    for index in range(10):
+        rig.add(f"r{index}", [index] * 16, max_new_tokens=1)
+    run(rig)
+    assert only_limit(lines["r9"]) is Limit.STEP
+    assert lines["r9"]["num_admitted_before"] == 9 and lines["r9"]["tokens_admitted_before"] == 9 * 16
+    assert len(lines["r9"]["most_tokens_before"]) == explained_planner.MAX_NAMES
+
+
+def test_a_wait_for_decode_steps(lines: Lines) -> None:
+    """Three decode steps follow each step of prompts, while somebody decodes."""
+    rig = make_rig(max_prefill_tokens=16, chunked_prefill_size=16, max_running=16, explain_s=1.0)
+    rig.add("decoding", [1] * 8, max_new_tokens=60)
+    rig.turn()
+    for index in range(4):
+        rig.add(f"r{index}", [index + 2] * 16, max_new_tokens=1)
+    run(rig)
+    waits = lines["r3"]["limits_s"]
+    assert waits[Limit.DECODES.value] > 2 * waits[Limit.STEP.value] > 0
+    assert lines["r3"]["most_kv_now"][0] == "decoding"
+
+
+def test_the_second_wait_of_a_retracted_request_is_not_explained(lines: Lines) -> None:
+    rig = make_rig(pool_size=24, max_running=4, conservativeness=0.01, explain_s=5.0)
+    for name in "abc":
+        rig.add(name, [ord(name), 2, 3], max_new_tokens=16)
+    run(rig)
+    retracted = [name for name, heard in rig.heard.items() if heard.last and heard.last.counts.num_retractions]
+    assert retracted and not lines.keys() & retracted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_plans_are_the_same_and_each_second_is_explained(lines: Lines, seed: int) -> None:
+    def steps(explain_s: float | None) -> list[Any]:
+        draw = random.Random(seed)
+        settings = {"pool_size": 160, "max_running": 4, "max_prefill_tokens": 32, "chunked_prefill_size": 16}
+        rig = Rig(overlap=bool(seed % 2), explain_s=explain_s, **settings)
+        for index in range(40):
+            length = draw.randint(1, 60)
+            rig.add(f"r{index}", [draw.randrange(97) for _ in range(length)], max_new_tokens=draw.randint(1, 30))
+            if draw.random() < 0.1:
+                rig.abort(f"r{draw.randrange(index + 1)}")
+            for _ in range(draw.randrange(4)):
+                rig.turn()
+                rig.clock.now += 1.0
+        run(rig)
+        return [(step.seq_lens.tolist(), step.rows.tolist()) for step in rig.runner.steps]
+
+    assert steps(None) == steps(0.0)
+    assert len(lines) > 20
+    for fields in lines.values():
+        explained = sum(fields["limits_s"].values())
+        assert fields["queue_s"] - 1.001 <= explained <= fields["queue_s"] + 0.001, fields
