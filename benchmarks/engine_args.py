@@ -10,7 +10,8 @@ import argparse
 import typing
 
 from ..srt import command_line as settings
-from ..srt.server_args import ServerArgs, Setting
+from ..srt.server_args import ServerArgs
+from ..srt.setting import Setting
 from .presets import model_path
 
 

@@ -14,7 +14,8 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from . import env
-from .server_args import ServerArgs, Setting, flag_name
+from .server_args import ServerArgs
+from .setting import Setting, flag_name
 
 
 @dataclass(frozen=True)

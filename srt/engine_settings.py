@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .model_files.default_model import default_model_settings
-from .server_args import ServerArgs, Setting
+from .server_args import ServerArgs
+from .setting import Setting
 
 
 def engine_settings(

@@ -6,7 +6,6 @@ The command line, its help, the docs table (command_line.py) and the validation 
 from __future__ import annotations
 
 import dataclasses
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,31 +13,10 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
-from .kv_events import read_config
 from .origins import parse_origins
-from .tenant_weights import parse_weights
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The annotation of a field: its line of help, and whether only the HTTP server has it.
-
-    `secret`: no answer and no log shows its value. `repeatable`: the flag may be given several times.
-    """
-
-    help: str
-    server_only: bool = False
-    secret: bool = False
-    repeatable: bool = False
-
-
-def _server(text: str, *, secret: bool = False, repeatable: bool = False) -> Setting:
-    return Setting(text, server_only=True, secret=secret, repeatable=repeatable)
-
-
-def flag_name(name: str) -> str:
-    """The flag of a setting."""
-    return "--" + name.replace("_", "-")
+from .setting import Setting
+from .setting import server_setting as _server
+from .setting_checks import check_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +88,8 @@ class ServerArgs:
         _server("Maximum number of unanswered requests of an API key, or of a client address without keys"),
     ] = None
     requests_per_minute_per_key: Annotated[
-        int | None, _server("Maximum number of requests in a minute of an API key, or of a client address without keys")
+        int | None,
+        _server("Maximum number of requests in a minute of an API key, or of a client address without keys"),
     ] = None
     resume_grace: Annotated[
         float,
@@ -294,89 +273,7 @@ class ServerArgs:
     ] = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "context_length",
-            "stream_interval",
-            "max_total_tokens",
-            "max_running_requests",
-            "max_queued_requests",
-            "max_concurrent_requests_per_key",
-            "requests_per_minute_per_key",
-            "chunked_prefill_size",
-            "max_prefill_tokens",
-            "page_size",
-            "cuda_graph_max_bs",
-            "decode_log_interval",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{flag_name(name)} must be at least 1, got {value}")
-        if self.page_size is not None and self.page_size > 1024:
-            raise ValueError(f"--page-size must be at most 1024, got {self.page_size}")
-        for name, num_pages in (("chunked_prefill_size", 1), ("max_prefill_tokens", 1), ("max_total_tokens", 2)):
-            value = getattr(self, name)
-            least = num_pages * (self.page_size or 1)
-            if value is not None and value < least:
-                raise ValueError(
-                    f"{flag_name(name)} must be at least {least} with --page-size {self.page_size}, got {value}"
-                )
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"--port must be in [0, 65535], got {self.port}")
-        if self.api_key is not None:
-            if not self.api_keys or not all(self.api_keys):
-                raise ValueError("--api-key (or TERCET_API_KEY) must not be empty; leave it out to serve without a key")
-            if any(char.isspace() or not char.isprintable() for key in self.api_keys for char in key):
-                raise ValueError(
-                    "--api-key (or TERCET_API_KEY) must not contain spaces, line breaks or control characters"
-                )
-        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
-            if getattr(self, name) is not None and self.ssl_certfile is None:
-                raise ValueError(f"{flag_name(name)} needs --ssl-certfile")
-        if not 0 <= self.log_requests_level <= 3:
-            raise ValueError(f"--log-requests-level must be in [0, 3], got {self.log_requests_level}")
-        if self.log_requests_level and not self.log_requests:
-            raise ValueError("--log-requests-level needs --log-requests")
-        parse_origins(self.allowed_origins)
-        if read_config(self.kv_events_config) is not None and self.disable_radix_cache:
-            raise ValueError("--kv-events-config needs the prefix cache; leave out --disable-radix-cache")
-        if self.mem_fraction_static is not None and not 0 < self.mem_fraction_static < 1:
-            raise ValueError(f"--mem-fraction-static must be in (0, 1), got {self.mem_fraction_static}")
-        if parse_weights(self.tenant_weights) and self.schedule_policy != "dlpm":
-            raise ValueError(f"--tenant-weights needs --schedule-policy dlpm, got {self.schedule_policy}")
-        if not self.schedule_conservativeness > 0:
-            raise ValueError(f"--schedule-conservativeness must be positive, got {self.schedule_conservativeness}")
-        if self.engine_restarts < 0:
-            raise ValueError(f"--engine-restarts must be at least 0, got {self.engine_restarts}")
-        if not self.engine_restart_window > 0:
-            raise ValueError(f"--engine-restart-window must be positive, got {self.engine_restart_window}")
-        if self.priority_scheduling_preemption_threshold < 0:
-            raise ValueError(
-                "--priority-scheduling-preemption-threshold must be at least 0, "
-                f"got {self.priority_scheduling_preemption_threshold}"
-            )
-        if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
-            raise ValueError("--schedule-low-priority-values-first needs --enable-priority-scheduling")
-        if self.explain_schedule is not None and not 0 <= self.explain_schedule < math.inf:
-            raise ValueError(f"--explain-schedule must be a number of seconds, 0 or more, got {self.explain_schedule}")
-        endpoint = self.otlp_traces_endpoint
-        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-            raise ValueError(
-                f"--otlp-traces-endpoint must be a URL that begins with http:// or https://, got {endpoint!r}"
-            )
-        if not 0 <= self.resume_grace < math.inf:
-            raise ValueError(f"--resume-grace must be a number of seconds, 0 or more, got {self.resume_grace}")
-        if self.max_queue_time is not None and not 0 < self.max_queue_time < math.inf:
-            raise ValueError(f"--max-queue-time must be a positive number of seconds, got {self.max_queue_time}")
-        if not 0 <= self.admission_watermark < 1:
-            raise ValueError(f"--admission-watermark must be in [0, 1), got {self.admission_watermark}")
-        if self.max_itl_ms is not None and not self.max_itl_ms > 0:
-            raise ValueError(f"--max-itl-ms must be positive, got {self.max_itl_ms}")
-        if self.context_length == 1:
-            raise ValueError("--context-length must be at least 2, for a prompt and its first token; got 1")
-        for name in ("watchdog_timeout", "soft_watchdog_timeout", "waiting_timeout", "running_timeout"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{flag_name(name)} must be positive, got {value}")
+        check_settings(self)
 
     def with_seed(self) -> ServerArgs:
         """The same settings with `random_seed` set. If it is None, a seed is drawn from the system."""

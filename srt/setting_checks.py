@@ -1,0 +1,97 @@
+"""The rules for the values of settings, and for settings that need or exclude one another."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from .kv_events import read_config
+from .origins import parse_origins
+from .setting import flag_name
+from .tenant_weights import parse_weights
+
+if TYPE_CHECKING:
+    from .server_args import ServerArgs
+
+
+def check_settings(args: ServerArgs) -> None:
+    """Raises ValueError that names the flag, the given value and the allowed ones."""
+    for name in (
+        "context_length",
+        "stream_interval",
+        "max_total_tokens",
+        "max_running_requests",
+        "max_queued_requests",
+        "max_concurrent_requests_per_key",
+        "requests_per_minute_per_key",
+        "chunked_prefill_size",
+        "max_prefill_tokens",
+        "page_size",
+        "cuda_graph_max_bs",
+        "decode_log_interval",
+    ):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{flag_name(name)} must be at least 1, got {value}")
+    if args.page_size is not None and args.page_size > 1024:
+        raise ValueError(f"--page-size must be at most 1024, got {args.page_size}")
+    for name, num_pages in (("chunked_prefill_size", 1), ("max_prefill_tokens", 1), ("max_total_tokens", 2)):
+        value = getattr(args, name)
+        least = num_pages * (args.page_size or 1)
+        if value is not None and value < least:
+            raise ValueError(
+                f"{flag_name(name)} must be at least {least} with --page-size {args.page_size}, got {value}"
+            )
+    if not 0 <= args.port <= 65535:
+        raise ValueError(f"--port must be in [0, 65535], got {args.port}")
+    if args.api_key is not None:
+        if not args.api_keys or not all(args.api_keys):
+            raise ValueError("--api-key (or TERCET_API_KEY) must not be empty; leave it out to serve without a key")
+        if any(char.isspace() or not char.isprintable() for key in args.api_keys for char in key):
+            raise ValueError("--api-key (or TERCET_API_KEY) must not contain spaces, line breaks or control characters")
+    for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+        if getattr(args, name) is not None and args.ssl_certfile is None:
+            raise ValueError(f"{flag_name(name)} needs --ssl-certfile")
+    if not 0 <= args.log_requests_level <= 3:
+        raise ValueError(f"--log-requests-level must be in [0, 3], got {args.log_requests_level}")
+    if args.log_requests_level and not args.log_requests:
+        raise ValueError("--log-requests-level needs --log-requests")
+    parse_origins(args.allowed_origins)
+    if read_config(args.kv_events_config) is not None and args.disable_radix_cache:
+        raise ValueError("--kv-events-config needs the prefix cache; leave out --disable-radix-cache")
+    if args.mem_fraction_static is not None and not 0 < args.mem_fraction_static < 1:
+        raise ValueError(f"--mem-fraction-static must be in (0, 1), got {args.mem_fraction_static}")
+    if parse_weights(args.tenant_weights) and args.schedule_policy != "dlpm":
+        raise ValueError(f"--tenant-weights needs --schedule-policy dlpm, got {args.schedule_policy}")
+    if not args.schedule_conservativeness > 0:
+        raise ValueError(f"--schedule-conservativeness must be positive, got {args.schedule_conservativeness}")
+    if args.engine_restarts < 0:
+        raise ValueError(f"--engine-restarts must be at least 0, got {args.engine_restarts}")
+    if not args.engine_restart_window > 0:
+        raise ValueError(f"--engine-restart-window must be positive, got {args.engine_restart_window}")
+    if args.priority_scheduling_preemption_threshold < 0:
+        raise ValueError(
+            "--priority-scheduling-preemption-threshold must be at least 0, "
+            f"got {args.priority_scheduling_preemption_threshold}"
+        )
+    if args.schedule_low_priority_values_first and not args.enable_priority_scheduling:
+        raise ValueError("--schedule-low-priority-values-first needs --enable-priority-scheduling")
+    if args.explain_schedule is not None and not 0 <= args.explain_schedule < math.inf:
+        raise ValueError(f"--explain-schedule must be a number of seconds, 0 or more, got {args.explain_schedule}")
+    endpoint = args.otlp_traces_endpoint
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        raise ValueError(f"--otlp-traces-endpoint must be a URL that begins with http:// or https://, got {endpoint!r}")
+    if not 0 <= args.resume_grace < math.inf:
+        raise ValueError(f"--resume-grace must be a number of seconds, 0 or more, got {args.resume_grace}")
+    if args.max_queue_time is not None and not 0 < args.max_queue_time < math.inf:
+        raise ValueError(f"--max-queue-time must be a positive number of seconds, got {args.max_queue_time}")
+    if not 0 <= args.admission_watermark < 1:
+        raise ValueError(f"--admission-watermark must be in [0, 1), got {args.admission_watermark}")
+    if args.max_itl_ms is not None and not args.max_itl_ms > 0:
+        raise ValueError(f"--max-itl-ms must be positive, got {args.max_itl_ms}")
+    if args.context_length == 1:
+        raise ValueError("--context-length must be at least 2, for a prompt and its first token; got 1")
+    for name in ("watchdog_timeout", "soft_watchdog_timeout", "waiting_timeout", "running_timeout"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{flag_name(name)} must be positive, got {value}")
