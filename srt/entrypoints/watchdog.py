@@ -82,9 +82,10 @@ async def stacks_of(process: Signalled, path: Path) -> str:
             size, changed = _size(path), now
         elif now - changed >= _QUIET_S and (size > start or now - began >= _ANSWER_S):
             break
-    if size == start:
+    try:
+        return path.read_bytes()[start:].decode("utf-8", "replace")
+    except OSError:  # the process did not answer, or the engine was restarted meanwhile
         return ""
-    return path.read_bytes()[start:].decode("utf-8", "replace")
 
 
 def _size(path: Path) -> int:
