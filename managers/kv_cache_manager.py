@@ -112,6 +112,11 @@ class KVCacheManager:
             offset += count
         return slots
 
+    def growth(self, start: int, end: int) -> int:
+        """Tokens, in whole pages, that a request takes from `num_available` to grow from `start` to `end` tokens."""
+        page = self.page_size
+        return (-(-end // page) - -(-start // page)) * page
+
     def decode_demand(self, reqs: Sequence[Req], num_new: int | Int32Array = 1) -> int:
         """Tokens, in whole pages, that a decode step of these requests takes from `num_available`.
 

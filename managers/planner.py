@@ -16,6 +16,9 @@ from .schedule_batch import ScheduleBatch, build_decode, build_extend
 from .schedule_policy import NewTokenRatio, expected_growth, retraction_order
 from .token_gap import DECODES_PER_EXTEND, TimeBudget, TokenGapBound
 
+MAX_HELD_BACK = 3
+"""Extend steps in a row in which shorter prompts may hold the oldest unfinished one back. Then it gets half a step."""
+
 Proposer = Callable[[Req, int], Sequence[int]]
 """Proposes drafts for a request: guesses of the tokens after its newest one, at most as many as the second argument.
 With overlap, the host may not know the newest token yet."""
@@ -77,6 +80,8 @@ class Planner:
         self._propose = propose
         self._unshared: list[Req] = []
         self._num_decodes_due = 0
+        self._num_held_back = 0
+        """Extend steps in a row in which the oldest unfinished prompt had less than half of the tokens."""
 
     def plan(self) -> ScheduleBatch | None:
         """The next step. None: nothing can run before the step in flight is processed."""
@@ -108,16 +113,18 @@ class Planner:
     def _preempt(self, threshold: int) -> None:
         """Retracts running requests for the most urgent waiting one, if it needs that and it is enough.
 
-        The least urgent goes first, and of equal ones the newest. While a prompt is in chunks nothing is preempted: a
-        long candidate could not start beside it.
+        The least urgent goes first, and of equal ones the newest. While an equally urgent prompt is in chunks nothing
+        is preempted: a long candidate might not start beside it.
         """
         queues = self.queues
         candidate = next((req for req in queues.waiting if req.pending_abort is None), None)
-        if candidate is None or candidate.num_steps_in_flight or queues.chunked is not None:
+        if candidate is None or candidate.num_steps_in_flight:
+            return
+        if any(req.urgency >= candidate.urgency for req in queues.unfinished):
             return
         victims = [
             req
-            for req in queues.running
+            for req in queues.holders()
             if req.urgency < candidate.urgency - threshold and req.pending_abort is None and not req.awaits_results
         ]
         if not victims:
@@ -134,24 +141,30 @@ class Planner:
 
         KV that several requests share is counted for each of them. If that was too much, the next plan takes more.
         """
-        kv, running = self.kv, self.queues.running
+        kv, queues = self.kv, self.queues
         match = kv.match(candidate)
         with kv.locked(match):
-            free = kv.num_available - self.ratio.reserved_by(running) - self._watermark
+            reserved = self.ratio.reserved_by(queues.running) + sum(map(self._left_of, queues.unfinished))
+            free = kv.num_available - reserved - self._watermark
         missing = candidate.num_tokens - len(match.slots) + expected_growth(candidate) + kv.page_size - free
         num_rows = kv.req_to_token_pool.num_free
         for count, victim in enumerate(victims):
             if missing < 0 and count + num_rows > 0:
                 return victims[:count]
-            missing -= victim.kv_len + self.ratio.reserved_by([victim])
-        return victims if missing < 0 or len(victims) == len(running) else []
+            missing -= victim.kv_len
+            missing -= self._left_of(victim) if victim in queues.unfinished else self.ratio.reserved_by([victim])
+        return victims if missing < 0 or len(victims) == len(queues.holders()) else []
+
+    def _left_of(self, req: Req) -> int:
+        """Tokens, in whole pages, that an unfinished prompt is expected to need beside its KV."""
+        return self.kv.growth(req.kv_len, req.num_tokens) + expected_growth(req)
 
     # Extend
 
     def _plan_extend(self, decodes: list[Req]) -> ScheduleBatch | None:
         """None if no prompt can proceed, because none waits or memory is short. Decodes that join bring no drafts."""
         queues = self.queues
-        if queues.chunked is None and not (queues.waiting and self.kv.req_to_token_pool.num_free):
+        if not queues.unfinished and not (queues.waiting and self.kv.req_to_token_pool.num_free):
             return None
         joining = decodes if self._limits.enable_mixed_chunk else []
         time = None if self._gap is None or not decodes else self._gap.budget(decodes, join=bool(joining))
@@ -159,6 +172,7 @@ class Planner:
         if not extends:
             return None
         batch = build_extend(self.kv, extends, joining)
+        self._count_held_back(extends)
         admitted = [extend.req for extend in extends if extend.req.stage is Stage.WAITING]
         for extend in extends:
             queues.start(extend.req, whole=extend.is_last_chunk)
@@ -175,25 +189,40 @@ class Planner:
 
     def _admit(self, joining: list[Req], time: TimeBudget | None) -> list[Extend]:
         queues = self.queues
-        chunked = queues.chunked
         adder = PrefillAdder(
             self.kv,
             joining=joining,
             max_tokens=max(self._limits.max_prefill_tokens - len(joining), self.kv.page_size),
             chunk_size=self._limits.chunked_prefill_size,
             expected=self.ratio.reserved_by(queues.running) + self._watermark,
-            chunked=chunked,
+            unfinished=[req for req in queues.unfinished if req.pending_abort is None],
             time=time,
-            engine_empty=not queues.running and chunked is None,
+            engine_empty=not queues.running and not queues.unfinished,
         )
         if adder.num_left < 0:
             return []
-        goes_on = chunked is not None and chunked.pending_abort is None
-        if goes_on and not adder.continue_chunk(others_wait=bool(queues.waiting)):
-            return []  # its next chunk needs memory, which other prompts must not take
         ordered = self._policy.order(queues.waiting)
-        adder.admit(req for req in ordered if req.is_admissible)
-        return adder.extends
+        return adder.fill((req for req in ordered if req.is_admissible), due=self._due())
+
+    def _oldest_unfinished(self) -> Req | None:
+        going_on = (req for req in self.queues.unfinished if req.pending_abort is None)
+        return min(going_on, key=lambda req: req.place, default=None)
+
+    def _due(self) -> Req | None:
+        """The unfinished prompt that may not be held back any longer, if any. More urgent ones still go first."""
+        if self._num_held_back < MAX_HELD_BACK:
+            return None
+        oldest = self._oldest_unfinished()
+        first = next(iter(self.queues.waiting), None)
+        return None if oldest is None or (first is not None and first.urgency > oldest.urgency) else oldest
+
+    def _count_held_back(self, extends: Sequence[Extend]) -> None:
+        """Called before the requests of a planned step change their queues."""
+        oldest = self._oldest_unfinished()
+        own = sum(extend.end - extend.start for extend in extends if extend.req is oldest)
+        was_due = own > 0 and self._num_held_back >= MAX_HELD_BACK
+        is_held_back = oldest is not None and not was_due and 2 * own < sum(one.end - one.start for one in extends)
+        self._num_held_back = self._num_held_back + 1 if is_held_back else 0
 
     # Decode
 
@@ -224,11 +253,11 @@ class Planner:
         if len(decodes) < len(self.queues.running):
             return []  # some requests may end with the step in flight and release their KV: wait for that
         kept = retraction_order(decodes)
+        prompts = sorted(self.queues.unfinished, key=lambda req: req.place)
         retracted = []
         while self.kv.decode_shortfall(kept) > 0:
             # Alone, a request fits: ReqFactory accepts none that is longer than the pool.
-            victim = kept.pop(0) if len(kept) > 1 else self.queues.chunked
-            assert victim is not None and victim.row
+            victim = kept.pop(0) if len(kept) > 1 else prompts.pop()
             self._retract(victim)
             retracted.append(victim)
         self.queues.send_back(retracted)

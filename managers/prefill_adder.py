@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import inf
 
 from .kv_cache_manager import KVCacheManager
 from .req import Req
@@ -15,6 +16,8 @@ MAX_PASSED_BY = 128
 """A pass ends after it has rejected so many waiting requests, however long the queue is."""
 SHARE_LEN = 32
 """A request skips the step if the step will add at least so many of its tokens (in whole pages) to the cache."""
+CHUNK_SHARE = 3
+"""A chunk has at most 1 / CHUNK_SHARE of the tokens of the prompts that end in its step, so they end hardly later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +38,30 @@ class _Verdict(Enum):
 
     ADMITTED = auto()
     PASSED_BY = auto()
-    """It skips this step: it gains by waiting, or another prompt is in chunks. Later requests may be admitted."""
+    """It skips this step: it gains by waiting, or it is too long to start now. Later requests may be admitted."""
     STEP_IS_FULL = auto()
 
 
 class PrefillAdder:
     """One pass of admissions. It has the budgets of one step, and is used for one step only.
 
-    `extends` is the result. A request that does not fit into the step's tokens is cut to a page-aligned chunk. Only
-    one prompt is unfinished at a time, and shorter ones pass beside it. A request that does not fit into memory ends
-    the pass, so that no later request can starve it.
+    Prompts that can end in the step go first: the unfinished ones and the waiting ones in the order of the policy, but
+    of an unfinished and a waiting one the shorter. Beside them, the step has at most one chunk that does not end its
+    prompt. It is short if others end in the step; otherwise it takes the whole step. It belongs to the unfinished
+    prompt with the fewest tokens left, or to a waiting prompt that starts. A prompt starts in chunks if it is at most
+    half as long as what is left of each unfinished one, or more urgent. So few prompts are unfinished at a time.
+
+    All lengths are those that are not cached. A request that does not fit into memory ends the pass, so that no later
+    request can starve it.
 
     All parts of a step take their pages from one budget, `num_left`: first the decodes that join the step, then the
-    next chunk, then the admitted requests. So a planned step always has room.
+    prompts. So a planned step always has room.
 
     The admission rule is SGLang's. A candidate needs room for its new tokens, its clipped `max_new_tokens` and a page,
-    beside the memory that all others are expected to need, and the watermark stays free beside it. The rule does not
-    apply to an otherwise empty engine. Alone, every request fits, because ReqFactory refuses longer ones.
+    beside the memory that all others are expected to need, and the watermark stays free beside it. Unfinished prompts
+    are expected to need all their other pages. So they never wait for each other's memory: if nothing decodes, there is
+    room for all of them. The rule does not apply to an otherwise empty engine. Alone, every request fits, because
+    ReqFactory refuses longer ones.
     """
 
     def __init__(
@@ -62,14 +72,14 @@ class PrefillAdder:
         max_tokens: int,
         chunk_size: int,
         expected: float,
-        chunked: Req | None,
+        unfinished: Sequence[Req],
         engine_empty: bool,
         time: TimeBudget | None = None,
     ) -> None:
         """`joining`: the decodes that take part in the step. `max_tokens`: prompt tokens in the step; `chunk_size`:
-        prompt tokens of one request in it. `expected`: tokens to leave free: those that
-        running requests are expected to need later, and the watermark.
-        `chunked`: the unfinished prompt. `time`: of the step, if running requests wait for it and that is bounded."""
+        prompt tokens of one request in it. `expected`: tokens to leave free: those that running requests are expected
+        to need later, and the watermark. `unfinished`: prompts in chunks that go on. `time`: of the step, if running
+        requests wait for it and that is bounded."""
         self.extends: list[Extend] = []
         self._kv = kv
         self._page = kv.page_size
@@ -77,37 +87,44 @@ class PrefillAdder:
         self._chunk_size = chunk_size
         self._expected = expected
         self._engine_empty = engine_empty
-        self._chunked = chunked
         self._time = time
         self._num_charged = kv.decode_demand(joining)
         """Tokens, in whole pages, that the step will allocate."""
+        self._num_ending = 0
+        """Tokens of prompts that end in this step."""
+        self._chunk: int | None = None
+        """The place in `extends` of the chunk that does not end its prompt."""
         self._share_len = self._pages_to(SHARE_LEN)
         self._shared_soon: set[tuple[str, bytes]] = set()
-        """Prefixes that are not in the cache yet, and will be after this step (`_next_prefix`)."""
+        """Prefixes that are not in the cache yet, and will be soon (`_next_prefix`)."""
+        self._unfinished = sorted(unfinished, key=lambda req: (-req.urgency, _rest(req), req.place))
+        """Those that are not in the step, most urgent and then shortest first."""
+        for req in unfinished:
+            self._reserve(req)
+        if self._unfinished:
+            self._announce_prefix(self._unfinished[0])
 
     @property
     def num_left(self) -> int:
         """The number of tokens that the step may still allocate. Negative if not even the joining decodes fit."""
         return self._kv.num_available - self._num_charged
 
-    def continue_chunk(self, *, others_wait: bool) -> bool:
-        """Takes the next chunk of the unfinished prompt. If others wait, the chunk leaves them half of the step.
+    def fill(self, waiting: Iterable[Req], *, due: Req | None = None) -> list[Extend]:
+        """Fills the step. `waiting`: best first. `due`: an unfinished prompt that gets a chunk before all others."""
+        if due is not None:
+            self._go_on(due, self._room(due, due.kv_len) // 2)
+        self._admit(waiting)
+        if self._chunk is None:
+            self._end_shorter()
+            self._go_on_with_rest()
+        else:
+            self._end_shorter(self.extends[self._chunk].req.urgency)
+            self._lengthen_chunk()
+        return self.extends
 
-        Returns False if there is no memory for the chunk now.
-        """
-        req = self._chunked
-        assert req is not None
-        room = self._room(req, req.kv_len)
-        max_len = min(self._chunk_size, room // 2 if others_wait else room)
-        length = self._cut(req, max(max_len, self._page))
-        if self._growth(req.kv_len, req.kv_len + length) > self.num_left:
-            return False
-        self._chunked = None
-        self._take(req, length)
-        return True
+    # Waiting requests
 
-    def admit(self, waiting: Iterable[Req]) -> None:
-        """Admits requests of `waiting`, best first, until the step is full: whole prompts, or a first chunk."""
+    def _admit(self, waiting: Iterable[Req]) -> None:
         num_passed_by = 0
         for req in waiting:
             verdict = self._try_admit(req)
@@ -120,22 +137,30 @@ class PrefillAdder:
             return _Verdict.STEP_IS_FULL
         match = self._kv.match(req)
         num_cached = len(match.slots)
+        num_new = req.num_tokens - num_cached
+        self._end_shorter(req.urgency, num_new)
         if self._next_prefix(req, num_cached, req.reusable_len) in self._shared_soon:
             return _Verdict.PASSED_BY
-        num_new = req.num_tokens - num_cached
-        length = min(num_new, self._chunk_size, self._room(req, num_cached))
-        if length < num_new:
-            if self._chunked is not None:
+        length = num_new
+        if num_new > min(self._chunk_size, self._room(req, num_cached)):
+            if not self._may_start(req, num_new):
                 return _Verdict.PASSED_BY
-            length -= (num_cached + length) % self._page
-            if length <= 0:
+            length = self._page - num_cached % self._page  # `_lengthen_chunk` decides about the rest of the step
+            if length > self._room(req, num_cached):
                 return _Verdict.STEP_IS_FULL
         with self._kv.locked(match):
             if not self._fits(req, num_new):
                 return _Verdict.STEP_IS_FULL
             self._kv.admit(req, match)
+        self._reserve(req)
         self._take(req, length)
         return _Verdict.ADMITTED
+
+    def _may_start(self, req: Req, num_new: int) -> bool:
+        """Whether the one chunk of this step may be the first of this prompt."""
+        if self._chunk is not None:
+            return False
+        return all(other.urgency < req.urgency or 2 * num_new <= _rest(other) for other in self._unfinished)
 
     def _fits(self, req: Req, num_new: int) -> bool:
         """Whether a request fits into memory with `num_new` tokens beside its cached prefix, which is locked."""
@@ -143,29 +168,97 @@ class PrefillAdder:
             return self._pages_to(num_new) <= self.num_left
         return num_new + expected_growth(req) + self._page < self.num_left - self._expected
 
-    def _take(self, req: Req, length: int) -> None:
-        """Puts the next `length` tokens of a request into the step, and charges the budgets with them."""
-        extend = Extend(req, req.kv_len, req.kv_len + length)
-        self.extends.append(extend)
-        self._tokens_left -= length
-        if self._time is not None:
-            self._time.take(req, extend.start, extend.end)
-        self._num_charged += self._growth(extend.start, extend.end)
-        self._expected += expected_growth(req) + req.num_tokens - extend.end
-        self._engine_empty = False
-        if not extend.is_last_chunk:
-            assert self._chunked is None
-            self._chunked = req
-        prefix = self._next_prefix(req, req.locked_len, extend.end)
+    # Unfinished prompts
+
+    def _end_shorter(self, urgency: float = -inf, num_tokens: float = inf) -> None:
+        """Ends the unfinished prompts that go before one of this urgency and length, as far as the step has room."""
+        while self._unfinished:
+            first = self._unfinished[0]
+            if first.urgency < urgency or _rest(first) > num_tokens or not self._end(first):
+                return
+
+    def _go_on_with_rest(self) -> None:
+        """The first unfinished prompt gets the chunk of the step. Beside others it is short, or there is none."""
+        if not self._unfinished:
+            return
+        first = self._unfinished[0]
+        room = self._room(first, first.kv_len)
+        if self._num_ending:
+            room = min(room, self._num_ending // CHUNK_SHARE)
+        if room >= self._page or not self.extends:
+            self._go_on(first, room)
+
+    def _end(self, req: Req) -> bool:
+        """Takes the last chunk of an unfinished prompt, if the step has room for it."""
+        rest = _rest(req)
+        return rest <= min(self._chunk_size, self._room(req, req.kv_len)) and self._go_on(req, rest)
+
+    def _go_on(self, req: Req, max_len: int) -> bool:
+        """Takes the next chunk of an unfinished prompt: about `max_len` tokens, and at least a page if it has one.
+
+        Returns False if there is no memory for it now.
+        """
+        length = self._cut(req, min(max(max_len, self._page), self._chunk_size))
+        if self._kv.growth(req.kv_len, req.kv_len + length) > self.num_left:
+            return False
+        self._unfinished.remove(req)
+        self._take(req, length)
+        return True
+
+    # The step
+
+    def _reserve(self, req: Req) -> None:
+        """Lets others leave room for all new tokens of a request."""
+        self._expected += self._kv.growth(req.kv_len, req.num_tokens) + expected_growth(req)
+
+    def _announce_prefix(self, req: Req) -> None:
+        """Lets others wait for the next tokens of a request, if these are worth it."""
+        prefix = self._next_prefix(req, req.locked_len, req.num_tokens)
         if prefix is not None:
             self._shared_soon.add(prefix)
+
+    def _take(self, req: Req, length: int) -> None:
+        """Puts the next `length` tokens of a request into the step."""
+        extend = Extend(req, req.kv_len, req.kv_len + length)
+        if extend.is_last_chunk:
+            self._num_ending += length
+        else:
+            assert self._chunk is None
+            self._chunk = len(self.extends)
+        self.extends.append(extend)
+        self._announce_prefix(req)
+        self._charge(extend)
+        self._engine_empty = False
+
+    def _charge(self, extend: Extend) -> None:
+        """Takes an extend from the budgets."""
+        growth = self._kv.growth(extend.start, extend.end)
+        self._num_charged += growth
+        self._expected -= growth
+        self._tokens_left -= extend.end - extend.start
+        if self._time is not None:
+            self._time.take(extend.req, extend.start, extend.end)
+
+    def _lengthen_chunk(self) -> None:
+        """Lengthens the chunk of the step by what the other prompts have left of it, or to its share beside them."""
+        assert self._chunk is not None
+        extend = self.extends[self._chunk]
+        req, start, end = extend.req, extend.start, extend.end
+        max_len = end - start + self._room(req, end)
+        if self._num_ending:
+            max_len = min(max_len, self._num_ending // CHUNK_SHARE)
+        longer = self._cut(req, min(max_len, self._chunk_size))
+        if start + longer > end and self._kv.growth(end, start + longer) <= self.num_left:
+            self._charge(Extend(req, end, start + longer))
+            self.extends[self._chunk] = Extend(req, start, start + longer)
 
     def _room(self, req: Req, start: int) -> int:
         """Tokens of a prompt, from position `start` on, that the step has room and time for."""
         if self._time is None:
             return self._tokens_left
         num_left = int(min(self._time.room(req, start), self._tokens_left))
-        return num_left if self.extends else max(num_left, min(max(self._page, MIN_TOKENS), self._tokens_left))
+        least = max(self._page, MIN_TOKENS) - sum(extend.end - extend.start for extend in self.extends)
+        return max(num_left, min(least, self._tokens_left))
 
     def _next_prefix(self, req: Req, num_cached: int, num_tokens: int) -> tuple[str, bytes] | None:
         """The shortest prefix that is worth waiting a step for: the cached tokens and SHARE_LEN more.
@@ -182,15 +275,16 @@ class PrefillAdder:
     def _cut(self, req: Req, max_len: int) -> int:
         """The length of the next chunk: the whole rest if it has at most `max_len` tokens. Otherwise it ends at a page
         boundary."""
-        rest = req.num_tokens - req.kv_len
+        rest = _rest(req)
         if rest <= max_len:
             return rest
         return max(max_len - (req.kv_len + max_len) % self._page, min(self._page, rest))
 
-    def _growth(self, start: int, end: int) -> int:
-        """The number of tokens, in whole pages, that a request allocates to grow from `start` to `end`."""
-        return self._pages_to(end) - self._pages_to(start)
-
     def _pages_to(self, num_tokens: int) -> int:
         """`num_tokens`, rounded up to whole pages."""
-        return -(-num_tokens // self._page) * self._page
+        return self._kv.growth(0, num_tokens)
+
+
+def _rest(req: Req) -> int:
+    """Tokens of an unfinished prompt that are still to be computed."""
+    return req.num_tokens - req.kv_len

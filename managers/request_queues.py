@@ -19,16 +19,16 @@ class QueueObserver(Protocol):
 class RequestQueues:
     """Each live request is in exactly one of three places. `holders` are the requests with KV.
 
-    `waiting` and `running` are ordered sets: dictionaries whose values mean nothing. The time to add, find or remove a
-    request does not depend on their number.
+    `waiting`, `unfinished` and `running` are ordered sets: dictionaries whose values mean nothing. The time to add,
+    find or remove a request does not depend on their number.
     """
 
     def __init__(self, max_waiting: int = 1 << 30) -> None:
         self.waiting: dict[Req, None] = {}
         """In the order of `Req.place`: most urgent first, then in the order of arrival."""
         self._max_waiting = max_waiting
-        self.chunked: Req | None = None
-        """The prompt that is computed in chunks, if any."""
+        self.unfinished: dict[Req, None] = {}
+        """Prompts of which some chunks are computed, or will be by a launched step."""
         self.running: dict[Req, None] = {}
         """Requests whose whole prompt is computed, or will be by a launched step."""
         self.num_constrained = 0
@@ -48,7 +48,7 @@ class RequestQueues:
         return self._live.get(rid)
 
     def holders(self) -> list[Req]:
-        return [*self.running, self.chunked] if self.chunked is not None else list(self.running)
+        return [*self.running, *self.unfinished]
 
     def live(self) -> list[Req]:
         return list(self._live.values())
@@ -86,9 +86,8 @@ class RequestQueues:
             req.stage = Stage.DECODING
             self.running[req] = None
         else:
-            assert self.chunked is None
             req.stage = Stage.EXTENDING
-            self.chunked = req
+            self.unfinished[req] = None
 
     def send_back(self, reqs: Iterable[Req]) -> None:
         """Moves retracted requests to their places in the waiting queue."""
@@ -114,8 +113,7 @@ class RequestQueues:
         if req.stage is Stage.WAITING:
             del self.waiting[req]
         elif req.stage is Stage.EXTENDING:
-            assert req is self.chunked
-            self.chunked = None
+            del self.unfinished[req]
         else:
             assert req.stage is Stage.DECODING
             del self.running[req]

@@ -137,5 +137,4 @@ class SchedulerMetrics:
 def _uncached_tokens(queues: RequestQueues) -> int:
     """Tokens of prompts that are still to be computed."""
     waiting = sum(req.num_tokens - req.matched_len for req in queues.waiting)
-    chunked = queues.chunked
-    return waiting if chunked is None else waiting + chunked.num_tokens - chunked.kv_len
+    return waiting + sum(req.num_tokens - req.kv_len for req in queues.unfinished)

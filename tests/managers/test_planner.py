@@ -229,7 +229,7 @@ def looks_of_one_plan(num_waiting: int, policy: str) -> int:
     rig.add("in chunks", [1] * 3000)
     rig.turn()
     for index in range(num_waiting):
-        rig.add(f"r{index}", [2 + index % 90, index // 90] * 50)  # more than a step has beside the chunk
+        rig.add(f"r{index}", [2 + index % 90, index // 90] * 1000)  # too long to start beside the other one
     rig.turn()
     queue = rig.scheduler.queues.waiting = CountedQueue(rig.scheduler.queues.waiting)
     rig.turn()
@@ -239,7 +239,7 @@ def looks_of_one_plan(num_waiting: int, policy: str) -> int:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_plan_looks_at_few_of_many_waiting_requests(policy: str) -> None:
-    few, many = looks_of_one_plan(400, policy), looks_of_one_plan(4000, policy)
+    few, many = looks_of_one_plan(300, policy), looks_of_one_plan(1000, policy)
     assert few == many <= 2 * MAX_PASSED_BY
 
 
@@ -248,12 +248,12 @@ def test_counting_who_was_passed_over_looks_at_few_of_many() -> None:
     rig = Rig(pool_size=8192, max_running=64, context_len=4096, overlap=False)
     rig.add("in chunks", [1] * 3000)
     rig.turn()
-    for index in range(3000):
-        length = 3 if index % 10 == 9 else 100
+    for index in range(1000):
+        length = 3 if index % 10 == 9 else 700
         rig.add(f"r{index}", [2 + index % 90, index // 90, 1] * length, max_new_tokens=1)
     queue = rig.scheduler.queues.waiting = CountedQueue()
     rig.turn()
-    assert 3000 - len(queue) >= 3
+    assert 1000 - len(queue) >= 3
     assert queue.num_looks <= 3 * MAX_PASSED_BY
     assert next(iter(queue)).passed_over == 1
 
@@ -265,7 +265,7 @@ def test_first_come_first_served_needs_no_ages() -> None:
         rig = Rig(pool_size=8192, context_len=4096, policy=policy, overlap=False)
         rig.add("in chunks", [1] * 3000)
         rig.turn()
-        rig.add("long", [2] * 1000)
+        rig.add("long", [2] * 2000)
         rig.add("short", [3] * 5)
         rig.turn()
         assert rig.scheduler.queues.find("short").row
@@ -321,15 +321,15 @@ def test_no_policy_passes_a_request_over_for_ever(policy: str, max_running: int)
 
 
 @pytest.mark.parametrize("num_short", [4, 2 * MAX_SORTED])
-def test_a_long_prompt_starts_when_the_place_for_chunks_is_free(num_short: int) -> None:
+def test_a_long_prompt_starts_when_another_one_has_ended(num_short: int) -> None:
     """However many warm, short prompts are behind it, more of them every turn."""
     rig = Rig(pool_size=16384, max_running=64, context_len=4096, overlap=False)
     warm = [5] * 60
     rig.add("seed", warm, max_new_tokens=1)
     rig.run()
-    rig.add("in chunks", [1] * 3000, max_new_tokens=1)
+    rig.add("in chunks", [1] * 800, max_new_tokens=1)
     rig.turn()
-    rig.add("long", [9] * 200, max_new_tokens=1)
+    rig.add("long", [9] * 3000, max_new_tokens=1)
     for index in range(num_short):
         rig.add(f"short{index}", [*warm, index % 90], max_new_tokens=1)
     num_added = 0
@@ -339,5 +339,4 @@ def test_a_long_prompt_starts_when_the_place_for_chunks_is_free(num_short: int) 
             num_added += 1
         rig.turn()
     rig.turn()
-    chunked = rig.scheduler.queues.chunked
-    assert chunked is not None and chunked.rid == "long"
+    assert [req.rid for req in rig.scheduler.queues.unfinished] == ["long"]

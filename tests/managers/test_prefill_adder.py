@@ -19,7 +19,7 @@ def make_adder(kv: KVCacheManager, *, max_tokens: int = 4096, expected: float = 
         max_tokens=max_tokens,
         chunk_size=max_tokens,
         expected=expected,
-        chunked=None,
+        unfinished=(),
         engine_empty=False,
     )
 
@@ -56,7 +56,7 @@ def test_a_request_waits_exactly_when_it_gains_by_waiting(
         if max(found_later, default=0) - num_cached < worth_waiting:
             expected.append(index)
     adder = make_adder(kv)
-    adder.admit(reqs)
+    adder.fill(reqs)
     assert [extend.req.arrival for extend in adder.extends] == expected
 
 
@@ -115,7 +115,7 @@ def test_looking_at_a_request_that_does_not_fit_is_no_use_of_its_prefix() -> Non
         put_into_cache(kv, [*used, question])
     for _ in range(10):
         adder = make_adder(kv, expected=1e9)
-        adder.admit([make_req([*wanted, 3])])
+        adder.fill([make_req([*wanted, 3])])
         assert not adder.extends
     kv.cache.evict(42)  # both questions and one prefix
     assert kv.match_len(make_req([*used, 3])) == 40
@@ -142,7 +142,7 @@ def test_a_cached_prefix_is_no_room_for_the_rest_of_its_own_request() -> None:
     kv = make_kv(1, pool_size=100)
     put_into_cache(kv, [1] * 60)
     adder = make_adder(kv)
-    adder.admit([make_req([1] * 60 + [2] * 39)])
+    adder.fill([make_req([1] * 60 + [2] * 39)])
     assert adder.extends == []
-    adder.admit([make_req([1] * 60 + [2] * 37)])
+    adder.fill([make_req([1] * 60 + [2] * 37)])
     assert [extend.end for extend in adder.extends] == [97]

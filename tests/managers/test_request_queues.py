@@ -61,5 +61,5 @@ def test_retracted_requests_wait_at_their_places_in_the_order_of_arrival() -> No
     queues.start(reqs[0], whole=False)
     queues.send_back([reqs[5], reqs[0], reqs[1]])
     assert list(queues.waiting) == [reqs[i] for i in (0, 1, 2, 3, 5)]
-    assert list(queues.running) == [reqs[4]] and queues.chunked is None
+    assert list(queues.running) == [reqs[4]] and not queues.unfinished
     assert {req.stage for req in queues.waiting} == {Stage.WAITING}
