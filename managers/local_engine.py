@@ -67,7 +67,17 @@ class LocalEngine:
         refused = {
             **http_settings(),
             **dict.fromkeys(
-                ("log_level", "log_format", "watchdog_timeout", "engine_restarts", "engine_restart_window"),
+                (
+                    "log_level",
+                    "log_format",
+                    "watchdog_timeout",
+                    "engine_restarts",
+                    "engine_restart_window",
+                    "enable_hierarchical_cache",
+                    "hicache_size",
+                    "hicache_storage_dir",
+                    "hicache_storage_size",
+                ),
                 "engines of several processes",
             ),
         }

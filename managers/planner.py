@@ -11,7 +11,7 @@ from .kv_cache_manager import KVCacheManager
 from .prefill_adder import Extend, PrefillAdder
 from .req import Req, Stage
 from .request_queues import RequestQueues
-from .schedule_batch import ScheduleBatch, build_decode, build_extend
+from .schedule_batch import ScheduleBatch, build_copies, build_decode, build_extend
 from .schedule_policy import NewTokenRatio, SchedulePolicy, expected_growth, retraction_order
 
 DECODES_PER_EXTEND = 3
@@ -77,7 +77,7 @@ class Planner:
             batch = self._plan_extend(decodes)
             if batch is not None:
                 return batch
-        return self._plan_decode(decodes)
+        return self._plan_decode(decodes) or build_copies(self.kv)
 
     def _share_last_extends(self) -> None:
         """Put the prompt KV of the last step into the prefix cache. The step may be in flight, but later steps run
@@ -169,7 +169,7 @@ class Planner:
         if goes_on and not adder.continue_chunk(others_wait=bool(queues.waiting)):
             return []  # its next chunk needs memory, which other prompts must not take
         ordered = self._policy.order(queues.waiting)
-        adder.admit(req for req in ordered if req.is_admissible)
+        adder.admit(req for req in ordered if req.is_admissible and not self.kv.awaits_storage(req))
         return adder.extends
 
     # Decode

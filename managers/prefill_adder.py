@@ -118,16 +118,17 @@ class PrefillAdder:
         num_cached = len(match.slots)
         if self._next_prefix(req, num_cached, req.reusable_len) in self._shared_soon:
             return _Verdict.PASSED_BY
-        num_new = req.num_tokens - num_cached
-        length = min(num_new, self._chunk_size, self._tokens_left)
-        if length < num_new:
+        start = self._kv.reusable_end(req, match)
+        num_computed = req.num_tokens - start
+        length = min(num_computed, self._chunk_size, self._tokens_left)
+        if length < num_computed:
             if self._chunked is not None:
                 return _Verdict.PASSED_BY
-            length -= (num_cached + length) % self._page
+            length -= (start + length) % self._page
             if length <= 0:
                 return _Verdict.STEP_IS_FULL
         with self._kv.locked(match):
-            if not self._fits(req, num_new):
+            if not self._fits(req, req.num_tokens - num_cached):
                 return _Verdict.STEP_IS_FULL
             self._kv.admit(req, match)
         self._take(req, length)

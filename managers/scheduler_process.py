@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import zmq
 
 from ..mem_cache.allocator import BaseAllocator, make_allocator
 from ..mem_cache.base_prefix_cache import BasePrefixCache
 from ..mem_cache.chunk_cache import ChunkCache
+from ..mem_cache.kv_files import KVFiles
+from ..mem_cache.kv_storage import KVStorage
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
+from ..model_executor.runner.kv_identity import kv_identity
 from ..model_executor.runner.load import load_runner
 from ..model_executor.runner.model_runner import ModelRunner
 from ..model_executor.runner.settings import resolve_settings
@@ -28,6 +32,7 @@ from .grammar_backends import make_compiler
 from .grammar_loader import GrammarLoader
 from .grammar_worker import eos_ids_of, grammar_vocabulary
 from .kv_cache_manager import KVCacheManager
+from .kv_tiers import KVTiers
 from .planner import PlanLimits, Planner
 from .req import decode_options
 from .req_factory import ReqFactory
@@ -88,9 +93,10 @@ def build_scheduler(
     """
     rows = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
     allocator, cache = _memory(server_args, runner)
+    kv = KVCacheManager(rows, allocator, cache, _tiers(server_args, model_config, runner))
     queues = RequestQueues(server_args.max_queued_requests)
     return Scheduler(
-        Planner(_limits(server_args, runner), KVCacheManager(rows, allocator, cache), queues, clock=clock),
+        Planner(_limits(server_args, runner), kv, queues, clock=clock),
         runner,
         io,
         ReqFactory(
@@ -133,6 +139,25 @@ def _memory(server_args: ServerArgs, runner: ModelRunner) -> tuple[BaseAllocator
     if server_args.disable_radix_cache:
         return allocator, ChunkCache(page_size)
     return allocator, RadixCache(allocator, page_size, server_args.radix_eviction_policy)
+
+
+def _tiers(server_args: ServerArgs, model_config: ModelConfig, runner: ModelRunner) -> KVTiers | None:
+    """The tiers below the KV pool. Raises OSError if the folder of the files cannot be used."""
+    host_kv = runner.host_kv
+    if host_kv is None:
+        return None
+    storage = None
+    if server_args.hicache_storage_dir is not None:
+        files = KVFiles(Path(server_args.hicache_storage_dir), int(server_args.hicache_storage_size * 2**30))
+        storage = KVStorage(files, host_kv.memory, time.monotonic)
+    return KVTiers(
+        page_size=runner.settings.page_size,
+        block_len=host_kv.block_len,
+        num_blocks=host_kv.num_blocks,
+        identity=kv_identity(runner.settings, model_config),
+        storage=storage,
+        clock=time.monotonic,
+    )
 
 
 def _stop_checker(tokenizer: Tokenizer | None, params: SamplingParams) -> StopStringChecker:

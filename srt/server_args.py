@@ -193,6 +193,19 @@ class ServerArgs:
         Literal["lru", "lfu", "fifo", "mru", "filo"], Setting("Order in which cached prefixes are evicted")
     ] = "lru"
     disable_radix_cache: Annotated[bool, Setting("Cache and share no prefixes")] = False
+    enable_hierarchical_cache: Annotated[
+        bool, Setting("Keep the KV of prefixes that leave the KV pool in host memory, in files, or in both")
+    ] = False
+    hicache_size: Annotated[
+        float | None,
+        Setting("GB (2**30 bytes) of host memory for KV; default: none, or 1 with --hicache-storage-dir"),
+    ] = None
+    hicache_storage_dir: Annotated[
+        str | None, Setting("Folder for files with KV, which survive a restart and which several servers may share")
+    ] = None
+    hicache_storage_size: Annotated[
+        float, Setting("GB (2**30 bytes) of all files in --hicache-storage-dir; the least recently used ones go first")
+    ] = 16.0
     disable_overlap_schedule: Annotated[
         bool, Setting("Plan a step only after the tokens of the last step are known, as is always done on a CPU")
     ] = False
@@ -287,12 +300,30 @@ class ServerArgs:
             )
         if self.schedule_low_priority_values_first and not self.enable_priority_scheduling:
             raise ValueError("--schedule-low-priority-values-first needs --enable-priority-scheduling")
+        self._check_tiers()
         if not 0 <= self.admission_watermark < 1:
             raise ValueError(f"--admission-watermark must be in [0, 1), got {self.admission_watermark}")
         if self.context_length == 1:
             raise ValueError("--context-length must be at least 2, for a prompt and its first token; got 1")
         if not self.watchdog_timeout > 0:
             raise ValueError(f"--watchdog-timeout must be positive, got {self.watchdog_timeout}")
+
+    def _check_tiers(self) -> None:
+        """Check the settings of the tiers below the KV pool."""
+        if not self.enable_hierarchical_cache:
+            if self.hicache_size is not None or self.hicache_storage_dir is not None:
+                raise ValueError("--hicache-size and --hicache-storage-dir need --enable-hierarchical-cache")
+            return
+        if self.hicache_size is None and self.hicache_storage_dir is None:
+            raise ValueError("--enable-hierarchical-cache needs --hicache-size, --hicache-storage-dir, or both")
+        if self.disable_radix_cache:
+            raise ValueError("--enable-hierarchical-cache keeps prefixes, but --disable-radix-cache shares none")
+        for name in ("hicache_size", "hicache_storage_size"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 2**20:
+                raise ValueError(f"{flag_name(name)} must be a positive number of GB, got {value}")
+        if self.hicache_storage_dir == "":
+            raise ValueError("--hicache-storage-dir must name a folder, got ''")
 
     def with_seed(self) -> ServerArgs:
         """The same settings with `random_seed` set. If it is None, a seed is drawn from the system."""
