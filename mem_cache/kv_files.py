@@ -56,7 +56,7 @@ class KVFiles:
         """Bytes of all files, as of the last scan, and of what was written since."""
         self._scanned: int | None = None
         """Modification time of the folder before the last scan, in ns. None: it may change without a new time."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
         self._remove_abandoned()

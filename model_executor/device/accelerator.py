@@ -73,7 +73,7 @@ class Accelerator:
         """Queue copies of `sources` (pinned, equal but for their first dimension) to one new tensor.
 
         They run on the copy stream, so they wait only for earlier copies. Work that is queued later on the current
-        stream waits for them. The caller must leave `sources` as they are until an event that is queued later is reached.
+        stream waits for them. The caller must not change `sources` until an event that is queued later is reached.
         """
         with torch.cuda.stream(self._copies):
             shape = (sum(len(source) for source in sources), *sources[0].shape[1:])
