@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from scheduler_rig import Rig
 
 from fakes import expected_output
@@ -38,7 +39,7 @@ def settle(rig: Rig) -> None:
     while rig.kv.has_copies or rig.in_flight is not None:
         rig.turn()
     if rig.kv.tiers._storage is not None:
-        rig.kv.tiers.close()
+        rig.kv.tiers._storage.close(PATIENCE_S)
     rig.kv.audit([])
 
 
@@ -70,6 +71,16 @@ def test_files_survive_a_restart_and_namespaces_stay_apart(tmp_path: Path) -> No
     rig.kv.flush()
     assert rig.kv.tiers.blocks.num_free == 64
     fresh.kv.flush()
+
+
+def test_a_scheduler_that_stops_writes_what_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_tiers, "CLOSE_TIMEOUT_S", PATIENCE_S)
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    first = prompt(1, 41)
+    ask(rig, "a", first)
+    assert rig.kv.has_copies and not list(tmp_path.iterdir())
+    rig.scheduler.run(lambda: True)
+    assert ask(Rig(page_size=4, host_blocks=64, storage=tmp_path), "b", first) == (40, 0, 40)
 
 
 def test_the_next_turn_of_a_conversation_finds_the_output_too(tmp_path: Path) -> None:
@@ -176,7 +187,7 @@ prompts = st.tuples(st.integers(0, 2), st.integers(1, 60))
 """A prompt is the start of one of three long ones."""
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     requests=st.lists(
         st.tuples(prompts, st.integers(0, 12), st.sampled_from(["", "x"]), st.integers(0, 3)), min_size=1, max_size=14

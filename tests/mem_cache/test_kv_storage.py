@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 
 from tercet.mem_cache.kv_files import KVFiles
 from tercet.mem_cache.kv_storage import KVStorage, ReadJob, WriteJob
-
-WAIT_S = 60.0
 
 
 def key(number: int) -> bytes:
@@ -35,7 +34,7 @@ class Storage(KVStorage):
     def ended(self, count: int) -> list[ReadJob | WriteJob]:
         done: list[ReadJob | WriteJob] = []
         while len(done) < count:
-            found = self.poll(WAIT_S)
+            found = self.poll(PATIENCE_S)
             assert found
             done += found
         return done
@@ -55,7 +54,7 @@ def test_blocks_are_written_and_read_into_other_blocks(tmp_path: Path) -> None:
     storage.read(late)
     assert storage.ended(1) == [late] and late.num_read == 0
     assert storage.poll() == [] and storage.poll(0.001) == []
-    storage.close(WAIT_S)
+    storage.close(PATIENCE_S)
 
 
 def test_reads_go_before_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,32 +64,32 @@ def test_reads_go_before_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def slow(*args: object) -> None:
         started.set()
-        assert may_go.wait(WAIT_S)
+        assert may_go.wait(PATIENCE_S)
         write(*args)
 
     monkeypatch.setattr(storage.files, "write", slow)
     writes = [WriteJob(key(number), number) for number in range(3)]
     for job in writes:
         storage.write(job)
-    assert started.wait(WAIT_S)
+    assert started.wait(PATIENCE_S)
     read = ReadJob([(key(0), 5)], deadline_s=1.0)
     storage.read(read)
     may_go.set()
     assert storage.ended(4) == [writes[0], read, *writes[1:]] and read.num_read == 1
-    storage.close(WAIT_S)
+    storage.close(PATIENCE_S)
 
 
 def test_close_writes_what_is_queued_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(tmp_path)
     for number in range(8):
         storage.write(WriteJob(key(number), number))
-    storage.close(WAIT_S)
+    storage.close(PATIENCE_S)
     assert all(storage.has(key(number)) for number in range(8))
-    storage._thread.join(WAIT_S)
+    storage._thread.join(PATIENCE_S)
     assert not storage._thread.is_alive()
 
     stuck, may_go = Storage(tmp_path / "stuck"), threading.Event()
-    monkeypatch.setattr(stuck.files, "write", lambda *args: may_go.wait(WAIT_S))
+    monkeypatch.setattr(stuck.files, "write", lambda *args: may_go.wait(PATIENCE_S))
     stuck.write(WriteJob(key(0), 0))
     stuck.close(0.01)  # returns
     may_go.set()

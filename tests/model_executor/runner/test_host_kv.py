@@ -9,6 +9,7 @@ import pytest
 import torch
 from cpu_models import VARIANTS, make_cpu_runner
 from fake_accelerator import FakeAccelerator, use_fake
+from patience import PATIENCE_S
 from scheduler_rig import Rig
 from toy_runner import make_toy_runner
 
@@ -156,7 +157,7 @@ def test_outputs_have_the_same_bits_from_every_tier(kind: str, tmp_path: Path, m
     assert num_host >= 32 and again == first
     while rig.kv.has_copies or rig.in_flight is not None:
         rig.turn()
-    rig.kv.tiers.close()
+    rig.kv.tiers._storage.close(PATIENCE_S)
     fresh = make_rig(tmp_path)
     found, _, num_read = ask(fresh, "c", prompt)
     assert num_read >= 32 and found == first
