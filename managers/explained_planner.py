@@ -141,8 +141,6 @@ class ExplainedPlanner(Planner):
     def _has_memory_for(self, req: Req) -> bool:
         """The admission rule of PrefillAdder, after the step that was planned."""
         expected = self.ratio.reserved_by(self.queues.running) + self._watermark
-        chunked = self.queues.chunked
-        if chunked is not None:
-            expected += expected_growth(chunked) + chunked.num_tokens - chunked.kv_len
+        expected += sum(expected_growth(one) + one.num_tokens - one.kv_len for one in self.queues.unfinished)
         needed = req.num_tokens - self.kv.match_len(req) + expected_growth(req) + self.kv.page_size
         return needed < self.kv.num_available - expected

@@ -196,8 +196,15 @@ class Generation:
         assert self.request is not None
         if not self.num_recoveries:
             return self.request
-        cached = self._counts.cached_tokens if self.output_ids else None
-        resumed = Resumed(list(self.output_ids), cached, self._counts.num_retractions)
+        counts = self._counts
+        resumed = Resumed(list(self.output_ids), None, counts.num_retractions)
+        if self.output_ids:
+            resumed = msgspec.structs.replace(
+                resumed,
+                cached_tokens=counts.cached_tokens,
+                host_tokens=counts.host_tokens,
+                storage_tokens=counts.storage_tokens,
+            )
         return msgspec.structs.replace(self.request, resumed=resumed)
 
     def push(self, out: TextOut) -> None:

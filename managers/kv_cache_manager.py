@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ..mem_cache.allocator import BaseAllocator
 from ..mem_cache.base_prefix_cache import BasePrefixCache, CacheNode, MatchResult
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
+from .kv_tiers import KVTiers
 from .req import Req
 
 Int32Array = npt.NDArray[np.int32]
@@ -29,10 +30,18 @@ Int32Array = npt.NDArray[np.int32]
 class KVCacheManager:
     """Admits, grows and releases requests. Owns the row table, the allocator and the prefix cache."""
 
-    def __init__(self, req_to_token_pool: ReqToTokenPool, allocator: BaseAllocator, cache: BasePrefixCache) -> None:
+    def __init__(
+        self,
+        req_to_token_pool: ReqToTokenPool,
+        allocator: BaseAllocator,
+        cache: BasePrefixCache,
+        tiers: KVTiers | None = None,
+    ) -> None:
+        """`tiers`: what is below the KV pool, if anything."""
         self.req_to_token_pool = req_to_token_pool
         self.allocator = allocator
         self.cache = cache
+        self.tiers = tiers
         self.page_size = allocator.page_size
         self._table = req_to_token_pool.req_to_token
 
@@ -63,6 +72,15 @@ class KVCacheManager:
         req.matched_len = len(found.slots)
         return found
 
+    def reusable_end(self, req: Req, match: MatchResult) -> int:
+        """Tokens that an admission would not compute: the matched prefix, and what a lower tier continues it with."""
+        num_cached = len(match.slots)
+        return num_cached if self.tiers is None else self.tiers.end_of(req, num_cached)
+
+    def awaits_storage(self, req: Req) -> bool:
+        """Whether a waiting request should wait on, because KV of its prefix is being read from files."""
+        return self.tiers is not None and self.tiers.awaits_storage(req, self.match_len)
+
     @contextmanager
     def locked(self, match: MatchResult) -> Iterator[None]:
         """Locks a matched prefix while an admission is decided. The decision is no use of the prefix.
@@ -76,7 +94,10 @@ class KVCacheManager:
             self.cache.unlock(match.node)
 
     def admit(self, req: Req, match: MatchResult) -> None:
-        """Gives the request a row and the matched prefix, and locks the prefix. A row must be free."""
+        """Gives the request a row and the matched prefix, and locks the prefix. A row must be free.
+
+        With lower tiers there must be room for all of its tokens: it gets what they have in slots of its own.
+        """
         assert not req.row and req.num_steps_in_flight == 0
         row = self.req_to_token_pool.alloc()
         assert row is not None
@@ -86,10 +107,20 @@ class KVCacheManager:
         req.row = row
         req.node = match.node
         req.locked_len = req.kv_len = num_cached
+        if self.tiers is not None:
+            self._load(req, self.tiers)
         if req.cached_tokens is None:
-            req.cached_tokens = min(num_cached, len(req.prompt_ids))
+            req.cached_tokens = min(req.kv_len, len(req.prompt_ids))
             req.reused_len = num_cached
         req.reused_len = min(req.reused_len, num_cached)
+
+    def _load(self, req: Req, tiers: KVTiers) -> None:
+        """Gives the request slots for the KV that lower tiers have after its matched prefix, and loads it."""
+        start = req.kv_len
+        slots = self.extend([req], np.array([tiers.end_of(req, start)], np.int32))
+        assert slots is not None, "admitted without room"
+        self.req_to_token_pool.write(req.row, start, slots)  # no step computes these positions
+        tiers.admit(req, start, slots)
 
     # Growth
 
@@ -182,6 +213,8 @@ class KVCacheManager:
     def release(self, req: Req) -> None:
         """Takes the row and all slots from the request. The cache keeps the whole pages of its KV."""
         assert req.node is not None
+        if self.tiers is not None:
+            self.tiers.save(req, self._table[req.row])
         num_taken = max(req.locked_len, self._insert(req, min(req.kv_len, req.num_tokens)))
         self.allocator.free(self._table[req.row, num_taken : req.kv_len])
         self.cache.unlock(req.node)
@@ -208,10 +241,29 @@ class KVCacheManager:
             self.allocator.free(slots[req.locked_len : result.duplicate_len])
         return result.taken_len
 
+    # Lower tiers
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies between the tiers wait for a step."""
+        return self.tiers is not None and self.tiers.has_copies
+
+    def on_copied(self) -> None:
+        """The oldest step with copies has ended."""
+        assert self.tiers is not None
+        self.tiers.on_copied()
+
+    def wait_for_storage(self) -> None:
+        """For a turn that has nothing to do: waits a moment for a read of files, if one is under way."""
+        if self.tiers is not None:
+            self.tiers.wait()
+
     # The whole pool
 
     def flush(self) -> None:
-        """Empties the cache. No request may hold a row."""
+        """Empties the cache and the host's KV memory, but no files. No request may hold a row."""
+        if self.tiers is not None:
+            self.tiers.clear()
         self.cache.reset()
         self.allocator.clear()
         self.req_to_token_pool.clear()
@@ -236,12 +288,14 @@ class KVCacheManager:
             raise AssertionError(f"{self.req_to_token_pool.num_free} rows free and {len(reqs)} held, of {num_rows}")
 
     def audit_slices(self, reqs: Sequence[Req]) -> Iterator[None]:
-        """Checks that every slot has exactly one owner. `reqs`: all requests with a row. O(pool).
+        """Checks that every slot and every host block has exactly one owner. `reqs`: all requests with a row. O(pool).
 
         Yields after each slice of a few milliseconds. The private slots are one slice. Nothing may change before the
         end. Raises AssertionError if a slot has no owner or two.
         """
         self.check_sums(reqs)
+        if self.tiers is not None:
+            self.tiers.audit()
         yield from self.allocator.audit_slices(chain(self.cache.audit_slices(), [self.private_slots(reqs)]))
 
     def audit(self, reqs: Sequence[Req]) -> None:

@@ -12,7 +12,7 @@ from .kv_cache_manager import KVCacheManager
 from .prefill_adder import Extend, PrefillAdder
 from .req import Req, Stage
 from .request_queues import RequestQueues
-from .schedule_batch import ScheduleBatch, build_decode, build_extend
+from .schedule_batch import ScheduleBatch, build_copies, build_decode, build_extend
 from .schedule_policy import NewTokenRatio, expected_growth, retraction_order
 from .token_gap import DECODES_PER_EXTEND, TimeBudget, TokenGapBound
 
@@ -93,11 +93,11 @@ class Planner:
             batch = self._plan_extend(decodes)
             if batch is not None:
                 return batch
-        return self._plan_decode(decodes)
+        return self._plan_decode(decodes) or build_copies(self.kv)
 
     def on_result(self, batch: ScheduleBatch, seconds: float) -> None:
         """The step of `batch` took so long."""
-        if self._gap is not None:
+        if self._gap is not None and batch.reqs:
             self._gap.observe(batch.inputs, batch.num_decodes, seconds)
 
     def _share_last_extends(self) -> None:
@@ -202,7 +202,9 @@ class Planner:
         if adder.num_left < 0:
             return []
         ordered = self._policy.order(queues.waiting)
-        return adder.fill((req for req in ordered if req.is_admissible), due=self._due())
+        return adder.fill(
+            (req for req in ordered if req.is_admissible and not self.kv.awaits_storage(req)), due=self._due()
+        )
 
     def _oldest_unfinished(self) -> Req | None:
         going_on = (req for req in self.queues.unfinished if req.pending_abort is None)

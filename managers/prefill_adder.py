@@ -137,19 +137,20 @@ class PrefillAdder:
             return _Verdict.STEP_IS_FULL
         match = self._kv.match(req)
         num_cached = len(match.slots)
-        num_new = req.num_tokens - num_cached
+        start = self._kv.reusable_end(req, match)
+        num_new = req.num_tokens - start
         self._end_shorter(req.urgency, num_new)
         if self._next_prefix(req, num_cached, req.reusable_len) in self._shared_soon:
             return _Verdict.PASSED_BY
         length = num_new
-        if num_new > min(self._chunk_size, self._room(req, num_cached)):
+        if num_new > min(self._chunk_size, self._room(req, start)):
             if not self._may_start(req, num_new):
                 return _Verdict.PASSED_BY
-            length = self._page - num_cached % self._page  # `_lengthen_chunk` decides about the rest of the step
-            if length > self._room(req, num_cached):
+            length = self._page - start % self._page  # `_lengthen_chunk` decides about the rest of the step
+            if length > self._room(req, start):
                 return _Verdict.STEP_IS_FULL
         with self._kv.locked(match):
-            if not self._fits(req, num_new):
+            if not self._fits(req, req.num_tokens - num_cached):
                 return _Verdict.STEP_IS_FULL
             self._kv.admit(req, match)
         self._reserve(req)

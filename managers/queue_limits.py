@@ -104,7 +104,7 @@ class QueueLimits:
     def on_arrival(self, req: Req) -> None:
         """Called with each request, before `check_wait`."""
         queues = self._queues
-        if not queues.waiting and queues.chunked is None:
+        if not queues.waiting and not queues.unfinished:
             self._rate.on_empty()
         cached = self._kv.match_len(req) if self._max_queue_time_s is not None else 0
         req.queued_tokens = req.num_tokens - cached
@@ -117,7 +117,7 @@ class QueueLimits:
         for req in batch.reqs:
             if req.row in new_rows:  # what the cache has leaves the queue at once
                 num_drained += req.queued_tokens - (req.num_tokens - req.locked_len)
-        self._rate.add(num_drained, others_wait=bool(queues.waiting) or queues.chunked is not None)
+        self._rate.add(num_drained, others_wait=bool(queues.waiting or queues.unfinished))
 
     def check_wait(self, req: Req) -> None:
         """Raises QueueFull if the request would wait longer than the limit."""
@@ -152,9 +152,7 @@ class QueueLimits:
         """Tokens to compute before this request, in the order of arrival of equally urgent requests."""
         queues = self._queues
         num_tokens = sum(other.queued_tokens for other in queues.waiting if other.urgency >= req.urgency)
-        if queues.chunked is not None:
-            num_tokens += queues.chunked.num_tokens - queues.chunked.kv_len
-        return num_tokens
+        return num_tokens + sum(other.num_tokens - other.kv_len for other in queues.unfinished)
 
     def _retry_after_s(self, drained_s: float, service_s: float) -> int:
         """`drained_s`: until the queue will have a place for the refused request. `service_s`: its own share of it."""

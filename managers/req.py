@@ -27,6 +27,7 @@ from ..srt.sampling_params import SamplingParams
 from .grammar import GrammarState
 from .req_logprobs import ReqLogprobs
 from .req_pooling import ReqPooling
+from .req_tiers import ReqTiers
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -58,6 +59,7 @@ class Req:
         "deadline",
         "finish",
         "grammar",
+        "host_tokens",
         "is_announced",
         "kv_len",
         "locked_len",
@@ -82,8 +84,10 @@ class Req:
         "stage",
         "stop_checker",
         "stop_ids",
+        "storage_tokens",
         "stream_interval",
         "tenant",
+        "tiers",
         "urgency",
     )
 
@@ -131,7 +135,11 @@ class Req:
         """The number of admission passes that admitted a request from behind it in the queue."""
         self.num_retractions = 0
         self.cached_tokens: int | None = None
-        """Prompt tokens found in the prefix cache at the first admission."""
+        """Prompt tokens found in the prefix cache at the first admission, in any tier."""
+        self.host_tokens = 0
+        """Those of them that came from host memory."""
+        self.storage_tokens = 0
+        """Those of them that were read from files."""
         self.arrived_s = 0.0
         """When it arrived, on the scheduler's clock. SchedulerMetrics writes this and the next one."""
         self.queue_time_s: float | None = None
@@ -147,6 +155,8 @@ class Req:
         """Whether the detokenizer knows this request."""
         self.logprobs = None if options.logprobs is None else ReqLogprobs(options.logprobs, prompt_ids)
         self.pooling = None if options.pooling is None else ReqPooling(options.pooling, len(prompt_ids))
+        self.tiers: ReqTiers | None = None
+        """What the tiers below the KV pool know about it. Only KVTiers uses it."""
         # Its row and KV, see docs/memory.md. Only KVCacheManager writes them.
         self.row = 0
         self.kv_len = 0
@@ -258,6 +268,7 @@ class Req:
         The tokens pass the same tests as new ones, so the state of these tests is rebuilt.
         """
         self.cached_tokens = resumed.cached_tokens
+        self.host_tokens, self.storage_tokens = resumed.host_tokens, resumed.storage_tokens
         self.num_retractions = resumed.num_retractions
         if resumed.output_ids:
             self.finish = self.accept(resumed.output_ids)
@@ -291,6 +302,8 @@ class Req:
                 self.cached_tokens or 0,
                 self.num_retractions,
                 None if self.finish is None else self.queue_time_s,
+                self.host_tokens,
+                self.storage_tokens,
             ),
             options=options,
             logprobs=None if self.logprobs is None else self.logprobs.take(len(self.output_ids) - self.num_sent),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..model_executor.step import FROM_DEVICE, ForwardMode, HiddenSum, Int32Array, PromptScore, StepInputs
+from ..model_executor.step import FROM_DEVICE, ForwardMode, HiddenSum, Int32Array, KVCopies, PromptScore, StepInputs
 from .kv_cache_manager import KVCacheManager
 from .prefill_adder import Extend
 from .req import Req, Stage
@@ -48,8 +48,21 @@ def build_decode(kv: KVCacheManager, reqs: list[Req]) -> ScheduleBatch:
         seq_lens=kv_lens + 1,
         out_cache_loc=slots,
         table_updates=kv.req_to_token_pool.take_updates(),
+        kv_copies=_take_copies(kv),
     )
     return ScheduleBatch(inputs, reqs, reqs, num_prompt_tokens=0, num_decodes=len(reqs))
+
+
+def build_copies(kv: KVCacheManager) -> ScheduleBatch | None:
+    """A step without requests, which only makes the copies of KV that wait for a step. None if none waits."""
+    copies = _take_copies(kv)
+    if copies is None:
+        return None
+    nothing = np.empty(0, np.int32)
+    inputs = StepInputs(
+        mode=ForwardMode.DECODE, rows=nothing, seq_lens=nothing, out_cache_loc=nothing, kv_copies=copies
+    )
+    return ScheduleBatch(inputs, [], [], num_prompt_tokens=0, num_decodes=0)
 
 
 def build_extend(
@@ -85,6 +98,7 @@ def build_extend(
         input_ids=np.concatenate(ids),
         sampled=np.array(sampled, dtype=np.bool_),
         table_updates=kv.req_to_token_pool.take_updates(),
+        kv_copies=_take_copies(kv),
         new_rows=[extend.req.as_new_row() for extend, new in zip(extends, first_time, strict=True) if new],
         prompt_scores=scores,
         hidden_sums=sums,
@@ -130,6 +144,10 @@ def _hidden_sums(extends: Sequence[Extend]) -> tuple[list[Req], list[HiddenSum]]
                 sums.append(wanted)
         first += extend.end - extend.start
     return pooled, sums
+
+
+def _take_copies(kv: KVCacheManager) -> KVCopies | None:
+    return None if kv.tiers is None else kv.tiers.take_copies()
 
 
 def _int32(values: Sequence[int]) -> Int32Array:

@@ -40,12 +40,13 @@ from .engine_view import StepLog, view_engine
 from .grammar_loader import GrammarLoader
 from .idle_audit import IdleAudit
 from .kv_event_publisher import KVEventPublisher
+from .kv_tiers import KVTiers
 from .pause import Pause
 from .planner import Planner
 from .queue_limits import QueueLimits
 from .req import Req
 from .req_factory import ReqFactory
-from .schedule_batch import ScheduleBatch
+from .schedule_batch import ScheduleBatch, build_copies
 from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
 from .timeouts import Timeouts
@@ -106,10 +107,12 @@ class Scheduler:
         in_flight: InFlight | None = None
         while not should_stop():
             in_flight = self.turn(in_flight)
+        if self.kv.tiers is not None:
+            self._close_tiers(self.kv.tiers, in_flight)
 
     def turn(self, in_flight: InFlight | None) -> InFlight | None:
         """Runs one turn. Takes the step that is in flight, and returns the step that is in flight afterwards."""
-        idle = in_flight is None and (self._pause.is_on or not self.queues.is_busy)
+        idle = in_flight is None and (self._pause.is_on or not (self.queues.is_busy or self.kv.has_copies))
         for message in self._io.receive(may_sleep=idle and not self._idle_audit.is_running):
             self._handle(message)
         if self._grammars.is_waiting:
@@ -256,6 +259,8 @@ class Scheduler:
 
     def _process(self, in_flight: InFlight) -> None:
         output = in_flight.step.wait()
+        if in_flight.batch.inputs.kv_copies is not None:
+            self.kv.on_copied()
         self._planner.on_result(in_flight.batch, self._step_log.on_result(in_flight.batch))
         self._results.process(in_flight.batch, output)
 
@@ -267,3 +272,14 @@ class Scheduler:
             self._planner.ratio.on_idle()
             self._metrics.on_idle()
             self._idle_audit.on_idle_turn()
+        elif not has_worked:
+            self.kv.wait_for_storage()
+
+    def _close_tiers(self, tiers: KVTiers, in_flight: InFlight | None) -> None:
+        """Writes the KV of the requests that have ended, at the end of the scheduler."""
+        if in_flight is not None:
+            self._process(in_flight)
+        batch = build_copies(self.kv)
+        if batch is not None:
+            self._process(self._launch(batch))
+        tiers.close()

@@ -45,7 +45,7 @@ class SchedulerMetrics:
             self._busy_since = self._clock()
         if batch.num_prompt_tokens:
             self._on_extend(batch, kv, queues)
-        else:
+        elif batch.reqs:
             self._decode_steps += 1
             if self._decode_steps % self._interval == 0:
                 self._log_decode(kv, queues)

@@ -12,8 +12,11 @@ import zmq
 from ..mem_cache.allocator import BaseAllocator, make_allocator
 from ..mem_cache.base_prefix_cache import BasePrefixCache
 from ..mem_cache.chunk_cache import ChunkCache
+from ..mem_cache.kv_files import KVFiles
+from ..mem_cache.kv_storage import KVStorage
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
+from ..model_executor.runner.kv_identity import kv_identity
 from ..model_executor.runner.load import load_runner
 from ..model_executor.runner.model_runner import ModelRunner
 from ..model_executor.runner.settings import resolve_settings
@@ -34,6 +37,7 @@ from .grammar_loader import GrammarLoader
 from .grammar_worker import eos_ids_of, grammar_vocabulary
 from .kv_cache_manager import KVCacheManager
 from .kv_event_publisher import KVEventPublisher
+from .kv_tiers import KVTiers
 from .planner import PlanLimits, Planner
 from .req import decode_options
 from .req_factory import ReqFactory
@@ -79,7 +83,15 @@ def run_scheduler(
     io = SchedulerIO(ends.inbox, ends.outbox, tokenizer_link, time.monotonic)
     journal = open_journal(run_dir.journal, runner.settings.max_running_requests)
     scheduler = build_scheduler(
-        server_args, model_config, ends.runner, tokenizer, io, time.monotonic, journal=journal, kv_events=kv_events
+        server_args,
+        model_config,
+        ends.runner,
+        tokenizer,
+        io,
+        time.monotonic,
+        journal=journal,
+        kv_events=kv_events,
+        tiers=_tiers(server_args, model_config, runner),
     )
     on_ready(scheduler_facts(runner, model_config))
     scheduler.run(should_stop)
@@ -103,6 +115,7 @@ def build_scheduler(
     *,
     journal: StepJournal | NoJournal = NO_JOURNAL,
     kv_events: KVEventPublisher | None = None,
+    tiers: KVTiers | None = None,
     compile_grammars_here: bool = False,
 ) -> Scheduler:
     """The scheduler of a loaded model, with its pools and its cache. `clock`: that of `io`.
@@ -114,9 +127,10 @@ def build_scheduler(
     if kv_events is not None:
         assert isinstance(cache, RadixCache)  # ServerArgs refuses it without one
         kv_events.watch(cache)
+    kv = KVCacheManager(rows, allocator, cache, tiers)
     queues = RequestQueues(server_args.max_queued_requests)
     return Scheduler(
-        _planner(server_args, runner, KVCacheManager(rows, allocator, cache), queues, clock),
+        _planner(server_args, runner, kv, queues, clock),
         runner,
         io,
         ReqFactory(
@@ -177,6 +191,25 @@ def _memory(server_args: ServerArgs, runner: EngineRunner) -> tuple[BaseAllocato
     if server_args.disable_radix_cache:
         return allocator, ChunkCache(page_size)
     return allocator, RadixCache(allocator, page_size, server_args.radix_eviction_policy)
+
+
+def _tiers(server_args: ServerArgs, model_config: ModelConfig, runner: ModelRunner) -> KVTiers | None:
+    """The tiers below the KV pool. Raises OSError if the folder of the files cannot be used."""
+    host_kv = runner.host_kv
+    if host_kv is None:
+        return None
+    storage = None
+    if server_args.hicache_storage_dir is not None:
+        files = KVFiles(Path(server_args.hicache_storage_dir), int(server_args.hicache_storage_size * 2**30))
+        storage = KVStorage(files, host_kv.memory, time.monotonic)
+    return KVTiers(
+        page_size=runner.settings.page_size,
+        block_len=host_kv.block_len,
+        num_blocks=host_kv.num_blocks,
+        identity=kv_identity(runner.settings, model_config),
+        storage=storage,
+        clock=time.monotonic,
+    )
 
 
 def _stop_checker(tokenizer: Tokenizer | None, params: SamplingParams) -> StopStringChecker:

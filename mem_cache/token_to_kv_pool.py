@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 
@@ -45,6 +46,8 @@ class MHATokenToKVPool:
         self.dtype = dtype
         self._panel = panel
         self._per_word = n = max(4 // dtype.itemsize, 1)
+        self._whole: torch.Tensor | None = None
+        """All values of a pool in panels."""
         device = torch.device(device)
         layers, slots = range(num_layers), size + page_size
         if panel is None:
@@ -55,6 +58,7 @@ class MHATokenToKVPool:
         assert page_size % panel == head_dim % panel == 0, (page_size, head_dim, panel)
         blocks = slots // panel, num_kv_heads
         both = _zeros((blocks[0], num_layers, 2, num_kv_heads * panel * head_dim), dtype, device)
+        self._whole = both
         self.k_buffer = [both[:, layer, 0].view(*blocks, head_dim // n, panel, n) for layer in layers]
         self.v_buffer = [both[:, layer, 1].view(*blocks, head_dim // panel, panel // n, panel, n) for layer in layers]
 
@@ -87,6 +91,29 @@ class MHATokenToKVPool:
         block, at = slots // self._panel, slots % self._panel
         word, half = at // self._per_word, at % self._per_word
         return k[block, :, :, at].flatten(2), v[block, :, :, word, :, half].flatten(2)
+
+    @cached_property
+    def _page_views(self) -> list[torch.Tensor]:
+        """The pool as bytes: uint8 tensors [pages, n], whose rows of one page together are the page."""
+        num_pages = self.size // self.page_size + 1
+        tensors = [*self.k_buffer, *self.v_buffer] if self._whole is None else [self._whole]
+        return [tensor.view(num_pages, -1).view(torch.uint8) for tensor in tensors]
+
+    @property
+    def page_bytes(self) -> int:
+        """The size of a page in bytes: K and V of all layers."""
+        return sum(view.shape[1] for view in self._page_views)
+
+    def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
+        """Copy pages: int64 [n], in the pool's own layout. Returns uint8 [n, page_bytes]."""
+        return torch.cat([view.index_select(0, pages) for view in self._page_views], dim=1)
+
+    def write_pages(self, pages: torch.Tensor, data: torch.Tensor) -> None:
+        """Overwrite pages: int64 [n] with data: uint8 [n, page_bytes] from `read_pages` of such a pool."""
+        start = 0
+        for view in self._page_views:
+            view.index_copy_(0, pages, data[:, start : start + view.shape[1]])
+            start += view.shape[1]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

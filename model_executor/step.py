@@ -27,6 +27,7 @@ __all__ = [
     "ForwardMode",
     "HiddenSum",
     "Int32Array",
+    "KVCopies",
     "LaunchedStep",
     "NewRow",
     "PromptScore",
@@ -98,6 +99,23 @@ class HiddenSum:
     length: int
 
 
+@dataclass(slots=True, frozen=True)
+class KVCopies:
+    """Copies of whole pages of KV between the KV pool and the host's KV memory. All arrays have page numbers.
+
+    The runner makes them before the forward pass: first all copies out, and then all copies in.
+    """
+
+    out_pages: Int32Array
+    """[N], pages of the pool, whose slots this step or a later one may overwrite."""
+    out_host: Int32Array
+    """[N], the page of the host's memory that each is copied to."""
+    in_host: Int32Array
+    """[M], pages of the host's memory."""
+    in_pages: Int32Array
+    """[M], the page of the pool that each is copied to."""
+
+
 @dataclass(slots=True)
 class StepInputs:
     """The inputs of a step with B rows and T new tokens (T == B in DECODE)."""
@@ -112,6 +130,8 @@ class StepInputs:
     new_rows: list[NewRow] = field(default_factory=list)
     table_updates: list[TableUpdate] = field(default_factory=list)
     """All other changes of the table since the previous step. The runner applies them before the step."""
+    kv_copies: KVCopies | None = None
+    """Copies between the KV pool and host memory. A step with copies may have no rows: a DECODE step with B = 0."""
     # The next fields are for EXTEND. In DECODE they are None: each row has one token, on the device, and is sampled.
     extend_lens: Int32Array | None = None
     """[B], number of new tokens of each row, >= 1. The cached prefix has seq_lens - extend_lens tokens."""

@@ -78,6 +78,8 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
     output_ids: list[int]
     cached_tokens: int | None
     num_retractions: int
+    host_tokens: int = 0
+    storage_tokens: int = 0
 
 
 class GenerateReq(msgspec.Struct, frozen=True, tag="generate"):
@@ -144,6 +146,10 @@ class Counts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     queue_time_s: float | None = None
     """Seconds from the arrival at the scheduler to the first admission. Set only in the request's last output, if it
     was admitted."""
+    host_tokens: int = 0
+    """Of `cached_tokens`, those that were loaded from host memory."""
+    storage_tokens: int = 0
+    """Of `cached_tokens`, those that were read from files."""
 
 
 class TokenOut(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):

@@ -215,6 +215,19 @@ class ServerArgs:
             '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": ""}'
         ),
     ] = None
+    enable_hierarchical_cache: Annotated[
+        bool, Setting("Keep the KV of prefixes that leave the KV pool in host memory, in files, or in both")
+    ] = False
+    hicache_size: Annotated[
+        float | None,
+        Setting("GB (2**30 bytes) of host memory for KV; default: none, or 1 with --hicache-storage-dir"),
+    ] = None
+    hicache_storage_dir: Annotated[
+        str | None, Setting("Folder for files with KV, which survive a restart and which several servers may share")
+    ] = None
+    hicache_storage_size: Annotated[
+        float, Setting("GB (2**30 bytes) of all files in --hicache-storage-dir; the least recently used ones go first")
+    ] = 16.0
     disable_overlap_schedule: Annotated[
         bool, Setting("Plan a step only after the tokens of the last step are known, as is always done on a CPU")
     ] = False

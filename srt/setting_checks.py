@@ -95,3 +95,22 @@ def check_settings(args: ServerArgs) -> None:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ValueError(f"{flag_name(name)} must be positive, got {value}")
+    _check_tiers(args)
+
+
+def _check_tiers(args: ServerArgs) -> None:
+    """Check the settings of the tiers below the KV pool."""
+    if not args.enable_hierarchical_cache:
+        if args.hicache_size is not None or args.hicache_storage_dir is not None:
+            raise ValueError("--hicache-size and --hicache-storage-dir need --enable-hierarchical-cache")
+        return
+    if args.hicache_size is None and args.hicache_storage_dir is None:
+        raise ValueError("--enable-hierarchical-cache needs --hicache-size, --hicache-storage-dir, or both")
+    if args.disable_radix_cache:
+        raise ValueError("--enable-hierarchical-cache keeps prefixes, but --disable-radix-cache shares none")
+    for name in ("hicache_size", "hicache_storage_size"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < 2**20:
+            raise ValueError(f"{flag_name(name)} must be a positive number of GB, got {value}")
+    if args.hicache_storage_dir == "":
+        raise ValueError("--hicache-storage-dir must name a folder, got ''")

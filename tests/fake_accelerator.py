@@ -6,7 +6,7 @@ a tape of the recorded operations with their tensors. A replay runs only the tap
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,8 +98,15 @@ class FakeAccelerator:
         self.uploads = [
             b for b in self.uploads if b.untyped_storage().data_ptr() != target.untyped_storage().data_ptr()
         ]
-        target.fill_(-77)
+        target.fill_(0xB3 if target.dtype == torch.uint8 else -77)
         return FakeEvent(self, lambda: np.copyto(target.numpy(), source.numpy()))
+
+    def bring(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The copy stream makes its copies in order, so those to the host that were queued before are made first."""
+        self.tick()
+        if self.pending:
+            self.finish_until(self.pending[-1])
+        return torch.cat(list(sources))
 
     def record(self, work: Callable[[], object]) -> FakeGraph:
         work()

@@ -12,6 +12,7 @@ from tercet.model_executor.step import (
     HIDDEN_UNIT,
     ForwardMode,
     HiddenSum,
+    KVCopies,
     PromptScore,
     StepInputs,
     StepOutput,
@@ -131,7 +132,14 @@ class FakeRunner:
     to the first one that differs from its draft.
     """
 
-    def __init__(self, table_shape: tuple[int, int], pool_size: int, page_size: int = 1, vocab_size: int = 97) -> None:
+    def __init__(
+        self,
+        table_shape: tuple[int, int],
+        pool_size: int,
+        page_size: int = 1,
+        vocab_size: int = 97,
+        num_host_pages: int = 0,
+    ) -> None:
         self.vocab_size = vocab_size
         self.steps: list[StepInputs] = []
         self.num_masked = 0
@@ -145,6 +153,8 @@ class FakeRunner:
         self._last: FakeStep | None = None
         self._kv_token = np.full(pool_size + page_size, -1, dtype=np.int64)
         self._kv_position = np.full(pool_size + page_size, -1, dtype=np.int64)
+        self.host = np.full((num_host_pages, 3, page_size), -7, dtype=np.int64)
+        """The host's KV memory: tokens, positions, and whether they are NaN, of each page."""
         self._future = np.full(table_shape[0], -1, dtype=np.int64)
         self._seed = np.zeros(table_shape[0], dtype=np.int64)
         self._wishes: dict[int, LogprobOptions | None] = {}
@@ -152,6 +162,8 @@ class FakeRunner:
     def launch(self, step: StepInputs) -> FakeStep:
         assert self._last is None or self._last.is_sampled, "the step before was never sampled"
         self.steps.append(step)
+        if step.kv_copies is not None:
+            self._copy(step.kv_copies)
         assert len(step.rows) == len(set(step.rows.tolist())), "a request twice in a step"
         assert 0 not in step.rows and (step.out_cache_loc > 0).all()
         for update in step.table_updates:
@@ -194,6 +206,15 @@ class FakeRunner:
         hidden_sums = [self._sum_hidden(step, one) for one in step.hidden_sums]
         self._last = FakeStep(rows, owners, self, logprobs, scores, hidden_sums)
         return self._last
+
+    def _copy(self, copies: KVCopies) -> None:
+        assert 0 not in copies.out_pages and 0 not in copies.in_pages
+        assert len(set(copies.in_pages.tolist())) == len(copies.in_pages)
+        held = [array.reshape(-1, self.host.shape[2]) for array in (self._kv_token, self._kv_position, self.is_nan)]
+        for index, array in enumerate(held):
+            self.host[copies.out_host, index] = array[copies.out_pages]
+        for index, array in enumerate(held):
+            array[copies.in_pages] = self.host[copies.in_host, index]
 
     def _sum_hidden(self, step: StepInputs, wanted: HiddenSum) -> np.ndarray:
         """The hidden state of a token is the token, its position and 1."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from tercet.managers.kv_cache_manager import KVCacheManager
+from tercet.managers.kv_tiers import KVTiers
 from tercet.managers.req import Req, StopChecker
 from tercet.mem_cache.allocator import make_allocator
 from tercet.mem_cache.chunk_cache import ChunkCache
+from tercet.mem_cache.kv_files import KVFiles
+from tercet.mem_cache.kv_storage import KVStorage
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
 from tercet.srt.request_options import RequestOptions
@@ -26,6 +31,26 @@ def make_kv(
     allocator = make_allocator(pool_size, page_size)
     cache = RadixCache(allocator, page_size, eviction) if radix else ChunkCache(page_size)
     return KVCacheManager(ReqToTokenPool(num_rows, 1024), allocator, cache)
+
+
+def make_tiers(
+    page_size: int,
+    block_pages: int,
+    memory: np.ndarray,
+    folder: Path | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    max_bytes: int = 1 << 30,
+) -> KVTiers:
+    """The tiers of a runner whose host memory is `memory`: uint8 [num_blocks, block_bytes]."""
+    storage = None if folder is None else KVStorage(KVFiles(folder, max_bytes), memory, clock)
+    return KVTiers(
+        page_size=page_size,
+        block_len=page_size * block_pages,
+        num_blocks=len(memory),
+        identity=b"fake",
+        storage=storage,
+        clock=clock,
+    )
 
 
 def make_req(

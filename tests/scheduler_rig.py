@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from hash_grammar import HashGrammars, hashed_vocabulary
+from kv_makers import make_tiers
 
 from fakes import FakeClock, FakeInbox, FakeOutbox, FakeProposer, FakeRunner
 from tercet.managers.explained_planner import ExplainedPlanner
@@ -89,18 +91,32 @@ class Rig:
         tenant_weights: dict[str, float] | None = None,
         make_runner: Callable[[], Runner] | None = None,
         explain_s: float | None = None,
+        host_blocks: int = 0,
+        block_pages: int = 2,
+        storage: Path | None = None,
+        storage_bytes: int = 1 << 30,
     ) -> None:
         """`threads`: compile grammars in a thread. `max_drafts`: most drafts of a FakeProposer, if there is no
-        `propose`. `make_runner`: makes the runner; a FakeRunner by default."""
+        `propose`. `make_runner`: makes the runner; a FakeRunner by default. `host_blocks`: blocks of `block_pages`
+        pages in host memory; 0: no tiers. `storage`: the folder of KV files."""
         pool = ReqToTokenPool(max_running, context_len)
         allocator = make_allocator(pool_size, page_size)
         cache = RadixCache(allocator, page_size, eviction) if radix else ChunkCache(page_size)
-        self.kv = KVCacheManager(pool, allocator, cache)
         if make_runner is None:
-            self.runner = FakeRunner(pool.req_to_token.shape, pool_size, page_size, vocab_size)
+            num_host_pages = host_blocks * block_pages
+            self.runner = FakeRunner(pool.req_to_token.shape, pool_size, page_size, vocab_size, num_host_pages)
         else:
             self.runner = make_runner()
         self.clock = FakeClock()
+        tiers = None
+        if host_blocks:
+            if make_runner is None:
+                memory = self.runner.host.reshape(host_blocks, -1).view(np.uint8)
+            else:
+                memory = self.runner.host_kv.memory
+                assert self.runner.host_kv.block_len == page_size * block_pages
+            tiers = make_tiers(page_size, block_pages, memory, storage, self.clock, storage_bytes)
+        self.kv = KVCacheManager(pool, allocator, cache, tiers)
         self.inbox = FakeInbox()
         self.detokenizer = FakeOutbox()
         self.tokenizer = FakeOutbox()

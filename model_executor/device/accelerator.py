@@ -6,7 +6,7 @@ so that the code above it is tested without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -68,6 +68,26 @@ class Accelerator:
             arrived = torch.cuda.Event()
             arrived.record()
         return arrived
+
+    def bring(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Queue copies of `sources` (pinned, equal but for their first dimension) to one new tensor.
+
+        They run on the copy stream, so they wait only for earlier copies. Work that is queued later on the current
+        stream waits for them. The caller must not change `sources` until an event that is queued later is reached.
+        """
+        with torch.cuda.stream(self._copies):
+            shape = (sum(len(source) for source in sources), *sources[0].shape[1:])
+            target = torch.empty(shape, dtype=sources[0].dtype, device=self._copies.device)
+            start = 0
+            for source in sources:
+                target[start : start + len(source)].copy_(source, non_blocking=True)
+                start += len(source)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        current = torch.cuda.current_stream()
+        current.wait_event(arrived)
+        target.record_stream(current)
+        return target
 
     def record(self, work: Callable[[], object]) -> Graph:
         """Run `work` once, so that kernels are compiled and libraries are warm, then record it as a graph.

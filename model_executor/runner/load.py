@@ -29,6 +29,7 @@ from ..weights.weight_cache import open_weight_cache
 from .cpu_graph_runner import CpuGraphRunner
 from .cuda_graph_runner import CudaGraphRunner, batch_sizes, max_work_lens
 from .decode_runner import DecodeInputs
+from .host_kv import HostKV
 from .kv_budget import num_kv_tokens
 from .model_runner import ModelRunner, RunnerBytes
 from .settings import RunnerSettings
@@ -46,10 +47,13 @@ def load_runner(settings: RunnerSettings, config: ModelConfig) -> ModelRunner:
     It also changes this process: freed memory stays with the process, and for a compiled model the compiled operations
     take torch's threads and leave one to torch.
 
-    Raises ValueError if the checkpoint does not match its config, or if the memory does not suffice.
+    Raises ValueError if the checkpoint does not match its config, if the memory does not suffice, or if the host's KV
+    memory has a size that makes no sense.
     """
     builder = _RunnerBuilder(settings, config)
     runner = builder.build_on_accelerator() if builder.accelerator is not None else builder.build_on_cpu()
+    if settings.host_kv is not None:
+        runner.host_kv = HostKV(runner.kv_pool, settings.host_kv, builder.uploads, builder.accelerator)
     trim_heap()
     keep_freed_memory()
     if runner.model.compiled:
@@ -84,9 +88,10 @@ class _RunnerBuilder:
         )
 
     def build_on_cpu(self) -> ModelRunner:
-        # The layers read the weights later, so the memory for the weights is still free: subtract it.
+        # The layers read the weights later, and the host's KV memory is made later: both are still free.
         host = host_memory()
-        memory = Memory(host.total, max(host.available - self.weight_bytes, 0))
+        taken = self.weight_bytes + (0 if self.settings.host_kv is None else self.settings.host_kv.num_bytes)
+        memory = Memory(host.total, max(host.available - taken, 0))
         runner = self._build(self._pool_tokens(memory, self.cpu_reserve(memory)))
         if runner.model.compiled and self.settings.record_decodes:
             runner.record_decodes(self._record_on_cpu(runner))

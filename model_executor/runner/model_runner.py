@@ -17,9 +17,10 @@ from ..forward_batch import ForwardBatch
 from ..models.family import Model
 from ..sampling.row_logprobs import PromptLogprobs, RowLogprobs, SampledLogprobs
 from ..sampling.sampler import Sampler
-from ..step import FROM_DEVICE, ForwardMode, Int32Array, StepInputs, StepOutput, TokenMasks
+from ..step import FROM_DEVICE, ForwardMode, Int32Array, KVCopies, StepInputs, StepOutput, TokenMasks
 from .decode_runner import DecodeInputs, DecodeRunner
 from .hidden_sums import ArrivingSums, sum_hidden
+from .host_kv import CopiesUnderWay, HostKV
 from .settings import RunnerSettings
 from .slot_table import SlotTable
 
@@ -78,6 +79,8 @@ class ModelRunner:
             use_kernels=settings.attention_backend == "triton",
         )
         self._recorded_decodes: DecodeRunner | None = None
+        self.host_kv: HostKV | None = None
+        """The memory of the host tier. None: there is no tier, and no step has `kv_copies`."""
 
     @property
     def max_total_num_tokens(self) -> int:
@@ -92,6 +95,22 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: StepInputs) -> RunningStep:
         """Queue the forward pass of a step. The caller must call `sample` on the result before the next `launch`."""
+        if step.kv_copies is not None:
+            return self._launch_with_copies(step, step.kv_copies)
+        return self._launch(step)
+
+    def _launch_with_copies(self, step: StepInputs, copies: KVCopies) -> RunningStep:
+        assert self.host_kv is not None
+        under_way = self.host_kv.run(copies)
+        if len(step.rows):
+            running = self._launch(step)
+        else:
+            nothing = torch.empty(0, dtype=torch.int64)
+            running = RunningStep(self, nothing, nothing, step.rows, step.seq_lens)
+        running.copies = under_way
+        return running
+
+    def _launch(self, step: StepInputs) -> RunningStep:
         for new_row in step.new_rows:
             self.sampler.set_row(new_row)
             self._logprobs.set_row(new_row)
@@ -254,6 +273,7 @@ class RunningStep:
         self._logprobs: SampledLogprobs | None = None
         self._prompts = prompts
         self._sums = sums
+        self.copies: CopiesUnderWay | None = None
 
     def sample(self, masks: TokenMasks | None = None) -> None:
         if self._forward is not None:
@@ -261,6 +281,8 @@ class RunningStep:
             self._forward = None  # the logits' memory is free for the next step
 
     def wait(self) -> StepOutput:
+        if self.copies is not None:
+            self.copies.wait()
         tokens = np.empty(0, np.int32) if self._tokens is None else self._tokens.wait()
         if self._logprobs is None and self._prompts is None and self._sums is None:
             return StepOutput(tokens)

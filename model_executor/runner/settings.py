@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,8 +15,18 @@ from ..weights.loader import checkpoint_dtype
 from ..weights.quantization import check_quantization
 
 _DEFAULT_RECORDED_ROWS = 256
+_DEFAULT_HOST_GB = 1.0
+"""Size of the host's KV memory above files. It holds what is read and written, and what was used last."""
 _MIN_LIMITS_FOR_PAGES = (2048, 128, 128)
 """Tokens of the KV pool, of a step's prompts and of a chunk. Below any of these, the default page size is 1."""
+
+
+class HostKVSettings(NamedTuple):
+    """The settings of the host's KV memory."""
+
+    num_bytes: int
+    has_storage: bool
+    """whether files are below it; without them it must be larger than the KV pool to be of any use"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +57,8 @@ class RunnerSettings:
     """whether decode steps are recorded as graphs"""
     max_recorded_rows: int
     """most requests of a recorded decode step"""
+    host_kv: HostKVSettings | None
+    """the host's KV memory; None: there are no tiers below the KV pool"""
     seed: int
     """seed of dummy weights; 0 by default"""
 
@@ -78,6 +91,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         max_recorded_rows=min(
             server_args.max_running_requests, server_args.cuda_graph_max_bs or _DEFAULT_RECORDED_ROWS
         ),
+        host_kv=_host_kv(server_args),
         seed=server_args.random_seed or 0,
     )
 
@@ -92,6 +106,13 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda needs a GPU, but torch finds none")
     return device
+
+
+def _host_kv(server_args: ServerArgs) -> HostKVSettings | None:
+    if not server_args.enable_hierarchical_cache:
+        return None
+    size = _DEFAULT_HOST_GB if server_args.hicache_size is None else server_args.hicache_size
+    return HostKVSettings(int(size * 2**30), server_args.hicache_storage_dir is not None)
 
 
 def _page_size(server_args: ServerArgs) -> int | None:

@@ -234,18 +234,17 @@ def logprob_lists(server: Server, sample: Sample, out: TextOut) -> dict[str, lis
 def meta_info(sample: Sample, lists: Mapping[str, Any]) -> MetaInfo:
     """`lists`: the fields for log probabilities."""
     latency = sample.generation.finished_s
-    cached_tokens = sample.counts.cached_tokens
     return MetaInfo(
         sample.generation.rid,
         sample.finish,
         sample.prompt_tokens,
         sample.counts.completion_tokens,
-        cached_tokens,
+        sample.counts.cached_tokens,
         sample.counts.num_retractions,
         sample.generation.num_recoveries,
         "default",
         UNSET if sample.finish is None or latency is None else latency,
-        UNSET if sample.finish is None else CachedTokensDetails(cached_tokens),
+        UNSET if sample.finish is None else CachedTokensDetails.of([sample.counts]),
         **_timings(sample),
         **lists,
     )

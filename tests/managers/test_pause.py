@@ -76,9 +76,9 @@ def test_a_prompt_in_chunks_survives_a_retracting_pause() -> None:
     rig = Rig(chunked_prefill_size=16, max_prefill_tokens=16)
     rig.add("long", list(range(90)), max_new_tokens=5)
     rig.turn()
-    assert rig.scheduler.queues.chunked is not None
+    assert rig.scheduler.queues.unfinished
     tell(rig, PauseReq(1, True))
-    assert rig.scheduler.queues.chunked is None
+    assert not rig.scheduler.queues.unfinished
     tell(rig, FlushCacheReq(2))
     tell(rig, ContinueReq(3))
     rig.run()

@@ -123,4 +123,4 @@ class Frame:
         """The `sglext` field of the answer, or of the last chunk but one of a stream."""
         if not self._return_cached_tokens_details:
             return UNSET
-        return Extension(CachedTokensDetails(usage_of(samples).prompt_tokens_details.cached_tokens))
+        return Extension(CachedTokensDetails.of(one.counts for one in samples if one.generation.index == 0))

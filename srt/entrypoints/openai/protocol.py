@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ...io_struct import Counts
 from ..wire import Int32, Int64, Wire, doc, only
 from .structured_protocol import ResponseFormat, StructuredOutputs
 
@@ -132,7 +134,18 @@ class CachedTokensDetails(msgspec.Struct, frozen=True):
     """Where the KV of cached prompt tokens was found."""
 
     device: Annotated[int, doc("On the device of the model")]
-    host: Annotated[int, doc("In host memory; always 0")] = 0
+    host: Annotated[int, doc("In host memory (--hicache-size)")] = 0
+    storage: Annotated[int | UnsetType, doc("In files (--hicache-storage-dir); absent if none")] = UNSET
+
+    @classmethod
+    def of(cls, counts: Iterable[Counts]) -> CachedTokensDetails:
+        """The sums over samples of several prompts."""
+        total = host = storage = 0
+        for one in counts:
+            total += one.cached_tokens
+            host += one.host_tokens
+            storage += one.storage_tokens
+        return cls(total - host - storage, host, storage or UNSET)
 
 
 class Extension(msgspec.Struct, frozen=True):

@@ -1,0 +1,300 @@
+"""The tiers below the KV pool: host memory, and files. They keep the KV of requests that have left the pool.
+
+KV is kept in blocks of whole pages, under keys that name all tokens up to the end of the block (mem_cache/block_keys).
+When a request is released, its blocks are copied to host memory, unless a tier has them. With files, a thread writes
+them to the disk from there. When a request is admitted, the blocks that continue its cached prefix are copied back into
+slots of its own. Blocks that only the disk has are read into host memory first, while the request waits.
+
+The scheduler's side holds numbers only. The copies travel in `StepInputs.kv_copies`, and the runner makes them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..mem_cache.block_keys import BlockKeys
+from ..mem_cache.host_blocks import HostBlocks
+from ..mem_cache.kv_storage import KVStorage, ReadJob, WriteJob
+from ..model_executor.step import Int32Array, KVCopies
+from ..srt.io_struct import AbortFinish
+from .req import Req
+from .req_tiers import ReqTiers
+
+READ_TIMEOUT_S = 2.0
+"""How long a request waits for its blocks to be read. What is not there by then is computed."""
+CLOSE_TIMEOUT_S = 3.0
+"""How long a scheduler that stops goes on writing."""
+_WAIT_S = 0.001
+
+
+@dataclass(eq=False, slots=True)
+class _Copies:
+    """The copies of one step."""
+
+    out_pages: list[Int32Array] = field(default_factory=list)
+    out_host: list[Int32Array] = field(default_factory=list)
+    in_host: list[Int32Array] = field(default_factory=list)
+    in_pages: list[Int32Array] = field(default_factory=list)
+    filled: list[tuple[bytes, int]] = field(default_factory=list)
+    """Key and block of each copy out, pinned until the copy is made and written."""
+    loaded: list[int] = field(default_factory=list)
+    """The blocks of the copies in, pinned until these are made."""
+
+    def arrays(self) -> KVCopies:
+        return KVCopies(*map(_concatenated, (self.out_pages, self.out_host, self.in_host, self.in_pages)))
+
+
+class KVTiers:
+    """Saves the KV of released requests and loads it for admitted ones. Only KVCacheManager and the scheduler call it.
+
+    Requests find what `end_of` says, `load` must follow at once, and everything else is best effort: if no host block
+    is free, nothing is saved or read.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        block_len: int,
+        num_blocks: int,
+        identity: bytes,
+        storage: KVStorage | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """`block_len`: tokens of a block, whole pages. `identity`: of the model and of the format of its KV. `clock`:
+        that of `storage`."""
+        assert block_len % page_size == 0
+        self.blocks = HostBlocks(num_blocks)
+        self.num_saved = 0
+        """Blocks that were copied out."""
+        self._page_size = page_size
+        self._block_len = block_len
+        self._pages_per_block = block_len // page_size
+        self._identity = identity
+        self._storage = storage
+        self._clock = clock
+        self._next = _Copies()
+        """For the next step."""
+        self._under_way: deque[_Copies] = deque()
+        """Of launched steps, oldest first."""
+        self._reading: dict[bytes, ReadJob] = {}
+        self._num_writing = 0
+
+    # Loading
+
+    def awaits_storage(self, req: Req, match_len: Callable[[Req], int]) -> bool:
+        """Whether a waiting request should stay in the queue, because blocks of its prefix are read from files.
+
+        Starts the read. `match_len`: tokens of a request that the prefix cache has.
+        """
+        if self._storage is None:
+            return False
+        state = self._state(req)
+        if state.is_settled:
+            return False
+        self._collect(self._storage.poll())
+        if state.give_up_s is None:
+            state.give_up_s = self._clock() + READ_TIMEOUT_S
+        elif self._clock() >= state.give_up_s:
+            state.is_settled = True
+            return False
+        if state.job is not None and self._reading.get(state.job.blocks[0][0]) is state.job:
+            return True
+        is_short = state.job is not None and state.job.num_read < len(state.job.blocks)
+        job = None if is_short else self._start_read(state, req, match_len(req))
+        if job is None:
+            state.is_settled = True
+            return False
+        state.job = job
+        return True
+
+    def wait(self) -> None:
+        """For a turn without any work: wait a moment for a read, if one is under way."""
+        if self._reading and self._storage is not None:
+            self._collect(self._storage.poll(_WAIT_S))
+
+    def end_of(self, req: Req, start: int) -> int:
+        """The end of the KV that `load` could load from `start` on, in tokens and whole pages; `start` if none.
+
+        `start`: tokens that the prefix cache has.
+        """
+        keys = self._state(req).keys.cover(req.token_ids())
+        index = start // self._block_len
+        while index < len(keys) and self.blocks.find(keys[index]) is not None:
+            index += 1
+        end = min(index * self._block_len, req.reusable_len // self._page_size * self._page_size)
+        return max(end, start)
+
+    def admit(self, req: Req, start: int, slots: Int32Array) -> None:
+        """Plan the copies into the slots of the positions from `start` on, up to `end_of`. Notes the admission."""
+        state = self._state(req)
+        state.num_admitted = req.num_tokens
+        if not len(slots):
+            return
+        page_size, per_block = self._page_size, self._pages_per_block
+        first = start // self._block_len
+        last = -(-(start + len(slots)) // self._block_len)
+        keys = state.keys.keys[first:last]
+        found = [self.blocks.find(key) for key in keys]
+        blocks = np.array(found, np.int32)
+        for block in blocks.tolist():
+            self.blocks.pin(block)
+            self._next.loaded.append(block)
+        pages = np.arange(start // page_size, (start + len(slots)) // page_size, dtype=np.int32)
+        self._next.in_host.append(blocks[pages // per_block - first] * per_block + pages % per_block)
+        self._next.in_pages.append(slots[::page_size] // page_size)
+        if req.cached_tokens is None:
+            self._count(req, state, start, len(slots), keys)
+
+    def _count(self, req: Req, state: ReqTiers, start: int, length: int, keys: list[bytes]) -> None:
+        """Note where the loaded tokens of the prompt were."""
+        end = min(start + length, len(req.prompt_ids))
+        read = {key for key, _ in state.job.blocks[: state.job.num_read]} if state.job is not None else set()
+        for index, key in enumerate(keys, start // self._block_len):
+            overlap = min((index + 1) * self._block_len, end) - max(index * self._block_len, start)
+            if key in read:
+                req.storage_tokens += max(overlap, 0)
+            else:
+                req.host_tokens += max(overlap, 0)
+
+    def _start_read(self, state: ReqTiers, req: Req, num_cached: int) -> ReadJob | None:
+        """Read the blocks after the cached prefix that only files have. Returns None if there are none.
+
+        If the first of them is being read, returns that job.
+        """
+        assert self._storage is not None and state.give_up_s is not None
+        keys = state.keys.cover(req.token_ids())[num_cached // self._block_len :]
+        num_in_host = 0
+        wanted: list[bytes] = []
+        for key in keys:
+            if not wanted and key in self._reading:
+                return self._reading[key]
+            if self.blocks.touch(key):
+                if wanted:
+                    break
+                num_in_host += 1
+            elif self._storage.has(key) and key not in self._reading:
+                wanted.append(key)
+            else:
+                break
+        # More would displace the blocks before them.
+        room = self.blocks.num_free + self.blocks.num_kept - num_in_host
+        taken = [(key, block) for key in wanted[: max(room, 0)] if (block := self.blocks.take()) is not None]
+        if not taken:
+            return None
+        job = ReadJob(taken, state.give_up_s)
+        self._reading.update((key, job) for key, _ in taken)
+        self._storage.read(job)
+        return job
+
+    # Saving
+
+    def save(self, req: Req, slots: Int32Array) -> None:
+        """Plan the copies of a request's blocks that no tier has, before its slots are freed.
+
+        `slots`: int32 [>= kv_len], of its positions. Only KV that is known to give finite logits is saved.
+        """
+        state = self._state(req)
+        state.restart()
+        checked = self._num_checked(req, state)
+        per_block = self._pages_per_block
+        for index, key in enumerate(state.keys.cover(req.token_ids()[:checked])):
+            if self.blocks.touch(key) or (self._storage is not None and self._storage.has(key)):
+                continue
+            block = self._take()
+            if block is None:
+                return
+            self.blocks.name(block, key)
+            starts = slots[index * self._block_len : (index + 1) * self._block_len : self._page_size]
+            self._next.out_pages.append(starts // self._page_size)
+            self._next.out_host.append(np.arange(block * per_block, (block + 1) * per_block, dtype=np.int32))
+            self._next.filled.append((key, block))
+            self.num_saved += 1
+
+    def _take(self) -> int | None:
+        if self._num_writing and self._storage is not None:
+            self._collect(self._storage.poll())
+        return self.blocks.take()
+
+    @staticmethod
+    def _num_checked(req: Req, state: ReqTiers) -> int:
+        if req.num_tokens > state.num_admitted:
+            return min(req.num_tokens - 1, req.kv_len)
+        is_complete = req.finish is not None and not isinstance(req.finish, AbortFinish)
+        return min(req.num_tokens, req.kv_len) if is_complete else 0
+
+    # Copies
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies wait for a step."""
+        return bool(self._next.filled or self._next.loaded)
+
+    def take_copies(self) -> KVCopies | None:
+        """The copies for the step that is built next."""
+        if not self.has_copies:
+            return None
+        copies, self._next = self._next, _Copies()
+        self._under_way.append(copies)
+        return copies.arrays()
+
+    def on_copied(self) -> None:
+        """The oldest step with copies has ended."""
+        copies = self._under_way.popleft()
+        for block in copies.loaded:
+            self.blocks.unpin(block)
+        for key, block in copies.filled:
+            if self._storage is not None and self._storage.is_writing and not self._storage.has(key):
+                self._storage.write(WriteJob(key, block))
+                self._num_writing += 1
+            else:
+                self.blocks.unpin(block)
+
+    def _collect(self, jobs: list[ReadJob | WriteJob]) -> None:
+        for job in jobs:
+            if isinstance(job, WriteJob):
+                self.blocks.unpin(job.block)
+                self._num_writing -= 1
+                continue
+            for index, (key, block) in enumerate(job.blocks):
+                if index < job.num_read:
+                    self.blocks.name(block, key)
+                self.blocks.unpin(block)
+                del self._reading[key]
+
+    # The whole
+
+    def clear(self) -> None:
+        """Empty the host memory. Files stay. No request may hold a row."""
+        for block in [*self._next.loaded, *(block for _, block in self._next.filled)]:
+            self.blocks.unpin(block)
+        self._next = _Copies()
+        self.blocks.clear()
+
+    def close(self) -> None:
+        """Write what is copied, for a bounded time, and stop the thread."""
+        if self._storage is not None:
+            self._storage.close(CLOSE_TIMEOUT_S)
+
+    def audit(self) -> None:
+        """Raises AssertionError unless each host block has one owner and each pin has a reason. O(blocks)."""
+        if self._storage is not None:
+            self._collect(self._storage.poll())
+        self.blocks.audit()
+        copies = [self._next, *self._under_way]
+        num_pins = sum(len(one.loaded) + len(one.filled) for one in copies) + len(self._reading) + self._num_writing
+        if num_pins != self.blocks.num_pins:
+            raise AssertionError(f"{self.blocks.num_pins} pins of host blocks, but {num_pins} reasons")
+
+    def _state(self, req: Req) -> ReqTiers:
+        if req.tiers is None:
+            req.tiers = ReqTiers(BlockKeys(self._identity, req.namespace, self._block_len))
+        return req.tiers
+
+
+def _concatenated(parts: list[Int32Array]) -> Int32Array:
+    return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)

@@ -1,0 +1,44 @@
+"""The keys of KV blocks: each names the tokens of its block, all tokens before them, and the model that computed them.
+
+A block is `block_len` tokens. Its key is a hash of the key before it and of its own tokens, so equal keys mean equal
+prefixes. The first key continues a hash of the namespace and of the identity of the model (`model_executor/runner/
+kv_identity.py`). The hash is cryptographic, because the tokens come from clients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+KEY_BYTES = 32
+
+
+def first_key(identity: bytes, namespace: str) -> bytes:
+    """The key before the first block of a namespace."""
+    # Hashed alone, so that no end of an identity can pass for the start of a namespace.
+    return _hash(_hash(identity) + namespace.encode("utf-8", "surrogatepass"))
+
+
+class BlockKeys:
+    """The keys of one growing sequence. `keys[i]`: of the tokens [i * block_len, (i + 1) * block_len)."""
+
+    def __init__(self, identity: bytes, namespace: str, block_len: int) -> None:
+        self.keys: list[bytes] = []
+        self._before = first_key(identity, namespace)
+        self._block_len = block_len
+
+    def cover(self, tokens: npt.NDArray[np.int32]) -> list[bytes]:
+        """The keys of the whole blocks of `tokens`: int32 [n], which continue the tokens of earlier calls."""
+        assert tokens.dtype == np.int32
+        num_blocks = len(tokens) // self._block_len
+        for index in range(len(self.keys), num_blocks):
+            block = tokens[index * self._block_len : (index + 1) * self._block_len]
+            self._before = _hash(self._before + block.tobytes())
+            self.keys.append(self._before)
+        return self.keys[:num_blocks]
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()

@@ -1,0 +1,116 @@
+"""The books of the host's KV memory: which blocks are free, which hold the KV of which key, and which are in use.
+
+A block is in exactly one of these states:
+
+    free        no key, no pin
+    kept        a key and no pin: it may be found, and it may be taken for something else, least recently used first
+    pinned      with a key (copied, written to disk, or about to be loaded), or without one (being filled)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class HostBlocks:
+    """Blocks 0 .. num_blocks - 1. Each call takes a constant time, except `clear` and `audit`."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks > 0
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        """Least recently used first."""
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: list[bytes | None] = [None] * num_blocks
+        self._pins = [0] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_pins(self) -> int:
+        """O(num_blocks)."""
+        return sum(self._pins)
+
+    def find(self, key: bytes) -> int | None:
+        """The block of this key. Has no effect."""
+        return self._block_of.get(key)
+
+    def touch(self, key: bytes) -> bool:
+        """Count a use of the block of this key. Returns whether there is one."""
+        block = self._block_of.get(key)
+        if block is None:
+            return False
+        if block in self._kept:
+            self._kept.move_to_end(block)
+        return True
+
+    def take(self) -> int | None:
+        """A block to fill, without a key and pinned once: a free one, or else the least recently used one.
+
+        Returns None if all blocks are pinned.
+        """
+        if self._free:
+            block = self._free.pop()
+        elif self._kept:
+            block, _ = self._kept.popitem(last=False)
+            self._forget(block)
+        else:
+            return None
+        self._pins[block] = 1
+        return block
+
+    def name(self, block: int, key: bytes) -> None:
+        """Give a key to a pinned block without one. If another block has that key, the new one stays without."""
+        assert self._pins[block] and self._key_of[block] is None
+        if key not in self._block_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def pin(self, block: int) -> None:
+        """Keep a block as it is. Needs one `unpin`."""
+        self._kept.pop(block, None)
+        self._pins[block] += 1
+
+    def unpin(self, block: int) -> None:
+        """Undo one `pin`, or the pin of `take`. The end of the last pin counts as a use."""
+        assert self._pins[block] > 0, "unpinned more often than pinned"
+        self._pins[block] -= 1
+        if self._pins[block]:
+            return
+        if self._key_of[block] is None:
+            self._free.append(block)
+        else:
+            self._kept[block] = None
+
+    def clear(self) -> None:
+        """Forget all keys. Pinned blocks become free with their last `unpin`."""
+        for block in self._block_of.values():
+            self._key_of[block] = None
+        self._block_of = {}
+        self._free.extend(self._kept)
+        self._kept.clear()
+
+    def audit(self) -> None:
+        """Raises AssertionError unless each block is in exactly one state. O(num_blocks)."""
+        pinned = {block for block, pins in enumerate(self._pins) if pins}
+        states = [*self._free, *self._kept, *pinned]
+        if sorted(states) != list(range(self.num_blocks)):
+            raise AssertionError(f"{len(states)} states of {self.num_blocks} host blocks")
+        keyed = {block: key for block, key in enumerate(self._key_of) if key is not None}
+        if keyed != {block: key for key, block in self._block_of.items()}:
+            raise AssertionError("the keys of the host blocks and their index differ")
+        if not keyed.keys() >= self._kept.keys() or keyed.keys() & set(self._free):
+            raise AssertionError("a kept host block has no key, or a free one has a key")
+
+    def _forget(self, block: int) -> None:
+        key = self._key_of[block]
+        assert key is not None
+        del self._block_of[key]
+        self._key_of[block] = None

@@ -1,0 +1,122 @@
+"""The host's KV memory of a runner, and the copies between it and the KV pool.
+
+The memory is pages in the pool's own layout, so a copy changes no bit. On a GPU it is pinned. Copies to it wait for the
+work that is queued, but no later work waits for them; copies from it run beside the work that is queued, and later
+work waits for them. So both run beside the forward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
+from ...srt.machine.huge_pages import zeroed
+from ..device.accelerator import Accelerator, Event
+from ..device.device_buffers import Uploads
+from ..step import Int32Array, KVCopies
+from .settings import HostKVSettings
+
+_BLOCK_LEN = 64
+"""Tokens of a block, rounded up to whole pages. A prefix is saved up to its last whole block."""
+_BATCH_BYTES = 32 << 20
+"""Most bytes that are gathered at a time."""
+
+
+class CopiesUnderWay:
+    """The copies of one step on a GPU."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.sources: list[torch.Tensor] = []
+        """Kept alive until the copies are made."""
+
+    def wait(self) -> None:
+        """Wait until all of them are made."""
+        for event in self.events:
+            event.synchronize()
+        self.sources.clear()
+
+
+class HostKV:
+    """Host memory of `num_blocks` blocks of `block_len` tokens beside a KV pool."""
+
+    def __init__(
+        self, kv_pool: MHATokenToKVPool, settings: HostKVSettings, uploads: Uploads, accelerator: Accelerator | None
+    ) -> None:
+        """Raises ValueError for a size that makes no sense."""
+        pages_per_block = -(-_BLOCK_LEN // kv_pool.page_size)
+        self.block_len = pages_per_block * kv_pool.page_size
+        block_bytes = pages_per_block * kv_pool.page_bytes
+        self.num_blocks = settings.num_bytes // block_bytes
+        size = f"--hicache-size {settings.num_bytes / 2**30:g}"
+        if not self.num_blocks:
+            raise ValueError(f"{size} is less than one block of {self.block_len} tokens ({block_bytes} bytes)")
+        num_tokens = self.num_blocks * self.block_len
+        if not settings.has_storage and num_tokens <= kv_pool.size:
+            raise ValueError(
+                f"{size} holds {num_tokens} tokens and the KV pool {kv_pool.size}: without --hicache-storage-dir it "
+                "must be larger than the pool, because it has a copy of what the pool keeps of finished requests"
+            )
+        self._kv_pool = kv_pool
+        self._uploads = uploads
+        self._accelerator = accelerator
+        num_bytes = self.num_blocks * block_bytes
+        flat = torch.from_numpy(zeroed(num_bytes)) if accelerator is None else accelerator.pinned(num_bytes)
+        self._pages = flat.view(self.num_blocks * pages_per_block, kv_pool.page_bytes)
+        self._batch = max(_BATCH_BYTES // kv_pool.page_bytes, 1)
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """[num_blocks, block_bytes], the memory itself. A block may be read when the step that fills it has ended."""
+        return self._pages.numpy().reshape(self.num_blocks, -1)
+
+    def run(self, copies: KVCopies) -> CopiesUnderWay | None:
+        """Queue the copies of a step, before its forward pass. Returns None if they are made already."""
+        under_way = None if self._accelerator is None else CopiesUnderWay()
+        for out_pages, out_host in self._batches(copies.out_pages, copies.out_host):
+            (pages,) = self._uploads.send(out_pages)
+            data = self._kv_pool.read_pages(pages)
+            if under_way is None:
+                self._pages.index_copy_(0, torch.from_numpy(out_host), data)
+            else:
+                self._fetch(data, out_host, under_way)
+        for in_pages, in_host in self._batches(copies.in_pages, copies.in_host):
+            (pages,) = self._uploads.send(in_pages)
+            self._kv_pool.write_pages(pages, self._copy_in(in_host))
+        if under_way is not None:
+            assert self._accelerator is not None
+            under_way.events.append(self._accelerator.record_event())
+        return under_way
+
+    def _fetch(self, data: torch.Tensor, pages: npt.NDArray[np.int64], under_way: CopiesUnderWay) -> None:
+        assert self._accelerator is not None
+        under_way.sources.append(data)
+        for start, end in _runs(pages):
+            target = self._pages[pages[start] : pages[start] + end - start]
+            under_way.events.append(self._accelerator.fetch(data[start:end], target))
+
+    def _copy_in(self, pages: npt.NDArray[np.int64]) -> torch.Tensor:
+        """The pages on the pool's device: uint8 [n, page_bytes]."""
+        if self._accelerator is None:
+            return self._pages.index_select(0, torch.from_numpy(pages))
+        parts = [self._pages[pages[start] : pages[start] + end - start] for start, end in _runs(pages)]
+        return self._accelerator.bring(parts)
+
+    def _batches(
+        self, first: Int32Array, second: Int32Array
+    ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        for start in range(0, len(first), self._batch):
+            stop = start + self._batch
+            yield first[start:stop].astype(np.int64), second[start:stop].astype(np.int64)
+
+
+def _runs(pages: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """The ranges [start, end) of indices whose pages are consecutive."""
+    breaks = np.flatnonzero(np.diff(pages) != 1) + 1
+    bounds = [0, *breaks.tolist(), len(pages)]
+    yield from pairwise(bounds)

@@ -1,0 +1,260 @@
+"""The tiers below the KV pool, in a whole scheduler: nothing is lost or leaked, and no token depends on them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from patience import PATIENCE_S
+from scheduler_rig import Rig
+
+from fakes import expected_output
+from tercet.managers import kv_tiers
+from tercet.mem_cache.block_keys import BlockKeys
+from tercet.srt.io_struct import AbortFinish
+
+VOCAB = 97
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def ask(rig: Rig, rid: str, ids: list[int], max_new_tokens: int = 4, salt: str = "") -> tuple[int, int, int]:
+    """Runs one request. Returns its cached tokens: all, from host memory, from files. Checks its output."""
+    rig.add(rid, ids, salt, max_new_tokens=max_new_tokens)
+    rig.run()
+    assert rig.heard[rid].ids == expected_output(ids, 1, max_new_tokens, VOCAB)
+    counts = rig.heard[rid].last.counts
+    return counts.cached_tokens, counts.host_tokens, counts.storage_tokens
+
+
+def settle(rig: Rig) -> None:
+    """Makes the copies that wait for a step, and writes all files."""
+    while rig.kv.has_copies or rig.in_flight is not None:
+        rig.turn()
+    if rig.kv.tiers._storage is not None:
+        rig.kv.tiers._storage.close(PATIENCE_S)
+    rig.kv.audit([])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_an_evicted_prefix_comes_back_from_host_memory(page_size: int, overlap: bool) -> None:
+    rig = Rig(pool_size=64, page_size=page_size, host_blocks=64, block_pages=2, overlap=overlap)
+    first = prompt(1, 40)
+    assert ask(rig, "a", first) == (0, 0, 0)
+    ask(rig, "b", prompt(2, 56))  # evicts it
+    assert rig.kv.cache.match_len(np.array(first, np.int32)) < 40
+    cached, host, storage = ask(rig, "c", first)
+    assert (cached, storage) == (39 // page_size * page_size, 0)
+    assert host >= cached - 64 + 57
+    computed = sum(len(step.input_ids) for step in rig.runner.steps[-5:] if step.input_ids is not None)
+    assert computed == 40 - cached
+
+
+def test_files_survive_a_restart_and_namespaces_stay_apart(tmp_path: Path) -> None:
+    first = prompt(1, 41)
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    ask(rig, "a", first, salt="x")
+    settle(rig)
+    for salt, expected in (("y", (0, 0, 0)), ("x", (40, 0, 40)), ("", (0, 0, 0))):
+        fresh = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+        assert ask(fresh, "b", first, salt=salt) == expected
+    # In the same engine: from the pool, and after a flush from the files.
+    assert ask(rig, "b", first, salt="x") == (40, 0, 0)
+    rig.kv.flush()
+    assert rig.kv.tiers.blocks.num_free == 64
+    fresh.kv.flush()
+
+
+def test_a_scheduler_that_stops_writes_what_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_tiers, "CLOSE_TIMEOUT_S", PATIENCE_S)
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    first = prompt(1, 41)
+    ask(rig, "a", first)
+    assert rig.kv.has_copies and not list(tmp_path.iterdir())
+    rig.scheduler.run(lambda: True)
+    assert ask(Rig(page_size=4, host_blocks=64, storage=tmp_path), "b", first) == (40, 0, 40)
+
+
+def test_the_next_turn_of_a_conversation_finds_the_output_too(tmp_path: Path) -> None:
+    rig = Rig(page_size=1, host_blocks=64, block_pages=4, storage=tmp_path)
+    first = prompt(3, 21)
+    ask(rig, "a", first, 12)
+    settle(rig)
+    longer = first + rig.heard["a"].ids + prompt(4, 9)
+    fresh = Rig(page_size=1, host_blocks=64, block_pages=4, storage=tmp_path)
+    assert ask(fresh, "b", longer) == (32, 0, 32)  # 21 + 12 tokens, less the last one, in whole blocks
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "truncated": lambda content: content[: len(content) // 2],
+    "longer": lambda content: content + b"x",
+    "one bit of the data": lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:],
+    "another key": lambda content: content[:30] + bytes([content[30] ^ 1]) + content[31:],
+    "another format": lambda content: b"X" + content[1:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_costs_one_line_and_its_tokens(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    first = prompt(1, 41)
+    ask(rig, "a", first)
+    settle(rig)
+    third = BlockKeys(b"fake", "", 8).cover(np.array(first, np.int32))[2]
+    (path,) = tmp_path.glob(f"*{third.hex()}*")
+    content = path.read_bytes()
+    path.write_bytes(DAMAGES[damage](content))
+    fresh = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert ask(fresh, "b", first) == (16, 0, 16)
+    (line,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert path.name in line.getMessage()
+    settle(fresh)
+    assert path.read_bytes() == content  # written anew
+    assert ask(Rig(page_size=4, host_blocks=64, storage=tmp_path), "c", first) == (40, 0, 40)
+
+
+def test_a_slow_disk_delays_a_request_for_a_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    first = prompt(1, 41)
+    ask(rig, "a", first)
+    settle(rig)
+    fresh = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    storage = fresh.kv.tiers._storage
+    monkeypatch.setattr(storage, "read", lambda job: None)  # a disk that never answers
+    fresh.add("b", first, max_new_tokens=4)
+    fresh.add("other", prompt(9, 10), max_new_tokens=4)
+    for _ in range(20):
+        fresh.turn()
+    assert fresh.heard["other"].finish is not None, "the others go on"
+    assert not fresh.heard["b"].ids
+    fresh.clock.now += kv_tiers.READ_TIMEOUT_S
+    fresh.run()
+    assert fresh.heard["b"].ids == expected_output(first, 1, 4, VOCAB)
+    assert fresh.heard["b"].last.counts.cached_tokens == 0
+
+
+def test_a_waiting_request_can_be_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    first = prompt(1, 41)
+    ask(rig, "a", first)
+    settle(rig)
+    fresh = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    read, held = fresh.kv.tiers._storage.read, []
+    monkeypatch.setattr(fresh.kv.tiers._storage, "read", held.append)
+    fresh.add("b", first)
+    fresh.turn()
+    fresh.abort("b")
+    fresh.run()
+    assert isinstance(fresh.heard["b"].finish, AbortFinish)
+    (job,) = held
+    monkeypatch.undo()
+    read(job)
+    assert ask(fresh, "c", first)[0] == 40  # what was read for it serves others
+
+
+def test_kv_without_a_finite_logit_is_never_saved() -> None:
+    rig = Rig(page_size=1, host_blocks=64, block_pages=2, max_prefill_tokens=8, chunked_prefill_size=8)
+    rig.runner.poison = 96
+    ids = [value % 96 for value in prompt(5, 20)]
+    rig.add("bad", [*ids[:9], 96, *ids[9:]], max_new_tokens=4)
+    rig.run()
+    assert isinstance(rig.heard["bad"].finish, AbortFinish)
+    assert rig.kv.tiers.num_saved == 0
+    rig.add("aborted", ids, max_new_tokens=4)
+    rig.turn()
+    rig.turn()
+    rig.abort("aborted")
+    rig.run()
+    assert rig.kv.tiers.num_saved == 0, "no chunk of its prompt had logits"
+    rig.add("zero", ids, max_new_tokens=0)
+    rig.run()
+    assert rig.kv.tiers.num_saved == 10, "a prompt that was computed to warm the cache"
+
+
+prompts = st.tuples(st.integers(0, 2), st.integers(1, 60))
+"""A prompt is the start of one of three long ones."""
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    requests=st.lists(
+        st.tuples(prompts, st.integers(0, 12), st.sampled_from(["", "x"]), st.integers(0, 3)), min_size=1, max_size=14
+    ),
+    pool_pages=st.integers(20, 40),
+    page_size=st.sampled_from([1, 4]),
+    host_blocks=st.integers(1, 40),
+    block_pages=st.integers(1, 3),
+    overlap=st.booleans(),
+    chunk=st.sampled_from([8, 16, 64]),
+    has_files=st.booleans(),
+    limit=st.sampled_from([1 << 10, 1 << 30]),
+    aborts=st.sets(st.integers(0, 13), max_size=3),
+    poison=st.booleans(),
+)
+def test_no_token_depends_on_the_tiers(
+    tmp_path_factory: pytest.TempPathFactory,
+    requests: list,
+    pool_pages: int,
+    page_size: int,
+    host_blocks: int,
+    block_pages: int,
+    overlap: bool,
+    chunk: int,
+    has_files: bool,
+    limit: int,
+    aborts: set[int],
+    poison: bool,
+) -> None:
+    """Two engines, one after the other, with random requests, pools that are too small, aborts and NaN. `Rig.turn`
+    audits all tiers."""
+    folder = tmp_path_factory.mktemp("kv") if has_files else None
+    pool_size = max(pool_pages * page_size, 80)
+    for _ in range(2):
+        rig = Rig(
+            pool_size=pool_size,
+            page_size=page_size,
+            max_running=3,
+            max_prefill_tokens=chunk,
+            chunked_prefill_size=chunk,
+            overlap=overlap,
+            host_blocks=host_blocks,
+            block_pages=block_pages,
+            storage=folder,
+            storage_bytes=limit,
+        )
+        rig.runner.poison = 96 if poison else None
+        asked = {}
+        for index, ((which, length), max_new_tokens, salt, num_turns) in enumerate(requests):
+            ids = prompt(which, 60)[:length]
+            rid = f"r{index}"
+            asked[rid] = ids, max_new_tokens
+            rig.add(rid, ids, salt, max_new_tokens=max_new_tokens)
+            for _turn in range(num_turns):
+                rig.turn()
+            if index in aborts:
+                rig.abort(rid)
+        rig.run()
+        for rid, (ids, max_new_tokens) in asked.items():
+            heard = rig.heard[rid]
+            expected = expected_output(ids, 1, max_new_tokens, VOCAB)
+            assert heard.ids == expected[: len(heard.ids)]
+            if isinstance(heard.finish, AbortFinish):
+                assert int(rid[1:]) in aborts or 96 in [*ids, *expected]
+            else:
+                assert len(heard.ids) == max_new_tokens
+            counts = heard.last.counts
+            assert counts.host_tokens + counts.storage_tokens <= counts.cached_tokens <= max(len(ids) - 1, 0)
+        settle(rig)
+        assert rig.kv.tiers.blocks.num_pins == 0

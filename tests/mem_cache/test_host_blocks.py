@@ -1,0 +1,104 @@
+"""The books of host blocks, in random lives, against a model that keeps a list."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tercet.mem_cache.host_blocks import HostBlocks
+
+KEYS = [bytes([number]) for number in range(6)]
+
+
+class BlockMachine(RuleBasedStateMachine):
+    @initialize(num_blocks=st.integers(1, 5))
+    def build(self, num_blocks: int) -> None:
+        self.blocks = HostBlocks(num_blocks)
+        self.pins: dict[int, int] = {}
+        self.keys: dict[int, bytes] = {}
+        self.kept: list[int] = []  # least recently used first
+
+    @rule()
+    def take(self) -> None:
+        block = self.blocks.take()
+        if len(self.pins) == self.blocks.num_blocks:
+            assert block is None
+            return
+        assert block not in self.pins
+        if len(self.pins) + len(self.kept) == self.blocks.num_blocks:
+            assert block == self.kept.pop(0), "the least recently used one"
+            del self.keys[block]
+        assert block not in self.keys
+        self.pins[block] = 1
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def name(self, data: st.DataObject, key: bytes) -> None:
+        block = data.draw(st.sampled_from(sorted(self.pins)))
+        if block not in self.keys:
+            self.blocks.name(block, key)
+            if key not in self.keys.values():
+                self.keys[block] = key
+
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        candidates = sorted({*self.pins, *self.kept})
+        if candidates:
+            block = data.draw(st.sampled_from(candidates))
+            self.blocks.pin(block)
+            self.pins[block] = self.pins.get(block, 0) + 1
+            if block in self.kept:
+                self.kept.remove(block)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.pins)))
+        self.blocks.unpin(block)
+        self.pins[block] -= 1
+        if not self.pins[block]:
+            del self.pins[block]
+            if block in self.keys:
+                self.kept.append(block)
+
+    @rule(key=st.sampled_from(KEYS))
+    def touch(self, key: bytes) -> None:
+        assert self.blocks.touch(key) == (key in self.keys.values())
+        for block in [block for block in self.kept if self.keys[block] == key]:
+            self.kept.remove(block)
+            self.kept.append(block)
+
+    @rule()
+    def clear(self) -> None:
+        self.blocks.clear()
+        self.keys, self.kept = {}, []
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.blocks.audit()
+        assert self.blocks.num_kept == len(self.kept)
+        assert self.blocks.num_pins == sum(self.pins.values())
+        assert self.blocks.num_free == self.blocks.num_blocks - len(self.pins) - len(self.kept)
+        for key in KEYS:
+            assert self.blocks.find(key) == next((block for block, one in self.keys.items() if one == key), None)
+
+
+TestBlockMachine = BlockMachine.TestCase
+
+
+def test_the_audit_finds_a_block_in_two_states_or_none() -> None:
+    for spoil in (
+        lambda blocks: blocks._free.append(0),
+        lambda blocks: blocks._free.pop(),
+        lambda blocks: blocks._block_of.clear(),
+        lambda blocks: blocks._kept.update({2: None}),
+    ):
+        blocks = HostBlocks(3)
+        first = blocks.take()
+        blocks.name(first, b"k")
+        blocks.unpin(first)
+        blocks.audit()
+        spoil(blocks)
+        with pytest.raises(AssertionError):
+            blocks.audit()

@@ -1,0 +1,163 @@
+"""The host's KV memory: copies change no bit, whatever the layout of the pool and however late the copies are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cpu_models import VARIANTS, make_cpu_runner
+from fake_accelerator import FakeAccelerator, use_fake
+from patience import PATIENCE_S
+from scheduler_rig import Rig
+from toy_runner import make_toy_runner
+
+from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
+from tercet.model_executor.device.device_buffers import Uploads
+from tercet.model_executor.runner import host_kv
+from tercet.model_executor.runner.host_kv import HostKV
+from tercet.model_executor.runner.settings import HostKVSettings
+from tercet.model_executor.step import ForwardMode, KVCopies, StepInputs
+from tercet.srt.logprobs import LogprobOptions
+
+SIZE = 192
+DTYPES = {"float32": torch.int32, "bfloat16": torch.int16, "float8_e4m3fn": torch.uint8}
+
+
+def i32(values: object) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def make_pool(dtype: str, page_size: int, panel: int | None) -> MHATokenToKVPool:
+    """A pool of random bits, NaN included."""
+    pool = MHATokenToKVPool(SIZE, page_size, 3, 2, 32, getattr(torch, dtype), "cpu", panel)
+    generator = torch.Generator().manual_seed(0)
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        bits = buffer.view(DTYPES[dtype])
+        bits.random_(generator=generator)
+    return pool
+
+
+def bits(pool: MHATokenToKVPool, pages: np.ndarray) -> torch.Tensor:
+    slots = torch.from_numpy((pages[:, None] * pool.page_size + np.arange(pool.page_size)).reshape(-1)).long()
+    kind = DTYPES[str(pool.dtype).removeprefix("torch.")]
+    return torch.stack([part.view(kind) for layer in range(3) for part in pool.get_kv(layer, slots)])
+
+
+@pytest.mark.parametrize("lag", [None, 0, 4])
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "panel"),
+    [
+        ("float32", 1, None),
+        ("bfloat16", 4, None),
+        ("float32", 32, 16),
+        ("bfloat16", 32, 32),
+        ("float8_e4m3fn", 1, None),
+    ],
+)
+def test_pages_come_back_with_the_same_bits(
+    dtype: str, page_size: int, panel: int | None, lag: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_kv, "_BATCH_BYTES", 9000)  # several batches
+    pool = make_pool(dtype, page_size, panel)
+    accelerator = None if lag is None else FakeAccelerator(lag)
+    uploads = Uploads(torch.device("cpu"), accelerator)
+    memory = HostKV(pool, HostKVSettings(1 << 20, has_storage=True), uploads, accelerator)
+    num_pages = SIZE // page_size
+    rng = np.random.default_rng(1)
+    pages = i32(rng.permutation(num_pages)[: num_pages // 2] + 1)
+    host = i32(np.sort(rng.permutation(num_pages)[: len(pages)]))
+    before = bits(pool, pages)
+    empty = i32([])
+    first = memory.run(KVCopies(pages, host, empty, empty))
+    others = i32(np.setdiff1d(np.arange(1, num_pages + 1), pages)[: len(pages)])
+    kept = bits(pool, others)
+    pool.write_pages(torch.from_numpy(pages).long(), torch.zeros(len(pages), pool.page_bytes, dtype=torch.uint8))
+    # In one step: other pages go out, and the first ones come back, to other pages of the pool.
+    second = memory.run(KVCopies(others, host + num_pages, host, others))
+    for copies in (first, second):
+        if copies is not None:
+            copies.wait()
+    assert torch.equal(bits(pool, others), before)
+    memory.run(KVCopies(empty, empty, host + num_pages, pages))
+    assert torch.equal(bits(pool, pages), kept)
+    assert memory.memory.shape == (memory.num_blocks, memory.block_len // page_size * pool.page_bytes)
+
+
+def test_sizes_that_make_no_sense_are_refused() -> None:
+    pool = make_pool("float32", 4, None)
+    uploads = Uploads(torch.device("cpu"), None)
+    with pytest.raises(ValueError, match="less than one block of 64 tokens"):
+        HostKV(pool, HostKVSettings(1000, has_storage=True), uploads, None)
+    three_blocks = 3 * 64 * pool.page_bytes // 4
+    with pytest.raises(ValueError, match="192 tokens and the KV pool 192"):
+        HostKV(pool, HostKVSettings(three_blocks, has_storage=False), uploads, None)
+    assert HostKV(pool, HostKVSettings(three_blocks, has_storage=True), uploads, None).num_blocks == 3
+
+
+def test_a_step_without_rows_only_copies() -> None:
+    runner = make_toy_runner(attention_backend="torch", enable_hierarchical_cache=True, hicache_size=0.01)
+    assert runner.host_kv is not None
+    nothing = i32([])
+    copies = KVCopies(i32([1]), i32([5]), nothing, nothing)
+    launched = runner.launch(StepInputs(ForwardMode.DECODE, nothing, nothing, nothing, kv_copies=copies))
+    launched.sample()
+    assert launched.wait().tokens.tolist() == []
+
+
+@pytest.mark.parametrize("kind", ["torch", "cpu", "panels", "late copies"])
+def test_outputs_have_the_same_bits_from_every_tier(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that is computed, loaded from host memory, and read from files by another engine."""
+    monkeypatch.setattr(host_kv, "_BLOCK_LEN", 32)
+    settings = {"enable_hierarchical_cache": True, "hicache_size": 0.0005, "hicache_storage_dir": str(tmp_path)}
+    settings |= {"max_running_requests": 4, "max_total_tokens": 256, "disable_cuda_graph": True}
+    if kind == "late copies":
+        use_fake(monkeypatch, FakeAccelerator(lag=5))
+
+    def make_runner():
+        if kind in ("torch", "late copies"):
+            return make_toy_runner(attention_backend="torch", **settings)
+        return make_cpu_runner(VARIANTS[4] if kind == "panels" else VARIANTS[0], **settings)
+
+    def make_rig(folder: Path) -> Rig:
+        page_size = 32 if kind == "panels" else 1
+        runner = make_runner()
+        return Rig(
+            pool_size=256,
+            page_size=page_size,
+            max_running=4,
+            context_len=runner.settings.context_len,
+            max_prefill_tokens=512,
+            chunked_prefill_size=512,
+            vocab_size=runner.config.vocab_size,
+            overlap=kind == "late copies",
+            make_runner=lambda: runner,
+            host_blocks=runner.host_kv.num_blocks,
+            block_pages=runner.host_kv.block_len // page_size,
+            storage=folder,
+        )
+
+    length = 60 if kind in ("torch", "late copies") else 200
+    rng = np.random.default_rng(0)
+    prompt, other = (rng.integers(0, 90, length).tolist() for _ in range(2))
+
+    def ask(rig: Rig, rid: str, ids: list[int]) -> tuple[list[int], int, int]:
+        rig.add(rid, ids, max_new_tokens=4, temperature=0.0, ignore_eos=True, logprobs=LogprobOptions())
+        rig.run()
+        heard = rig.heard[rid]
+        floats = b"".join(part.output.own for part in heard.logprobs)
+        return [*heard.ids, floats], heard.last.counts.host_tokens, heard.last.counts.storage_tokens
+
+    rig = make_rig(tmp_path)
+    first, *_ = ask(rig, "a", prompt)
+    for number in range(256 // length + 1):
+        ask(rig, f"o{number}", [number + 1, *other[1:]])
+    again, num_host, _ = ask(rig, "b", prompt)
+    assert num_host >= 32 and again == first
+    while rig.kv.has_copies or rig.in_flight is not None:
+        rig.turn()
+    rig.kv.tiers._storage.close(PATIENCE_S)
+    fresh = make_rig(tmp_path)
+    found, _, num_read = ask(fresh, "c", prompt)
+    assert num_read >= 32 and found == first

@@ -1,0 +1,55 @@
+"""The identity of KV: equal for equal models and settings, and different wherever the bits or the layout may be."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from runners import make_settings
+from toy_runner import TOY, TOY_QWEN
+
+from tercet.model_executor.runner.kv_identity import kv_identity
+from tercet.srt.model_files.model_config import ModelConfig
+
+
+def identity(config: ModelConfig = TOY, **settings: object) -> bytes:
+    return kv_identity(make_settings(config, **{"attention_backend": "torch", "dtype": "float32", **settings}), config)
+
+
+def test_settings_that_kv_does_not_depend_on_share_their_files() -> None:
+    assert identity() == identity(max_running_requests=3, max_total_tokens=640, chunked_prefill_size=256)
+    assert identity() == identity(dataclasses.replace(TOY, context_len=32))
+
+
+@pytest.mark.parametrize("settings", [{"page_size": 16}, {"dtype": "bfloat16"}, {"random_seed": 1}])
+def test_other_settings_do_not(settings: dict[str, object]) -> None:
+    assert identity() != identity(**settings)
+    assert identity() != identity(TOY_QWEN)
+
+
+def test_weights_are_recognised_by_their_bytes(tmp_path: Path) -> None:
+    def of(name: str, content: bytes) -> bytes:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(content)
+        return identity(dataclasses.replace(TOY, model_path=str(folder), load_format="safetensors", dtype="float32"))
+
+    content = bytes(3 << 20)
+    first = of("a", content)
+    assert first == of("b", content), "the folder's name and the times of its files do not matter"
+    assert first != of("c", content + b"\0")
+    for number, place in enumerate((0, 4095, 1 << 20, (2 << 20) + 4095, len(content) - 1)):
+        changed = bytearray(content)
+        changed[place] = 1
+        assert first != of(f"changed {number}", bytes(changed))
+
+
+def test_a_gguf_file_is_its_own_identity(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"a")
+    (tmp_path / "b.gguf").write_bytes(b"b")
+    configs = [
+        dataclasses.replace(TOY, model_path=str(tmp_path / name), load_format="gguf", dtype="float32")
+        for name in ("a.gguf", "b.gguf")
+    ]
+    assert identity(configs[0]) != identity(configs[1])
