@@ -118,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors = [
             getattr(simulated, key) / getattr(measured, key) - 1 for key in ("output_throughput", "median_ttft_s")
         ]
+        sys.stderr.write(f"{name}: measured {measured}, simulated {simulated}\n")  # a long run may be cut short
         step_error, _ = fit_errors(replay, replay.fit(name))
         table.row(
             name,
