@@ -70,6 +70,15 @@ def test_more_urgent_requests_go_first_whoever_sends_them() -> None:
     assert names(order(policy, waiting)) == [2, 0, 3, 1]
 
 
+def test_an_urgent_request_does_not_pay_the_debt_of_its_tenant() -> None:
+    policy = make(make_kv(1))
+    policy.shares.charge("a", 100 * QUANTUM_TOKENS)
+    urgent, other = of("a", 1, [1], urgency=5), of("b", 0, [1])
+    order(policy, [urgent, other])
+    policy.on_admitted([urgent], [other])
+    assert policy.shares.position("a") - policy.shares.round >= 100
+
+
 def test_a_long_queue_is_sorted_for_every_tenant() -> None:
     policy = make(make_kv(1))
     waiting = [of("flood", i, [1] * 64) for i in range(2 * MAX_SORTED)]
