@@ -16,6 +16,7 @@ import tokenizers
 import uvicorn
 from fake_grammars import FakeGrammars
 from fake_results import fake_embedding, fake_logprobs
+from patience import PATIENCE_S
 
 from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.entrypoints.bounded_http import BoundedHttpProtocol
@@ -359,7 +360,7 @@ class LiveSite:
         """Sends a request and returns its connection, without reading the response."""
         data = json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-        connection = socket.create_connection(self.address, timeout=20)
+        connection = socket.create_connection(self.address, timeout=PATIENCE_S)
         connection.sendall(head.encode() + data)
         return connection
 
@@ -378,5 +379,5 @@ def live_site(**settings: Any) -> Iterator[LiveSite]:
         finally:
             server.should_exit = True
             server.force_exit = True
-            thread.join(20)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
+from patience import PATIENCE_S
 
 from fakes import choose, next_token
 from tercet.managers.grammar import GrammarFailed, Vocabulary
@@ -73,7 +74,7 @@ class HashGrammars:
         self.may_go.set()
 
     def compile(self, spec: GrammarSpec) -> HashGrammar:
-        assert self.may_go.wait(10)
+        assert self.may_go.wait(PATIENCE_S)
         self.compiled.append(spec)
         if spec.text == "bad":
             raise InvalidRequest("the grammar is bad", param=spec.kind)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from patience import PATIENCE_S
+
 
 @dataclass
 class Exchange:
@@ -122,11 +124,11 @@ def scripted_server(script: Script) -> Iterator[ScriptedServer]:
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
-    assert started.wait(20)
+    assert started.wait(PATIENCE_S)
     try:
         yield server
     finally:
         stop[0]()
-        thread.join(20)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
     assert not server.failures, server.failures

@@ -16,6 +16,7 @@ from pathlib import Path
 import fake_child
 import httpx
 import psutil
+from patience import PATIENCE_S
 
 from tercet.srt.server_args import ServerArgs
 
@@ -59,7 +60,7 @@ def environment(run_dirs: Path, **extra: str) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(run_dirs), "PYTHONPATH": os.pathsep.join(sys.path), **extra}
 
 
-def is_gone(pid: int, within_s: float) -> bool:
+def is_gone(pid: int, within_s: float = PATIENCE_S) -> bool:
     deadline = time.monotonic() + within_s
     while True:
         try:
@@ -108,7 +109,7 @@ class ServerProcess:
         assert self.url, self.log
         return self
 
-    def logged(self, text: str, within_s: float) -> bool:
+    def logged(self, text: str, within_s: float = PATIENCE_S) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: text in self.log, within_s)
 
@@ -125,7 +126,7 @@ class ServerProcess:
     def signal(self, signum: signal.Signals) -> None:
         self._process.send_signal(signum)
 
-    def exit_code(self, within_s: float) -> int:
+    def exit_code(self, within_s: float = PATIENCE_S) -> int:
         return self._process.wait(within_s)
 
     def client(self) -> httpx.Client:
@@ -165,7 +166,7 @@ class Stream:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def wait(self, within_s: float) -> Stream:
+    def wait(self, within_s: float = PATIENCE_S) -> Stream:
         self._thread.join(within_s)
         assert not self._thread.is_alive(), "the client still waits"
         return self

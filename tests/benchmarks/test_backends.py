@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from scripted_http import Exchange, scripted_server, sse
 
 from tercet.benchmarks.backends import BACKENDS, Dialect, EventSplitter, Output, RequestSettings, error_text
@@ -30,7 +31,7 @@ def dialect(backend: str, **settings: Any) -> Dialect[Any]:
 def send(speaks: Dialect[Any], script: Any) -> tuple[Output, Exchange]:
     async def work(url: str) -> Output:
         client = HttpClient(url)
-        output = await asyncio.wait_for(speaks.send(client, speaks.encode(ASK)), 20)
+        output = await asyncio.wait_for(speaks.send(client, speaks.encode(ASK)), PATIENCE_S)
         await client.close()
         return output
 

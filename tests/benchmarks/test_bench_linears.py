@@ -24,7 +24,7 @@ def test_every_kind_is_right_and_timed(tmp_path: Path, capsys: pytest.CaptureFix
     for one in cases:
         assert one["seconds"] > 0 and one["limit_s"] > 0
         most = {"int8": 0.02, "int4": 0.2}.get(one["kind"], 1e-2 if "bf16" in one["kind"] else 1e-5)
-        assert most / 100 < one["relative_error"] < most
+        assert most / 1000 < one["relative_error"] < most
 
 
 def test_unknown_kinds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fake_http import LiveSite, live_site, text_of
+from patience import PATIENCE_S
 from scripted_http import Exchange, scripted_server
 from serving_bench import SMALL, Bench
 
@@ -150,6 +151,7 @@ def test_the_cache_is_flushed_before_the_clock_starts(bench: Bench) -> None:
 
 def test_concurrency_is_limited(bench: Bench) -> None:
     running, most = 0, 0
+    allowed = 2
 
     async def script(exchange: Exchange) -> None:
         nonlocal running, most
@@ -158,14 +160,18 @@ def test_concurrency_is_limited(bench: Bench) -> None:
             return
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.02)
+        while most < allowed:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)  # one too many would come now
         running -= 1
         await exchange.stream([{"choices": [{"text": "a", "finish_reason": "length"}]}])
 
+    common = ["--backend", "vllm", "--num-prompts", "10", "--warmup-requests", "0"]
     with scripted_server(script) as server:
-        result = bench(server.url, "--backend", "vllm", "--max-concurrency", "2", "--num-prompts", "10")
+        result = bench(server.url, *common, "--max-concurrency", "2")
         assert (most, result["max_concurrent_requests"]) == (2, 2)
-        result = bench(server.url, "--backend", "vllm", "--num-prompts", "10")
+        allowed = 10
+        result = bench(server.url, *common)
         assert (most, result["max_concurrent_requests"]) == (10, 10)
     assert "Max request concurrency:                 not set" in bench.out
     assert "The server reported no token counts" in bench.out
@@ -278,5 +284,5 @@ heavy = [name for name in ("torch", "transformers", "matplotlib", "zmq", "starle
 sys.exit(code or (str(heavy) if heavy else 0))
 """
     argv = ["--base-url", site.url, "--tokenizer", tokenizer_dir, *SMALL, "--plot"]
-    ran = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (ran.returncode, ran.stderr) == (0, "")

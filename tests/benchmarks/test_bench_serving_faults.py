@@ -9,6 +9,7 @@ import time
 
 import pytest
 from fake_http import LiveSite
+from patience import PATIENCE_S
 from scripted_http import Exchange, scripted_server
 from serving_bench import Bench
 
@@ -100,5 +101,5 @@ def test_ctrl_c_ends_it() -> None:
         while not server.seen and child.poll() is None:
             time.sleep(0.05)
         child.send_signal(2)
-        out, err = child.communicate(timeout=20)
+        out, err = child.communicate(timeout=PATIENCE_S)
     assert (child.returncode, out, err) == (130, b"", b"")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 import uvloop
+from patience import PATIENCE_S
 from scripted_http import Exchange, ScriptedServer, scripted_server
 
 from tercet.benchmarks.http_client import HttpClient, HttpError, Response
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(asyncio.wait_for(work, 20))
+        return runner.run(asyncio.wait_for(work, PATIENCE_S))
 
 
 def ask(url: str, path: str = "/x", body: bytes = b"") -> Response:
@@ -81,7 +82,8 @@ def test_an_answer_may_come_in_any_pieces(step: int) -> None:
 
 def test_connections_are_kept_and_shared_out() -> None:
     async def script(exchange: Exchange) -> None:
-        await asyncio.sleep(0.02)
+        while len(server.seen) % 4:
+            await asyncio.sleep(0.001)
         await exchange.answer(b"ok")
 
     async def work(url: str) -> None:
@@ -179,7 +181,7 @@ def test_a_connection_that_is_closed_before_the_request_is_written() -> None:
         server.close()
 
     with asyncio.Runner(loop_factory=SlowLoop) as runner:
-        runner.run(asyncio.wait_for(work(), 20))
+        runner.run(asyncio.wait_for(work(), PATIENCE_S))
 
 
 def test_only_a_200_is_streamed() -> None:

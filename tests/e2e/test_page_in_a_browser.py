@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE_S
 from toy_engine import REAL_SERVER, ServerProcess
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -80,7 +81,7 @@ class Visit:
 
     def wait(self, condition: str) -> None:
         """Waits until a JavaScript expression is true. The page's security policy forbids Playwright's own wait."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not self.page.evaluate(condition):
             assert time.monotonic() < deadline, condition
             self.page.wait_for_timeout(50)

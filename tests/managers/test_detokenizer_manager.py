@@ -8,6 +8,7 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from tokenizer_samples import byte_level_tokenizer, default_tokenizer, texts
 
 from tercet.managers.detokenizer_manager import DetokenizerManager, run_detokenizer
@@ -272,11 +273,11 @@ def test_the_loop_over_real_sockets_ends_when_it_should():
     try:
         thread.start()
         scheduler.send(BatchTokenOut([token_out("r", encode("Hello"), LengthFinish(1), PLAIN)]))
-        assert answers.wait(20)
+        assert answers.wait(PATIENCE_S)
         assert [text.text for message in answers.drain() for text in message.outs] == ["Hello"]
     finally:
         stop.set()
-        thread.join(20)
+        thread.join(PATIENCE_S)
         for end in (inbox, answers, scheduler, out):
             end.close()
         context.term()

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 from tercet.managers.generation import MAX_BACKLOG, Generation, OutputReader
 from tercet.srt.io_struct import Counts, LengthFinish, TextOut, TokenOut
@@ -73,7 +74,7 @@ def test_a_step_wakes_the_reader_once() -> None:
             await settle()
             for generation in generations[token:]:
                 push(generation, token, last=token == 2 or generation.index == token)
-        await asyncio.wait_for(reading, 10)
+        await asyncio.wait_for(reading, PATIENCE_S)
         return batches
 
     assert asyncio.run(run()) == [
@@ -106,7 +107,7 @@ def test_a_reader_loses_nothing(schedule: list[tuple[int, bool]]) -> None:
                 await settle()
         for place, generation in enumerate(generations):
             push(generation, sent[place], last=True)
-        await asyncio.wait_for(reading, 10)
+        await asyncio.wait_for(reading, PATIENCE_S)
         assert seen == {place: list(range(count + 1)) for place, count in enumerate(sent)}
 
     asyncio.run(run())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fake_http import FakeScheduler, make_manager, text_of
+from patience import PATIENCE_S
 
 from tercet.managers.generation import Generation, error_of
 from tercet.managers.request_registry import Prompt
@@ -33,7 +34,7 @@ class GatedTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self.entered.set()
-        assert self.gate.wait(20)
+        assert self.gate.wait(PATIENCE_S)
         return self._tokenizer.encode(text, add_special_tokens)
 
 
@@ -55,7 +56,7 @@ class Waiting:
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         async def whole() -> None:
             try:
-                await asyncio.wait_for(work, 15)
+                await asyncio.wait_for(work, PATIENCE_S)
             finally:
                 self.tokenizer.gate.set()
 

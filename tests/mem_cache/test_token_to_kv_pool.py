@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from patience import PATIENCE_S
 
 from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 
@@ -72,4 +73,4 @@ def test_the_rest_of_the_folder_loads_without_torch() -> None:
     program = "".join(f"import tercet.mem_cache.{name}\n" for name in names)
     program += "import sys; sys.exit('torch' in sys.modules)"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=PATIENCE_S)

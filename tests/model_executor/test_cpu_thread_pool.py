@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from tercet.model_executor import cpu_extension
 
@@ -26,7 +27,7 @@ logits = torch.randn(64, 50000)
 
 
 def run(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", START + code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", START + code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
 
 

@@ -9,6 +9,7 @@ import sys
 import msgspec
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 from runner_driver import RunnerDriver
 from toy_runner import TOY_QWEN, make_toy_runner
 
@@ -64,7 +65,7 @@ class Worker:
 
     def close(self) -> None:
         self._process.stdin.close()
-        assert self._process.wait(30) == 0
+        assert self._process.wait(PATIENCE_S) == 0
         self._process.stdout.close()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import zmq
+from patience import PATIENCE_S
 
 from tercet.srt.io_struct import (
     AbortReq,
@@ -71,7 +72,7 @@ def test_a_frame_that_cannot_be_decoded_names_its_requests_and_loses_no_other(
     sender.send(good[0])
     received: list = []
     while len(received) < 3:
-        assert receiver.wait(20)
+        assert receiver.wait(PATIENCE_S)
         received += receiver.drain()
     assert received == [*good, BrokenMessage(rids, "a message of this request could not be decoded"), *good]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 from toy_engine import environment
 
 from tercet.srt.step_journal import NO_JOURNAL, JournalRow, StepJournal, open_journal, read_journal
@@ -75,5 +76,5 @@ def test_a_killed_process_leaves_it(path: Path, tmp_path: Path) -> None:
         "class R: rid, num_tokens, num_new_tokens, num_steps_in_flight = '7', 4, 1, 0\n"
         "StepJournal(Path(sys.argv[1]), 4).begin([R()], 4); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", script, str(path)], env=environment(tmp_path), timeout=60)
+    subprocess.run([sys.executable, "-c", script, str(path)], env=environment(tmp_path), timeout=PATIENCE_S)
     assert read_journal(path).rows == [JournalRow("7", 3, 1)]

@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 from fake_http import live_site
 from hand_transport import Clock, Transport
+from patience import PATIENCE_S
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
@@ -338,7 +339,7 @@ def test_too_many_connections_are_told_so_and_then_not(runner: asyncio.Runner) -
 
 def test_an_early_answer_reaches_a_client_that_is_still_sending() -> None:
     """Over a real socket, where a reset would destroy it."""
-    with live_site(api_key="k") as live, socket.create_connection(live.address, timeout=20) as connection:
+    with live_site(api_key="k") as live, socket.create_connection(live.address, timeout=PATIENCE_S) as connection:
         connection.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8000000\r\n\r\n")
         received = b""
         for _ in range(8):

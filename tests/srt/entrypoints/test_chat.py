@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fake_http import CONTEXT_LEN, EOS, Site, text_of
+from patience import PATIENCE_S
 
 from tercet.srt.io_struct import AbortFinish
 
@@ -240,7 +241,7 @@ def test_a_chat_that_is_being_rendered_can_be_aborted_and_is_drained(
 
     def render(*args: object, **kwargs: object) -> str:
         entered.set()
-        assert gate.wait(20)
+        assert gate.wait(PATIENCE_S)
         return "a"
 
     assert site.manager.inputs.tokenizer is not None
@@ -256,7 +257,7 @@ def test_a_chat_that_is_being_rendered_can_be_aborted_and_is_drained(
             assert site.manager.num_unfinished == 1
             if ends == "is aborted":
                 assert (await site.client.post("/abort_request", json={"rid": "mine"})).json() == {"aborted": True}
-                answer = await asyncio.wait_for(task, 10)
+                answer = await asyncio.wait_for(task, PATIENCE_S)
                 assert answer.json()["choices"][0]["finish_reason"] == "abort"
                 gate.set()
             else:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fake_http import live_site, text_of
+from patience import PATIENCE_S
 from toy_engine import environment
 
 from tercet import __version__
@@ -321,7 +322,7 @@ def unused_url() -> str:
 
 
 def _wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_http import LiveSite, events_of, live_site, text_of
+from patience import PATIENCE_S
 
 BODIES: list[tuple[str, dict[str, Any], int]] = [
     ("/generate", {"text": "a"}, 1),
@@ -28,7 +29,7 @@ def live() -> Iterator[LiveSite]:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain for {what}"
         time.sleep(0.002)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import fake_child
 import numpy as np
 import pytest
+from patience import PATIENCE_S
 from toy_engine import text_of, toy_args
 
 import tercet
@@ -39,7 +40,7 @@ def _num_running(engine: Engine) -> int:
 
 
 def _becomes_idle(engine: Engine) -> bool:
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + PATIENCE_S
     while _num_running(engine) and time.monotonic() < deadline:
         time.sleep(0.02)
     return _num_running(engine) == 0

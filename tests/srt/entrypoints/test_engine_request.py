@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_http import FakeScheduler, make_manager, text_of
+from patience import PATIENCE_S
 
 from tercet.srt.entrypoints.engine import _body
 from tercet.srt.entrypoints.engine_request import EngineRequest, make_sample_limit
@@ -43,7 +44,7 @@ class Calls:
         return EngineRequest(self._server, self._sample_limit, _body(None, sampling, fields))
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run(asyncio.wait_for(work, 60))
+        asyncio.run(asyncio.wait_for(work, PATIENCE_S))
         assert self.manager.num_unfinished == 0 and not self.scheduler.running
 
 

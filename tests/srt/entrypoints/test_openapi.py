@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 from fake_http import Site
+from patience import PATIENCE_S
 
 import tercet
 from tercet.srt.entrypoints.error_handlers import ErrorBody, ErrorEnvelope
@@ -148,7 +149,7 @@ def test_check_fix_writes_every_generated_document(tmp_path: Path) -> None:
         stale.write_text(re.sub(r"^\| `.*\n", "", text, flags=re.MULTILINE), encoding="utf-8")
         assert stale.read_text(encoding="utf-8") != text
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environ, check=True, timeout=PATIENCE_S)
     for name in ("api.md", "server_args.md"):
         assert (tmp_path / "docs" / name).read_text(encoding="utf-8") == (DOCS.parent / name).read_text(
             encoding="utf-8"

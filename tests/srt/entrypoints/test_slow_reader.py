@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import uvicorn
 from fake_http import FakeScheduler, make_manager, text_of
+from patience import PATIENCE_S
 from uvicorn.server import ServerState
 
 from tercet.managers.generation import MAX_BACKLOG
@@ -88,4 +89,4 @@ def test_a_slow_reader_holds_little_and_blocks_nobody(samples: int) -> None:
                 found[answer.get("index", 0)] += answer["text"]
         return found
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))

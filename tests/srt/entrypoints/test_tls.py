@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from patience import PATIENCE_S
 from toy_engine import ServerProcess, text_of, toy_flags
 
 from tercet.srt.entrypoints.server import serve
@@ -23,7 +24,7 @@ PASSWORD = "open-sesame"
 
 
 def openssl(*arguments: str, folder: Path) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def test_https_with_certificates_on_both_sides(certs: Path, tmp_path: Path) -> N
     with ServerProcess(tmp_path, flags) as server:
         url = server.ready().url
         assert url.startswith("https://")
-        with httpx.Client(base_url=url, verify=trust, timeout=30) as client:
+        with httpx.Client(base_url=url, verify=trust, timeout=PATIENCE_S) as client:
             events = client.post("/generate", json=body).text.split("\n\n")
             assert json.loads(events[-3].removeprefix("data: "))["text"] == text_of(5)
             assert PASSWORD not in client.get("/server_info").text
@@ -109,7 +110,7 @@ def _answer_before_the_body(url: str, trust: ssl.SSLContext) -> None:
     """The connection ends in order, although TLS cannot be closed for writing alone."""
     host, port = url.removeprefix("https://").split(":")
     with (
-        socket.create_connection((host, int(port)), timeout=20) as plain,
+        socket.create_connection((host, int(port)), timeout=PATIENCE_S) as plain,
         trust.wrap_socket(plain, server_hostname=host) as connection,
     ):
         connection.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n{")
