@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from scheduler_rig import Rig
 
 from fakes import FakeClock
-from tercet.managers.queue_limits import MAX_RETRY_AFTER_S, DrainRate
+from tercet.managers.queue_limits import MAX_RETRY_AFTER_S, DrainRate, QueueLimits
+from tercet.managers.req import Req
 from tercet.srt.io_struct import AbortFinish
 
 
@@ -170,6 +171,28 @@ def test_only_requests_ahead_count() -> None:
         return isinstance(rig.heard["urgent"].finish, AbortFinish)
 
     assert refused(0) and not refused(1)
+
+
+def test_what_leaves_the_queue_is_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate and the queue count the same tokens, also for prefixes that the cache gets while they wait."""
+    came, left = [], []
+    arrive, add = QueueLimits.on_arrival, DrainRate.add
+
+    def on_arrival(self: QueueLimits, req: Req) -> None:
+        arrive(self, req)
+        came.append(req.queued_tokens)
+
+    def on_drain(self: DrainRate, num_tokens: int, *, others_wait: bool) -> None:
+        add(self, num_tokens, others_wait=others_wait)
+        left.append(num_tokens)
+
+    monkeypatch.setattr(QueueLimits, "on_arrival", on_arrival)
+    monkeypatch.setattr(DrainRate, "add", on_drain)
+    rig = Rig(max_queue_time_s=1e9, chunked_prefill_size=16, max_prefill_tokens=32, pool_size=4096)
+    for index in range(30):
+        rig.add(f"r{index}", [*range(40 + index), index], max_new_tokens=2)
+    rig.run()
+    assert sum(left) == sum(came) > 2 * sum(rig.extend_sizes)
 
 
 # The rate

@@ -8,6 +8,7 @@ import re
 import socket
 import struct
 from collections import defaultdict
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -279,6 +280,38 @@ def test_old_events_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     site.run(run())
     site.close()
+
+
+def test_events_that_a_new_connection_will_read_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if another event comes before it reads the first one."""
+    monkeypatch.setattr(resumable, "MAX_STREAM_BYTES", 250)
+
+    async def run() -> None:
+        given: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def source() -> AsyncGenerator[bytes, None]:
+            while True:
+                yield await given.get()
+
+        stream = resumable.ResumableStreams(60.0).open("", source(), lambda: None)
+        parts = stream.attach(0).parts()
+        for number in range(5):
+            given.put_nowait(b"data: %d\n\n" % number)
+            await anext(parts)
+        waiting = asyncio.create_task(anext(parts, None))
+        for _ in range(10):
+            await asyncio.sleep(0)  # the stream has sent everything, and waits for its source
+        again = stream.attach(0)
+        given.put_nowait(b"data: 5\n\n")
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert stream.last == 6 and await waiting is None
+        data = await anext(again.parts())
+        assert [rest for _, rest in events_in(data)] == [b"data: %d" % number for number in range(6)]
+        again.leave()
+        stream.end()
+
+    asyncio.run(run())
 
 
 def test_the_number_and_the_size_of_streams_without_clients_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
