@@ -3,9 +3,9 @@
 A client is a file `check_NAME.py` (pytest) or `check_NAME.mjs` (node's test runner). Its first line names the packages
 to install: `# requires: openai==3.54.0 pytest==9.2.0`; the first of them is the client. A name after a minus sign is
 uninstalled afterwards. The checks find the server in TERCET_URL and the model's name in TERCET_MODEL. A check that
-names TERCET_TOKENIZER finds there a Hugging Face folder with the tokenizer and the weights of the default model, and in
-TERCET_PYTHON an interpreter that has tercet. A check that cannot pass is marked as expected to fail (`xfail`, in
-JavaScript `todo`), and its reason is the obstacle in the table.
+names TERCET_TOKENIZER finds there a Hugging Face folder with the tokenizer and the weights of the default model. A
+check that cannot pass is marked as expected to fail (`xfail`, in JavaScript `todo`), and its reason is the obstacle in
+the table.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Client:
             command += ["--test-reporter=junit", f"--test-reporter-destination={report}", copied]
         scripts = f"{self.folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
         environ = {**os.environ, "TERCET_URL": url, "TERCET_MODEL": MODEL, "PATH": scripts}
-        environ |= {"TERCET_TOKENIZER": str(MODEL_FOLDER), "TERCET_PYTHON": sys.executable}
+        environ["TERCET_TOKENIZER"] = str(MODEL_FOLDER)
         environ.pop("PYTHONPATH", None)
         try:
             subprocess.run(command, env=environ, cwd=self.folder, timeout=CLIENT_TIMEOUT_S, check=False)
