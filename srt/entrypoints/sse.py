@@ -174,6 +174,7 @@ class EventStream:
         self._format = response_format
         self._manager = manager
         self._comments: asyncio.Task[None] | None = None
+        self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         def on_recovery() -> None:
@@ -200,14 +201,17 @@ class EventStream:
             self._comments.cancel()
 
     async def _send_comments(self, send: Send) -> None:
+        num_sent = self._num_sent
         with contextlib.suppress(OSError):  # the client is gone
-            while self._manager.is_recovering:
+            # The first step after a restart computes many prompts, and may take seconds.
+            while self._manager.is_recovering or self._num_sent == num_sent:
                 await send(_part(_RESTARTING))
                 await asyncio.sleep(_COMMENT_INTERVAL_S)
 
     async def _send_rest(self, send: Send) -> None:
         try:
             async for data in self._rest:
+                self._num_sent += 1
                 await send(_part(data))
         except OSError:
             raise
