@@ -105,7 +105,7 @@ class ExplainedPlanner(Planner):
             if arrival is not None and not req.num_retractions and now - req.arrived_s >= self._slow_s:
                 self._explain(req, arrival, now)
         for req in admitted:
-            self._admissions.append(_Admission(self._num_admitted, req.rid, req.num_tokens - req.locked_len))
+            self._admissions.append(_Admission(self._num_admitted, req.rid, req.num_tokens - req.matched_len))
             self._num_admitted += 1
 
     def _explain(self, req: Req, arrival: _Arrival, now: float) -> None:

@@ -18,7 +18,9 @@ from scheduler_rig import Rig
 from fakes import expected_output
 from tercet.managers import kv_tiers
 from tercet.managers.fair_policy import FairPolicy
+from tercet.managers.queue_limits import DrainRate
 from tercet.managers.schedule_policy import POLICIES
+from tercet.managers.tenant_shares import TenantShares
 from tercet.mem_cache.block_events import BlockEvents
 from tercet.srt.errors import PromptTooLong, QueueFull, WaitingTimeout
 from tercet.srt.io_struct import AbortFinish, FlushCacheReq, LengthFinish
@@ -223,3 +225,19 @@ def test_nobody_is_preempted_for_a_request_that_cannot_start(
     rig.clock.now += kv_tiers.READ_TIMEOUT_S
     rig.run()
     assert rig.heard["high"].finish == LengthFinish(4) and rig.heard["high"].last.counts.num_retractions == 0
+
+
+def test_tokens_that_host_memory_has_are_charged_to_nobody_and_leave_the_queue_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    charged: list[int] = []
+    drained: list[int] = []
+    monkeypatch.setattr(TenantShares, "_raise", lambda self, tenant, position, num: charged.append(num))
+    monkeypatch.setattr(DrainRate, "add", lambda self, num, others_wait: drained.append(num))
+    rig = Rig(policy="dlpm", pool_size=96, page_size=4, host_blocks=64, max_queue_time_s=1e9, explain_s=0.0)
+    for index in range(10):
+        rig.add(f"r{index}", [*range(index % 5, index % 5 + 40)], max_new_tokens=0, tenant="ab"[index % 2])
+        rig.run()
+    assert sum(heard.last.counts.host_tokens for heard in rig.heard.values()) > 100
+    assert sum(charged) == sum(rig.extend_sizes) < 400
+    assert sum(drained) == 400, "all of them were in the queue: the pool had nothing"
