@@ -48,7 +48,9 @@ class RerankBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         None
     )
     cache_salt: Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")] = None
-    user: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
+    user: Annotated[str | None, doc("Name of the tenant, unless several API keys or the header x-tenant name it")] = (
+        None
+    )
 
 
 class RankedText(msgspec.Struct, frozen=True):
@@ -87,6 +89,7 @@ async def rerank(server: Server, request: Request, body: RerankBody) -> ASGIApp:
         sampling=server.manager.inputs.make_sampling({"max_new_tokens": 0, "temperature": 0}),
         pooling=body.pooling or "mean",
         cache_salt=body.cache_salt or "",
+        tenant=body.user or "",
     )
     prompts = [Prompt(content=body.query, options=options, rid=f"{name}_query", param="query")]
     prompts += [

@@ -82,6 +82,7 @@ FIELDS: Table = {
     "pooling": ("last", lambda seen: seen.req.options.pooling == "last"),
     "model": ("gpt", lambda seen: seen.answer["error"]["code"] == "model_not_found"),
     "cache_salt": ("pepper", lambda seen: seen.req.options.cache_salt == "pepper"),
+    "user": ("ann", lambda seen: seen.req.options.tenant == "ann"),
 }
 DOCUMENT: Table = {"text": ("b", lambda seen: seen.answer["results"][0]["document"] == {"text": "b"})}
 WALKS = [
