@@ -20,8 +20,8 @@ from starlette.types import ASGIApp
 from ...managers.request_registry import Prompt
 from ..errors import InvalidRequest, RequestAborted
 from ..request_options import Pooling, RequestOptions
-from .job import Sample
-from .native import check_not_empty, check_num_prompts
+from .job import MAX_PROMPTS, Sample
+from .native import check_not_empty
 from .openai.protocol import PromptUsage
 from .routing import Server
 from .sse import WholeFormat, answer
@@ -83,7 +83,10 @@ async def rerank(server: Server, request: Request, body: RerankBody) -> ASGIApp:
     if body.top_n is not None and body.top_n < 1:
         raise InvalidRequest(f"top_n must be at least 1, got {body.top_n}", param="top_n")
     texts = [_text(document) for document in check_not_empty(body.documents, "documents")]
-    check_num_prompts(len(texts) + 1, "documents")
+    if len(texts) >= MAX_PROMPTS:
+        raise InvalidRequest(
+            f"documents must have at most {MAX_PROMPTS - 1} texts beside the query, got {len(texts)}", param="documents"
+        )
     name = f"rerank-{uuid.uuid4().hex}"
     options = RequestOptions(
         sampling=server.manager.inputs.make_sampling({"max_new_tokens": 0, "temperature": 0}),

@@ -56,6 +56,7 @@ def test_the_best_documents_without_their_texts(site: Site, top_n: int) -> None:
     [
         ({"documents": []}, "documents", "at least one"),
         ({"documents": ["a", ""]}, "documents[1]", "empty"),
+        ({"documents": ["a"] * 1024}, "documents", "at most 1023 texts beside the query, got 1024"),
         ({"documents": [{"image": "a"}]}, "documents[0].image", "unknown field"),
         ({"query": ""}, "query", "empty"),
         ({"top_n": 0}, "top_n", "at least 1, got 0"),
