@@ -64,7 +64,6 @@ class Copy:
     """A copy of the checkout, with its compiled extensions, as the package `tercet`."""
 
     def __init__(self, folder: Path, source: Path = ROOT) -> None:
-        self.source = source
         self.root = folder / "tercet"
         shutil.copytree(source, self.root, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__"))
 
@@ -72,13 +71,15 @@ class Copy:
         """Applies the mutation, runs its tests, and takes it back. Returns "killed", or what is wrong."""
         mutated = self.root / mutation.file
         try:
-            mutated.write_text(mutation.applied(mutated.read_text(encoding="utf-8")), encoding="utf-8")
+            source, times = mutated.read_bytes(), mutated.stat()
+            mutated.write_bytes(mutation.applied(source.decode()).encode())
         except (OSError, ValueError) as error:
             return f"not found: {error}"
         try:
             failed, passed = self.run(mutation.tests)
         finally:
-            shutil.copy2(self.source / mutation.file, mutated)
+            mutated.write_bytes(source)
+            os.utime(mutated, ns=(times.st_atime_ns, times.st_mtime_ns))  # the compiled mutation is out of date
         unknown = set(mutation.tests) - failed - passed
         if passed:
             return f"survived: {', '.join(sorted(passed))}"
