@@ -30,6 +30,7 @@ class Pause:
         self.is_on = True
         self._timeouts.pause()
         self._queue_limits.on_pause()
+        self._planner.on_pause()
         self._begun.append(message)
 
     def complete(self) -> None:
