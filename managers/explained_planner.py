@@ -36,6 +36,10 @@ class Limit(Enum):
     """Running requests get their tokens first."""
     GRAMMAR = "grammar"
     """Its grammar is being compiled."""
+    FILES = "kv_files"
+    """KV of its prefix is being read from files."""
+    PAUSE = "pause"
+    """Generation is paused."""
 
 
 class _Admission(NamedTuple):
@@ -78,22 +82,34 @@ class ExplainedPlanner(Planner):
         self._last_s = clock()
 
     def plan(self) -> ScheduleBatch | None:
-        now = self._clock()
-        if self._limit is not None:
-            self._limit_s[self._limit] += now - self._last_s
-        self._last_s = now
-        self._note_arrivals()
+        now = self._count_time()
         batch = super().plan()
         if batch is not None and batch.num_prompt_tokens:
             self._note_admissions(batch, now)
         self._limit = self._find_limit(batch)
         return batch
 
+    def on_pause(self) -> None:
+        self._count_time()
+        self._limit = Limit.PAUSE
+
+    def _count_time(self) -> float:
+        """Adds the time since the last call to the limit of that time. Returns the time now."""
+        self._note_arrivals()
+        now = self._clock()
+        if self._limit is not None:
+            self._limit_s[self._limit] += now - self._last_s
+        self._last_s = now
+        return now
+
     def _note_arrivals(self) -> None:
         waiting = self.queues.waiting
         for req in waiting:
             if req not in self._arrivals:
-                self._arrivals[req] = _Arrival(self._num_admitted, dict(self._limit_s))
+                limit_s = dict(self._limit_s)
+                if self._limit is not None:
+                    limit_s[self._limit] += max(req.arrived_s - self._last_s, 0.0)
+                self._arrivals[req] = _Arrival(self._num_admitted, limit_s)
         if len(self._arrivals) > len(waiting):  # some have ended while they waited
             self._arrivals = {req: self._arrivals[req] for req in waiting}
 
@@ -132,6 +148,8 @@ class ExplainedPlanner(Planner):
         first = next((req for req in waiting if not req.awaits_grammar), None)
         if first is None:
             return Limit.GRAMMAR
+        if first.tiers is not None and first.tiers.awaits_files:
+            return Limit.FILES
         if not self.kv.req_to_token_pool.num_free:
             return Limit.RUNNING
         if not self._has_memory_for(first):

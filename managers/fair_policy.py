@@ -100,6 +100,7 @@ class FairPolicy(SchedulePolicy):
                 self.shares.charge_chosen(req.tenant, num_tokens)
             else:  # its urgency may have chosen it
                 self.shares.charge(req.tenant, num_tokens)
+            self._charge_output(req)  # of the time before a retraction
             self._num_charged[req] = len(req.output_ids)
             last[req.tenant] = max(req.place, last.get(req.tenant, req.place))
         if not last:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..srt.pause_messages import ContinueReq, PauseReply, PauseReq
 from .planner import Planner
+from .queue_limits import QueueLimits
 from .scheduler_io import SchedulerIO
 from .timeouts import Timeouts
 
@@ -11,10 +12,11 @@ from .timeouts import Timeouts
 class Pause:
     """Whether generation is paused. New requests wait, aborts and questions are handled as always."""
 
-    def __init__(self, planner: Planner, timeouts: Timeouts, io: SchedulerIO) -> None:
+    def __init__(self, planner: Planner, timeouts: Timeouts, queue_limits: QueueLimits, io: SchedulerIO) -> None:
         self.is_on = False
         self._planner = planner
         self._timeouts = timeouts
+        self._queue_limits = queue_limits
         self._io = io
         self._begun: list[PauseReq] = []
         """Requests for a pause whose last step may still be in flight."""
@@ -27,6 +29,8 @@ class Pause:
         """No step is planned from now on. `complete` must follow when the last one is processed."""
         self.is_on = True
         self._timeouts.pause()
+        self._queue_limits.on_pause()
+        self._planner.on_pause()
         self._begun.append(message)
 
     def complete(self) -> None:

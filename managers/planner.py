@@ -95,6 +95,9 @@ class Planner:
                 return batch
         return self._plan_decode(decodes) or build_copies(self.kv)
 
+    def on_pause(self) -> None:
+        """There will be no plan before generation continues."""
+
     def on_result(self, batch: ScheduleBatch, seconds: float) -> None:
         """The step of `batch` took so long."""
         if self._gap is not None and batch.reqs:

@@ -61,8 +61,8 @@ class DrainRate:
                 self._drop_oldest()
         self._waiting_since = now if others_wait else None
 
-    def on_empty(self) -> None:
-        """The queue is empty: the time until the next drain is not a wait."""
+    def stop(self) -> None:
+        """The queue is empty, or generation is paused: the time until the next drain is not measured."""
         self._waiting_since = None
 
     @property
@@ -105,9 +105,13 @@ class QueueLimits:
         """Called with each request, before `check_wait`."""
         queues = self._queues
         if not queues.waiting and not queues.unfinished:
-            self._rate.on_empty()
+            self._rate.stop()
         cached = self._kv.match_len(req) if self._max_queue_time_s is not None else 0
         req.queued_tokens = req.num_tokens - cached
+
+    def on_pause(self) -> None:
+        """Nothing leaves the queue from now on, and that is no measure of the engine."""
+        self._rate.stop()
 
     def on_extend(self, batch: ScheduleBatch) -> None:
         """Called after the launch of a step with prompt tokens."""

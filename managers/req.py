@@ -156,7 +156,7 @@ class Req:
         self.logprobs = None if options.logprobs is None else ReqLogprobs(options.logprobs, prompt_ids)
         self.pooling = None if options.pooling is None else ReqPooling(options.pooling, len(prompt_ids))
         self.tiers: ReqTiers | None = None
-        """What the tiers below the KV pool know about it. Only KVTiers uses it."""
+        """What the tiers below the KV pool know about it. Only KVTiers changes it."""
         # Its row and KV, see docs/memory.md. Only KVCacheManager writes them.
         self.row = 0
         self.kv_len = 0

@@ -10,7 +10,7 @@ from ..mem_cache.kv_storage import ReadJob
 
 @dataclass(eq=False, slots=True)
 class ReqTiers:
-    """The state of one request. Only KVTiers uses it."""
+    """The state of one request. Only KVTiers changes it."""
 
     keys: BlockKeys
     num_admitted: int = 0
@@ -21,6 +21,11 @@ class ReqTiers:
     """When it no longer waits for reads. None: it has not asked for any."""
     is_settled: bool = False
     """Whether it waits for no read, because there is nothing to read or because it has waited long enough."""
+
+    @property
+    def awaits_files(self) -> bool:
+        """Whether it stays in the queue because of a read."""
+        return self.job is not None and not self.is_settled
 
     def restart(self) -> None:
         """It waits again, after a retraction."""

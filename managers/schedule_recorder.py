@@ -119,7 +119,9 @@ class ScheduleRecorder:
                 self._file.write(Flush(self._turn, now_s), now_s)
 
     def on_step(self, step: StepInputs, turn: int, start_s: float) -> None:
-        """The tokens of a step are on the host."""
+        """The tokens of a step are on the host. A step that only copies KV is not recorded: nothing was decided."""
+        if not len(step.rows):
+            return
         now_s = self._clock()
         rows, lens = step.rows, step.seq_lens
         if step.extend_lens is None and self._goes_on(rows, lens):

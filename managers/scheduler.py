@@ -93,7 +93,6 @@ class Scheduler:
         self._metrics = metrics
         self._grammars = grammars
         self._timeouts = timeouts
-        self._pause = Pause(planner, timeouts, io)
         self._enable_overlap = enable_overlap
         self._journal = journal
         self._kv_events = kv_events
@@ -102,6 +101,7 @@ class Scheduler:
         self._idle_audit = IdleAudit(self.kv, clock)
         self._step_log = StepLog(clock)
         self._queue_limits = QueueLimits(max_queue_time_s, self.kv, self.queues, clock)
+        self._pause = Pause(planner, timeouts, self._queue_limits, io)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         in_flight: InFlight | None = None

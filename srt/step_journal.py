@@ -68,9 +68,12 @@ class StepJournal:
         self._reqs: Sequence[JournaledReq] = ()
 
     def begin(self, reqs: Sequence[JournaledReq], num_prompt_tokens: int) -> None:
-        """A step is about to be launched. The caller does not change `reqs` afterwards."""
+        """A step is about to be launched. The caller does not change `reqs` afterwards.
+
+        A step without requests keeps the rows of the step before, which may still be under way.
+        """
         self._num_steps += 1
-        if reqs != self._reqs:
+        if reqs and reqs != self._reqs:
             self._write_rows(reqs)
         place = _HEAD.size + self._num_steps % _NUM_STEPS_KEPT * _STEP.size
         _STEP.pack_into(self._map, place, self._num_steps, time.monotonic(), len(reqs), num_prompt_tokens)

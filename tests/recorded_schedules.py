@@ -7,10 +7,11 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+from kv_makers import make_tiers
 from simulations import MODEL
 
 from fakes import FakeClock, FakeInbox, FakeOutbox, FakeRunner
-from tercet.managers.engine_runner import EngineRunner
 from tercet.managers.schedule_recorder import ScheduleRecorder, SchedulerEnds
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_process import build_scheduler
@@ -35,18 +36,21 @@ class Limits:
 class Runner(FakeRunner):
     """The fake runner, with what the scheduler asks of an engine's."""
 
-    def __init__(self, page_size: int, *, is_asynchronous: bool) -> None:
+    def __init__(self, page_size: int, *, is_asynchronous: bool, num_host_pages: int = 0) -> None:
         self.settings = Limits(page_size)
         self.max_total_num_tokens = 320
         self.is_asynchronous = is_asynchronous
         shape = (self.settings.max_running_requests + 1, self.settings.context_len)
-        super().__init__(shape, self.max_total_num_tokens, page_size, VOCAB)
+        super().__init__(shape, self.max_total_num_tokens, page_size, VOCAB, num_host_pages)
 
 
 class Recorded:
     """A recorded scheduler, driven turn by turn. Each read of its clock takes time."""
 
-    def __init__(self, path: Path, page_size: int, *, is_asynchronous: bool = False, **settings: object) -> None:
+    def __init__(
+        self, path: Path, page_size: int, *, is_asynchronous: bool = False, host_blocks: int = 0, **settings: object
+    ) -> None:
+        """`host_blocks`: pages of host memory; 0: there is none."""
         self.inbox = FakeInbox()
         self.outbox = FakeOutbox()
         clock = FakeClock()
@@ -55,8 +59,12 @@ class Recorded:
             clock.now += 0.001
             return clock.now
 
-        runner: EngineRunner = Runner(page_size, is_asynchronous=is_asynchronous)
+        runner = Runner(page_size, is_asynchronous=is_asynchronous, num_host_pages=host_blocks)
         args = ServerArgs(model_path="none", random_seed=3, admission_watermark=0.0, **settings)  # type: ignore[arg-type]
+        self.runner = runner
+        tiers = None
+        if host_blocks:
+            tiers = make_tiers(page_size, 1, runner.host.reshape(host_blocks, -1).view(np.uint8))
         self.recorder = ScheduleRecorder(path, args, VOCAB, runner, ticking)
         ends = self.recorder.wrap(SchedulerEnds(self.inbox, self.outbox, runner))
         self.scheduler = build_scheduler(
@@ -66,6 +74,7 @@ class Recorded:
             None,
             SchedulerIO(ends.inbox, ends.outbox, FakeOutbox(), ticking),
             ticking,
+            tiers=tiers,
             compile_grammars_here=True,
         )
 

@@ -168,7 +168,7 @@ class Simulation:
         )
         if request.options is not None:
             return msgspec.structs.replace(request.options, sampling=sampling, logprobs=None, pooling=None)
-        return RequestOptions(sampling=sampling, priority=request.priority)
+        return RequestOptions(sampling=sampling, priority=request.priority, tenant=str(request.tenant))
 
     def on_output(self, out: TokenOut) -> None:
         """A client receives tokens, or the end of its request."""

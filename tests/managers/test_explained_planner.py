@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 from scheduler_rig import Rig
 
-from tercet.managers import explained_planner
+from tercet.managers import explained_planner, kv_tiers
 from tercet.managers.explained_planner import Limit
+from tercet.srt.pause_messages import ContinueReq, PauseReq
 
 Lines = dict[str, dict[str, Any]]
 
@@ -132,3 +135,29 @@ def test_a_request_may_be_preempted_and_start_again_in_one_plan(lines: Lines) ->
     run(rig)
     assert rig.heard["runs"].last.counts.num_retractions > 0
     assert set(lines) == {"in chunks", "waits for the prefix of the chunks", "runs"}
+
+
+def test_a_wait_for_a_pause(lines: Lines) -> None:
+    rig = make_rig()
+    rig.inbox.messages.append(PauseReq(1, False))
+    rig.turn()
+    rig.clock.now += 30.0
+    rig.add("new", [1] * 5)
+    rig.turn()
+    rig.clock.now += 40.0
+    rig.inbox.messages.append(ContinueReq(2))
+    run(rig)
+    assert lines["new"]["limits_s"] == {"pause": 40.0} and lines["new"]["queue_s"] == 40.0
+
+
+def test_a_wait_for_files(lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_tiers, "CLOSE_TIMEOUT_S", PATIENCE_S)
+    first = make_rig(page_size=4, host_blocks=64, storage=tmp_path)
+    first.add("a", list(range(41)))
+    first.run()
+    first.scheduler.run(lambda: True)  # writes its files
+    rig = make_rig(page_size=4, host_blocks=64, storage=tmp_path, explain_s=1.0)
+    monkeypatch.setattr(rig.kv.tiers._storage, "read", lambda job: None)  # a disk that never answers
+    rig.add("b", list(range(41)))
+    run(rig, seconds=0.5)
+    assert only_limit(lines["b"]) is Limit.FILES

@@ -17,7 +17,7 @@ from scheduler_rig import Rig
 
 from fakes import expected_output
 from tercet.managers import kv_tiers
-from tercet.managers.fair_policy import FairPolicy
+from tercet.managers.fair_policy import OUTPUT_TOKEN_COST, FairPolicy
 from tercet.managers.queue_limits import DrainRate
 from tercet.managers.schedule_policy import POLICIES
 from tercet.managers.tenant_shares import TenantShares
@@ -241,3 +241,14 @@ def test_tokens_that_host_memory_has_are_charged_to_nobody_and_leave_the_queue_a
     assert sum(heard.last.counts.host_tokens for heard in rig.heard.values()) > 100
     assert sum(charged) == sum(rig.extend_sizes) < 400
     assert sum(drained) == 400, "all of them were in the queue: the pool had nothing"
+
+
+def test_a_tenant_pays_for_outputs_before_a_retraction_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    charged: list[int] = []
+    monkeypatch.setattr(TenantShares, "_raise", lambda self, tenant, position, num: charged.append(num))
+    rig = Rig(policy="dlpm", pool_size=96)
+    for index in range(6):
+        rig.add(f"r{index}", [index] * 10, max_new_tokens=40, tenant="a")
+    rig.run()
+    assert rig.planner.num_retractions > 0
+    assert sum(charged) == sum(rig.extend_sizes) + OUTPUT_TOKEN_COST * 6 * 40

@@ -110,6 +110,25 @@ def test_paused_time_is_no_waiting_and_no_running_time() -> None:
     assert rig.heard["new"].finish == LengthFinish(4)
 
 
+def test_a_pause_does_not_lower_the_rate_of_the_queue() -> None:
+    rig = Rig(max_running=2, max_queue_time_s=2.0)
+    for index in range(20):
+        rig.add(f"r{index}", [index] * 20, max_new_tokens=4)
+    for _ in range(30):
+        rig.clock.now += 0.01
+        rig.turn()
+    assert rig.scheduler.state().num_waiting > 0
+    tell(rig, PauseReq(1, False))
+    rig.clock.now += 50.0
+    rig.add("in the pause", [50] * 9)
+    rig.turn()
+    tell(rig, ContinueReq(2))
+    rig.turn()
+    rig.add("after it", [51] * 9)
+    rig.run()
+    assert rig.heard["in the pause"].finish == rig.heard["after it"].finish == LengthFinish(8)
+
+
 def test_a_pause_that_is_ended_at_once_has_both_replies() -> None:
     rig = Rig()
     start(rig)

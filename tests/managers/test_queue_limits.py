@@ -247,7 +247,7 @@ def test_a_stall_lowers_the_rate_and_an_empty_queue_does_not() -> None:
             rate.add(100, others_wait=True)
             clock.now += 1.0
         if is_empty:
-            rate.on_empty()
+            rate.stop()
         clock.now += stall_s
         assert rate.tokens_per_s is not None
         return rate.tokens_per_s
@@ -262,7 +262,7 @@ def test_old_drains_are_forgotten() -> None:
     for _ in range(20):
         rate.add(100, others_wait=True)
         clock.now += 1.0
-    rate.on_empty()
+    rate.stop()
     clock.now += 3600.0
     assert rate.tokens_per_s is None
 

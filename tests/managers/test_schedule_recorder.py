@@ -96,3 +96,12 @@ def test_the_profile_is_fitted_to_the_recorded_times(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--record-schedule .*no-such-folder"):
         Recorded(tmp_path / "no-such-folder" / "record", 1)
+
+
+def test_steps_that_only_copy_kv_are_not_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    recorded = Recorded(path, 1, host_blocks=4096)
+    recorded.run(workload(2, rate=0.1), num_turns=60)
+    assert any(not len(step.rows) for step in recorded.runner.steps)
+    steps = [record for record in Recording(path).records() if isinstance(record, Step)]
+    assert len(steps) == sum(len(step.rows) > 0 for step in recorded.runner.steps)

@@ -51,6 +51,15 @@ def test_a_full_disk_does_not_end_the_scheduler(path: Path, caplog: pytest.LogCa
     assert "no step journal" in caplog.text
 
 
+def test_a_step_without_requests_does_not_hide_the_step_in_flight(path: Path) -> None:
+    journal = StepJournal(path, max_rows=8)
+    journal.begin([FakeReq("1", 10, 0)], 10)
+    journal.begin([], 0)  # with overlap: only copies KV
+    seen = read_journal(path)
+    assert seen.rows is not None and [row.key for row in seen.rows] == ["1"]
+    assert [step.num_requests for step in seen.last_steps] == [1, 0]
+
+
 def test_between_steps_nobody_is_named(path: Path) -> None:
     journal = StepJournal(path, max_rows=8)
     assert read_journal(path).rows is None and read_journal(path).last_steps == []

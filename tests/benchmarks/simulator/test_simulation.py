@@ -157,3 +157,12 @@ def test_the_generator_is_not_run_ahead() -> None:
     for number in range(50):
         (taken,) = traffic.take(traffic.next_s or 0.0)
         assert taken.number == number and made == number + 2
+
+
+def test_dlpm_shares_the_engine_among_the_simulated_tenants() -> None:
+    def wait_s(policy: str) -> float:
+        many = [request(i / 1000, 100, 4) for i in range(40)]
+        simulation = simulate([*many, request(0.5, 100, 4, tenant=1)], schedule_policy=policy, max_running_requests=2)
+        return simulation.statistics.tenant_s[1]
+
+    assert wait_s("dlpm") < wait_s("lpm") / 4
