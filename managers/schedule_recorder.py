@@ -72,7 +72,7 @@ class ScheduleRecorder:
         try:
             self._file = RecordFile(path, start)
         except OSError as error:
-            raise ValueError(f"--record-schedule {path}: {error}") from error
+            raise ValueError(f"--record-schedule {path}: {error.strerror or error}") from error
         self._clock = clock
         self._vocab_size = vocab_size
         self._turn = 0

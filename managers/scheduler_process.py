@@ -194,7 +194,7 @@ def _memory(server_args: ServerArgs, runner: EngineRunner) -> tuple[BaseAllocato
 
 
 def _tiers(server_args: ServerArgs, model_config: ModelConfig, runner: ModelRunner) -> KVTiers | None:
-    """The tiers below the KV pool. Raises OSError if the folder of the files cannot be used."""
+    """The tiers below the KV pool. Raises ValueError if the folder of the files cannot be used."""
     host_kv = runner.host_kv
     if host_kv is None:
         return None

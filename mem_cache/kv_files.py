@@ -46,7 +46,7 @@ class KVFiles:
     """The files of one folder. One thread reads and writes; any thread may ask `has`."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Makes the folder. Raises OSError if that fails, or if the folder cannot be written to."""
+        """Makes the folder. Raises ValueError if that fails, or if the folder cannot be written to."""
         self._folder = folder
         self._max_bytes = max_bytes
         self.is_writing = True
@@ -56,9 +56,12 @@ class KVFiles:
         """Bytes of all files, as of the last scan, and of what was written since."""
         self._scanned: int | None = None
         """Modification time of the folder before the last scan, in ns. None: it may change without a new time."""
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ValueError(f"--hicache-storage-dir {folder}: {error.strerror or error}") from error
         self._remove_abandoned()
         self._trim(0)
 

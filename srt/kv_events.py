@@ -107,6 +107,8 @@ def read_config(text: str | None) -> KVEventsConfig | None:
             raise ValueError(f"--kv-events-config: {name} must begin with tcp:// or ipc://, got {address!r}")
         if address is not None and address.startswith("tcp://"):
             _host_and_port(address)
+    if config.publisher is None and config.enable_kv_cache_events is None and msgspec.json.decode(text):
+        raise ValueError('--kv-events-config: without "publisher": "zmq" nothing is published')
     return config if config.is_on else None
 
 

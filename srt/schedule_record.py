@@ -8,6 +8,7 @@ The file contains the token ids of prompts and answers. Only its owner may read 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import struct
@@ -124,7 +125,9 @@ class RecordFile:
     """Writes records. An error of the disk ends the recording and not the engine."""
 
     def __init__(self, path: Path, start: Start, max_bytes: int = MAX_BYTES, num_kept: int = NUM_KEPT) -> None:
-        """Rotates a file that exists. Raises OSError if the file cannot be made."""
+        """Rotates a file that exists. Raises OSError if the file cannot be made, or if the path is no file's."""
+        if path.exists() and not path.is_file():  # rotation would rename a folder or a device
+            raise OSError(errno.EINVAL, "is not a regular file")
         self._path = path
         self._start = start
         self._max_bytes = max_bytes

@@ -245,7 +245,7 @@ class ServerArgs:
         float, Setting("Seconds that a step may take; then the engine logs the stacks of its threads and is restarted")
     ] = 300.0
     soft_watchdog_timeout: Annotated[
-        float | None, Setting("Seconds that a step may take before the stacks are only logged; default: never")
+        float | None, Setting("Seconds after which the stacks of a step are logged, and it goes on; default: never")
     ] = None
     engine_restarts: Annotated[
         int, Setting("Number of restarts within --engine-restart-window after a process of the engine died; 0: none")

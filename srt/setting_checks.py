@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 from .kv_events import read_config
@@ -79,8 +80,8 @@ def check_settings(args: ServerArgs) -> None:
     if args.explain_schedule is not None and not 0 <= args.explain_schedule < math.inf:
         raise ValueError(f"--explain-schedule must be a number of seconds, 0 or more, got {args.explain_schedule}")
     endpoint = args.otlp_traces_endpoint
-    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-        raise ValueError(f"--otlp-traces-endpoint must be a URL that begins with http:// or https://, got {endpoint!r}")
+    if endpoint is not None and not re.match(r"https?://[^/:]", endpoint):
+        raise ValueError(f"--otlp-traces-endpoint must be a URL such as http://HOST:4318/v1/traces, got {endpoint!r}")
     if not 0 <= args.resume_grace < math.inf:
         raise ValueError(f"--resume-grace must be a number of seconds, 0 or more, got {args.resume_grace}")
     if args.max_queue_time is not None and not 0 < args.max_queue_time < math.inf:
@@ -95,6 +96,11 @@ def check_settings(args: ServerArgs) -> None:
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ValueError(f"{flag_name(name)} must be positive, got {value}")
+    soft_s = args.soft_watchdog_timeout
+    if soft_s is not None and soft_s >= args.watchdog_timeout:
+        raise ValueError(
+            f"--soft-watchdog-timeout must be less than --watchdog-timeout {args.watchdog_timeout:g}, got {soft_s:g}"
+        )
     _check_tiers(args)
 
 

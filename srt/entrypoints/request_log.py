@@ -10,7 +10,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ PARTIAL_CHARS = 2048
 """How much of a text the log has at level 2."""
 _VALID_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _RECORD = "tercet.record"
+_RELEASE = "tercet.release_record"
 
 
 class RequestRecord:
@@ -44,6 +46,8 @@ class RequestRecord:
         """Of the response; 0 while there is none."""
         self.samples: Sequence[Sample] = ()
         self.started = time.monotonic()
+        self.num_holders = 1
+        """Its connection, and its stream if that outlives the connection. The last one to leave ends the request."""
 
 
 def _given_id(scope: Scope) -> bytes | None:
@@ -68,6 +72,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         record = scope[_RECORD] = RequestRecord(scope)
+        scope[_RELEASE] = partial(self._release, scope, record)
 
         def named_send(message: Message) -> Awaitable[None]:
             # Not a coroutine function: a stream calls this for each event.
@@ -81,10 +86,16 @@ class RequestLog:
         finally:
             if self._is_access_logged:
                 _log_access(scope, record)
-            if self._log_level is not None:
-                _log_finish(record, self._log_level)
-            if self._tracer is not None:
-                self._tracer.record(scope, record)
+            self._release(scope, record)
+
+    def _release(self, scope: Scope, record: RequestRecord) -> None:
+        record.num_holders -= 1
+        if record.num_holders:
+            return
+        if self._log_level is not None:
+            _log_finish(record, self._log_level)
+        if self._tracer is not None:
+            self._tracer.record(scope, record)
 
 
 def _log_access(scope: Scope, record: RequestRecord) -> None:
@@ -131,6 +142,16 @@ def log_received(
             text = _prompt_text(manager, prompts[sample.prompt_index], sample)
             fields["text"] = _cut(text, args.log_requests_level)
         log.event(request_logger, logging.INFO, "Receive", fields)
+
+
+def hold_record(scope: Scope) -> Callable[[], None]:
+    """Delays the `Finish` lines and the span of a request until the returned function is called, once."""
+    record = scope.get(_RECORD)
+    if record is None:
+        return lambda: None
+    record.num_holders += 1
+    release: Callable[[], None] = scope[_RELEASE]
+    return release
 
 
 def _log_finish(record: RequestRecord, level: int) -> None:

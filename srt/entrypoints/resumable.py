@@ -77,9 +77,9 @@ class ResumableStream:
             )
         if after < self._last - len(self._events):
             raise StreamGone("the events after this one are no longer kept")
-        if self._reader is not None:
-            self._reader.leave()
-        self._reader = Reader(self, after)
+        earlier, self._reader = self._reader, Reader(self, after)
+        if earlier is not None:
+            earlier.leave()
         self._streams.on_attached(self)
         self.notify()
         return self._reader

@@ -25,7 +25,7 @@ from ..errors import TercetError
 from ..io_struct import TextOut
 from .error_handlers import envelope, internal_error
 from .job import Job, Sample, check_request_size, outputs, raise_failure
-from .request_log import keeps_text, log_received
+from .request_log import hold_record, keeps_text, log_received
 from .resumable import STREAM_HEADER
 from .routing import Server, json_response
 from .tenants import key_of, with_tenant
@@ -175,7 +175,13 @@ def _event_stream(server: Server, request: Request, job: Job, parts: AsyncGenera
     """The response of a stream. With --resume-grace, its job outlives its client."""
     if server.streams is None:
         return EventStream(parts, server.manager, job.close)
-    stream = server.streams.open(key_of(request.scope) or "", parts, job.close)
+    release = hold_record(request.scope)
+
+    def on_end() -> None:
+        job.close()
+        release()
+
+    stream = server.streams.open(key_of(request.scope) or "", parts, on_end)
     reader = stream.attach(0)
     job.outlive_client(reader.leave)
     return EventStream(reader.parts(), server.manager, reader.close, [(STREAM_HEADER, stream.id.encode())])

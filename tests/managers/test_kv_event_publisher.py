@@ -215,6 +215,7 @@ def test_when_it_is_on(text: str, is_on: bool) -> None:
         ('{"endpoint": "http://a"}', "must begin with tcp:// or ipc://"),
         ('{"endpoint": "tcp://*"}', "must be tcp://HOST:PORT"),
         ('{"replay_endpoint": "tcp://*:70000"}', "must be tcp://HOST:PORT"),
+        ('{"endpoint": "tcp://*:5557"}', "nothing is published"),
     ],
 )
 def test_a_wrong_config_is_a_mistake_of_the_user(text: str, message: str) -> None:

@@ -105,5 +105,5 @@ def test_abandoned_files_are_removed_and_foreign_ones_stay(tmp_path: Path) -> No
 
 def test_a_folder_that_cannot_be_used_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(ValueError, match=r"--hicache-storage-dir .*kv: Not a directory"):
         KVFiles(tmp_path / "file" / "kv", 1 << 20)

@@ -55,6 +55,14 @@ def test_what_was_written_is_soon_readable(tmp_path: Path) -> None:
     file.close()
 
 
+def test_a_folder_is_refused_and_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "record"
+    folder.mkdir()
+    with pytest.raises(OSError, match="is not a regular file"):
+        RecordFile(folder, start())
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 @pytest.mark.parametrize("data", [b"", b"abc", b"\x04\0\0\0abcd", b"\x01\0\0\0\xc0"])
 def test_another_file_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "record"

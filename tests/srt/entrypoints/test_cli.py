@@ -95,6 +95,7 @@ def test_serve_takes_the_model_from_a_config_file(served: list[ServerArgs], tmp_
         (["A", "--enable-hierarchical-cache", "--hicache-size", "0"], "--hicache-size must be a positive number"),
         (["A", "--enable-hierarchical-cache", "--hicache-size", "1", "--disable-radix-cache"], "shares none"),
         (["A", "--enable-hierarchical-cache", "--hicache-storage-dir", ""], "must name a folder"),
+        (["A", "--soft-watchdog-timeout", "300"], "must be less than --watchdog-timeout 300, got 300"),
         (["A", "--context-length", "1"], "--context-length must be at least 2"),
         (["A", "--config", "nowhere.yaml"], "nowhere.yaml"),
     ],

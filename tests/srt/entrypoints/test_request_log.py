@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from breakable_http import Connection
 from fake_http import Site, text_of
 
 from tercet.srt import log
@@ -67,6 +69,27 @@ def test_a_refused_request_has_a_name_and_a_line() -> None:
     (line,) = lines
     assert (line["message"], line["status"], line["request_id"]) == ("Access", 401, "me")
     assert "guess" not in json.dumps(lines) and "sesame" not in json.dumps(lines)
+
+
+def test_a_stream_that_outlives_its_connection_is_finished_at_its_own_end() -> None:
+    with logged_site(log_requests=True, access_log=True, resume_grace=60.0) as (site, lines):
+        site.scheduler.gate = True
+
+        async def run() -> None:
+            body = {"prompt": "a", "max_tokens": 5, "stream": True}
+            connection = Connection(site, "POST", "/v1/completions", body)
+            while not site.scheduler.held:
+                await asyncio.sleep(0)
+            site.scheduler.release()
+            ((name, _),) = await connection.break_after(1)
+            assert [line["message"] for line in lines] == ["Receive", "Access"]
+            site.scheduler.gate = False
+            site.scheduler.release()
+            await Connection(site, "GET", "/v1/streams", last_event_id=name.decode()).done
+
+        site.run(run())
+    (finish,) = (line for line in lines if line["message"] == "Finish")
+    assert finish["completion_tokens"] == 5 and finish["finish_reason"]["type"] == "length"
 
 
 @pytest.mark.parametrize("stream", [False, True])
