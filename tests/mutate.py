@@ -173,6 +173,7 @@ def main() -> int:
         PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), list(known.values())), encoding="utf-8")
         return 0
     chosen = [known[name] for name in given.names or known]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # remove the copy, and end the tests
     with tempfile.TemporaryDirectory(prefix="tercet-mutate-", ignore_cleanup_errors=True) as folder:
         copy = Copy(Path(folder))
         tests = tuple(dict.fromkeys(test for mutation in chosen for test in mutation.tests))

@@ -189,6 +189,7 @@ def test_another_model_is_not_found(site: Site) -> None:
         ({"prompt": "a", "temperature": -1}, "temperature", "at least 0"),
         ({"prompt": "a", "top_p": 0}, "top_p", "(0, 1]"),
         ({"prompt": "a", "n": 129}, "n", "[1, 128]"),
+        ({"prompt": ["a"] * 33, "n": 128}, "n", "prompts times n must be at most 4096, got 4224"),
         ({"prompt": "a", "n": True}, "n", "got bool"),
         ({"prompt": "a", "stop": [""]}, "stop", "non-empty"),
         ({"prompt": "a", "stop": ["x"] * 33}, "stop", "at most 32"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import psutil
 import pytest
 import zmq
 from default_model import model_path
+from patience import PATIENCE_S
 from toy_engine import is_gone
 
 from tercet.managers.grammar_worker import grammar_vocabulary, run_grammar_worker
@@ -91,6 +94,13 @@ def test_it_judges_and_survives_what_kills_it() -> None:
             await process.compile(spec("{}"))
 
     with_process(work)
+
+
+def test_a_worker_cannot_take_much_memory() -> None:
+    limited = "from tercet.managers.grammar_worker import limit_resources; limit_resources()"
+    code = f"import sys; {limited}; bytearray(1 << 28); sys.stdout.write('enough'); bytearray(1 << 31)"
+    ran = subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S, capture_output=True, text=True)
+    assert ran.stdout == "enough" and ran.stderr.endswith("MemoryError\n")
 
 
 def test_a_worker_that_somebody_kills_is_no_verdict() -> None:
