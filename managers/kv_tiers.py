@@ -51,7 +51,7 @@ class _Copies:
 class KVTiers:
     """Saves the KV of released requests and loads it for admitted ones. Only KVCacheManager and the scheduler call it.
 
-    Requests find what `end_of` says, `load` must follow at once, and everything else is best effort: if no host block
+    `admit` loads what `end_of` has found, so it must follow at once. Everything else is best effort: if no host block
     is free, nothing is saved or read.
     """
 
@@ -118,7 +118,7 @@ class KVTiers:
             self._collect(self._storage.poll(_WAIT_S))
 
     def end_of(self, req: Req, start: int) -> int:
-        """The end of the KV that `load` could load from `start` on, in tokens and whole pages; `start` if none.
+        """The end of the KV that `admit` could load from `start` on, in tokens and whole pages; `start` if none.
 
         `start`: tokens that the prefix cache has.
         """
@@ -222,6 +222,7 @@ class KVTiers:
 
     @staticmethod
     def _num_checked(req: Req, state: ReqTiers) -> int:
+        """The tokens, from the first on, whose KV is known to give finite logits."""
         if req.num_tokens > state.num_admitted:
             return min(req.num_tokens - 1, req.kv_len)
         is_complete = req.finish is not None and not isinstance(req.finish, AbortFinish)
