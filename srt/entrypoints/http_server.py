@@ -156,7 +156,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         ("GET",),
         "/health",
-        "200 when the engine's processes run or are being restarted; 503 when one hangs or failed, and during shutdown",
+        "200 when the engine runs or is being restarted; 503 when its scheduler hangs, after its failure, and in shutdown",
         admin.health,
         answer=admin.Status,
         aliases=("/ping",),
