@@ -156,7 +156,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         ("GET",),
         "/health",
-        "200 when the engine runs or is being restarted; 503 when its scheduler hangs, after its failure, and in shutdown",
+        "200 when the engine runs or restarts; 503 when its scheduler hangs, when it failed, and during shutdown",
         admin.health,
         answer=admin.Status,
         aliases=("/ping",),
