@@ -130,8 +130,6 @@ class StepInputs:
     new_rows: list[NewRow] = field(default_factory=list)
     table_updates: list[TableUpdate] = field(default_factory=list)
     """All other changes of the table since the previous step. The runner applies them before the step."""
-    kv_copies: KVCopies | None = None
-    """Copies between the KV pool and host memory. A step with copies may have no rows: a DECODE step with B = 0."""
     # The next fields are for EXTEND. In DECODE they are None: each row has one token, on the device, and is sampled.
     extend_lens: Int32Array | None = None
     """[B], number of new tokens of each row, >= 1. The cached prefix has seq_lens - extend_lens tokens."""
@@ -143,6 +141,9 @@ class StepInputs:
     """The prompt tokens whose log probabilities are wanted. Only for rows with `NewRow.logprobs`."""
     hidden_sums: list[HiddenSum] = field(default_factory=list)
     """The prompt tokens whose hidden states are wanted."""
+    # For both modes.
+    kv_copies: KVCopies | None = None
+    """Copies between the KV pool and host memory. A step with copies may have no rows: a DECODE step with B = 0."""
 
     @property
     def num_tokens(self) -> int:

@@ -90,6 +90,11 @@ class MetaAccelerator(FakeAccelerator):
         assert source.device.type == "meta" and source.shape == target.shape and source.dtype == target.dtype
         return FakeEvent(self, lambda: target.numpy().fill(0))
 
+    def bring(self, sources):
+        self.tick()
+        parts = [torch.empty(source.shape, dtype=source.dtype, device="meta") for source in sources]
+        return torch.cat([part.copy_(source, non_blocking=True) for part, source in zip(parts, sources, strict=True)])
+
     def record(self, work):
         with NoWaiting(self) as watched:
             work()

@@ -60,6 +60,9 @@ IMPORT_NAMES = {
 
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNPICKLING_METHODS = {"recv_pyobj", "send_pyobj", "recv_serialized"}
+OPENS_URLS = {"srt.entrypoints.chat_partners"}
+"""`tercet chat --url`, whose user names the server."""
+URL_OPENERS = r"(urllib\.request|http\.client|requests|httpx|aiohttp|urllib3|huggingface_hub)\b"
 PROCESS_STARTERS = re.compile(r"os\.(fork\w*|exec\w+|spawn\w+|posix_spawn\w*|popen|system)|.*create_subprocess_\w+")
 
 
@@ -232,6 +235,20 @@ def test_nothing_is_unpickled_and_nothing_prints() -> None:
             parts = name.split(".")
             if parts[0] in UNPICKLERS or name == "torch.load" or parts[-1] in UNPICKLING_METHODS or name == "print":
                 wrong.append(f"{module.where}:{line} {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_trusts_remote_code_or_opens_urls() -> None:
+    wrong = []
+    for module in modules().values():
+        if in_package(module.name, "benchmarks") or module.name in OPENS_URLS:
+            continue
+        for item in imports(module.name):
+            if not item.internal and re.match(URL_OPENERS, f"{item.target}.{item.name}"):
+                wrong.append(f"{module.where}:{item.line} {item.target}")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and ast.unparse(node.value) != "False":
+                wrong.append(f"{module.where}:{node.value.lineno} trust_remote_code")
     assert not wrong, "\n".join(wrong)
 
 

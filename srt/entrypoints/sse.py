@@ -207,6 +207,7 @@ class EventStream:
         self._on_end = on_end
         self._headers = [*_HEADERS, *headers]
         self._comments: asyncio.Task[None] | None = None
+        self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         def on_stall() -> None:
@@ -219,6 +220,7 @@ class EventStream:
             if self._manager.stall:
                 on_stall()
             async for data in self._parts:
+                self._num_sent += 1
                 await send(_part(data))
             self._end_comments(on_stall)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -235,8 +237,11 @@ class EventStream:
             self._comments.cancel()
 
     async def _send_comments(self, send: Send) -> None:
+        num_sent, stall = self._num_sent, ""
         with contextlib.suppress(OSError):  # the client is gone
-            while stall := self._manager.stall:
+            # The first step after a restart computes many prompts, and may take seconds.
+            while self._manager.stall or self._num_sent == num_sent:
+                stall = self._manager.stall or stall
                 await send(_part(b": " + stall.encode() + b"\n\n"))
                 await asyncio.sleep(_COMMENT_INTERVAL_S)
 

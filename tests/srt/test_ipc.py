@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -104,3 +106,25 @@ def test_a_message_whose_handling_raises_ends_its_requests_and_loses_no_other(
 
     asyncio.run(work())
     assert handled == [["a"], ["bad", "b"], ["c"], ["d"]]
+
+
+@pytest.mark.parametrize("folder", ["a", "a" * 100])
+def test_the_links_are_files_that_only_their_owner_reaches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    (tmp_path / folder).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folder))
+    first = RunDir.create()
+    try:
+        assert first.path.stat().st_mode & 0o777 == 0o700
+        for run_dir in (first, first.next_life()):
+            links = (
+                run_dir.scheduler,
+                run_dir.detokenizer,
+                run_dir.tokenizer,
+                run_dir.grammar,
+                run_dir.grammar_replies,
+            )
+            assert all(link.startswith(f"ipc://{first.path}/") for link in links)
+    finally:
+        first.remove()

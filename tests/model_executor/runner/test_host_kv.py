@@ -18,7 +18,7 @@ from tercet.model_executor.device.device_buffers import Uploads
 from tercet.model_executor.runner import host_kv
 from tercet.model_executor.runner.host_kv import HostKV
 from tercet.model_executor.runner.settings import HostKVSettings
-from tercet.model_executor.step import ForwardMode, KVCopies, StepInputs
+from tercet.model_executor.step import ForwardMode, KVCopies, StepInputs, decode_step, encode_step
 from tercet.srt.logprobs import LogprobOptions
 
 SIZE = 192
@@ -101,9 +101,13 @@ def test_a_step_without_rows_only_copies() -> None:
     assert runner.host_kv is not None
     nothing = i32([])
     copies = KVCopies(i32([1]), i32([5]), nothing, nothing)
-    launched = runner.launch(StepInputs(ForwardMode.DECODE, nothing, nothing, nothing, kv_copies=copies))
+    step = StepInputs(ForwardMode.DECODE, nothing, nothing, nothing, kv_copies=copies)
+    runner.kv_pool.k_buffer[0][1] = 7.0
+    launched = runner.launch(decode_step(encode_step(step)))
     launched.sample()
     assert launched.wait().tokens.tolist() == []
+    k_of_first_layer = runner.host_kv.memory.reshape(-1, runner.kv_pool.page_bytes)[5].view(np.float32)[:16]
+    assert (k_of_first_layer == 7.0).all()
 
 
 @pytest.mark.parametrize("kind", ["torch", "cpu", "panels", "late copies"])

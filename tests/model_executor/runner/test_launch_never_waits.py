@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from meta_runner import NoWaiting, WaitingForTheDeviceError, every_kind_of_step, launch_all, make_meta_runner
 from toy_runner import TOY_QWEN
+
+from tercet.model_executor.step import KVCopies
 
 
 @pytest.mark.parametrize("with_masks", [False, True])
@@ -24,6 +28,21 @@ def test_a_decode_step_is_one_upload_when_all_are_greedy(monkeypatch):
     with NoWaiting(accelerator) as watched:
         runner.launch(step).sample()
     assert watched.num_uploads == 1
+
+
+def test_copies_of_kv_wait_for_nothing(monkeypatch):
+    tiers = {"enable_hierarchical_cache": True, "hicache_size": 0.0005}
+    runner, accelerator = make_meta_runner(monkeypatch, TOY_QWEN, **tiers)
+    *_, step = every_kind_of_step()
+    pages = np.arange(1, 9, dtype=np.int32)
+    for copies in (KVCopies(pages, pages, pages + 20, pages + 40), KVCopies(pages, pages, pages[:0], pages[:0])):
+        waits = accelerator.num_waits
+        with NoWaiting(accelerator) as watched:
+            launched = runner.launch(dataclasses.replace(step, kv_copies=copies))
+            launched.sample()
+        assert watched.num_uploads > 1 and accelerator.num_waits == waits
+        launched.wait()
+        assert accelerator.num_waits > waits, "the host's pages are valid when the step has ended"
 
 
 @pytest.mark.parametrize(

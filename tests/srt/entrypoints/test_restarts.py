@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import signal
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from patience import PATIENCE_S
 from toy_engine import ServerProcess, Stream, is_gone, text_of, toy_args, toy_flags
 
 from tercet.managers.recovery import Blame
-from tercet.srt.entrypoints import engine_core
+from tercet.srt.entrypoints import engine_core, sse
 from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.entrypoints.engine_life import EngineLife
 from tercet.srt.entrypoints.restarts import Death, RestartBudget, write_report
@@ -161,6 +162,36 @@ def test_an_engine_that_cannot_start_again_has_died(
 
     asyncio.run(scenario())
     assert os.listdir(run_dirs) == []
+
+
+def test_comments_go_on_until_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine runs again, but its first step takes long."""
+    monkeypatch.setattr(sse, "_COMMENT_INTERVAL_S", 0.0)
+    callbacks: set[Any] = set()
+    manager: Any = types.SimpleNamespace(on_stall=callbacks, stall=None)
+    sent: list[bytes] = []
+    enough = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        manager.stall = None
+        if sent.count(b": restarting\n\n") == 5:
+            enough.set()
+
+    async def parts() -> Any:
+        yield b"first"
+        manager.stall = "restarting"
+        for callback in callbacks:
+            callback()
+        await enough.wait()
+        yield b"token"
+
+    async def scenario() -> None:
+        stream = sse.EventStream(parts(), manager, lambda: None)
+        await asyncio.wait_for(stream(None, None, send), PATIENCE_S)  # type: ignore[arg-type]
+
+    asyncio.run(scenario())
+    assert [one for one in sent if not one.startswith(b":")] == [b"", b"first", b"token", b""]
 
 
 def test_a_restart_that_fails_is_tried_again(run_dirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
