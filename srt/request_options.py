@@ -4,9 +4,9 @@ It is passed unchanged from the decoded body to the scheduler:
 
     body --options_of--> Prompt.options --> GenerateReq.options --> Req.options
 
-A body declares an option as a field of the same name (srt/entrypoints/options.py). So a new option is a field here, a
-field of the bodies that offer it, and the code that reads it. `sampling` and `logprobs` are objects, which each API
-makes from fields of its own.
+A body declares an option as a field of the same name, and `tenant` as `user` (srt/entrypoints/options.py). So a new
+option is a field here, a field of the bodies that offer it, and the code that reads it. `sampling` and `logprobs` are
+objects, which each API makes from fields of its own.
 """
 
 from __future__ import annotations

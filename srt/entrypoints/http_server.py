@@ -156,7 +156,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         ("GET",),
         "/health",
-        "200 when the engine's processes run or are being restarted; 503 when one hangs or failed, and during shutdown",
+        "200 when the engine runs or restarts; 503 when its scheduler hangs, when it failed, and during shutdown",
         admin.health,
         answer=admin.Status,
         aliases=("/ping",),
