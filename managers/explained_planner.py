@@ -101,11 +101,11 @@ class ExplainedPlanner(Planner):
         new_rows = {new.row for new in batch.inputs.new_rows}
         admitted = [req for req in batch.reqs if req.row in new_rows]
         for req in admitted:
-            arrival = self._arrivals.pop(req)
-            if not req.num_retractions and now - req.arrived_s >= self._slow_s:
+            arrival = self._arrivals.pop(req, None)  # None: it was preempted in this plan
+            if arrival is not None and not req.num_retractions and now - req.arrived_s >= self._slow_s:
                 self._explain(req, arrival, now)
         for req in admitted:
-            self._admissions.append(_Admission(self._num_admitted, req.rid, req.num_tokens - req.locked_len))
+            self._admissions.append(_Admission(self._num_admitted, req.rid, req.num_tokens - req.matched_len))
             self._num_admitted += 1
 
     def _explain(self, req: Req, arrival: _Arrival, now: float) -> None:

@@ -109,6 +109,7 @@ class KVCacheManager:
         req.locked_len = req.kv_len = num_cached
         if self.tiers is not None:
             self._load(req, self.tiers)
+            req.matched_len = req.kv_len
         if req.cached_tokens is None:
             req.cached_tokens = min(req.kv_len, len(req.prompt_ids))
             req.reused_len = num_cached

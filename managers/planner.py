@@ -114,10 +114,12 @@ class Planner:
         """Retracts running requests for the most urgent waiting one, if it needs that and it is enough.
 
         The least urgent goes first, and of equal ones the newest. While an equally urgent prompt is in chunks nothing
-        is preempted: a long candidate might not start beside it.
+        is preempted: a long candidate might not start beside it. A request that waits for its grammar or for files is
+        no candidate: the preempted ones would start again before it.
         """
         queues = self.queues
-        candidate = next((req for req in queues.waiting if req.pending_abort is None), None)
+        ready = (req for req in queues.waiting if req.pending_abort is None and not req.awaits_grammar)
+        candidate = next((req for req in ready if not self.kv.awaits_storage(req)), None)
         if candidate is None or candidate.num_steps_in_flight:
             return
         if any(req.urgency >= candidate.urgency for req in queues.unfinished):

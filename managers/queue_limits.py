@@ -116,7 +116,7 @@ class QueueLimits:
         new_rows = {new.row for new in batch.inputs.new_rows}
         for req in batch.reqs:
             if req.row in new_rows:  # what the cache has leaves the queue at once
-                num_drained += req.queued_tokens - (req.num_tokens - req.locked_len)
+                num_drained += req.queued_tokens - (req.num_tokens - req.matched_len)
         self._rate.add(num_drained, others_wait=bool(queues.waiting or queues.unfinished))
 
     def check_wait(self, req: Req) -> None:

@@ -149,7 +149,7 @@ class Req:
         self.deadline = math.inf
         """When it is over its waiting time or its running time. Only Timeouts reads and writes it."""
         self.matched_len = 0
-        """Tokens found in the prefix cache by the last look-up while it waited."""
+        """Tokens found in the prefix cache by the last look-up while it waited, or in any tier by its admission."""
         self.num_sent = 0
         self.is_announced = False
         """Whether the detokenizer knows this request."""

@@ -341,12 +341,17 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def events_of(content: bytes) -> list[Any]:
-    """The JSON of server-sent events before `[DONE]`, which must be the last event. A named event has its `type`."""
+    """The JSON of server-sent events before `[DONE]`, which must be the last event. A named event has its `type`.
+
+    Comments are left out.
+    """
     parts = content.decode().split("\n\n")
     assert parts.pop() == ""
     assert parts.pop() == "data: [DONE]"
     events = []
     for part in parts:
+        if part.startswith(":"):
+            continue
         *names, data = part.split("\n")
         assert data.startswith("data: ")
         events.append(json.loads(data[len("data: ") :]))

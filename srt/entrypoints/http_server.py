@@ -124,6 +124,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Orders documents by their similarity to a query: Jina's and Cohere's endpoint",
         rerank.rerank,
         body=rerank.RERANK_CODEC,
+        runs_model=True,
         answer=rerank.Ranking,
     ),
     Endpoint(("GET",), "/v1/models", "Lists the served model", models.list_models, answer=protocol.ModelList),

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp
 from ...managers.request_registry import Prompt
 from ..errors import InvalidRequest, RequestAborted
 from ..request_options import Pooling, RequestOptions
-from .job import Sample
-from .native import check_not_empty, check_num_prompts
+from .job import MAX_PROMPTS, Sample
+from .native import check_not_empty
 from .openai.protocol import PromptUsage
 from .routing import Server
 from .sse import WholeFormat, answer
@@ -48,7 +48,9 @@ class RerankBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         None
     )
     cache_salt: Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")] = None
-    user: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
+    user: Annotated[str | None, doc("Name of the tenant, unless several API keys or the header x-tenant name it")] = (
+        None
+    )
 
 
 class RankedText(msgspec.Struct, frozen=True):
@@ -81,12 +83,16 @@ async def rerank(server: Server, request: Request, body: RerankBody) -> ASGIApp:
     if body.top_n is not None and body.top_n < 1:
         raise InvalidRequest(f"top_n must be at least 1, got {body.top_n}", param="top_n")
     texts = [_text(document) for document in check_not_empty(body.documents, "documents")]
-    check_num_prompts(len(texts) + 1, "documents")
+    if len(texts) >= MAX_PROMPTS:
+        raise InvalidRequest(
+            f"documents must have at most {MAX_PROMPTS - 1} texts beside the query, got {len(texts)}", param="documents"
+        )
     name = f"rerank-{uuid.uuid4().hex}"
     options = RequestOptions(
         sampling=server.manager.inputs.make_sampling({"max_new_tokens": 0, "temperature": 0}),
         pooling=body.pooling or "mean",
         cache_salt=body.cache_salt or "",
+        tenant=body.user or "",
     )
     prompts = [Prompt(content=body.query, options=options, rid=f"{name}_query", param="query")]
     prompts += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ..errors import InvalidRequest, ResumeOff
@@ -20,6 +21,8 @@ async def continue_stream(server: Server, request: Request, body: None) -> ASGIA
     if last is None:
         raise InvalidRequest("the header Last-Event-ID is required", param="Last-Event-ID")
     stream, number = server.streams.find(last, key_of(request.scope) or "")
+    if request.method == "HEAD":  # it must take the stream from nobody
+        return Response(media_type="text/event-stream", headers={STREAM_HEADER.decode(): stream.id})
     reader = stream.attach(number)
     reader.watch(request.receive)
     return EventStream(reader.parts(), server.manager, reader.close, [(STREAM_HEADER, stream.id.encode())])

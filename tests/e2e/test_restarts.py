@@ -123,7 +123,8 @@ def test_a_request_that_kills_the_engine_fails_alone(server: ServerProcess, undi
     culprit = Stream(server, "/generate", poison)
     assert [answer_of(stream.wait()) for stream in streams] == undisturbed
     *events, error = events_of(culprit.wait())
-    assert sum(len(event["output_ids"]) for event in events) == NUM_TOKENS
+    # The last tokens may still be in the socket of the process that dies.
+    assert 0 < sum(len(event["output_ids"]) for event in events) <= NUM_TOKENS
     assert error["error"]["code"] == "fatal_request" and "died twice" in error["error"]["message"]
     with server.client() as client:
         after = client.get("/server_info").json()

@@ -120,3 +120,15 @@ def test_the_plans_are_the_same_and_each_second_is_explained(lines: Lines, seed:
     for fields in lines.values():
         explained = sum(fields["limits_s"].values())
         assert fields["queue_s"] - 1.001 <= explained <= fields["queue_s"] + 0.001, fields
+
+
+def test_a_request_may_be_preempted_and_start_again_in_one_plan(lines: Lines) -> None:
+    rig = make_rig(max_running=2, preemption_threshold=0, chunked_prefill_size=16, max_prefill_tokens=32, explain_s=0.0)
+    rig.add("runs", [1] * 5, max_new_tokens=40)
+    rig.turn()
+    rig.add("in chunks", list(range(90)), priority=1)
+    rig.turn()
+    rig.add("waits for the prefix of the chunks", list(range(91)), priority=2)
+    run(rig)
+    assert rig.heard["runs"].last.counts.num_retractions > 0
+    assert set(lines) == {"in chunks", "waits for the prefix of the chunks", "runs"}

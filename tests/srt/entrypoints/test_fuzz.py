@@ -77,6 +77,8 @@ NAMED: dict[str, st.SearchStrategy[Any]] = {
     "prompt": st.one_of(TEXTS, IDS, st.lists(TEXTS, max_size=4), st.lists(IDS, max_size=4)),
     "text": st.one_of(TEXTS, st.lists(TEXTS, max_size=4)),
     "input_ids": st.one_of(IDS, st.lists(IDS, max_size=4)),
+    "query": TEXTS,
+    "documents": st.lists(TEXTS, min_size=1, max_size=3),
     "tokens": st.one_of(IDS, st.lists(IDS, max_size=4)),
     "stop": st.one_of(TEXTS, st.lists(TEXTS, max_size=4)),
     "stop_token_ids": IDS,

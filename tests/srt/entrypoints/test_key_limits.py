@@ -152,7 +152,8 @@ def test_every_endpoint_that_runs_a_model_is_limited_and_no_other() -> None:
         assert isinstance(route, Route) and isinstance(route.app, BoundEndpoint)
         if route.app.is_limited:
             limited.add(route.path)
-    paths = {"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/score"}
+    paths = {"/generate", *(f"/v1/{name}" for name in ("completions", "chat/completions", "responses"))}
+    paths |= {"/v1/embeddings", "/v1/score", "/v1/rerank"}
     assert limited == paths
     assert site.post("/generate", {"text": "a"}).status_code == 200
     for path in ("/health", "/v1/models", "/get_load", "/health_generate"):

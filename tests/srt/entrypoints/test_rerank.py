@@ -56,6 +56,7 @@ def test_the_best_documents_without_their_texts(site: Site, top_n: int) -> None:
     [
         ({"documents": []}, "documents", "at least one"),
         ({"documents": ["a", ""]}, "documents[1]", "empty"),
+        ({"documents": ["a"] * 1024}, "documents", "at most 1023 texts beside the query, got 1024"),
         ({"documents": [{"image": "a"}]}, "documents[0].image", "unknown field"),
         ({"query": ""}, "query", "empty"),
         ({"top_n": 0}, "top_n", "at least 1, got 0"),
@@ -82,6 +83,7 @@ FIELDS: Table = {
     "pooling": ("last", lambda seen: seen.req.options.pooling == "last"),
     "model": ("gpt", lambda seen: seen.answer["error"]["code"] == "model_not_found"),
     "cache_salt": ("pepper", lambda seen: seen.req.options.cache_salt == "pepper"),
+    "user": ("ann", lambda seen: seen.req.options.tenant == "ann"),
 }
 DOCUMENT: Table = {"text": ("b", lambda seen: seen.answer["results"][0]["document"] == {"text": "b"})}
 WALKS = [

@@ -228,6 +228,9 @@ def test_a_new_connection_takes_the_stream_from_the_old_one() -> None:
         site.scheduler.release()
         await old.has(1)
         name = events_in(old.data)[0][0].decode()
+        head = Connection(site, "HEAD", "/v1/streams", last_event_id=name)
+        await asyncio.wait_for(head.done, 10)
+        assert head.data == b"" and not old.done.done(), "only tells that there is such a stream"
         new = Connection(site, "GET", "/v1/streams", last_event_id=name)
         await new.begun()
         await old.done
