@@ -70,7 +70,7 @@ def test_a_request_goes_round(server_args: ServerArgs, run_dirs: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
-def test_without_restarts_a_killed_child_fails_every_request_within_two_seconds(
+def test_without_restarts_a_killed_child_fails_every_request(
     server_args: ServerArgs, run_dirs: Path, role: str
 ) -> None:
     async def scenario() -> None:
