@@ -17,7 +17,7 @@ from tercet.managers.token_gap import DECODES_PER_EXTEND
 from tercet.model_executor.forward_batch import ForwardMode
 from tercet.srt.io_struct import AbortFinish
 
-NUM_LOADS = int(os.environ.get("TERCET_SCHEDULES", "200"))
+NUM_LOADS = int(os.environ.get("TERCET_SCHEDULES", "80"))
 """Random loads that a property is tried on; set TERCET_SCHEDULES=10000 for the long run."""
 
 
