@@ -7,6 +7,7 @@ checkout never changes. A mutation is killed if each of its tests fails. scripts
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutations.toml"
@@ -107,7 +110,16 @@ class Copy:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            end_processes_of(self.root.parent)
         return read_report(report, tests) if report.exists() else (set(), set())
+
+
+def end_processes_of(folder: Path) -> None:
+    """Kills what the tests have left: without its guard, an engine may go on in a session of its own."""
+    for process in psutil.process_iter(["environ"]):
+        if str(folder) in (process.info["environ"] or {}).get("PYTHONPATH", ""):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def read_report(report: Path, tests: tuple[str, ...]) -> tuple[set[str], set[str]]:
