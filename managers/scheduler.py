@@ -39,6 +39,7 @@ from .batch_result import ResultProcessor
 from .engine_view import StepLog, view_engine
 from .grammar_loader import GrammarLoader
 from .idle_audit import IdleAudit
+from .idle_work import IdleWork
 from .kv_event_publisher import KVEventPublisher
 from .kv_tiers import KVTiers
 from .pause import Pause
@@ -51,6 +52,7 @@ from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
 from .timeouts import Timeouts
 from .token_masks import fill_masks, masked_lines
+from .touch_ahead import TouchAhead
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class Scheduler:
         journal: StepJournal | NoJournal = NO_JOURNAL,
         max_queue_time_s: float | None = None,
         kv_events: KVEventPublisher | None = None,
+        touch_ahead: TouchAhead | None = None,
     ) -> None:
         """`planner`: its queues and its KV are those of the scheduler. `clock`: seconds from any start. `io` and
         `metrics` have the same. `max_queue_time_s`: see QueueLimits."""
@@ -98,7 +101,7 @@ class Scheduler:
         self._kv_events = kv_events
         self._planner = planner
         self._results = ResultProcessor(self.kv, self.queues, io, metrics)
-        self._idle_audit = IdleAudit(self.kv, clock)
+        self._idle_work = IdleWork(IdleAudit(self.kv, clock), touch_ahead)
         self._step_log = StepLog(clock)
         self._queue_limits = QueueLimits(max_queue_time_s, self.kv, self.queues, clock)
         self._pause = Pause(planner, timeouts, self._queue_limits, io)
@@ -113,7 +116,7 @@ class Scheduler:
     def turn(self, in_flight: InFlight | None) -> InFlight | None:
         """Runs one turn. Takes the step that is in flight, and returns the step that is in flight afterwards."""
         idle = in_flight is None and (self._pause.is_on or not (self.queues.is_busy or self.kv.has_copies))
-        for message in self._io.receive(may_sleep=idle and not self._idle_audit.is_running):
+        for message in self._io.receive(may_sleep=idle and not self._idle_work.is_due):
             self._handle(message)
         if self._grammars.is_waiting:
             self._collect_grammars(may_wait=in_flight is None and self.queues.num_constrained == len(self.queues))
@@ -148,7 +151,7 @@ class Scheduler:
             self.queues,
             new_token_ratio=self._planner.ratio.value,
             num_retractions=self._planner.num_retractions,
-            num_kv_repairs=self._idle_audit.num_repairs,
+            num_kv_repairs=self._idle_work.num_kv_repairs,
             is_paused=self._pause.is_on,
         )
 
@@ -167,7 +170,7 @@ class Scheduler:
                 num_busy = len(self.queues.holders() if self._pause.is_on else self.queues)
                 if num_busy == 0:
                     self.kv.flush()
-                    self._idle_audit.restart()
+                    self._idle_work.restart()
                 self._io.reply(FlushCacheReply(message.call_id, num_busy == 0, num_busy))
             case PauseReq():
                 self._pause.begin(message)
@@ -267,11 +270,11 @@ class Scheduler:
     def _watch_idle(self, *, has_worked: bool, is_idle: bool) -> None:
         """Both may be true: a turn can begin and end a request."""
         if has_worked or not is_idle:
-            self._idle_audit.restart()
+            self._idle_work.restart()
         if is_idle:
             self._planner.ratio.on_idle()
             self._metrics.on_idle()
-            self._idle_audit.on_idle_turn()
+            self._idle_work.on_idle_turn()
         elif not has_worked:
             self.kv.wait_for_storage()
 

@@ -48,6 +48,7 @@ from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
 from .text_stream import StopStringChecker
 from .timeouts import Timeouts
+from .touch_ahead import HostKVPool, TouchAhead
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ def run_scheduler(
         journal=journal,
         kv_events=kv_events,
         tiers=_tiers(server_args, model_config, runner),
+        host_kv_pool=None if runner.is_asynchronous else runner.kv_pool,
     )
     on_ready(scheduler_facts(runner, model_config))
     scheduler.run(should_stop)
@@ -116,10 +118,12 @@ def build_scheduler(
     journal: StepJournal | NoJournal = NO_JOURNAL,
     kv_events: KVEventPublisher | None = None,
     tiers: KVTiers | None = None,
+    host_kv_pool: HostKVPool | None = None,
     compile_grammars_here: bool = False,
 ) -> Scheduler:
     """The scheduler of a loaded model, with its pools and its cache. `clock`: that of `io`.
 
+    `host_kv_pool`: the KV pool, if its memory is the host's. It is touched while the engine is idle.
     `compile_grammars_here`: in the thread that calls the scheduler, and not in a thread of their own.
     """
     rows = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
@@ -152,6 +156,7 @@ def build_scheduler(
         journal=journal,
         max_queue_time_s=server_args.max_queue_time,
         kv_events=kv_events,
+        touch_ahead=None if host_kv_pool is None else TouchAhead(allocator, host_kv_pool),
     )
 
 

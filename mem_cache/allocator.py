@@ -4,13 +4,14 @@ A slot holds K and V of one token in every layer. A page is `page_size` consecut
 positions of one sequence. Page 0 (slot 0 when the page size is 1) is a dummy: it is never allocated, and padded
 batch entries write to it.
 
-The free list keeps its units (pages, or slots when the page size is 1) in two places: a sorted run, and a stack of
-freed units in the order of their return. An allocation takes the low end of the run. When the run is too short, the
-top of the stack is merged into it. So
+The free list keeps its units (pages, or slots when the page size is 1) in three places: a sorted run, a stack of freed
+units in the order of their return, and the units that were never allocated. An allocation takes the low end of the run.
+When the run is too short, the top of the stack is merged into it. Units that were never allocated come last. So
 
 - a request gets neighbouring, ascending slots where there are any, and its KV is read in long strides,
 - allocating is one slice, and freeing is one copy,
-- a unit is sorted once between two allocations of it.
+- a unit is sorted once between two allocations of it,
+- a pool in host memory, which the system provides on first access, takes no more memory than its users needed at once.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ class _FreeList:
 
     def __init__(self, num_units: int) -> None:
         self.num_units = num_units
+        self.num_free = num_units
+        self.first_unused = 1
+        """The lowest unit that was never allocated, and neither was any above it."""
         # Read-only: a refill makes a new array.
         self._run: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self._run_start = 0
         self._returned: npt.NDArray[np.int32] = np.empty(num_units, dtype=np.int32)
         self._num_returned = 0
-        self.num_free = 0
-        self.clear()
 
     def clear(self) -> None:
-        self._run = np.arange(1, self.num_units + 1, dtype=np.int32)
+        self._run = np.arange(1, self.first_unused, dtype=np.int32)
         self._run_start = 0
         self._num_returned = 0
         self.num_free = self.num_units
@@ -52,13 +54,19 @@ class _FreeList:
     def take(self, count: int) -> npt.NDArray[np.int32]:
         """Allocate `count` units, at most `num_free`. Returns int32 [count], ascending."""
         num_missing = count - (len(self._run) - self._run_start)
-        if num_missing > 0:
+        if num_missing > 0 and self._num_returned:
             self._refill(max(num_missing, _MAX_SORTED))
         start = self._run_start
-        self._run_start = start + count
-        self.num_free -= count
         # A view that the caller keeps would keep the whole run in memory.
-        return self._run[start : start + count].copy()
+        taken = self._run[start : start + count].copy()
+        self._run_start = start + len(taken)
+        self.num_free -= count
+        num_new = count - len(taken)
+        if num_new:
+            new = np.arange(self.first_unused, self.first_unused + num_new, dtype=np.int32)
+            self.first_unused += num_new
+            taken = np.concatenate((taken, new)) if len(taken) else new
+        return taken
 
     def give(self, units: npt.NDArray[np.int32]) -> None:
         """Take back allocated units, in any order."""
@@ -69,13 +77,15 @@ class _FreeList:
         self.num_free += len(units)
 
     def slices(self) -> Iterator[npt.NDArray[np.int32]]:
-        """Yield all free units, in no particular order, as views of at most `_MAX_SLICE_UNITS` units."""
+        """Yield all free units, in no particular order, in read-only arrays of at most `_MAX_SLICE_UNITS` units."""
         for units in (self._run[self._run_start :], self._returned[: self._num_returned]):
             for start in range(0, len(units), _MAX_SLICE_UNITS):
                 yield units[start : start + _MAX_SLICE_UNITS]
+        for start in range(self.first_unused, self.num_units + 1, _MAX_SLICE_UNITS):
+            yield np.arange(start, min(start + _MAX_SLICE_UNITS, self.num_units + 1), dtype=np.int32)
 
     def _refill(self, max_units: int) -> None:
-        """Move the units that were freed last, at most `most` of them, from the stack into the run."""
+        """Move the units that were freed last, at most `max_units` of them, from the stack into the run."""
         left = max(self._num_returned - max_units, 0)
         self._run = np.concatenate((self._run[self._run_start :], self._returned[left : self._num_returned]))
         self._run.sort()
@@ -106,6 +116,11 @@ class BaseAllocator(ABC):
     def num_free(self) -> int:
         """Tokens that fit in the free pages."""
         return self._free.num_free * self.page_size
+
+    @property
+    def first_unused_slot(self) -> int:
+        """No slot from this one on was ever allocated. The pool ends before slot `size + page_size`."""
+        return self._free.first_unused * self.page_size
 
     @abstractmethod
     def tokens_needed(self, prefix_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> int:

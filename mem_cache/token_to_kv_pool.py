@@ -9,6 +9,9 @@ import torch
 
 from ..srt.machine.huge_pages import zeroed
 
+_SYSTEM_PAGE = 4096
+"""The smallest part of memory, in bytes, that a system provides on first access."""
+
 
 class MHATokenToKVPool:
     """The KV pool of MHA, GQA and MQA models: K and V of every slot, in two tensors for each layer.
@@ -103,6 +106,17 @@ class MHATokenToKVPool:
     def page_bytes(self) -> int:
         """The size of a page in bytes: K and V of all layers."""
         return sum(view.shape[1] for view in self._page_views)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """The size of a slot in bytes: K and V of all layers."""
+        return self.page_bytes // self.page_size
+
+    def touch(self, start: int, end: int) -> None:
+        """Make the system provide the host memory of slots [start, end). No token may use their pages."""
+        first_page, end_page = start // self.page_size, -(-end // self.page_size)
+        for view in self._page_views:
+            view[first_page:end_page].view(-1)[::_SYSTEM_PAGE].fill_(0)
 
     def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """Copy pages: int64 [n], in the pool's own layout. Returns uint8 [n, page_bytes]."""

@@ -34,6 +34,19 @@ def test_set_kv_writes_one_layer_at_the_slots_and_casts() -> None:
     assert not pool.k_buffer[0].any() and not pool.v_buffer[0].any()
 
 
+@pytest.mark.parametrize("panel", [None, 16])
+def test_touching_writes_zeros_to_the_pages_of_these_slots_only(panel: int | None) -> None:
+    pool = MHATokenToKVPool(
+        96, 32, num_layers=2, num_kv_heads=3, head_dim=32, dtype=torch.float32, device="cpu", panel=panel
+    )
+    pages = torch.arange(4)
+    pool.write_pages(pages, torch.full((4, pool.page_bytes), 7, dtype=torch.uint8))
+    pool.touch(64, 96)
+    is_written = (pool.read_pages(pages) == 0).any(dim=1)
+    assert is_written.tolist() == [False, False, True, False]
+    assert pool.bytes_per_slot == MHATokenToKVPool.bytes_per_token(2, 3, 32, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pool_in_panels_holds_the_same(dtype: torch.dtype) -> None:
     sizes = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 32, "dtype": dtype, "device": "cpu"}

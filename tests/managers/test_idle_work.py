@@ -1,0 +1,57 @@
+"""What an idle engine does, one slice a turn, and that no request waits for the rest."""
+
+from __future__ import annotations
+
+from scheduler_rig import Rig
+
+from fakes import expected_output
+from tercet.managers.idle_audit import IdleAudit
+from tercet.managers.idle_work import IdleWork
+from tercet.managers.touch_ahead import TouchAhead
+
+PROMPT = list(range(40))
+
+
+class Pool:
+    """Each slot is a slice of its own."""
+
+    bytes_per_slot = 2 << 20
+
+    def __init__(self) -> None:
+        self.num_touched = 0
+
+    def touch(self, start: int, end: int) -> None:
+        assert end == start + 1
+        self.num_touched += 1
+
+
+def touching_rig() -> tuple[Rig, Pool]:
+    rig, pool = Rig(audit=False), Pool()
+    audit = IdleAudit(rig.kv, rig.clock)
+    rig.scheduler._idle_work = IdleWork(audit, TouchAhead(rig.kv.allocator, pool))
+    return rig, pool
+
+
+def test_one_slice_a_turn_without_sleep_and_then_sleep() -> None:
+    rig, pool = touching_rig()
+    rig.turn()  # falls idle
+    slept = rig.inbox.num_sleeps
+    for touched in range(2, 129):
+        rig.turn()
+        assert pool.num_touched == touched
+    assert rig.inbox.num_sleeps == slept
+    rig.turn()
+    assert rig.inbox.num_sleeps == slept + 1 and pool.num_touched == 128
+
+
+def test_a_request_is_served_between_two_slices_and_the_rest_comes_after_it() -> None:
+    rig, pool = touching_rig()
+    for _ in range(5):
+        rig.turn()
+    rig.add("r", PROMPT)
+    rig.run()
+    assert pool.num_touched <= 6
+    assert rig.heard["r"].ids == expected_output(PROMPT, 1, 8, 97)
+    for _ in range(200):
+        rig.turn()
+    assert pool.num_touched == 5 + 128
