@@ -3,6 +3,8 @@
 A build that fails, or a machine without a compiler, leaves a package that works: it runs on torch's operations there.
 What failed, and how to try again, is printed here (pip shows it with -v) and logged at every start. torch has to be
 installed already (`pip install --no-build-isolation`), since the build needs its headers.
+
+The environment variable TERCET_SKIP_BUILD=1 installs the package without building: scripts/setup does both at once.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ def tell(text: str) -> None:
 
 
 def build_arguments() -> dict[str, object]:
+    if os.environ.get("TERCET_SKIP_BUILD") == "1":
+        return {}
     facts = load_build_facts()
     try:  # inside: the package can be installed before torch, without these operations
         import torch
@@ -56,8 +60,11 @@ def build_arguments() -> dict[str, object]:
             super().run()
 
         def build_extensions(self) -> None:
+            self.children: list[int] = []
             try:
                 super().build_extensions()
+                for child in self.children:
+                    os.waitpid(child, 0)
             except (subprocess.CalledProcessError, OSError) as error:  # torch asks the compiler for its version
                 tell(f"{compiler} cannot be used ({error}). {CONSEQUENCE} {facts.build_hint(ROOT)}")
 
@@ -65,6 +72,22 @@ def build_arguments() -> dict[str, object]:
             built = Path(self.get_ext_fullpath(ext.name))
             if built.exists() and facts.read_stamp(built) != stamp:
                 built.unlink()
+            if not hasattr(os, "fork"):
+                self.build_here(ext)
+                return
+            # A process for each kind of processor: the compiler takes most of a minute for one, on one core.
+            child = os.fork()
+            if child:
+                self.children.append(child)
+                return
+            try:
+                self.build_temp = str(Path(self.build_temp, ext.name))
+                self.build_here(ext)
+            finally:
+                sys.stderr.flush()
+                os._exit(0)
+
+        def build_here(self, ext: Extension) -> None:
             try:
                 super().build_extension(ext)
             except (BaseError, CCompilerError, OSError):
