@@ -27,14 +27,12 @@ class Variant(NamedTuple):
 
     name: str
     is_supported: Callable[[], bool]
-    bfloat16: bool
-    """Whether its linear layers can multiply bfloat16."""
 
 
 VARIANTS = (
-    Variant("avx512_bf16", torch.cpu._is_avx512_bf16_supported, True),
-    Variant("avx2", torch.cpu._is_avx2_supported, False),
-    Variant("generic", lambda: not cpu_build.is_x86(), False),
+    Variant("avx512_bf16", torch.cpu._is_avx512_bf16_supported),
+    Variant("avx2", torch.cpu._is_avx2_supported),
+    Variant("generic", lambda: not cpu_build.is_x86()),
 )
 """The fastest first."""
 
@@ -122,8 +120,7 @@ def take_threads() -> None:
 
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether the compiled operations can multiply this type in linear layers."""
-    variant = load()
-    return variant is not None and (dtype == torch.float32 or (dtype == torch.bfloat16 and variant.bfloat16))
+    return dtype in (torch.float32, torch.bfloat16) and load() is not None
 
 
 def kv_panel(dtype: torch.dtype, head_dim: int) -> int | None:

@@ -52,6 +52,33 @@ struct Dot<at::BFloat16> {
     sums = _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(row), reinterpret_cast<__m512bh>(panel));
   }
 };
+#else
+/// A processor without products of bfloat16 widens both numbers of a word to float, by a shift and by a mask. The
+/// products are exact, and memory holds half as many bytes as with float.
+template <>
+struct Dot<at::BFloat16> {
+  using Row = at::BFloat16;
+  using Panel = at::BFloat16;
+  typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+  using Sums = Floats;
+  static constexpr int64_t kPerWord = 2;
+  static void load(const at::BFloat16* words, Words& left, Words& right) {
+    std::memcpy(&left, words, sizeof(left));
+    std::memcpy(&right, words + kLanes * kPerWord, sizeof(right));
+  }
+  static Words broadcast(const at::BFloat16* word) {
+    uint32_t bits;
+    std::memcpy(&bits, word, sizeof(bits));
+    return Words{} + bits;
+  }
+  static void add(Floats& sums, Words row, Words panel) {
+    sums += reinterpret_cast<Floats>(row << 16) * reinterpret_cast<Floats>(panel << 16);
+    sums += reinterpret_cast<Floats>(row & kOdd) * reinterpret_cast<Floats>(panel & kOdd);
+  }
+
+ private:
+  static constexpr uint32_t kOdd = 0xffff0000;
+};
 #endif
 
 /// Prefetches a cache line into L2. L1 is full of what is being multiplied: prefetching into it made decode attention

@@ -11,17 +11,15 @@
 
 namespace tercet {
 
-/// The type that numbers of type T are multiplied as: bfloat16 where the processor can, else float.
+/// The type that numbers of type T are multiplied as: bfloat16 or float.
 template <typename T>
 struct ComputeTypeOf {
   using type = float;
 };
-#ifdef __AVX512BF16__
 template <>
 struct ComputeTypeOf<at::BFloat16> {
   using type = at::BFloat16;
 };
-#endif
 
 template <typename T>
 struct KVPool {

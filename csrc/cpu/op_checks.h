@@ -19,14 +19,10 @@ using std::optional;
                               AT_DISPATCH_CASE(at::kHalf, __VA_ARGS__))
 
 // The same for the types that `Dot` multiplies.
-#ifdef __AVX512BF16__
 #define TERCET_DOT_FLOAT(type, ...)                                              \
   AT_DISPATCH_SWITCH(                                                            \
       type, "tercet", AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__)                  \
                           AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__))
-#else
-#define TERCET_DOT_FLOAT(type, ...) AT_DISPATCH_SWITCH(type, "tercet", AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__))
-#endif
 
 inline void check(const Tensor& tensor, const char* name, at::ScalarType type, at::IntArrayRef shape) {
   TORCH_CHECK(tensor.device().is_cpu() && tensor.is_contiguous(), name, " must be contiguous and on the CPU");
