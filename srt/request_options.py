@@ -18,10 +18,10 @@ import msgspec
 from .errors import InvalidRequest
 from .logprobs import LogprobOptions
 from .sampling_params import SamplingParams
+from .setting_checks import MAX_RETENTION_S
 
 MAX_SALT_CHARS = 256
 MAX_SESSION_CHARS = 256
-MAX_RETENTION_S = 86_400.0
 Pooling = Literal["last", "mean"]
 """Which hidden states of a prompt its embedding is the mean of: that of the last token, or those of all tokens."""
 
