@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from ..managers.schedule_policy import POLICIES
+from ..mem_cache.evict_policy import EVICT_POLICIES
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.schedule_record import Recording
 from ..srt.server_args import ServerArgs
@@ -92,16 +94,24 @@ def _runs(case: Case, options: argparse.Namespace) -> dict[str, Run]:
     for policy in policies:
         if policy not in POLICIES:
             raise ValueError(f"--policies: {policy!r} is none of {', '.join(POLICIES)}")
+    evictions = options.eviction_policies.split(",") if options.eviction_policies else [None]
+    for eviction in evictions:
+        if eviction is not None and eviction not in EVICT_POLICIES:
+            raise ValueError(f"--eviction-policies: {eviction!r} is none of {', '.join(EVICT_POLICIES)}")
     slos_s = {name: limit_ms / 1000 for name, limit_ms in options.goodput.items()}
     runs = {}
-    for policy in policies:
-        server_args = dataclasses.replace(case.server_args, schedule_policy=policy)
+    for policy, eviction in itertools.product(policies, evictions):
+        server_args = dataclasses.replace(
+            case.server_args,
+            schedule_policy=policy,
+            radix_eviction_policy=eviction or case.server_args.radix_eviction_policy,
+        )
         statistics = RunStatistics(slos_s)
         simulation = Simulation(
             server_args, case.config, case.profile, case.traffic(), statistics, options.optimum_requests
         )
         simulation.run()
-        runs[policy] = Run.of(simulation)
+        runs[policy if eviction is None else f"{policy}, {eviction}"] = Run.of(simulation)
     return runs
 
 

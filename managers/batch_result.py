@@ -93,6 +93,8 @@ class ResultProcessor:
         req.finish = reason
         if req.row:
             self._kv.release(req)
+        if req.options.changes_retention and not isinstance(reason, AbortFinish):
+            self._kv.retain(req.token_ids(), req.options.retention_seconds or 0.0, req.options)
         self._queues.finish(req)
         self._io.put(req.take_output())
         self._metrics.on_finish(req)

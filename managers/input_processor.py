@@ -49,6 +49,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         """None with `--skip-tokenizer-init`."""
         self._has_priorities = server_args.enable_priority_scheduling
+        self._max_retention_s = server_args.max_retention_s if server_args.honours_retention else None
         self._allow_auto_truncate = server_args.allow_auto_truncate
         self.update(facts)
         self._seeds = random.Random(server_args.random_seed)
@@ -142,12 +143,27 @@ class InputProcessor:
         self._check_rows(ids, is_text=is_text)
         return ids
 
-    def check_priority(self, options: RequestOptions) -> None:
-        """Raises InvalidRequest for a priority without `--enable-priority-scheduling`."""
+    def check_options(self, options: RequestOptions) -> None:
+        """Raises InvalidRequest for a priority or a retention that the server's settings do not allow."""
         if options.priority and not self._has_priorities:
             raise InvalidRequest(
                 f"priority must be 0 on a server without --enable-priority-scheduling, got {options.priority}",
                 param="priority",
+            )
+        if options.changes_retention:
+            self._check_retention(options)
+
+    def _check_retention(self, options: RequestOptions) -> None:
+        seconds = options.retention_seconds
+        if self._max_retention_s is None:
+            param = "session_id" if seconds is None else "retention_seconds"
+            raise InvalidRequest(
+                f"{param} needs a server with a prefix cache and --radix-eviction-policy value", param=param
+            )
+        if seconds is not None and seconds > self._max_retention_s:
+            raise InvalidRequest(
+                f"retention_seconds must be at most {self._max_retention_s:g} (--max-retention-s), got {seconds:g}",
+                param="retention_seconds",
             )
 
     def check_logprobs(self, options: RequestOptions, num_prompt_tokens: int) -> None:

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..mem_cache.allocator import BaseAllocator
-from ..mem_cache.base_prefix_cache import BasePrefixCache, CacheNode, MatchResult
+from ..mem_cache.base_prefix_cache import BasePrefixCache, CacheNode, MatchResult, RetentionOwner
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
+from ..srt.request_options import RequestOptions
 from .kv_tiers import KVTiers
 from .req import Req
 
@@ -222,6 +223,11 @@ class KVCacheManager:
         self.req_to_token_pool.free(req.row)
         req.row = req.kv_len = req.locked_len = 0
         req.node = None
+
+    def retain(self, token_ids: Int32Array, seconds: float, options: RequestOptions) -> None:
+        """Retains what the cache has of a request that has ended. `options`: of the request."""
+        owner = RetentionOwner(options.tenant, options.session_id)
+        self.cache.retain(token_ids, seconds, owner, options.cache_salt)
 
     def discard(self, req: Req) -> None:
         """Removes from the cache the KV that a released request has computed, and all KV that continues it."""

@@ -121,6 +121,8 @@ class LocalEngine:
         priority: int = 0,
         waiting_timeout: float | None = None,
         running_timeout: float | None = None,
+        session_id: str = "",
+        retention_seconds: float | None = None,
         return_logprob: bool = False,
         logprob_start_len: int = -1,
         top_logprobs_num: int = 0,
@@ -159,10 +161,12 @@ class LocalEngine:
             priority=priority,
             waiting_timeout=waiting_timeout,
             running_timeout=running_timeout,
+            session_id=session_id,
+            retention_seconds=retention_seconds,
             stream=True,
             logprobs=logprobs if return_logprob else None,
         )
-        self._inputs.check_priority(options)
+        self._inputs.check_options(options)
         self._inputs.check_logprobs(options, len(ids))
         seed = self._inputs.draw_seed() if sampling.sampling_seed is None else sampling.sampling_seed
         self._inbox.messages.append(self._inputs.generate_req(request_id, pack_ids(ids), options, seed))

@@ -26,12 +26,14 @@ from ..srt.io_struct import (
     FlushCacheReply,
     FlushCacheReq,
     GenerateReq,
+    RetainReq,
     SchedulerState,
     StateReply,
     StateReq,
     ToScheduler,
     ViewReply,
     ViewReq,
+    unpack_ids,
 )
 from ..srt.pause_messages import ContinueReq, PauseReq
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal
@@ -166,6 +168,8 @@ class Scheduler:
             case AbortReq():
                 for req in self._named(message.rid):
                     self._results.abort(req, AbortFinish("aborted by the client"))
+            case RetainReq():
+                self.kv.retain(unpack_ids(message.token_ids), message.seconds, message.options)
             case FlushCacheReq():
                 num_busy = len(self.queues.holders() if self._pause.is_on else self.queues)
                 if num_busy == 0:

@@ -12,6 +12,7 @@ import zmq
 from ..mem_cache.allocator import BaseAllocator, make_allocator
 from ..mem_cache.base_prefix_cache import BasePrefixCache
 from ..mem_cache.chunk_cache import ChunkCache
+from ..mem_cache.evict_policy import equal_cost_depth
 from ..mem_cache.kv_files import KVFiles
 from ..mem_cache.kv_storage import KVStorage
 from ..mem_cache.radix_cache import RadixCache
@@ -127,7 +128,7 @@ def build_scheduler(
     `compile_grammars_here`: in the thread that calls the scheduler, and not in a thread of their own.
     """
     rows = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
-    allocator, cache = _memory(server_args, runner)
+    allocator, cache = _memory(server_args, model_config, runner, clock)
     if kv_events is not None:
         assert isinstance(cache, RadixCache)  # ServerArgs refuses it without one
         kv_events.watch(cache)
@@ -190,12 +191,21 @@ def _limits(server_args: ServerArgs, runner: EngineRunner) -> PlanLimits:
     )
 
 
-def _memory(server_args: ServerArgs, runner: EngineRunner) -> tuple[BaseAllocator, BasePrefixCache]:
+def _memory(
+    server_args: ServerArgs, model_config: ModelConfig, runner: EngineRunner, clock: Callable[[], float]
+) -> tuple[BaseAllocator, BasePrefixCache]:
     page_size = runner.settings.page_size
     allocator = make_allocator(runner.max_total_num_tokens, page_size)
     if server_args.disable_radix_cache:
         return allocator, ChunkCache(page_size)
-    return allocator, RadixCache(allocator, page_size, server_args.radix_eviction_policy)
+    return allocator, RadixCache(
+        allocator,
+        page_size,
+        server_args.radix_eviction_policy,
+        equal_cost_depth=equal_cost_depth(model_config),
+        max_retained_share=server_args.max_retained_share,
+        clock=clock,
+    )
 
 
 def _tiers(server_args: ServerArgs, model_config: ModelConfig, runner: ModelRunner) -> KVTiers | None:

@@ -42,9 +42,9 @@ from .pause_control import PauseControl
 from .recovery import Blame, Recovery, watched
 from .request_metrics import RequestMetrics
 from .request_registry import Prompt, PromptSamples, Request, RequestRegistry
+from .tool_call_retention import retain
 
 logger = logging.getLogger(__name__)
-
 
 _TOKENISE_OFF_LOOP_CHARS = 20_000
 """Longer texts are tokenised in a thread, so that they delay no stream."""
@@ -133,7 +133,7 @@ class TokenizerManager:
                 if prompt.prompt.options.sampling.grammar is not None:
                     await self._check_grammar(prompt.prompt, prompt.prompt.options.sampling.grammar)
                 ids = await self._prompt_ids(prompt.prompt)
-                self.inputs.check_priority(prompt.prompt.options)
+                self.inputs.check_options(prompt.prompt.options)
                 self.inputs.check_logprobs(prompt.prompt.options, len(ids))
                 prompt.prompt_ids = ids
                 prompt.packed_ids = pack_ids(prompt.prompt_ids)
@@ -194,6 +194,11 @@ class TokenizerManager:
         The last output of each sample has all tokens so far.
         """
         return self._requests.abort(name)
+
+    def on_tool_call(self, generation: Generation) -> None:
+        """The answer of this sample is a tool call."""
+        if self._scheduler is not None:
+            retain(generation, self.server_args, self._scheduler)
 
     def abort_all(self) -> None:
         self._requests.abort_all()
@@ -392,5 +397,4 @@ class TokenizerManager:
         """The token ids of a text. Raises what `InputProcessor.encode` raises."""
         if len(text) < _TOKENISE_OFF_LOOP_CHARS:
             return self.inputs.encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, self.inputs.encode, text, add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(None, self.inputs.encode, text, add_special_tokens)

@@ -43,6 +43,13 @@ class InsertResult(NamedTuple):
     taken_len: int
 
 
+class RetentionOwner(NamedTuple):
+    """Whose prefix is retained. A session has one retention, the last one. `session` "": it is not named."""
+
+    tenant: str = ""
+    session: str = ""
+
+
 class BasePrefixCache(ABC):
     """Token prefixes whose KV is kept for later requests, in whole pages of `page_size` tokens.
 
@@ -117,6 +124,14 @@ class BasePrefixCache(ABC):
     @abstractmethod
     def is_discarded(self, node: CacheNode) -> bool:
         """Whether the prefix of this locked node was discarded. KV that continues it must then not be inserted."""
+
+    def retain(self, tokens: npt.NDArray[np.int32], seconds: float, owner: RetentionOwner, namespace: str = "") -> None:
+        """Keep what is cached of tokens: int32 [n] for `seconds` longer than its last access would keep it.
+
+        It can still be evicted. It takes the place of the last retention of the same session. 0 seconds only end that
+        one. This is no access. Only for a cache whose eviction policy honours retention.
+        """
+        raise AssertionError("this cache retains nothing")
 
     @abstractmethod
     def hottest(self, max_prefixes: int, max_tokens: int) -> list[HotPrefix]:

@@ -1,13 +1,16 @@
 """Eviction policies: which unlocked leaf of the radix cache is evicted first.
 
 A policy maps a leaf's history to a key. The leaf with the smallest key is evicted first. Times are ticks of the
-cache's own counter, not of a clock, so a run can be repeated exactly.
+cache's own counter, not of a clock, so a run can be repeated exactly. Only `value` reads times of a clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
+
+from ..srt.model_files.model_config import ModelConfig
 
 
 class LeafHistory(Protocol):
@@ -16,9 +19,40 @@ class LeafHistory(Protocol):
     created: int  # tick of the insert of these tokens
     last_access: int  # tick of the last match or insert of these tokens
     num_uses: int  # number of locks so far that count as a use
+    end: int  # length of the prefix that ends with the leaf, in tokens
+    used_s: float  # time of the last access, or the later end of a retention
+    lead_s: float  # the age at which prefixes were evicted at that time
+    retained_until_s: float  # end of the retention; 0: there is none
 
 
-EvictPolicy = Callable[[LeafHistory], tuple[int, ...]]
+EvictPolicy = Callable[[LeafHistory], tuple[float, ...]]
+
+MAX_EXTRA_COST = 0.25
+"""The cost of a token is at most this much above that of a token at the start of a prompt. With more, prefixes of long
+conversations that are over displace those of conversations that go on (docs/log.md)."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is lost least first: the policy that honours retention.
+
+    The key is a virtual time of the last access, in seconds on the cache's clock:
+
+        max(last access, end of the retention) + (cost - 1) * lead
+
+    `cost` is what the computation of the leaf's last token costs, relative to a token at the start of a prompt. It
+    counts only for a prefix that has saved computation, because several requests have used it. `lead` is the age at
+    which prefixes are evicted. So at equal pressure, a token that costs a quarter more stays for a quarter longer, and
+    without retentions and at equal costs the order is that of `lru`. This is GreedyDual-Size (Cao and Irani,
+    "Cost-Aware WWW Proxy Caching Algorithms", 1997) in units of time; every token has the same size.
+    """
+
+    equal_cost_depth: float
+    """The position in a prompt at which attention costs as much as all matrix products with the weights."""
+
+    def __call__(self, leaf: LeafHistory) -> tuple[float, ...]:
+        extra_cost = min(leaf.end / self.equal_cost_depth, MAX_EXTRA_COST) if leaf.num_uses > 1 else 0.0
+        return (max(leaf.used_s, leaf.retained_until_s) + extra_cost * leaf.lead_s, leaf.last_access)
 
 
 def lru(leaf: LeafHistory) -> tuple[int, ...]:
@@ -46,7 +80,24 @@ def filo(leaf: LeafHistory) -> tuple[int, ...]:
     return (-leaf.created,)
 
 
-EVICT_POLICIES: dict[str, EvictPolicy] = {"lru": lru, "lfu": lfu, "fifo": fifo, "mru": mru, "filo": filo}
+EVICT_POLICIES: dict[str, EvictPolicy] = {
+    "value": Value(equal_cost_depth=4096.0),
+    "lru": lru,
+    "lfu": lfu,
+    "fifo": fifo,
+    "mru": mru,
+    "filo": filo,
+}
+
+
+def equal_cost_depth(config: ModelConfig) -> float:
+    """The position at which a token's attention takes as many multiplications as its products with the weights.
+
+    The weights are those of the layers. Sliding windows, which make attention cheaper, do not count.
+    """
+    heads = config.num_heads * config.head_dim
+    projections = config.hidden_size * (2 * heads + 2 * config.num_kv_heads * config.head_dim)
+    return (projections + 3 * config.hidden_size * config.intermediate_size) / (2 * heads)
 
 
 def get_evict_policy(name: str) -> EvictPolicy:

@@ -40,6 +40,7 @@ class _RadixAudit:
         """Leaves without locks."""
         self._num_evictable = 0
         self._num_protected = 0
+        self._num_retained = 0
         # Work and slots of the current slice.
         self._work = 0
         self._slots: list[Slots] = []
@@ -58,10 +59,12 @@ class _RadixAudit:
                 _check(
                     visit.node is root or visit.node.lock_count >= visit.locks_below, "a lock counts on all its path"
                 )
+                self._check_retentions(visit.node, visit.retained_below)
             else:
                 _check(child.parent is visit.node and child.key == key, "children and parents agree")
                 _check(child not in self._cache._discarded, "a discarded node has left the tree")
                 visit.locks_below += child.lock_count
+                visit.retained_below += child.num_retained
                 if visit.node is root:
                     _check(bool(child.children), "a namespace in the tree has tokens")
                     _check(not len(child.tokens) and not child.ticket, "a namespace's own node holds no tokens")
@@ -70,6 +73,8 @@ class _RadixAudit:
                     yield from self._check_edge(child)
                 if child.children:
                     path.append(_Visit(child))
+                else:
+                    self._check_retentions(child, 0)
             yield from self._spend(_NODE_WORK)
         yield self._end_slice()
 
@@ -100,12 +105,20 @@ class _RadixAudit:
         _check(len(tickets) == self._num_leaves, "the heap has one live entry for each leaf without locks")
         yield self._end_slice()
 
+    def _check_retentions(self, node: RadixNode, num_below: int) -> None:
+        num_here = len(node.retentions or ())
+        _check(node.num_retained == num_here + num_below, "a retention counts on all its path")
+        _check(bool(num_here) == bool(node.retained_until_s), "a node with retentions has their end")
+        self._num_retained += len(node.tokens) if node.num_retained else 0
+
     def check_sums(self) -> None:
         cache = self._cache
+        num_retained = 0 if cache.retentions is None else cache.retentions.num_tokens
         for name, counted, on_record in (
             ("evictable", self._num_evictable, cache.evictable_size),
             ("protected", self._num_protected, cache.protected_size),
             ("nodes", self._num_nodes, cache.num_nodes),
+            ("retained", self._num_retained, num_retained),
         ):
             _check(counted == on_record, f"{name}: {counted} in the tree, {on_record} on record")
 
@@ -149,13 +162,15 @@ class _RadixAudit:
 class _Visit:
     """A node on the path from the root to the current node of the audit."""
 
-    __slots__ = ("children", "locks_below", "node")
+    __slots__ = ("children", "locks_below", "node", "retained_below")
 
     def __init__(self, node: RadixNode) -> None:
         self.node = node
         self.children = iter(node.children.items())
         self.locks_below = 0
         """Sum of the lock counts of the children visited so far."""
+        self.retained_below = 0
+        """Sum of their retentions."""
 
 
 def _check(condition: bool, rule: str) -> None:

@@ -21,26 +21,28 @@ rebuild when most entries are void.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ..srt.io_struct import HotPrefix
 from .allocator import BaseAllocator
-from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult
+from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult, RetentionOwner
 from .block_events import CacheListener
-from .evict_policy import get_evict_policy
+from .evict_policy import Value, get_evict_policy
 from .radix_audit import audit_slices
 from .radix_heat import hottest
 from .radix_node import EMPTY, NO_TICKET, RadixNode
+from .retention import Retentions
 
 # Added to the limit of the heap's length, so that small trees do not rebuild their heap all the time.
 _HEAP_SLACK = 64
 
 
 # Policy key, ticket, leaf. Tickets are unique, so nodes are never compared.
-_HeapEntry = tuple[tuple[int, ...], int, RadixNode]
+_HeapEntry = tuple[tuple[float, ...], int, RadixNode]
 
 
 class RadixCache(BasePrefixCache):
@@ -48,12 +50,28 @@ class RadixCache(BasePrefixCache):
 
     shares = True
 
-    def __init__(self, allocator: BaseAllocator, page_size: int, policy: str) -> None:
-        """`allocator` gets the slots that are evicted. Raises ValueError for an unknown eviction policy."""
+    def __init__(
+        self,
+        allocator: BaseAllocator,
+        page_size: int,
+        policy: str,
+        *,
+        equal_cost_depth: float | None = None,
+        max_retained_share: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`allocator` gets the slots that are evicted. The other arguments are of the policy `value`: see its class and
+        `Retentions`. Raises ValueError for an unknown eviction policy."""
         assert page_size == allocator.page_size
         self.page_size = page_size
         self._allocator = allocator
         self._policy = get_evict_policy(policy)
+        self.retentions: Retentions | None = None
+        """None: the policy honours none."""
+        if isinstance(self._policy, Value):
+            self.retentions = Retentions(clock, int(max_retained_share * allocator.size), self._push)
+            if equal_cost_depth is not None:
+                self._policy = Value(equal_cost_depth)
         self.listener: CacheListener | None = None
         """Told of every change of the cached prefixes; None: nobody is."""
         self.reset()
@@ -70,6 +88,8 @@ class RadixCache(BasePrefixCache):
         # Nodes that are no longer in the tree and still locked.
         self._discarded: set[RadixNode] = set()
         self._root = RadixNode(None, b"", EMPTY, EMPTY, tick=0)
+        if self.retentions is not None:
+            self.retentions.clear()
 
     # Lookup and insertion
 
@@ -100,6 +120,11 @@ class RadixCache(BasePrefixCache):
             parent = path[-1] if path else self._namespace_node(namespace)
             self._add_leaf(parent, tokens[duplicate_len:taken_len], slots[duplicate_len:taken_len])
         return InsertResult(duplicate_len, taken_len)
+
+    def retain(self, tokens: npt.NDArray[np.int32], seconds: float, owner: RetentionOwner, namespace: str = "") -> None:
+        assert self.retentions is not None, "the eviction policy honours no retention"
+        path, _ = self._descend(tokens, namespace)
+        self.retentions.retain(path[-1] if path else None, seconds, owner, namespace)
 
     def _find(self, tokens: npt.NDArray[np.int32], namespace: str) -> tuple[list[RadixNode], int, int]:
         """Walk down as far as the tokens match. Has no effect on the tree.
@@ -136,6 +161,8 @@ class RadixCache(BasePrefixCache):
         self._tick += 1
         for node in path:
             node.last_access = self._tick
+        if self.retentions is not None:
+            self.retentions.touch(path)
         # Only the last node of a path can be a leaf.
         if path and path[-1].ticket != NO_TICKET:
             self._push(path[-1])
@@ -159,6 +186,8 @@ class RadixCache(BasePrefixCache):
         node.parent = upper
         upper.children[node.key] = node
         self.num_nodes += 1
+        if self.retentions is not None:
+            self.retentions.split(upper, node)
         if self.listener is not None:
             self.listener.split(upper, node)
         return upper
@@ -178,6 +207,8 @@ class RadixCache(BasePrefixCache):
         parent.ticket = NO_TICKET
         self.num_nodes += 1
         self.evictable_size += len(tokens)
+        if self.retentions is not None:
+            self.retentions.touch((leaf,))
         self._push(leaf)
         if self.listener is not None:
             self.listener.stored(leaf)
@@ -233,9 +264,10 @@ class RadixCache(BasePrefixCache):
         page_size = self.page_size
         freed: list[npt.NDArray[np.int32]] = []
         num_freed = 0
+        if self.retentions is not None:
+            self.retentions.lapse()
         while num_freed < num_tokens and self._heap:
-            entry = heapq.heappop(self._heap)
-            _, ticket, leaf = entry
+            _, ticket, leaf = heapq.heappop(self._heap)
             if ticket != leaf.ticket:
                 continue
             wanted = -(-(num_tokens - num_freed) // page_size) * page_size
@@ -244,10 +276,11 @@ class RadixCache(BasePrefixCache):
             num_freed += len(leaf.slots) - kept
             if self.listener is not None:
                 self.listener.removed(leaf, kept)
+            if self.retentions is not None:
+                self.retentions.shorten(leaf, kept)
             if kept:
-                leaf.tokens = _shortened(leaf.tokens, kept)
-                leaf.slots = _shortened(leaf.slots, kept)
-                heapq.heappush(self._heap, entry)
+                leaf.shorten(kept)
+                heapq.heappush(self._heap, (self._policy(leaf), ticket, leaf))
             else:
                 self._remove_leaf(leaf)
         self._bound_heap()
@@ -313,6 +346,8 @@ class RadixCache(BasePrefixCache):
         top = parent.children.get(tokens[kept_len : kept_len + self.page_size].tobytes())
         if top is None:
             return
+        if self.retentions is not None:
+            self.retentions.cut_off(top)
         self._unlink(top)
         freed = [EMPTY]
         stack = [top]
@@ -321,6 +356,8 @@ class RadixCache(BasePrefixCache):
             stack.extend(node.children.values())
             node.children = {}
             self.num_nodes -= 1
+            if self.retentions is not None:
+                self.retentions.discard(node)
             if self.listener is not None:
                 self.listener.removed(node, 0)
             if node.lock_count:
@@ -353,10 +390,3 @@ def _common_len(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
     differs = a[:shorter] != b[:shorter]
     first = int(differs.argmax()) if shorter else 0
     return first if shorter and differs[first] else shorter
-
-
-def _shortened(array: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int32]:
-    """The first `length` elements. A copy, if a view would keep an array of more than twice that length in memory."""
-    base = array if array.base is None else array.base
-    assert isinstance(base, np.ndarray)
-    return array[:length].copy() if 2 * length < len(base) else array[:length]

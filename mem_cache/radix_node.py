@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
 from .base_prefix_cache import CacheNode
+
+if TYPE_CHECKING:  # it imports this file
+    from .retention import Retention
 
 EMPTY: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
 EMPTY.flags.writeable = False
@@ -18,14 +23,20 @@ class RadixNode(CacheNode):
     __slots__ = (
         "children",
         "created",
+        "end",
         "key",
         "last_access",
+        "lead_s",
         "lock_count",
+        "num_retained",
         "num_uses",
         "parent",
+        "retained_until_s",
+        "retentions",
         "slots",
         "ticket",
         "tokens",
+        "used_s",
     )
 
     def __init__(
@@ -45,5 +56,28 @@ class RadixNode(CacheNode):
         self.created = tick
         self.last_access = tick
         self.num_uses = 0
+        self.end: int = len(tokens) + (0 if parent is None else parent.end)
+        """The length of the prefix that ends here, in tokens."""
+        # With retentions (mem_cache/retention.py); otherwise nobody changes them.
+        self.used_s = 0.0
+        self.lead_s = 0.0
+        self.retentions: list[Retention] | None = None
+        """Those of requests that ended here."""
+        self.num_retained = 0
+        """Retentions here and below."""
+        self.retained_until_s = 0.0
         # The ticket of this node's valid heap entry; NO_TICKET unless the node is a leaf without locks.
         self.ticket = NO_TICKET
+
+    def shorten(self, kept_len: int) -> None:
+        """Drop all tokens but the first `kept_len`."""
+        self.end -= len(self.tokens) - kept_len
+        self.tokens = shortened(self.tokens, kept_len)
+        self.slots = shortened(self.slots, kept_len)
+
+
+def shortened(array: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int32]:
+    """The first `length` elements. A copy, if a view would keep an array of more than twice that length in memory."""
+    base = array if array.base is None else array.base
+    assert isinstance(base, np.ndarray)
+    return array[:length].copy() if 2 * length < len(base) else array[:length]

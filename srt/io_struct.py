@@ -98,6 +98,16 @@ class AbortReq(msgspec.Struct, frozen=True, tag="abort"):
     rid: str | None
 
 
+class RetainReq(msgspec.Struct, frozen=True, tag="retain"):
+    """Retain the prefix of a request that has ended. Only the reader of its text knows that it ended in a tool call."""
+
+    rid: str
+    token_ids: bytes
+    """Of its prompt and its output (`pack_ids`)."""
+    options: RequestOptions
+    seconds: float
+
+
 class FlushCacheReq(msgspec.Struct, frozen=True, tag="flush"):
     """Empty the prefix cache. The answer is a FlushCacheReply."""
 
@@ -118,7 +128,7 @@ class ViewReq(msgspec.Struct, frozen=True, tag="view"):
     """Only steps with a higher number are wanted."""
 
 
-ToScheduler = GenerateReq | AbortReq | FlushCacheReq | PauseReq | ContinueReq | StateReq | ViewReq
+ToScheduler = GenerateReq | AbortReq | RetainReq | FlushCacheReq | PauseReq | ContinueReq | StateReq | ViewReq
 
 
 # Scheduler -> DetokenizerManager

@@ -18,8 +18,10 @@ import msgspec
 from .errors import InvalidRequest
 from .logprobs import LogprobOptions
 from .sampling_params import SamplingParams
+from .setting_checks import MAX_RETENTION_S
 
 MAX_SALT_CHARS = 256
+MAX_SESSION_CHARS = 256
 Pooling = Literal["last", "mean"]
 """Which hidden states of a prompt its embedding is the mean of: that of the last token, or those of all tokens."""
 
@@ -43,6 +45,11 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Seconds that the request may wait for its first step. None: as long as `--waiting-timeout` allows."""
     running_timeout: float | None = None
     """Seconds that the request may run after that. None: as long as `--running-timeout` allows."""
+    session_id: str = ""
+    """Whose next turn will continue this request. A session has one retention, that of its last request that ended."""
+    retention_seconds: float | None = None
+    """Seconds for which the prefix will probably be needed again, from the end of the request on. None: the server
+    decides (`--tool-call-retention-s`)."""
     logprobs: LogprobOptions | None = None
     """None: no log probabilities are computed."""
     pooling: Pooling | None = None
@@ -55,3 +62,15 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             limit_s = getattr(self, name)
             if limit_s is not None and not limit_s > 0:
                 raise InvalidRequest(f"{name} must be a positive number of seconds, got {limit_s:g}", param=name)
+        if len(self.session_id) > MAX_SESSION_CHARS:
+            raise InvalidRequest(f"session_id must have at most {MAX_SESSION_CHARS} characters", param="session_id")
+        seconds = self.retention_seconds
+        if seconds is not None and not 0 <= seconds <= MAX_RETENTION_S:
+            raise InvalidRequest(
+                f"retention_seconds must be in [0, {MAX_RETENTION_S:g}], got {seconds:g}", param="retention_seconds"
+            )
+
+    @property
+    def changes_retention(self) -> bool:
+        """Whether the end of the request sets the retention of its prefix, or ends the last one of its session."""
+        return bool(self.session_id) or self.retention_seconds is not None

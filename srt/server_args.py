@@ -205,8 +205,26 @@ class ServerArgs:
         int | None, Setting("Tokens in a KV page; default: 1, or 32 on a CPU whose C++ kernels support the model")
     ] = None
     radix_eviction_policy: Annotated[
-        Literal["lru", "lfu", "fifo", "mru", "filo"], Setting("Order in which cached prefixes are evicted")
-    ] = "lru"
+        Literal["value", "lru", "lfu", "fifo", "mru", "filo"],
+        Setting(
+            "Order in which cached prefixes are evicted; value: by the last use, the cost of computing them again and "
+            "retention; lru: least recently used first; lfu: least often used first; fifo: oldest first; mru: most "
+            "recently used first; filo: newest first"
+        ),
+    ] = "value"
+    max_retention_s: Annotated[
+        float, Setting("Maximum of a request's retention_seconds; 0: only requests without retention")
+    ] = 3600.0
+    tool_call_retention_s: Annotated[
+        float,
+        Setting(
+            "Seconds of retention for a request that ends in a tool call, at most --max-retention-s; 0: none. It needs "
+            "--radix-eviction-policy value"
+        ),
+    ] = 60.0
+    max_retained_share: Annotated[
+        float, Setting("Share of the KV pool that retention may cover; beyond it, the oldest retentions end")
+    ] = 0.5
     disable_radix_cache: Annotated[bool, Setting("Cache and share no prefixes")] = False
     kv_events_config: Annotated[
         str | None,
@@ -287,6 +305,11 @@ class ServerArgs:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    @property
+    def honours_retention(self) -> bool:
+        """Whether the prefix cache keeps retained prefixes longer than others."""
+        return self.radix_eviction_policy == "value" and not self.disable_radix_cache
 
     def with_seed(self) -> ServerArgs:
         """The same settings with `random_seed` set. If it is None, a seed is drawn from the system."""

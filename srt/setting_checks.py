@@ -14,6 +14,9 @@ from .tenant_weights import parse_weights
 if TYPE_CHECKING:
     from .server_args import ServerArgs
 
+MAX_RETENTION_S = 86_400.0
+"""A day: more than any prefix stays in a KV pool."""
+
 
 def check_settings(args: ServerArgs) -> None:
     """Raises ValueError that names the flag, the given value and the allowed ones."""
@@ -88,6 +91,14 @@ def check_settings(args: ServerArgs) -> None:
         raise ValueError(f"--max-queue-time must be a positive number of seconds, got {args.max_queue_time}")
     if not 0 <= args.admission_watermark < 1:
         raise ValueError(f"--admission-watermark must be in [0, 1), got {args.admission_watermark}")
+    if not 0 <= args.max_retention_s <= MAX_RETENTION_S:
+        raise ValueError(f"--max-retention-s must be in [0, {MAX_RETENTION_S:g}], got {args.max_retention_s}")
+    if not 0 <= args.tool_call_retention_s <= MAX_RETENTION_S:
+        raise ValueError(
+            f"--tool-call-retention-s must be in [0, {MAX_RETENTION_S:g}], got {args.tool_call_retention_s}"
+        )
+    if not 0 < args.max_retained_share <= 1:
+        raise ValueError(f"--max-retained-share must be in (0, 1], got {args.max_retained_share}")
     if args.max_itl_ms is not None and not args.max_itl_ms > 0:
         raise ValueError(f"--max-itl-ms must be positive, got {args.max_itl_ms}")
     if args.context_length == 1:

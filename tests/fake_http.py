@@ -33,6 +33,7 @@ from tercet.srt.io_struct import (
     GenerateReq,
     HotPrefix,
     LengthFinish,
+    RetainReq,
     SchedulerState,
     StateReply,
     StateReq,
@@ -107,6 +108,7 @@ class FakeScheduler:
         self.running: dict[str, GenerateReq] = {}
         self._done: dict[str, int] = {}
         self.aborted: list[str | None] = []
+        self.retained: list[RetainReq] = []
 
     def send(self, message: ToScheduler) -> None:
         loop = self._loop = asyncio.get_running_loop()
@@ -124,6 +126,8 @@ class FakeScheduler:
                 loop.call_soon(self.manager.on_message, BatchTextOut([out]))
         elif self.dead:
             return
+        elif isinstance(message, RetainReq):
+            self.retained.append(message)
         elif isinstance(message, FlushCacheReq):
             busy = len(self.running)
             loop.call_soon(self.manager.on_message, FlushCacheReply(message.call_id, busy == 0, busy))

@@ -51,6 +51,10 @@ NATIVE_SAMPLING: Table = {
     "sampling_seed": sampling("sampling_seed", 4711),
 }
 USER: tuple[Any, Effect] = ("me", lambda seen: seen.req.options.tenant == "me")
+RETENTION: Table = {
+    "session_id": ("agent 7", lambda seen: seen.req.options.session_id == "agent 7"),
+    "retention_seconds": (45.5, lambda seen: seen.req.options.retention_seconds == 45.5),
+}
 SALT: tuple[Any, Effect] = ("pepper", lambda seen: seen.req.options.cache_salt == "pepper")
 
 
@@ -62,6 +66,7 @@ GENERATE: Table = {
     "priority": (7, lambda seen: seen.req.options.priority == 7),
     "waiting_timeout": (2.5, lambda seen: seen.req.options.waiting_timeout == 2.5),
     "running_timeout": (2.5, lambda seen: seen.req.options.running_timeout == 2.5),
+    **RETENTION,
     "cache_salt": SALT,
     "extra_key": SALT,
     "return_logprob": (True, lambda seen: len(seen.answer["meta_info"]["output_token_logprobs"]) == 2),
@@ -85,6 +90,7 @@ OPENAI: Table = {
     "priority": (7, lambda seen: seen.req.options.priority == 7),
     "waiting_timeout": (2.5, lambda seen: seen.req.options.waiting_timeout == 2.5),
     "running_timeout": (2.5, lambda seen: seen.req.options.running_timeout == 2.5),
+    **RETENTION,
     "cache_salt": SALT,
     "user": USER,
     "return_cached_tokens_details": (

@@ -6,7 +6,8 @@ as the radix tree, which evicts from the ends of edges.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from tercet.mem_cache.evict_policy import get_evict_policy
 
@@ -19,19 +20,47 @@ class Page:
     slots: tuple[int, ...]
     created: int
     last_access: int
+    end: int
+    used_s: float
+    lead_s: float
     num_uses: int = 0
     num_locks: int = 0
     is_discarded: bool = False
+    retentions: list[ModelRetention] = field(default_factory=list)
+
+    @property
+    def retained_until_s(self) -> float:
+        return max((one.end_s for one in self.retentions), default=0.0)
+
+
+@dataclass(eq=False)
+class ModelRetention:
+    end_s: float
+    tenant: str
+    session: tuple[str, str, str] | None
+    num_tokens: int
+    key: Key
 
 
 class PrefixModel:
-    def __init__(self, page_size: int, policy: str) -> None:
+    def __init__(
+        self, page_size: int, policy: str, clock: Callable[[], float] = lambda: 0.0, max_retained: int = 0
+    ) -> None:
+        """`clock` and `max_retained`: see `Retentions`."""
         self.page_size = page_size
         self.policy = get_evict_policy(policy)
-        self.pages: dict[Key, Page] = {}
+        self.clock = clock
+        self.max_retained = max_retained
         self.discarded: list[Page] = []
         """Pages that are no longer cached but still locked."""
         self.tick = 0
+        self.clear()
+
+    def clear(self) -> None:
+        self.pages: dict[Key, Page] = {}
+        self.frontier_s = self.clock()
+        self.retentions: list[ModelRetention] = []
+        """Oldest first."""
 
     def path(self, namespace: str, tokens: list[int]) -> list[Page]:
         """The cached pages at the start of tokens."""
@@ -47,7 +76,7 @@ class PrefixModel:
         self.tick += 1
         path = self.path(namespace, tokens)
         for page in path:
-            page.last_access = self.tick
+            page.last_access, page.used_s, page.lead_s = self.tick, *self.times()
         return [slot for page in path for slot in page.slots]
 
     def insert(self, namespace: str, tokens: list[int], slots: list[int]) -> tuple[int, int]:
@@ -57,7 +86,7 @@ class PrefixModel:
         duplicate_len = len(path) * self.page_size
         for start in range(duplicate_len, taken_len, self.page_size):
             end = start + self.page_size
-            page = Page(tuple(slots[start:end]), self.tick, self.tick)
+            page = Page(tuple(slots[start:end]), self.tick, self.tick, end, *self.times())
             self.pages[namespace, tuple(tokens[:end])] = page
         return duplicate_len, taken_len
 
@@ -79,24 +108,86 @@ class PrefixModel:
         if end > len(tokens):
             return
         for key in [key for key in self.pages if key[0] == namespace and key[1][:end] == tuple(tokens[:end])]:
-            page = self.pages.pop(key)
+            page = self.pages[key]
+            for retention in [*page.retentions]:
+                self.end(retention)
+            del self.pages[key]
             page.is_discarded = True
             if page.num_locks:
                 self.discarded.append(page)
 
     def evict(self, num_tokens: int) -> int:
         num_freed = 0
+        self.lapse()
         while num_freed < num_tokens:
             inner = {(namespace, tokens[: -self.page_size]) for namespace, tokens in self.pages}
             leaves = [key for key, page in self.pages.items() if key not in inner and not page.num_locks]
             if not leaves:
                 break
-            del self.pages[min(leaves, key=self.rank)]
+            self.remove(min(leaves, key=self.rank))
             num_freed += self.page_size
         return num_freed
 
     def rank(self, key: Key) -> tuple[int, ...]:
         return self.policy(self.pages[key])
+
+    # Retention
+
+    def times(self) -> tuple[float, float]:
+        now_s = self.clock()
+        return now_s, max(now_s - self.frontier_s, 0.0)
+
+    def remove(self, key: Key) -> None:
+        page = self.pages.pop(key)
+        self.frontier_s = max(self.frontier_s, min(max(page.used_s, page.retained_until_s), self.clock()))
+        above = (key[0], key[1][: -self.page_size])
+        for retention in [*page.retentions]:
+            if above in self.pages:
+                retention.key = above
+                self.pages[above].retentions.append(retention)
+            else:
+                self.retentions.remove(retention)
+
+    def lapse(self) -> None:
+        for retention in [one for one in self.retentions if one.end_s <= self.clock()]:
+            for page in self.path(retention.key[0], list(retention.key[1])):
+                page.used_s = max(page.used_s, retention.end_s)
+            self.end(retention)
+
+    def end(self, retention: ModelRetention) -> None:
+        self.retentions.remove(retention)
+        if retention.key in self.pages:
+            self.pages[retention.key].retentions.remove(retention)
+
+    def retain(self, namespace: str, tokens: list[int], seconds: float, tenant: str, session: str) -> None:
+        self.lapse()
+        key = (namespace, tenant, session) if session else None
+        for retention in [one for one in self.retentions if key is not None and one.session == key]:
+            self.end(retention)
+        path = self.path(namespace, tokens)
+        if not path or seconds <= 0 or path[-1].end > self.max_retained:
+            return
+        place = (namespace, tuple(tokens[: path[-1].end]))
+        retention = ModelRetention(self.clock() + seconds, tenant, key, path[-1].end, place)
+        self.retentions.append(retention)
+        path[-1].retentions.append(retention)
+        while self.num_retained > self.max_retained:
+            totals: dict[str, int] = {}
+            for one in self.retentions:
+                totals[one.tenant] = totals.get(one.tenant, 0) + one.num_tokens
+            _, payer = max((total, name) for name, total in totals.items())
+            self.end(next(one for one in self.retentions if one.tenant == payer))
+
+    @property
+    def num_retained(self) -> int:
+        """Tokens of all retained prefixes. Those of shared prefixes count once."""
+        return self.page_size * len(
+            {
+                (one.key[0], one.key[1][:end])
+                for one in self.retentions
+                for end in range(self.page_size, len(one.key[1]) + 1, self.page_size)
+            }
+        )
 
     def num_tokens(self, locked: bool) -> int:
         num_pages = sum(bool(page.num_locks) == locked for page in self.pages.values())

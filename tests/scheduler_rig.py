@@ -101,13 +101,13 @@ class Rig:
         pages in host memory; 0: no tiers. `storage`: the folder of KV files."""
         pool = ReqToTokenPool(max_running, context_len)
         allocator = make_allocator(pool_size, page_size)
-        cache = RadixCache(allocator, page_size, eviction) if radix else ChunkCache(page_size)
+        self.clock = FakeClock()
+        cache = RadixCache(allocator, page_size, eviction, clock=self.clock) if radix else ChunkCache(page_size)
         if make_runner is None:
             num_host_pages = host_blocks * block_pages
             self.runner = FakeRunner(pool.req_to_token.shape, pool_size, page_size, vocab_size, num_host_pages)
         else:
             self.runner = make_runner()
-        self.clock = FakeClock()
         tiers = None
         if host_blocks:
             if make_runner is None:
@@ -175,6 +175,8 @@ class Rig:
         pooling: Pooling | None = None,
         waiting_timeout: float | None = None,
         running_timeout: float | None = None,
+        session_id: str = "",
+        retention_seconds: float | None = None,
         **sampling: object,
     ) -> None:
         params = SamplingParams(**{"max_new_tokens": 8, "sampling_seed": 1, **sampling})
@@ -188,6 +190,8 @@ class Rig:
             pooling=pooling,
             waiting_timeout=waiting_timeout,
             running_timeout=running_timeout,
+            session_id=session_id,
+            retention_seconds=retention_seconds,
         )
         self.inbox.messages.append(GenerateReq(rid, pack_ids(prompt), options))
 

@@ -19,7 +19,15 @@ from ..plots import has_matplotlib
 from ..results import add_results_arguments
 from .cost import DEFAULT_PROFILE, PROFILES, DeviceProfile, load_profile
 from .replay import Replay
-from .synthetic import DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, TrafficSettings, agents, prefix_tree, random_prompts
+from .synthetic import (
+    DEFAULT_INPUT_LEN,
+    DEFAULT_OUTPUT_LEN,
+    TrafficSettings,
+    agents,
+    beside_documents,
+    prefix_tree,
+    random_prompts,
+)
 from .trace_files import burstgpt, mooncake
 from .traffic import SimRequest, Traffic
 
@@ -46,6 +54,9 @@ _TRAFFIC_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
     "turns": (_AGENTS, Span(10, 10)),
     "tool_len": (_AGENTS, Span(100, 500)),
     "tool_time": (_AGENTS, 5.0),
+    "documents": (_AGENTS, 0),
+    "document_len": (_AGENTS, Span(2000, 6000)),
+    "document_rate": (_AGENTS, 1.0),
 }
 """Each flag's kinds of traffic and default. With another kind, the flag has no effect and is refused."""
 _DEFAULT_POOL_TOKENS = 65_536
@@ -121,11 +132,19 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
     add("--turns", "turns of a session, N or A-B", type=Span.parse)
     add("--tool-len", "tokens of a tool's result, N or A-B", type=Span.parse)
     add("--tool-time", "mean seconds of a tool call", type=above_zero)
+    add("--documents", "documents that are sent once beside the sessions, by one more tenant", type=not_negative_int)
+    add("--document-len", "tokens of a document, N or A-B", type=Span.parse)
+    add("--document-rate", "mean documents per second", type=above_zero)
 
 
 def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--policies", metavar="A,B", help="policies to compare, each on the same traffic (default: --schedule-policy)"
+    )
+    group.add_argument(
+        "--eviction-policies",
+        metavar="A,B",
+        help="eviction policies to compare, with each of --policies (default: --radix-eviction-policy)",
     )
     group.add_argument(
         "--cost",
@@ -208,7 +227,8 @@ def _requests(options: argparse.Namespace, vocab_size: int) -> Iterator[SimReque
             settings, options.tree_levels, options.tree_branching, options.tree_level_len, options.tree_skew
         )
     if options.traffic == "agents":
-        return agents(settings, options.turns, options.tool_len, options.tool_time)
+        sessions = agents(settings, options.turns, options.tool_len, options.tool_time)
+        return beside_documents(sessions, settings, options.documents, options.document_len, options.document_rate)
     return random_prompts(settings)
 
 

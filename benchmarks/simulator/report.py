@@ -13,6 +13,7 @@ from ..results import Result, number, percent
 from .simulation import HitRates, Simulation
 from .statistics import RunStatistics
 
+_MAX_TENANTS_SHOWN = 8
 _SHARES = {"p50": 0.5, "p99": 0.99}
 
 
@@ -61,6 +62,7 @@ class Run:
             "input_throughput": stats.num_admitted_tokens / self.duration_s,
             "request_goodput": stats.num_good / self.duration_s if stats.slos_s else None,
             "hit_rate": stats.hit_rate,
+            "tenant_hit_rates": stats.tenant_hit_rates,
             "num_retractions": self.num_retractions,
             "jain_fairness": stats.fairness,
             "num_steps": self.num_steps,
@@ -95,6 +97,12 @@ def add_tables(result: Result, runs: Mapping[str, Run], traffic: str, engine: st
     cache = result.table(
         "Prefix cache", ["policy", "hit rate", "of the first", "their hit rate", "best possible", "share"]
     )
+    tenants = sorted({tenant for run in runs.values() for tenant in run.statistics.tenant_prompts})
+    if 1 < len(tenants) <= _MAX_TENANTS_SHOWN:
+        rates_of = result.table("Hit rate of each tenant", ["policy", *map(str, tenants)])
+        for policy, run in runs.items():
+            found = run.statistics.tenant_hit_rates
+            rates_of.row(policy, *(percent(found.get(tenant)) for tenant in tenants))
     cost = result.table(
         "The simulation", ["policy", "simulated s", "steps", "device busy", "most live", "CPU s", "requests per CPU s"]
     )

@@ -15,7 +15,17 @@ from ...managers.scheduler import InFlight
 from ...managers.scheduler_io import SchedulerIO
 from ...managers.scheduler_process import build_scheduler
 from ...managers.step_cost import StepShape
-from ...srt.io_struct import AbortReq, GenerateReq, ToDetokenizer, TokenOut, ToScheduler, ToTokenizer
+from ...managers.tool_call_retention import tool_call_retention_s
+from ...srt.io_struct import (
+    AbortReq,
+    GenerateReq,
+    RetainReq,
+    StopFinish,
+    ToDetokenizer,
+    TokenOut,
+    ToScheduler,
+    ToTokenizer,
+)
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.request_options import RequestOptions
 from ...srt.sampling_params import SamplingParams
@@ -85,6 +95,9 @@ class Simulation:
         self._num_traced_hits = 0
         self._trace = PrefixTrace(settings.page_size)
         self._aborts: list[tuple[float, int]] = []
+        self._retained: list[RetainReq] = []
+        """Of the answers that were tool calls, since the last turn."""
+        self._tool_call_retention_s = tool_call_retention_s(server_args)
         self.device = SimDevice(
             settings,
             max_total_num_tokens=server_args.max_total_tokens // settings.page_size * settings.page_size,
@@ -146,6 +159,8 @@ class Simulation:
     def messages(self) -> Iterator[ToScheduler]:
         """The messages that have arrived by now."""
         now_s = self.clock.now_s
+        retained, self._retained = self._retained, []
+        yield from retained
         for request in self._traffic.take(now_s):
             keeps_ids = request.session is not None or self._num_admitted < self._num_traced
             self.live[request.number] = LiveRequest(
@@ -196,6 +211,9 @@ class Simulation:
             )
         )
         output_ids = live.output_ids or []
+        if request.ends_in_tool_call and self._tool_call_retention_s and isinstance(out.finish, StopFinish):
+            ids = np.concatenate([request.prompt_ids, np.array(output_ids, dtype=np.int32)]).tobytes()
+            self._retained.append(RetainReq(out.rid, ids, self.options_of(request), self._tool_call_retention_s))
         if output_ids and self._num_admitted <= self._num_traced:
             self._trace.insert(
                 np.concatenate([request.prompt_ids, np.array(output_ids[:-1], dtype=np.int32)]), _namespace(request)
@@ -206,7 +224,7 @@ class Simulation:
 
     def on_admission(self, number: int, num_cached: int) -> None:
         prompt_ids = self.live[number].request.prompt_ids
-        self.statistics.on_admission(len(prompt_ids), num_cached)
+        self.statistics.on_admission(self.live[number].request.tenant, len(prompt_ids), num_cached)
         self._num_admitted += 1
         if self._num_admitted <= self._num_traced:
             self._num_traced_hits += num_cached

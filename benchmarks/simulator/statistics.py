@@ -26,6 +26,14 @@ class Served:
     finish: FinishReason
 
 
+@dataclass(slots=True)
+class HitCounts:
+    """Prompt tokens of requests that were admitted, and those that the cache had."""
+
+    num_tokens: int = 0
+    num_cached: int = 0
+
+
 @dataclass
 class RunStatistics:
     """Counts and histograms of one run. Latencies are those of requests that ended by themselves."""
@@ -52,6 +60,7 @@ class RunStatistics:
     last_end_s: float = 0.0
     tenant_tokens: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     tenant_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    tenant_prompts: dict[int, HitCounts] = field(default_factory=lambda: defaultdict(HitCounts))
 
     def add(self, served: Served) -> None:
         self.last_end_s = served.end_s
@@ -75,13 +84,20 @@ class RunStatistics:
         self.tenant_tokens[served.tenant] += served.num_output_tokens
         self.tenant_s[served.tenant] += latency_s
 
-    def on_admission(self, num_prompt_tokens: int, num_cached: int) -> None:
+    def on_admission(self, tenant: int, num_prompt_tokens: int, num_cached: int) -> None:
+        counts = self.tenant_prompts[tenant]
+        counts.num_tokens += num_prompt_tokens
+        counts.num_cached += num_cached
         self.num_admitted_tokens += num_prompt_tokens
         self.num_cached_tokens += num_cached
 
     @property
     def hit_rate(self) -> float:
         return self.num_cached_tokens / max(self.num_admitted_tokens, 1)
+
+    @property
+    def tenant_hit_rates(self) -> dict[int, float]:
+        return {tenant: counts.num_cached / max(counts.num_tokens, 1) for tenant, counts in self.tenant_prompts.items()}
 
     @property
     def fairness(self) -> float | None:

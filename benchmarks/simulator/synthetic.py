@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Stream(IntEnum):
     TENANTS = 5
     ABORTS = 6
     SESSIONS = 7
+    DOCUMENTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +180,13 @@ class _Agent:
             request.tenant,
             aborts_after_s=abort_s,
             session=self,
+            ends_in_tool_call=self.has_turns,
         )
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a turn follows the one that was made last."""
+        return self._turns_left > 0
 
 
 def agents(settings: TrafficSettings, turns: Span, tool_len: Span, tool_s: float) -> Iterator[SimRequest]:
@@ -188,8 +196,28 @@ def agents(settings: TrafficSettings, turns: Span, tool_len: Span, tool_s: float
     """
     draws = _Draws(settings)
     for place, request in enumerate(draws.requests(draws.ids)):
-        request.session = _Agent(settings, turns, tool_len, tool_s, place)
+        agent = _Agent(settings, turns, tool_len, tool_s, place)
+        request.session, request.ends_in_tool_call = agent, agent.has_turns
         yield request
+
+
+def beside_documents(
+    requests: Iterator[SimRequest], settings: TrafficSettings, num_documents: int, length: Span, rate: float
+) -> Iterator[SimRequest]:
+    """The requests, and documents that are sent once, of `length` tokens, `rate` of them in a second on average.
+
+    They are of one more tenant.
+    """
+    rng = np.random.default_rng([settings.seed, Stream.DOCUMENTS])
+
+    def documents() -> Iterator[SimRequest]:
+        now_s = 0.0
+        for _ in range(num_documents):
+            now_s += rng.exponential(1 / rate)
+            ids = rng.integers(1, settings.vocab_size, int(rng.integers(*length, endpoint=True)), dtype=np.int32)
+            yield SimRequest(now_s, ids, settings.output_len.low, tenant=settings.num_tenants)
+
+    return heapq.merge(requests, documents(), key=lambda request: request.arrival_s)
 
 
 def _lengths(span: Span, sigma: float) -> Callable[[np.random.Generator, int], np.ndarray]:

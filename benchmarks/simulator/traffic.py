@@ -38,6 +38,8 @@ class SimRequest:
     aborts_after_s: float | None = None
     """Seconds from its arrival until its client leaves, if it has not ended before."""
     session: Session | None = None
+    ends_in_tool_call: bool = False
+    """Its client runs a tool and comes back."""
     options: RequestOptions | None = None
     """The options of a recorded request."""
     recorded_ids: np.ndarray | None = None

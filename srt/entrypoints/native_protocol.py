@@ -116,6 +116,17 @@ class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     running_timeout: Annotated[
         float | list[float] | None, doc("Seconds that the request may run, at most those of the flag --running-timeout")
     ] = None
+    session_id: Annotated[
+        str | list[str] | None,
+        doc("Name of a conversation: each of its requests takes over the retention of the one before"),
+    ] = None
+    retention_seconds: Annotated[
+        float | list[float] | None,
+        doc(
+            "Seconds after its end for which the prefix will probably be needed again, at most --max-retention-s; "
+            "0: it will not"
+        ),
+    ] = None
     custom_labels: Annotated[Any, only("metrics have only the label model_name", {})] = None
     return_hidden_states: Annotated[Any, only("returning hidden states is not implemented", False)] = None
     return_bytes: Annotated[Any, only("an answer has text and token ids", False)] = None

@@ -42,7 +42,7 @@ rigs = st.fixed_dictionaries(
         "tenant_weights": st.sampled_from([None, {"a": 3.0, "b": 0.5}]),
         "mixed": st.booleans(),
         "overlap": st.booleans(),
-        "eviction": st.sampled_from(["lru", "lfu", "mru"]),
+        "eviction": st.sampled_from(["value", "lru", "lfu", "mru"]),
         "max_drafts": st.sampled_from([0, 0, 3]),
         "watermark": st.sampled_from([0.0, 0.1]),
         "preemption_threshold": st.sampled_from([None, 0, 1]),

@@ -31,7 +31,7 @@ rigs = st.fixed_dictionaries(
         "max_prefill_tokens": st.sampled_from([16, 24, 64, 256]),
         "chunked_prefill_size": st.sampled_from([16, 20, 64]),
         "radix": st.booleans(),
-        "eviction": st.sampled_from(["lru", "lfu"]),
+        "eviction": st.sampled_from(["value", "lru", "lfu"]),
         "overlap": st.booleans(),
         "max_drafts": st.sampled_from([0, 0, 4]),
     }

@@ -36,7 +36,7 @@ rigs = st.fixed_dictionaries(
         "radix": st.booleans(),
         "policy": st.sampled_from(sorted(POLICIES)),
         "mixed": st.booleans(),
-        "eviction": st.sampled_from(["lru", "lfu", "fifo", "mru", "filo"]),
+        "eviction": st.sampled_from(["value", "lru", "lfu", "fifo", "mru", "filo"]),
         "stream_interval": st.sampled_from([1, 1, 3]),
         "max_drafts": st.sampled_from([0, 0, 1, 5]),
     }

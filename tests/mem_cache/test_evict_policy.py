@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tercet.mem_cache.evict_policy import EVICT_POLICIES, get_evict_policy
+from tercet.mem_cache.evict_policy import EVICT_POLICIES, MAX_EXTRA_COST, Value, get_evict_policy
 
 
 @dataclass
@@ -13,6 +13,10 @@ class Leaf:
     created: int
     last_access: int
     num_uses: int
+    end: int = 0
+    used_s: float = 0.0
+    lead_s: float = 0.0
+    retained_until_s: float = 0.0
 
 
 LEAVES = [
@@ -26,6 +30,7 @@ LEAVES = [
 @pytest.mark.parametrize(
     ("policy", "order"),
     [
+        ("value", [3, 1, 2, 0]),
         ("lru", [3, 1, 2, 0]),
         ("lfu", [2, 3, 0, 1]),  # 3 and 0 were used as often: the longer unused goes first
         ("fifo", [0, 1, 2, 3]),
@@ -39,9 +44,24 @@ def test_order_of_going(policy: str, order: list[int]) -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ValueError, match="unknown eviction policy 'random'; allowed: lru, lfu, fifo, mru, filo"):
+    with pytest.raises(ValueError, match="unknown eviction policy 'random'; allowed: value, lru, lfu, fifo, mru, filo"):
         get_evict_policy("random")
 
 
 def test_all_known_policies_are_tried_here() -> None:
-    assert sorted(EVICT_POLICIES) == sorted(["lru", "lfu", "fifo", "mru", "filo"])
+    assert sorted(EVICT_POLICIES) == sorted(["value", "lru", "lfu", "fifo", "mru", "filo"])
+
+
+def test_the_value_of_a_leaf_is_its_last_use_and_the_cost_of_its_last_token() -> None:
+    value = Value(equal_cost_depth=1000.0)
+    leaf = Leaf("", created=1, last_access=7, num_uses=2, end=100, used_s=50.0, lead_s=20.0)
+    assert value(leaf) == (50.0 + 0.1 * 20.0, 7)
+    leaf.end = 100_000
+    assert value(leaf) == (50.0 + MAX_EXTRA_COST * 20.0, 7)
+    leaf.retained_until_s = 80.0
+    assert value(leaf) == (80.0 + MAX_EXTRA_COST * 20.0, 7)
+    leaf.num_uses = 1
+    assert value(leaf) == (80.0, 7)
+    leaf.num_uses = 2
+    leaf.retained_until_s = 40.0
+    assert value(leaf) == (50.0 + MAX_EXTRA_COST * 20.0, 7)

@@ -7,12 +7,13 @@ import pytest
 from radix_makers import check, i32, make, put
 
 from tercet.mem_cache.evict_policy import EVICT_POLICIES, LeafHistory, lru
-from tercet.mem_cache.radix_cache import _shortened
+from tercet.mem_cache.radix_node import shortened
 
 
 @pytest.mark.parametrize(
     ("policy", "order"),
     [
+        ("value", [2, 3, 0, 1]),
         ("lru", [2, 3, 0, 1]),
         ("lfu", [3, 0, 1, 2]),
         ("fifo", [0, 1, 2, 3]),
@@ -56,7 +57,7 @@ def test_a_long_leaf_is_shortened_from_its_end_not_lost(page_size: int) -> None:
 def test_a_shortened_array_does_not_keep_much_more_than_itself_alive() -> None:
     array = np.arange(1000, dtype=np.int32)
     for length in (900, 600, 500, 499, 300, 100, 3, 1):
-        array = _shortened(array, length)
+        array = shortened(array, length)
         np.testing.assert_array_equal(array, np.arange(length))
         assert array.base is None or array.base.size <= 2 * length
 
@@ -109,5 +110,5 @@ def test_looking_at_one_leaf_for_ever_does_not_grow_the_heap() -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="allowed: lru"):
+    with pytest.raises(ValueError, match="allowed: value, lru"):
         make(policy="best")

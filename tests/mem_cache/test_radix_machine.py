@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prefix_model import Page, PrefixModel
 
 from tercet.mem_cache.allocator import make_allocator
-from tercet.mem_cache.base_prefix_cache import CacheNode
+from tercet.mem_cache.base_prefix_cache import CacheNode, RetentionOwner
 from tercet.mem_cache.evict_policy import EVICT_POLICIES
 from tercet.mem_cache.radix_cache import RadixCache
 
@@ -38,12 +38,18 @@ class Request:
 
 class CacheMachine(RuleBasedStateMachine):
     page_size = 1
+    policies = tuple(sorted(EVICT_POLICIES))
 
-    @initialize(policy=st.sampled_from(sorted(EVICT_POLICIES)), num_pages=st.integers(4, 24))
-    def build(self, policy: str, num_pages: int) -> None:
+    @initialize(pick=st.integers(0, 1000), num_pages=st.integers(4, 24))
+    def build(self, pick: int, num_pages: int) -> None:
+        policy = self.policies[pick % len(self.policies)]
+        self.now_s = 0.0
         self.allocator = make_allocator(num_pages * self.page_size, self.page_size)
-        self.cache = RadixCache(self.allocator, self.page_size, policy)
-        self.model = PrefixModel(self.page_size, policy)
+        self.cache = RadixCache(
+            self.allocator, self.page_size, policy, max_retained_share=0.6, clock=lambda: self.now_s
+        )
+        max_retained = 0 if self.cache.retentions is None else self.cache.retentions.max_tokens
+        self.model = PrefixModel(self.page_size, policy, lambda: self.now_s, max_retained)
         self.requests: list[Request] = []
 
     # A prompt is a few blocks out of three, each about half a page long or less, so that prompts share prefixes that
@@ -164,6 +170,24 @@ class CacheMachine(RuleBasedStateMachine):
     def evict(self, num_tokens: int) -> None:
         assert self.cache.evict(num_tokens) == self.model.evict(num_tokens)
 
+    @rule(seconds=st.integers(1, 12))
+    def pass_time(self, seconds: int) -> None:
+        self.now_s += seconds
+
+    @rule(
+        prompt=prompts,
+        namespace=st.sampled_from(NAMESPACES),
+        seconds=st.integers(0, 20),
+        tenant=st.sampled_from(["", "t"]),
+        session=st.sampled_from(["", "s", "u"]),
+    )
+    def retain(self, prompt: tuple[list[int], int], namespace: str, seconds: int, tenant: str, session: str) -> None:
+        if self.cache.retentions is None:
+            return
+        tokens = self.tokens(*prompt)
+        self.cache.retain(i32(tokens), seconds, RetentionOwner(tenant, session), namespace)
+        self.model.retain(namespace, tokens, seconds, tenant, session)
+
     @rule(prompt=prompts, num_kept_pages=st.integers(0, 3), namespace=st.sampled_from(NAMESPACES))
     def discard(self, prompt: tuple[list[int], int], num_kept_pages: int, namespace: str) -> None:
         tokens, kept_len = self.tokens(*prompt), num_kept_pages * self.page_size
@@ -200,7 +224,7 @@ class CacheMachine(RuleBasedStateMachine):
     def flush(self) -> None:
         self.cache.reset()
         self.allocator.clear()
-        self.model.pages.clear()
+        self.model.clear()
 
     @invariant()
     def every_slot_has_one_owner(self) -> None:
@@ -222,6 +246,12 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(self.cache._root.children) == len({namespace for namespace, _ in self.model.pages})
 
     @invariant()
+    def retained_tokens_are_counted_and_limited(self) -> None:
+        if self.cache.retentions is not None:
+            assert self.cache.retentions.num_tokens == self.model.num_retained <= self.cache.retentions.max_tokens
+            assert self.cache.retentions.num_live == len(self.model.retentions)
+
+    @invariant()
     def a_running_request_sees_its_own_kv(self) -> None:
         for request in self.requests:
             assert [slot for page in request.pages for slot in page.slots] == request.slots[: request.locked_len]
@@ -235,12 +265,19 @@ class PagesOf16(CacheMachine):
     page_size = 16
 
 
+class WithRetention(CacheMachine):
+    """Other policies honour no retention."""
+
+    page_size = 2
+    policies = ("value",)
+
+
 @pytest.mark.parametrize("policy", sorted(EVICT_POLICIES))
 @given(turns=st.lists(st.integers(0, 5 * 2 * 4 * 81 - 1), min_size=20, max_size=50))
 def test_pages_go_in_the_order_of_the_model(policy: str, turns: list[int]) -> None:
     """Small evictions from a tree that many inserts, matches and locks have shaped: each must take the same page."""
     allocator = make_allocator(1000, 1)
-    cache = RadixCache(allocator, 1, policy)
+    cache = RadixCache(allocator, 1, policy, clock=lambda: 0.0)
     model = PrefixModel(1, policy)
     for code in turns:  # one number a turn: drawing lists of tuples would take longer than all else
         turn = ("insert", "insert", "look", "use", "evict")[code % 5]
@@ -276,3 +313,5 @@ TestPageSize4 = PagesOf4.TestCase
 TestPageSize4.settings = MACHINE_SETTINGS
 TestPageSize16 = PagesOf16.TestCase
 TestPageSize16.settings = MACHINE_SETTINGS
+TestRetention = WithRetention.TestCase
+TestRetention.settings = MACHINE_SETTINGS

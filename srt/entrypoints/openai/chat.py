@@ -76,6 +76,7 @@ async def run_chat(
     sampling = await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, max_tokens_field)
     plan, sampling = see_marks(plan, sampling, server.manager.inputs.tokenizer)
     response_format = make_format(plan, sampling)
+    response_format.on_tool_call = server.manager.on_tool_call
     render = functools.partial(
         in_thread_if_large,
         request,
@@ -238,6 +239,8 @@ class _ChatFormat(PlannedFormat):
         self._readers[sample.index].count(out.token_ids)
         deltas = self._readers[sample.index].deltas(out.text, out.finish is not None)
         name = self._finish_name(sample)
+        if name is not None:
+            self.note_end(sample)
         if not deltas and (name is not None or (out.token_ids and (token_ids is not UNSET or logprobs is not None))):
             deltas = [Delta(content=UNSET if name is not None else "")]
         for i, delta in enumerate(deltas):
@@ -293,6 +296,7 @@ class _ChatFormat(PlannedFormat):
             out = sample.collected
             self._readers[sample.index].count(out.token_ids)
             message = self._readers[sample.index].message(out.text)
+            self.note_end(sample)
             name = self._finish_name(sample)
             assert name is not None
             ids = frame.ids(out.token_ids)

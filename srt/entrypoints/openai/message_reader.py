@@ -21,16 +21,13 @@ class MessageReader:
         self._plan = plan
         self._parser = None if plan.form is None else AnswerParser(plan.form, inside_reasoning)
         self._thoughts: list[str] = []  # reasoning that is sent in one piece
+        self.has_calls = False
+        """Whether the model has called a function."""
         self._num_calls = 0
         self._num_tokens = 0
         self._num_thought_tokens: int | None = None  # None until the reasoning has ended
         self._thinks = False
         self._says = False
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether the model has called a function."""
-        return self._num_calls > 0
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -58,6 +55,7 @@ class MessageReader:
         if finished:
             parts = [*parts, *self._parser.finish()]
         for part in parts:
+            self.has_calls = self.has_calls or isinstance(part, CallStart)
             self._thinks = self._thinks or isinstance(part, Reasoning)
             self._says = self._says or not isinstance(part, Reasoning)
         if self._plan.content_only:
@@ -111,7 +109,6 @@ class MessageReader:
                 calls[-1][1].append(part.text)
             else:
                 (content if isinstance(part, Content) else reasoning).append(part.text)
-        self._num_calls = len(calls)
         made = [ToolCall(self.call_id(), "function", FunctionCall(name, "".join(texts))) for name, texts in calls]
         said = "".join(content)
         separates = self._plan.form is not None and self._plan.form.reasoning is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from ....managers.generation import Generation
+from ...io_struct import StopFinish
 from ..job import Sample
 from ..sse import ResponseFormat
 from .message_reader import MessageReader
@@ -18,6 +20,8 @@ class PlannedFormat(ResponseFormat):
         self._samples: Sequence[Sample] = ()
         self._readers: dict[int, MessageReader] = {}
         self._inside_reasoning = False
+        self.on_tool_call: Callable[[Generation], object] | None = None
+        """Called with each sample that has ended in a tool call. None: no call."""
 
     def noting_prompt(self, render: Callable[[], Awaitable[str]]) -> Callable[[], Awaitable[str]]:
         """`render`, with a look at the prompt: its end says whether the answers begin with reasoning."""
@@ -32,3 +36,9 @@ class PlannedFormat(ResponseFormat):
     def begin(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
         self._readers = {one.index: MessageReader(self._plan, self._inside_reasoning) for one in samples}
+
+    def note_end(self, sample: Sample) -> None:
+        """The reader has the whole text of this sample."""
+        is_call = self._readers[sample.index].has_calls and isinstance(sample.finish, StopFinish)
+        if is_call and self.on_tool_call is not None:
+            self.on_tool_call(sample.generation)

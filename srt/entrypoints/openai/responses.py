@@ -116,6 +116,7 @@ class _ResponsesFormat(PlannedFormat):
         self._items.add(reader.parts(out.text, ended))
         if ended:
             self._items.end("completed" if isinstance(out.finish, StopFinish) else "incomplete")
+            self.note_end(self._samples[0])
 
     def _tell(self, kind: str, **fields: Any) -> None:
         if not self._body.stream:

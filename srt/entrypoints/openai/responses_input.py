@@ -10,7 +10,7 @@ from .responses_protocol import InputItem, InputPart, NamedResponsesTool, Respon
 
 _SAME = (
     "model", "stream", "temperature", "top_p", "frequency_penalty", "presence_penalty", "parallel_tool_calls",
-    "cache_salt", "user",
+    "cache_salt", "user", "session_id", "retention_seconds",
 )  # fmt: skip
 """Fields that a chat has under the same name."""
 _FIELDS = {

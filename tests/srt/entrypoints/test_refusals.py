@@ -40,6 +40,8 @@ HONOURED: dict[str, Any] = {
     "mode": "retract",
     "waiting_timeout": 2.5,
     "running_timeout": 2.5,
+    "session_id": "agent 7",
+    "retention_seconds": 45.5,
     "extra_key": "s",
     "return_logprob": True,
     "logprob_start_len": 0,

@@ -1,0 +1,219 @@
+"""Retentions: requests whose prefix will probably be needed again say for how long it should be kept.
+
+A retention is no pin. It only moves the prefix back in the order of eviction, and it lapses. Everything that no request
+uses can still be evicted.
+
+A retention belongs to the node where its request ended, because eviction begins at leaves. When that node is evicted,
+the retention moves to the node's parent, which has become the end of what is left. Each node counts the retentions at
+and below it, as it counts locks. So the number of retained tokens is exact, and can be limited.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable
+
+from .base_prefix_cache import RetentionOwner
+from .radix_node import NO_TICKET, RadixNode
+
+MAX_RETENTIONS = 16_384
+"""A limit on the memory of retentions. Many may name the same tokens."""
+_HEAP_SLACK = 64
+
+
+class Retention:
+    """One retention. `node` None: it has ended."""
+
+    __slots__ = ("end_s", "key", "node", "num_tokens", "tenant")
+
+    def __init__(self, node: RadixNode, end_s: float, tenant: str, key: tuple[str, RetentionOwner] | None) -> None:
+        self.node: RadixNode | None = node
+        self.end_s = end_s
+        self.tenant = tenant
+        self.key = key
+        """Namespace and owner of a named session."""
+        self.num_tokens = node.end
+
+
+class Retentions:
+    """The retentions of one radix cache, and the times in its nodes."""
+
+    def __init__(self, clock: Callable[[], float], max_tokens: int, push: Callable[[RadixNode], None]) -> None:
+        """`clock`: in seconds, never backwards. `max_tokens`: the limit of `num_tokens`. `push`: told of each evictable
+        leaf whose key has changed."""
+        self.max_tokens = max_tokens
+        self._clock = clock
+        self._push = push
+        self.clear()
+
+    def clear(self) -> None:
+        self.num_tokens = 0
+        """Tokens of all prefixes that are retained. Those of shared prefixes count once."""
+        self.num_live = 0
+        self._frontier_s = self._clock()
+        """What was last used before, in virtual time, is evicted."""
+        self._ends: list[tuple[float, int, Retention]] = []
+        self._numbers = itertools.count()
+        self._sessions: dict[tuple[str, RetentionOwner], Retention] = {}
+        self._tenants: dict[str, _Tenant] = {}
+
+    # Times
+
+    def touch(self, path: Iterable[RadixNode]) -> None:
+        """These nodes are used now."""
+        now_s = self._clock()
+        lead_s = max(now_s - self._frontier_s, 0.0)
+        for node in path:
+            node.used_s = now_s
+            node.lead_s = lead_s
+
+    def lapse(self) -> None:
+        """End the retentions whose time is over. Their prefixes age from then on, as if they were used at that time."""
+        now_s = self._clock()
+        while self._ends and self._ends[0][0] <= now_s:
+            end_s, _, retention = heapq.heappop(self._ends)
+            node = retention.node
+            while node is not None:
+                node.used_s = max(node.used_s, end_s)
+                node = node.parent
+            if retention.node is not None:
+                self._end(retention)
+
+    # Retaining
+
+    def retain(self, node: RadixNode | None, seconds: float, owner: RetentionOwner, namespace: str) -> None:
+        """Retain the prefix that ends at `node`, in place of the last one of the same session.
+
+        `node` None, or 0 seconds: only end that one. Over the limit, the tenant with the most retained tokens loses its
+        oldest retentions. So a long retention displaces none of another tenant, and none that is newer.
+        """
+        self.lapse()
+        key = (namespace, owner) if owner.session else None
+        if key is not None and key in self._sessions:
+            self._end(self._sessions[key])
+        if node is None or seconds <= 0 or node.end > self.max_tokens:
+            return
+        retention = Retention(node, self._clock() + seconds, owner.tenant, key)
+        self._add(retention, node)
+        while self.num_tokens > self.max_tokens or self.num_live > MAX_RETENTIONS:
+            _, _, tenant = max((tenant.num_tokens, name, tenant) for name, tenant in self._tenants.items())
+            self._end(tenant.oldest())
+
+    def _add(self, retention: Retention, node: RadixNode) -> None:
+        self.num_live += 1
+        if retention.key is not None:
+            self._sessions[retention.key] = retention
+        tenant = self._tenants.setdefault(retention.tenant, _Tenant())
+        tenant.retentions[retention] = None
+        tenant.num_tokens += retention.num_tokens
+        heapq.heappush(self._ends, (retention.end_s, next(self._numbers), retention))
+        self._bound_ends()
+        if node.retentions is None:
+            node.retentions = []
+        node.retentions.append(retention)
+        self._count(node, 1)
+        self._refresh(node)
+
+    def _end(self, retention: Retention) -> None:
+        node = retention.node
+        assert node is not None and node.retentions is not None
+        self._forget(retention)
+        node.retentions.remove(retention)
+        self._count(node, -1)
+        self._refresh(node)
+
+    def _forget(self, retention: Retention) -> None:
+        retention.node = None
+        self.num_live -= 1
+        if retention.key is not None:
+            del self._sessions[retention.key]
+        tenant = self._tenants[retention.tenant]
+        del tenant.retentions[retention]
+        tenant.num_tokens -= retention.num_tokens
+        if not tenant.retentions:
+            del self._tenants[retention.tenant]
+
+    def _count(self, node: RadixNode | None, change: int) -> None:
+        while node is not None:
+            was_retained = bool(node.num_retained)
+            node.num_retained += change
+            self.num_tokens += (bool(node.num_retained) - was_retained) * len(node.tokens)
+            node = node.parent
+
+    def _refresh(self, node: RadixNode) -> None:
+        """Set the time until which the node is retained, and push it if its key has changed."""
+        until_s = max((one.end_s for one in node.retentions or ()), default=0.0)
+        if not node.retentions:
+            node.retentions = None
+        if until_s != node.retained_until_s:
+            node.retained_until_s = until_s
+            if node.ticket != NO_TICKET:
+                self._push(node)
+
+    def _bound_ends(self) -> None:
+        """Drop the entries of ended retentions once they are the majority."""
+        if len(self._ends) > 2 * self.num_live + _HEAP_SLACK:
+            self._ends = [entry for entry in self._ends if entry[2].node is not None]
+            heapq.heapify(self._ends)
+
+    # Changes of the tree
+
+    def split(self, upper: RadixNode, lower: RadixNode) -> None:
+        """An edge was cut. `upper` has its first tokens."""
+        upper.used_s, upper.lead_s = lower.used_s, lower.lead_s
+        upper.num_retained = lower.num_retained
+
+    def shorten(self, leaf: RadixNode, kept_len: int) -> None:
+        """A leaf is about to lose its last tokens, all but `kept_len`. Without any, its retentions move up."""
+        virtual_s = max(leaf.used_s, leaf.retained_until_s)
+        self._frontier_s = max(self._frontier_s, min(virtual_s, self._clock()))
+        if leaf.num_retained:
+            self.num_tokens -= len(leaf.tokens) - kept_len
+        if not kept_len:
+            self._move_up(leaf)
+
+    def _move_up(self, leaf: RadixNode) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        moved, leaf.retentions = leaf.retentions, None
+        if moved is None:
+            return
+        if not len(parent.tokens):  # nothing is left of the prefix
+            for retention in moved:
+                self._forget(retention)
+            self._count(parent, -len(moved))
+            return
+        for retention in moved:
+            retention.node = parent
+        parent.retentions = moved if parent.retentions is None else [*parent.retentions, *moved]
+        self._refresh(parent)
+
+    def cut_off(self, top: RadixNode) -> None:
+        """A node is about to leave the tree with all its descendants. `discard` follows for each of them."""
+        if top.num_retained:
+            self._count(top.parent, -top.num_retained)
+
+    def discard(self, node: RadixNode) -> None:
+        """A node has left the tree, and still has its tokens."""
+        if not node.num_retained:
+            return
+        self.num_tokens -= len(node.tokens)
+        node.num_retained, node.retained_until_s = 0, 0.0
+        for retention in node.retentions or ():
+            self._forget(retention)
+        node.retentions = None
+
+
+class _Tenant:
+    """The retentions of one tenant, oldest first."""
+
+    __slots__ = ("num_tokens", "retentions")
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        """Those of shared prefixes count more than once."""
+        self.retentions: dict[Retention, None] = {}
+
+    def oldest(self) -> Retention:
+        return next(iter(self.retentions))
