@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -49,6 +50,8 @@ class PlanLimits:
 
 class Planner:
     """Plans the next step. `plan` moves requests between the queues and allocates KV, but launches and ends nothing."""
+
+    adder_type: ClassVar[type[PrefillAdder]] = PrefillAdder
 
     def __init__(
         self,
@@ -194,7 +197,7 @@ class Planner:
 
     def _admit(self, joining: list[Req], time: TimeBudget | None) -> list[Extend]:
         queues = self.queues
-        adder = PrefillAdder(
+        adder = self.adder_type(
             self.kv,
             joining=joining,
             max_tokens=max(self._limits.max_prefill_tokens - len(joining), self.kv.page_size),

@@ -18,14 +18,16 @@ from ..offline_workloads import Span
 from ..plots import has_matplotlib
 from ..results import add_results_arguments
 from .cost import DEFAULT_PROFILE, PROFILES, DeviceProfile, load_profile
+from .peer_planners import TERCET
 from .replay import Replay
+from .streams import beside_streams
 from .synthetic import DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN, TrafficSettings, agents, prefix_tree, random_prompts
 from .trace_files import burstgpt, mooncake
 from .traffic import SimRequest, Traffic
 
 TRACES = {"mooncake": mooncake, "burstgpt": burstgpt}
-_SYNTHETIC = ("random", "prefix-tree", "agents")
-_TREE, _AGENTS = ("prefix-tree",), ("agents",)
+_SYNTHETIC = ("random", "streams", "prefix-tree", "agents")
+_STREAMS, _TREE, _AGENTS = ("streams",), ("prefix-tree",), ("agents",)
 _TRAFFIC_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
     "trace_path": (tuple(TRACES), None),
     "slowdown": (tuple(TRACES), 1.0),
@@ -39,6 +41,8 @@ _TRAFFIC_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
     "tenants": (_SYNTHETIC, 1),
     "tenant_skew": (_SYNTHETIC, 0.0),
     "max_new_tokens": (_SYNTHETIC, 0),
+    "streams": (_STREAMS, 8),
+    "stream_len": (_STREAMS, 2_000),
     "tree_levels": (_TREE, 2),
     "tree_branching": (_TREE, 8),
     "tree_level_len": (_TREE, 512),
@@ -86,8 +90,9 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--traffic",
         choices=(*_SYNTHETIC, *TRACES),
-        help="random (default): prompts that share nothing; prefix-tree: prompts that begin with a path of a tree; "
-        "agents: sessions of turns with tool calls; mooncake, burstgpt: a file in the format of these traces",
+        help="random (default): prompts that share nothing; streams: the same beside long answers; prefix-tree: "
+        "prompts that begin with a path of a tree; agents: sessions of turns with tool calls; mooncake, burstgpt: a "
+        "file in the format of these traces",
     )
     group.add_argument(
         "--replay",
@@ -114,6 +119,8 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
     add("--abort-after", "mean seconds until such a client leaves", type=above_zero)
     add("--tenants", "number of tenants", type=positive)
     add("--tenant-skew", "tenant k sends in proportion to k ** -SKEW", type=not_negative)
+    add("--streams", "answers that begin before the first prompt arrives", type=positive)
+    add("--stream-len", "tokens of such an answer", type=positive)
     add("--tree-levels", "levels of the tree", type=positive)
     add("--tree-branching", "children of each node", type=positive)
     add("--tree-level-len", "tokens of each node", type=positive)
@@ -126,6 +133,13 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
 def _add_run_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--policies", metavar="A,B", help="policies to compare, each on the same traffic (default: --schedule-policy)"
+    )
+    group.add_argument(
+        "--planners",
+        metavar="A,B",
+        default=TERCET,
+        help="rules for the tokens of a step to compare: tercet (default); sglang-rule: prompts before decodes; "
+        "vllm-rule: decodes before prompts, --max-prefill-tokens in all",
     )
     group.add_argument(
         "--cost",
@@ -207,6 +221,8 @@ def _requests(options: argparse.Namespace, vocab_size: int) -> Iterator[SimReque
         return prefix_tree(
             settings, options.tree_levels, options.tree_branching, options.tree_level_len, options.tree_skew
         )
+    if options.traffic == "streams":
+        return beside_streams(settings, options.streams, options.stream_len)
     if options.traffic == "agents":
         return agents(settings, options.turns, options.tool_len, options.tool_time)
     return random_prompts(settings)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from ...managers.planner import Planner
 from ...managers.scheduler import InFlight
 from ...managers.scheduler_io import SchedulerIO
 from ...managers.scheduler_process import build_scheduler
@@ -67,8 +68,10 @@ class Simulation:
         traffic: Traffic,
         statistics: RunStatistics,
         num_traced: int = 0,
+        planner_type: type[Planner] | None = None,
     ) -> None:
         """`server_args`: page size, context length and limits must be set. `num_traced`: requests for `hit_rates`.
+        `planner_type`: None: the planner of the settings.
 
         Raises ValueError for settings that do not fit together.
         """
@@ -102,6 +105,7 @@ class Simulation:
             SchedulerIO(_Inbox(self), _Outputs(self), _Nobody(), self.clock),
             self.clock,
             compile_grammars_here=True,
+            planner_type=planner_type,
         )
 
     def run(self) -> None:
