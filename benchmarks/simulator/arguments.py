@@ -54,6 +54,7 @@ _TRAFFIC_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
 """Each flag's kinds of traffic and default. With another kind, the flag has no effect and is refused."""
 _DEFAULT_POOL_TOKENS = 65_536
 _DEFAULT_REQUESTS = 1_000
+_DEFAULT_ROUND_TRIP_MS = 2.0
 
 
 def parse(
@@ -106,6 +107,13 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
         help=f"requests, or sessions of agents (default: {_DEFAULT_REQUESTS}; all of a trace)",
     )
     group.add_argument("--max-concurrency", metavar="N", type=positive, help="hold requests back while N are under way")
+    group.add_argument(
+        "--round-trip",
+        metavar="MS",
+        type=not_negative,
+        help="milliseconds from the end of a request until the one that was held back for it arrives (default: "
+        f"{_DEFAULT_ROUND_TRIP_MS:g})",
+    )
     group.add_argument("--seed", type=not_negative_int, default=0, help="seed of the traffic (default: 0)")
     add("--trace-path", "file of the trace", metavar="FILE", type=Path)
     add("--slowdown", "factor of the times of the trace", type=above_zero)
@@ -169,6 +177,10 @@ def _complete(options: argparse.Namespace) -> None:
         if options.traffic or options.num_requests or options.max_concurrency or options.config:
             raise ValueError("--traffic, --num-requests, --max-concurrency and --config have no effect with --replay")
         options.traffic = "replay"
+    if options.max_concurrency is None and options.round_trip is not None:
+        raise ValueError("--round-trip has no effect without --max-concurrency")
+    if options.max_concurrency is not None and options.round_trip is None:
+        options.round_trip = _DEFAULT_ROUND_TRIP_MS
     options.traffic = options.traffic or "random"
     for name, (kinds, default) in _TRAFFIC_FLAGS.items():
         if getattr(options, name) is None:
@@ -196,7 +208,9 @@ def _complete(options: argparse.Namespace) -> None:
 
 def traffic_of(options: argparse.Namespace, vocab_size: int) -> Traffic:
     """The traffic from its beginning. The same options give the same traffic."""
-    return Traffic(_requests(options, vocab_size), options.max_concurrency)
+    return Traffic(
+        _requests(options, vocab_size), options.max_concurrency, round_trip_s=(options.round_trip or 0.0) / 1000
+    )
 
 
 def _requests(options: argparse.Namespace, vocab_size: int) -> Iterator[SimRequest]:

@@ -21,6 +21,8 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     decode_context_s: float
     host_s: float = 0.0
     """Of the host for each step: planning it, and processing its results."""
+    wake_s: float = 0.0
+    """From the first message to an idle scheduler until it reads its messages. So those of a burst come together."""
     is_asynchronous: bool = False
     """Whether the host plans a step while the device works on the one before, as with a GPU."""
 

@@ -102,7 +102,7 @@ class Simulation:
             dataclasses.replace(model_config, eos_token_ids=(eos_id(model_config.vocab_size),)),
             self.device,
             None,
-            SchedulerIO(_Inbox(self), _Outputs(self), _Nobody(), self.clock),
+            SchedulerIO(_Inbox(self, profile.wake_s), _Outputs(self), _Nobody(), self.clock),
             self.clock,
             compile_grammars_here=True,
             planner_type=planner_type,
@@ -241,8 +241,9 @@ def device_settings(server_args: ServerArgs) -> DeviceSettings:
 class _Inbox:
     """The messages to the scheduler. Waiting takes no time: the clock moves to the next message."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Simulation, wake_s: float) -> None:
         self._simulation = simulation
+        self._wake_s = wake_s
 
     def drain(self) -> list[ToScheduler]:
         return list(self._simulation.messages())
@@ -250,7 +251,7 @@ class _Inbox:
     def wait(self, timeout_s: float) -> bool:
         next_s = self._simulation.next_s
         if next_s is not None:
-            self._simulation.clock.advance_to(next_s)
+            self._simulation.clock.advance_to(next_s + self._wake_s)
         return next_s is not None
 
 
