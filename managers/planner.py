@@ -34,6 +34,7 @@ class PlanLimits:
     chunked_prefill_size: int
     """Of one request in one step."""
     enable_mixed_chunk: bool = False
+    """Running requests decode in extend steps. Otherwise they do only with `max_itl_s`, if it is faster."""
     schedule_policy: str = "lpm"
     schedule_conservativeness: float = 1.0
     admission_watermark: float = 0.0
@@ -174,8 +175,11 @@ class Planner:
         queues = self.queues
         if not queues.unfinished and not (queues.waiting and self.kv.req_to_token_pool.num_free):
             return None
-        joining = decodes if self._limits.enable_mixed_chunk else []
-        time = None if self._gap is None or not decodes else self._gap.budget(decodes, join=bool(joining))
+        joins, time = self._limits.enable_mixed_chunk, None
+        if decodes and self._gap is not None:
+            time = self._gap.budget(decodes, always_join=joins)
+            joins = time.joins
+        joining = decodes if joins else []
         extends = self._admit(joining, time)
         if not extends:
             return None

@@ -6,6 +6,7 @@ import pytest
 from simulations import MODEL, flat_cost, request, settings
 
 from tercet.benchmarks.offline_workloads import Span
+from tercet.benchmarks.simulator.cost import PROFILES, DeviceProfile
 from tercet.benchmarks.simulator.peer_planners import PLANNERS
 from tercet.benchmarks.simulator.simulation import Simulation
 from tercet.benchmarks.simulator.statistics import RunStatistics
@@ -13,6 +14,8 @@ from tercet.benchmarks.simulator.streams import beside_streams
 from tercet.benchmarks.simulator.synthetic import TrafficSettings
 from tercet.benchmarks.simulator.traffic import SimRequest, Traffic
 from tercet.managers.step_cost import StepShape
+
+FLAT = flat_cost(0.01, 0.001)
 
 
 class Watched(Simulation):
@@ -29,9 +32,9 @@ class Watched(Simulation):
         return [(shape.num_prompt_tokens, shape.num_rows) for shape in self._shapes]
 
 
-def run(planner: str, requests: list[SimRequest], **changed: object) -> Watched:
+def run(planner: str, requests: list[SimRequest], profile: DeviceProfile = FLAT, **changed: object) -> Watched:
     simulation = Watched(
-        settings(**changed), MODEL, flat_cost(0.01, 0.001), Traffic(iter(requests)), RunStatistics(),
+        settings(**changed), MODEL, profile, Traffic(iter(requests)), RunStatistics(),
         planner_type=PLANNERS[planner],
     )  # fmt: skip
     simulation.run()
@@ -69,3 +72,29 @@ def test_memory_is_respected_by_every_planner() -> None:
     for planner in PLANNERS:
         requests = list(beside_streams(traffic, 3, 100))
         run(planner, requests, max_total_tokens=512, page_size=8, max_running_requests=6, context_length=512)
+
+
+def test_a_bound_of_one_and_a_half_quiet_steps_costs_no_throughput() -> None:
+    """Steady prompts of 2,048 tokens beside 8 streams, at the costs of an 8B model. The peers have no bound."""
+    profile = PROFILES["llama-3.1-8b-h100-estimate"]
+
+    def beside_prompts(planner: str, num_prompts: int, **changed: object) -> tuple[float, float]:
+        """The p99 of the gaps in seconds, and the tokens per second of prompts and answers."""
+        traffic = TrafficSettings(
+            num_requests=num_prompts, request_rate=4.0, burstiness=1000.0, input_len=Span(2048, 2048),
+            output_len=Span(1, 1), vocab_size=1000,
+        )  # fmt: skip
+        limits = {"context_length": 4096, "max_total_tokens": 65536, "max_prefill_tokens": 16384}
+        requests = list(beside_streams(traffic, 8, 500))
+        stats = run(
+            planner, requests, profile=profile, chunked_prefill_size=8192, max_running_requests=64, **limits, **changed
+        ).statistics  # fmt: skip
+        num_tokens = stats.num_output_tokens + stats.num_admitted_tokens
+        return stats.gaps.quantile(0.99) or 0.0, num_tokens / stats.last_end_s
+
+    quiet_s, _ = beside_prompts("tercet", 1)
+    found = {planner: beside_prompts(planner, 14) for planner in PLANNERS}
+    p99_s, throughput = beside_prompts("tercet", 14, max_itl_ms=1500 * quiet_s)
+    assert p99_s <= 1.5 * quiet_s
+    assert throughput >= 0.95 * max(of_planner for _, of_planner in found.values())
+    assert min(found["sglang-rule"][0], found["vllm-rule"][0]) > 5 * quiet_s
