@@ -2,6 +2,8 @@
 
     python -m tercet.benchmarks.bench_scheduler --traffic prefix-tree --request-rate 4 --policies lpm,fcfs
     python -m tercet.benchmarks.bench_scheduler --replay recorded.schedule --policies lpm,fcfs
+    python -m tercet.benchmarks.bench_scheduler --traffic streams --request-rate 0.1 --input-len 2048 \
+        --max-itl-ms 100 --planners tercet,sglang-rule,vllm-rule
     python -m tercet.benchmarks.bench_scheduler --traffic mooncake --trace-path trace.jsonl --max-total-tokens 200000
 
 The engine's settings are those of `tercet serve`. The same settings and seed give the same figures on every machine.
@@ -14,9 +16,10 @@ import dataclasses
 import itertools
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -29,6 +32,7 @@ from .results import Result, finish
 from .simulator.arguments import engine_of, parse, replayed_args, traffic_of
 from .simulator.comparison import compare
 from .simulator.cost import DeviceProfile, save_profile
+from .simulator.peer_planners import PLANNERS, TERCET
 from .simulator.replay import Replay
 from .simulator.replay_report import add_replay_table
 from .simulator.report import Run, add_tables, save_png, terminal_plots
@@ -90,29 +94,41 @@ def _replayed(options: argparse.Namespace, result: Result) -> Case:
 
 
 def _runs(case: Case, options: argparse.Namespace) -> dict[str, Run]:
-    policies = options.policies.split(",") if options.policies else [case.server_args.schedule_policy]
-    for policy in policies:
-        if policy not in POLICIES:
-            raise ValueError(f"--policies: {policy!r} is none of {', '.join(POLICIES)}")
-    evictions = options.eviction_policies.split(",") if options.eviction_policies else [None]
-    for eviction in evictions:
-        if eviction is not None and eviction not in EVICT_POLICIES:
-            raise ValueError(f"--eviction-policies: {eviction!r} is none of {', '.join(EVICT_POLICIES)}")
+    policies: list[Any] = _names("--policies", options.policies or case.server_args.schedule_policy, POLICIES)
+    planners = _names("--planners", options.planners, PLANNERS)
+    default_eviction = case.server_args.radix_eviction_policy
+    evictions: list[Any] = _names(
+        "--eviction-policies", options.eviction_policies or default_eviction, EVICT_POLICIES
+    )
     slos_s = {name: limit_ms / 1000 for name, limit_ms in options.goodput.items()}
     runs = {}
-    for policy, eviction in itertools.product(policies, evictions):
+    for policy, planner, eviction in itertools.product(policies, planners, evictions):
         server_args = dataclasses.replace(
-            case.server_args,
-            schedule_policy=policy,
-            radix_eviction_policy=eviction or case.server_args.radix_eviction_policy,
+            case.server_args, schedule_policy=policy, radix_eviction_policy=eviction
         )
         statistics = RunStatistics(slos_s)
         simulation = Simulation(
-            server_args, case.config, case.profile, case.traffic(), statistics, options.optimum_requests
+            server_args,
+            case.config,
+            case.profile,
+            case.traffic(),
+            statistics,
+            options.optimum_requests,
+            PLANNERS[planner],
         )
         simulation.run()
-        runs[policy if eviction is None else f"{policy}, {eviction}"] = Run.of(simulation)
+        parts = policy, planner if planner != TERCET else "", eviction if options.eviction_policies else ""
+        runs[", ".join(filter(None, parts))] = Run.of(simulation)
     return runs
+
+
+def _names(flag: str, given: str, known: Collection[str]) -> list[str]:
+    """The names of a list with commas. Raises ValueError."""
+    names = given.split(",")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{flag}: {name!r} is none of {', '.join(known)}")
+    return names
 
 
 def _traffic_text(options: argparse.Namespace) -> str:

@@ -3,7 +3,8 @@
     python -m tercet.benchmarks.bench_simulation --workloads W1,W2,tree
 
 For each workload, a server of the default model records its schedule while a client sends the requests, 16 at once.
-The cost of a step is fitted to the recorded steps, and the same requests are simulated with it.
+The cost of a step is fitted to the recorded steps, and the time outside the scheduler to single requests that are sent
+before. The same requests are simulated with both.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from ..srt.model_files.default_model import default_model_settings
@@ -31,7 +33,7 @@ from .simulator.comparison import compare
 from .simulator.replay import Replay
 from .simulator.replay_report import fit_errors
 from .simulator.simulation import Simulation
-from .simulator.statistics import RunStatistics
+from .simulator.statistics import RunStatistics, Served
 from .simulator.synthetic import TrafficSettings, prefix_tree, random_prompts
 from .simulator.traffic import SimRequest, Traffic
 from .traffic import drive
@@ -39,6 +41,8 @@ from .workloads import Request
 
 _CONCURRENCY = 16
 _NUM_WARMUPS = 16
+_NUM_PROBES = 5
+"""Single requests of one token, whose time outside the scheduler is measured."""
 _SUBMIT_GAP_S = 1e-3
 """Time between two requests of one client in the simulation: what parsing one takes in the HTTP process, roughly."""
 _READY_TIMEOUT_S = 300.0
@@ -78,6 +82,18 @@ class Figures:
 
     output_throughput: float
     median_ttft_s: float
+
+
+@dataclass
+class _ExactStatistics(RunStatistics):
+    """Keeps each TTFT. The median of few requests may be between two distant ones, as the client computes it."""
+
+    ttfts_s: list[float] = field(default_factory=list)
+
+    def add(self, served: Served) -> None:
+        super().add(served)
+        if served.first_token_s is not None:
+            self.ttfts_s.append(served.first_token_s - served.arrival_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,23 +162,55 @@ def check(make: _Make, folder: Path, model_path: str, vocab_size: int, seed: int
     argv = [sys.executable, "-m", "tercet", "serve", model_path, "--skip-tokenizer-init", "--log-level", "warning"]
     argv += ["--port", str(port), "--record-schedule", str(path)]
     with Server(argv, {}, folder / "log") as server:
-        measured = asyncio.run(_measure(server, port, make, vocab_size, seed))
+        measured, probes_s = asyncio.run(_measure(server, port, make, vocab_size, seed))
     replay = Replay(Recording(path))
-    profile = replay.fit("fitted", since=_NUM_WARMUPS)
-    statistics = RunStatistics()
-    traffic = Traffic(make(vocab_size, seed), _CONCURRENCY, _SUBMIT_GAP_S)
-    simulation = Simulation(replay.server_args(), replay.model_config(), profile, traffic, statistics)
-    simulation.run()
-    simulated = Figures(statistics.num_output_tokens / statistics.last_end_s, statistics.ttft.quantile(0.5) or 0.0)
+    simulated = simulate(make(vocab_size, seed), replay, _round_trip_s(replay, probes_s))
     return measured, simulated, replay
 
 
-async def _measure(server: Server, port: int, make: _Make, vocab_size: int, seed: int) -> Figures:
+def simulate(requests: Iterator[SimRequest], replay: Replay, round_trip_s: float) -> Figures:
+    """The figures that a client would measure, with the recorded settings and step times.
+
+    `round_trip_s`: the time of a request outside the scheduler.
+    """
+    first = _NUM_WARMUPS + _NUM_PROBES
+    profile = msgspec.structs.replace(
+        replay.fit("fitted", since=first), wake_s=(_num_at_once(replay, first) - 1) * _SUBMIT_GAP_S
+    )
+    statistics = _ExactStatistics()
+    traffic = Traffic(requests, _CONCURRENCY, _SUBMIT_GAP_S, round_trip_s)
+    simulation = Simulation(replay.server_args(), replay.model_config(), profile, traffic, statistics)
+    simulation.run()
+    return Figures(
+        statistics.num_output_tokens / (statistics.last_end_s + round_trip_s),
+        float(np.median(statistics.ttfts_s)) + round_trip_s,
+    )
+
+
+def _num_at_once(replay: Replay, first: int) -> int:
+    """The requests from this number on that the scheduler read together. The client sends as many as it may at once.
+    How many of them are there when the idle scheduler wakes up is up to the operating system, and the first step of the
+    run depends on it."""
+    arrivals = replay.arrivals()
+    return sum(one.turn == arrivals[first].turn for one in arrivals.values())
+
+
+def _round_trip_s(replay: Replay, probes_s: Sequence[float]) -> float:
+    """The median time of the probes outside the scheduler. `probes_s`: their times at the client."""
+    arrivals, ends = replay.arrivals(), replay.script.ends
+    inside_s = [ends[number].at_s - arrivals[number].at_s for number in range(_NUM_WARMUPS, _NUM_WARMUPS + _NUM_PROBES)]
+    return max(float(np.median(np.array(probes_s) - inside_s)), 0.0)
+
+
+async def _measure(server: Server, port: int, make: _Make, vocab_size: int, seed: int) -> tuple[Figures, list[float]]:
+    """The figures, and the times of the probes."""
     client = HttpClient(f"http://127.0.0.1:{port}")
     try:
         await server.wait_until_healthy(client, _READY_TIMEOUT_S)
-        warmups = itertools.islice(make(vocab_size, seed + 1), _NUM_WARMUPS)
+        warmups = list(itertools.islice(make(vocab_size, seed + 1), _NUM_WARMUPS))
         await _send(client, [Request(one.prompt_ids.tolist(), len(one.prompt_ids), 8) for one in warmups])
+        probe = Request(warmups[0].prompt_ids.tolist(), len(warmups[0].prompt_ids), 1)
+        probes_s = [(await _send(client, [probe]))[1] for _ in range(_NUM_PROBES)]
         requests = [
             Request(one.prompt_ids.tolist(), len(one.prompt_ids), one.num_output_tokens)
             for one in make(vocab_size, seed)
@@ -171,9 +219,8 @@ async def _measure(server: Server, port: int, make: _Make, vocab_size: int, seed
     finally:
         await client.close()
     num_tokens = sum(output.completion_tokens or 0 for output in outputs)
-    return Figures(
-        num_tokens / duration_s, float(np.median([output.arrivals[0] - output.start_s for output in outputs]))
-    )
+    ttfts_s = [output.arrivals[0] - output.start_s for output in outputs]
+    return Figures(num_tokens / duration_s, float(np.median(ttfts_s))), probes_s
 
 
 async def _send(client: HttpClient, requests: Sequence[Request]) -> tuple[list[Output], float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -33,6 +34,7 @@ class PlanLimits:
     chunked_prefill_size: int
     """Of one request in one step."""
     enable_mixed_chunk: bool = False
+    """Running requests decode in extend steps. Otherwise they do only with `max_itl_s`, if it is faster."""
     schedule_policy: str = "lpm"
     schedule_conservativeness: float = 1.0
     admission_watermark: float = 0.0
@@ -49,6 +51,8 @@ class PlanLimits:
 
 class Planner:
     """Plans the next step. `plan` moves requests between the queues and allocates KV, but launches and ends nothing."""
+
+    adder_type: ClassVar[type[PrefillAdder]] = PrefillAdder
 
     def __init__(
         self,
@@ -171,8 +175,11 @@ class Planner:
         queues = self.queues
         if not queues.unfinished and not (queues.waiting and self.kv.req_to_token_pool.num_free):
             return None
-        joining = decodes if self._limits.enable_mixed_chunk else []
-        time = None if self._gap is None or not decodes else self._gap.budget(decodes, join=bool(joining))
+        joins, time = self._limits.enable_mixed_chunk, None
+        if decodes and self._gap is not None:
+            time = self._gap.budget(decodes, always_join=joins)
+            joins = time.joins
+        joining = decodes if joins else []
         extends = self._admit(joining, time)
         if not extends:
             return None
@@ -194,7 +201,7 @@ class Planner:
 
     def _admit(self, joining: list[Req], time: TimeBudget | None) -> list[Extend]:
         queues = self.queues
-        adder = PrefillAdder(
+        adder = self.adder_type(
             self.kv,
             joining=joining,
             max_tokens=max(self._limits.max_prefill_tokens - len(joining), self.kv.page_size),

@@ -121,11 +121,13 @@ def build_scheduler(
     tiers: KVTiers | None = None,
     host_kv_pool: HostKVPool | None = None,
     compile_grammars_here: bool = False,
+    planner_type: type[Planner] | None = None,
 ) -> Scheduler:
     """The scheduler of a loaded model, with its pools and its cache. `clock`: that of `io`.
 
     `host_kv_pool`: the KV pool, if its memory is the host's. It is touched while the engine is idle.
-    `compile_grammars_here`: in the thread that calls the scheduler, and not in a thread of their own.
+    `compile_grammars_here`: in the thread that calls the scheduler, and not in a thread of their own. `planner_type`:
+    another rule, for simulations; None: the planner of the settings.
     """
     rows = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
     allocator, cache = _memory(server_args, model_config, runner, clock)
@@ -135,7 +137,7 @@ def build_scheduler(
     kv = KVCacheManager(rows, allocator, cache, tiers)
     queues = RequestQueues(server_args.max_queued_requests)
     return Scheduler(
-        _planner(server_args, runner, kv, queues, clock),
+        _planner(server_args, runner, kv, queues, clock, planner_type),
         runner,
         io,
         ReqFactory(
@@ -167,10 +169,11 @@ def _planner(
     kv: KVCacheManager,
     queues: RequestQueues,
     clock: Callable[[], float],
+    planner_type: type[Planner] | None,
 ) -> Planner:
     limits, slow_s = _limits(server_args, runner), server_args.explain_schedule
-    if slow_s is None:
-        return Planner(limits, kv, queues, clock=clock)
+    if planner_type is not None or slow_s is None:
+        return (planner_type or Planner)(limits, kv, queues, clock=clock)
     return ExplainedPlanner(limits, kv, queues, clock=clock, slow_s=slow_s)
 
 

@@ -26,6 +26,8 @@ class StepShape(NamedTuple):
     """The positions that all prompt tokens attend to, each token to itself and to those before it."""
     decode_context: int
     """The positions that the newest tokens of the decoding rows attend to."""
+    num_joined: int = 0
+    """The rows that decode in an extend step. They are in `num_rows`, too."""
 
     @classmethod
     def of(cls, inputs: StepInputs, num_decodes: int) -> StepShape:
@@ -38,7 +40,8 @@ class StepShape(NamedTuple):
         starts = ends - inputs.extend_lens
         context = int(np.dot(ends, ends + 1) - np.dot(starts, starts + 1)) // 2
         decode_context = int(starts[num_rows - num_decodes :].sum()) + num_decodes
-        return cls(True, num_rows, inputs.num_tokens - num_decodes, context - decode_context, decode_context)
+        num_prompt = inputs.num_tokens - num_decodes
+        return cls(True, num_rows, num_prompt, context - decode_context, decode_context, num_decodes)
 
     @classmethod
     def of_prompt(cls, start: int, end: int) -> StepShape:
@@ -52,6 +55,7 @@ class StepShape(NamedTuple):
             self.num_prompt_tokens + other.num_prompt_tokens,
             self.prompt_context + other.prompt_context,
             self.decode_context + other.decode_context,
+            self.num_joined + other.num_joined,
         )
 
 
@@ -67,6 +71,8 @@ class StepCost(NamedTuple):
     """Of one position that one prompt token attends to."""
     decode_context_s: float
     """Of one position that a decoding row attends to."""
+    joined_row_s: float = 0.0
+    """Of a row that decodes in an extend step, beside `row_s`."""
 
     def seconds(self, shape: StepShape) -> float:
         return (
@@ -76,6 +82,7 @@ class StepCost(NamedTuple):
             + self.prompt_token_s * shape.num_prompt_tokens
             + self.prompt_context_s * shape.prompt_context
             + self.decode_context_s * shape.decode_context
+            + self.joined_row_s * shape.num_joined
         )
 
     def prompt_tokens_within(self, budget_s: float, beside: StepShape, start: int) -> float:
@@ -97,7 +104,7 @@ class StepCost(NamedTuple):
 
 PRIOR = StepCost(0.01, 0.0, 0.0, 1e-3, 0.0, 0.0)
 """Before any step was measured: a slow machine, so that the first steps are rather too short than too long."""
-_SCALES = StepCost(1.0, 1.0, 8.0, 512.0, 2.0**20, 2.0**14)
+_SCALES = StepCost(1.0, 1.0, 8.0, 512.0, 2.0**20, 2.0**14, 8.0)
 """Typical features of a step. The fit computes with multiples of them, so that its unknowns have similar sizes."""
 _SCALES_ARRAY = np.array(_SCALES)
 

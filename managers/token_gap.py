@@ -14,6 +14,9 @@ MIN_TOKENS = 32
 DECODES_PER_EXTEND = 3
 """Decode steps that follow an extend step for which running requests had to wait. A step has a cost however few tokens
 it computes, so an endless run of small prompts must not get most of the steps."""
+TRIAL_PERIOD = 16
+"""Of so many extend steps beside running requests, one is a trial of the slower way to decode."""
+_SHORTEST = StepShape.of_prompt(0, MIN_TOKENS)
 MIN_MARGIN, MAX_MARGIN = 1.03, 2.0
 """Steps are planned to be shorter than the bound by this factor. It grows with twice the usual error of predictions."""
 
@@ -21,8 +24,9 @@ MIN_MARGIN, MAX_MARGIN = 1.03, 2.0
 class TimeBudget:
     """The seconds of one extend step. It shrinks with every prompt that joins the step."""
 
-    def __init__(self, cost: StepCost, budget_s: float, beside: StepShape) -> None:
-        """`beside`: the decodes that join the step."""
+    def __init__(self, cost: StepCost, budget_s: float, beside: StepShape, *, joins: bool) -> None:
+        """`beside`: the decodes that join the step. `joins`: whether they do."""
+        self.joins = joins
         self._cost = cost
         self._left_s = budget_s
         self._step = beside
@@ -51,20 +55,36 @@ class TokenGapBound:
     def __init__(self, max_gap_s: float) -> None:
         self.model = StepCostModel()
         self._max_gap_s = max_gap_s
+        self._num_choices = 0
 
     def observe(self, inputs: StepInputs, num_decodes: int, seconds: float) -> None:
         """A step took so long, from its launch or the end of the step before, to its result."""
         self.model.observe(StepShape.of(inputs, num_decodes), seconds)
 
-    def budget(self, decodes: Sequence[Req], *, join: bool) -> TimeBudget:
-        """For an extend step that these requests wait for. `join`: they take part in it."""
+    def budget(self, decodes: Sequence[Req], *, always_join: bool) -> TimeBudget:
+        """For an extend step that these requests wait for. `always_join`: they join it, even if it is slower."""
         cost = self.model.cost
         margin = min(MIN_MARGIN + 2 * self.model.spread(is_extend=True), MAX_MARGIN)
-        shape = StepShape(join, len(decodes), 0, 0, sum(req.kv_len for req in decodes) + len(decodes))
-        if join:
-            return TimeBudget(cost, self._max_gap_s / margin, shape)
-        nothing = StepShape(True, 0, 0, 0, 0)
-        return TimeBudget(cost, self._max_gap_s / margin - cost.seconds(shape), nothing)
+        gap_s = self._max_gap_s / margin
+        alone = StepShape(False, len(decodes), 0, 0, sum(req.kv_len for req in decodes) + len(decodes))
+        before_s = gap_s - cost.seconds(alone)
+        if always_join or self._joins(len(decodes), before_s):
+            return TimeBudget(cost, gap_s, alone._replace(is_extend=True, num_joined=len(decodes)), joins=True)
+        return TimeBudget(cost, before_s, StepShape(True, 0, 0, 0, 0), joins=False)
+
+    def _joins(self, num_decodes: int, before_s: float) -> bool:
+        """Whether so many rows should decode in the extend step. `before_s`: what a decode step after it leaves of the
+        bound.
+
+        They should if it takes less time. But sometimes it is the other way round, if the bound allows it: the model
+        learns the difference only if it sees both.
+        """
+        cost = self.model.cost
+        is_faster = cost.joined_row_s * num_decodes < cost.step_s
+        if cost.seconds(_SHORTEST) > before_s:
+            return is_faster
+        self._num_choices += 1
+        return is_faster != (self._num_choices % TRIAL_PERIOD == 0)
 
     def decodes_due(self, num_prompt_tokens: int, max_prefill_tokens: int) -> int:
         """Decode steps that follow an extend step: as many for each prompt token as without a bound, and at least 1."""

@@ -165,7 +165,8 @@ class ServerArgs:
         float | None,
         Setting(
             "Maximum time between two tokens of a running request while prompts are computed, in milliseconds: each "
-            "step computes as many prompt tokens as fit into it; default: not bounded by time"
+            "step computes as many prompt tokens as fit into it, and running requests decode in it if that is faster; "
+            "default: not bounded by time"
         ),
     ] = None
     grammar_backend: Annotated[

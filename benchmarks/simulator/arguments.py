@@ -18,7 +18,9 @@ from ..offline_workloads import Span
 from ..plots import has_matplotlib
 from ..results import add_results_arguments
 from .cost import DEFAULT_PROFILE, PROFILES, DeviceProfile, load_profile
+from .peer_planners import TERCET
 from .replay import Replay
+from .streams import beside_streams
 from .synthetic import (
     DEFAULT_INPUT_LEN,
     DEFAULT_OUTPUT_LEN,
@@ -32,8 +34,8 @@ from .trace_files import burstgpt, mooncake
 from .traffic import SimRequest, Traffic
 
 TRACES = {"mooncake": mooncake, "burstgpt": burstgpt}
-_SYNTHETIC = ("random", "prefix-tree", "agents")
-_TREE, _AGENTS = ("prefix-tree",), ("agents",)
+_SYNTHETIC = ("random", "streams", "prefix-tree", "agents")
+_STREAMS, _TREE, _AGENTS = ("streams",), ("prefix-tree",), ("agents",)
 _TRAFFIC_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
     "trace_path": (tuple(TRACES), None),
     "slowdown": (tuple(TRACES), 1.0),
@@ -47,6 +49,8 @@ _TRAFFIC_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
     "tenants": (_SYNTHETIC, 1),
     "tenant_skew": (_SYNTHETIC, 0.0),
     "max_new_tokens": (_SYNTHETIC, 0),
+    "streams": (_STREAMS, 8),
+    "stream_len": (_STREAMS, 2_000),
     "tree_levels": (_TREE, 2),
     "tree_branching": (_TREE, 8),
     "tree_level_len": (_TREE, 512),
@@ -61,6 +65,7 @@ _TRAFFIC_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
 """Each flag's kinds of traffic and default. With another kind, the flag has no effect and is refused."""
 _DEFAULT_POOL_TOKENS = 65_536
 _DEFAULT_REQUESTS = 1_000
+_DEFAULT_ROUND_TRIP_MS = 2.0
 
 
 def parse(
@@ -97,8 +102,9 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--traffic",
         choices=(*_SYNTHETIC, *TRACES),
-        help="random (default): prompts that share nothing; prefix-tree: prompts that begin with a path of a tree; "
-        "agents: sessions of turns with tool calls; mooncake, burstgpt: a file in the format of these traces",
+        help="random (default): prompts that share nothing; streams: the same beside long answers; prefix-tree: "
+        "prompts that begin with a path of a tree; agents: sessions of turns with tool calls; mooncake, burstgpt: a "
+        "file in the format of these traces",
     )
     group.add_argument(
         "--replay",
@@ -112,6 +118,13 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
         help=f"requests, or sessions of agents (default: {_DEFAULT_REQUESTS}; all of a trace)",
     )
     group.add_argument("--max-concurrency", metavar="N", type=positive, help="hold requests back while N are under way")
+    group.add_argument(
+        "--round-trip",
+        metavar="MS",
+        type=not_negative,
+        help="milliseconds from the end of a request until the one that was held back for it arrives (default: "
+        f"{_DEFAULT_ROUND_TRIP_MS:g})",
+    )
     group.add_argument("--seed", type=not_negative_int, default=0, help="seed of the traffic (default: 0)")
     add("--trace-path", "file of the trace", metavar="FILE", type=Path)
     add("--slowdown", "factor of the times of the trace", type=above_zero)
@@ -125,6 +138,8 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
     add("--abort-after", "mean seconds until such a client leaves", type=above_zero)
     add("--tenants", "number of tenants", type=positive)
     add("--tenant-skew", "tenant k sends in proportion to k ** -SKEW", type=not_negative)
+    add("--streams", "answers that begin before the first prompt arrives", type=positive)
+    add("--stream-len", "tokens of such an answer", type=positive)
     add("--tree-levels", "levels of the tree", type=positive)
     add("--tree-branching", "children of each node", type=positive)
     add("--tree-level-len", "tokens of each node", type=positive)
@@ -145,6 +160,13 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
         "--eviction-policies",
         metavar="A,B",
         help="eviction policies to compare, with each of --policies (default: --radix-eviction-policy)",
+    )
+    parser.add_argument(
+        "--planners",
+        metavar="A,B",
+        default=TERCET,
+        help="rules for the tokens of a step to compare: tercet (default); sglang-rule: prompts before decodes; "
+        "vllm-rule: decodes before prompts, --max-prefill-tokens in all",
     )
     group.add_argument(
         "--cost",
@@ -174,6 +196,10 @@ def _complete(options: argparse.Namespace) -> None:
         if options.traffic or options.num_requests or options.max_concurrency or options.config:
             raise ValueError("--traffic, --num-requests, --max-concurrency and --config have no effect with --replay")
         options.traffic = "replay"
+    if options.max_concurrency is None and options.round_trip is not None:
+        raise ValueError("--round-trip has no effect without --max-concurrency")
+    if options.max_concurrency is not None and options.round_trip is None:
+        options.round_trip = _DEFAULT_ROUND_TRIP_MS
     options.traffic = options.traffic or "random"
     for name, (kinds, default) in _TRAFFIC_FLAGS.items():
         if getattr(options, name) is None:
@@ -201,7 +227,9 @@ def _complete(options: argparse.Namespace) -> None:
 
 def traffic_of(options: argparse.Namespace, vocab_size: int) -> Traffic:
     """The traffic from its beginning. The same options give the same traffic."""
-    return Traffic(_requests(options, vocab_size), options.max_concurrency)
+    return Traffic(
+        _requests(options, vocab_size), options.max_concurrency, round_trip_s=(options.round_trip or 0.0) / 1000
+    )
 
 
 def _requests(options: argparse.Namespace, vocab_size: int) -> Iterator[SimRequest]:
@@ -226,6 +254,8 @@ def _requests(options: argparse.Namespace, vocab_size: int) -> Iterator[SimReque
         return prefix_tree(
             settings, options.tree_levels, options.tree_branching, options.tree_level_len, options.tree_skew
         )
+    if options.traffic == "streams":
+        return beside_streams(settings, options.streams, options.stream_len)
     if options.traffic == "agents":
         sessions = agents(settings, options.turns, options.tool_len, options.tool_time)
         return beside_documents(sessions, settings, options.documents, options.document_len, options.document_rate)

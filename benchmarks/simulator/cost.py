@@ -19,8 +19,11 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prompt_token_s: float
     prompt_context_s: float
     decode_context_s: float
+    joined_row_s: float = 0.0
     host_s: float = 0.0
     """Of the host for each step: planning it, and processing its results."""
+    wake_s: float = 0.0
+    """From the first message to an idle scheduler until it reads its messages. So those of a burst come together."""
     is_asynchronous: bool = False
     """Whether the host plans a step while the device works on the one before, as with a GPU."""
 
@@ -44,6 +47,7 @@ PROFILES = {
             prompt_token_s=5.7e-4,
             prompt_context_s=3e-7,
             decode_context_s=9e-7,
+            joined_row_s=3.4e-4,
             host_s=5e-4,
         ),
         DeviceProfile(
@@ -54,13 +58,15 @@ PROFILES = {
             prompt_token_s=3.2e-5,
             prompt_context_s=1e-9,
             decode_context_s=4.5e-8,
+            joined_row_s=1.2e-5,
             host_s=1e-3,
             is_asynchronous=True,
         ),
     )
 }
 """The first: SmolLM2-135M in bfloat16 on 2 cores of an AMD EPYC (Zen 4), from the figures of docs/performance.md. The
-second is no measurement: 16 GB of weights and 128 KiB of KV per token at 3 TB/s, and products at 0.5 PFLOP/s."""
+second is no measurement: 16 GB of weights and 128 KiB of KV per token at 3 TB/s, and products at 0.5 PFLOP/s.
+In both, a row that decodes in an extend step is taken to cost as much as a prompt token."""
 DEFAULT_PROFILE = "smollm2-135m-2-cores"
 
 

@@ -165,11 +165,13 @@ class Replay:
                     recorded_ids=output_ids,
                 )
 
+    def arrivals(self) -> dict[int, Arrival]:
+        """The requests by number."""
+        return {one.number: one for batch in self.script.messages.values() for one in batch if isinstance(one, Arrival)}
+
     def measured(self) -> Measured:
         """The figures of the recorded run itself."""
-        arrivals = {
-            one.number: one for batch in self.script.messages.values() for one in batch if isinstance(one, Arrival)
-        }
+        arrivals = self.arrivals()
         ends = self.script.ends.values()
         done = [end for end in ends if not isinstance(end.finish, AbortFinish) and end.first_token_s is not None]
         if not done:

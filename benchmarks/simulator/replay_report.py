@@ -34,7 +34,9 @@ def add_replay_table(result: Result, replay: Replay, comparison: Comparison | No
         f"Fitted cost of a step: {number(cost.step_s * 1e3)} ms, {number(cost.extend_s * 1e3)} ms more with prompts, "
         f"{number(cost.row_s * 1e6)} us per row, {number(cost.prompt_token_s * 1e6)} us per prompt token, "
         f"{number(cost.prompt_context_s * 1e9)} ns per attended position of a prompt token, "
-        f"{number(cost.decode_context_s * 1e9)} ns of a decoding row; host {number(fitted.host_s * 1e3)} ms. "
+        f"{number(cost.decode_context_s * 1e9)} ns of a decoding row, "
+        f"{number(cost.joined_row_s * 1e6)} us more per row that decodes beside prompts; "
+        f"host {number(fitted.host_s * 1e3)} ms. "
         f"Median error of a step {percent(median)}, error of the sum of all steps {percent(total)}.",
     ]
     result.values["recording"] = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from ...managers.planner import Planner
 from ...managers.scheduler import InFlight
 from ...managers.scheduler_io import SchedulerIO
 from ...managers.scheduler_process import build_scheduler
@@ -77,8 +78,10 @@ class Simulation:
         traffic: Traffic,
         statistics: RunStatistics,
         num_traced: int = 0,
+        planner_type: type[Planner] | None = None,
     ) -> None:
         """`server_args`: page size, context length and limits must be set. `num_traced`: requests for `hit_rates`.
+        `planner_type`: None: the planner of the settings.
 
         Raises ValueError for settings that do not fit together.
         """
@@ -112,9 +115,10 @@ class Simulation:
             dataclasses.replace(model_config, eos_token_ids=(eos_id(model_config.vocab_size),)),
             self.device,
             None,
-            SchedulerIO(_Inbox(self), _Outputs(self), _Nobody(), self.clock),
+            SchedulerIO(_Inbox(self, profile.wake_s), _Outputs(self), _Nobody(), self.clock),
             self.clock,
             compile_grammars_here=True,
+            planner_type=planner_type,
         )
 
     def run(self) -> None:
@@ -255,8 +259,9 @@ def device_settings(server_args: ServerArgs) -> DeviceSettings:
 class _Inbox:
     """The messages to the scheduler. Waiting takes no time: the clock moves to the next message."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Simulation, wake_s: float) -> None:
         self._simulation = simulation
+        self._wake_s = wake_s
 
     def drain(self) -> list[ToScheduler]:
         return list(self._simulation.messages())
@@ -264,7 +269,7 @@ class _Inbox:
     def wait(self, timeout_s: float) -> bool:
         next_s = self._simulation.next_s
         if next_s is not None:
-            self._simulation.clock.advance_to(next_s)
+            self._simulation.clock.advance_to(next_s + self._wake_s)
         return next_s is not None
 
 

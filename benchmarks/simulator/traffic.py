@@ -59,25 +59,30 @@ class Traffic:
     """Requests in the order of their arrival. Only the next one and those of sessions exist before they arrive."""
 
     def __init__(
-        self, requests: Iterator[SimRequest], max_concurrency: int | None = None, submit_gap_s: float = 0.0
+        self,
+        requests: Iterator[SimRequest],
+        max_concurrency: int | None = None,
+        submit_gap_s: float = 0.0,
+        round_trip_s: float = 0.0,
     ) -> None:
         """`requests`: with times that do not decrease. `max_concurrency`: a request is held back while so many run.
-        Its time then counts from the moment when it is sent. `submit_gap_s`: least seconds between two arrivals."""
+        Its time then counts from its arrival. `submit_gap_s`: least seconds between two arrivals. `round_trip_s`: from
+        the end of a request in the scheduler until the one that was held back for it arrives there."""
         self._requests = requests
-        self._max_concurrency = max_concurrency
         self._submit_gap_s = submit_gap_s
+        self._round_trip_s = round_trip_s
+        self._slots_s = None if max_concurrency is None else [0.0] * max_concurrency
+        """A heap: from when on each free place of `max_concurrency` can be used."""
         self._next = next(requests, None)
         self._later: list[_Due] = []
         self._places = itertools.count()
         self._num_taken = 0
-        self._num_live = 0
-        self._free_at_s = 0.0
         self._last_s = -submit_gap_s
 
     @property
     def next_s(self) -> float | None:
         """When the next request arrives; None: not before another one ends, or never."""
-        if self._max_concurrency is not None and self._num_live >= self._max_concurrency:
+        if self._slots_s == []:
             return None
         if self._is_later_first:
             at_s = self._later[0].at_s
@@ -85,7 +90,7 @@ class Traffic:
             at_s = self._next.arrival_s
         else:
             return None
-        return max(at_s, self._free_at_s, self._last_s + self._submit_gap_s)
+        return max(at_s, self._slots_s[0] if self._slots_s else 0.0, self._last_s + self._submit_gap_s)
 
     @property
     def _is_later_first(self) -> bool:
@@ -105,14 +110,14 @@ class Traffic:
             request.arrival_s = self._last_s = at_s
             request.number = self._num_taken
             self._num_taken += 1
-            self._num_live += 1
+            if self._slots_s is not None:
+                heapq.heappop(self._slots_s)
             yield request
 
     def on_end(self, request: SimRequest, now_s: float, output_ids: list[int]) -> None:
         """A request has ended in any way. `output_ids`: empty without a session."""
-        if self._max_concurrency is not None and self._num_live == self._max_concurrency:
-            self._free_at_s = now_s
-        self._num_live -= 1
+        if self._slots_s is not None:
+            heapq.heappush(self._slots_s, now_s + self._round_trip_s)
         if request.session is not None:
             following = request.session.next(request, now_s, output_ids)
             if following is not None:

@@ -75,7 +75,7 @@ def test_a_shape_counts_each_token_with_its_context(
     assert shape.is_extend and shape.num_rows == len(extends) + len(decodes)
     assert (shape.num_prompt_tokens, shape.prompt_context) == (len(prompts + drafts), sum(prompts + drafts))
     assert shape.decode_context == sum(cached + 1 for cached, _ in decodes)
-    summed = StepShape(True, len(decodes), len(drafts), sum(drafts), shape.decode_context)
+    summed = StepShape(True, len(decodes), len(drafts), sum(drafts), shape.decode_context, len(decodes))
     for start, end in parts:
         summed = summed.plus(StepShape.of_prompt(start, end))
     assert summed == shape
@@ -183,3 +183,16 @@ def test_a_chunk_size_that_follows_the_model_reaches_its_budget() -> None:
             shape = StepShape.of_prompt(0, count)
             model.observe(shape, cost.seconds(shape))
         assert cost.seconds(shape) == pytest.approx(0.25, rel=0.03)
+
+
+def test_the_cost_of_decoding_beside_prompts_is_found() -> None:
+    """From steps with and without such rows."""
+    cost = SLOW._replace(joined_row_s=0.001)
+    model, rng = StepCostModel(), Random(4)
+    for place in range(200):
+        prompt = StepShape.of_prompt(0, rng.randint(50, 500))
+        num_rows = rng.randint(1, 16)
+        beside = StepShape(True, num_rows, 0, 0, num_rows * rng.randint(10, 4000), num_rows)
+        for shape in (prompt.plus(beside) if place % 4 else prompt, beside._replace(is_extend=False, num_joined=0)):
+            model.observe(shape, cost.seconds(shape))
+    assert model.cost.joined_row_s == pytest.approx(0.001, rel=0.1)

@@ -10,7 +10,7 @@ from timed_rig import FAST, SLOW, TimedRig
 
 from tercet.managers.step_cost import StepCost
 from tercet.managers.token_gap import MIN_TOKENS
-from tercet.model_executor.step import ForwardMode
+from tercet.model_executor.step import FROM_DEVICE, ForwardMode
 
 NUM_STREAMS = 8
 PROMPT_LEN = 2000
@@ -18,15 +18,16 @@ PROMPT_LEN = 2000
 
 def make_rig(cost: StepCost, **settings) -> TimedRig:
     """Streams that decode to the end of the test."""
+    is_slow = cost.step_s == SLOW.step_s
     rig = TimedRig(
         cost,
         **{
             "pool_size": 65536,
             "max_running": 64,
             "context_len": 8192,
-            "max_prefill_tokens": 2048 if cost is SLOW else 16384,
-            "chunked_prefill_size": 1024 if cost is SLOW else 8192,
-            "overlap": cost is FAST,
+            "max_prefill_tokens": 2048 if is_slow else 16384,
+            "chunked_prefill_size": 1024 if is_slow else 8192,
+            "overlap": not is_slow,
             "conservativeness": 0.01,
             **settings,
         },
@@ -41,6 +42,11 @@ def make_rig(cost: StepCost, **settings) -> TimedRig:
 def gaps_s(rig: TimedRig, first: int) -> list[float]:
     """The gaps of all streams from their token `first` on. All of them have as many tokens."""
     return [gap for index in range(NUM_STREAMS) for gap in rig.gaps_s(f"stream{index}")[first:]]
+
+
+def input_ids_of(rig: TimedRig, first: int) -> list[np.ndarray]:
+    """The tokens of each extend step from step `first` on."""
+    return [step.input_ids for step in rig.runner.steps[first:] if step.mode is ForwardMode.EXTEND]
 
 
 def serve_steadily(rig: TimedRig, interval_s: float, num_prompts: int) -> float:
@@ -58,7 +64,7 @@ def serve_steadily(rig: TimedRig, interval_s: float, num_prompts: int) -> float:
     return num_tokens / (rig.clock.now - start_s)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("joined", ["by flag", "if cheap", "if dear"])
 @pytest.mark.parametrize(
     ("cost", "max_itl_s", "interval_s", "num_prompts"),
     [
@@ -70,14 +76,20 @@ def serve_steadily(rig: TimedRig, interval_s: float, num_prompts: int) -> float:
     ],
 )
 def test_steady_prompts_beside_streams_keep_the_bound_and_the_throughput(
-    cost: StepCost, max_itl_s: float, interval_s: float, num_prompts: int, mixed: bool
+    cost: StepCost, max_itl_s: float, interval_s: float, num_prompts: int, joined: str
 ) -> None:
+    if joined == "if dear":  # a step of their own costs the streams half as much as joining
+        cost = cost._replace(joined_row_s=2 * cost.step_s / NUM_STREAMS)
+    mixed = joined == "by flag"
     throughput, p99_s = {}, {}
     for bound in (None, max_itl_s):
         rig = make_rig(cost, max_itl_s=bound, mixed=mixed)
         serve_steadily(rig, interval_s, num_prompts // 2)  # the model learns
         first = len(rig.times_s["stream0"])
+        num_steps = len(rig.runner.steps)
         throughput[bound] = serve_steadily(rig, interval_s, num_prompts)
+        share = np.mean([(ids == FROM_DEVICE).any() for ids in input_ids_of(rig, num_steps)])
+        assert share > 0.7 if mixed or (bound and joined == "if cheap") else share < 0.3
         p99_s[bound] = np.quantile(gaps_s(rig, first), 0.99)
     assert p99_s[max_itl_s] <= max_itl_s < p99_s[None]
     assert throughput[max_itl_s] >= 0.95 * throughput[None]
@@ -94,11 +106,12 @@ def test_without_running_requests_nothing_is_bounded() -> None:
 @pytest.mark.parametrize(("page_size", "least"), [(1, MIN_TOKENS), (64, 64)])
 def test_prompts_go_on_under_a_bound_that_no_step_can_keep(page_size: int, least: int) -> None:
     rig = make_rig(SLOW, max_itl_s=0.001, page_size=page_size)
-    first = len(rig.extend_sizes)
+    first = len(rig.runner.steps)
     rig.add("prompt", [90] * 256, max_new_tokens=1)
     while "prompt" not in rig.times_s:
         rig.turn()
-    assert rig.extend_sizes[first:] == [least] * (256 // least)
+    sizes = [len(ids) - int((ids == FROM_DEVICE).sum()) for ids in input_ids_of(rig, first)]
+    assert sizes == [least] * (256 // least)
 
 
 def test_a_slower_machine_gets_smaller_chunks() -> None:
@@ -122,3 +135,17 @@ def test_long_prompts_get_smaller_chunks_as_their_context_grows() -> None:
     sizes = [step.num_tokens for step in rig.runner.steps[first:] if step.mode is ForwardMode.EXTEND]
     assert sizes[0] > 3 * sizes[-2]
     assert max(rig.gaps_s("stream0")[10:]) <= 0.5
+
+
+def test_the_way_to_decode_follows_the_machine() -> None:
+    """Joining becomes cheap on a machine on which it was dear. The model notices, because it goes on trying."""
+    shares = []
+    rig = make_rig(SLOW._replace(joined_row_s=2 * SLOW.step_s / NUM_STREAMS), max_itl_s=0.2, radix=False)
+    for cost in (None, SLOW):
+        if cost is not None:
+            rig.scheduler._runner._cost = cost
+        serve_steadily(rig, 0, 3)
+        first = len(rig.runner.steps)
+        serve_steadily(rig, 0, 3)
+        shares.append(np.mean([(ids == FROM_DEVICE).any() for ids in input_ids_of(rig, first)]))
+    assert shares[0] < 0.2 and shares[1] > 0.8

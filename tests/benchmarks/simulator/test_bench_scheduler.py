@@ -56,6 +56,8 @@ def test_a_profile_survives_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--traffic", "agents", "--tree-levels", "3"], "--tree-levels has no effect"),
         (["--traffic", "mooncake"], "has no effect with --traffic mooncake"),
         (["--policies", "lpm,none"], "'none' is none of"),
+        (["--round-trip", "5"], "--round-trip has no effect without --max-concurrency"),
+        (["--planners", "tercet,none"], "'none' is none of"),
         (["--cost", "no-such-file"], "--cost must be a JSON file or one of"),
         (["--goodput", "ttft:1", "ttft:2"], "twice"),
         (["--plot", "x.pdf"], "must name a .png file"),
