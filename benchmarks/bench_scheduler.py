@@ -97,15 +97,11 @@ def _runs(case: Case, options: argparse.Namespace) -> dict[str, Run]:
     policies: list[Any] = _names("--policies", options.policies or case.server_args.schedule_policy, POLICIES)
     planners = _names("--planners", options.planners, PLANNERS)
     default_eviction = case.server_args.radix_eviction_policy
-    evictions: list[Any] = _names(
-        "--eviction-policies", options.eviction_policies or default_eviction, EVICT_POLICIES
-    )
+    evictions: list[Any] = _names("--eviction-policies", options.eviction_policies or default_eviction, EVICT_POLICIES)
     slos_s = {name: limit_ms / 1000 for name, limit_ms in options.goodput.items()}
     runs = {}
     for policy, planner, eviction in itertools.product(policies, planners, evictions):
-        server_args = dataclasses.replace(
-            case.server_args, schedule_policy=policy, radix_eviction_policy=eviction
-        )
+        server_args = dataclasses.replace(case.server_args, schedule_policy=policy, radix_eviction_policy=eviction)
         statistics = RunStatistics(slos_s)
         simulation = Simulation(
             server_args,

@@ -161,7 +161,7 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
         metavar="A,B",
         help="eviction policies to compare, with each of --policies (default: --radix-eviction-policy)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--planners",
         metavar="A,B",
         default=TERCET,
