@@ -183,6 +183,27 @@ def test_kv_without_a_finite_logit_is_never_saved() -> None:
     assert rig.kv.tiers.num_saved == 10, "a prompt that was computed to warm the cache"
 
 
+def test_the_state_counts_what_moved(tmp_path: Path) -> None:
+    """A block has 8 tokens. A page of the fake pool has 3 numbers of 8 bytes for each token."""
+    rig = Rig(pool_size=64, page_size=4, host_blocks=6, storage=tmp_path)
+    assert ask(rig, "a", prompt(1, 41)) == (0, 0, 0)
+    settle(rig)
+    state = rig.scheduler.state().tiers
+    assert (state.saved_tokens, state.saved_bytes, state.loaded_tokens) == (40, 40 * 24, 0)
+    assert (state.host_used_tokens, state.host_total_tokens, state.dropped_tokens) == (40, 48, 0)
+    assert (state.files.written_tokens, state.files.written_bytes, state.files.num_damaged) == (40, 40 * 24, 0)
+    assert state.files.used_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    next(tmp_path.glob("*.kv")).write_bytes(b"damaged")
+    fresh = Rig(pool_size=64, page_size=4, host_blocks=6, storage=tmp_path)
+    cached, _, read = ask(fresh, "b", prompt(1, 41))
+    ask(fresh, "c", prompt(2, 41))
+    settle(fresh)
+    state = fresh.scheduler.state().tiers
+    assert state.files.read_tokens == state.loaded_tokens == cached == read < 40
+    assert state.files.read_bytes == state.loaded_bytes == read * 24
+    assert state.files.num_damaged == 1 and state.dropped_tokens > 0
+
+
 prompts = st.tuples(st.integers(0, 2), st.integers(1, 60))
 """A prompt is the start of one of three long ones."""
 

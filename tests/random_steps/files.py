@@ -15,6 +15,8 @@ class FakeStorage:
     def __init__(self, memory: np.ndarray, seed: int) -> None:
         """`memory`: uint8 [num_blocks, block_bytes]."""
         self.is_writing = True
+        self.files = self
+        self.used_bytes = self.max_bytes = self.num_damaged = self.num_removed = 0
         self._memory = memory
         self._rng = Random(seed)
         self._files: dict[bytes, np.ndarray] = {}
@@ -37,6 +39,7 @@ class FakeStorage:
                 self._read(job)
             elif self.is_writing and job.key not in self._files:
                 self._files[job.key] = self._memory[job.block].copy()
+                job.is_written = True
                 self.is_writing = self._rng.random() > 0.005
         return done
 
