@@ -262,12 +262,21 @@ class KVCacheManager:
     # The whole pool
 
     def flush(self) -> None:
-        """Empties the cache and the host's KV memory, but no files. No request may hold a row."""
+        """Empties the cache and the host's KV memory, but no files. No request may hold a row.
+
+        KV that waits to be copied to files still gets there.
+        """
         if self.tiers is not None:
             self.tiers.clear()
         self.cache.reset()
         self.allocator.clear()
         self.req_to_token_pool.clear()
+
+    def rebuild(self) -> None:
+        """As `flush`, after the books were found wrong: none of the KV is saved, because it may be wrong, too."""
+        if self.tiers is not None:
+            self.tiers.drop_copies()
+        self.flush()
 
     def private_slots(self, reqs: Sequence[Req]) -> Int32Array:
         """All private slots of these requests."""

@@ -281,11 +281,20 @@ class KVTiers:
     # The whole
 
     def clear(self) -> None:
-        """Empty the host memory. Files stay. No request may hold a row."""
+        """Empty the host memory. Files stay. No request may hold a row.
+
+        Copies that wait for a step are still made if they go to files: a step copies before it writes to any slot, so
+        slots that are free from now on keep their KV until then.
+        """
+        if self._storage is None:
+            self.drop_copies()
+        self.blocks.clear()
+
+    def drop_copies(self) -> None:
+        """Forget the copies that wait for a step."""
         for block in [*self._next.loaded, *(block for _, block in self._next.filled)]:
             self.blocks.unpin(block)
         self._next = _Copies()
-        self.blocks.clear()
 
     def close(self) -> None:
         """Write what is copied, for a bounded time, and stop the thread."""

@@ -16,7 +16,8 @@ from scheduler_rig import Rig
 from fakes import expected_output
 from tercet.managers import kv_tiers
 from tercet.mem_cache.block_keys import BlockKeys
-from tercet.srt.io_struct import AbortFinish
+from tercet.srt.io_struct import AbortFinish, FlushCacheReply, FlushCacheReq
+from tercet.srt.pause_messages import ContinueReq, PauseReply, PauseReq
 
 VOCAB = 97
 
@@ -81,6 +82,40 @@ def test_a_scheduler_that_stops_writes_what_has_ended(tmp_path: Path, monkeypatc
     assert rig.kv.has_copies and not list(tmp_path.iterdir())
     rig.scheduler.run(lambda: True)
     assert ask(Rig(page_size=4, host_blocks=64, storage=tmp_path), "b", first) == (40, 0, 40)
+
+
+def test_a_flush_during_a_pause_loses_no_file(tmp_path: Path) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    first = prompt(1, 41)
+    ask(rig, "a", first)
+    assert rig.kv.has_copies
+    rig.inbox.messages += [PauseReq(1, False), FlushCacheReq(2)]
+    rig.turn()
+    assert rig.tokenizer.messages[-2:] == [FlushCacheReply(2, True, 0), PauseReply(1)]
+    assert rig.kv.allocator.num_free == rig.kv.allocator.size
+    rig.inbox.messages.append(ContinueReq(3))
+    rig.add("other", prompt(2, 240), max_new_tokens=1)  # takes the same slots in the step that copies
+    rig.run()
+    assert rig.heard["other"].ids == expected_output(prompt(2, 240), 1, 1, VOCAB)
+    settle(rig)
+    assert ask(Rig(page_size=4, host_blocks=64, storage=tmp_path), "b", first) == (40, 0, 40)
+
+
+def test_a_flush_without_files_drops_the_copies() -> None:
+    rig = Rig(page_size=4, host_blocks=64)
+    ask(rig, "a", prompt(1, 41))
+    assert rig.kv.has_copies
+    rig.kv.flush()
+    assert not rig.kv.has_copies and rig.kv.tiers.blocks.num_free == 64
+
+
+def test_a_rebuilt_pool_saves_nothing(tmp_path: Path) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    ask(rig, "a", prompt(1, 41))
+    rig.kv.rebuild()
+    assert not rig.kv.has_copies
+    settle(rig)
+    assert not list(tmp_path.glob("*.kv"))
 
 
 def test_the_next_turn_of_a_conversation_finds_the_output_too(tmp_path: Path) -> None:
