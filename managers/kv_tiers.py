@@ -130,9 +130,24 @@ class KVTiers:
 
         `start`: tokens that the prefix cache has.
         """
-        keys = self._state(req).keys.cover(req.token_ids())
+        return self._end(req, start, lambda key: self.blocks.find(key) is not None)
+
+    def expected_end(self, req: Req, start: int) -> int:
+        """As `end_of`, but counts blocks of files, too, as long as the request may still wait for them. Has no effect.
+
+        A policy that orders by the cached prefix counts all tiers the same: to copy a token's KV costs far less than to
+        compute it.
+        """
+        storage = self._storage
+        if storage is None or self._state(req).is_settled:
+            return self.end_of(req, start)
+        return self._end(req, start, lambda key: self.blocks.find(key) is not None or storage.has(key))
+
+    def _end(self, req: Req, start: int, has: Callable[[bytes], bool]) -> int:
+        """Hashes no more blocks than are found, and one."""
+        keys, tokens = self._state(req).keys, req.token_ids()
         index = start // self._block_len
-        while index < len(keys) and self.blocks.find(keys[index]) is not None:
+        while (key := keys.key(tokens, index)) is not None and has(key):
             index += 1
         end = min(index * self._block_len, req.reusable_len // self._page_size * self._page_size)
         return max(end, start)

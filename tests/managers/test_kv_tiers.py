@@ -84,6 +84,40 @@ def test_a_scheduler_that_stops_writes_what_has_ended(tmp_path: Path, monkeypatc
     assert ask(Rig(page_size=4, host_blocks=64, storage=tmp_path), "b", first) == (40, 0, 40)
 
 
+@pytest.mark.parametrize("policy", ["lpm", "dlpm", "shortest-prefill-first", "hrrn"])
+def test_a_policy_counts_what_host_memory_has(policy: str) -> None:
+    first = prompt(1, 41)
+    rig = Rig(page_size=4, host_blocks=64, policy=policy, max_running=1)
+    ask(rig, "a", first)
+    settle(rig)
+    rig.kv.cache.evict(512)
+    rig.add("runs", prompt(5, 9), max_new_tokens=4)
+    rig.add("cold", prompt(2, 41), max_new_tokens=1)
+    rig.add("warm", first, max_new_tokens=1)
+    rig.turn()
+    rig.clock.now += 1.0
+    rig.run()
+    assert [rid for rid in rig.heard if rid in ("cold", "warm")] == ["warm", "cold"]
+    assert rig.heard["warm"].last.counts.host_tokens == 40
+
+
+def test_files_count_as_cached_until_a_request_has_waited_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    ask(rig, "a", prompt(1, 41))
+    settle(rig)
+    fresh = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    monkeypatch.setattr(fresh.kv.tiers._storage, "read", lambda job: None)  # a disk that never answers
+    fresh.add("b", prompt(1, 41), max_new_tokens=1)
+    fresh.turn()
+    (req,) = fresh.scheduler.queues.waiting
+    assert fresh.kv.match_len(req) == req.matched_len == 40 and fresh.kv.device_match_len(req) == 0
+    fresh.clock.now += kv_tiers.READ_TIMEOUT_S
+    assert not fresh.kv.awaits_storage(req)
+    assert fresh.kv.match_len(req) == 0
+
+
 def test_a_flush_during_a_pause_loses_no_file(tmp_path: Path) -> None:
     rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
     first = prompt(1, 41)

@@ -19,6 +19,7 @@ from fakes import expected_output
 from tercet.managers.fair_policy import FairPolicy
 from tercet.managers.req import Req
 from tercet.managers.schedule_policy import MAX_PASSED_OVER
+from tercet.mem_cache.base_prefix_cache import MatchResult
 from tercet.mem_cache.block_events import BlockEvents
 from tercet.srt.errors import PromptTooLong, QueueFull, WaitingTimeout
 from tercet.srt.io_struct import AbortFinish, FlushCacheReq, LengthFinish
@@ -102,7 +103,20 @@ class SchedulerCase:
             rig.kv.tiers._storage = FakeStorage(memory, case.seed)
         self._listener = Listener(rig) if case.has_listener else None
         self._bound = WaitingBound(rig)
+        self._check_matches()
         self._aborted: set[str] = set()
+
+    def _check_matches(self) -> None:
+        """An admission finds what the policies count as cached, in all tiers."""
+        kv = self._rig.kv
+        admit = kv.admit
+
+        def checked(req: Req, match: MatchResult) -> None:
+            expected = kv.match_len(req)
+            admit(req, match)
+            assert req.kv_len == expected, f"{req.rid} finds {req.kv_len} tokens, not {expected}"
+
+        kv.admit = checked  # type: ignore[method-assign]
 
     def run(self) -> None:
         """Raises AssertionError, or whatever the scheduler raises, if anything is wrong."""
