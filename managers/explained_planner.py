@@ -160,5 +160,5 @@ class ExplainedPlanner(Planner):
         """The admission rule of PrefillAdder, after the step that was planned."""
         expected = self.ratio.reserved_by(self.queues.running) + self._watermark
         expected += sum(expected_growth(one) + one.num_tokens - one.kv_len for one in self.queues.unfinished)
-        needed = req.num_tokens - self.kv.match_len(req) + expected_growth(req) + self.kv.page_size
+        needed = req.num_tokens - self.kv.device_match_len(req) + expected_growth(req) + self.kv.page_size
         return needed < self.kv.num_available - expected

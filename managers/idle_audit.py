@@ -58,7 +58,7 @@ class IdleAudit:
             self._advance()
         except AssertionError:
             logger.exception("The KV audit failed: a slot has no owner or two; rebuilding the pool")
-            self._kv.flush()
+            self._kv.rebuild()
             self.num_repairs += 1
             self._state = _State.DONE
             self._slices = iter(())

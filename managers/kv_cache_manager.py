@@ -59,9 +59,14 @@ class KVCacheManager:
     # Admission
 
     def match_len(self, req: Req) -> int:
-        """The number of cached tokens that an admission would reuse now."""
-        req.matched_len = self.cache.match_len(req.token_ids()[: req.reusable_len], req.namespace)
+        """The number of tokens that an admission would not compute, as far as is known: those of all tiers."""
+        num_cached = self.device_match_len(req)
+        req.matched_len = num_cached if self.tiers is None else self.tiers.expected_end(req, num_cached)
         return req.matched_len
+
+    def device_match_len(self, req: Req) -> int:
+        """The number of tokens that the prefix cache has, without the lower tiers."""
+        return self.cache.match_len(req.token_ids()[: req.reusable_len], req.namespace)
 
     def match_path(self, req: Req) -> Sequence[CacheNode]:
         """The cache's nodes on the path of the prefix that an admission would reuse now."""
@@ -75,12 +80,13 @@ class KVCacheManager:
 
     def reusable_end(self, req: Req, match: MatchResult) -> int:
         """Tokens that an admission would not compute: the matched prefix, and what a lower tier continues it with."""
-        num_cached = len(match.slots)
-        return num_cached if self.tiers is None else self.tiers.end_of(req, num_cached)
+        if self.tiers is not None:
+            req.matched_len = self.tiers.end_of(req, len(match.slots))
+        return req.matched_len
 
     def awaits_storage(self, req: Req) -> bool:
         """Whether a waiting request should wait on, because KV of its prefix is being read from files."""
-        return self.tiers is not None and self.tiers.awaits_storage(req, self.match_len)
+        return self.tiers is not None and self.tiers.awaits_storage(req, self.device_match_len)
 
     @contextmanager
     def locked(self, match: MatchResult) -> Iterator[None]:
@@ -268,12 +274,21 @@ class KVCacheManager:
     # The whole pool
 
     def flush(self) -> None:
-        """Empties the cache and the host's KV memory, but no files. No request may hold a row."""
+        """Empties the cache and the host's KV memory, but no files. No request may hold a row.
+
+        KV that waits to be copied to files still gets there.
+        """
         if self.tiers is not None:
             self.tiers.clear()
         self.cache.reset()
         self.allocator.clear()
         self.req_to_token_pool.clear()
+
+    def rebuild(self) -> None:
+        """As `flush`, after the books were found wrong: none of the KV is saved, because it may be wrong, too."""
+        if self.tiers is not None:
+            self.tiers.drop_copies()
+        self.flush()
 
     def private_slots(self, reqs: Sequence[Req]) -> Int32Array:
         """All private slots of these requests."""

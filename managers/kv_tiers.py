@@ -18,9 +18,11 @@ import numpy as np
 
 from ..mem_cache.block_keys import BlockKeys
 from ..mem_cache.host_blocks import HostBlocks
+from ..mem_cache.kv_files import KVFiles
 from ..mem_cache.kv_storage import KVStorage, ReadJob, WriteJob
 from ..model_executor.step import Int32Array, KVCopies
 from ..srt.io_struct import AbortFinish
+from ..srt.tier_state import FileTierState, TierState
 from .req import Req
 from .req_tiers import ReqTiers
 
@@ -61,16 +63,22 @@ class KVTiers:
         page_size: int,
         block_len: int,
         num_blocks: int,
+        block_bytes: int,
         identity: bytes,
         storage: KVStorage | None,
         clock: Callable[[], float],
     ) -> None:
-        """`block_len`: tokens of a block, whole pages. `identity`: of the model and of the format of its KV. `clock`:
-        that of `storage`."""
+        """`block_len`: tokens of a block, whole pages. `block_bytes`: bytes of a block. `identity`: of the model and of
+        the format of its KV. `clock`: that of `storage`."""
         assert block_len % page_size == 0
         self.blocks = HostBlocks(num_blocks)
         self.num_saved = 0
         """Blocks that were copied out."""
+        self._num_loaded = 0
+        """Pages that were copied in."""
+        self._num_read = self._num_written = 0
+        """Blocks that were read from files, and written to them."""
+        self._block_bytes = block_bytes
         self._page_size = page_size
         self._block_len = block_len
         self._pages_per_block = block_len // page_size
@@ -122,9 +130,24 @@ class KVTiers:
 
         `start`: tokens that the prefix cache has.
         """
-        keys = self._state(req).keys.cover(req.token_ids())
+        return self._end(req, start, lambda key: self.blocks.find(key) is not None)
+
+    def expected_end(self, req: Req, start: int) -> int:
+        """As `end_of`, but counts blocks of files, too, as long as the request may still wait for them. Has no effect.
+
+        A policy that orders by the cached prefix counts all tiers the same: to copy a token's KV costs far less than to
+        compute it.
+        """
+        storage = self._storage
+        if storage is None or self._state(req).is_settled:
+            return self.end_of(req, start)
+        return self._end(req, start, lambda key: self.blocks.find(key) is not None or storage.has(key))
+
+    def _end(self, req: Req, start: int, has: Callable[[bytes], bool]) -> int:
+        """Hashes no more blocks than are found, and one."""
+        keys, tokens = self._state(req).keys, req.token_ids()
         index = start // self._block_len
-        while index < len(keys) and self.blocks.find(keys[index]) is not None:
+        while (key := keys.key(tokens, index)) is not None and has(key):
             index += 1
         end = min(index * self._block_len, req.reusable_len // self._page_size * self._page_size)
         return max(end, start)
@@ -147,6 +170,7 @@ class KVTiers:
         pages = np.arange(start // page_size, (start + len(slots)) // page_size, dtype=np.int32)
         self._next.in_host.append(blocks[pages // per_block - first] * per_block + pages % per_block)
         self._next.in_pages.append(slots[::page_size] // page_size)
+        self._num_loaded += len(pages)
         if req.cached_tokens is None:
             self._count(req, state, start, len(slots), keys)
 
@@ -260,7 +284,9 @@ class KVTiers:
             if isinstance(job, WriteJob):
                 self.blocks.unpin(job.block)
                 self._num_writing -= 1
+                self._num_written += job.is_written
                 continue
+            self._num_read += job.num_read
             for index, (key, block) in enumerate(job.blocks):
                 if index < job.num_read:
                     self.blocks.name(block, key)
@@ -270,16 +296,50 @@ class KVTiers:
     # The whole
 
     def clear(self) -> None:
-        """Empty the host memory. Files stay. No request may hold a row."""
+        """Empty the host memory. Files stay. No request may hold a row.
+
+        Copies that wait for a step are still made if they go to files: a step copies before it writes to any slot, so
+        slots that are free from now on keep their KV until then.
+        """
+        if self._storage is None:
+            self.drop_copies()
+        self.blocks.clear()
+
+    def drop_copies(self) -> None:
+        """Forget the copies that wait for a step."""
         for block in [*self._next.loaded, *(block for _, block in self._next.filled)]:
             self.blocks.unpin(block)
         self._next = _Copies()
-        self.blocks.clear()
 
     def close(self) -> None:
         """Write what is copied, for a bounded time, and stop the thread."""
         if self._storage is not None:
             self._storage.close(CLOSE_TIMEOUT_S)
+
+    def state(self) -> TierState:
+        return TierState(
+            host_used_tokens=(self.blocks.num_blocks - self.blocks.num_free) * self._block_len,
+            host_total_tokens=self.blocks.num_blocks * self._block_len,
+            saved_tokens=self.num_saved * self._block_len,
+            loaded_tokens=self._num_loaded * self._page_size,
+            saved_bytes=self.num_saved * self._block_bytes,
+            loaded_bytes=self._num_loaded * self._block_bytes // self._pages_per_block,
+            dropped_tokens=self.blocks.num_dropped * self._block_len,
+            files=None if self._storage is None else self._file_state(self._storage.files),
+        )
+
+    def _file_state(self, files: KVFiles) -> FileTierState:
+        return FileTierState(
+            used_bytes=files.used_bytes,
+            max_bytes=files.max_bytes,
+            read_tokens=self._num_read * self._block_len,
+            written_tokens=self._num_written * self._block_len,
+            read_bytes=self._num_read * self._block_bytes,
+            written_bytes=self._num_written * self._block_bytes,
+            num_damaged=files.num_damaged,
+            num_removed=files.num_removed,
+            is_writing=files.is_writing,
+        )
 
     def audit(self) -> None:
         """Raises AssertionError unless each host block has one owner and each pin has a reason. O(blocks)."""

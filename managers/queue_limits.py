@@ -106,7 +106,7 @@ class QueueLimits:
         queues = self._queues
         if not queues.waiting and not queues.unfinished:
             self._rate.stop()
-        cached = self._kv.match_len(req) if self._max_queue_time_s is not None else 0
+        cached = self._kv.device_match_len(req) if self._max_queue_time_s is not None else 0
         req.queued_tokens = req.num_tokens - cached
 
     def on_pause(self) -> None:

@@ -76,6 +76,11 @@ class RequestMetrics:
         self.prompt_tokens = 0
         """Tokens of all prompts that were computed. Each sample of a prompt counts them."""
         self.cached_tokens = 0
+        """Those of them that were in the prefix cache, in any tier."""
+        self.host_tokens = 0
+        """Those of them that came from host memory."""
+        self.storage_tokens = 0
+        """Those of them that came from files."""
         self.generation_tokens = 0
         self.time_to_first_token = Histogram(_TTFT_BOUNDS)
         self.inter_token_latency = Histogram(_INTER_TOKEN_BOUNDS)
@@ -127,6 +132,8 @@ class ObservedGeneration(Generation):
             self._is_prompt_counted = True
             self._metrics.prompt_tokens += counts.prompt_tokens
             self._metrics.cached_tokens += counts.cached_tokens
+            self._metrics.host_tokens += counts.host_tokens
+            self._metrics.storage_tokens += counts.storage_tokens
             self._tenant().prefill_tokens += counts.prompt_tokens - counts.cached_tokens
         num_new = counts.completion_tokens - self._num_tokens
         if num_new > 0:

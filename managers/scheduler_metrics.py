@@ -91,6 +91,7 @@ class SchedulerMetrics:
             new_token_ratio=new_token_ratio,
             num_waiting_uncached_tokens=_uncached_tokens(queues),
             is_paused=is_paused,
+            tiers=None if kv.tiers is None else kv.tiers.state(),
         )
 
     def _on_extend(self, batch: ScheduleBatch, kv: KVCacheManager, queues: RequestQueues) -> None:

@@ -224,6 +224,7 @@ def _tiers(server_args: ServerArgs, model_config: ModelConfig, runner: ModelRunn
         page_size=runner.settings.page_size,
         block_len=host_kv.block_len,
         num_blocks=host_kv.num_blocks,
+        block_bytes=host_kv.memory.shape[1],
         identity=kv_identity(runner.settings, model_config),
         storage=storage,
         clock=time.monotonic,

@@ -29,6 +29,14 @@ class BlockKeys:
         self._before = first_key(identity, namespace)
         self._block_len = block_len
 
+    def key(self, tokens: npt.NDArray[np.int32], index: int) -> bytes | None:
+        """The key of one block of `tokens`, or None if they do not fill it. Hashes only what is before its end."""
+        if (index + 1) * self._block_len > len(tokens):
+            return None
+        if index >= len(self.keys):
+            self.cover(tokens[: (index + 1) * self._block_len])
+        return self.keys[index]
+
     def cover(self, tokens: npt.NDArray[np.int32]) -> list[bytes]:
         """The keys of the whole blocks of `tokens`: int32 [n], which continue the tokens of earlier calls."""
         assert tokens.dtype == np.int32

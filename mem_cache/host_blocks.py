@@ -24,6 +24,8 @@ class HostBlocks:
         self._block_of: dict[bytes, int] = {}
         self._key_of: list[bytes | None] = [None] * num_blocks
         self._pins = [0] * num_blocks
+        self.num_dropped = 0
+        """Kept blocks that were taken for something else."""
 
     @property
     def num_free(self) -> int:
@@ -61,6 +63,7 @@ class HostBlocks:
         elif self._kept:
             block, _ = self._kept.popitem(last=False)
             self._forget(block)
+            self.num_dropped += 1
         else:
             return None
         self._pins[block] = 1

@@ -47,13 +47,15 @@ class KVFiles:
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """Makes the folder. Raises ValueError if that fails, or if the folder cannot be written to."""
+        self.max_bytes = max_bytes
+        self.num_damaged = self.num_removed = 0
+        """Files that this server has removed: damaged ones, and ones that were one too many."""
         self._folder = folder
-        self._max_bytes = max_bytes
         self.is_writing = True
         """False after a write has failed, as on a full disk. Nothing is written from then on."""
+        self.used_bytes = 0
+        """Of all files, as of the last scan, and of what was written since."""
         self._known: set[str] = set()
-        self._total = 0
-        """Bytes of all files, as of the last scan, and of what was written since."""
         self._scanned: int | None = None
         """Modification time of the folder before the last scan, in ns. None: it may change without a new time."""
         try:
@@ -84,28 +86,33 @@ class KVFiles:
                 os.utime(path)
             return True
         logger.warning("Removing %s, whose KV is computed anew: %s", path, problem)
+        self.num_damaged += 1
         self._known.discard(path.name)
         with contextlib.suppress(OSError):
             path.unlink()
         return False
 
-    def write(self, key: bytes, data: Bytes) -> None:
-        """Write the block of this key, unless there is a file. The first failure switches writing off, with a line."""
+    def write(self, key: bytes, data: Bytes) -> bool:
+        """Write the block of this key, unless there is a file. Returns whether it was written.
+
+        The first failure switches writing off, with a line.
+        """
         if not self.is_writing or self.has(key):
-            return
+            return False
         size = _HEADER.size + data.nbytes
-        if size > self._max_bytes:
-            return
+        if size > self.max_bytes:
+            return False
         try:
-            if self._total + size > self._max_bytes:
+            if self.used_bytes + size > self.max_bytes:
                 self._trim(size)
             self._write(_name(key), _HEADER.pack(_MAGIC, _VERSION, _checksum(key, data), data.nbytes, key), data)
         except OSError as error:
             self.is_writing = False
             logger.warning("Writing no more KV to %s: %s", self._folder, error.strerror or error)
-        else:
-            self._total += size
-            self._known.add(_name(key))
+            return False
+        self.used_bytes += size
+        self._known.add(_name(key))
+        return True
 
     def look(self) -> None:
         """Learn which files other servers have written or removed, if any."""
@@ -137,22 +144,23 @@ class KVFiles:
                         stat = entry.stat(follow_symlinks=False)
                         found.append((stat.st_mtime_ns, stat.st_size, entry.name))
         self._known = {name for *_, name in found}
-        self._total = sum(size for _, size, _ in found)
+        self.used_bytes = sum(size for _, size, _ in found)
         self._scanned = scanned if time.time_ns() - scanned > _TIME_GRAIN_NS else None
         return found
 
     def _trim(self, num_bytes: int) -> None:
         """Remove the least recently used files until `num_bytes` fit, and some more. Raises OSError."""
         found = self._scan()
-        if self._total + num_bytes <= self._max_bytes:
+        if self.used_bytes + num_bytes <= self.max_bytes:
             return
-        limit = max(int(self._max_bytes * _FILL_AFTER_TRIM) - num_bytes, 0)
+        limit = max(int(self.max_bytes * _FILL_AFTER_TRIM) - num_bytes, 0)
         for _, size, name in sorted(found):
-            if self._total <= limit:
+            if self.used_bytes <= limit:
                 return
             (self._folder / name).unlink(missing_ok=True)
             self._known.discard(name)
-            self._total -= size
+            self.used_bytes -= size
+            self.num_removed += 1
 
     def _remove_abandoned(self) -> None:
         for path in self._folder.glob(f"{_PREFIX}*{_UNFINISHED}"):

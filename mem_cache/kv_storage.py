@@ -32,10 +32,11 @@ class ReadJob:
 
 @dataclass(eq=False, slots=True)
 class WriteJob:
-    """One block."""
+    """One block. `is_written`: whether there is a new file, when it has ended."""
 
     key: bytes
     block: int
+    is_written: bool = False
 
 
 class _Look:
@@ -47,7 +48,8 @@ class KVStorage:
 
     def __init__(self, files: KVFiles, memory: npt.NDArray[np.uint8], clock: Callable[[], float]) -> None:
         """`memory`: uint8 [num_blocks, block_bytes], the host's KV memory. `clock`: that of the deadlines."""
-        self._files = files
+        self.files = files
+        """Their counts may be read by any thread."""
         self._memory = memory
         self._clock = clock
         self._changed = threading.Condition()
@@ -62,11 +64,11 @@ class KVStorage:
 
     @property
     def is_writing(self) -> bool:
-        return self._files.is_writing
+        return self.files.is_writing
 
     def has(self, key: bytes) -> bool:
         """Whether there is probably a file of this block."""
-        return self._files.has(key)
+        return self.files.has(key)
 
     def read(self, job: ReadJob) -> None:
         with self._changed:
@@ -102,9 +104,9 @@ class KVStorage:
             if isinstance(job, ReadJob):
                 self._read(job)
             elif isinstance(job, WriteJob):
-                self._files.write(job.key, self._memory[job.block])
+                job.is_written = self.files.write(job.key, self._memory[job.block])
             else:
-                self._files.look()
+                self.files.look()
                 continue
             with self._changed:
                 self._done.append(job)
@@ -122,6 +124,6 @@ class KVStorage:
 
     def _read(self, job: ReadJob) -> None:
         for key, block in job.blocks:
-            if self._clock() > job.deadline_s or not self._files.read(key, self._memory[block]):
+            if self._clock() > job.deadline_s or not self.files.read(key, self._memory[block]):
                 break
             job.num_read += 1

@@ -365,6 +365,7 @@ class RadixCache(BasePrefixCache):
             else:
                 self.evictable_size -= len(node.tokens)
                 freed.append(self._clear_node(node))
+        self._bound_heap()
         self._allocator.free(np.concatenate(freed))
 
     def is_discarded(self, node: CacheNode) -> bool:

@@ -23,6 +23,7 @@ from .errors import TercetError
 from .logprobs import NewLogprobs
 from .pause_messages import ContinueReq, PauseReply, PauseReq
 from .request_options import RequestOptions
+from .tier_state import TierState
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
@@ -275,6 +276,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     prefix counts as far as the scheduler has looked it up."""
     is_paused: bool = False
     """Generation is paused: requests wait, and no step runs."""
+    tiers: TierState | None = None
+    """Host memory and files. None without `--enable-hierarchical-cache`."""
 
     @property
     def num_used_tokens(self) -> int:

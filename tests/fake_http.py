@@ -52,6 +52,7 @@ from tercet.srt.server_args import ServerArgs
 from tercet.srt.start_reports import SchedulerReady
 from tercet.srt.text.tokenizer import Tokenizer
 from tercet.srt.text.tokenizer_parts import TokenizerParts
+from tercet.srt.tier_state import TierState
 
 T = TypeVar("T")
 
@@ -97,6 +98,7 @@ class FakeScheduler:
         """Number of tokens that an aborted request has generated and not sent yet."""
         self.pauses: list[PauseReq | ContinueReq] = []
         self.is_paused = False
+        self.tiers: TierState | None = None
         self.dead = False
         """Answers no calls."""
         self.delay_s = 0.0
@@ -204,6 +206,7 @@ class FakeScheduler:
             num_kv_repairs=0,
             new_token_ratio=0.5,
             num_waiting_uncached_tokens=70,
+            tiers=self.tiers,
         )
 
     def view(self, after_step: int) -> EngineView:

@@ -20,19 +20,19 @@ from tercet.model_executor.step import (
 )
 from tercet.srt.logprobs import LogprobOptions, Logprobs
 
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_POWERS = np.cumprod(np.full(1 << 13, 0x9E3779B97F4A7C15, dtype=np.uint64))
+"""More than any sequence of a test has tokens."""
+_UINT64 = (1 << 64) - 1
 
 
 def next_token(ids: Sequence[int] | np.ndarray, seed: int, vocab_size: int) -> int:
     """The fake language model. The next token is a hash of all `ids`, in order, and of the seed."""
     tokens = np.asarray(ids, dtype=np.uint64) + np.uint64(1)
-    with np.errstate(over="ignore"):
-        powers = np.cumprod(np.full(len(tokens), _MULTIPLIER, dtype=np.uint64))
-        mixed = (tokens * powers).sum(dtype=np.uint64) ^ np.uint64(seed & 0xFFFFFFFF)
-        mixed ^= mixed >> np.uint64(29)
-        mixed *= np.uint64(0xBF58476D1CE4E5B9)
-        mixed ^= mixed >> np.uint64(32)
-    return int(mixed % np.uint64(vocab_size))
+    mixed = int((tokens * _POWERS[: len(tokens)]).sum(dtype=np.uint64)) ^ (seed & 0xFFFFFFFF)
+    mixed ^= mixed >> 29
+    mixed = mixed * 0xBF58476D1CE4E5B9 & _UINT64
+    mixed ^= mixed >> 32
+    return mixed % vocab_size
 
 
 def choose(hashed: int, allowed: np.ndarray | None) -> int:

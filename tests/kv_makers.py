@@ -47,6 +47,7 @@ def make_tiers(
         page_size=page_size,
         block_len=page_size * block_pages,
         num_blocks=len(memory),
+        block_bytes=memory.shape[1],
         identity=b"fake",
         storage=storage,
         clock=clock,

@@ -124,5 +124,5 @@ async def metrics(server: Server, request: Request, body: None) -> ASGIApp:
     """Prometheus' page. Raises MetricsOff without --enable-metrics."""
     if server.metrics is None:
         raise MetricsOff("the server counts nothing; start it with --enable-metrics")
-    page, content_type = server.metrics.render(request.headers.get("accept", ""))
+    page, content_type = server.metrics.render()
     return Response(page, headers={"content-type": content_type})

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ...managers.request_metrics import Histogram, RequestMetrics
 from ...managers.tokenizer_manager import KnownState, TokenizerManager
+from ..tier_state import FileTierState, TierState
 
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name",)
 
 
@@ -30,10 +32,13 @@ class MetricsPage(Collector):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type. `accept`: the header of the request."""
-        encoder, content_type = choose_encoder(accept)
-        return encoder(self._registry), content_type
+    def render(self) -> tuple[bytes, str]:
+        """The page and its content type.
+
+        It is never in the OpenMetrics format, although Prometheus asks for it: prometheus_client 0.26 writes the names
+        of samples with an underscore for the colon there.
+        """
+        return generate_latest(self._registry), _CONTENT_TYPE
 
     def describe(self) -> list[Metric]:
         """No names: the registry has this one collector, so no names can clash."""
@@ -68,10 +73,38 @@ class MetricsPage(Collector):
             "state_age_seconds", "Age of the metrics of the scheduler's state", known.age_s, prefix="tercet"
         )
         yield self._counter("kv_repairs", "Errors found in the KV accounting", state.num_kv_repairs, prefix="tercet")
+        if state.tiers is not None:
+            yield from self._of_tiers(state.tiers)
+
+    def _of_tiers(self, tiers: TierState) -> Iterator[Metric]:
+        yield self._gauge("hicache_host_used_tokens", "Tokens that host memory holds", tiers.host_used_tokens)
+        yield self._gauge("hicache_host_total_tokens", "Tokens that host memory can hold", tiers.host_total_tokens)
+        yield self._counter("hicache_backup_tokens", "Tokens copied to host memory", tiers.saved_tokens)
+        yield self._counter("hicache_backup_bytes", "Bytes copied to host memory", tiers.saved_bytes)
+        yield self._counter("load_back_tokens", "Tokens copied back to the KV pool", tiers.loaded_tokens)
+        yield self._counter("load_back_bytes", "Bytes copied back to the KV pool", tiers.loaded_bytes)
+        yield self._counter("hicache_dropped_tokens", "Tokens removed from host memory", tiers.dropped_tokens)
+        if tiers.files is not None:
+            yield from self._of_files(tiers.files)
+
+    def _of_files(self, files: FileTierState) -> Iterator[Metric]:
+        yield self._counter("prefetched_tokens", "Tokens read from files", files.read_tokens)
+        yield self._counter("backuped_tokens", "Tokens written to files", files.written_tokens)
+        own = (
+            (self._gauge, "kv_files_used_bytes", "Size of the files", files.used_bytes),
+            (self._gauge, "kv_files_max_bytes", "The largest size of the files", files.max_bytes),
+            (self._gauge, "kv_files_writing", "1, or 0 after a write has failed", files.is_writing),
+            (self._counter, "kv_files_read_bytes", "Bytes read from files", files.read_bytes),
+            (self._counter, "kv_files_written_bytes", "Bytes written to files", files.written_bytes),
+            (self._counter, "kv_files_damaged", "Damaged files that were removed", files.num_damaged),
+            (self._counter, "kv_files_removed", "Files removed to make room", files.num_removed),
+        )
+        for make, name, text, value in own:
+            yield make(name, text, value, prefix="tercet")
 
     def _of_requests(self, metrics: RequestMetrics) -> Iterator[Metric]:
         yield self._counter("prompt_tokens", "Prompt tokens of admitted requests", metrics.prompt_tokens)
-        yield self._counter("cached_tokens", "Prompt tokens that the prefix cache had", metrics.cached_tokens)
+        yield self._cached_tokens(metrics)
         yield self._counter("generation_tokens", "Generated tokens", metrics.generation_tokens)
         yield self._counter("num_requests", "Requests that have ended", metrics.num_requests)
         yield self._counter("num_aborted_requests", "Requests that were aborted or failed", metrics.num_aborted)
@@ -86,6 +119,15 @@ class MetricsPage(Collector):
         )
         yield self._histogram("queue_time_seconds", "Time in the waiting queue", metrics.queue_time)
         yield from self._of_tenants(metrics)
+
+    def _cached_tokens(self, metrics: RequestMetrics) -> Metric:
+        text = "Prompt tokens that the prefix cache had"
+        family = CounterMetricFamily("sglang:cached_tokens", text, labels=(*_LABELS, "cache_source"))
+        host, storage = metrics.host_tokens, metrics.storage_tokens
+        sources = {"device": metrics.cached_tokens - host - storage, "host": host, "storage_files": storage}
+        for source, count in sources.items():
+            family.add_metric((*self._label_values, source), count)
+        return family
 
     def _of_tenants(self, metrics: RequestMetrics) -> Iterator[Metric]:
         labels = (*_LABELS, "tenant")

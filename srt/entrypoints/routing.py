@@ -91,8 +91,8 @@ class Server:
 
 
 class MetricsSource(Protocol):
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type. `accept`: the header of the request."""
+    def render(self) -> tuple[bytes, str]:
+        """The page and its content type."""
 
 
 Handler = Callable[[Server, Request, Any], Awaitable[ASGIApp]]

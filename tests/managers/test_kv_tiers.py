@@ -16,7 +16,8 @@ from scheduler_rig import Rig
 from fakes import expected_output
 from tercet.managers import kv_tiers
 from tercet.mem_cache.block_keys import BlockKeys
-from tercet.srt.io_struct import AbortFinish
+from tercet.srt.io_struct import AbortFinish, FlushCacheReply, FlushCacheReq
+from tercet.srt.pause_messages import ContinueReq, PauseReply, PauseReq
 
 VOCAB = 97
 
@@ -81,6 +82,74 @@ def test_a_scheduler_that_stops_writes_what_has_ended(tmp_path: Path, monkeypatc
     assert rig.kv.has_copies and not list(tmp_path.iterdir())
     rig.scheduler.run(lambda: True)
     assert ask(Rig(page_size=4, host_blocks=64, storage=tmp_path), "b", first) == (40, 0, 40)
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dlpm", "shortest-prefill-first", "hrrn"])
+def test_a_policy_counts_what_host_memory_has(policy: str) -> None:
+    first = prompt(1, 41)
+    rig = Rig(page_size=4, host_blocks=64, policy=policy, max_running=1)
+    ask(rig, "a", first)
+    settle(rig)
+    rig.kv.cache.evict(512)
+    rig.add("runs", prompt(5, 9), max_new_tokens=4)
+    rig.add("cold", prompt(2, 41), max_new_tokens=1)
+    rig.add("warm", first, max_new_tokens=1)
+    rig.turn()
+    rig.clock.now += 1.0
+    rig.run()
+    assert [rid for rid in rig.heard if rid in ("cold", "warm")] == ["warm", "cold"]
+    assert rig.heard["warm"].last.counts.host_tokens == 40
+
+
+def test_files_count_as_cached_until_a_request_has_waited_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    ask(rig, "a", prompt(1, 41))
+    settle(rig)
+    fresh = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    monkeypatch.setattr(fresh.kv.tiers._storage, "read", lambda job: None)  # a disk that never answers
+    fresh.add("b", prompt(1, 41), max_new_tokens=1)
+    fresh.turn()
+    (req,) = fresh.scheduler.queues.waiting
+    assert fresh.kv.match_len(req) == req.matched_len == 40 and fresh.kv.device_match_len(req) == 0
+    fresh.clock.now += kv_tiers.READ_TIMEOUT_S
+    assert not fresh.kv.awaits_storage(req)
+    assert fresh.kv.match_len(req) == 0
+
+
+def test_a_flush_during_a_pause_loses_no_file(tmp_path: Path) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    first = prompt(1, 41)
+    ask(rig, "a", first)
+    assert rig.kv.has_copies
+    rig.inbox.messages += [PauseReq(1, False), FlushCacheReq(2)]
+    rig.turn()
+    assert rig.tokenizer.messages[-2:] == [FlushCacheReply(2, True, 0), PauseReply(1)]
+    assert rig.kv.allocator.num_free == rig.kv.allocator.size
+    rig.inbox.messages.append(ContinueReq(3))
+    rig.add("other", prompt(2, 240), max_new_tokens=1)  # takes the same slots in the step that copies
+    rig.run()
+    assert rig.heard["other"].ids == expected_output(prompt(2, 240), 1, 1, VOCAB)
+    settle(rig)
+    assert ask(Rig(page_size=4, host_blocks=64, storage=tmp_path), "b", first) == (40, 0, 40)
+
+
+def test_a_flush_without_files_drops_the_copies() -> None:
+    rig = Rig(page_size=4, host_blocks=64)
+    ask(rig, "a", prompt(1, 41))
+    assert rig.kv.has_copies
+    rig.kv.flush()
+    assert not rig.kv.has_copies and rig.kv.tiers.blocks.num_free == 64
+
+
+def test_a_rebuilt_pool_saves_nothing(tmp_path: Path) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    ask(rig, "a", prompt(1, 41))
+    rig.kv.rebuild()
+    assert not rig.kv.has_copies
+    settle(rig)
+    assert not list(tmp_path.glob("*.kv"))
 
 
 def test_the_next_turn_of_a_conversation_finds_the_output_too(tmp_path: Path) -> None:
@@ -181,6 +250,27 @@ def test_kv_without_a_finite_logit_is_never_saved() -> None:
     rig.add("zero", ids, max_new_tokens=0)
     rig.run()
     assert rig.kv.tiers.num_saved == 10, "a prompt that was computed to warm the cache"
+
+
+def test_the_state_counts_what_moved(tmp_path: Path) -> None:
+    """A block has 8 tokens. A page of the fake pool has 3 numbers of 8 bytes for each token."""
+    rig = Rig(pool_size=64, page_size=4, host_blocks=6, storage=tmp_path)
+    assert ask(rig, "a", prompt(1, 41)) == (0, 0, 0)
+    settle(rig)
+    state = rig.scheduler.state().tiers
+    assert (state.saved_tokens, state.saved_bytes, state.loaded_tokens) == (40, 40 * 24, 0)
+    assert (state.host_used_tokens, state.host_total_tokens, state.dropped_tokens) == (40, 48, 0)
+    assert (state.files.written_tokens, state.files.written_bytes, state.files.num_damaged) == (40, 40 * 24, 0)
+    assert state.files.used_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    next(tmp_path.glob("*.kv")).write_bytes(b"damaged")
+    fresh = Rig(pool_size=64, page_size=4, host_blocks=6, storage=tmp_path)
+    cached, _, read = ask(fresh, "b", prompt(1, 41))
+    ask(fresh, "c", prompt(2, 41))
+    settle(fresh)
+    state = fresh.scheduler.state().tiers
+    assert state.files.read_tokens == state.loaded_tokens == cached == read < 40
+    assert state.files.read_bytes == state.loaded_bytes == read * 24
+    assert state.files.num_damaged == 1 and state.dropped_tokens > 0
 
 
 prompts = st.tuples(st.integers(0, 2), st.integers(1, 60))

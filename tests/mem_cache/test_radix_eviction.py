@@ -109,6 +109,14 @@ def test_looking_at_one_leaf_for_ever_does_not_grow_the_heap() -> None:
     check(cache, allocator)
 
 
+def test_a_discarded_tree_leaves_no_heap_that_is_too_long() -> None:
+    cache, allocator = make()
+    for i in range(200):
+        put(cache, allocator, [7, i])
+    cache.discard(i32([7]), 0)
+    check(cache, allocator)
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="allowed: value, lru"):
         make(policy="best")

@@ -5,7 +5,11 @@ The machine plays the KV manager: it does with slots what docs/memory.md says th
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from inspect import signature
+from random import Random
 
 import numpy as np
 import pytest
@@ -20,6 +24,8 @@ from tercet.mem_cache.evict_policy import EVICT_POLICIES
 from tercet.mem_cache.radix_cache import RadixCache
 
 NAMESPACES = ["", "a", "b"]
+PLAY_STEPS = 200
+NUM_CASES = int(os.environ.get("TERCET_STEPS", "50000")) // PLAY_STEPS
 
 
 def i32(values: object) -> np.ndarray:
@@ -229,6 +235,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def every_slot_has_one_owner(self) -> None:
         held = self.cache.audit()
+        assert sorted(held.tolist()) == sorted(self.model.slots())
         private = i32([slot for request in self.requests for slot in request.slots[request.locked_len :]])
         self.allocator.audit(np.concatenate((held, private)))
         num_private = len(np.unique(private // self.page_size)) * self.page_size
@@ -237,7 +244,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_cache_is_the_model(self) -> None:
-        assert sorted(self.cache.audit().tolist()) == sorted(self.model.slots())
         assert self.cache.evictable_size == self.model.num_tokens(locked=False)
         assert self.cache.protected_size == self.model.num_tokens(locked=True)
         for (namespace, tokens), page in self.model.pages.items():
@@ -270,6 +276,51 @@ class WithRetention(CacheMachine):
 
     page_size = 2
     policies = ("value",)
+
+
+ALWAYS = ["start", "start", "decode", "evict", "discard", "look", "pass_time", "retain"]
+WITH_REQUESTS = ["next_chunk", "stash", "stash", "finish", "finish", "abort", "invalid"]
+PARAMETERS = {
+    name: [*signature(getattr(CacheMachine, name)).parameters][1:] for name in [*ALWAYS, *WITH_REQUESTS, "flush"]
+}
+
+
+def play(seed: int) -> None:
+    """Runs PLAY_STEPS random rules of a machine, drawn from `seed`, and checks the invariants after each of them.
+
+    A step costs a fraction of a step of hypothesis, which can make a failing run smaller in exchange.
+    """
+    try:
+        _play(Random(seed))
+    except Exception as error:
+        error.add_note(f"repeat it with: scripts/steps --cache-case {seed}")
+        raise
+
+
+def _play(rng: Random) -> None:
+    machine = rng.choice([CacheMachine, PagesOf4, PagesOf16, WithRetention])()
+    machine.build(rng.randrange(1001), rng.randint(4, 24))
+    draws: dict[str, Callable[[], object]] = {
+        "prompt": lambda: ([rng.randrange(3) for _ in range(rng.randint(1, 8))], rng.randrange(4)),
+        "namespace": lambda: rng.choice(NAMESPACES),
+        "chunk": lambda: rng.randrange(1001),
+        "number": lambda: rng.randrange(1001),
+        "num_tokens": lambda: rng.randint(1, 40),
+        "num_kept_pages": lambda: rng.randrange(4),
+        "token": lambda: rng.randrange(3),
+        "by_moving": lambda: rng.random() < 0.5,
+        "seconds": lambda: rng.randint(1, 20),
+        "tenant": lambda: rng.choice(["", "t"]),
+        "session": lambda: rng.choice(["", "s", "u"]),
+    }
+    for _ in range(PLAY_STEPS):
+        name = rng.choice(ALWAYS + WITH_REQUESTS if machine.requests else [*ALWAYS, "start", "start", "flush"])
+        rule = getattr(machine, name)
+        rule(**{argument: draws[argument]() for argument in PARAMETERS[name]})
+        machine.every_slot_has_one_owner()
+        machine.the_cache_is_the_model()
+        machine.retained_tokens_are_counted_and_limited()
+        machine.a_running_request_sees_its_own_kv()
 
 
 @pytest.mark.parametrize("policy", sorted(EVICT_POLICIES))
@@ -305,7 +356,15 @@ def test_pages_go_in_the_order_of_the_model(policy: str, turns: list[int]) -> No
     allocator.audit(cache.audit())
 
 
-MACHINE_SETTINGS = settings(max_examples=80, stateful_step_count=40, deadline=None)
+@pytest.mark.timeout(600)
+def test_many_random_steps() -> None:
+    """`scripts/steps` makes millions."""
+    first = 0 if os.environ.get("CI") else Random().randrange(1 << 32)
+    for number in range(first, first + NUM_CASES):
+        play(number)
+
+
+MACHINE_SETTINGS = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 TestPageSize1 = CacheMachine.TestCase
 TestPageSize1.settings = MACHINE_SETTINGS

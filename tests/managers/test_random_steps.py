@@ -1,0 +1,80 @@
+"""Random steps of the whole scheduler, all features together. `scripts/steps` runs millions of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from random_steps import scheduler_case
+from random_steps.cases import draw_case
+from random_steps.command import scheduler_steps, shrink
+from random_steps.scheduler_case import SchedulerCase
+
+from tercet.managers.fair_policy import FairPolicy
+from tercet.managers.kv_cache_manager import KVCacheManager
+from tercet.managers.kv_tiers import KVTiers
+from tercet.managers.pause import Pause
+from tercet.managers.schedule_policy import MAX_PASSED_OVER
+from tercet.mem_cache.radix_cache import RadixCache
+
+NUM_STEPS = int(os.environ.get("TERCET_STEPS", "30000"))
+"""test_radix_machine.py makes more steps, of the allocator and the tree."""
+FIRST_CASE = 0 if os.environ.get("CI") else Random().randrange(1 << 32)
+
+
+@pytest.mark.timeout(600)
+def test_no_feature_disturbs_another() -> None:
+    """`SchedulerCase` says what is checked after each step."""
+    number, num_steps = FIRST_CASE, 0
+    while num_steps < NUM_STEPS:
+        num_steps += scheduler_steps(number)
+        number += 1
+
+
+def _ignore(*_: object, **__: object) -> None:
+    pass
+
+
+BREAKAGES: dict[str, tuple[type, str, Callable[..., object]]] = {
+    "KV that is NaN stays in the cache": (KVCacheManager, "discard", _ignore),
+    "KV of wrong drafts stays": (KVCacheManager, "truncate", _ignore),
+    "a lock is never released": (RadixCache, "unlock", _ignore),
+    "host blocks stay pinned": (KVTiers, "on_copied", lambda self: self._under_way.popleft()),
+    "policies ignore host memory": (KVTiers, "expected_end", lambda self, req, start: start),
+    "nothing is ever resumed": (Pause, "end", _ignore),
+    "a tenant is never forgotten": (FairPolicy, "on_end", _ignore),
+}
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
+def test_the_checks_notice_what_is_wrong(breakage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*BREAKAGES[breakage])
+    with pytest.raises(Exception, match=r".") as caught:
+        for number in range(50, 350):
+            scheduler_steps(number)
+    assert "scripts/steps --case" in caught.value.__notes__[0]
+
+
+def test_the_checks_count_how_often_a_request_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_case, "_MAX_DELAYED", -MAX_PASSED_OVER)
+    with pytest.raises(AssertionError, match="is starved"):
+        for number in range(50, 350):
+            scheduler_steps(number)
+
+
+def test_a_failing_case_becomes_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVTiers, "on_copied", lambda self: self._under_way.popleft())
+    number = next(number for number in range(300) if _fails(number))
+    case = draw_case(number)
+    small = shrink(case)
+    assert len(small.happenings) == 1 < len(case.happenings)
+
+
+def _fails(number: int) -> bool:
+    try:
+        SchedulerCase(draw_case(number)).run()
+    except Exception:
+        return True
+    return False
