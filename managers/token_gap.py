@@ -18,8 +18,8 @@ TRIAL_PERIOD = 16
 """Of so many extend steps beside running requests, one is a trial of the slower way to decode."""
 _SHORTEST = StepShape.of_prompt(0, MIN_TOKENS)
 AUTO_GAP_S, AUTO_GAP_STEPS = 0.25, 10
-"""The automatic bound: these seconds, or the time of so many decode steps if that is longer. A reader hardly notices such
-a pause. The second part keeps the throughput of a slow machine: a shorter extend step is a larger share of overhead."""
+"""The automatic bound: these seconds, or the time of so many decode steps if that is longer. A reader hardly notices
+such a pause. The second part keeps the throughput of a slow machine, where shorter steps would be mostly overhead."""
 MIN_MARGIN, MAX_MARGIN = 1.03, 2.0
 """Steps are planned to be shorter than the bound by this factor. It grows with twice the usual error of predictions."""
 
