@@ -42,7 +42,8 @@ class PlanLimits:
     preemption_threshold: int | None = None
     """A waiting request preempts running ones that are less urgent by more than this. None: there are no priorities."""
     max_itl_s: float | None = None
-    """The most seconds between two tokens of a running request while prompts are computed. None: no bound."""
+    """The most seconds between two tokens of a running request while prompts are computed. 0: automatic. None: no
+    bound."""
     random_seed: int = 0
     """Of the policy `random`."""
     tenant_weights: Mapping[str, float] | None = None

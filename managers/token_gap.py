@@ -17,6 +17,9 @@ it computes, so an endless run of small prompts must not get most of the steps."
 TRIAL_PERIOD = 16
 """Of so many extend steps beside running requests, one is a trial of the slower way to decode."""
 _SHORTEST = StepShape.of_prompt(0, MIN_TOKENS)
+AUTO_GAP_S, AUTO_GAP_STEPS = 0.25, 10
+"""The automatic bound: these seconds, or the time of so many decode steps if that is longer. A reader hardly notices
+such a pause. The second part keeps the throughput of a slow machine, where shorter steps would be mostly overhead."""
 MIN_MARGIN, MAX_MARGIN = 1.03, 2.0
 """Steps are planned to be shorter than the bound by this factor. It grows with twice the usual error of predictions."""
 
@@ -53,6 +56,7 @@ class TokenGapBound:
     """
 
     def __init__(self, max_gap_s: float) -> None:
+        """`max_gap_s`: 0: automatic."""
         self.model = StepCostModel()
         self._max_gap_s = max_gap_s
         self._num_choices = 0
@@ -65,9 +69,10 @@ class TokenGapBound:
         """For an extend step that these requests wait for. `always_join`: they join it, even if it is slower."""
         cost = self.model.cost
         margin = min(MIN_MARGIN + 2 * self.model.spread(is_extend=True), MAX_MARGIN)
-        gap_s = self._max_gap_s / margin
         alone = StepShape(False, len(decodes), 0, 0, sum(req.kv_len for req in decodes) + len(decodes))
-        before_s = gap_s - cost.seconds(alone)
+        decode_s = cost.seconds(alone)
+        gap_s = (self._max_gap_s or max(AUTO_GAP_S, AUTO_GAP_STEPS * decode_s)) / margin
+        before_s = gap_s - decode_s
         if always_join or self._joins(len(decodes), before_s):
             return TimeBudget(cost, gap_s, alone._replace(is_extend=True, num_joined=len(decodes)), joins=True)
         return TimeBudget(cost, before_s, StepShape(True, 0, 0, 0, 0), joins=False)

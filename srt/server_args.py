@@ -166,7 +166,7 @@ class ServerArgs:
         Setting(
             "Maximum time between two tokens of a running request while prompts are computed, in milliseconds: each "
             "step computes as many prompt tokens as fit into it, and running requests decode in it if that is faster; "
-            "default: not bounded by time"
+            "0: 250 ms, or the time of ten decode steps if that is longer; default: not bounded by time"
         ),
     ] = None
     grammar_backend: Annotated[

@@ -99,8 +99,8 @@ def check_settings(args: ServerArgs) -> None:
         )
     if not 0 < args.max_retained_share <= 1:
         raise ValueError(f"--max-retained-share must be in (0, 1], got {args.max_retained_share}")
-    if args.max_itl_ms is not None and not args.max_itl_ms > 0:
-        raise ValueError(f"--max-itl-ms must be positive, got {args.max_itl_ms}")
+    if args.max_itl_ms is not None and not args.max_itl_ms >= 0:
+        raise ValueError(f"--max-itl-ms must be at least 0, got {args.max_itl_ms}")
     if args.context_length == 1:
         raise ValueError("--context-length must be at least 2, for a prompt and its first token; got 1")
     for name in ("watchdog_timeout", "soft_watchdog_timeout", "waiting_timeout", "running_timeout"):

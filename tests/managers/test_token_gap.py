@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from timed_rig import FAST, SLOW, TimedRig
 
-from tercet.managers.step_cost import StepCost
-from tercet.managers.token_gap import MIN_TOKENS
+from tercet.managers.step_cost import StepCost, StepShape
+from tercet.managers.token_gap import AUTO_GAP_S, AUTO_GAP_STEPS, MIN_TOKENS
 from tercet.model_executor.step import FROM_DEVICE, ForwardMode
 
 NUM_STREAMS = 8
@@ -149,3 +149,18 @@ def test_the_way_to_decode_follows_the_machine() -> None:
         serve_steadily(rig, 0, 3)
         shares.append(np.mean([(ids == FROM_DEVICE).any() for ids in input_ids_of(rig, first)]))
     assert shares[0] < 0.2 and shares[1] > 0.8
+
+
+@pytest.mark.parametrize("cost", [FAST, SLOW, StepCost(*[10 * value for value in SLOW])])
+def test_the_automatic_bound_follows_the_decode_steps_of_a_slow_machine(cost: StepCost) -> None:
+    limits = {} if cost is FAST else {"max_prefill_tokens": 2048, "chunked_prefill_size": 1024, "overlap": False}
+    throughput, p99_s = {}, {}
+    for bound in (None, 0.0):
+        rig = make_rig(cost, max_itl_s=bound, **limits)
+        serve_steadily(rig, 0, 10)
+        first = len(rig.times_s["stream0"])
+        throughput[bound] = serve_steadily(rig, 0, 20)
+        p99_s[bound] = np.quantile(gaps_s(rig, first), 0.99)
+    longest_decode_s = cost.seconds(StepShape(False, NUM_STREAMS + 20, 0, 0, 20 * PROMPT_LEN))
+    assert p99_s[0.0] <= max(AUTO_GAP_S, AUTO_GAP_STEPS * longest_decode_s) < p99_s[None]
+    assert throughput[0.0] >= 0.95 * throughput[None]

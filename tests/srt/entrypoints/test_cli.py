@@ -81,7 +81,7 @@ def test_serve_takes_the_model_from_a_config_file(served: list[ServerArgs], tmp_
         (["A", "--port", "70000"], "--port must be in [0, 65535], got 70000"),
         (["A", "--page-size", "0"], "--page-size must be at least 1, got 0"),
         (["A", "--admission-watermark", "1"], "--admission-watermark must be in [0, 1), got 1.0"),
-        (["A", "--max-itl-ms", "0"], "--max-itl-ms must be positive, got 0.0"),
+        (["A", "--max-itl-ms", "-1"], "--max-itl-ms must be at least 0, got -1.0"),
         (["A", "--schedule-low-priority-values-first"], "needs --enable-priority-scheduling"),
         (["A", "--priority-scheduling-preemption-threshold", "-1"], "must be at least 0, got -1"),
         (["A", "--tenant-weights", "a=2"], "--tenant-weights needs --schedule-policy dlpm, got lpm"),
