@@ -11,7 +11,6 @@ stops at MAX_STREAM_BYTES. Then the request's outputs are merged, and take no mo
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable
@@ -21,8 +20,6 @@ from starlette.types import Receive
 
 from ..errors import InvalidRequest, StreamGone, StreamNotFound
 from .wire import shown
-
-logger = logging.getLogger(__name__)
 
 STREAM_HEADER = b"x-stream-id"
 MAX_STREAM_BYTES = 1 << 20
@@ -41,10 +38,12 @@ class ResumableStream:
         streams: ResumableStreams,
         stream_id: str,
         owner: str,
+        first: bytes,
         source: AsyncGenerator[bytes, None],
         on_end: Callable[[], None],
     ) -> None:
-        """`owner`: only this API key may continue it. `source`: yields whole events, and never raises."""
+        """`owner`: only this API key may continue it. `first`: its first events. `source`: yields whole events, and
+        raises nothing."""
         self.id = stream_id
         self.owner = owner
         self.is_done = False
@@ -60,6 +59,7 @@ class ResumableStream:
         """All events up to this number have been written to a connection. The client may still lack them."""
         self._reader: Reader | None = None
         self._changed = asyncio.Event()
+        self._keep(first)
         self._pump = asyncio.create_task(self._run())
 
     @property
@@ -126,8 +126,6 @@ class ResumableStream:
                 self.notify()
                 while self._is_full:
                     await self.change()
-        except Exception:
-            logger.exception("A stream failed")
         finally:
             self.is_done = True
             self._on_end()
@@ -217,9 +215,11 @@ class ResumableStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, owner: str, source: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> ResumableStream:
+    def open(
+        self, owner: str, first: bytes, source: AsyncGenerator[bytes, None], on_end: Callable[[], None]
+    ) -> ResumableStream:
         """Begins to read the events of a request. Attach a reader at once. `on_end` is called once, at the end."""
-        stream = ResumableStream(self, secrets.token_hex(16), owner, source, on_end)
+        stream = ResumableStream(self, secrets.token_hex(16), owner, first, source, on_end)
         self._streams[stream.id] = stream
         return stream
 

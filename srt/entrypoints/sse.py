@@ -35,7 +35,10 @@ logger = logging.getLogger(__name__)
 _MAX_VALUES_IN_LOOP = 10_000
 """Log probabilities and embeddings. More numbers are written in a thread, which takes up to a second."""
 DONE = b"data: [DONE]\n\n"
-_COMMENT_INTERVAL_S = 1.0
+_COMMENT_INTERVAL_S = 0.75
+"""How often it is looked whether something was sent since the last look."""
+_QUICK_INTERVALS = 8
+"""With a part in each of so many intervals, tokens flow again."""
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -103,8 +106,8 @@ async def answer(
         response_format.begin(samples)
         if prompts[0].options.stream:
             events = _stream(samples, response_format, Sample.collect if keeps_text(args) else Sample.count)
-            parts = _whole_stream(await anext(events), events, response_format)
-            return _event_stream(server, request, job, parts)
+            first = await anext(events)  # a failure before it gets an HTTP status
+            return _event_stream(server, request, job, first, events)
         async for sample, out in outputs(samples):
             sample.collect(out)
         if sum(_num_values(sample.collected) for sample in samples) > _MAX_VALUES_IN_LOOP:
@@ -133,12 +136,15 @@ async def _stream(
 ) -> AsyncGenerator[bytes, None]:
     """The outputs that have come together are one part of the stream, so a step costs one write.
 
-    `take`: what becomes of an output besides its events: it is counted only, or kept for the log, too.
+    A failure before the first part is raised. A later one is an event. `take`: what becomes of an output besides its
+    events: it is counted only, or kept for the log, too.
     """
     reader = OutputReader([sample.generation for sample in samples])
-    while batch := await reader.next():
+    has_begun = False
+    while True:
         data = b""
         try:
+            batch = await reader.next()
             for place, out in batch:
                 raise_failure(out)
                 take(samples[place], out)
@@ -146,42 +152,41 @@ async def _stream(
                     data += await asyncio.to_thread(response_format.events, samples[place], out)
                 else:
                     data += response_format.events(samples[place], out)
-        except Exception:
-            if data:  # what came before the failure
-                yield data
-            raise
+            if not batch:
+                data = response_format.last_events() + DONE
+        except Exception as error:
+            if not has_begun and not data:
+                raise
+            yield data + response_format.failure(_told(error)) + DONE
+            return
         if data:
             yield data
-    yield response_format.last_events() + DONE
+            has_begun = True
+        if not batch:
+            return
 
 
-async def _whole_stream(
-    first: bytes, rest: AsyncGenerator[bytes, None], response_format: ResponseFormat
-) -> AsyncGenerator[bytes, None]:
-    """All events of a stream. A failure is an event, too."""
-    async with contextlib.aclosing(rest):
-        yield first
-        try:
-            async for data in rest:
-                yield data
-        except TercetError as error:
-            yield response_format.failure(error) + DONE
-        except Exception:
-            logger.exception("A stream failed")
-            yield response_format.failure(internal_error()) + DONE
+def _told(error: Exception) -> TercetError:
+    """What the client is told of an error."""
+    if isinstance(error, TercetError):
+        return error
+    logger.error("A stream failed", exc_info=error)
+    return internal_error()
 
 
-def _event_stream(server: Server, request: Request, job: Job, parts: AsyncGenerator[bytes, None]) -> EventStream:
+def _event_stream(
+    server: Server, request: Request, job: Job, first: bytes, rest: AsyncGenerator[bytes, None]
+) -> EventStream:
     """The response of a stream. With --resume-grace, its job outlives its client."""
     if server.streams is None:
-        return EventStream(parts, server.manager, job.close)
+        return EventStream(rest, server.manager, job.close, first=first)
     release = hold_record(request.scope)
 
     def on_end() -> None:
         job.close()
         release()
 
-    stream = server.streams.open(key_of(request.scope) or "", parts, on_end)
+    stream = server.streams.open(key_of(request.scope) or "", first, rest, on_end)
     reader = stream.attach(0)
     job.outlive_client(reader.leave)
     return EventStream(reader.parts(), server.manager, reader.close, [(STREAM_HEADER, stream.id.encode())])
@@ -191,7 +196,8 @@ class EventStream:
     """The ASGI response that sends events as they come.
 
     When the client disconnects, the job ends the generations, and that ends this stream. While the engine is being
-    restarted or generation is paused, comments keep the connection alive.
+    restarted or generation is paused, and until tokens flow again, comments keep the connection alive: it is silent
+    for at most two intervals.
     """
 
     def __init__(
@@ -200,8 +206,11 @@ class EventStream:
         manager: TokenizerManager,
         on_end: Callable[[], None],
         headers: Sequence[tuple[bytes, bytes]] = (),
+        first: bytes = b"",
     ) -> None:
-        """`parts`: whole events. `on_end`: called at the end of the connection. `headers`: further ones."""
+        """`parts`: whole events. `on_end`: called at the end of the connection. `headers`: further ones. `first`: the
+        events before `parts`."""
+        self._first = first
         self._parts = parts
         self._manager = manager
         self._on_end = on_end
@@ -219,6 +228,8 @@ class EventStream:
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             if self._manager.stall:
                 on_stall()
+            if self._first:
+                await send(_part(self._first))
             async for data in self._parts:
                 self._num_sent += 1
                 await send(_part(data))
@@ -237,12 +248,18 @@ class EventStream:
             self._comments.cancel()
 
     async def _send_comments(self, send: Send) -> None:
-        num_sent, stall = self._num_sent, ""
+        stall = self._manager.stall or ""
+        num_sent, num_quick = -1, 0
         with contextlib.suppress(OSError):  # the client is gone
-            # The first step after a restart computes many prompts, and may take seconds.
-            while self._manager.stall or self._num_sent == num_sent:
+            # The first steps after a restart compute many prompts, and may take seconds.
+            while self._manager.stall or num_quick < _QUICK_INTERVALS:
                 stall = self._manager.stall or stall
-                await send(_part(b": " + stall.encode() + b"\n\n"))
+                if self._num_sent == num_sent or num_sent < 0:
+                    num_quick = 0
+                    await send(_part(b": " + stall.encode() + b"\n\n"))
+                else:
+                    num_quick += 1
+                num_sent = self._num_sent
                 await asyncio.sleep(_COMMENT_INTERVAL_S)
 
 

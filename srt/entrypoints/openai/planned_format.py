@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 
 from ..job import Sample
+from ..request_names import RequestNames
 from ..sse import ResponseFormat
 from .message_reader import MessageReader
 from .tools import AnswerPlan
@@ -13,8 +14,9 @@ from .tools import AnswerPlan
 class PlannedFormat(ResponseFormat):
     """The base of the formats of chats. `_readers` has the reader of each sample, by its index."""
 
-    def __init__(self, plan: AnswerPlan) -> None:
+    def __init__(self, plan: AnswerPlan, names: RequestNames) -> None:
         self._plan = plan
+        self._names = names
         self._samples: Sequence[Sample] = ()
         self._readers: dict[int, MessageReader] = {}
         self._inside_reasoning = False
@@ -31,4 +33,4 @@ class PlannedFormat(ResponseFormat):
 
     def begin(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
-        self._readers = {one.index: MessageReader(self._plan, self._inside_reasoning) for one in samples}
+        self._readers = {one.index: MessageReader(self._plan, self._inside_reasoning, self._names) for one in samples}
