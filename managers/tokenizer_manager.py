@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ..srt.errors import EngineDead, EngineRestarting, InvalidRequest, QueueFull, TercetError
 from ..srt.grammar_spec import GrammarSpec
@@ -35,7 +35,7 @@ from ..srt.request_options import RequestOptions
 from ..srt.server_args import ServerArgs
 from ..srt.start_reports import SchedulerReady
 from ..srt.text.tokenizer import Tokenizer
-from .calls import Reply, SchedulerCalls, SchedulerLink
+from .calls import KnownState, Reply, SchedulerCalls, SchedulerLink
 from .generation import Generation
 from .input_processor import InputProcessor
 from .pause_control import PauseControl
@@ -55,13 +55,6 @@ class GrammarChecks(Protocol):
 
     async def check(self, spec: GrammarSpec) -> None:
         """Returns if the scheduler can compile the grammar. Raises InvalidRequest."""
-
-
-class KnownState(NamedTuple):
-    """The last known state of the scheduler. `age_s`: its age in seconds; 0 for a fresh answer."""
-
-    state: SchedulerState
-    age_s: float
 
 
 class TokenizerManager:
@@ -159,13 +152,24 @@ class TokenizerManager:
         """
         if generation.is_over:
             return
-        request = self.inputs.generate_req(
-            generation.key, prompt.packed_ids, prompt.prompt.options, prompt.first_seed + generation.index
-        )
-        generation.hold(request)
+        seed = prompt.first_seed + generation.index
+        generation.hold(self.inputs.generate_req(generation.key, prompt.packed_ids, prompt.prompt.options, seed))
+        self._send_held(generation)
+
+    def restore(self, generation: Generation, packed_ids: bytes, options: RequestOptions, age_s: float) -> None:
+        """Sends a sample that another server process began `age_s` seconds ago. It goes on after its outputs.
+
+        `options`: those in the request of the first sample of its prompt.
+        """
+        if generation.is_over:
+            return
+        generation.hold(self.inputs.sample_req(generation.key, packed_ids, options, generation.index), age_s)
+        generation.num_recoveries += 1
+        self._send_held(generation)
+
+    def _send_held(self, generation: Generation) -> None:
         if self._scheduler is not None:
-            generation.mark_sent()
-            self._scheduler.send(request)
+            self._resend(generation)
         elif self._num_held < self.server_args.max_queued_requests:
             self._num_held += 1
         else:

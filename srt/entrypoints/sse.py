@@ -20,15 +20,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...managers.generation import OutputReader
 from ...managers.request_registry import Prompt
+from ...managers.request_registry import Request as OpenRequest
 from ...managers.tokenizer_manager import TokenizerManager
-from ..errors import TercetError
+from ..errors import EngineDead, TercetError
 from ..io_struct import TextOut
+from .bounded_http import CLOSE
 from .error_handlers import envelope, internal_error
 from .job import Job, Sample, check_request_size, outputs, raise_failure
+from .replay import Interrupted, ReplayingReader, StreamRecorder, replay_of
 from .request_log import hold_record, keeps_text, log_received
-from .resumable import STREAM_HEADER
-from .routing import Server, json_response
-from .tenants import key_of, with_tenant
+from .resumable import STREAM_HEADER, new_stream_id
+from .routing import ROUTE, Server, json_response
+from .tenants import owner_of, with_tenant
 
 logger = logging.getLogger(__name__)
 
@@ -97,17 +100,15 @@ async def answer(
     """
     check_request_size(prompts)
     prompts = with_tenant(request.scope, prompts)
-    args = server.manager.server_args
+    replay = replay_of(request.scope)
     opened = server.manager.open(prompts, name=name)
-    job = Job(server.manager, opened, request.receive)
+    job = Job(server.manager, opened, request.receive if replay is None else replay.receive)
     try:
-        samples = await job.start()
+        samples = await (job.start() if replay is None else job.restore(replay.packed_ids()))
         log_received(server.manager, request, prompts, samples)
         response_format.begin(samples)
         if prompts[0].options.stream:
-            events = _stream(samples, response_format, Sample.collect if keeps_text(args) else Sample.count)
-            first = await anext(events)  # a failure before it gets an HTTP status
-            return _event_stream(server, request, job, first, events)
+            return await _begin_stream(server, request, job, samples, response_format, opened)
         async for sample, out in outputs(samples):
             sample.collect(out)
         if sum(_num_values(sample.collected) for sample in samples) > _MAX_VALUES_IN_LOOP:
@@ -132,14 +133,18 @@ def _num_values(out: TextOut) -> int:
 
 
 async def _stream(
-    samples: Sequence[Sample], response_format: ResponseFormat, take: Callable[[Sample, TextOut], None]
+    samples: Sequence[Sample],
+    response_format: ResponseFormat,
+    reader: OutputReader | ReplayingReader,
+    take: Callable[[Sample, TextOut], None],
+    recorder: StreamRecorder | None,
 ) -> AsyncGenerator[bytes, None]:
     """The outputs that have come together are one part of the stream, so a step costs one write.
 
     A failure before the first part is raised. A later one is an event. `take`: what becomes of an output besides its
-    events: it is counted only, or kept for the log, too.
+    events: it is counted only, or kept for the log, too. With a `recorder`, the end of the engine is no failure that
+    the client is told: it raises Interrupted.
     """
-    reader = OutputReader([sample.generation for sample in samples])
     has_begun = False
     while True:
         data = b""
@@ -154,7 +159,13 @@ async def _stream(
                     data += response_format.events(samples[place], out)
             if not batch:
                 data = response_format.last_events() + DONE
+            elif recorder is not None:
+                recorder.note(samples, batch)
         except Exception as error:
+            if recorder is not None and recorder.can_continue:
+                if isinstance(error, EngineDead):
+                    raise Interrupted from None
+                recorder.note(samples, batch)
             if not has_begun and not data:
                 raise
             yield data + response_format.failure(_told(error)) + DONE
@@ -174,22 +185,49 @@ def _told(error: Exception) -> TercetError:
     return internal_error()
 
 
-def _event_stream(
-    server: Server, request: Request, job: Job, first: bytes, rest: AsyncGenerator[bytes, None]
-) -> EventStream:
-    """The response of a stream. With --resume-grace, its job outlives its client."""
-    if server.streams is None:
-        return EventStream(rest, server.manager, job.close, first=first)
-    release = hold_record(request.scope)
+async def _begin_stream(
+    server: Server,
+    request: Request,
+    job: Job,
+    samples: Sequence[Sample],
+    response_format: ResponseFormat,
+    opened: OpenRequest,
+) -> ASGIApp:
+    """The response of a stream, after its first events. With --resume-grace, its job outlives its client.
+
+    A replay has no response: a client that continues the stream gets its events.
+    """
+    manager, streams, scope = server.manager, server.streams, request.scope
+    replay, recorder = replay_of(scope), None
+    owner = owner_of(scope, manager.server_args)
+    if server.saved is not None:
+        recorder = server.saved.recorder(request, scope[ROUTE], owner, opened.prompts, replay)
+    reader = OutputReader([one.generation for one in samples]) if replay is None else replay.reader(manager, samples)
+    take = Sample.collect if keeps_text(manager.server_args) else Sample.count
+    events = _stream(samples, response_format, reader, take, recorder)
+    try:
+        first = await anext(events) if replay is None else b""
+    except BaseException:  # it gets an HTTP status
+        if recorder is not None:
+            recorder.drop()
+        raise
+    if streams is None:
+        return EventStream(events, manager, job.close, first=first)
+    release = hold_record(scope)
 
     def on_end() -> None:
         job.close()
         release()
 
-    stream = server.streams.open(key_of(request.scope) or "", first, rest, on_end)
-    reader = stream.attach(0)
-    job.outlive_client(reader.leave)
-    return EventStream(reader.parts(), server.manager, reader.close, [(STREAM_HEADER, stream.id.encode())])
+    if replay is not None:
+        streams.restore(replay, owner, events, on_end)
+        return Response()
+    stream_id = new_stream_id() if recorder is None else recorder.stream_id
+    stream = streams.open(stream_id, owner, first, events, on_end)
+    stream.flush()
+    client = stream.attach(0)
+    job.outlive_client(client.leave)
+    return EventStream(client.parts(), manager, client.close, [(STREAM_HEADER, stream.id.encode())])
 
 
 class EventStream:
@@ -237,6 +275,8 @@ class EventStream:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
             pass  # the client is gone
+        except Interrupted:
+            await break_off(scope, receive)
         finally:
             self._end_comments(on_stall)
             self._on_end()
@@ -261,6 +301,15 @@ class EventStream:
                     num_quick += 1
                 num_sent = self._num_sent
                 await asyncio.sleep(_COMMENT_INTERVAL_S)
+
+
+async def break_off(scope: Scope, receive: Receive) -> None:
+    """Closes the connection in the middle of a response, so that its client knows that there is more."""
+    close = scope.get(CLOSE)
+    if close is not None:
+        close()
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
 
 def _part(data: bytes) -> Message:
