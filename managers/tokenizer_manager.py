@@ -37,6 +37,7 @@ from ..srt.start_reports import SchedulerReady
 from ..srt.text.tokenizer import Tokenizer
 from .calls import KnownState, Reply, SchedulerCalls, SchedulerLink
 from .generation import Generation
+from .heartbeats import Heartbeats
 from .input_processor import InputProcessor
 from .pause_control import PauseControl
 from .recovery import Blame, Recovery, watched
@@ -77,6 +78,7 @@ class TokenizerManager:
         """True: running requests may finish, and new requests get status 503."""
         self.failure: EngineDead | None = None
         self.recovery = Recovery()
+        self.heartbeats = Heartbeats()
         self.on_stall: set[Callable[[], None]] = set()
         """Called when `stall` is set."""
         self._scheduler: SchedulerLink | None = scheduler
@@ -92,7 +94,6 @@ class TokenizerManager:
         make_generation = Generation if self.metrics is None else self.metrics.generation
         self._requests = RequestRegistry(self._send_abort, self.inputs.draw_seed, make_generation)
         self.pause = PauseControl(self._calls, self._link, self.abort_all, self._tell_stall)
-        self._last_heartbeat = time.monotonic()
         self._last_state: SchedulerState | None = None
         self._last_state_at = 0.0
 
@@ -239,14 +240,10 @@ class TokenizerManager:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether all processes are alive, and a message has arrived within `watchdog_timeout`."""
+        """Whether all processes are alive, and have given a sign of life within `watchdog_timeout`."""
         is_up = self.failure is None and self._scheduler is not None
-        return is_up and self.silent_s < self.server_args.watchdog_timeout
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the last message of the engine."""
-        return time.monotonic() - self._last_heartbeat
+        silent_s = max(self.heartbeats.silent_s(role) for role in ("scheduler", "detokenizer"))
+        return is_up and silent_s < self.server_args.watchdog_timeout
 
     async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
         """Empties the prefix cache. Waits up to `timeout_s` until the engine is idle."""
@@ -308,7 +305,7 @@ class TokenizerManager:
         self._scheduler = scheduler
         self.pause.carry_over(scheduler)
         self._num_held = 0
-        self._last_heartbeat = time.monotonic()
+        self.heartbeats.reset()
         waiting = [generation for generation in self._requests.live() if generation.waits_for_engine]
         for generation in self.recovery.take_innocent(waiting):
             self._resend(generation)
@@ -327,7 +324,7 @@ class TokenizerManager:
         if isinstance(message, BrokenMessage):
             self._fail_named(message)
             return
-        self._last_heartbeat = time.monotonic()
+        self.heartbeats.hear(message)
         if isinstance(message, BatchTextOut):
             for out in message.outs:
                 generation = self._requests.generation(out.rid)

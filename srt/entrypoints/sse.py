@@ -27,6 +27,7 @@ from ..io_struct import TextOut
 from .bounded_http import CLOSE
 from .error_handlers import envelope, internal_error
 from .job import Job, Sample, check_request_size, outputs, raise_failure
+from .key_limits import hold_limit
 from .replay import Interrupted, ReplayingReader, StreamRecorder, replay_of
 from .request_log import hold_record, keeps_text, log_received
 from .resumable import STREAM_HEADER, new_stream_id
@@ -213,11 +214,12 @@ async def _begin_stream(
         raise
     if streams is None:
         return EventStream(events, manager, job.close, first=first)
-    release = hold_record(scope)
+    release_record, release_limit = hold_record(scope), hold_limit(scope)
 
     def on_end() -> None:
         job.close()
-        release()
+        release_record()
+        release_limit()
 
     if replay is not None:
         streams.restore(replay, owner, events, on_end)

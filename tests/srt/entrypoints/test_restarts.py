@@ -263,12 +263,13 @@ def test_a_process_that_is_killed_while_it_starts_is_started_again(run_dirs: Pat
     assert os.listdir(run_dirs) == []
 
 
-def test_the_watchdog_restarts_a_hung_scheduler(run_dirs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
+def test_the_watchdog_ends_a_hung_process(run_dirs: Path, tmp_path: Path, role: str) -> None:
     async def scenario() -> None:
         core = await _start(tmp_path, watchdog_timeout=3.0)
         (sample,) = await core.tokenizer_manager.submit([1], options(100))
         await asyncio.sleep(0.05)
-        os.kill(core.child_pids["scheduler"], signal.SIGSTOP)
+        os.kill(core.child_pids[role], signal.SIGSTOP)
         out = await asyncio.wait_for(sample.result(), PATIENCE_S)
         assert (out.text, out.finish) == (text_of(100), LengthFinish(100))
         assert sample.num_strikes == 1, "nobody from outside has killed it"
