@@ -164,7 +164,7 @@ async def _stream(
                 recorder.note(samples, batch)
         except Exception as error:
             if recorder is not None and recorder.can_continue:
-                if isinstance(error, EngineDead):
+                if has_begun and isinstance(error, EngineDead):
                     raise Interrupted from None
                 recorder.note(samples, batch)
             if not has_begun and not data:

@@ -292,3 +292,23 @@ def test_the_end_of_the_engine_is_not_the_end_of_a_stream(tmp_path: Path, ending
         status, data = ask(site, name)
         assert status == 200 and data.count(b"[DONE]") == 1
     kill(site, file)
+
+
+def test_the_end_of_the_engine_before_the_first_event_has_a_status(tmp_path: Path) -> None:
+    site = make_site(tmp_path / "streams")
+    site.scheduler.words, site.scheduler.gate = ("", "x"), True
+
+    async def run() -> None:
+        body = {"prompt": "a", "max_tokens": 9, "stream": True}
+        connection = Connection(site, "POST", "/v1/completions", body)
+        while not site.scheduler.held:
+            await asyncio.sleep(0)
+        site.scheduler.release()
+        while not saved_of(site)._journal.ids():
+            await asyncio.sleep(0)
+        site.manager.fail("the engine was shut down")
+        await connection.done
+        assert connection.status == 503 and not saved_of(site)._journal.ids()
+
+    site.run(run())
+    kill(site, tmp_path / "streams")
