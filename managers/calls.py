@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from ..srt.errors import TercetError
 from ..srt.io_struct import (
     FlushCacheReply,
     FlushCacheReq,
+    SchedulerState,
     StateReply,
     StateReq,
     ToScheduler,
@@ -22,6 +23,13 @@ from ..srt.pause_messages import ContinueReq, PauseReply, PauseReq
 Question = FlushCacheReq | PauseReq | ContinueReq | StateReq | ViewReq
 Reply = FlushCacheReply | PauseReply | StateReply | ViewReply
 R = TypeVar("R", FlushCacheReply, PauseReply, StateReply, ViewReply)
+
+
+class KnownState(NamedTuple):
+    """The last known state of the scheduler. `age_s`: its age in seconds; 0 for a fresh answer."""
+
+    state: SchedulerState
+    age_s: float
 
 
 class SchedulerLink(Protocol):

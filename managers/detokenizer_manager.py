@@ -18,6 +18,7 @@ from ..srt.io_struct import (
     BrokenMessage,
     Counts,
     DecodeOptions,
+    DetokenizerAlive,
     StopFinish,
     TextOut,
     ToDetokenizer,
@@ -114,13 +115,14 @@ def run_detokenizer(
     tokenizer: Tokenizer | None,
     should_stop: Callable[[], bool],
 ) -> None:
-    """The loop of the detokenizer's process. It calls `should_stop` at least twice a second.
+    """The loop of the detokenizer's process. It calls `should_stop` and gives a sign of life at least twice a second.
 
     One message answers all messages that arrived during the previous turn.
     """
     manager = DetokenizerManager(tokenizer)
     while not should_stop():
         if not receiver.wait(_POLL_S):
+            sender.send(DetokenizerAlive())
             continue
         outs: list[TextOut] = []
         for message in receiver.drain():

@@ -166,11 +166,14 @@ class Generation:
         """It has a request for the engine, and the engine does not have it."""
         return self.request is not None and not self._is_sent and not self.is_over
 
-    def hold(self, request: GenerateReq) -> None:
-        """The engine shall get this request: now (`mark_sent`), or when it has been restarted."""
+    def hold(self, request: GenerateReq, age_s: float = 0.0) -> None:
+        """The engine shall get this request: now (`mark_sent`), or when it has been restarted.
+
+        `age_s`: how long ago another server process sent it.
+        """
         assert not self._is_sent
         self.request = request
-        self._submitted = time.monotonic()
+        self._submitted = time.monotonic() - age_s
 
     def mark_sent(self) -> None:
         """The engine has the request now."""
@@ -206,6 +209,12 @@ class Generation:
                 storage_tokens=counts.storage_tokens,
             )
         return msgspec.structs.replace(self.request, resumed=resumed)
+
+    def restore(self, out: TextOut, num_recoveries: int, first_token_s: float | None) -> None:
+        """Takes an output that another server process has got, before the sample is sent."""
+        self.num_recoveries = num_recoveries
+        Generation.push(self, out)
+        self.first_token_s = first_token_s
 
     def push(self, out: TextOut) -> None:
         """Called by the TokenizerManager with each output."""

@@ -198,6 +198,13 @@ class InputProcessor:
         )
         return GenerateReq(rid, packed_ids, msgspec.structs.replace(options, sampling=sampling))
 
+    def sample_req(self, rid: str, packed_ids: bytes, options: RequestOptions, index: int) -> GenerateReq:
+        """The request of a further sample of a prompt. `options`: those in the request of its first sample."""
+        seed = options.sampling.sampling_seed
+        assert seed is not None
+        sampling = msgspec.structs.replace(options.sampling, sampling_seed=_wrap_int64(seed + index))
+        return GenerateReq(rid, packed_ids, msgspec.structs.replace(options, sampling=sampling))
+
     def _overflow(self, problem: str) -> PromptTooLong:
         pool = self._facts.max_total_num_tokens
         if pool < self._facts.context_len:

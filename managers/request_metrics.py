@@ -122,6 +122,13 @@ class ObservedGeneration(Generation):
         self._num_tokens = self._num_first_tokens = 0
         self._is_prompt_counted = False
 
+    def restore(self, out: TextOut, num_recoveries: int, first_token_s: float | None) -> None:
+        super().restore(out, num_recoveries, first_token_s)
+        # The other process has counted this output.
+        self._is_prompt_counted = True
+        self._num_tokens = self._num_first_tokens = out.counts.completion_tokens
+        self._first_token_at = self._last_token_at = self._clock()
+
     def push(self, out: TextOut) -> None:
         was_over = self.is_over
         super().push(out)

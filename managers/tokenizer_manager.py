@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ..srt.errors import EngineDead, EngineRestarting, InvalidRequest, QueueFull, TercetError
 from ..srt.grammar_spec import GrammarSpec
@@ -35,8 +35,9 @@ from ..srt.request_options import RequestOptions
 from ..srt.server_args import ServerArgs
 from ..srt.start_reports import SchedulerReady
 from ..srt.text.tokenizer import Tokenizer
-from .calls import Reply, SchedulerCalls, SchedulerLink
+from .calls import KnownState, Reply, SchedulerCalls, SchedulerLink
 from .generation import Generation
+from .heartbeats import Heartbeats
 from .input_processor import InputProcessor
 from .pause_control import PauseControl
 from .recovery import Blame, Recovery, watched
@@ -55,13 +56,6 @@ class GrammarChecks(Protocol):
 
     async def check(self, spec: GrammarSpec) -> None:
         """Returns if the scheduler can compile the grammar. Raises InvalidRequest."""
-
-
-class KnownState(NamedTuple):
-    """The last known state of the scheduler. `age_s`: its age in seconds; 0 for a fresh answer."""
-
-    state: SchedulerState
-    age_s: float
 
 
 class TokenizerManager:
@@ -84,6 +78,7 @@ class TokenizerManager:
         """True: running requests may finish, and new requests get status 503."""
         self.failure: EngineDead | None = None
         self.recovery = Recovery()
+        self.heartbeats = Heartbeats()
         self.on_stall: set[Callable[[], None]] = set()
         """Called when `stall` is set."""
         self._scheduler: SchedulerLink | None = scheduler
@@ -99,7 +94,6 @@ class TokenizerManager:
         make_generation = Generation if self.metrics is None else self.metrics.generation
         self._requests = RequestRegistry(self._send_abort, self.inputs.draw_seed, make_generation)
         self.pause = PauseControl(self._calls, self._link, self.abort_all, self._tell_stall)
-        self._last_heartbeat = time.monotonic()
         self._last_state: SchedulerState | None = None
         self._last_state_at = 0.0
 
@@ -159,13 +153,24 @@ class TokenizerManager:
         """
         if generation.is_over:
             return
-        request = self.inputs.generate_req(
-            generation.key, prompt.packed_ids, prompt.prompt.options, prompt.first_seed + generation.index
-        )
-        generation.hold(request)
+        seed = prompt.first_seed + generation.index
+        generation.hold(self.inputs.generate_req(generation.key, prompt.packed_ids, prompt.prompt.options, seed))
+        self._send_held(generation)
+
+    def restore(self, generation: Generation, packed_ids: bytes, options: RequestOptions, age_s: float) -> None:
+        """Sends a sample that another server process began `age_s` seconds ago. It goes on after its outputs.
+
+        `options`: those in the request of the first sample of its prompt.
+        """
+        if generation.is_over:
+            return
+        generation.hold(self.inputs.sample_req(generation.key, packed_ids, options, generation.index), age_s)
+        generation.num_recoveries += 1
+        self._send_held(generation)
+
+    def _send_held(self, generation: Generation) -> None:
         if self._scheduler is not None:
-            generation.mark_sent()
-            self._scheduler.send(request)
+            self._resend(generation)
         elif self._num_held < self.server_args.max_queued_requests:
             self._num_held += 1
         else:
@@ -240,14 +245,10 @@ class TokenizerManager:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether all processes are alive, and a message has arrived within `watchdog_timeout`."""
+        """Whether all processes are alive, and have given a sign of life within `watchdog_timeout`."""
         is_up = self.failure is None and self._scheduler is not None
-        return is_up and self.silent_s < self.server_args.watchdog_timeout
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the last message of the engine."""
-        return time.monotonic() - self._last_heartbeat
+        silent_s = max(self.heartbeats.silent_s(role) for role in ("scheduler", "detokenizer"))
+        return is_up and silent_s < self.server_args.watchdog_timeout
 
     async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
         """Empties the prefix cache. Waits up to `timeout_s` until the engine is idle."""
@@ -309,7 +310,7 @@ class TokenizerManager:
         self._scheduler = scheduler
         self.pause.carry_over(scheduler)
         self._num_held = 0
-        self._last_heartbeat = time.monotonic()
+        self.heartbeats.reset()
         waiting = [generation for generation in self._requests.live() if generation.waits_for_engine]
         for generation in self.recovery.take_innocent(waiting):
             self._resend(generation)
@@ -328,7 +329,7 @@ class TokenizerManager:
         if isinstance(message, BrokenMessage):
             self._fail_named(message)
             return
-        self._last_heartbeat = time.monotonic()
+        self.heartbeats.hear(message)
         if isinstance(message, BatchTextOut):
             for out in message.outs:
                 generation = self._requests.generation(out.rid)

@@ -14,6 +14,7 @@
     |-- ResumeOff                    404  the server runs without --resume-grace
     |-- StreamNotFound               404  no such stream, or another key's, or its grace time is over
     |-- StreamGone                   410  the stream no longer has the wanted events
+    |-- StreamChanged                409  the stream began on a server with another model or other settings
     |-- InvalidLogits                500  the model produced NaN for this request
     |-- EngineDead                   503  a process of the engine has died
     |   `-- EngineRestarting       503  the engine is being restarted: try again in a moment
@@ -123,6 +124,12 @@ class StreamGone(TercetError):
     status = 410
     err_type = "invalid_request_error"
     code = "stream_gone"
+
+
+class StreamChanged(TercetError):
+    status = 409
+    err_type = "invalid_request_error"
+    code = "stream_changed"
 
 
 class InvalidLogits(TercetError):

@@ -291,6 +291,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     state: SchedulerState
 
 
+class DetokenizerAlive(msgspec.Struct, frozen=True, tag="alive"):
+    """The sign that the detokenizer's loop runs. Sent when it had nothing to do for half a second."""
+
+
 class StateReply(msgspec.Struct, frozen=True, tag="state"):
     """The answer to a StateReq."""
 
@@ -356,7 +360,7 @@ class ViewReply(msgspec.Struct, frozen=True, tag="view"):
     view: EngineView
 
 
-ToTokenizer = BatchTextOut | Heartbeat | FlushCacheReply | PauseReply | StateReply | ViewReply
+ToTokenizer = BatchTextOut | Heartbeat | DetokenizerAlive | FlushCacheReply | PauseReply | StateReply | ViewReply
 
 
 # Within the process that receives a message

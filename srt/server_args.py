@@ -95,6 +95,13 @@ class ServerArgs:
         float,
         _server("Seconds for which a client can continue a stream whose connection broke; 0: such a request ends"),
     ] = 0.0
+    resume_file: Annotated[
+        str | None,
+        _server(
+            "File that records the streams of --resume-grace, with their prompts, so that clients can continue them "
+            "after the server was killed or restarted; default: none"
+        ),
+    ] = None
     ssl_certfile: Annotated[str | None, _server("PEM file of the certificate chain; serves HTTPS instead of HTTP")] = (
         None
     )

@@ -87,6 +87,8 @@ def check_settings(args: ServerArgs) -> None:
         raise ValueError(f"--otlp-traces-endpoint must be a URL such as http://HOST:4318/v1/traces, got {endpoint!r}")
     if not 0 <= args.resume_grace < math.inf:
         raise ValueError(f"--resume-grace must be a number of seconds, 0 or more, got {args.resume_grace}")
+    if args.resume_file is not None and (not args.resume_grace or not args.resume_file):
+        raise ValueError("--resume-file must name a file, and needs --resume-grace")
     if args.max_queue_time is not None and not 0 < args.max_queue_time < math.inf:
         raise ValueError(f"--max-queue-time must be a positive number of seconds, got {args.max_queue_time}")
     if not 0 <= args.admission_watermark < 1:

@@ -21,6 +21,7 @@ from tercet.srt.io_struct import (
     BatchTextOut,
     BatchTokenOut,
     Counts,
+    DetokenizerAlive,
     FinishReason,
     FlushCacheReply,
     FlushCacheReq,
@@ -168,7 +169,8 @@ def run_detokenizer(server_args, run_dir: RunDir, on_ready, should_stop) -> None
     sender: Sender = Sender(context, run_dir.tokenizer)
     on_ready(DetokenizerReady())
     while not should_stop():
-        receiver.wait(0.05)
+        if not receiver.wait(0.05):
+            sender.send(DetokenizerAlive())
         for message in receiver.drain():
             sender.send(BatchTextOut([_text(out) for out in message.outs]))
 

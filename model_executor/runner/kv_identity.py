@@ -1,28 +1,22 @@
 """The identity of KV: a description of all that its bits and their layout depend on, besides the tokens.
 
-KV files of another identity are never found, because the identity is in their keys. The weights are recognised by their
-files: the size, and 4 KiB of each MiB. So a start does not read the whole model, and a change that leaves all of these
-bytes as they were is not noticed.
+KV files of another identity are never found, because the identity is in their keys. The weights are recognised by the
+fingerprints of their files.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
-from collections.abc import Iterator
 
 import torch
 
 from ... import __version__
-from ...srt.model_files.files import open_file
+from ...srt.model_files.fingerprint import weight_fingerprints
 from ...srt.model_files.model_config import ModelConfig
 from .. import cpu_extension
 from .settings import RunnerSettings
 
-_SAMPLE_BYTES = 4 << 10
-_SAMPLE_EVERY = 1 << 20
 _NOT_IN_KV = {"model_path", "generation", "eos_token_ids", "bos_token_id", "context_len"}
 """Fields of the config that K and V do not depend on."""
 
@@ -33,7 +27,7 @@ def kv_identity(settings: RunnerSettings, config: ModelConfig) -> bytes:
     variant = cpu_extension.load() if settings.attention_backend == "cpu" else None
     described = {
         "config": {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_IN_KV},
-        "weights": settings.seed if config.load_format == "dummy" else list(_fingerprints(config)),
+        "weights": settings.seed if config.load_format == "dummy" else list(weight_fingerprints(config)),
         "dtype": str(settings.dtype),
         "kv_dtype": str(settings.kv_dtype),
         "quantization": settings.quantization,
@@ -44,23 +38,3 @@ def kv_identity(settings: RunnerSettings, config: ModelConfig) -> bytes:
         "versions": [__version__, torch.__version__],
     }
     return json.dumps(described, sort_keys=True).encode()
-
-
-def _fingerprints(config: ModelConfig) -> Iterator[str]:
-    """One for each file of the weights."""
-    if config.load_format == "gguf":
-        yield _fingerprint(config.model_path)
-        return
-    for name in sorted(os.listdir(config.model_path)):
-        if name.endswith(".safetensors"):
-            yield _fingerprint(os.path.join(config.model_path, name))
-
-
-def _fingerprint(path: str) -> str:
-    digest = hashlib.blake2b(digest_size=32)
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        digest.update(str(size).encode())
-        for start in (*range(0, size, _SAMPLE_EVERY), max(size - _SAMPLE_BYTES, 0)):
-            digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, start))
-    return digest.hexdigest()

@@ -32,6 +32,8 @@ MAX_PIPELINED = 64
 MAX_SPARE_CONNECTIONS = 32
 """Number of connections beyond the limit that get an error response. Further ones are closed without a response."""
 _MAX_DISCARDED_BYTES = 1 << 24
+CLOSE = "tercet.close"
+"""In the scope of a request: a function that closes its connection after what has been written."""
 
 
 class _Refused(Exception):
@@ -140,6 +142,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._in_head = False
         self.cycle.transport = self._response_transport  # type: ignore[assignment]
+        self.cycle.scope[CLOSE] = self.transport.close  # type: ignore[literal-required]
         self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:

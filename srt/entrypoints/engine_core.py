@@ -214,25 +214,30 @@ class EngineCore:
             logger.warning("Could not write a report about this: %s", error.strerror or error)
 
     async def _watch(self) -> None:
-        """Reports a scheduler whose loop does not turn, and kills it, so that it is restarted."""
+        """Reports a process whose loop does not turn, and kills it, so that the engine is restarted."""
         manager, args = self.tokenizer_manager, self._server_args
-        detector = HangDetector(args.watchdog_timeout, args.soft_watchdog_timeout)
+        detectors = {
+            role: HangDetector(args.watchdog_timeout, args.soft_watchdog_timeout)
+            for role in ("scheduler", "detokenizer")
+        }
         while not self.died.done():
-            await asyncio.sleep(detector.interval_s)
-            verdict = detector.look(0.0 if manager.is_restarting else manager.silent_s)
-            if verdict is None:
-                continue
-            life, silent_s = self._life, manager.silent_s
-            scheduler = life.children[0]
-            stacks = await stacks_of(scheduler, life.run_dir.stacks(scheduler.role))
-            what = "killing the process" if verdict is Verdict.END else "it goes on"
-            threads = (
-                f"the stacks of its threads:\n{stacks}" if stacks else "it does not tell the stacks of its threads"
-            )
-            logger.error("The scheduler's loop has not turned for %.1f s; %s; %s", silent_s, what, threads)
-            if verdict is Verdict.END and life is self._life and manager.silent_s > args.watchdog_timeout:
-                self._hung, self._stacks = scheduler, stacks
-                scheduler.kill()
+            await asyncio.sleep(detectors["scheduler"].interval_s)
+            for child in self._life.children:
+                silent_s = 0.0 if manager.is_restarting else manager.heartbeats.silent_s(child.role)
+                verdict = detectors[child.role].look(silent_s)
+                if verdict is not None:
+                    await self._on_hang(child, verdict, silent_s)
+
+    async def _on_hang(self, child: ChildProcess, verdict: Verdict, silent_s: float) -> None:
+        life, heartbeats = self._life, self.tokenizer_manager.heartbeats
+        stacks = await stacks_of(child, life.run_dir.stacks(child.role))
+        what = "killing the process" if verdict is Verdict.END else "it goes on"
+        threads = f"the stacks of its threads:\n{stacks}" if stacks else "it does not tell the stacks of its threads"
+        logger.error("The %s's loop has not turned for %.1f s; %s; %s", child.role, silent_s, what, threads)
+        is_still_silent = heartbeats.silent_s(child.role) > self._server_args.watchdog_timeout
+        if verdict is Verdict.END and life is self._life and is_still_silent:
+            self._hung, self._stacks = child, stacks
+            child.kill()
 
 
 def _load_tokenizer(server_args: ServerArgs) -> Tokenizer | None:

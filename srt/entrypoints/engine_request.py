@@ -25,6 +25,7 @@ from . import native
 from .engine_thread import EngineThread
 from .job import Sample, outputs
 from .native_protocol import GenerateBody
+from .request_names import RequestNames
 from .routing import Server
 
 Answer: TypeAlias = dict[str, Any]
@@ -121,7 +122,7 @@ class EngineRequest:
         self._answers = self._stream()
 
     def _begin(self) -> None:
-        prompts, name, is_list = native.prompts_of(self._server, self._body)
+        prompts, name, is_list = native.prompts_of(self._server, self._body, RequestNames())
         self._several = is_list or prompts[0].options.sampling.n > 1
         self._request = self._manager.open(prompts, name=name)
         for prompt_index, prompt in enumerate(self._request.prompts):

@@ -50,6 +50,7 @@ from .paths import TrailingSlash
 from .request_log import RequestLog
 from .resumable import ResumableStreams
 from .routing import BoundEndpoint, Endpoint, MetricsSource, Query, Server
+from .saved_streams import SavedStreams
 from .tracing import RequestTracer
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -294,13 +295,16 @@ def create_app(
     state_timeout_s: float = 1.0,
     flush_timeout_s: float = 5.0,
     tracer: RequestTracer | None = None,
+    saved: SavedStreams | None = None,
 ) -> Starlette:
     """The app of one engine. It starts and stops no process and no `tracer`: the caller does.
 
     See `Server` for the timeouts. If the manager's settings have an `api_key`, every path except OPEN_PATHS
     requires it. Without a key, requests of other sites' web pages are refused, except those of `allowed_origins`.
+    `saved`: the streams of `--resume-file`.
     """
     args = tokenizer_manager.server_args
+    streams = ResumableStreams(args.resume_grace) if args.resume_grace and saved is None else None
     server = Server(
         tokenizer_manager,
         __version__,
@@ -309,7 +313,9 @@ def create_app(
         flush_timeout_s=flush_timeout_s,
         metrics=_metrics_page(tokenizer_manager),
         key_limits=KeyLimits.of(args, time.monotonic),
-        streams=ResumableStreams(args.resume_grace) if args.resume_grace else None,
+        streams=streams if saved is None else saved.streams,
+        saved=saved,
+        recorded={} if saved is None else {one.path: one for one in ENDPOINTS if one.streams is not None},
     )
     endpoints = (*ENDPOINTS, *openapi.endpoints(ENDPOINTS))
     routes: list[BaseRoute] = []

@@ -15,7 +15,7 @@ from ...managers.generation import Generation, OutputReader, error_of
 from ...managers.request_registry import Prompt, PromptSamples, Request
 from ...managers.tokenizer_manager import TokenizerManager
 from ..errors import InvalidRequest, RequestAborted
-from ..io_struct import Counts, FinishReason, TextOut, joined
+from ..io_struct import Counts, FinishReason, TextOut, joined, unpack_ids
 
 MAX_PROMPTS = 1024
 """Maximum number of prompts in one request."""
@@ -78,18 +78,31 @@ class Job:
 
     async def start(self) -> list[Sample]:
         """Starts every prompt. Raises what `TokenizerManager.start` raises, and RequestAborted after a disconnect."""
-        samples: list[Sample] = []
         for prompt_index, prompt in enumerate(self._request.prompts):
             if prompt_index:
                 await asyncio.sleep(0)  # other streams make progress during a long list of prompts
             await self._manager.start(prompt)
-            samples += [
-                Sample(len(samples) + generation.index, prompt_index, prompt, generation)
-                for generation in prompt.generations
-            ]
             if self._client_gone:
                 raise RequestAborted("the client has disconnected")
-        return samples
+        return self._samples()
+
+    async def restore(self, packed_ids: Sequence[bytes]) -> list[Sample]:
+        """The samples of prompts that were tokenised before (see `pack_ids`). They are not sent."""
+        for prompt, ids in zip(self._request.prompts, packed_ids, strict=True):
+            if callable(prompt.prompt.content):
+                await prompt.prompt.content()  # it also tells how the answer begins
+            prompt.prompt_ids, prompt.packed_ids = unpack_ids(ids).tolist(), ids
+        return self._samples()
+
+    def _samples(self) -> list[Sample]:
+        return [
+            Sample(index, prompt_index, prompt, generation)
+            for index, (prompt_index, prompt, generation) in enumerate(
+                (prompt_index, prompt, generation)
+                for prompt_index, prompt in enumerate(self._request.prompts)
+                for generation in prompt.generations
+            )
+        ]
 
     def outlive_client(self, on_disconnect: Callable[[], None]) -> None:
         """From now on, a disconnect of the client calls this instead of ending the generations."""

@@ -25,6 +25,7 @@ from .tenants import key_of
 MAX_CLIENTS = 10_000
 """Clients that are remembered. Of more, those that have not come for the longest time get full limits again."""
 MAX_RETRY_AFTER_S = 60
+_HOLD = "tercet.hold"
 LIMIT_HEADERS = ("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests")
 """OpenAI's headers: requests in a minute, requests left now, and the time until the bucket is full."""
 
@@ -74,6 +75,29 @@ class _Client:
         return not self.num_running and (self.bucket is None or not self.bucket.full_in_s(now))
 
 
+class _Hold:
+    """One request of a client, which runs until its connection and its stream have ended."""
+
+    def __init__(self, client: _Client) -> None:
+        self.num_holders = 1
+        self._client = client
+        client.num_running += 1
+
+    def release(self) -> None:
+        self.num_holders -= 1
+        if not self.num_holders:
+            self._client.num_running -= 1
+
+
+def hold_limit(scope: Scope) -> Callable[[], None]:
+    """A request counts for its client's limit until the returned function is called, once, and its connection ends."""
+    hold: _Hold | None = scope.get(_HOLD)
+    if hold is None:
+        return lambda: None
+    hold.num_holders += 1
+    return hold.release
+
+
 class KeyLimits:
     """The limits of all clients, and what they have used of them."""
 
@@ -117,11 +141,11 @@ class KeyLimits:
         except TooManyRequests as error:
             await error_response(error)(scope, receive, self._with_headers(client, send))
             return
-        client.num_running += 1
+        hold = scope[_HOLD] = _Hold(client)
         try:
             await app(scope, receive, self._with_headers(client, send))
         finally:
-            client.num_running -= 1
+            hold.release()
             self._mean_s += 0.1 * (self._clock() - start_s - self._mean_s)
 
     def _client(self, name: str) -> _Client:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -22,6 +21,7 @@ from .job import MAX_PROMPTS, Sample
 from .native_protocol import GenerateAnswer, GenerateBody, MetaInfo, NativeSampling
 from .openai.protocol import CachedTokensDetails
 from .options import OPTION_FIELDS, make_options
+from .request_names import RequestNames, names_of
 from .routing import Server, in_thread_if_large
 from .sse import ResponseFormat, answer, event
 from .wire import BodyCodec
@@ -37,14 +37,17 @@ _ANY_MODEL = "unknown"
 
 async def generate(server: Server, request: Request, body: GenerateBody) -> ASGIApp:
     """Handler of /generate."""
-    prompts, name, is_list = await in_thread_if_large(request, prompts_of, server, body, MAX_PROMPTS)
+    names = names_of(request.scope)
+    prompts, name, is_list = await in_thread_if_large(request, prompts_of, server, body, names, MAX_PROMPTS)
     several = is_list or prompts[0].options.sampling.n > 1
     incremental = server.manager.server_args.incremental_streaming_output
     response_format = _NativeFormat(server, several, incremental)
     return await answer(server, request, prompts, response_format=response_format, name=name)
 
 
-def prompts_of(server: Server, body: GenerateBody, max_prompts: int | None = None) -> tuple[list[Prompt], str, bool]:
+def prompts_of(
+    server: Server, body: GenerateBody, names: RequestNames, max_prompts: int | None = None
+) -> tuple[list[Prompt], str, bool]:
     """The prompts, their common name, and whether the request has a list of prompts.
 
     `max_prompts`: the limit on the number of prompts; None for no limit. Raises InvalidRequest, ModelNotFound.
@@ -56,10 +59,10 @@ def prompts_of(server: Server, body: GenerateBody, max_prompts: int | None = Non
     if max_prompts is not None:
         check_num_prompts(count, param, max_prompts)
     if isinstance(body.rid, list) and count > 1:
-        rids, name = _per_prompt(body.rid, count, is_list, "rid"), uuid.uuid4().hex
+        rids, name = _per_prompt(body.rid, count, is_list, "rid"), names.hex()
     else:
         given = _per_prompt(body.rid, 1, is_list, "rid")[0]
-        name = uuid.uuid4().hex if given is None else given
+        name = names.hex() if given is None else given
         rids = [name] if count == 1 else [f"{name}_{i}" for i in range(count)]
     prompts = [
         Prompt(

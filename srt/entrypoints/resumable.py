@@ -11,7 +11,6 @@ stops at MAX_STREAM_BYTES. Then the request's outputs are merged, and take no mo
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable
@@ -20,9 +19,9 @@ from itertools import islice
 from starlette.types import Receive
 
 from ..errors import InvalidRequest, StreamGone, StreamNotFound
+from .replay import Interrupted, Replay
+from .stream_journal import StreamJournal
 from .wire import shown
-
-logger = logging.getLogger(__name__)
 
 STREAM_HEADER = b"x-stream-id"
 MAX_STREAM_BYTES = 1 << 20
@@ -33,6 +32,11 @@ MAX_DETACHED = 1024
 """Maximum number of streams without a client. Of more, the oldest ended one goes, or else the oldest one."""
 
 
+def new_stream_id() -> str:
+    """A random name, which nobody can guess."""
+    return secrets.token_hex(16)
+
+
 class ResumableStream:
     """The events of one request. Its request outlives the connections of its client."""
 
@@ -41,14 +45,20 @@ class ResumableStream:
         streams: ResumableStreams,
         stream_id: str,
         owner: str,
+        first: bytes,
         source: AsyncGenerator[bytes, None],
         on_end: Callable[[], None],
+        replay: Replay | None = None,
     ) -> None:
-        """`owner`: only this API key may continue it. `source`: yields whole events, and never raises."""
+        """`owner`: only its API key may continue it. `first`: its first events. `source`: yields whole events, and
+        raises only Interrupted. `replay`: it is a stream of another server, whose events the source repeats."""
         self.id = stream_id
         self.owner = owner
         self.is_done = False
         """It has its last event, or has been ended."""
+        self.is_interrupted = False
+        """Its engine has ended before, and another server will continue it."""
+        self._replay = replay
         self._streams = streams
         self._source = source
         self._on_end = on_end
@@ -60,6 +70,7 @@ class ResumableStream:
         """All events up to this number have been written to a connection. The client may still lack them."""
         self._reader: Reader | None = None
         self._changed = asyncio.Event()
+        self._keep(first)
         self._pump = asyncio.create_task(self._run())
 
     @property
@@ -71,6 +82,8 @@ class ResumableStream:
 
         Raises StreamGone if the events are no longer kept, and InvalidRequest if there is no such event.
         """
+        if after > self._last and self._replay is not None:
+            raise StreamGone(f"the events after {self._last} are lost")
         if after > self._last:
             raise InvalidRequest(
                 f"the stream has no event {after}; its last one is {self._last}", param="Last-Event-ID"
@@ -81,6 +94,8 @@ class ResumableStream:
         if earlier is not None:
             earlier.leave()
         self._streams.on_attached(self)
+        if self._replay is not None:
+            self._replay.is_wanted.set()
         self.notify()
         return self._reader
 
@@ -111,6 +126,10 @@ class ResumableStream:
         self._num_sent = max(self._num_sent, number)
         self.notify()
 
+    def flush(self) -> None:
+        """Writes what the journal has of the new events. Call it before they are sent."""
+        self._streams.flush()
+
     def notify(self) -> None:
         self._changed.set()
 
@@ -126,20 +145,32 @@ class ResumableStream:
                 self.notify()
                 while self._is_full:
                     await self.change()
-        except Exception:
-            logger.exception("A stream failed")
+        except Interrupted:
+            self.is_interrupted = True
         finally:
             self.is_done = True
             self._on_end()
             self.notify()
             await self._source.aclose()
 
+    async def until(self, event: asyncio.Event) -> None:
+        """Waits until the event is set or the stream has ended."""
+        waiting = asyncio.create_task(event.wait())
+        await asyncio.wait([waiting, self._pump], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+
     @property
     def _is_full(self) -> bool:
+        if self._is_replaying:
+            return False
         if self._reader is not None:
             return self._reader.position < self._last
         is_too_much = self._num_bytes > MAX_STREAM_BYTES or self._streams.num_held_bytes > MAX_HELD_BYTES
         return is_too_much and self._num_sent < self._last
+
+    @property
+    def _is_replaying(self) -> bool:
+        return self._replay is not None and not self._replay.is_replayed.is_set()
 
     def _keep(self, data: bytes) -> None:
         for event in data.split(b"\n\n")[:-1]:  # the JSON of an event has no line breaks
@@ -149,6 +180,8 @@ class ResumableStream:
             self._num_bytes += len(named)
             self._streams.num_held_bytes += len(named)
         self._streams.drop_ended()
+        if self._is_replaying:
+            self._num_sent = self._last  # the other server may have sent them all
         num_read = self._num_sent if self._reader is None else self._reader.position
         while (self._num_bytes > MAX_STREAM_BYTES or self._streams.num_held_bytes > MAX_HELD_BYTES) and (
             self._last - len(self._events) < num_read
@@ -169,15 +202,18 @@ class Reader:
         self._watch: asyncio.Task[None] | None = None
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
-        """The events, until the last one, or until the connection is gone."""
+        """The events, until the last one, or until the connection is gone. Raises Interrupted."""
         stream = self._stream
         while not self._is_gone:
             last = stream.last
             data = stream.events_after(self.position)
             if data:
+                stream.flush()
                 yield data
                 self.position = max(self.position, last)
                 stream.on_sent(last)
+            elif stream.is_interrupted:
+                raise Interrupted
             elif stream.is_done:
                 return
             else:
@@ -208,8 +244,12 @@ class Reader:
 class ResumableStreams:
     """The streams that have a client, or may get one within the grace time."""
 
-    def __init__(self, grace_s: float) -> None:
+    def __init__(self, grace_s: float, journal: StreamJournal | None = None) -> None:
+        """`journal`: of `--resume-file`; None without it."""
         self.num_held_bytes = 0
+        self.is_draining = False
+        """The server is shutting down: the next one continues the streams that have no client."""
+        self._journal = journal
         self._grace_s = grace_s
         self._streams: dict[str, ResumableStream] = {}
         self._detached: OrderedDict[ResumableStream, asyncio.TimerHandle] = OrderedDict()
@@ -217,11 +257,43 @@ class ResumableStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, owner: str, source: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> ResumableStream:
+    def __contains__(self, stream_id: str) -> bool:
+        return stream_id in self._streams
+
+    def __getitem__(self, stream_id: str) -> ResumableStream:
+        return self._streams[stream_id]
+
+    def open(
+        self,
+        stream_id: str,
+        owner: str,
+        first: bytes,
+        source: AsyncGenerator[bytes, None],
+        on_end: Callable[[], None],
+    ) -> ResumableStream:
         """Begins to read the events of a request. Attach a reader at once. `on_end` is called once, at the end."""
-        stream = ResumableStream(self, secrets.token_hex(16), owner, source, on_end)
-        self._streams[stream.id] = stream
+        stream = self._streams[stream_id] = ResumableStream(self, stream_id, owner, first, source, on_end)
         return stream
+
+    def restore(
+        self, replay: Replay, owner: str, source: AsyncGenerator[bytes, None], on_end: Callable[[], None]
+    ) -> ResumableStream:
+        """Begins to repeat the events of a stream of another server."""
+        stream = ResumableStream(self, replay.stream_id, owner, b"", source, on_end, replay)
+        self._streams[stream.id] = stream
+        self.on_detached(stream)
+        return stream
+
+    def drain(self) -> None:
+        """The server will end. Ends the requests without a client, whose streams are continued by the next server."""
+        if self._journal is not None:
+            self.is_draining = True
+            for stream in list(self._detached):
+                self._leave(stream)
+
+    def flush(self) -> None:
+        if self._journal is not None:
+            self._journal.flush()
 
     def find(self, last_event_id: str, owner: str) -> tuple[ResumableStream, int]:
         """The stream, and the number of the event. Raises InvalidRequest, StreamNotFound."""
@@ -241,6 +313,9 @@ class ResumableStreams:
             timer.cancel()
 
     def on_detached(self, stream: ResumableStream) -> None:
+        if self.is_draining:
+            self._leave(stream)
+            return
         loop = asyncio.get_running_loop()
         self._detached[stream] = loop.call_later(self._grace_s, self._end, stream)
         if len(self._detached) > MAX_DETACHED:
@@ -258,6 +333,14 @@ class ResumableStreams:
         return next((stream for stream in self._detached if stream.is_done), None)
 
     def _end(self, stream: ResumableStream) -> None:
-        self._detached.pop(stream).cancel()
+        self._leave(stream)
+        if self._journal is not None and not stream.is_interrupted:
+            self._journal.forget(stream.id)
+
+    def _leave(self, stream: ResumableStream) -> None:
+        """Ends the stream here. The journal still has it."""
+        timer = self._detached.pop(stream, None)
+        if timer is not None:
+            timer.cancel()
         del self._streams[stream.id]
         stream.end()

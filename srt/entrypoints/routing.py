@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -24,6 +24,7 @@ from .error_handlers import BodyTooLarge, error_response, internal_error
 from .json_limits import check_limits
 from .key_limits import KeyLimits
 from .resumable import ResumableStreams
+from .saved_streams import BODY, SavedStreams
 from .wire import BodyCodec, shown
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,10 @@ class Server:
     """None without such limits."""
     streams: ResumableStreams | None = None
     """None without --resume-grace."""
+    saved: SavedStreams | None = None
+    """None without --resume-file."""
+    recorded: Mapping[str, Endpoint] = field(default_factory=dict)
+    """The endpoints whose streams are recorded, by path."""
     started: int = field(default_factory=lambda: int(time.time()))
     decoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "body-decoder"))
     """Decodes large bodies, one at a time, because decoding holds the interpreter's lock."""
@@ -206,14 +211,21 @@ class BoundEndpoint:
             return None
         if not data and self._endpoint.body_may_be_empty:
             data += b"{}"
-        if len(data) <= SMALL_BODY_BYTES:
-            return codec.decode(data)
-        request.scope[_IS_LARGE] = True
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.server.decoder, _decode_large, codec, data)
+        if self._endpoint.path in self.server.recorded:
+            request.scope[BODY] = bytes(data)
+        return await decode(self.server, request, codec, data)
 
 
-def _decode_large(codec: BodyCodec[T], data: bytearray) -> T:
+async def decode(server: Server, request: Request, codec: BodyCodec[T], data: bytes | bytearray) -> T:
+    """The body of a request. A large one is decoded in a thread. Raises InvalidRequest."""
+    if len(data) <= SMALL_BODY_BYTES:
+        return codec.decode(data)
+    request.scope[_IS_LARGE] = True
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(server.decoder, _decode_large, codec, data)
+
+
+def _decode_large(codec: BodyCodec[T], data: bytes | bytearray) -> T:
     check_limits(data)
     return codec.decode(data)
 

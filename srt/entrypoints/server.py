@@ -15,6 +15,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -22,14 +23,18 @@ import uvloop
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ...managers.tokenizer_manager import TokenizerManager
 from .. import log
 from ..errors import EngineDead, TercetError
 from ..machine.open_files import raise_open_files_limit
 from ..server_args import ServerArgs
+from .answer_settings import answer_settings
 from .bounded_http import BoundedHttpProtocol
 from .engine_core import EngineCore
 from .http_server import create_app
 from .processes import CHILD_MODULE
+from .saved_streams import SavedStreams
+from .stream_journal import StreamJournal
 from .tls import tls_context
 from .tracing import RequestTracer
 
@@ -163,6 +168,19 @@ class _ServerRun:
             await serving
 
     async def _run_engine(self) -> int:
+        path = self._server_args.resume_file
+        try:
+            journal = None if path is None else await asyncio.to_thread(StreamJournal.open, Path(path))
+        except (ValueError, OSError) as error:
+            logger.error("Cannot start: --resume-file: %s", error)
+            return 1
+        try:
+            return await self._run_engine_with(journal)
+        finally:
+            if journal is not None:
+                journal.close()
+
+    async def _run_engine_with(self, journal: StreamJournal | None) -> int:
         starting = asyncio.create_task(EngineCore.start(self._server_args, child_module=self._child_module))
         await self._wait_for_signal_or(starting)
         if not starting.done():
@@ -177,7 +195,8 @@ class _ServerRun:
             logger.error("Cannot start: %s", error)
             return 1
         try:
-            self._gate.app = create_app(core.tokenizer_manager, tracer=self._tracer)
+            saved = None if journal is None else await self._saved_streams(journal, core.tokenizer_manager)
+            self._gate.app = create_app(core.tokenizer_manager, tracer=self._tracer, saved=saved)
             if self._max_connections < _FEW_CONNECTIONS:
                 logger.warning(
                     "The server accepts at most %d connections because the limit of open files (ulimit -Hn) is low",
@@ -188,10 +207,19 @@ class _ServerRun:
             if core.died.done():
                 await self._wait_for_signal(GRACE_AFTER_DEATH_S)
                 return 1
+            if saved is not None:
+                saved.streams.drain()
             await self._drain(core)
             return 0
         finally:
             await core.stop()
+
+    async def _saved_streams(self, journal: StreamJournal, manager: TokenizerManager) -> SavedStreams:
+        args = manager.server_args
+        settings = await asyncio.to_thread(answer_settings, args, manager.model_config, manager.facts)
+        saved = SavedStreams(journal, settings, args.resume_grace)
+        saved.begin_grace()
+        return saved
 
     async def _drain(self, core: EngineCore) -> None:
         """Refuses new requests and waits until the running ones have finished.

@@ -20,22 +20,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...managers.generation import OutputReader
 from ...managers.request_registry import Prompt
+from ...managers.request_registry import Request as OpenRequest
 from ...managers.tokenizer_manager import TokenizerManager
-from ..errors import TercetError
+from ..errors import EngineDead, TercetError
 from ..io_struct import TextOut
+from .bounded_http import CLOSE
 from .error_handlers import envelope, internal_error
 from .job import Job, Sample, check_request_size, outputs, raise_failure
+from .key_limits import hold_limit
+from .replay import Interrupted, ReplayingReader, StreamRecorder, replay_of
 from .request_log import hold_record, keeps_text, log_received
-from .resumable import STREAM_HEADER
-from .routing import Server, json_response
-from .tenants import key_of, with_tenant
+from .resumable import STREAM_HEADER, new_stream_id
+from .routing import ROUTE, Server, json_response
+from .tenants import owner_of, with_tenant
 
 logger = logging.getLogger(__name__)
 
 _MAX_VALUES_IN_LOOP = 10_000
 """Log probabilities and embeddings. More numbers are written in a thread, which takes up to a second."""
 DONE = b"data: [DONE]\n\n"
-_COMMENT_INTERVAL_S = 1.0
+_COMMENT_INTERVAL_S = 0.75
+"""How often it is looked whether something was sent since the last look."""
+_QUICK_INTERVALS = 8
+"""With a part in each of so many intervals, tokens flow again."""
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -94,17 +101,15 @@ async def answer(
     """
     check_request_size(prompts)
     prompts = with_tenant(request.scope, prompts)
-    args = server.manager.server_args
+    replay = replay_of(request.scope)
     opened = server.manager.open(prompts, name=name)
-    job = Job(server.manager, opened, request.receive)
+    job = Job(server.manager, opened, request.receive if replay is None else replay.receive)
     try:
-        samples = await job.start()
+        samples = await (job.start() if replay is None else job.restore(replay.packed_ids()))
         log_received(server.manager, request, prompts, samples)
         response_format.begin(samples)
         if prompts[0].options.stream:
-            events = _stream(samples, response_format, Sample.collect if keeps_text(args) else Sample.count)
-            parts = _whole_stream(await anext(events), events, response_format)
-            return _event_stream(server, request, job, parts)
+            return await _begin_stream(server, request, job, samples, response_format, opened)
         async for sample, out in outputs(samples):
             sample.collect(out)
         if sum(_num_values(sample.collected) for sample in samples) > _MAX_VALUES_IN_LOOP:
@@ -129,16 +134,23 @@ def _num_values(out: TextOut) -> int:
 
 
 async def _stream(
-    samples: Sequence[Sample], response_format: ResponseFormat, take: Callable[[Sample, TextOut], None]
+    samples: Sequence[Sample],
+    response_format: ResponseFormat,
+    reader: OutputReader | ReplayingReader,
+    take: Callable[[Sample, TextOut], None],
+    recorder: StreamRecorder | None,
 ) -> AsyncGenerator[bytes, None]:
     """The outputs that have come together are one part of the stream, so a step costs one write.
 
-    `take`: what becomes of an output besides its events: it is counted only, or kept for the log, too.
+    A failure before the first part is raised. A later one is an event. `take`: what becomes of an output besides its
+    events: it is counted only, or kept for the log, too. With a `recorder`, the end of the engine is no failure that
+    the client is told: it raises Interrupted.
     """
-    reader = OutputReader([sample.generation for sample in samples])
-    while batch := await reader.next():
+    has_begun = False
+    while True:
         data = b""
         try:
+            batch = await reader.next()
             for place, out in batch:
                 raise_failure(out)
                 take(samples[place], out)
@@ -146,52 +158,86 @@ async def _stream(
                     data += await asyncio.to_thread(response_format.events, samples[place], out)
                 else:
                     data += response_format.events(samples[place], out)
-        except Exception:
-            if data:  # what came before the failure
-                yield data
-            raise
+            if not batch:
+                data = response_format.last_events() + DONE
+            elif recorder is not None:
+                recorder.note(samples, batch)
+        except Exception as error:
+            if recorder is not None and recorder.can_continue:
+                if has_begun and isinstance(error, EngineDead):
+                    raise Interrupted from None
+                recorder.note(samples, batch)
+            if not has_begun and not data:
+                raise
+            yield data + response_format.failure(_told(error)) + DONE
+            return
         if data:
             yield data
-    yield response_format.last_events() + DONE
+            has_begun = True
+        if not batch:
+            return
 
 
-async def _whole_stream(
-    first: bytes, rest: AsyncGenerator[bytes, None], response_format: ResponseFormat
-) -> AsyncGenerator[bytes, None]:
-    """All events of a stream. A failure is an event, too."""
-    async with contextlib.aclosing(rest):
-        yield first
-        try:
-            async for data in rest:
-                yield data
-        except TercetError as error:
-            yield response_format.failure(error) + DONE
-        except Exception:
-            logger.exception("A stream failed")
-            yield response_format.failure(internal_error()) + DONE
+def _told(error: Exception) -> TercetError:
+    """What the client is told of an error."""
+    if isinstance(error, TercetError):
+        return error
+    logger.error("A stream failed", exc_info=error)
+    return internal_error()
 
 
-def _event_stream(server: Server, request: Request, job: Job, parts: AsyncGenerator[bytes, None]) -> EventStream:
-    """The response of a stream. With --resume-grace, its job outlives its client."""
-    if server.streams is None:
-        return EventStream(parts, server.manager, job.close)
-    release = hold_record(request.scope)
+async def _begin_stream(
+    server: Server,
+    request: Request,
+    job: Job,
+    samples: Sequence[Sample],
+    response_format: ResponseFormat,
+    opened: OpenRequest,
+) -> ASGIApp:
+    """The response of a stream, after its first events. With --resume-grace, its job outlives its client.
+
+    A replay has no response: a client that continues the stream gets its events.
+    """
+    manager, streams, scope = server.manager, server.streams, request.scope
+    replay, recorder = replay_of(scope), None
+    owner = owner_of(scope, manager.server_args)
+    if server.saved is not None:
+        recorder = server.saved.recorder(request, scope[ROUTE], owner, opened.prompts, replay)
+    reader = OutputReader([one.generation for one in samples]) if replay is None else replay.reader(manager, samples)
+    take = Sample.collect if keeps_text(manager.server_args) else Sample.count
+    events = _stream(samples, response_format, reader, take, recorder)
+    try:
+        first = await anext(events) if replay is None else b""
+    except BaseException:  # it gets an HTTP status
+        if recorder is not None:
+            recorder.drop()
+        raise
+    if streams is None:
+        return EventStream(events, manager, job.close, first=first)
+    release_record, release_limit = hold_record(scope), hold_limit(scope)
 
     def on_end() -> None:
         job.close()
-        release()
+        release_record()
+        release_limit()
 
-    stream = server.streams.open(key_of(request.scope) or "", parts, on_end)
-    reader = stream.attach(0)
-    job.outlive_client(reader.leave)
-    return EventStream(reader.parts(), server.manager, reader.close, [(STREAM_HEADER, stream.id.encode())])
+    if replay is not None:
+        streams.restore(replay, owner, events, on_end)
+        return Response()
+    stream_id = new_stream_id() if recorder is None else recorder.stream_id
+    stream = streams.open(stream_id, owner, first, events, on_end)
+    stream.flush()
+    client = stream.attach(0)
+    job.outlive_client(client.leave)
+    return EventStream(client.parts(), manager, client.close, [(STREAM_HEADER, stream.id.encode())])
 
 
 class EventStream:
     """The ASGI response that sends events as they come.
 
     When the client disconnects, the job ends the generations, and that ends this stream. While the engine is being
-    restarted or generation is paused, comments keep the connection alive.
+    restarted or generation is paused, and until tokens flow again, comments keep the connection alive: it is silent
+    for at most two intervals.
     """
 
     def __init__(
@@ -200,8 +246,11 @@ class EventStream:
         manager: TokenizerManager,
         on_end: Callable[[], None],
         headers: Sequence[tuple[bytes, bytes]] = (),
+        first: bytes = b"",
     ) -> None:
-        """`parts`: whole events. `on_end`: called at the end of the connection. `headers`: further ones."""
+        """`parts`: whole events. `on_end`: called at the end of the connection. `headers`: further ones. `first`: the
+        events before `parts`."""
+        self._first = first
         self._parts = parts
         self._manager = manager
         self._on_end = on_end
@@ -219,6 +268,8 @@ class EventStream:
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             if self._manager.stall:
                 on_stall()
+            if self._first:
+                await send(_part(self._first))
             async for data in self._parts:
                 self._num_sent += 1
                 await send(_part(data))
@@ -226,6 +277,8 @@ class EventStream:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
             pass  # the client is gone
+        except Interrupted:
+            await break_off(scope, receive)
         finally:
             self._end_comments(on_stall)
             self._on_end()
@@ -237,13 +290,28 @@ class EventStream:
             self._comments.cancel()
 
     async def _send_comments(self, send: Send) -> None:
-        num_sent, stall = self._num_sent, ""
+        stall = self._manager.stall or ""
+        num_sent, num_quick = -1, 0
         with contextlib.suppress(OSError):  # the client is gone
-            # The first step after a restart computes many prompts, and may take seconds.
-            while self._manager.stall or self._num_sent == num_sent:
+            # The first steps after a restart compute many prompts, and may take seconds.
+            while self._manager.stall or num_quick < _QUICK_INTERVALS:
                 stall = self._manager.stall or stall
-                await send(_part(b": " + stall.encode() + b"\n\n"))
+                if self._num_sent == num_sent or num_sent < 0:
+                    num_quick = 0
+                    await send(_part(b": " + stall.encode() + b"\n\n"))
+                else:
+                    num_quick += 1
+                num_sent = self._num_sent
                 await asyncio.sleep(_COMMENT_INTERVAL_S)
+
+
+async def break_off(scope: Scope, receive: Receive) -> None:
+    """Closes the connection in the middle of a response, so that its client knows that there is more."""
+    close = scope.get(CLOSE)
+    if close is not None:
+        close()
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
 
 def _part(data: bytes) -> Message:

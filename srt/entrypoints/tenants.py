@@ -21,6 +21,7 @@ import msgspec
 from starlette.types import Scope
 
 from ...managers.request_registry import Prompt
+from ..server_args import ServerArgs
 
 HEADER = b"x-tenant"
 MAX_NAME_CHARS = 64
@@ -36,6 +37,16 @@ def key_of(scope: Scope) -> str | None:
     """The API key of a request, as `key-1`; None unless there are several keys."""
     of_key: str | None = scope.get(_KEY_TENANT)
     return of_key
+
+
+def owner_of(scope: Scope, args: ServerArgs) -> str:
+    """Who owns what a request begins: a digest of its API key, so that it outlives a new order of the keys. "" unless
+    there are several keys."""
+    of_key = key_of(scope)
+    if of_key is None:
+        return ""
+    key = args.api_keys[int(of_key.removeprefix("key-")) - 1]
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def tenant_of(scope: Scope, user: str = "") -> str:

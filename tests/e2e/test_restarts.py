@@ -15,9 +15,11 @@ from faulty_child import NUM_TOKENS, POISON
 from patience import PATIENCE_S
 from toy_engine import ServerProcess, Stream
 
+from tercet.benchmarks.peers.models import make_toy
+
 pytestmark = pytest.mark.e2e
 
-NUM_STREAMS = 16
+NUM_STREAMS = 64
 
 
 class Answer(NamedTuple):
@@ -29,8 +31,9 @@ class Answer(NamedTuple):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    flags = ["--port", "0", "--max-total-tokens", "8192", "--engine-restarts", "100", "--incremental-streaming-output"]
     folder = tmp_path_factory.mktemp("r")
+    flags = ["--port", "0", "--max-total-tokens", "16384", "--engine-restarts", "100", "--incremental-streaming-output"]
+    flags += ["--model-path", str(make_toy(folder.parent / "toy.gguf"))]  # 64 streams of the default model take minutes
     cache = str(tmp_path_factory.mktemp("c"))
     with ServerProcess(folder, flags, module=("faulty_server",), XDG_CACHE_HOME=cache) as server:
         yield server.ready()
@@ -40,7 +43,7 @@ def bodies() -> list[dict[str, Any]]:
     """Greedy, seeded, penalised and stop-string requests, some with odd bytes; one has two samples."""
     requests = []
     for index in range(NUM_STREAMS):
-        sampling: dict[str, Any] = {"max_new_tokens": 40 + index, "ignore_eos": True, "temperature": 0}
+        sampling: dict[str, Any] = {"max_new_tokens": 40 + index % 16, "ignore_eos": True, "temperature": 0}
         kind = index % 4
         if kind == 1:
             sampling |= {"temperature": 3.0, "sampling_seed": index}
@@ -48,7 +51,10 @@ def bodies() -> list[dict[str, Any]]:
             sampling |= {"temperature": 1.0, "sampling_seed": index, "frequency_penalty": 0.7, "min_new_tokens": 20}
             sampling |= {"presence_penalty": 0.5, "repetition_penalty": 1.2}
         elif kind == 3:
-            sampling |= {"stop": ["the the", " was a great man who was", "\n\n\n", "e."], "no_stop_trim": index > 8}
+            sampling |= {"temperature": 1.0, "sampling_seed": index, "no_stop_trim": index > 8}
+            sampling |= {"stop": ["impossible text", "xx", "the the"] if index % 8 == 3 else [" the", "qu", "!"]}
+        if index % 16 == 0:
+            sampling["max_new_tokens"] = 400  # they have not ended when the engine is killed
         if index == 5:
             sampling["n"] = 2
         body = {"text": f"Once upon a time there were {index} kings", "sampling_params": sampling}

@@ -15,13 +15,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from endurance.cases import make_cases
 from endurance.clients import Client, Tally, population
 from endurance.faults import Faults, tmpfs, unmount
 from endurance.models import model_flags
+from endurance.options import parser_of
 from endurance.report import finish, seconds, silence_beyond, tally_report
 from endurance.resources import use_by_role
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
@@ -35,18 +35,14 @@ _DURING_RESTARTS = 0.25
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
+    parser = parser_of("chaos", __doc__, model="default", clients=8)
     parser.add_argument("--faults", type=int, default=100, help="number of faults (default 100)")
     parser.add_argument("--interval", type=float, default=1.0, help="mean seconds between two faults (default 1)")
-    parser.add_argument("--clients", type=int, default=8, help="number of clients (default 8)")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same faults (default 0)")
-    parser.add_argument("--model", default="default", help="default, toy, or a path (default: default)")
     parser.add_argument("--max-tokens", type=int, default=100, help="length of the longest answers (default 100)")
     parser.add_argument("--only", action="append", default=[], help="only faults of this kind; may be repeated")
     parser.add_argument("--watchdog", type=float, default=10, help="--watchdog-timeout of the server (default 10)")
     parser.add_argument("--max-silence", type=float, default=2.0, help="seconds without a fault (default 2)")
     parser.add_argument("--time-limit", type=float, default=1e9, help="seconds after which no fault begins")
-    parser.add_argument("--report", type=Path, help="write the report to this JSON file")
     return parser.parse_args(argv)
 
 

@@ -16,7 +16,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +25,7 @@ from endurance.clients import Client, Tally
 from endurance.hostile_bodies import BodyMaker
 from endurance.hostile_http import RawRequest, make_raw
 from endurance.models import model_flags
+from endurance.options import parser_of
 from endurance.report import finish, tally_report
 from endurance.resources import processes_of
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
@@ -55,13 +55,9 @@ class _Findings:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__)
+    parser = parser_of("fuzz", __doc__, model="toy", clients=4)
     parser.add_argument("--requests", type=int, default=10_000, help="number of hostile requests (default 10000)")
-    parser.add_argument("--clients", type=int, default=4, help="number of hostile clients (default 4)")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same requests (default 0)")
-    parser.add_argument("--model", default="toy", help="default, toy, or a path (default: toy)")
     parser.add_argument("--context-length", type=int, default=256, help="bounds the longest answer (default 256)")
-    parser.add_argument("--report", type=Path, help="write the report to this JSON file")
     return parser.parse_args(argv)
 
 

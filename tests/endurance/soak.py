@@ -12,12 +12,12 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from endurance.cases import make_cases
 from endurance.clients import Client, Tally, population
 from endurance.models import model_flags
+from endurance.options import parser_of
 from endurance.report import finish, tally_report
 from endurance.resources import Use, slopes, use_by_role
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
@@ -38,13 +38,9 @@ _SETTLE_S = 60.0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
+    parser = parser_of("soak", __doc__, model="toy", clients=16)
     parser.add_argument("--requests", type=int, default=10_000, help="number of requests (default 10000)")
-    parser.add_argument("--clients", type=int, default=16, help="number of clients (default 16)")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same requests (default 0)")
-    parser.add_argument("--model", default="toy", help="default, toy, or a path (default: toy)")
     parser.add_argument("--max-tokens", type=int, default=24, help="length of the longest answers (default 24)")
-    parser.add_argument("--report", type=Path, help="write the report to this JSON file")
     return parser.parse_args(argv)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_http import CONTEXT_LEN, VOCAB_SIZE, FakeScheduler, byte_tokenizer, make_manager, text_of
 
 from tercet.managers.generation import Generation, error_of
+from tercet.managers.heartbeats import Heartbeats
 from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.errors import EngineDead, InvalidRequest, PromptTooLong
 from tercet.srt.io_struct import (
@@ -18,6 +18,7 @@ from tercet.srt.io_struct import (
     BatchTextOut,
     BrokenMessage,
     Counts,
+    DetokenizerAlive,
     Heartbeat,
     LengthFinish,
     TextOut,
@@ -297,17 +298,19 @@ def test_a_dead_engine_ends_everything_with_an_error_and_keeps_what_was_said() -
     run(work())
 
 
-def test_health_follows_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_follows_the_heartbeats() -> None:
     now_s = 100.0
-    monkeypatch.setattr("tercet.managers.tokenizer_manager.time", SimpleNamespace(monotonic=lambda: now_s))
 
     async def work() -> None:
         nonlocal now_s
         manager = make_manager(FakeScheduler(), watchdog_timeout=5)
+        manager.heartbeats = Heartbeats(lambda: now_s)
         assert manager.is_healthy
         now_s += 6
         assert not manager.is_healthy
         manager.on_message(Heartbeat(FakeScheduler().state()))
+        assert not manager.is_healthy, "the detokenizer is silent"
+        manager.on_message(DetokenizerAlive())
         assert manager.is_healthy
 
     run(work())

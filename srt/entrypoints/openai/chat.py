@@ -18,6 +18,7 @@ from ...logprobs import LogprobOptions
 from ...sampling_params import SamplingParams
 from ..job import Sample
 from ..options import options_of
+from ..request_names import RequestNames, names_of
 from ..routing import Server, in_thread_if_large
 from ..sse import answer, event
 from ..wire import BodyCodec, shown
@@ -48,9 +49,10 @@ _RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt", "co
 
 async def chat_completions(server: Server, request: Request, body: ChatBody) -> ASGIApp:
     """Handler of /v1/chat/completions."""
-    frame = Frame(body, "chatcmpl", server.check_model(body.model))
+    names = names_of(request.scope)
+    frame = Frame(body, "chatcmpl", server.check_model(body.model), names)
     check_stream_options(body)
-    return await run_chat(server, request, body, frame.id, lambda plan, _: _ChatFormat(server, frame, plan))
+    return await run_chat(server, request, body, frame.id, lambda plan, _: _ChatFormat(server, frame, plan, names))
 
 
 async def run_chat(
@@ -221,8 +223,8 @@ def _text_of(content: str | Sequence[TextPart] | None, path: str) -> str:
 
 
 class _ChatFormat(PlannedFormat):
-    def __init__(self, server: Server, frame: Frame, plan: AnswerPlan) -> None:
-        super().__init__(plan)
+    def __init__(self, server: Server, frame: Frame, plan: AnswerPlan, names: RequestNames) -> None:
+        super().__init__(plan, names)
         self._server = server
         self._frame = frame
         self._begun: set[int] = set()

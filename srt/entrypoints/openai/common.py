@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +12,7 @@ from ...errors import InvalidRequest
 from ...io_struct import AbortFinish, LengthFinish, StopFinish
 from ...sampling_params import GRAMMAR_FIELDS, SamplingParams
 from ..job import Sample
+from ..request_names import RequestNames
 from .protocol import CachedTokensDetails, Extension, FinishName, OpenAIBody, PromptTokensDetails, Usage
 from .structured import grammar_field, grammar_of
 
@@ -100,9 +99,9 @@ def usage_of(samples: Iterable[Sample], num_unsaid: int = 0) -> Usage:
 class Frame:
     """The parts that all chunks of a response share: id, creation time, model, and when `usage` is included."""
 
-    def __init__(self, body: OpenAIBody, prefix: str, model: str) -> None:
-        self.id = body.rid if body.rid is not None else f"{prefix}-{uuid.uuid4().hex}"
-        self.created = int(time.time())
+    def __init__(self, body: OpenAIBody, prefix: str, model: str, names: RequestNames) -> None:
+        self.id = body.rid if body.rid is not None else f"{prefix}-{names.hex()}"
+        self.created = names.created
         self.model = model
         self.return_token_ids = bool(body.return_token_ids)
         self._return_cached_tokens_details = bool(body.return_cached_tokens_details)

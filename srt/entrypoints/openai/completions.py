@@ -16,6 +16,7 @@ from ...logprobs import LogprobOptions
 from ..job import Sample
 from ..native import check_not_empty, check_num_prompts, split_ids
 from ..options import options_of
+from ..request_names import names_of
 from ..routing import Server, in_thread_if_large
 from ..sse import ResponseFormat, answer, event
 from ..wire import BodyCodec
@@ -31,7 +32,7 @@ COMPLETION_CODEC = BodyCodec(CompletionBody)
 
 async def completions(server: Server, request: Request, body: CompletionBody) -> ASGIApp:
     """Handler of /v1/completions."""
-    frame = Frame(body, "cmpl", server.check_model(body.model))
+    frame = Frame(body, "cmpl", server.check_model(body.model), names_of(request.scope))
     check_stream_options(body)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, "max_tokens")

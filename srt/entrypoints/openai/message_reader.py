@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Sequence
 
 from msgspec import UNSET
 
 from ...text.answer.answer_parser import AnswerParser
 from ...text.answer.answer_text import Arguments, CallStart, Content, Part, Reasoning
+from ..request_names import RequestNames
 from .chat_protocol import AssistantMessage, Delta
 from .tool_protocol import FunctionCall, FunctionCallDelta, ToolCall, ToolCallDelta
 from .tools import AnswerPlan
@@ -17,8 +17,9 @@ from .tools import AnswerPlan
 class MessageReader:
     """Give it the text of a sample in pieces. `inside_reasoning`: the answer begins within reasoning."""
 
-    def __init__(self, plan: AnswerPlan, inside_reasoning: bool) -> None:
+    def __init__(self, plan: AnswerPlan, inside_reasoning: bool, names: RequestNames) -> None:
         self._plan = plan
+        self._names = names
         self._parser = None if plan.form is None else AnswerParser(plan.form, inside_reasoning)
         self._thoughts: list[str] = []  # reasoning that is sent in one piece
         self.has_calls = False
@@ -122,5 +123,5 @@ class MessageReader:
     def call_id(self) -> str:
         """A new name for a call. The templates of Mistral's models accept only names of nine letters and digits."""
         if self._plan.form is not None and self._plan.form.tools == "mistral":
-            return uuid.uuid4().hex[:9]
-        return f"call_{uuid.uuid4().hex[:24]}"
+            return self._names.hex()[:9]
+        return f"call_{self._names.hex()[:24]}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...text.answer.answer_text import Arguments, CallStart, Content, Part, Reasoning
+from ..request_names import RequestNames
 from .responses_answer import (
     FunctionCallItem,
     ItemStatus,
@@ -24,9 +24,8 @@ Tell = Callable[..., None]
 class _Item:
     """The item that is being written."""
 
-    def __init__(self, kind: type[Part], index: int, name: str, call_id: str) -> None:
-        prefix = {Content: "msg", Reasoning: "rs", CallStart: "fc"}[kind]
-        self.id = f"{prefix}_{uuid.uuid4().hex}"
+    def __init__(self, kind: type[Part], index: int, item_id: str, name: str, call_id: str) -> None:
+        self.id = item_id
         self.kind = kind
         self.index = index
         self.name = name
@@ -50,11 +49,12 @@ class _Item:
 
 
 class OutputItems:
-    """Give it the parts in order. `tell` is called with every event; `call_id` names a call."""
+    """Give it the parts in order. `tell` is called with every event; `names` names items, and `call_id` a call."""
 
-    def __init__(self, tell: Tell, call_id: Callable[[], str]) -> None:
+    def __init__(self, tell: Tell, names: RequestNames, call_id: Callable[[], str]) -> None:
         self.done: list[OutputItem] = []
         self._tell = tell
+        self._names = names
         self._call_id = call_id
         self._open: _Item | None = None
 
@@ -80,7 +80,10 @@ class OutputItems:
 
     def _begin(self, kind: type[Part], name: str = "") -> None:
         self._close("completed")
-        self._open = item = _Item(kind, len(self.done), name, self._call_id() if kind is CallStart else "")
+        prefix = {Content: "msg", Reasoning: "rs", CallStart: "fc"}[kind]
+        item_id = f"{prefix}_{self._names.hex()}"
+        call_id = self._call_id() if kind is CallStart else ""
+        self._open = item = _Item(kind, len(self.done), item_id, name, call_id)
         self._tell("response.output_item.added", output_index=item.index, item=item.item("in_progress"))
         if kind is not CallStart:
             self._about(item, "response.content_part.added", content_index=0, part=item.part())

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from ....managers.generation import Generation
 from ...io_struct import StopFinish
 from ..job import Sample
+from ..request_names import RequestNames
 from ..sse import ResponseFormat
 from .message_reader import MessageReader
 from .tools import AnswerPlan
@@ -15,8 +16,9 @@ from .tools import AnswerPlan
 class PlannedFormat(ResponseFormat):
     """The base of the formats of chats. `_readers` has the reader of each sample, by its index."""
 
-    def __init__(self, plan: AnswerPlan) -> None:
+    def __init__(self, plan: AnswerPlan, names: RequestNames) -> None:
         self._plan = plan
+        self._names = names
         self._samples: Sequence[Sample] = ()
         self._readers: dict[int, MessageReader] = {}
         self._inside_reasoning = False
@@ -35,7 +37,7 @@ class PlannedFormat(ResponseFormat):
 
     def begin(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
-        self._readers = {one.index: MessageReader(self._plan, self._inside_reasoning) for one in samples}
+        self._readers = {one.index: MessageReader(self._plan, self._inside_reasoning, self._names) for one in samples}
 
     def note_end(self, sample: Sample) -> None:
         """The reader has the whole text of this sample."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +14,7 @@ from ...errors import InvalidRequest, TercetError
 from ...io_struct import LengthFinish, StopFinish, TextOut
 from ...sampling_params import SamplingParams
 from ..job import Sample
+from ..request_names import RequestNames, names_of
 from ..routing import Server, in_thread_if_large
 from ..wire import BodyCodec
 from .chat import CHAT_CODEC, run_chat
@@ -47,11 +46,16 @@ _encode = msgspec.json.Encoder().encode
 async def responses(server: Server, request: Request, body: ResponsesBody) -> ASGIApp:
     """Handler of /v1/responses."""
     model = server.check_model(body.model)
-    name = f"resp_{uuid.uuid4().hex}"
+    names = names_of(request.scope)
+    name = f"resp_{names.hex()}"
     try:
         chat = await in_thread_if_large(request, _chat, body, name)
         return await run_chat(
-            server, request, chat, name, lambda plan, sampling: _ResponsesFormat(body, name, model, plan, sampling)
+            server,
+            request,
+            chat,
+            name,
+            lambda plan, sampling: _ResponsesFormat(body, name, model, plan, sampling, names),
         )
     except InvalidRequest as error:
         raise _renamed(error) from None
@@ -74,20 +78,27 @@ def _renamed(error: InvalidRequest) -> InvalidRequest:
 
 
 class _ResponsesFormat(PlannedFormat):
-    def __init__(self, body: ResponsesBody, name: str, model: str, plan: AnswerPlan, sampling: SamplingParams) -> None:
-        super().__init__(plan)
+    def __init__(
+        self,
+        body: ResponsesBody,
+        name: str,
+        model: str,
+        plan: AnswerPlan,
+        sampling: SamplingParams,
+        names: RequestNames,
+    ) -> None:
+        super().__init__(plan, names)
         self._body = body
         self._model = model
         self._sampling = sampling
         self._name = name
-        self._created = int(time.time())
         self._events: list[bytes] = []
         self._num_events = 0
         self._items: OutputItems
 
     def begin(self, samples: Sequence[Sample]) -> None:
         super().begin(samples)
-        self._items = OutputItems(self._tell, self._readers[0].call_id)
+        self._items = OutputItems(self._tell, self._names, self._readers[0].call_id)
         self._tell("response.created", response=self._response("in_progress"))
         self._tell("response.in_progress", response=self._response("in_progress"))
 
@@ -133,7 +144,9 @@ class _ResponsesFormat(PlannedFormat):
     def _final(self) -> Response:
         finish = self._samples[0].finish
         if isinstance(finish, StopFinish):
-            return self._response("completed", output=self._items.done, completed_at=int(time.time()))
+            took_s = self._samples[0].generation.finished_s or 0.0
+            completed_at = int(self._names.began_s + took_s)
+            return self._response("completed", output=self._items.done, completed_at=completed_at)
         if isinstance(finish, LengthFinish):
             cut = IncompleteDetails("max_output_tokens")
             return self._response("incomplete", output=self._items.done, incomplete_details=cut)
@@ -163,7 +176,7 @@ class _ResponsesFormat(PlannedFormat):
         body, sampling = self._body, self._sampling
         return Response(
             id=self._name,
-            created_at=self._created,
+            created_at=self._names.created,
             completed_at=completed_at,
             status=status,
             incomplete_details=incomplete_details,

@@ -164,8 +164,8 @@ def test_an_engine_that_cannot_start_again_has_died(
     assert os.listdir(run_dirs) == []
 
 
-def test_comments_go_on_until_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine runs again, but its first step takes long."""
+def test_comments_go_on_until_tokens_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine runs again, but its first steps take long."""
     monkeypatch.setattr(sse, "_COMMENT_INTERVAL_S", 0.0)
     callbacks: set[Any] = set()
     manager: Any = types.SimpleNamespace(on_stall=callbacks, stall=None)
@@ -184,14 +184,18 @@ def test_comments_go_on_until_the_next_token(monkeypatch: pytest.MonkeyPatch) ->
         for callback in callbacks:
             callback()
         await enough.wait()
+        enough.clear()
+        sent.clear()
         yield b"token"
+        await enough.wait()
+        yield b"another"
 
     async def scenario() -> None:
         stream = sse.EventStream(parts(), manager, lambda: None)
         await asyncio.wait_for(stream(None, None, send), PATIENCE_S)  # type: ignore[arg-type]
 
     asyncio.run(scenario())
-    assert [one for one in sent if not one.startswith(b":")] == [b"", b"first", b"token", b""]
+    assert [one for one in sent if not one.startswith(b":")] == [b"token", b"another", b""]
 
 
 def test_a_restart_that_fails_is_tried_again(run_dirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,12 +263,13 @@ def test_a_process_that_is_killed_while_it_starts_is_started_again(run_dirs: Pat
     assert os.listdir(run_dirs) == []
 
 
-def test_the_watchdog_restarts_a_hung_scheduler(run_dirs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
+def test_the_watchdog_ends_a_hung_process(run_dirs: Path, tmp_path: Path, role: str) -> None:
     async def scenario() -> None:
         core = await _start(tmp_path, watchdog_timeout=3.0)
         (sample,) = await core.tokenizer_manager.submit([1], options(100))
         await asyncio.sleep(0.05)
-        os.kill(core.child_pids["scheduler"], signal.SIGSTOP)
+        os.kill(core.child_pids[role], signal.SIGSTOP)
         out = await asyncio.wait_for(sample.result(), PATIENCE_S)
         assert (out.text, out.finish) == (text_of(100), LengthFinish(100))
         assert sample.num_strikes == 1, "nobody from outside has killed it"

@@ -297,7 +297,7 @@ def test_events_that_a_new_connection_will_read_are_kept(monkeypatch: pytest.Mon
             while True:
                 yield await given.get()
 
-        stream = resumable.ResumableStreams(60.0).open("", source(), lambda: None)
+        stream = resumable.ResumableStreams(60.0).open("s", "", b"", source(), lambda: None)
         parts = stream.attach(0).parts()
         for number in range(5):
             given.put_nowait(b"data: %d\n\n" % number)

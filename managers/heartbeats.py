@@ -1,0 +1,34 @@
+"""When each process of the engine was last heard of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..srt.io_struct import BatchTextOut, DetokenizerAlive, ToTokenizer
+
+
+class Heartbeats:
+    """Every message is a sign of life. A text comes from the detokenizer, which has it from the scheduler."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds from any start."""
+        self._clock = clock
+        self.reset()
+
+    def reset(self) -> None:
+        """The processes have just started."""
+        self._scheduler = self._detokenizer = self._clock()
+
+    def hear(self, message: ToTokenizer) -> None:
+        now = self._clock()
+        if isinstance(message, BatchTextOut):
+            self._scheduler = self._detokenizer = now
+        elif isinstance(message, DetokenizerAlive):
+            self._detokenizer = now
+        else:
+            self._scheduler = now
+
+    def silent_s(self, role: str) -> float:
+        """Seconds since the last sign of life of the process with this role."""
+        return self._clock() - (self._detokenizer if role == "detokenizer" else self._scheduler)

@@ -1,0 +1,117 @@
+"""The streams that a server finds in its `--resume-file`, and what it tells that file of its own.
+
+A stream is restored when its client asks for it, not at the start: no step is spent on clients that never come back,
+and a request that ends servers does not run before somebody wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from ...managers.request_registry import PromptSamples
+from ..errors import EngineDead, StreamChanged
+from .answer_settings import changed
+from .replay import Replay, StreamRecorder, set_replay
+from .request_names import names_of, set_names
+from .resumable import ResumableStreams, new_stream_id
+from .stream_journal import SavedPrompt, SavedRequest, SavedStream, StreamJournal
+
+logger = logging.getLogger(__name__)
+
+BODY = "tercet.body"
+"""In the scope of a request: its body, if a stream of it is recorded."""
+
+
+class Replayed(Protocol):
+    """Handles the request of a recorded stream again."""
+
+    async def __call__(self, scope: Mapping[str, Any], body: bytes, replay: Replay) -> ASGIApp: ...
+
+
+class SavedStreams:
+    """The streams of the server before. It also makes the recorders of new ones."""
+
+    def __init__(self, journal: StreamJournal, settings: dict[str, str], grace_s: float) -> None:
+        """`settings`: see `answer_settings`. `grace_s`: how long a client may take to ask for a stream."""
+        self.streams = ResumableStreams(grace_s, journal)
+        self.num_restored = 0
+        self._journal = journal
+        self._settings = settings
+        self._grace_s = grace_s
+        self._waiting = set(journal.ids())
+        """Streams of the server before that nobody has asked for yet."""
+        self._restoring: dict[str, asyncio.Task[None]] = {}
+
+    def begin_grace(self) -> None:
+        """The server is ready: from now on, the clients of the server before have the grace time."""
+        if self._waiting:
+            logger.info("%d streams of the server before can be continued", len(self._waiting))
+            asyncio.get_running_loop().call_later(self._grace_s, self._forget_waiting)
+
+    def _forget_waiting(self) -> None:
+        for stream_id in self._waiting - self._restoring.keys():
+            self._waiting.discard(stream_id)
+            self._journal.forget(stream_id)
+        self._journal.flush()
+
+    def recorder(
+        self, request: Request, path: str, owner: str, prompts: Sequence[PromptSamples], replay: Replay | None
+    ) -> StreamRecorder:
+        """The recorder of a request's stream. `path`: of its endpoint."""
+
+        def make_request(saved: list[SavedPrompt]) -> SavedRequest:
+            names, body = names_of(request.scope), request.scope.pop(BODY)
+            return SavedRequest(path, body, owner, names.nonce, names.began_s, self._settings, saved)
+
+        stream_id = new_stream_id() if replay is None else replay.stream_id
+        num_known = 0 if replay is None else len(replay.saved.batches)
+        return StreamRecorder(self._journal, stream_id, make_request, prompts, num_known)
+
+    async def restore(self, stream_id: str, owner: str, scope: Mapping[str, Any], handle: Replayed) -> None:
+        """Makes a stream of the server before one of this server. Does nothing for a stream that is not known.
+
+        `handle`: handles the recorded request. Raises EngineDead, StreamChanged, and what the handler raises.
+        """
+        if stream_id not in self._waiting:
+            if stream_id in self._journal and self.streams.is_draining and stream_id not in self.streams:
+                raise EngineDead("the server is shutting down; the next one will continue this stream")
+            return
+        task = self._restoring.get(stream_id)
+        if task is None:
+            saved = self._load(stream_id)
+            if saved.request.owner != owner:
+                return
+            task = asyncio.create_task(self._restore(Replay(stream_id, saved), scope, handle))
+            self._restoring[stream_id] = task
+            task.add_done_callback(lambda _: self._restoring.pop(stream_id))
+        await asyncio.shield(task)
+
+    def _load(self, stream_id: str) -> SavedStream:
+        try:
+            saved = self._journal.load(stream_id)
+        except msgspec.DecodeError:
+            raise StreamChanged("the stream began on another version of Tercet, and cannot continue here") from None
+        differing = changed(saved.request.settings, self._settings)
+        if differing:
+            raise StreamChanged(
+                f"the stream began on a server with other settings ({', '.join(differing)}), and cannot continue here"
+            )
+        return saved
+
+    async def _restore(self, replay: Replay, scope: Mapping[str, Any], handle: Replayed) -> None:
+        request = replay.saved.request
+        again: dict[str, Any] = {**scope, "method": "POST", "path": request.path, "headers": []}
+        set_names(again, replay.names())
+        set_replay(again, replay)
+        await handle(again, request.body, replay)
+        stream = self.streams[replay.stream_id]
+        await stream.until(replay.is_replayed)
+        self._waiting.discard(replay.stream_id)
+        self.num_restored += 1

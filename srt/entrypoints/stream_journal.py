@@ -1,0 +1,237 @@
+"""The journal of resumable streams: `--resume-file`. It has what another server process needs to continue them.
+
+A stream has a record of its request, and one for each batch of outputs that became events. The tokens, the seed and the
+options are all that a sample needs to go on; the batches give the events the same numbers and bytes again.
+
+An event is sent only after its record has been written (`flush`), so no client can have an event that the file lacks.
+The records of the streams that are kept are in memory, too. The file is written anew from them when most of it is
+records of other streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ..io_struct import TextOut
+from ..record_file import RECORDS_START, RecordFile, frame, whole_records
+from ..request_options import RequestOptions
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 256 << 20
+"""Maximum size of the records of all streams. Beyond it, a stream that grows is no longer recorded."""
+_MIN_REWRITE_BYTES = 16 << 20
+"""A smaller file is not written anew."""
+_RETRY_S = 5.0
+"""The pause after an attempt to write that has failed."""
+_HEAD = struct.Struct("<c16sI")
+"""Kind of the record, the stream's id, and the number of the batch: 0 for the request."""
+_REQUEST, _BATCH, _END = b"r", b"b", b"e"
+
+
+class SavedPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt as the engine got it. `options`: of its first sample, with its seed. `ids`: see `pack_ids`."""
+
+    ids: bytes
+    options: RequestOptions
+
+
+class SavedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """The request of a stream."""
+
+    path: str
+    body: bytes
+    owner: str
+    """Who may continue the stream (`streams.owner_of`)."""
+    nonce: bytes
+    began_s: float
+    """With `nonce`: its RequestNames."""
+    settings: dict[str, str]
+    """What the answer depends on besides the request (`answer_settings.py`)."""
+    prompts: list[SavedPrompt]
+
+
+class SavedOut(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """An output of one sample, and what its Generation said when it became an event."""
+
+    place: int
+    out: TextOut
+    num_recoveries: int = 0
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    timings: tuple[float | None, ...] | None = None
+
+
+class SavedStream(msgspec.Struct, frozen=True):
+    """All that the journal has of a stream."""
+
+    request: SavedRequest
+    batches: list[list[SavedOut]]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_request = msgspec.msgpack.Decoder(SavedRequest).decode
+_decode_batch = msgspec.msgpack.Decoder(list[SavedOut]).decode
+
+
+class StreamJournal:
+    """The journal of one server. It belongs to an event loop, and never raises OSError after `open`.
+
+    While the file cannot be written, the records are only in memory. A client that then has events which the file lacks
+    is refused by the next server.
+    """
+
+    def __init__(self, file: RecordFile, records: dict[str, bytearray]) -> None:
+        self.num_bytes = sum(map(len, records.values()))
+        self._file = file
+        self._records = records
+        """The framed records of each stream, by its id."""
+        self._unwritten = bytearray()
+        self._rewrite: asyncio.Task[None] | None = None
+        self._since = bytearray()
+        """What has been recorded since the rewrite began."""
+        self._retry_at: float | None = None
+        """When the next attempt to write follows; None: the last one has succeeded."""
+        self._is_closed = False
+
+    @classmethod
+    def open(cls, path: Path) -> StreamJournal:
+        """The journal with the streams of the server before. Raises ValueError or OSError: see `RecordFile.open`."""
+        file, data = RecordFile.open(path)
+        try:
+            records, num_lost = _read(data, file.mark)
+            if num_lost:
+                logger.warning(
+                    "%s: %d places were damaged; the streams continue as far as they are whole", path, num_lost
+                )
+            file.adopt(file.write_new([bytes(one) for one in records.values()]), b"")
+        except BaseException:
+            file.close()
+            raise
+        return cls(file, records)
+
+    def __contains__(self, stream_id: str) -> bool:
+        return stream_id in self._records
+
+    def ids(self) -> list[str]:
+        return list(self._records)
+
+    def load(self, stream_id: str) -> SavedStream:
+        """What is recorded of a stream. Raises KeyError, and msgspec.DecodeError for records of another version."""
+        request: SavedRequest | None = None
+        batches: list[list[SavedOut]] = []
+        for found in whole_records(bytes(self._records[stream_id]), self._file.mark):
+            assert not isinstance(found, int)
+            body = found.payload[_HEAD.size :]
+            if request is None:
+                request = _decode_request(body)
+            else:
+                batches.append(_decode_batch(body))
+        assert request is not None
+        return SavedStream(request, batches)
+
+    def begin(self, stream_id: str, request: SavedRequest) -> bool:
+        """Records a new stream. Returns whether there was room."""
+        self._records[stream_id] = bytearray()
+        return self._add(_REQUEST, stream_id, 0, request)
+
+    def note(self, stream_id: str, number: int, outs: Sequence[SavedOut]) -> bool:
+        """Records a batch of outputs. The first one has the number 1. Returns whether the stream is still recorded."""
+        return stream_id in self._records and self._add(_BATCH, stream_id, number, outs)
+
+    def forget(self, stream_id: str) -> None:
+        """Nobody will continue the stream. It need not be known."""
+        records = self._records.pop(stream_id, None)
+        if records is not None:
+            self.num_bytes -= len(records)
+            self._unwritten += frame(self._file.mark, _HEAD.pack(_END, bytes.fromhex(stream_id), 0))
+
+    def flush(self) -> None:
+        """Writes what has been recorded. Call it before a client gets the events."""
+        if self._unwritten and not self._is_closed:
+            self._write()
+
+    def close(self) -> None:
+        """Leaves the file as it is, for the next server."""
+        self.flush()
+        self._is_closed = True
+        if self._rewrite is not None:
+            self._rewrite.cancel()
+        self._file.close()
+
+    def _add(self, kind: bytes, stream_id: str, number: int, value: object) -> bool:
+        data = frame(self._file.mark, _HEAD.pack(kind, bytes.fromhex(stream_id), number) + _encode(value))
+        if self.num_bytes + len(data) > MAX_BYTES:
+            logger.warning("%s: no room for the stream %s, which will end with this server", self._file.path, stream_id)
+            self.forget(stream_id)
+            return False
+        self.num_bytes += len(data)
+        self._records[stream_id] += data
+        self._unwritten += data
+        return True
+
+    def _write(self) -> None:
+        if self._rewrite is not None:
+            self._since += self._unwritten
+        if self._retry_at is None:
+            try:
+                self._file.append(self._unwritten)
+            except OSError as error:
+                self._fail(error)
+            else:
+                if self._rewrite is None and self._file.size > max(_MIN_REWRITE_BYTES, 2 * self.num_bytes):
+                    self._begin_rewrite()
+        elif self._rewrite is None and time.monotonic() >= self._retry_at:
+            self._begin_rewrite()
+        self._unwritten.clear()
+
+    def _begin_rewrite(self) -> None:
+        self._since.clear()
+        self._rewrite = asyncio.create_task(self._write_anew([bytes(one) for one in self._records.values()]))
+
+    async def _write_anew(self, parts: list[bytes]) -> None:
+        try:
+            file = await asyncio.to_thread(self._file.write_new, parts)
+            self._file.adopt(file, self._since + self._unwritten)
+        except OSError as error:
+            self._fail(error)
+        else:
+            self._unwritten.clear()
+            if self._retry_at is not None:
+                logger.info("%s is written again", self._file.path)
+            self._retry_at = None
+        finally:
+            self._rewrite = None
+
+    def _fail(self, error: OSError) -> None:
+        if self._retry_at is None:
+            logger.error("%s cannot be written: %s", self._file.path, error.strerror or error)
+        self._retry_at = time.monotonic() + _RETRY_S
+
+
+def _read(data: bytes, mark: bytes) -> tuple[dict[str, bytearray], int]:
+    """The records of each stream that has not ended, as far as they are whole, and the number of damaged places."""
+    records: dict[str, bytearray] = {}
+    next_number: dict[str, int] = {}
+    num_lost = 0
+    for found in whole_records(data, mark, RECORDS_START):
+        if isinstance(found, int):
+            num_lost += 1
+            continue
+        kind, name, number = _HEAD.unpack_from(found.payload)
+        stream_id = name.hex()
+        if kind == _END:
+            records.pop(stream_id, None)
+        elif kind == _REQUEST:
+            records[stream_id], next_number[stream_id] = bytearray(found.framed), 1
+        elif stream_id in records and number == next_number[stream_id]:
+            records[stream_id] += found.framed
+            next_number[stream_id] += 1
+    return records, num_lost

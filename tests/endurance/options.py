@@ -1,0 +1,16 @@
+"""The options that the scripts of docs/endurance.md share."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def parser_of(script: str, description: str | None, *, model: str, clients: int) -> argparse.ArgumentParser:
+    """A parser with the common options. `model`, `clients`: their defaults."""
+    parser = argparse.ArgumentParser(prog=f"scripts/{script}", description=description)
+    parser.add_argument("--clients", type=int, default=clients, help=f"number of clients (default {clients})")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same run (default 0)")
+    parser.add_argument("--model", default=model, help=f"default, toy, or a path (default: {model})")
+    parser.add_argument("--report", type=Path, help="write the report to this JSON file")
+    return parser

@@ -1,0 +1,314 @@
+"""Streams that outlive their server: the next one goes on with the next event, and gives the earlier ones again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from breakable_http import Connection, events_in
+from fake_http import Site
+
+from tercet.srt.entrypoints.saved_streams import SavedStreams
+from tercet.srt.entrypoints.stream_journal import StreamJournal
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+SETTINGS = {"model": "a", "dtype": "b"}
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "abc", "max_tokens": 9, "logprobs": 2, "echo": True}),
+    ("/v1/completions", {"prompt": ["a", "b"], "n": 2, "max_tokens": 6, "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 9, "n": 2, "logprobs": True, "return_token_ids": True}),
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 30, "tools": [TOOL], "stop": ["zzz"]}),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 9}),
+    ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 9, "n": 2}, "return_logprob": True}),
+    (
+        "/generate",
+        {
+            "input_ids": [5, 6],
+            "rid": "mine",
+            "sampling_params": {"max_new_tokens": 9, "sampling_seed": 2**63 - 1, "n": 2},
+        },
+    ),
+]
+
+
+def make_site(path: Path, given: dict[str, str] = SETTINGS, grace_s: float = 60.0, **flags: Any) -> Site:
+    saved = SavedStreams(StreamJournal.open(path), given, grace_s)
+    site = Site(app={"saved": saved}, resume_grace=grace_s, resume_file=str(path), **flags)
+    site.scheduler.words = WORDS
+    return site
+
+
+WORDS = ("<tool_call>", '{"name": "look", ', '"arguments": {}}', "</tool_call>", " fünf", " \\six\n", "", " 🙂", "x")
+
+
+def saved_of(site: Site) -> SavedStreams:
+    return next(route.app.server.saved for route in site.app.routes if hasattr(route.app, "server"))
+
+
+def kill(site: Site, path: Path) -> Path:
+    """The file as the dead server leaves it. Its lock goes with its process."""
+    left = path.with_name(path.name + "x")
+    shutil.copy(path, left)
+    saved_of(site)._journal.close()
+    site.close()
+    return left
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+@pytest.mark.parametrize("cuts", [(1, 1), (3, 1), (2, 3)], ids=str)
+def test_a_stream_goes_on_after_the_death_of_its_server(
+    tmp_path: Path, path: str, body: dict[str, Any], cuts: tuple[int, int]
+) -> None:
+    """`cuts`: how many events come before the two deaths."""
+    file = tmp_path / "streams"
+    site = make_site(file)
+    site.scheduler.gate = True
+
+    async def first_life() -> tuple[bytes, list[tuple[bytes, bytes]]]:
+        connection = Connection(site, "POST", path, {**body, "stream": True})
+        events = await read(site, connection, cuts[0])
+        return connection.headers[b"x-stream-id"], events
+
+    name, got = site.run(first_life())
+    file = kill(site, file)
+    assert got[0][0].startswith(name)
+    for cut in (cuts[1], 1000):
+        site = make_site(file)
+        site.scheduler.gate = True
+
+        got += site.run(go_on(site, got, cut))
+        file = kill(site, file)
+    numbers = [int(one.partition(b"/")[2]) for one, _ in got]
+    assert numbers == list(range(1, len(got) + 1)) and got[-1][1] == b"data: [DONE]"
+    plain = Site(resume_grace=60.0)
+    plain.scheduler.words = WORDS
+    plain.scheduler.gate = True
+
+    async def undisturbed() -> list[tuple[bytes, bytes]]:
+        return await read(plain, Connection(plain, "POST", path, {**body, "stream": True}), 1000)
+
+    expected = plain.run(undisturbed())
+    assert said(got) == said(expected)
+    plain.close()
+
+
+async def go_on(site: Site, got: list[tuple[bytes, bytes]], num_events: int) -> list[tuple[bytes, bytes]]:
+    """The next events of a stream. Those that the client has are still the same."""
+    name = got[-1][0].decode()
+    again = Connection(site, "GET", "/v1/streams", last_event_id=name)
+    new = await read(site, again, num_events)
+    assert again.status == 200, again.data
+    whole = Connection(site, "GET", "/v1/streams", last_event_id=name.partition("/")[0] + "/0")
+    assert (await read(site, whole, len(got)))[: len(got)] == got
+    return new
+
+
+def said(events: list[tuple[bytes, bytes]]) -> dict[Any, Any]:
+    """What the events say together, however they divide it, without times and random names."""
+    found: dict[Any, Any] = defaultdict(str)
+    for _, rest in events:
+        *_, line = rest.decode().split("\n")
+        if line == "data: [DONE]":
+            found["end"] += line
+            continue
+        event = json.loads(line[6:])
+        found["usage"] = event.get("usage")
+        if "meta_info" in event:  # an event has all so far
+            plain = {key: value for key, value in event["meta_info"].items() if key not in _TIMES}
+            found[event["index"]] = {**event, "meta_info": plain}
+        if "response" in event:
+            items = [{**item, "id": ""} for item in event["response"]["output"]]
+            found["response"] = event["response"]["status"], items, event["response"]["usage"]
+        found["deltas"] += event.get("delta", "")
+        for choice in event.get("choices", ()):
+            delta = choice.get("delta", choice)
+            add(found, (choice["index"],), {key: delta.get(key) or "" for key in ("content", "text", "role")})
+            add(
+                found, (choice["index"],), {"finish": choice["finish_reason"] or "", "ids": choice.get("token_ids", [])}
+            )
+            add(found, (choice["index"], "logprobs"), choice.get("logprobs") or {})
+            for call in delta.get("tool_calls") or ():
+                add(found, (choice["index"], call["index"]), call["function"])
+    return found
+
+
+def add(found: dict[Any, Any], place: tuple[Any, ...], pieces: dict[str, Any]) -> None:
+    for key, value in pieces.items():
+        if value:
+            found[*place, key] = (found[*place, key] or type(value)()) + value
+
+
+_TIMES = {"id", "e2e_latency", "num_recoveries"}
+
+
+async def read(site: Site, connection: Connection, num_events: int) -> list[tuple[bytes, bytes]]:
+    """The next events of a connection. The engine makes no more tokens than that needs. Then the server dies."""
+    for _ in range(10_000):
+        await asyncio.sleep(0)
+        events = events_in(connection.data)
+        if len(events) >= num_events or (events and events[-1][1] == b"data: [DONE]"):
+            return events[:num_events]
+        if site.scheduler.held:
+            site.scheduler.release()
+    raise AssertionError(f"no more events: {connection.status} {connection.data!r}")
+
+
+def begun(file: Path, num_events: int = 3, **flags: Any) -> tuple[Path, list[tuple[bytes, bytes]]]:
+    """A stream whose server has died after so many events: the file, and the events."""
+    site = make_site(file, **flags)
+    site.scheduler.gate = True
+    key = {"authorization": f"Bearer {flags['api_key'][0]}"} if "api_key" in flags else {}
+
+    async def life() -> list[tuple[bytes, bytes]]:
+        body = {"prompt": "a", "max_tokens": 9, "stream": True}
+        return await read(site, Connection(site, "POST", "/v1/completions", body, **key), num_events)
+
+    events = site.run(life())
+    return kill(site, file), events
+
+
+def ask(site: Site, name: bytes, **headers: str) -> tuple[int, bytes]:
+    async def run() -> tuple[int, bytes]:
+        connection = Connection(site, "GET", "/v1/streams", last_event_id=name.decode(), **headers)
+        while not connection.status or (connection.status == 200 and not connection.data.endswith(b"[DONE]\n\n")):
+            await asyncio.sleep(0)
+        connection.leave()
+        await connection.done
+        return connection.status, connection.data
+
+    return site.run(run())
+
+
+def test_another_model_refuses_by_name(tmp_path: Path) -> None:
+    file, events = begun(tmp_path / "streams")
+    site = make_site(file, {**SETTINGS, "model": "other"})
+    status, data = ask(site, events[-1][0])
+    assert status == 409 and b"stream_changed" in data and b"other settings (model)" in data
+    assert not site.scheduler.received
+    file = kill(site, file)
+    site = make_site(file)
+    assert ask(site, events[-1][0])[0] == 200, "the mistake can be undone"
+    kill(site, file)
+
+
+def test_only_the_same_key_gets_the_stream(tmp_path: Path) -> None:
+    keys = ["sesame", "pomegranate"]
+    file, events = begun(tmp_path / "streams", api_key=keys)
+    assert b"sesame" not in file.read_bytes()
+    site = make_site(file, api_key=keys[::-1])
+    for key, status in (("pomegranate", 404), ("sesame", 200)):
+        assert ask(site, events[-1][0], authorization=f"Bearer {key}")[0] == status
+    kill(site, file)
+
+
+def test_a_client_that_has_more_than_the_file(tmp_path: Path) -> None:
+    """The machine has lost power, and the last records with it."""
+    file, events = begun(tmp_path / "streams")
+    file.write_bytes(file.read_bytes()[:-1])
+    site = make_site(file)
+    status, data = ask(site, events[-1][0])
+    assert status == 410 and b"the events after 2 are lost" in data
+    assert not site.scheduler.received, "nothing runs before a client reads it"
+    assert ask(site, events[1][0])[0] == 200
+    kill(site, file)
+
+
+def test_nobody_asks_in_time(tmp_path: Path) -> None:
+    file, events = begun(tmp_path / "streams")
+    site = make_site(file, grace_s=0.01)
+
+    async def wait() -> None:
+        saved_of(site).begin_grace()
+        while saved_of(site)._journal.ids():
+            await asyncio.sleep(0.01)
+
+    site.run(wait())
+    assert ask(site, events[-1][0])[0] == 404 and not site.scheduler.received
+    file = kill(site, file)
+    site = make_site(file)
+    assert not saved_of(site)._journal.ids()
+    kill(site, file)
+
+
+def test_two_clients_at_once_get_one_stream(tmp_path: Path) -> None:
+    file, events = begun(tmp_path / "streams")
+    site = make_site(file)
+
+    async def run() -> None:
+        name = events[0][0].decode()
+        both = [Connection(site, "GET", "/v1/streams", last_event_id=name) for _ in range(2)]
+        await asyncio.gather(*(one.done for one in both))
+        assert [one.status for one in both] == [200, 200]
+        assert both[1].data.endswith(b"[DONE]\n\n") and len(site.scheduler.received) == 1
+
+    site.run(run())
+    kill(site, file)
+
+
+@pytest.mark.parametrize("ending", ["shutdown", "death"])
+def test_the_end_of_the_engine_is_not_the_end_of_a_stream(tmp_path: Path, ending: str) -> None:
+    file = tmp_path / "streams"
+    site = make_site(file)
+    site.scheduler.gate = True
+
+    async def run() -> list[tuple[bytes, bytes]]:
+        body = {"prompt": "a", "max_tokens": 9, "stream": True}
+        left = Connection(site, "POST", "/v1/completions", body)
+        stays = Connection(site, "POST", "/v1/completions", body)
+        await read(site, left, 1)
+        got = await read(site, stays, 2)
+        left.leave()
+        await left.done
+        if ending == "shutdown":
+            saved_of(site).streams.drain()
+            site.manager.draining = True
+            while not site.scheduler.aborted:  # a request without a client does not delay the end
+                await asyncio.sleep(0)
+            assert len(site.scheduler.running) == 1
+            again = Connection(site, "GET", "/v1/streams", last_event_id=got[0][0].decode())
+            while not again.data:  # this server still runs it
+                await asyncio.sleep(0)
+            gone = Connection(site, "GET", "/v1/streams", last_event_id=events_in(left.data)[0][0].decode())
+            await gone.done
+            assert gone.status == 503 and b"the next one will continue" in gone.data
+        site.manager.fail("the engine was shut down")
+        await stays.done
+        assert b"error" not in stays.data and b"[DONE]" not in stays.data
+        late = Connection(site, "GET", "/v1/streams", last_event_id=got[0][0].decode())
+        await late.done
+        assert late.status == 503
+        return [*got, *events_in(left.data)]
+
+    events = site.run(run())
+    file = kill(site, file)
+    site = make_site(file)
+    for name in (events[1][0], events[-1][0]):
+        status, data = ask(site, name)
+        assert status == 200 and data.count(b"[DONE]") == 1
+    kill(site, file)
+
+
+def test_the_end_of_the_engine_before_the_first_event_has_a_status(tmp_path: Path) -> None:
+    site = make_site(tmp_path / "streams")
+    site.scheduler.words, site.scheduler.gate = ("", "x"), True
+
+    async def run() -> None:
+        body = {"prompt": "a", "max_tokens": 9, "stream": True}
+        connection = Connection(site, "POST", "/v1/completions", body)
+        while not site.scheduler.held:
+            await asyncio.sleep(0)
+        site.scheduler.release()
+        while not saved_of(site)._journal.ids():
+            await asyncio.sleep(0)
+        site.manager.fail("the engine was shut down")
+        await connection.done
+        assert connection.status == 503 and not saved_of(site)._journal.ids()
+
+    site.run(run())
+    kill(site, tmp_path / "streams")
