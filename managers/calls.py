@@ -18,10 +18,11 @@ from ..srt.io_struct import (
     ViewReq,
 )
 from ..srt.pause_messages import ContinueReq, PauseReply, PauseReq
+from ..srt.profile_messages import ProfileReply, StartProfileReq, StopProfileReq
 
-Question = FlushCacheReq | PauseReq | ContinueReq | StateReq | ViewReq
-Reply = FlushCacheReply | PauseReply | StateReply | ViewReply
-R = TypeVar("R", FlushCacheReply, PauseReply, StateReply, ViewReply)
+Question = FlushCacheReq | PauseReq | ContinueReq | StartProfileReq | StopProfileReq | StateReq | ViewReq
+Reply = FlushCacheReply | PauseReply | ProfileReply | StateReply | ViewReply
+R = TypeVar("R", FlushCacheReply, PauseReply, ProfileReply, StateReply, ViewReply)
 
 
 class SchedulerLink(Protocol):

@@ -34,6 +34,7 @@ from ..srt.io_struct import (
     ViewReq,
 )
 from ..srt.pause_messages import ContinueReq, PauseReq
+from ..srt.profile_messages import StartProfileReq, StopProfileReq
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal
 from .batch_result import ResultProcessor
 from .engine_view import StepLog, view_engine
@@ -43,6 +44,7 @@ from .kv_event_publisher import KVEventPublisher
 from .kv_tiers import KVTiers
 from .pause import Pause
 from .planner import Planner
+from .profiling import Profiling, StartTrace
 from .queue_limits import QueueLimits
 from .req import Req
 from .req_factory import ReqFactory
@@ -82,12 +84,14 @@ class Scheduler:
         journal: StepJournal | NoJournal = NO_JOURNAL,
         max_queue_time_s: float | None = None,
         kv_events: KVEventPublisher | None = None,
+        start_trace: StartTrace,
     ) -> None:
         """`planner`: its queues and its KV are those of the scheduler. `clock`: seconds from any start. `io` and
-        `metrics` have the same. `max_queue_time_s`: see QueueLimits."""
+        `metrics` have the same. `max_queue_time_s`: see QueueLimits. `start_trace`: starts the recording of a
+        profile."""
         self.queues = planner.queues
         self.kv = planner.kv
-        self._runner = runner
+        self._profiling = Profiling(runner, io, start_trace)
         self._io = io
         self._req_factory = req_factory
         self._metrics = metrics
@@ -107,6 +111,7 @@ class Scheduler:
         in_flight: InFlight | None = None
         while not should_stop():
             in_flight = self.turn(in_flight)
+        self._profiling.close()
         if self.kv.tiers is not None:
             self._close_tiers(self.kv.tiers, in_flight)
 
@@ -173,6 +178,8 @@ class Scheduler:
                 self._pause.begin(message)
             case ContinueReq():
                 self._pause.end(message)
+            case StartProfileReq() | StopProfileReq():
+                self._profiling.handle(message)
             case StateReq():
                 self._io.reply(StateReply(message.call_id, self.state()))
             case ViewReq():
@@ -236,7 +243,7 @@ class Scheduler:
     def _launch(self, batch: ScheduleBatch) -> InFlight:
         self._journal.begin(batch.reqs, batch.num_prompt_tokens)
         self._step_log.on_launch()
-        step = self._runner.launch(batch.inputs)
+        step = self._profiling.runner.launch(batch.inputs)
         masked = masked_lines(batch.sampled) if self.queues.num_constrained else []
         if not masked:
             step.sample()

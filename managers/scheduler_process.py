@@ -16,6 +16,7 @@ from ..mem_cache.kv_files import KVFiles
 from ..mem_cache.kv_storage import KVStorage
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
+from ..model_executor.device.step_profiler import StepProfiler
 from ..model_executor.runner.kv_identity import kv_identity
 from ..model_executor.runner.load import load_runner
 from ..model_executor.runner.model_runner import ModelRunner
@@ -24,6 +25,7 @@ from ..srt.io_struct import ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.kv_events import read_config
 from ..srt.model_files.model_config import ModelConfig
+from ..srt.profile_messages import StartProfileReq
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.start_reports import SchedulerReady
@@ -152,6 +154,13 @@ def build_scheduler(
         journal=journal,
         max_queue_time_s=server_args.max_queue_time,
         kv_events=kv_events,
+        start_trace=_start_trace,
+    )
+
+
+def _start_trace(wanted: StartProfileReq) -> StepProfiler:
+    return StepProfiler(
+        cpu=wanted.cpu, gpu=wanted.gpu, record_shapes=wanted.record_shapes, with_stack=wanted.with_stack
     )
 
 

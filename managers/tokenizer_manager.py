@@ -39,6 +39,7 @@ from .calls import Reply, SchedulerCalls, SchedulerLink
 from .generation import Generation
 from .input_processor import InputProcessor
 from .pause_control import PauseControl
+from .profile_control import ProfileControl
 from .recovery import Blame, Recovery, watched
 from .request_metrics import RequestMetrics
 from .request_registry import Prompt, PromptSamples, Request, RequestRegistry
@@ -99,6 +100,7 @@ class TokenizerManager:
         make_generation = Generation if self.metrics is None else self.metrics.generation
         self._requests = RequestRegistry(self._send_abort, self.inputs.draw_seed, make_generation)
         self.pause = PauseControl(self._calls, self._link, self.abort_all, self._tell_stall)
+        self.profile = ProfileControl(self._calls, self._link)
         self._last_heartbeat = time.monotonic()
         self._last_state: SchedulerState | None = None
         self._last_state_at = 0.0

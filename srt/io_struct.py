@@ -22,6 +22,7 @@ from msgspec import UNSET, Meta, UnsetType
 from .errors import TercetError
 from .logprobs import NewLogprobs
 from .pause_messages import ContinueReq, PauseReply, PauseReq
+from .profile_messages import ProfileReply, StartProfileReq, StopProfileReq
 from .request_options import RequestOptions
 
 
@@ -118,7 +119,17 @@ class ViewReq(msgspec.Struct, frozen=True, tag="view"):
     """Only steps with a higher number are wanted."""
 
 
-ToScheduler = GenerateReq | AbortReq | FlushCacheReq | PauseReq | ContinueReq | StateReq | ViewReq
+ToScheduler = (
+    GenerateReq
+    | AbortReq
+    | FlushCacheReq
+    | PauseReq
+    | ContinueReq
+    | StartProfileReq
+    | StopProfileReq
+    | StateReq
+    | ViewReq
+)
 
 
 # Scheduler -> DetokenizerManager
@@ -343,7 +354,7 @@ class ViewReply(msgspec.Struct, frozen=True, tag="view"):
     view: EngineView
 
 
-ToTokenizer = BatchTextOut | Heartbeat | FlushCacheReply | PauseReply | StateReply | ViewReply
+ToTokenizer = BatchTextOut | Heartbeat | FlushCacheReply | PauseReply | ProfileReply | StateReply | ViewReply
 
 
 # Within the process that receives a message

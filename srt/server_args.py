@@ -276,6 +276,9 @@ class ServerArgs:
         float | None,
         Setting("Log which limits and requests a request waited for, if it waited so many seconds; default: never"),
     ] = None
+    profile_dir: Annotated[
+        str | None, _server("Folder for traces of /start_profile, which is refused without this flag")
+    ] = None
     decode_log_interval: Annotated[int, Setting("Number of decode steps between two log lines")] = 40
     record_schedule: Annotated[
         str | None,

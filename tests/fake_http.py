@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, TypeVar
 
@@ -41,6 +41,7 @@ from tercet.srt.io_struct import (
     TextOut,
     TokenOut,
     ToScheduler,
+    ToTokenizer,
     ViewReply,
     ViewReq,
     unpack_ids,
@@ -96,6 +97,8 @@ class FakeScheduler:
         """Number of tokens that an aborted request has generated and not sent yet."""
         self.pauses: list[PauseReq | ContinueReq] = []
         self.is_paused = False
+        self.answers: dict[type, Callable[[Any], ToTokenizer]] = {}
+        """The replies to further kinds of messages."""
         self.dead = False
         """Answers no calls."""
         self.delay_s = 0.0
@@ -124,6 +127,8 @@ class FakeScheduler:
                 loop.call_soon(self.manager.on_message, BatchTextOut([out]))
         elif self.dead:
             return
+        elif type(message) in self.answers:
+            loop.call_soon(self.manager.on_message, self.answers[type(message)](message))
         elif isinstance(message, FlushCacheReq):
             busy = len(self.running)
             loop.call_soon(self.manager.on_message, FlushCacheReply(message.call_id, busy == 0, busy))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from fake_trace import FakeTrace
 from hash_grammar import HashGrammars, hashed_vocabulary
 from kv_makers import make_tiers
 
@@ -16,6 +17,7 @@ from tercet.managers.explained_planner import ExplainedPlanner
 from tercet.managers.grammar_loader import GrammarLoader
 from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.planner import PlanLimits, Planner, Proposer
+from tercet.managers.profiling import StartTrace
 from tercet.managers.req_factory import ReqFactory
 from tercet.managers.request_queues import RequestQueues
 from tercet.managers.scheduler import InFlight, Scheduler
@@ -95,6 +97,7 @@ class Rig:
         block_pages: int = 2,
         storage: Path | None = None,
         storage_bytes: int = 1 << 30,
+        start_trace: StartTrace = lambda wanted: FakeTrace(),
     ) -> None:
         """`threads`: compile grammars in a thread. `max_drafts`: most drafts of a FakeProposer, if there is no
         `propose`. `make_runner`: makes the runner; a FakeRunner by default. `host_blocks`: blocks of `block_pages`
@@ -160,6 +163,7 @@ class Rig:
             enable_overlap=overlap,
             clock=self.clock,
             max_queue_time_s=max_queue_time_s,
+            start_trace=start_trace,
         )
         self.in_flight: InFlight | None = None
 
