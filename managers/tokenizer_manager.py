@@ -137,6 +137,7 @@ class TokenizerManager:
                 ids = await self._prompt_ids(prompt.prompt)
                 self.inputs.check_priority(prompt.prompt.options)
                 self.inputs.check_logprobs(prompt.prompt.options, len(ids))
+                self.inputs.check_hidden_states(prompt.prompt.options, len(ids), prompt.request.num_samples)
                 prompt.prompt_ids = ids
                 prompt.packed_ids = pack_ids(prompt.prompt_ids)
         except InvalidRequest as error:

@@ -174,6 +174,9 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=Fa
     """Set in the first TokenOut of the request."""
     logprobs: NewLogprobs | None = None
     """Of `token_ids`, and of the prompt in the first TokenOut; None: the request has not asked."""
+    hidden_states: bytes | None = None
+    """float32 [n, hidden_size], of the positions since the last TokenOut; None: the request has not asked. Before the
+    end all positions but the last have one: the newest token is the input of no step yet."""
     embedding: bytes | None = None
     """float32 [hidden_size], in the last TokenOut of a request with `pooling`."""
 
@@ -224,12 +227,14 @@ def joined(outs: Sequence[TextOut]) -> TextOut:
     if len(outs) == 1:
         return last
     logprobs = [out.tokens.logprobs for out in outs if out.tokens.logprobs is not None]
+    states = [out.tokens.hidden_states for out in outs if out.tokens.hidden_states is not None]
     tokens = TokenOut(
         rid=last.rid,
         token_ids=[token for out in outs for token in out.token_ids],
         finish=last.finish,
         counts=last.counts,
         logprobs=NewLogprobs.joined(logprobs) if logprobs else None,
+        hidden_states=b"".join(states) if states else None,
         embedding=last.tokens.embedding,
     )
     return TextOut(tokens=tokens, text="".join([out.text for out in outs]))

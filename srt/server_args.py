@@ -168,6 +168,9 @@ class ServerArgs:
             "step computes as many prompt tokens as fit into it; default: not bounded by time"
         ),
     ] = None
+    enable_return_hidden_states: Annotated[
+        bool, Setting("Let requests ask for hidden states; the decode steps of such requests are not recorded")
+    ] = False
     grammar_backend: Annotated[
         Literal["auto", "xgrammar", "llguidance", "none"],
         Setting("Library for structured output; auto: xgrammar for plain JSON schemas, llguidance for everything else"),

@@ -15,7 +15,7 @@ import msgspec
 import tokenizers
 import uvicorn
 from fake_grammars import FakeGrammars
-from fake_results import fake_embedding, fake_logprobs
+from fake_results import fake_embedding, fake_hidden, fake_logprobs
 from patience import PATIENCE_S
 
 from tercet.managers.tokenizer_manager import TokenizerManager
@@ -180,6 +180,7 @@ class FakeScheduler:
         counts = Counts(prompt_tokens, upto, prompt_tokens - 1, 0, None if finish is None else 0.25)
         logprobs = fake_logprobs(request, done, ids) if request.options.logprobs is not None else None
         tokens = TokenOut(rid=request.rid, token_ids=ids, finish=finish, counts=counts, logprobs=logprobs)
+        tokens = msgspec.structs.replace(tokens, hidden_states=fake_hidden(request, done, upto))
         if request.options.pooling is not None and isinstance(finish, LengthFinish):
             tokens = msgspec.structs.replace(tokens, embedding=fake_embedding(request))
         return TextOut(tokens=tokens, text=text)
@@ -245,9 +246,8 @@ def make_manager(
     scheduler: FakeScheduler, *, tokenizer: Tokenizer | None = _TOKENIZER, **settings: Any
 ) -> TokenizerManager:
     """A TokenizerManager with the fake scheduler: context 256, vocabulary 258, model name "tiny"."""
-    args = ServerArgs(
-        **{"model_path": "/models/tiny-1", "served_model_name": "tiny", "enable_priority_scheduling": True, **settings}
-    )
+    on = {"enable_priority_scheduling": True, "enable_return_hidden_states": True}
+    args = ServerArgs(**{"model_path": "/models/tiny-1", "served_model_name": "tiny", **on, **settings})
     config = ModelConfig(
         architecture="LlamaForCausalLM",
         hidden_size=8,

@@ -43,6 +43,7 @@ class Heard:
     finish: FinishReason | None = None
     last: TokenOut | None = None
     logprobs: list[NewLogprobs] = field(default_factory=list)
+    hidden: bytes = b""
 
 
 class StopAfter:
@@ -177,6 +178,7 @@ class Rig:
         tenant: str = "",
         logprobs: LogprobOptions | None = None,
         pooling: Pooling | None = None,
+        hidden: bool = False,
         waiting_timeout: float | None = None,
         running_timeout: float | None = None,
         **sampling: object,
@@ -190,6 +192,7 @@ class Rig:
             stream=stream,
             logprobs=logprobs,
             pooling=pooling,
+            return_hidden_states=hidden,
             waiting_timeout=waiting_timeout,
             running_timeout=running_timeout,
         )
@@ -213,6 +216,7 @@ class Rig:
                 if out.logprobs is not None:
                     assert len(out.logprobs.output) == len(out.token_ids)
                     heard.logprobs.append(out.logprobs)
+                heard.hidden += out.hidden_states or b""
                 heard.last = out
         self.detokenizer.messages.clear()
 

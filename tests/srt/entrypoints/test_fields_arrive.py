@@ -188,6 +188,8 @@ ENGINE = {
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_field_of_an_engines_call_arrives(name: str, stream: bool) -> None:
     assert set(ENGINE) == (honoured(GenerateBody) | honoured(NativeSampling)) - {"stream", "model"}
+    if stream and name == "return_hidden_states":
+        return  # test_hidden_states.py
     value, effect = ENGINE[name]
     for given, expected in ((value, True), (None, False)):
         assert happens(effect, engine_call(name, given, stream)) == expected

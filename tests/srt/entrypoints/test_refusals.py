@@ -114,6 +114,7 @@ HONOURED: dict[str, Any] = {
     "documents": ["b", {"text": "c"}],
     "top_n": 1,
     "return_documents": False,
+    "return_hidden_states": True,
     "output_dir": "traces",
     "num_steps": 5,
     "activities": ["CPU"],
