@@ -5,24 +5,30 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from ..srt.errors import TercetError
 from ..srt.io_struct import (
     FlushCacheReply,
-    FlushCacheReq,
+    Question,
+    Reply,
+    SchedulerState,
     StateReply,
-    StateReq,
     ToScheduler,
     ViewReply,
-    ViewReq,
 )
-from ..srt.pause_messages import ContinueReq, PauseReply, PauseReq
-from ..srt.profile_messages import ProfileReply, StartProfileReq, StopProfileReq
+from ..srt.pause_messages import PauseReply
+from ..srt.profile_messages import ProfileReply
+from ..srt.weight_messages import UpdateWeightsReply
 
-Question = FlushCacheReq | PauseReq | ContinueReq | StartProfileReq | StopProfileReq | StateReq | ViewReq
-Reply = FlushCacheReply | PauseReply | ProfileReply | StateReply | ViewReply
-R = TypeVar("R", FlushCacheReply, PauseReply, ProfileReply, StateReply, ViewReply)
+R = TypeVar("R", FlushCacheReply, PauseReply, ProfileReply, UpdateWeightsReply, StateReply, ViewReply)
+
+
+class KnownState(NamedTuple):
+    """The last known state of the scheduler. `age_s`: its age in seconds; 0 for a fresh answer."""
+
+    state: SchedulerState
+    age_s: float
 
 
 class SchedulerLink(Protocol):

@@ -77,6 +77,7 @@ class LocalEngine:
                     "engine_restart_window",
                     "record_schedule",
                     "enable_return_hidden_states",
+                    "weight_version",
                     "enable_hierarchical_cache",
                     "hicache_size",
                     "hicache_storage_dir",

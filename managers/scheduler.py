@@ -36,6 +36,7 @@ from ..srt.io_struct import (
 from ..srt.pause_messages import ContinueReq, PauseReq
 from ..srt.profile_messages import StartProfileReq, StopProfileReq
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal
+from ..srt.weight_messages import UpdateWeightsReq
 from .batch_result import ResultProcessor
 from .engine_view import StepLog, view_engine
 from .grammar_loader import GrammarLoader
@@ -53,6 +54,7 @@ from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
 from .timeouts import Timeouts
 from .token_masks import fill_masks, masked_lines
+from .weight_updates import LoadWeights, WeightUpdates
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +87,11 @@ class Scheduler:
         max_queue_time_s: float | None = None,
         kv_events: KVEventPublisher | None = None,
         start_trace: StartTrace,
+        load_weights: LoadWeights | None = None,
     ) -> None:
         """`planner`: its queues and its KV are those of the scheduler. `clock`: seconds from any start. `io` and
         `metrics` have the same. `max_queue_time_s`: see QueueLimits. `start_trace`: starts the recording of a
-        profile."""
+        profile. `load_weights`: loads other weights into `runner`."""
         self.queues = planner.queues
         self.kv = planner.kv
         self._profiling = Profiling(runner, io, start_trace)
@@ -106,6 +109,7 @@ class Scheduler:
         self._step_log = StepLog(clock)
         self._queue_limits = QueueLimits(max_queue_time_s, self.kv, self.queues, clock)
         self._pause = Pause(planner, timeouts, self._queue_limits, io)
+        self._weights = WeightUpdates(load_weights, self.kv, self.queues, io)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         in_flight: InFlight | None = None
@@ -180,6 +184,9 @@ class Scheduler:
                 self._pause.end(message)
             case StartProfileReq() | StopProfileReq():
                 self._profiling.handle(message)
+            case UpdateWeightsReq():
+                self._weights.update(message, is_paused=self._pause.is_on and not self._pause.is_beginning)
+                self._idle_audit.restart()
             case StateReq():
                 self._io.reply(StateReply(message.call_id, self.state()))
             case ViewReq():

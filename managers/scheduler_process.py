@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -24,7 +26,7 @@ from ..model_executor.runner.settings import resolve_settings
 from ..srt.io_struct import ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.kv_events import read_config
-from ..srt.model_files.model_config import ModelConfig
+from ..srt.model_files.model_config import ModelConfig, load_model_config
 from ..srt.profile_messages import StartProfileReq
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
@@ -32,6 +34,7 @@ from ..srt.start_reports import SchedulerReady
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal, open_journal
 from ..srt.tenant_weights import parse_weights
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
+from ..srt.weight_messages import UpdateWeightsReq
 from .engine_runner import EngineRunner
 from .explained_planner import ExplainedPlanner
 from .grammar_backends import make_compiler
@@ -50,6 +53,7 @@ from .scheduler_io import SchedulerIO
 from .scheduler_metrics import SchedulerMetrics
 from .text_stream import StopStringChecker
 from .timeouts import Timeouts
+from .weight_updates import LoadWeights
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +98,7 @@ def run_scheduler(
         journal=journal,
         kv_events=kv_events,
         tiers=_tiers(server_args, model_config, runner),
+        load_weights=partial(_load_weights, runner),
     )
     on_ready(scheduler_facts(runner, model_config))
     scheduler.run(should_stop)
@@ -118,10 +123,12 @@ def build_scheduler(
     journal: StepJournal | NoJournal = NO_JOURNAL,
     kv_events: KVEventPublisher | None = None,
     tiers: KVTiers | None = None,
+    load_weights: LoadWeights | None = None,
     compile_grammars_here: bool = False,
 ) -> Scheduler:
     """The scheduler of a loaded model, with its pools and its cache. `clock`: that of `io`.
 
+    `load_weights`: loads other weights into `runner`; None: it has always the same.
     `compile_grammars_here`: in the thread that calls the scheduler, and not in a thread of their own.
     """
     rows = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
@@ -155,7 +162,19 @@ def build_scheduler(
         max_queue_time_s=server_args.max_queue_time,
         kv_events=kv_events,
         start_trace=_start_trace,
+        load_weights=load_weights,
     )
+
+
+def _load_weights(runner: ModelRunner, wanted: UpdateWeightsReq) -> bytes:
+    """Loads weights into the runner. Returns the identity of their KV. Raises ValueError and OSError."""
+    load_format: Any = wanted.load_format
+    config = load_model_config(wanted.model_path, load_format)
+    # First, because it reads the files, and after the update nothing may fail.
+    identity = kv_identity(runner.settings, config, wanted.weight_version)
+    assert runner.weights is not None
+    runner.weights.update(config)
+    return identity
 
 
 def _start_trace(wanted: StartProfileReq) -> StepProfiler:
@@ -215,7 +234,7 @@ def _tiers(server_args: ServerArgs, model_config: ModelConfig, runner: ModelRunn
         page_size=runner.settings.page_size,
         block_len=host_kv.block_len,
         num_blocks=host_kv.num_blocks,
-        identity=kv_identity(runner.settings, model_config),
+        identity=kv_identity(runner.settings, model_config, server_args.weight_version),
         storage=storage,
         clock=time.monotonic,
     )

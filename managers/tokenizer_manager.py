@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
 
 from ..srt.errors import EngineDead, EngineRestarting, InvalidRequest, QueueFull, TercetError
 from ..srt.grammar_spec import GrammarSpec
@@ -22,6 +21,7 @@ from ..srt.io_struct import (
     FlushCacheReply,
     FlushCacheReq,
     Heartbeat,
+    Reply,
     SchedulerState,
     StateReply,
     StateReq,
@@ -35,34 +35,22 @@ from ..srt.request_options import RequestOptions
 from ..srt.server_args import ServerArgs
 from ..srt.start_reports import SchedulerReady
 from ..srt.text.tokenizer import Tokenizer
-from .calls import Reply, SchedulerCalls, SchedulerLink
+from .calls import KnownState, SchedulerCalls, SchedulerLink
 from .generation import Generation
+from .grammar_checker import GrammarChecks
 from .input_processor import InputProcessor
 from .pause_control import PauseControl
 from .profile_control import ProfileControl
 from .recovery import Blame, Recovery, watched
 from .request_metrics import RequestMetrics
 from .request_registry import Prompt, PromptSamples, Request, RequestRegistry
+from .weight_control import WeightControl
 
 logger = logging.getLogger(__name__)
 
 
 _TOKENISE_OFF_LOOP_CHARS = 20_000
 """Longer texts are tokenised in a thread, so that they delay no stream."""
-
-
-class GrammarChecks(Protocol):
-    """The judge of grammars: a GrammarChecker, or a test's fake."""
-
-    async def check(self, spec: GrammarSpec) -> None:
-        """Returns if the scheduler can compile the grammar. Raises InvalidRequest."""
-
-
-class KnownState(NamedTuple):
-    """The last known state of the scheduler. `age_s`: its age in seconds; 0 for a fresh answer."""
-
-    state: SchedulerState
-    age_s: float
 
 
 class TokenizerManager:
@@ -101,6 +89,7 @@ class TokenizerManager:
         self._requests = RequestRegistry(self._send_abort, self.inputs.draw_seed, make_generation)
         self.pause = PauseControl(self._calls, self._link, self.abort_all, self._tell_stall)
         self.profile = ProfileControl(self._calls, self._link)
+        self.weights = WeightControl(server_args, self._calls, self._link, self.pause, self._requests, self._send_held)
         self._last_heartbeat = time.monotonic()
         self._last_state: SchedulerState | None = None
         self._last_state_at = 0.0
@@ -166,7 +155,8 @@ class TokenizerManager:
             generation.key, prompt.packed_ids, prompt.prompt.options, prompt.first_seed + generation.index
         )
         generation.hold(request)
-        if self._scheduler is not None:
+        generation.weight_version = self.weights.version
+        if self._scheduler is not None and not self.weights.is_holding:
             generation.mark_sent()
             self._scheduler.send(request)
         elif self._num_held < self.server_args.max_queued_requests:
@@ -306,11 +296,8 @@ class TokenizerManager:
         self.inputs.update(facts)
         self._scheduler = scheduler
         self.pause.carry_over(scheduler)
-        self._num_held = 0
         self._last_heartbeat = time.monotonic()
-        waiting = [generation for generation in self._requests.live() if generation.waits_for_engine]
-        for generation in self.recovery.take_innocent(waiting):
-            self._resend(generation)
+        self._send_held()
         self._try_next()
 
     def fail(self, message: str) -> None:
@@ -343,6 +330,15 @@ class TokenizerManager:
             self._calls.on_reply(message)
 
     # Inside
+
+    def _send_held(self) -> None:
+        """Sends the samples that wait for the engine, except suspects."""
+        if self._scheduler is None:
+            return
+        self._num_held = 0
+        waiting = [generation for generation in self._requests.live() if generation.waits_for_engine]
+        for generation in self.recovery.take_innocent(waiting):
+            self._resend(generation)
 
     def _try_next(self) -> None:
         """Sends the next suspect, if it is its turn."""

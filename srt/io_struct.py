@@ -24,6 +24,7 @@ from .logprobs import NewLogprobs
 from .pause_messages import ContinueReq, PauseReply, PauseReq
 from .profile_messages import ProfileReply, StartProfileReq, StopProfileReq
 from .request_options import RequestOptions
+from .weight_messages import UpdateWeightsReply, UpdateWeightsReq
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
@@ -119,17 +120,11 @@ class ViewReq(msgspec.Struct, frozen=True, tag="view"):
     """Only steps with a higher number are wanted."""
 
 
-ToScheduler = (
-    GenerateReq
-    | AbortReq
-    | FlushCacheReq
-    | PauseReq
-    | ContinueReq
-    | StartProfileReq
-    | StopProfileReq
-    | StateReq
-    | ViewReq
+Question = (
+    FlushCacheReq | PauseReq | ContinueReq | StartProfileReq | StopProfileReq | UpdateWeightsReq | StateReq | ViewReq
 )
+"""A message that gets one Reply, with the same `call_id`."""
+ToScheduler = GenerateReq | AbortReq | Question
 
 
 # Scheduler -> DetokenizerManager
@@ -359,7 +354,8 @@ class ViewReply(msgspec.Struct, frozen=True, tag="view"):
     view: EngineView
 
 
-ToTokenizer = BatchTextOut | Heartbeat | FlushCacheReply | PauseReply | ProfileReply | StateReply | ViewReply
+Reply = FlushCacheReply | PauseReply | ProfileReply | UpdateWeightsReply | StateReply | ViewReply
+ToTokenizer = BatchTextOut | Heartbeat | Reply
 
 
 # Within the process that receives a message

@@ -34,6 +34,9 @@ class ServerArgs:
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"], Setting("Format of the weights; dummy: random weights")
     ] = "auto"
+    weight_version: Annotated[
+        str, Setting("Name of the weights in answers; KV files of another name are never read")
+    ] = "default"
     context_length: Annotated[int | None, Setting("Maximum context length in tokens; default: the model's")] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
@@ -278,6 +281,9 @@ class ServerArgs:
     explain_schedule: Annotated[
         float | None,
         Setting("Log which limits and requests a request waited for, if it waited so many seconds; default: never"),
+    ] = None
+    update_weights_dir: Annotated[
+        str | None, _server("Folder whose models /update_weights_from_disk may load; default: it is refused")
     ] = None
     profile_dir: Annotated[
         str | None, _server("Folder for traces of /start_profile, which is refused without this flag")

@@ -24,6 +24,7 @@ from tercet.managers.scheduler import InFlight, Scheduler
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_metrics import SchedulerMetrics
 from tercet.managers.timeouts import Timeouts
+from tercet.managers.weight_updates import LoadWeights
 from tercet.mem_cache.allocator import make_allocator
 from tercet.mem_cache.chunk_cache import ChunkCache
 from tercet.mem_cache.radix_cache import RadixCache
@@ -99,6 +100,7 @@ class Rig:
         storage: Path | None = None,
         storage_bytes: int = 1 << 30,
         start_trace: StartTrace = lambda wanted: FakeTrace(),
+        load_weights: LoadWeights | None = None,
     ) -> None:
         """`threads`: compile grammars in a thread. `max_drafts`: most drafts of a FakeProposer, if there is no
         `propose`. `make_runner`: makes the runner; a FakeRunner by default. `host_blocks`: blocks of `block_pages`
@@ -165,6 +167,7 @@ class Rig:
             clock=self.clock,
             max_queue_time_s=max_queue_time_s,
             start_trace=start_trace,
+            load_weights=load_weights,
         )
         self.in_flight: InFlight | None = None
 

@@ -24,6 +24,7 @@ from .hidden_sums import ArrivingSums, sum_hidden
 from .host_kv import CopiesUnderWay, HostKV
 from .settings import RunnerSettings
 from .slot_table import SlotTable
+from .weight_update import WeightUpdater
 
 
 class RunnerBytes(NamedTuple):
@@ -82,11 +83,17 @@ class ModelRunner:
         self._recorded_decodes: DecodeRunner | None = None
         self.host_kv: HostKV | None = None
         """The memory of the host tier. None: there is no tier, and no step has `kv_copies`."""
+        self.weights: WeightUpdater | None = None
+        """Loads other weights. Set when the runner is complete."""
 
     @property
     def max_total_num_tokens(self) -> int:
         """The size of the KV pool in tokens."""
         return self.kv_pool.size
+
+    @property
+    def has_recorded_decodes(self) -> bool:
+        return self._recorded_decodes is not None
 
     def record_decodes(self, decodes: DecodeRunner) -> None:
         """Run decode steps of up to `decodes.max_rows` requests with `decodes` from now on."""

@@ -23,7 +23,7 @@ from ..errors import EngineBusy, InvalidRequest
 from ..sampling_params import SamplingParams
 from ..server_args import ServerArgs
 from ..text.tokenizer import Tokenizer
-from . import admin, native, profiling
+from . import admin, native, profiling, weights
 from .engine_request import AsyncEngineStream, EngineRequest, EngineStream, make_sample_limit
 from .engine_thread import EngineThread
 from .native_protocol import GenerateBody
@@ -169,6 +169,33 @@ class Engine:
     def continue_generation(self) -> None:
         """Ends a pause. Does nothing without one."""
         self._thread.wait(self._server.manager.pause.end())
+
+    def update_weights_from_disk(
+        self,
+        model_path: str | PathLike[str],
+        load_format: str = "auto",
+        *,
+        abort_all_requests: bool = False,
+        weight_version: str | None = None,
+    ) -> dict[str, Any]:
+        """Loads other weights of the same model, from a folder or a .gguf file. Returns the answer of
+        /update_weights_from_disk.
+
+        Running requests end first, unless generation is paused. Raises InvalidRequest for weights that do not suit the
+        engine. After an error the old weights are in use.
+        """
+        path = str(Path(model_path).resolve())
+        body = {
+            "model_path": path,
+            "load_format": load_format,
+            "abort_all_requests": abort_all_requests,
+            "weight_version": weight_version,
+        }
+        wanted = weights.UPDATE_WEIGHTS_CODEC.convert(body)
+        answer: dict[str, Any] = msgspec.structs.asdict(
+            self._thread.wait(weights.load_weights(self._server.manager, path, wanted))
+        )
+        return answer
 
     def start_profile(
         self,

@@ -30,6 +30,7 @@ from . import (
     score,
     streams,
     tokenize,
+    weights,
 )
 from .auth import ApiKeyGuard
 from .cross_site import CrossSiteGuard, cors_settings
@@ -254,6 +255,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         body=pausing.CONTINUE_CODEC,
         body_may_be_empty=True,
         answer=pausing.PauseAnswer,
+    ),
+    Endpoint(
+        ("POST",),
+        "/update_weights_from_disk",
+        "Loads other weights of the same model; 403 without --update-weights-dir",
+        weights.update_weights_from_disk,
+        body=weights.UPDATE_WEIGHTS_CODEC,
+        answer=weights.UpdateWeightsAnswer,
     ),
     Endpoint(
         ("GET", "POST"),

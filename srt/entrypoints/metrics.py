@@ -14,8 +14,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from ...managers.calls import KnownState
 from ...managers.request_metrics import Histogram, RequestMetrics
-from ...managers.tokenizer_manager import KnownState, TokenizerManager
+from ...managers.tokenizer_manager import TokenizerManager
 
 _LABELS = ("model_name",)
 

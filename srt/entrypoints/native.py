@@ -258,7 +258,7 @@ def meta_info(sample: Sample, lists: Mapping[str, Any]) -> MetaInfo:
         sample.counts.cached_tokens,
         sample.counts.num_retractions,
         sample.generation.num_recoveries,
-        "default",
+        sample.generation.weight_version,
         UNSET if sample.finish is None or latency is None else latency,
         UNSET if sample.finish is None else CachedTokensDetails.of([sample.counts]),
         **_timings(sample),

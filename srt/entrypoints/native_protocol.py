@@ -151,7 +151,9 @@ class MetaInfo(msgspec.Struct, frozen=True):
     cached_tokens: Annotated[int, doc("Prompt tokens whose KV the prefix cache had")]
     num_retractions: Annotated[int, doc("How often the sample lost its KV and had to wait again")]
     num_recoveries: Annotated[int, doc("How often the sample went on in a restarted engine")]
-    weight_version: Annotated[str, doc("Always `default`")]
+    weight_version: Annotated[
+        str, doc("Name of the weights that computed the last token; after an update, the first tokens may be of others")
+    ]
     e2e_latency: Annotated[
         float | UnsetType, doc("Seconds from submission to the last token; only in a sample that has finished")
     ] = UNSET

@@ -65,6 +65,7 @@ from tercet.srt.entrypoints.openapi import body_types
 from tercet.srt.entrypoints.pausing import ContinueBody, PauseBody
 from tercet.srt.entrypoints.profiling import StartProfileBody
 from tercet.srt.entrypoints.routing import Server
+from tercet.srt.entrypoints.weights import UpdateWeightsBody
 from tercet.srt.entrypoints.wire import fields_of
 from tercet.srt.errors import ModelNotFound
 
@@ -171,7 +172,15 @@ def test_a_field_that_is_a_label_changes_nothing(site: Site, path: str) -> None:
 
 def test_every_type_of_object_is_walked() -> None:
     constraints = {ResponseFormat, JsonSchemaFormat, StructuredOutputs}  # test_structured.py
-    own = {AbortBody, NamedTool, FunctionName, PauseBody, ContinueBody, StartProfileBody}  # tests of their own
+    own = {
+        AbortBody,
+        NamedTool,
+        FunctionName,
+        PauseBody,
+        ContinueBody,
+        StartProfileBody,
+        UpdateWeightsBody,
+    }  # tests of their own
     walked = {walk.cls for walk in walks()} | constraints | own
     # test_fields_of_responses.py and test_rerank.py
     elsewhere = [one for one in ENDPOINTS if one.path in ("/v1/responses", "/v1/rerank")]

@@ -17,6 +17,7 @@ from tercet.srt.entrypoints.openai.protocol import StreamOptions
 from tercet.srt.entrypoints.openapi import body_types
 from tercet.srt.entrypoints.wire import fields_of
 from tercet.srt.profile_messages import ProfileReply, StartProfileReq
+from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
 
 HI = {"role": "user", "content": "hi"}
 VALID: dict[str, dict[str, Any]] = {
@@ -33,6 +34,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/pause_generation": {"mode": "in_place"},
     "/continue_generation": {},
     "/start_profile": {},
+    "/update_weights_from_disk": {"model_path": "a"},
 }
 HONOURED: dict[str, Any] = {
     "text": "b",
@@ -116,6 +118,10 @@ HONOURED: dict[str, Any] = {
     "return_documents": False,
     "return_hidden_states": True,
     "output_dir": "traces",
+    "model_path": "b",
+    "load_format": "gguf",
+    "abort_all_requests": True,
+    "weight_version": "v2",
     "num_steps": 5,
     "activities": ["CPU"],
     "record_shapes": True,
@@ -136,8 +142,11 @@ OUTLANDISH = {"not": ["a", "value"]}
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     """With everything on that a server can switch off."""
-    site = Site(profile_dir=str(tmp_path))
-    site.scheduler.answers = {StartProfileReq: lambda message: ProfileReply(message.call_id, message.path)}
+    site = Site(profile_dir=str(tmp_path), update_weights_dir=str(tmp_path))
+    site.scheduler.answers = {
+        StartProfileReq: lambda message: ProfileReply(message.call_id, message.path),
+        UpdateWeightsReq: lambda message: UpdateWeightsReply(message.call_id),
+    }
     yield site
     site.close()
 
