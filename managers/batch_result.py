@@ -42,7 +42,7 @@ class ResultProcessor:
             self._free_rejected(batch.sampled, batch.num_drafts, rows)
         if output.logprobs or batch.scored:
             _keep_logprobs(batch, output)
-        if batch.pooled:
+        if batch.pooled or batch.shown:
             _keep_hidden(batch, output)
         for req, tokens in zip(batch.sampled, rows, strict=True):
             if tokens[-1] < 0:
@@ -120,6 +120,9 @@ def _keep_hidden(batch: ScheduleBatch, output: StepOutput) -> None:
     for req, found in zip(batch.pooled, output.hidden_sums, strict=True):
         assert req.pooling is not None
         req.pooling.add(found)
+    for req, states in zip(batch.shown, output.hidden_states, strict=True):
+        assert req.hidden is not None
+        req.hidden.add(states)
 
 
 def _keep_logprobs(batch: ScheduleBatch, output: StepOutput) -> None:

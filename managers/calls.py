@@ -10,19 +10,18 @@ from typing import NamedTuple, Protocol, TypeVar
 from ..srt.errors import TercetError
 from ..srt.io_struct import (
     FlushCacheReply,
-    FlushCacheReq,
+    Question,
+    Reply,
     SchedulerState,
     StateReply,
-    StateReq,
     ToScheduler,
     ViewReply,
-    ViewReq,
 )
-from ..srt.pause_messages import ContinueReq, PauseReply, PauseReq
+from ..srt.pause_messages import PauseReply
+from ..srt.profile_messages import ProfileReply
+from ..srt.weight_messages import UpdateWeightsReply
 
-Question = FlushCacheReq | PauseReq | ContinueReq | StateReq | ViewReq
-Reply = FlushCacheReply | PauseReply | StateReply | ViewReply
-R = TypeVar("R", FlushCacheReply, PauseReply, StateReply, ViewReply)
+R = TypeVar("R", FlushCacheReply, PauseReply, ProfileReply, UpdateWeightsReply, StateReply, ViewReply)
 
 
 class KnownState(NamedTuple):

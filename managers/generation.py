@@ -73,6 +73,8 @@ class Generation:
         """All tokens that have come, read or not. A restarted engine goes on after them."""
         self.num_recoveries = 0
         """How often the engine was restarted while it worked on this sample."""
+        self.weight_version = "default"
+        """The name of the weights that computed its last tokens."""
         self.num_strikes = 0
         """How often the engine died by itself in a step of this sample."""
         self._owner = owner

@@ -27,6 +27,13 @@ class GrammarWorker(Protocol):
         """Why the grammar cannot be used; None if it can. Raises nothing that depends on the grammar."""
 
 
+class GrammarChecks(Protocol):
+    """The judge of grammars: a GrammarChecker, or a test's fake."""
+
+    async def check(self, spec: GrammarSpec) -> None:
+        """Returns if the scheduler can compile the grammar. Raises InvalidRequest."""
+
+
 class GrammarChecker:
     """The judge of grammars (GrammarChecks)."""
 

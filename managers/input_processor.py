@@ -30,6 +30,8 @@ _USUAL_CHARS_PER_TOKEN = 8
 """Longer texts are counted before they are tokenised. Few texts that fit have so many characters per token."""
 _PIECE_CHARS = 65_536
 _MAX_TOKENS_SHOWN = 5
+MAX_HIDDEN_VALUES = 1 << 23
+"""Most numbers in the hidden states of one request: 32 MiB, and about 160 MB of JSON."""
 _JSON_FIELDS = ("json_schema", "structural_tag")
 """Sampling parameters that are JSON. An object is taken as its text."""
 
@@ -51,6 +53,8 @@ class InputProcessor:
         self._has_priorities = server_args.enable_priority_scheduling
         self._max_retention_s = server_args.max_retention_s if server_args.honours_retention else None
         self._allow_auto_truncate = server_args.allow_auto_truncate
+        self._has_hidden_states = server_args.enable_return_hidden_states
+        self._hidden_size = model_config.hidden_size
         self.update(facts)
         self._seeds = random.Random(server_args.random_seed)
         self._warn_of_tokens_without_rows()
@@ -175,6 +179,28 @@ class InputProcessor:
             raise InvalidRequest(
                 "return_text_in_logprobs needs a tokenizer, but this engine runs with --skip-tokenizer-init",
                 param="return_text_in_logprobs",
+            )
+
+    def check_hidden_states(self, options: RequestOptions, num_prompt_tokens: int, num_samples: int) -> None:
+        """Raises InvalidRequest if hidden states are asked for, and the engine returns none or they are too many.
+
+        `num_samples`: of the whole request.
+        """
+        if not options.return_hidden_states:
+            return
+        param = "return_hidden_states"
+        if not self._has_hidden_states:
+            raise InvalidRequest(f"{param} needs a server with --enable-return-hidden-states", param=param)
+        if options.stream:
+            raise InvalidRequest(f"{param} is not supported in a stream", param=param)
+        max_new = options.sampling.max_new_tokens
+        longest = self._max_total_tokens if max_new is None else num_prompt_tokens + max_new
+        most = MAX_HIDDEN_VALUES // (self._hidden_size * num_samples)
+        if min(longest, self._max_total_tokens) > most:
+            raise InvalidRequest(
+                f"{param} is for at most {most} tokens of prompt and output in each of {num_samples} samples, got "
+                f"{num_prompt_tokens} prompt tokens and max_new_tokens {max_new}",
+                param=param,
             )
 
     def draw_seed(self) -> int:

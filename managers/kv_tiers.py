@@ -311,6 +311,10 @@ class KVTiers:
             self.blocks.unpin(block)
         self._next = _Copies()
 
+    def change_identity(self, identity: bytes) -> None:
+        """From now on, KV is of this identity. `clear` has been called, and no request has ReqTiers."""
+        self._identity = identity
+
     def close(self) -> None:
         """Write what is copied, for a bounded time, and stop the thread."""
         if self._storage is not None:

@@ -76,6 +76,8 @@ class LocalEngine:
                     "engine_restarts",
                     "engine_restart_window",
                     "record_schedule",
+                    "enable_return_hidden_states",
+                    "weight_version",
                     "enable_hierarchical_cache",
                     "hicache_size",
                     "hicache_storage_dir",

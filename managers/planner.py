@@ -248,14 +248,16 @@ class Planner:
         self._num_decodes_due = max(self._num_decodes_due - 1, 0)
         self.ratio.on_decode()
         drafts = self._drafts(decodes)
-        return build_decode(self.kv, decodes) if drafts is None else build_extend(self.kv, [], decodes, drafts)
+        # Recorded decode steps return no hidden states.
+        if drafts is None and not (self.queues.num_with_hidden and any(req.hidden is not None for req in decodes)):
+            return build_decode(self.kv, decodes)
+        return build_extend(self.kv, [], decodes, drafts)
 
     def _drafts(self, decodes: list[Req]) -> list[Sequence[int]] | None:
         """The drafts of each request. None if there is no draft, or no room for all: drafts retract nobody."""
         if self._propose is None:
             return None
-        # A grammar's mask is for one position, so its request gets no drafts.
-        drafts = [self._propose(req, req.max_kv_len - req.kv_len - 1) if req.grammar is None else [] for req in decodes]
+        drafts = [self._propose(req, req.max_kv_len - req.kv_len - 1) if req.takes_drafts else [] for req in decodes]
         num_new = np.array([1 + len(ids) for ids in drafts], dtype=np.int32)
         if not any(drafts) or self.kv.decode_shortfall(decodes, num_new) > 0:
             return None

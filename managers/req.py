@@ -25,6 +25,7 @@ from ..srt.io_struct import (
 from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
 from .grammar import GrammarState
+from .req_hidden import ReqHidden
 from .req_logprobs import ReqLogprobs
 from .req_pooling import ReqPooling
 from .req_tiers import ReqTiers
@@ -59,6 +60,7 @@ class Req:
         "deadline",
         "finish",
         "grammar",
+        "hidden",
         "host_tokens",
         "is_announced",
         "kv_len",
@@ -155,6 +157,7 @@ class Req:
         """Whether the detokenizer knows this request."""
         self.logprobs = None if options.logprobs is None else ReqLogprobs(options.logprobs, prompt_ids)
         self.pooling = None if options.pooling is None else ReqPooling(options.pooling, len(prompt_ids))
+        self.hidden = ReqHidden(len(prompt_ids)) if options.return_hidden_states else None
         self.tiers: ReqTiers | None = None
         """What the tiers below the KV pool know about it. Only KVTiers changes it."""
         # Its row and KV, see docs/memory.md. Only KVCacheManager writes them.
@@ -200,7 +203,15 @@ class Req:
         reusable = None if self.logprobs is None else self.logprobs.reusable_len
         if reusable is None:
             reusable = self.num_tokens - 1
+        if self.hidden is not None:
+            reusable = min(reusable, self.hidden.reusable_len)
         return reusable if self.pooling is None else min(reusable, self.pooling.reusable_len)
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether drafts may be proposed for it. A grammar's mask is for one position. Hidden states of rejected drafts
+        would have to be dropped."""
+        return self.grammar is None and self.hidden is None
 
     @property
     def num_new_left(self) -> int:
@@ -274,6 +285,8 @@ class Req:
             self.finish = self.accept(resumed.output_ids)
             if self.logprobs is not None:
                 self.logprobs.resume()
+            if self.hidden is not None:
+                self.hidden.resume(len(resumed.output_ids))
         self.num_sent = len(self.output_ids)
 
     @property
@@ -307,6 +320,7 @@ class Req:
             ),
             options=options,
             logprobs=None if self.logprobs is None else self.logprobs.take(len(self.output_ids) - self.num_sent),
+            hidden_states=None if self.hidden is None else self.hidden.take(len(self.output_ids)),
             embedding=self.pooling.take() if self.pooling is not None and self._is_complete else None,
         )
         self.num_sent = len(self.output_ids)

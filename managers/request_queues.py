@@ -33,6 +33,8 @@ class RequestQueues:
         """Requests whose whole prompt is computed, or will be by a launched step."""
         self.num_constrained = 0
         """Live requests with a grammar."""
+        self.num_with_hidden = 0
+        """Live requests that want hidden states."""
         self.observer: QueueObserver | None = None
         self._live: dict[str, Req] = {}
 
@@ -60,6 +62,7 @@ class RequestQueues:
         is_overtaking = bool(self.waiting) and req.urgency > next(reversed(self.waiting)).urgency
         self.waiting[req] = None
         self.num_constrained += req.sampling.grammar is not None
+        self.num_with_hidden += req.hidden is not None
         if is_overtaking:
             self._sort()
         if self.observer is not None:
@@ -105,6 +108,7 @@ class RequestQueues:
         req.stage = Stage.FINISHED
         del self._live[req.rid]
         self.num_constrained -= req.sampling.grammar is not None
+        self.num_with_hidden -= req.hidden is not None
         if self.observer is not None:
             self.observer.on_end(req)
 

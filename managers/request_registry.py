@@ -125,6 +125,10 @@ class Request:
         self.prompts: list[PromptSamples] = []
         self._num_unfinished = len(prompts)
 
+    @property
+    def num_samples(self) -> int:
+        return sum(len(prompt.generations) for prompt in self.prompts)
+
     def abort(self) -> None:
         """Asks the engine to stop; every sample still has its last output. See Generation.abort."""
         for prompt in self.prompts:

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..model_executor.step import FROM_DEVICE, ForwardMode, HiddenSum, Int32Array, KVCopies, PromptScore, StepInputs
+from ..model_executor.step import (
+    FROM_DEVICE,
+    ForwardMode,
+    HiddenRange,
+    HiddenSum,
+    Int32Array,
+    KVCopies,
+    PromptScore,
+    StepInputs,
+)
 from .kv_cache_manager import KVCacheManager
 from .prefill_adder import Extend
 from .req import Req, Stage
@@ -33,6 +42,8 @@ class ScheduleBatch:
     """The request of each of `inputs.prompt_scores`."""
     pooled: list[Req] = field(default_factory=list)
     """The request of each of `inputs.hidden_sums`."""
+    shown: list[Req] = field(default_factory=list)
+    """The request of each of `inputs.hidden_states`."""
 
 
 def build_decode(kv: KVCacheManager, reqs: list[Req]) -> ScheduleBatch:
@@ -74,7 +85,8 @@ def build_extend(
     """A step in extend form. Requests that decode take part with their newest token and their `drafts`, the guessed
     tokens after it. The room was checked.
 
-    An extend step that `decodes` join is a mixed chunk. Without `extends` it is a decode step with drafts.
+    An extend step that `decodes` join is a mixed chunk. Without `extends` it is a decode step with drafts, or one that
+    returns hidden states.
     """
     reqs = [extend.req for extend in extends] + list(decodes)
     drafts = drafts or [()] * len(decodes)
@@ -89,6 +101,7 @@ def build_extend(
     sampled = [extend.is_last_chunk for extend in extends] + [True] * len(decodes)
     scored, scores = _prompt_scores(extends)
     pooled, sums = _hidden_sums(extends)
+    shown, states = _hidden_states(reqs, starts, ends)
     inputs = StepInputs(
         mode=ForwardMode.EXTEND,
         rows=_int32([req.row for req in reqs]),
@@ -102,6 +115,7 @@ def build_extend(
         new_rows=[extend.req.as_new_row() for extend, new in zip(extends, first_time, strict=True) if new],
         prompt_scores=scores,
         hidden_sums=sums,
+        hidden_states=states,
     )
     num_drafts = [0] * (sum(sampled) - len(decodes)) + [len(guessed) for guessed in drafts]
     return ScheduleBatch(
@@ -113,6 +127,7 @@ def build_extend(
         num_drafts=num_drafts if any(num_drafts) else None,
         scored=scored,
         pooled=pooled,
+        shown=shown,
     )
 
 
@@ -144,6 +159,20 @@ def _hidden_sums(extends: Sequence[Extend]) -> tuple[list[Req], list[HiddenSum]]
                 sums.append(wanted)
         first += extend.end - extend.start
     return pooled, sums
+
+
+def _hidden_states(reqs: Sequence[Req], starts: Int32Array, ends: Int32Array) -> tuple[list[Req], list[HiddenRange]]:
+    """The requests that want hidden states of this step, and what each of them wants."""
+    shown, ranges = [], []
+    first = 0
+    for req, start, end in zip(reqs, starts.tolist(), ends.tolist(), strict=True):
+        if req.hidden is not None:
+            wanted = req.hidden.plan(first, start, end)
+            if wanted is not None:
+                shown.append(req)
+                ranges.append(wanted)
+        first += end - start
+    return shown, ranges
 
 
 def _take_copies(kv: KVCacheManager) -> KVCopies | None:

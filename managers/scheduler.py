@@ -36,7 +36,9 @@ from ..srt.io_struct import (
     unpack_ids,
 )
 from ..srt.pause_messages import ContinueReq, PauseReq
+from ..srt.profile_messages import StartProfileReq, StopProfileReq
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal
+from ..srt.weight_messages import UpdateWeightsReq
 from .batch_result import ResultProcessor
 from .engine_view import StepLog, view_engine
 from .grammar_loader import GrammarLoader
@@ -46,6 +48,7 @@ from .kv_event_publisher import KVEventPublisher
 from .kv_tiers import KVTiers
 from .pause import Pause
 from .planner import Planner
+from .profiling import Profiling, StartTrace
 from .queue_limits import QueueLimits
 from .req import Req
 from .req_factory import ReqFactory
@@ -55,6 +58,7 @@ from .scheduler_metrics import SchedulerMetrics
 from .timeouts import Timeouts
 from .token_masks import fill_masks, masked_lines
 from .touch_ahead import TouchAhead
+from .weight_updates import LoadWeights, WeightUpdates
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +90,16 @@ class Scheduler:
         journal: StepJournal | NoJournal = NO_JOURNAL,
         max_queue_time_s: float | None = None,
         kv_events: KVEventPublisher | None = None,
+        start_trace: StartTrace,
+        load_weights: LoadWeights | None = None,
         touch_ahead: TouchAhead | None = None,
     ) -> None:
         """`planner`: its queues and its KV are those of the scheduler. `clock`: seconds from any start. `io` and
-        `metrics` have the same. `max_queue_time_s`: see QueueLimits."""
+        `metrics` have the same. `max_queue_time_s`: see QueueLimits. `start_trace`: starts the recording of a
+        profile. `load_weights`: loads other weights into `runner`."""
         self.queues = planner.queues
         self.kv = planner.kv
-        self._runner = runner
+        self._profiling = Profiling(runner, io, start_trace)
         self._io = io
         self._req_factory = req_factory
         self._metrics = metrics
@@ -107,11 +114,13 @@ class Scheduler:
         self._step_log = StepLog(clock)
         self._queue_limits = QueueLimits(max_queue_time_s, self.kv, self.queues, clock)
         self._pause = Pause(planner, timeouts, self._queue_limits, io)
+        self._weights = WeightUpdates(load_weights, self.kv, self.queues, io)
 
     def run(self, should_stop: Callable[[], bool]) -> None:
         in_flight: InFlight | None = None
         while not should_stop():
             in_flight = self.turn(in_flight)
+        self._profiling.close()
         if self.kv.tiers is not None:
             self._close_tiers(self.kv.tiers, in_flight)
 
@@ -180,6 +189,11 @@ class Scheduler:
                 self._pause.begin(message)
             case ContinueReq():
                 self._pause.end(message)
+            case StartProfileReq() | StopProfileReq():
+                self._profiling.handle(message)
+            case UpdateWeightsReq():
+                self._weights.update(message, is_paused=self._pause.is_on and not self._pause.is_beginning)
+                self._idle_work.restart()
             case StateReq():
                 self._io.reply(StateReply(message.call_id, self.state()))
             case ViewReq():
@@ -243,7 +257,7 @@ class Scheduler:
     def _launch(self, batch: ScheduleBatch) -> InFlight:
         self._journal.begin(batch.reqs, batch.num_prompt_tokens)
         self._step_log.on_launch()
-        step = self._runner.launch(batch.inputs)
+        step = self._profiling.runner.launch(batch.inputs)
         masked = masked_lines(batch.sampled) if self.queues.num_constrained else []
         if not masked:
             step.sample()

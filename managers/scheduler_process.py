@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -17,6 +19,7 @@ from ..mem_cache.kv_files import KVFiles
 from ..mem_cache.kv_storage import KVStorage
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
+from ..model_executor.device.step_profiler import StepProfiler
 from ..model_executor.runner.kv_identity import kv_identity
 from ..model_executor.runner.load import load_runner
 from ..model_executor.runner.model_runner import ModelRunner
@@ -24,13 +27,15 @@ from ..model_executor.runner.settings import resolve_settings
 from ..srt.io_struct import ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.kv_events import read_config
-from ..srt.model_files.model_config import ModelConfig
+from ..srt.model_files.model_config import ModelConfig, load_model_config
+from ..srt.profile_messages import StartProfileReq
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.start_reports import SchedulerReady
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal, open_journal
 from ..srt.tenant_weights import parse_weights
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
+from ..srt.weight_messages import UpdateWeightsReq
 from .engine_runner import EngineRunner
 from .explained_planner import ExplainedPlanner
 from .grammar_backends import make_compiler
@@ -50,6 +55,7 @@ from .scheduler_metrics import SchedulerMetrics
 from .text_stream import StopStringChecker
 from .timeouts import Timeouts
 from .touch_ahead import HostKVPool, TouchAhead
+from .weight_updates import LoadWeights
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +101,7 @@ def run_scheduler(
         kv_events=kv_events,
         tiers=_tiers(server_args, model_config, runner),
         host_kv_pool=None if runner.is_asynchronous else runner.kv_pool,
+        load_weights=partial(_load_weights, runner),
     )
     on_ready(scheduler_facts(runner, model_config))
     scheduler.run(should_stop)
@@ -120,12 +127,14 @@ def build_scheduler(
     kv_events: KVEventPublisher | None = None,
     tiers: KVTiers | None = None,
     host_kv_pool: HostKVPool | None = None,
+    load_weights: LoadWeights | None = None,
     compile_grammars_here: bool = False,
     planner_type: type[Planner] | None = None,
 ) -> Scheduler:
     """The scheduler of a loaded model, with its pools and its cache. `clock`: that of `io`.
 
     `host_kv_pool`: the KV pool, if its memory is the host's. It is touched while the engine is idle.
+    `load_weights`: loads other weights into `runner`; None: it has always the same.
     `compile_grammars_here`: in the thread that calls the scheduler, and not in a thread of their own. `planner_type`:
     another rule, for simulations; None: the planner of the settings.
     """
@@ -160,6 +169,25 @@ def build_scheduler(
         max_queue_time_s=server_args.max_queue_time,
         kv_events=kv_events,
         touch_ahead=None if host_kv_pool is None else TouchAhead(allocator, host_kv_pool),
+        start_trace=_start_trace,
+        load_weights=load_weights,
+    )
+
+
+def _load_weights(runner: ModelRunner, wanted: UpdateWeightsReq) -> bytes:
+    """Loads weights into the runner. Returns the identity of their KV. Raises ValueError and OSError."""
+    load_format: Any = wanted.load_format
+    config = load_model_config(wanted.model_path, load_format)
+    # First, because it reads the files, and after the update nothing may fail.
+    identity = kv_identity(runner.settings, config, wanted.weight_version)
+    assert runner.weights is not None
+    runner.weights.update(config)
+    return identity
+
+
+def _start_trace(wanted: StartProfileReq) -> StepProfiler:
+    return StepProfiler(
+        cpu=wanted.cpu, gpu=wanted.gpu, record_shapes=wanted.record_shapes, with_stack=wanted.with_stack
     )
 
 
@@ -225,7 +253,7 @@ def _tiers(server_args: ServerArgs, model_config: ModelConfig, runner: ModelRunn
         block_len=host_kv.block_len,
         num_blocks=host_kv.num_blocks,
         block_bytes=host_kv.memory.shape[1],
-        identity=kv_identity(runner.settings, model_config),
+        identity=kv_identity(runner.settings, model_config, server_args.weight_version),
         storage=storage,
         clock=time.monotonic,
     )

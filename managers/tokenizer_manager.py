@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from ..srt.errors import EngineDead, EngineRestarting, InvalidRequest, QueueFull, TercetError
 from ..srt.grammar_spec import GrammarSpec
@@ -22,6 +21,7 @@ from ..srt.io_struct import (
     FlushCacheReply,
     FlushCacheReq,
     Heartbeat,
+    Reply,
     SchedulerState,
     StateReply,
     StateReq,
@@ -35,27 +35,23 @@ from ..srt.request_options import RequestOptions
 from ..srt.server_args import ServerArgs
 from ..srt.start_reports import SchedulerReady
 from ..srt.text.tokenizer import Tokenizer
-from .calls import KnownState, Reply, SchedulerCalls, SchedulerLink
+from .calls import KnownState, SchedulerCalls, SchedulerLink
 from .generation import Generation
+from .grammar_checker import GrammarChecks
 from .heartbeats import Heartbeats
 from .input_processor import InputProcessor
 from .pause_control import PauseControl
+from .profile_control import ProfileControl
 from .recovery import Blame, Recovery, watched
 from .request_metrics import RequestMetrics
 from .request_registry import Prompt, PromptSamples, Request, RequestRegistry
 from .tool_call_retention import retain
+from .weight_control import WeightControl
 
 logger = logging.getLogger(__name__)
 
 _TOKENISE_OFF_LOOP_CHARS = 20_000
 """Longer texts are tokenised in a thread, so that they delay no stream."""
-
-
-class GrammarChecks(Protocol):
-    """The judge of grammars: a GrammarChecker, or a test's fake."""
-
-    async def check(self, spec: GrammarSpec) -> None:
-        """Returns if the scheduler can compile the grammar. Raises InvalidRequest."""
 
 
 class TokenizerManager:
@@ -94,6 +90,8 @@ class TokenizerManager:
         make_generation = Generation if self.metrics is None else self.metrics.generation
         self._requests = RequestRegistry(self._send_abort, self.inputs.draw_seed, make_generation)
         self.pause = PauseControl(self._calls, self._link, self.abort_all, self._tell_stall)
+        self.profile = ProfileControl(self._calls, self._link)
+        self.weights = WeightControl(server_args, self._calls, self._link, self.pause, self._requests, self._send_held)
         self._last_state: SchedulerState | None = None
         self._last_state_at = 0.0
 
@@ -129,6 +127,7 @@ class TokenizerManager:
                 ids = await self._prompt_ids(prompt.prompt)
                 self.inputs.check_options(prompt.prompt.options)
                 self.inputs.check_logprobs(prompt.prompt.options, len(ids))
+                self.inputs.check_hidden_states(prompt.prompt.options, len(ids), prompt.request.num_samples)
                 prompt.prompt_ids = ids
                 prompt.packed_ids = pack_ids(prompt.prompt_ids)
         except InvalidRequest as error:
@@ -155,7 +154,7 @@ class TokenizerManager:
             return
         seed = prompt.first_seed + generation.index
         generation.hold(self.inputs.generate_req(generation.key, prompt.packed_ids, prompt.prompt.options, seed))
-        self._send_held(generation)
+        self._send_or_hold(generation)
 
     def restore(self, generation: Generation, packed_ids: bytes, options: RequestOptions, age_s: float) -> None:
         """Sends a sample that another server process began `age_s` seconds ago. It goes on after its outputs.
@@ -166,10 +165,11 @@ class TokenizerManager:
             return
         generation.hold(self.inputs.sample_req(generation.key, packed_ids, options, generation.index), age_s)
         generation.num_recoveries += 1
-        self._send_held(generation)
+        self._send_or_hold(generation)
 
-    def _send_held(self, generation: Generation) -> None:
-        if self._scheduler is not None:
+    def _send_or_hold(self, generation: Generation) -> None:
+        generation.weight_version = self.weights.version
+        if self._scheduler is not None and not self.weights.is_holding:
             self._resend(generation)
         elif self._num_held < self.server_args.max_queued_requests:
             self._num_held += 1
@@ -309,11 +309,8 @@ class TokenizerManager:
         self.inputs.update(facts)
         self._scheduler = scheduler
         self.pause.carry_over(scheduler)
-        self._num_held = 0
         self.heartbeats.reset()
-        waiting = [generation for generation in self._requests.live() if generation.waits_for_engine]
-        for generation in self.recovery.take_innocent(waiting):
-            self._resend(generation)
+        self._send_held()
         self._try_next()
 
     def fail(self, message: str) -> None:
@@ -346,6 +343,15 @@ class TokenizerManager:
             self._calls.on_reply(message)
 
     # Inside
+
+    def _send_held(self) -> None:
+        """Sends the samples that wait for the engine, except suspects."""
+        if self._scheduler is None:
+            return
+        self._num_held = 0
+        waiting = [generation for generation in self._requests.live() if generation.waits_for_engine]
+        for generation in self.recovery.take_innocent(waiting):
+            self._resend(generation)
 
     def _try_next(self) -> None:
         """Sends the next suspect, if it is its turn."""

@@ -24,7 +24,9 @@ from ..srt.sampling_params import SamplingParams
 __all__ = [
     "FROM_DEVICE",
     "HIDDEN_UNIT",
+    "Float32Array",
     "ForwardMode",
+    "HiddenRange",
     "HiddenSum",
     "Int32Array",
     "KVCopies",
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
 FROM_DEVICE = -1
 """In `StepInputs.input_ids`: the row's newest token, which the runner keeps on the device."""
 
@@ -100,6 +103,15 @@ class HiddenSum:
 
 
 @dataclass(slots=True, frozen=True)
+class HiddenRange:
+    """Successive tokens of a row whose hidden states, after the final norm, an extend step returns."""
+
+    start: int
+    """Index in [T] of the first of them."""
+    length: int
+
+
+@dataclass(slots=True, frozen=True)
 class KVCopies:
     """Copies of whole pages of KV between the KV pool and the host's KV memory. All arrays have page numbers.
 
@@ -140,7 +152,9 @@ class StepInputs:
     prompt_scores: list[PromptScore] = field(default_factory=list)
     """The prompt tokens whose log probabilities are wanted. Only for rows with `NewRow.logprobs`."""
     hidden_sums: list[HiddenSum] = field(default_factory=list)
-    """The prompt tokens whose hidden states are wanted."""
+    """The prompt tokens whose hidden states are summed."""
+    hidden_states: list[HiddenRange] = field(default_factory=list)
+    """The tokens whose hidden states are wanted."""
     # For both modes.
     kv_copies: KVCopies | None = None
     """Copies between the KV pool and host memory. A step with copies may have no rows: a DECODE step with B = 0."""
@@ -169,6 +183,8 @@ class StepOutput:
     """One for each of `StepInputs.prompt_scores`."""
     hidden_sums: list[npt.NDArray[np.int64]] = field(default_factory=list)
     """One for each of `StepInputs.hidden_sums`: [hidden_size], in units of HIDDEN_UNIT."""
+    hidden_states: list[Float32Array] = field(default_factory=list)
+    """One for each of `StepInputs.hidden_states`: [length, hidden_size]."""
 
     def rows(self) -> list[list[int]]:
         """The new tokens of each row: R lists."""

@@ -4,6 +4,7 @@
     |-- InvalidRequest               400  invalid_request_error   (also a ValueError)
     |   |-- UnsupportedField         400  a field of a feature that is not implemented
     |   `-- PromptTooLong            400  context_length_exceeded
+    |-- NotAllowed                   403  a flag is missing, or a path is outside the folder that the operator allows
     |-- ModelNotFound                404  model_not_found
     |-- RequestAborted               499  the client aborted the request or closed the connection
     |-- QueueFull                    503  the waiting queue is full, or the wait would be too long: try again later
@@ -62,6 +63,12 @@ class PromptTooLong(InvalidRequest):
         return cls(
             f"This model's maximum context length is {context_len} tokens, but {problem} ({cls.code})", param="prompt"
         )
+
+
+class NotAllowed(TercetError):
+    status = 403
+    err_type = "permission_error"
+    code = "not_allowed"
 
 
 class ModelNotFound(TercetError):

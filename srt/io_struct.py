@@ -22,8 +22,10 @@ from msgspec import UNSET, Meta, UnsetType
 from .errors import TercetError
 from .logprobs import NewLogprobs
 from .pause_messages import ContinueReq, PauseReply, PauseReq
+from .profile_messages import ProfileReply, StartProfileReq, StopProfileReq
 from .request_options import RequestOptions
 from .tier_state import TierState
+from .weight_messages import UpdateWeightsReply, UpdateWeightsReq
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
@@ -129,7 +131,11 @@ class ViewReq(msgspec.Struct, frozen=True, tag="view"):
     """Only steps with a higher number are wanted."""
 
 
-ToScheduler = GenerateReq | AbortReq | RetainReq | FlushCacheReq | PauseReq | ContinueReq | StateReq | ViewReq
+Question = (
+    FlushCacheReq | PauseReq | ContinueReq | StartProfileReq | StopProfileReq | UpdateWeightsReq | StateReq | ViewReq
+)
+"""A message that gets one Reply, with the same `call_id`."""
+ToScheduler = GenerateReq | AbortReq | RetainReq | Question
 
 
 # Scheduler -> DetokenizerManager
@@ -174,6 +180,9 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=Fa
     """Set in the first TokenOut of the request."""
     logprobs: NewLogprobs | None = None
     """Of `token_ids`, and of the prompt in the first TokenOut; None: the request has not asked."""
+    hidden_states: bytes | None = None
+    """float32 [n, hidden_size], of the positions since the last TokenOut; None: the request has not asked. Before the
+    end all positions but the last have one: the newest token is the input of no step yet."""
     embedding: bytes | None = None
     """float32 [hidden_size], in the last TokenOut of a request with `pooling`."""
 
@@ -224,12 +233,14 @@ def joined(outs: Sequence[TextOut]) -> TextOut:
     if len(outs) == 1:
         return last
     logprobs = [out.tokens.logprobs for out in outs if out.tokens.logprobs is not None]
+    states = [out.tokens.hidden_states for out in outs if out.tokens.hidden_states is not None]
     tokens = TokenOut(
         rid=last.rid,
         token_ids=[token for out in outs for token in out.token_ids],
         finish=last.finish,
         counts=last.counts,
         logprobs=NewLogprobs.joined(logprobs) if logprobs else None,
+        hidden_states=b"".join(states) if states else None,
         embedding=last.tokens.embedding,
     )
     return TextOut(tokens=tokens, text="".join([out.text for out in outs]))
@@ -360,7 +371,8 @@ class ViewReply(msgspec.Struct, frozen=True, tag="view"):
     view: EngineView
 
 
-ToTokenizer = BatchTextOut | Heartbeat | DetokenizerAlive | FlushCacheReply | PauseReply | StateReply | ViewReply
+Reply = FlushCacheReply | PauseReply | ProfileReply | UpdateWeightsReply | StateReply | ViewReply
+ToTokenizer = BatchTextOut | Heartbeat | DetokenizerAlive | Reply
 
 
 # Within the process that receives a message

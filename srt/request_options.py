@@ -52,6 +52,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     decides (`--tool-call-retention-s`)."""
     logprobs: LogprobOptions | None = None
     """None: no log probabilities are computed."""
+    return_hidden_states: bool = False
+    """The outputs have the final hidden states of prompt and output."""
     pooling: Pooling | None = None
     """None: no embedding is computed. Otherwise the last output has the embedding, if nothing failed."""
 

@@ -34,6 +34,9 @@ class ServerArgs:
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"], Setting("Format of the weights; dummy: random weights")
     ] = "auto"
+    weight_version: Annotated[
+        str, Setting("Name of the weights in answers; KV files of another name are never read")
+    ] = "default"
     context_length: Annotated[int | None, Setting("Maximum context length in tokens; default: the model's")] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
@@ -176,6 +179,9 @@ class ServerArgs:
             "0: 250 ms, or the time of ten decode steps if that is longer; default: not bounded by time"
         ),
     ] = None
+    enable_return_hidden_states: Annotated[
+        bool, Setting("Let requests ask for hidden states; the decode steps of such requests are not recorded")
+    ] = False
     grammar_backend: Annotated[
         Literal["auto", "xgrammar", "llguidance", "none"],
         Setting("Library for structured output; auto: xgrammar for plain JSON schemas, llguidance for everything else"),
@@ -301,6 +307,12 @@ class ServerArgs:
     explain_schedule: Annotated[
         float | None,
         Setting("Log which limits and requests a request waited for, if it waited so many seconds; default: never"),
+    ] = None
+    update_weights_dir: Annotated[
+        str | None, _server("Folder whose models /update_weights_from_disk may load; default: it is refused")
+    ] = None
+    profile_dir: Annotated[
+        str | None, _server("Folder for traces of /start_profile, which is refused without this flag")
     ] = None
     decode_log_interval: Annotated[int, Setting("Number of decode steps between two log lines")] = 40
     record_schedule: Annotated[

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ import msgspec
 import tokenizers
 import uvicorn
 from fake_grammars import FakeGrammars
-from fake_results import fake_embedding, fake_logprobs
+from fake_results import fake_embedding, fake_hidden, fake_logprobs
 from patience import PATIENCE_S
 
 from tercet.managers.tokenizer_manager import TokenizerManager
@@ -42,6 +42,7 @@ from tercet.srt.io_struct import (
     TextOut,
     TokenOut,
     ToScheduler,
+    ToTokenizer,
     ViewReply,
     ViewReq,
     unpack_ids,
@@ -99,6 +100,8 @@ class FakeScheduler:
         self.pauses: list[PauseReq | ContinueReq] = []
         self.is_paused = False
         self.tiers: TierState | None = None
+        self.answers: dict[type, Callable[[Any], ToTokenizer]] = {}
+        """The replies to further kinds of messages."""
         self.dead = False
         """Answers no calls."""
         self.delay_s = 0.0
@@ -130,6 +133,8 @@ class FakeScheduler:
             return
         elif isinstance(message, RetainReq):
             self.retained.append(message)
+        elif type(message) in self.answers:
+            loop.call_soon(self.manager.on_message, self.answers[type(message)](message))
         elif isinstance(message, FlushCacheReq):
             busy = len(self.running)
             loop.call_soon(self.manager.on_message, FlushCacheReply(message.call_id, busy == 0, busy))
@@ -181,6 +186,7 @@ class FakeScheduler:
         counts = Counts(prompt_tokens, upto, prompt_tokens - 1, 0, None if finish is None else 0.25)
         logprobs = fake_logprobs(request, done, ids) if request.options.logprobs is not None else None
         tokens = TokenOut(rid=request.rid, token_ids=ids, finish=finish, counts=counts, logprobs=logprobs)
+        tokens = msgspec.structs.replace(tokens, hidden_states=fake_hidden(request, done, upto))
         if request.options.pooling is not None and isinstance(finish, LengthFinish):
             tokens = msgspec.structs.replace(tokens, embedding=fake_embedding(request))
         return TextOut(tokens=tokens, text=text)
@@ -247,9 +253,8 @@ def make_manager(
     scheduler: FakeScheduler, *, tokenizer: Tokenizer | None = _TOKENIZER, **settings: Any
 ) -> TokenizerManager:
     """A TokenizerManager with the fake scheduler: context 256, vocabulary 258, model name "tiny"."""
-    args = ServerArgs(
-        **{"model_path": "/models/tiny-1", "served_model_name": "tiny", "enable_priority_scheduling": True, **settings}
-    )
+    on = {"enable_priority_scheduling": True, "enable_return_hidden_states": True}
+    args = ServerArgs(**{"model_path": "/models/tiny-1", "served_model_name": "tiny", **on, **settings})
     config = ModelConfig(
         architecture="LlamaForCausalLM",
         hidden_size=8,

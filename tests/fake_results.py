@@ -30,3 +30,13 @@ def fake_logprobs(request: GenerateReq, done: int, ids: list[int]) -> NewLogprob
     prompt = unpack_ids(request.input_ids).tolist()
     listed = prompt[options.input_start(len(prompt)) :]
     return NewLogprobs(of(listed[1:]) if done == 0 else None, of(ids))
+
+
+def fake_hidden(request: GenerateReq, done: int, upto: int) -> bytes | None:
+    """The hidden states since the last output, if they are wanted. Each number in that of position i is i."""
+    if not request.options.return_hidden_states:
+        return None
+    num_prompt = len(request.input_ids) // 4
+    first = num_prompt + done - 1 if done else 0
+    places = np.arange(first, num_prompt + max(upto - 1, 0), dtype=np.float32)
+    return np.repeat(places, 8).tobytes()

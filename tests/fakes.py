@@ -11,6 +11,7 @@ from tercet.model_executor.step import (
     FROM_DEVICE,
     HIDDEN_UNIT,
     ForwardMode,
+    HiddenRange,
     HiddenSum,
     KVCopies,
     PromptScore,
@@ -92,9 +93,10 @@ class FakeStep:
         logprobs: dict[int, Logprobs],
         prompt_logprobs: list[Logprobs],
         hidden_sums: list[np.ndarray],
+        hidden_states: list[np.ndarray],
     ) -> None:
         """`rows`: the new tokens of each sampled row. `owners`: their rows of the table."""
-        self._hidden_sums = hidden_sums
+        self._hidden = hidden_sums, hidden_states
         self._rows = rows
         self._owners = owners
         self._runner = runner
@@ -121,7 +123,7 @@ class FakeStep:
         tokens = np.array([token for row in self._rows for token in row], dtype=np.int32)
         num_tokens = np.array([len(row) for row in self._rows], dtype=np.int32)
         lens = None if (num_tokens == 1).all() else num_tokens
-        return StepOutput(tokens, lens, self._logprobs, self._prompt_logprobs, self._hidden_sums)
+        return StepOutput(tokens, lens, self._logprobs, self._prompt_logprobs, *self._hidden)
 
 
 class FakeRunner:
@@ -204,7 +206,8 @@ class FakeRunner:
                     logprobs[len(rows) - 1] = self._score_output(row, slots, num_drafts, rows[-1])
         scores = [self._score_prompt(step, one) for one in step.prompt_scores]
         hidden_sums = [self._sum_hidden(step, one) for one in step.hidden_sums]
-        self._last = FakeStep(rows, owners, self, logprobs, scores, hidden_sums)
+        states = [self._hidden_of(step, one) for one in step.hidden_states]
+        self._last = FakeStep(rows, owners, self, logprobs, scores, hidden_sums, states)
         return self._last
 
     def _copy(self, copies: KVCopies) -> None:
@@ -215,6 +218,12 @@ class FakeRunner:
             self.host[copies.out_host, index] = array[copies.out_pages]
         for index, array in enumerate(held):
             array[copies.in_pages] = self.host[copies.in_host, index]
+
+    def _hidden_of(self, step: StepInputs, wanted: HiddenRange) -> np.ndarray:
+        """The hidden state of a token is the token, its position and 1."""
+        slots = step.out_cache_loc[wanted.start : wanted.start + wanted.length]
+        columns = self._kv_token[slots], self._kv_position[slots], np.ones(len(slots))
+        return np.stack(columns, axis=1).astype(np.float32)
 
     def _sum_hidden(self, step: StepInputs, wanted: HiddenSum) -> np.ndarray:
         """The hidden state of a token is the token, its position and 1."""

@@ -72,6 +72,7 @@ GENERATE: Table = {
     "return_logprob": (True, lambda seen: len(seen.answer["meta_info"]["output_token_logprobs"]) == 2),
     "logprob_start_len": logprobs("logprob_start_len", 0, "input_token_logprobs"),
     "top_logprobs_num": logprobs("top_logprobs_num", 2, "output_top_logprobs"),
+    "return_hidden_states": (True, lambda seen: len(seen.answer["meta_info"]["hidden_states"]) == 2),
     "token_ids_logprob": logprobs("token_ids_logprob", [7], "output_token_ids_logprobs"),
     "return_text_in_logprobs": (True, lambda seen: seen.answer["meta_info"]["output_token_logprobs"][0][2] == "\x00"),
     "model": ("gpt", lambda seen: seen.answer["error"]["code"] == "model_not_found"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from fake_trace import FakeTrace
 from hash_grammar import HashGrammars, hashed_vocabulary
 from kv_makers import make_tiers
 
@@ -16,12 +17,14 @@ from tercet.managers.explained_planner import ExplainedPlanner
 from tercet.managers.grammar_loader import GrammarLoader
 from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.planner import PlanLimits, Planner, Proposer
+from tercet.managers.profiling import StartTrace
 from tercet.managers.req_factory import ReqFactory
 from tercet.managers.request_queues import RequestQueues
 from tercet.managers.scheduler import InFlight, Scheduler
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_metrics import SchedulerMetrics
 from tercet.managers.timeouts import Timeouts
+from tercet.managers.weight_updates import LoadWeights
 from tercet.mem_cache.allocator import make_allocator
 from tercet.mem_cache.chunk_cache import ChunkCache
 from tercet.mem_cache.radix_cache import RadixCache
@@ -41,6 +44,7 @@ class Heard:
     finish: FinishReason | None = None
     last: TokenOut | None = None
     logprobs: list[NewLogprobs] = field(default_factory=list)
+    hidden: bytes = b""
 
 
 class StopAfter:
@@ -95,6 +99,8 @@ class Rig:
         block_pages: int = 2,
         storage: Path | None = None,
         storage_bytes: int = 1 << 30,
+        start_trace: StartTrace = lambda wanted: FakeTrace(),
+        load_weights: LoadWeights | None = None,
     ) -> None:
         """`threads`: compile grammars in a thread. `max_drafts`: most drafts of a FakeProposer, if there is no
         `propose`. `make_runner`: makes the runner; a FakeRunner by default. `host_blocks`: blocks of `block_pages`
@@ -160,6 +166,8 @@ class Rig:
             enable_overlap=overlap,
             clock=self.clock,
             max_queue_time_s=max_queue_time_s,
+            start_trace=start_trace,
+            load_weights=load_weights,
         )
         self.in_flight: InFlight | None = None
 
@@ -173,6 +181,7 @@ class Rig:
         tenant: str = "",
         logprobs: LogprobOptions | None = None,
         pooling: Pooling | None = None,
+        hidden: bool = False,
         waiting_timeout: float | None = None,
         running_timeout: float | None = None,
         session_id: str = "",
@@ -188,6 +197,7 @@ class Rig:
             stream=stream,
             logprobs=logprobs,
             pooling=pooling,
+            return_hidden_states=hidden,
             waiting_timeout=waiting_timeout,
             running_timeout=running_timeout,
             session_id=session_id,
@@ -213,6 +223,7 @@ class Rig:
                 if out.logprobs is not None:
                     assert len(out.logprobs.output) == len(out.token_ids)
                     heard.logprobs.append(out.logprobs)
+                heard.hidden += out.hidden_states or b""
                 heard.last = out
         self.detokenizer.messages.clear()
 

@@ -189,7 +189,9 @@ def _options(arrival: Arrival, stop_id: int | None) -> RequestOptions:
         ignore_eos=recorded.ignore_eos,
         stop_token_ids=None if stop_id is None else [stop_id],
     )
-    return msgspec.structs.replace(arrival.options, sampling=sampling, logprobs=None, pooling=None)
+    return msgspec.structs.replace(
+        arrival.options, sampling=sampling, logprobs=None, pooling=None, return_hidden_states=False
+    )
 
 
 def _text_of(step: RecordedStep) -> str:

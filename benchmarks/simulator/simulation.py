@@ -186,7 +186,9 @@ class Simulation:
             sampling_seed=request.number,
         )
         if request.options is not None:
-            return msgspec.structs.replace(request.options, sampling=sampling, logprobs=None, pooling=None)
+            return msgspec.structs.replace(
+                request.options, sampling=sampling, logprobs=None, pooling=None, return_hidden_states=False
+            )
         return RequestOptions(sampling=sampling, priority=request.priority, tenant=str(request.tenant))
 
     def on_output(self, out: TokenOut) -> None:

@@ -21,13 +21,18 @@ _NOT_IN_KV = {"model_path", "generation", "eos_token_ids", "bos_token_id", "cont
 """Fields of the config that K and V do not depend on."""
 
 
-def kv_identity(settings: RunnerSettings, config: ModelConfig) -> bytes:
-    """The identity of the KV that a runner with these settings computes. Raises OSError for an unreadable model."""
+def kv_identity(settings: RunnerSettings, config: ModelConfig, weight_version: str = "default") -> bytes:
+    """The identity of the KV that a runner with these settings computes. Raises OSError for an unreadable model.
+
+    `weight_version`: the name of the weights. Weights of different names never share KV, even if their samples are
+    equal.
+    """
     on_cpu = settings.device.type == "cpu"
     variant = cpu_extension.load() if settings.attention_backend == "cpu" else None
     described = {
         "config": {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_IN_KV},
         "weights": settings.seed if config.load_format == "dummy" else list(weight_fingerprints(config)),
+        "weight_version": weight_version,
         "dtype": str(settings.dtype),
         "kv_dtype": str(settings.kv_dtype),
         "quantization": settings.quantization,

@@ -13,13 +13,14 @@ import torch
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
 from ...srt.model_files.model_config import ModelConfig
 from .. import cpu_extension
+from ..attention.base import AttentionBackend
 from ..attention.registry import create_attention_backend, kv_panel
 from ..device.accelerator import Accelerator, make_accelerator
 from ..device.device_buffers import Uploads
 from ..device.heap import keep_freed_memory, trim_heap
 from ..device.memory import Memory, host_memory
 from ..layers.kinds import LayerKinds, layers_for
-from ..models.family import Parameters, family_of
+from ..models.family import Model, Parameters, family_of
 from ..sampling.row_logprobs import block_bytes
 from ..sampling.sampler import Sampler
 from ..step import StepInputs
@@ -36,6 +37,7 @@ from .settings import RunnerSettings
 from .slot_table import SlotTable
 from .step_memory import activation_bytes, gather_bytes, rotation_bytes
 from .warmup import all_allowed, warmup_steps
+from .weight_update import BuiltModel, WeightUpdater
 
 _BYTES_PER_GRAPH = 8 << 20
 """Memory kept free for the driver's own data of each graph."""
@@ -54,6 +56,7 @@ def load_runner(settings: RunnerSettings, config: ModelConfig) -> ModelRunner:
     runner = builder.build_on_accelerator() if builder.accelerator is not None else builder.build_on_cpu()
     if settings.host_kv is not None:
         runner.host_kv = HostKV(runner.kv_pool, settings.host_kv, builder.uploads, builder.accelerator)
+    runner.weights = builder.weight_updater(runner)
     trim_heap()
     keep_freed_memory()
     if runner.model.compiled:
@@ -94,7 +97,7 @@ class _RunnerBuilder:
         memory = Memory(host.total, max(host.available - taken, 0))
         runner = self._build(self._pool_tokens(memory, self.cpu_reserve(memory)))
         if runner.model.compiled and self.settings.record_decodes:
-            runner.record_decodes(self._record_on_cpu(runner))
+            runner.record_decodes(self._record_on_cpu(runner, runner.model))
         return runner
 
     def build_on_accelerator(self) -> ModelRunner:
@@ -178,10 +181,8 @@ class _RunnerBuilder:
             settings.device,
             kv_panel(settings.attention_backend, settings.page_size, config.head_dim, settings.kv_dtype),
         )
-        family = family_of(config)
-        attention = create_attention_backend(settings.attention_backend, family.attention(config), kv_pool)
-        layers = self._layers(attention.name)
-        model = family.build(config, self.parameters, attention, layers, settings.context_len)
+        attention = create_attention_backend(settings.attention_backend, family_of(config).attention(config), kv_pool)
+        model = self._model(self.parameters, attention)
         num_bytes = RunnerBytes(self.weight_bytes, pool_tokens * self.bytes_per_token)
         return ModelRunner(
             settings,
@@ -194,6 +195,39 @@ class _RunnerBuilder:
             self.uploads,
             self.accelerator,
             num_bytes,
+        )
+
+    def _model(self, parameters: Parameters, attention: AttentionBackend) -> Model:
+        layers = self._layers(attention.name)
+        return family_of(self.config).build(self.config, parameters, attention, layers, self.settings.context_len)
+
+    def weight_updater(self, runner: ModelRunner) -> WeightUpdater:
+        """What loads other weights into the runner."""
+
+        def build(parameters: Parameters) -> BuiltModel:
+            device = self.settings.device
+            if device.type != "cpu":
+                parameters = {name: tensor.to(device) for name, tensor in parameters.items()}
+            model = self._model(parameters, runner.attention)
+            is_recorded = self.accelerator is None and model.compiled and self.settings.record_decodes
+            return BuiltModel(model, self._record_on_cpu(runner, model) if is_recorded else None)
+
+        def use(built: BuiltModel) -> None:
+            runner.model = built.model
+            if built.decodes is not None:
+                runner.record_decodes(built.decodes)
+
+        # Recorded steps of a GPU read the parameters by their addresses. Layers that are recorded keep no copies.
+        in_place = self.accelerator is not None and runner.has_recorded_decodes
+        return WeightUpdater(
+            self.settings,
+            self.config,
+            weight_bytes=self.weight_bytes,
+            host_memory=host_memory,
+            build=build,
+            use=use,
+            in_place=self.parameters if in_place else None,
+            accelerator=self.accelerator,
         )
 
     def _measure(self, runner: ModelRunner, accelerator: Accelerator) -> tuple[list[int], int]:
@@ -238,9 +272,9 @@ class _RunnerBuilder:
         )
 
     @torch.inference_mode()
-    def _record_on_cpu(self, runner: ModelRunner) -> CpuGraphRunner:
+    def _record_on_cpu(self, runner: ModelRunner, model: Model) -> CpuGraphRunner:
         return CpuGraphRunner(
-            runner.model,
+            model,
             max_rows=self.settings.max_recorded_rows,
             hidden_size=self.config.hidden_size,
             dtype=self.settings.dtype,

@@ -19,10 +19,12 @@ from ..sampling.row_logprobs import PromptLogprobs, RowLogprobs, SampledLogprobs
 from ..sampling.sampler import Sampler
 from ..step import FROM_DEVICE, ForwardMode, Int32Array, KVCopies, StepInputs, StepOutput, TokenMasks
 from .decode_runner import DecodeInputs, DecodeRunner
+from .hidden_states import ArrivingStates, fetch_hidden
 from .hidden_sums import ArrivingSums, sum_hidden
 from .host_kv import CopiesUnderWay, HostKV
 from .settings import RunnerSettings
 from .slot_table import SlotTable
+from .weight_update import WeightUpdater
 
 
 class RunnerBytes(NamedTuple):
@@ -81,11 +83,17 @@ class ModelRunner:
         self._recorded_decodes: DecodeRunner | None = None
         self.host_kv: HostKV | None = None
         """The memory of the host tier. None: there is no tier, and no step has `kv_copies`."""
+        self.weights: WeightUpdater | None = None
+        """Loads other weights. Set when the runner is complete."""
 
     @property
     def max_total_num_tokens(self) -> int:
         """The size of the KV pool in tokens."""
         return self.kv_pool.size
+
+    @property
+    def has_recorded_decodes(self) -> bool:
+        return self._recorded_decodes is not None
 
     def record_decodes(self, decodes: DecodeRunner) -> None:
         """Run decode steps of up to `decodes.max_rows` requests with `decodes` from now on."""
@@ -118,10 +126,8 @@ class ModelRunner:
             logits, sampled_rows = self._launch_decode(step)
             return RunningStep(self, logits, sampled_rows, step.rows, step.seq_lens)
         assert step.sampled is not None
-        logits, sampled_rows, prompts, sums = self._launch_extend(step)
-        return RunningStep(
-            self, logits, sampled_rows, step.rows[step.sampled], step.seq_lens[step.sampled], prompts, sums
-        )
+        logits, sampled_rows, extras = self._launch_extend(step)
+        return RunningStep(self, logits, sampled_rows, step.rows[step.sampled], step.seq_lens[step.sampled], extras)
 
     @torch.inference_mode()
     def choose(
@@ -193,13 +199,8 @@ class ModelRunner:
         inputs = DecodeInputs(*self._uploads.send(*map(_int64, (step.rows, step.seq_lens, step.out_cache_loc))))
         return self.decode(inputs, step.seq_lens), inputs.rows
 
-    def _launch_extend(
-        self, step: StepInputs
-    ) -> tuple[torch.Tensor, torch.Tensor, PromptLogprobs | None, ArrivingSums | None]:
-        """Queue an EXTEND step.
-
-        Returns the logits and the rows (int64) to sample, log probabilities of prompts, and sums of hidden states.
-        """
+    def _launch_extend(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor, StepExtras]:
+        """Queue an EXTEND step. Returns the logits and the rows (int64) to sample, and what else is wanted."""
         extend_lens, input_ids, sampled = step.extend_lens, step.input_ids, step.sampled
         assert extend_lens is not None and input_ids is not None and sampled is not None
         prefix_lens_host = step.seq_lens - extend_lens
@@ -209,6 +210,8 @@ class ModelRunner:
         last_host = (start_loc_host[1:] - 1)[sampled]
         scored = [np.arange(len(score.targets), dtype=np.int64) + score.start for score in step.prompt_scores]
         pooled = [np.arange(one.length, dtype=np.int64) + one.start for one in step.hidden_sums]
+        shown = [np.arange(one.length, dtype=np.int64) + one.start for one in step.hidden_states]
+        has_extras = bool(scored or pooled or shown)
         sent = self._uploads.send(
             *self.table.changes(step, positions_host),
             unknown,
@@ -220,7 +223,7 @@ class ModelRunner:
             positions_host,
             start_loc_host,
             _int64(prefix_lens_host),
-            np.concatenate((last_host, *scored, *pooled)) if scored or pooled else last_host,
+            np.concatenate((last_host, *scored, *pooled, *shown)) if has_extras else last_host,
             _int64(step.rows[sampled]),
         )
         places, new_slots, at, from_rows, rows, seq_lens, slots, ids, positions, starts, prefix_lens, wanted, chosen = (
@@ -243,13 +246,27 @@ class ModelRunner:
             seq_lens_host=step.seq_lens,
             extend_lens_host=extend_lens,
         )
-        if not scored and not pooled:
-            return self.forward(batch), chosen, None, None
-        lens = [len(last_host), sum(map(len, scored)), sum(map(len, pooled))]
-        hidden, of_scored, of_pooled = self._hidden(batch).split(lens)
-        prompts = self._logprobs.of_prompts(step.prompt_scores, of_scored, self.model.logits) if scored else None
-        sums = sum_hidden(step.hidden_sums, of_pooled, self._downloads) if pooled else None
-        return self.model.logits(hidden), chosen, prompts, sums
+        if not has_extras:
+            return self.forward(batch), chosen, NO_EXTRAS
+        lens = [len(last_host), *(sum(map(len, places)) for places in (scored, pooled, shown))]
+        hidden, of_scored, of_pooled, of_shown = self._hidden(batch).split(lens)
+        extras = StepExtras(
+            self._logprobs.of_prompts(step.prompt_scores, of_scored, self.model.logits) if scored else None,
+            sum_hidden(step.hidden_sums, of_pooled, self._downloads) if pooled else None,
+            fetch_hidden(step.hidden_states, of_shown, self._downloads) if shown else None,
+        )
+        return self.model.logits(hidden), chosen, extras
+
+
+class StepExtras(NamedTuple):
+    """What a step returns besides its new tokens, on its way to the host. None: nothing of the kind is wanted."""
+
+    prompts: PromptLogprobs | None = None
+    sums: ArrivingSums | None = None
+    states: ArrivingStates | None = None
+
+
+NO_EXTRAS = StepExtras()
 
 
 class RunningStep:
@@ -262,8 +279,7 @@ class RunningStep:
         device_rows: torch.Tensor,
         rows: Int32Array,
         seq_lens: Int32Array,
-        prompts: PromptLogprobs | None = None,
-        sums: ArrivingSums | None = None,
+        extras: StepExtras = NO_EXTRAS,
     ) -> None:
         self._runner = runner
         self._forward: tuple[torch.Tensor, torch.Tensor, Int32Array, Int32Array] | None = None
@@ -271,8 +287,7 @@ class RunningStep:
             self._forward = logits, device_rows, rows, seq_lens
         self._tokens: TokenCopy | None = None
         self._logprobs: SampledLogprobs | None = None
-        self._prompts = prompts
-        self._sums = sums
+        self._extras = extras
         self.copies: CopiesUnderWay | None = None
 
     def sample(self, masks: TokenMasks | None = None) -> None:
@@ -284,13 +299,15 @@ class RunningStep:
         if self.copies is not None:
             self.copies.wait()
         tokens = np.empty(0, np.int32) if self._tokens is None else self._tokens.wait()
-        if self._logprobs is None and self._prompts is None and self._sums is None:
+        if self._logprobs is None and self._extras is NO_EXTRAS:
             return StepOutput(tokens)
+        prompts, sums, states = self._extras
         return StepOutput(
             tokens,
             logprobs={} if self._logprobs is None else self._logprobs.wait(),
-            prompt_logprobs=[] if self._prompts is None else self._prompts.wait(),
-            hidden_sums=[] if self._sums is None else self._sums.wait(),
+            prompt_logprobs=[] if prompts is None else prompts.wait(),
+            hidden_sums=[] if sums is None else sums.wait(),
+            hidden_states=[] if states is None else states.wait(),
         )
 
 

@@ -39,7 +39,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
         dict[str, Any] | None,
         doc("Sampling parameters of a request that sets none, where they are not the API's own defaults"),
     ]
-    weight_version: Annotated[str, doc("Always `default`")]
+    weight_version: Annotated[str, doc("Name of the weights in use")]
     load_format: Annotated[str, doc("The setting --load-format")]
     model_type: Annotated[str, doc("The family, as the model's files call it")]
     architectures: Annotated[list[str], doc("The one architecture, as the model's files call it")]
@@ -123,7 +123,7 @@ async def health_generate(server: Server, request: Request, body: None) -> ASGIA
 
 async def model_info(server: Server, request: Request, body: None) -> ASGIApp:
     manager = server.manager
-    args, config = manager.server_args, manager.model_config
+    args, config = manager.weights.server_args, manager.model_config
     return json_response(
         ModelInfo(
             model_path=args.model_path,
@@ -131,7 +131,7 @@ async def model_info(server: Server, request: Request, body: None) -> ASGIApp:
             served_model_name=args.model_name,
             is_generation=True,
             preferred_sampling_params=dict(manager.inputs.default_sampling) or None,
-            weight_version="default",
+            weight_version=manager.weights.version,
             load_format=args.load_format,
             model_type=config.model_type,
             architectures=[config.architecture],
@@ -150,7 +150,7 @@ async def collect_server_info(server: Server) -> dict[str, Any]:
     """The response of /server_info."""
     manager = server.manager
     state, age_s = await manager.scheduler_state(server.state_timeout_s)
-    settings = manager.server_args.without_secrets()
+    settings = manager.weights.server_args.without_secrets()
     facts = manager.facts
     # Settings that were "auto" show their resolved values.
     settings |= {

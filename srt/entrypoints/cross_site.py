@@ -30,7 +30,7 @@ from .wire import shown
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _BROWSER = b"Mozilla/"
 """How the user agent of every browser begins. A page cannot change it without asking the server (CORS) first."""
-_GETS_WITH_EFFECT = frozenset({"/flush_cache", "/health_generate"})
+_GETS_WITH_EFFECT = frozenset({"/flush_cache", "/health_generate", "/start_profile", "/stop_profile"})
 
 
 class CrossSiteGuard:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, TypeAlias, overload
 
@@ -21,7 +23,7 @@ from ..errors import EngineBusy, InvalidRequest
 from ..sampling_params import SamplingParams
 from ..server_args import ServerArgs
 from ..text.tokenizer import Tokenizer
-from . import admin, native
+from . import admin, native, profiling, weights
 from .engine_request import AsyncEngineStream, EngineRequest, EngineStream, make_sample_limit
 from .engine_thread import EngineThread
 from .native_protocol import GenerateBody
@@ -167,6 +169,60 @@ class Engine:
     def continue_generation(self) -> None:
         """Ends a pause. Does nothing without one."""
         self._thread.wait(self._server.manager.pause.end())
+
+    def update_weights_from_disk(
+        self,
+        model_path: str | PathLike[str],
+        load_format: str = "auto",
+        *,
+        abort_all_requests: bool = False,
+        weight_version: str | None = None,
+    ) -> dict[str, Any]:
+        """Loads other weights of the same model, from a folder or a .gguf file. Returns the answer of
+        /update_weights_from_disk.
+
+        Running requests end first, unless generation is paused. Raises InvalidRequest for weights that do not suit the
+        engine. After an error the old weights are in use.
+        """
+        path = str(Path(model_path).resolve())
+        body = {
+            "model_path": path,
+            "load_format": load_format,
+            "abort_all_requests": abort_all_requests,
+            "weight_version": weight_version,
+        }
+        wanted = weights.UPDATE_WEIGHTS_CODEC.convert(body)
+        answer: dict[str, Any] = msgspec.structs.asdict(
+            self._thread.wait(weights.load_weights(self._server.manager, path, wanted))
+        )
+        return answer
+
+    def start_profile(
+        self,
+        output_dir: str | PathLike[str],
+        *,
+        num_steps: int | None = None,
+        activities: Sequence[str] | None = None,
+        record_shapes: bool = False,
+        with_stack: bool = False,
+        profile_prefix: str | None = None,
+    ) -> str:
+        """Records the next steps with torch's profiler, until `num_steps` or `stop_profile`. Returns the file of the
+        trace, in Chrome's format. The arguments are the fields of /start_profile."""
+        body = {
+            "num_steps": num_steps,
+            "activities": None if activities is None else list(activities),
+            "record_shapes": record_shapes,
+            "with_stack": with_stack,
+            "profile_prefix": profile_prefix,
+        }
+        wanted = profiling.START_PROFILE_CODEC.convert(body)
+        return self._thread.wait(profiling.begin_profile(self._server.manager, Path(output_dir).resolve(), wanted))
+
+    def stop_profile(self) -> str:
+        """Ends the profile. Returns the file of the trace, which is written. Raises InvalidRequest without a
+        profile."""
+        return self._thread.wait(self._server.manager.profile.stop())
 
     def get_server_info(self) -> dict[str, Any]:
         """The response of /server_info: the effective settings, the limits, and the scheduler's state."""

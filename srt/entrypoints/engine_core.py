@@ -182,7 +182,7 @@ class EngineCore:
             try:
                 spare, self._spare = self._spare, None
                 life = await EngineLife.start(
-                    self._server_args, run_dir, self._context, self._child_module, spare=spare
+                    manager.weights.server_args, run_dir, self._context, self._child_module, spare=spare
                 )
                 break
             except DiedAtStart as error:

@@ -191,7 +191,9 @@ class EngineRequest:
             self._end()
 
     def _answer(self, sample: Sample, out: TextOut) -> Answer:
-        meta: Any = msgspec.to_builtins(native.meta_info(sample, native.logprob_lists(self._server, sample, out)))
+        states = native.hidden_lists(self._server, sample, out, lambda vector: vector)
+        lists = {**native.logprob_lists(self._server, sample, out), **states}
+        meta: Any = msgspec.to_builtins(native.meta_info(sample, lists))
         return {"text": out.text, "output_ids": list(out.token_ids), "meta_info": meta}
 
 

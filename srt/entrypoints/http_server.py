@@ -25,10 +25,12 @@ from . import (
     openapi,
     page,
     pausing,
+    profiling,
     rerank,
     score,
     streams,
     tokenize,
+    weights,
 )
 from .auth import ApiKeyGuard
 from .cross_site import CrossSiteGuard, cors_settings
@@ -254,6 +256,30 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         body=pausing.CONTINUE_CODEC,
         body_may_be_empty=True,
         answer=pausing.PauseAnswer,
+    ),
+    Endpoint(
+        ("POST",),
+        "/update_weights_from_disk",
+        "Loads other weights of the same model; 403 without --update-weights-dir",
+        weights.update_weights_from_disk,
+        body=weights.UPDATE_WEIGHTS_CODEC,
+        answer=weights.UpdateWeightsAnswer,
+    ),
+    Endpoint(
+        ("GET", "POST"),
+        "/start_profile",
+        "Records the next steps with torch's profiler; 403 without --profile-dir",
+        profiling.start_profile,
+        body=profiling.START_PROFILE_CODEC,
+        body_may_be_empty=True,
+        answer=profiling.ProfileAnswer,
+    ),
+    Endpoint(
+        ("GET", "POST"),
+        "/stop_profile",
+        "Ends the profile and writes its trace",
+        profiling.stop_profile,
+        answer=profiling.ProfileAnswer,
     ),
     Endpoint(("GET",), "/", "Shows a page with a chat and a live view of the engine", page.show_file),
     Endpoint(("GET",), "/web/style.css", "The style of the page", page.show_file, media_type="text/css"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -221,7 +222,10 @@ class _NativeFormat(ResponseFormat):
 
     def _full_answer(self, sample: Sample) -> GenerateAnswer:
         out = sample.collected
-        return GenerateAnswer(out.text, out.token_ids, meta_info(sample, logprob_lists(self._server, sample, out)))
+        # Each vector is encoded by itself: other threads run between two of them.
+        states = hidden_lists(self._server, sample, out, lambda vector: msgspec.Raw(_encode(vector)))
+        lists = {**logprob_lists(self._server, sample, out), **states}
+        return GenerateAnswer(out.text, out.token_ids, meta_info(sample, lists))
 
 
 def logprob_lists(server: Server, sample: Sample, out: TextOut) -> dict[str, list[Any]]:
@@ -234,8 +238,20 @@ def logprob_lists(server: Server, sample: Sample, out: TextOut) -> dict[str, lis
     return sglang_lists(options, sample.generation.prompt_ids, out.token_ids, new, text_of)
 
 
+def hidden_lists(
+    server: Server, sample: Sample, out: TextOut, written: Callable[[list[float]], Any]
+) -> dict[str, list[Any]]:
+    """The field of `meta_info` for the hidden states of a complete output. `written`: makes each vector's entry."""
+    if out.tokens.hidden_states is None:
+        return {}
+    states = np.frombuffer(out.tokens.hidden_states, np.float32).reshape(-1, server.manager.model_config.hidden_size)
+    vectors = [written(state.tolist()) for state in states]
+    num_prompt = sample.prompt_tokens
+    return {"hidden_states": [vectors[:num_prompt], *vectors[num_prompt:]] if vectors else []}
+
+
 def meta_info(sample: Sample, lists: Mapping[str, Any]) -> MetaInfo:
-    """`lists`: the fields for log probabilities."""
+    """`lists`: the fields for log probabilities and hidden states."""
     latency = sample.generation.finished_s
     return MetaInfo(
         sample.generation.rid,
@@ -245,7 +261,7 @@ def meta_info(sample: Sample, lists: Mapping[str, Any]) -> MetaInfo:
         sample.counts.cached_tokens,
         sample.counts.num_retractions,
         sample.generation.num_recoveries,
-        "default",
+        sample.generation.weight_version,
         UNSET if sample.finish is None or latency is None else latency,
         UNSET if sample.finish is None else CachedTokensDetails.of([sample.counts]),
         **_timings(sample),

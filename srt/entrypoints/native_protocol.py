@@ -105,6 +105,10 @@ class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         list[Int32 | list[Int32]] | None, doc("Also list these tokens, at most 1024; a list of lists is per prompt")
     ] = None
     return_text_in_logprobs: Annotated[bool | None, doc("Give each listed token its text, default false")] = None
+    return_hidden_states: Annotated[
+        bool | list[bool] | None,
+        doc("Return hidden states in `meta_info`; needs the flag --enable-return-hidden-states; not in a stream"),
+    ] = None
     priority: Annotated[
         Int32 | list[Int32] | None,
         doc("Requests of higher priority go first; default 0; other values need the flag --enable-priority-scheduling"),
@@ -128,7 +132,6 @@ class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         ),
     ] = None
     custom_labels: Annotated[Any, only("metrics have only the label model_name", {})] = None
-    return_hidden_states: Annotated[Any, only("returning hidden states is not implemented", False)] = None
     return_bytes: Annotated[Any, only("an answer has text and token ids", False)] = None
     return_entropy: Annotated[Any, only("entropies are not computed", False)] = None
     background: Annotated[Any, only("a request runs while its client waits", False)] = None
@@ -159,7 +162,9 @@ class MetaInfo(msgspec.Struct, frozen=True):
     cached_tokens: Annotated[int, doc("Prompt tokens whose KV the prefix cache had")]
     num_retractions: Annotated[int, doc("How often the sample lost its KV and had to wait again")]
     num_recoveries: Annotated[int, doc("How often the sample went on in a restarted engine")]
-    weight_version: Annotated[str, doc("Always `default`")]
+    weight_version: Annotated[
+        str, doc("Name of the weights that computed the last token; after an update, the first tokens may be of others")
+    ]
     e2e_latency: Annotated[
         float | UnsetType, doc("Seconds from submission to the last token; only in a sample that has finished")
     ] = UNSET
@@ -200,6 +205,13 @@ class MetaInfo(msgspec.Struct, frozen=True):
     ] = UNSET
     output_token_ids_logprobs: Annotated[
         list[list[Entry]] | UnsetType, doc("The same for each generated token; only with `token_ids_logprob`")
+    ] = UNSET
+    hidden_states: Annotated[
+        list[list[list[float] | float]] | UnsetType,
+        doc(
+            "Output of the last layer, after the final norm: first a list with a vector for each prompt token, then a "
+            "vector for each generated token but the last, which no step has read; only with `return_hidden_states`"
+        ),
     ] = UNSET
 
 

@@ -37,7 +37,7 @@ from .tenants import owner_of, with_tenant
 logger = logging.getLogger(__name__)
 
 _MAX_VALUES_IN_LOOP = 10_000
-"""Log probabilities and embeddings. More numbers are written in a thread, which takes up to a second."""
+"""Log probabilities, embeddings and hidden states. More numbers are written in a thread, which takes up to a second."""
 DONE = b"data: [DONE]\n\n"
 _COMMENT_INTERVAL_S = 0.75
 """How often it is looked whether something was sent since the last look."""
@@ -129,8 +129,8 @@ def _full_response(response_format: ResponseFormat) -> Response:
 
 def _num_values(out: TextOut) -> int:
     """The numbers besides token ids that an output has. Many of them would delay other streams."""
-    logprobs, embedding = out.tokens.logprobs, out.tokens.embedding
-    return (0 if logprobs is None else logprobs.num_values) + (0 if embedding is None else len(embedding) // 4)
+    logprobs, embedding, states = out.tokens.logprobs, out.tokens.embedding, out.tokens.hidden_states
+    return (0 if logprobs is None else logprobs.num_values) + (len(embedding or b"") + len(states or b"")) // 4
 
 
 async def _stream(

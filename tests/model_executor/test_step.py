@@ -16,6 +16,7 @@ from toy_runner import TOY_QWEN, make_toy_runner
 from tercet.mem_cache.req_to_token_pool import TableUpdate
 from tercet.model_executor.step import (
     ForwardMode,
+    HiddenRange,
     HiddenSum,
     PromptScore,
     StepInputs,
@@ -38,15 +39,15 @@ while head := sys.stdin.buffer.read(4):
     launched = runner.launch(decode_step(sys.stdin.buffer.read(int.from_bytes(head, "little"))))
     launched.sample()
     out = launched.wait()
-    sums = [one.tolist() for one in out.hidden_sums]
+    sums = [one.tolist() for one in (*out.hidden_sums, *out.hidden_states)]
     found = msgspec.msgpack.encode((out.tokens.tolist(), out.logprobs, out.prompt_logprobs, sums))
     sys.stdout.buffer.write(len(found).to_bytes(4, "little") + found)
     sys.stdout.buffer.flush()
 """
 
 
-Output = tuple[list[int], dict[int, Logprobs], list[Logprobs], list[list[int]]]
-"""Tokens, their log probabilities, those of prompts, and sums of hidden states."""
+Output = tuple[list[int], dict[int, Logprobs], list[Logprobs], list[list]]
+"""Tokens, their log probabilities, those of prompts, sums of hidden states, and hidden states."""
 
 
 class Worker:
@@ -78,13 +79,14 @@ def test_a_worker_in_another_process_runs_the_steps() -> None:
         if step.new_rows and step.new_rows[0].row == 3:
             step.prompt_scores = [PromptScore(3, 1, np.array([7, 6, 5], np.int32))]
             step.hidden_sums = [HiddenSum(0, 2), HiddenSum(3, 1)]
+            step.hidden_states = [HiddenRange(1, 3)]
         theirs = worker.output(step)
         launched = launch(step)
         wait = launched.wait
 
         def compare() -> StepOutput:
             out = wait()
-            sums = [one.tolist() for one in out.hidden_sums]
+            sums = [one.tolist() for one in (*out.hidden_sums, *out.hidden_states)]
             compared.append(((out.tokens.tolist(), out.logprobs, out.prompt_logprobs, sums), theirs))
             return out
 
@@ -104,7 +106,7 @@ def test_a_worker_in_another_process_runs_the_steps() -> None:
     assert len(compared) == 6 and all(ours == theirs for ours, theirs in compared), compared
     assert [len(out[1]) for out, _ in compared] == [0, 0, 1, 1, 0, 1]
     assert [len(found) for out, _ in compared for found in out[2]] == [3]
-    assert [len(found) for out, _ in compared for found in out[3]] == [driver.runner.config.hidden_size] * 2
+    assert [len(found) for out, _ in compared for found in out[3]] == [driver.runner.config.hidden_size] * 2 + [3]
 
 
 def test_a_cached_prefix_travels_with_its_slots() -> None:

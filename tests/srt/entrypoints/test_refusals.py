@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +16,8 @@ from tercet.srt.entrypoints.openai.chat_protocol import TextPart
 from tercet.srt.entrypoints.openai.protocol import StreamOptions
 from tercet.srt.entrypoints.openapi import body_types
 from tercet.srt.entrypoints.wire import fields_of
+from tercet.srt.profile_messages import ProfileReply, StartProfileReq
+from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
 
 HI = {"role": "user", "content": "hi"}
 VALID: dict[str, dict[str, Any]] = {
@@ -29,6 +33,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/abort_request": {"rid": "r"},
     "/pause_generation": {"mode": "in_place"},
     "/continue_generation": {},
+    "/start_profile": {},
+    "/update_weights_from_disk": {"model_path": "a"},
 }
 HONOURED: dict[str, Any] = {
     "text": "b",
@@ -112,6 +118,17 @@ HONOURED: dict[str, Any] = {
     "documents": ["b", {"text": "c"}],
     "top_n": 1,
     "return_documents": False,
+    "return_hidden_states": True,
+    "output_dir": "traces",
+    "model_path": "b",
+    "load_format": "gguf",
+    "abort_all_requests": True,
+    "weight_version": "v2",
+    "num_steps": 5,
+    "activities": ["CPU"],
+    "record_shapes": True,
+    "with_stack": True,
+    "profile_prefix": "a",
 }
 """A good value of every field that is honoured."""
 OTHER_VALUES: dict[tuple[str, str], Any] = {
@@ -122,6 +139,18 @@ OTHER_VALUES: dict[tuple[str, str], Any] = {
 }
 """A good value of a field that differs between endpoints."""
 OUTLANDISH = {"not": ["a", "value"]}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """With everything on that a server can switch off."""
+    site = Site(profile_dir=str(tmp_path), update_weights_dir=str(tmp_path))
+    site.scheduler.answers = {
+        StartProfileReq: lambda message: ProfileReply(message.call_id, message.path),
+        UpdateWeightsReq: lambda message: UpdateWeightsReply(message.call_id),
+    }
+    yield site
+    site.close()
 
 
 def test_every_endpoint_with_a_body_is_here() -> None:

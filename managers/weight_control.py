@@ -1,0 +1,124 @@
+"""Updates of the weights as the TokenizerManager sees them: which weights are in use, and when they may change."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..srt.errors import EngineBusy, EngineDead, InvalidRequest, TercetError
+from ..srt.pause_messages import ContinueReq, PauseReply, PauseReq
+from ..srt.server_args import ServerArgs
+from ..srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
+from .calls import SchedulerCalls, SchedulerLink
+from .pause_control import PauseControl
+from .request_registry import RequestRegistry
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+
+
+class WeightControl:
+    """The weights of the engine. They outlive its processes: a restarted engine loads those of the last update."""
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        calls: SchedulerCalls,
+        link: Callable[[], SchedulerLink],
+        pause: PauseControl,
+        requests: RequestRegistry,
+        release: Callable[[], None],
+    ) -> None:
+        """`link`: the way to the scheduler; it raises EngineDead and EngineRestarting. `release`: sends the samples
+        that were held."""
+        self.server_args = server_args
+        """The settings, with those of the weights in use."""
+        self.is_holding = False
+        """New samples wait, because running ones shall end before the weights change."""
+        self._calls = calls
+        self._link = link
+        self._pause = pause
+        self._requests = requests
+        self._release = release
+        self._is_updating = False
+
+    @property
+    def version(self) -> str:
+        """The name of the weights in use."""
+        return self.server_args.weight_version
+
+    async def update(
+        self, model_path: str, load_format: str, version: str | None, *, dtype: str, abort_all: bool
+    ) -> int:
+        """Loads other weights of the same model. Returns the number of requests that wait and go on with them.
+
+        If generation is not paused, running requests end first, and new ones wait. `version`: None: a name that no
+        other weights have. `dtype`: of the engine. Raises InvalidRequest for weights that do not suit the engine,
+        EngineBusy, EngineDead, EngineRestarting and TercetError. After an error the old weights are in use.
+        """
+        if self._is_updating:
+            raise EngineBusy("the weights are being updated already")
+        version = f"update-{time.time_ns()}" if version is None else version
+        self._is_updating = True
+        try:
+            if abort_all:
+                self._requests.abort_all()
+            await self._drain()
+            reply = await self._load(model_path, load_format, version)
+            if reply.refusal is not None:
+                raise InvalidRequest(reply.refusal, param="model_path")
+            if reply.failure is not None:
+                raise TercetError(reply.failure)
+            self._use(model_path, load_format, version, dtype)
+            return reply.num_waiting
+        finally:
+            self._is_updating = False
+            if self.is_holding:
+                self.is_holding = False
+                self._release()
+
+    async def _drain(self) -> None:
+        """Returns when every sample that the engine has is at its end, or when generation is paused."""
+        while not self._pause.is_on:
+            self._link()
+            self.is_holding = True
+            if not any(generation.is_sent for generation in self._requests.live()):
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def _load(self, model_path: str, load_format: str, version: str) -> UpdateWeightsReply:
+        """Loads the weights while no step runs."""
+        was_paused = self._pause.is_on
+        link = self._link()
+        if not was_paused:
+            await self._calls.ask(link, lambda call_id: PauseReq(call_id, False), PauseReply)
+        try:
+            return await self._calls.ask(
+                link, lambda call_id: UpdateWeightsReq(call_id, model_path, load_format, version), UpdateWeightsReply
+            )
+        finally:
+            if not self._pause.is_on:
+                with contextlib.suppress(EngineDead):  # a new engine is not paused
+                    await self._calls.ask(self._link(), ContinueReq, PauseReply)
+
+    def _use(self, model_path: str, load_format: str, version: str, dtype: str) -> None:
+        """The engine has these weights. What was taken from the old files, such as the tokenizer, stays."""
+        args = self.server_args
+        changes: dict[str, Any] = {
+            "model_path": model_path,
+            "load_format": load_format,
+            "tokenizer_path": args.tokenizer_path or args.model_path,
+            "served_model_name": args.model_name,
+            "weight_version": version,
+            "dtype": dtype,
+        }
+        self.server_args = dataclasses.replace(args, **changes)
+        for generation in self._requests.live():
+            generation.weight_version = version
+        logger.info("The engine uses the weights in %s, version %s", model_path, version)

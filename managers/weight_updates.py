@@ -1,0 +1,60 @@
+"""Updates of the weights in the scheduler: between two steps, and all KV of the old weights is forgotten."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ..srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
+from .kv_cache_manager import KVCacheManager
+from .request_queues import RequestQueues
+from .scheduler_io import SchedulerIO
+
+logger = logging.getLogger(__name__)
+
+LoadWeights = Callable[[UpdateWeightsReq], bytes]
+"""Loads weights into the runner. Returns the identity of their KV (`kv_identity`). If it raises an error, the old
+weights are in use as before; ValueError and OSError say what is wrong with the new ones."""
+
+
+class WeightUpdates:
+    """Handles the messages that update weights."""
+
+    def __init__(self, load: LoadWeights | None, kv: KVCacheManager, queues: RequestQueues, io: SchedulerIO) -> None:
+        """`load`: None: the engine has always the same weights."""
+        self._load = load
+        self._kv = kv
+        self._queues = queues
+        self._io = io
+
+    def update(self, message: UpdateWeightsReq, *, is_paused: bool) -> None:
+        """Loads the weights and replies. `is_paused`: no step is in flight, and none will be planned."""
+        self._io.reply(self._update(message, is_paused=is_paused))
+
+    def _update(self, message: UpdateWeightsReq, *, is_paused: bool) -> UpdateWeightsReply:
+        if self._load is None:
+            return UpdateWeightsReply(message.call_id, refusal="this engine can load no other weights")
+        if not is_paused:
+            return UpdateWeightsReply(message.call_id, refusal="generation was continued before the update")
+        num_holders = len(self._queues.holders())
+        if num_holders:
+            return UpdateWeightsReply(
+                message.call_id,
+                refusal=f"{num_holders} requests keep KV of the old weights; pause generation with the mode retract or "
+                "abort",
+            )
+        try:
+            identity = self._load(message)
+        except (ValueError, OSError) as error:
+            logger.warning("The weights in %s were refused: %s", message.model_path, error)
+            return UpdateWeightsReply(message.call_id, refusal=str(error) or type(error).__name__)
+        except Exception:
+            logger.exception("The weights in %s could not be loaded", message.model_path)
+            return UpdateWeightsReply(message.call_id, failure="the new weights could not be loaded")
+        self._kv.flush()
+        if self._kv.tiers is not None:
+            self._kv.tiers.change_identity(identity)
+        for req in self._queues.live():
+            req.tiers = None  # it names KV of the old weights
+        logger.info("Loaded the weights in %s, version %s", message.model_path, message.weight_version)
+        return UpdateWeightsReply(message.call_id, len(self._queues))

@@ -1,0 +1,131 @@
+"""New weights for a running model: read from disk, checked whole, and put in the place of the old ones.
+
+Nothing of the running model changes before all new weights are in memory. So a failure leaves the old ones serving.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ...srt.model_files.model_config import ModelConfig
+from ..device.accelerator import Accelerator
+from ..device.heap import trim_heap
+from ..device.memory import Memory
+from ..models.family import Model, Parameters
+from ..weights.loader import load_parameters
+from .decode_runner import DecodeRunner
+from .settings import RunnerSettings
+
+logger = logging.getLogger(__name__)
+
+_MAY_DIFFER = frozenset({"model_path", "load_format", "dtype", "generation"})
+"""Fields of a config that a running model does not depend on. The dtype of the engine stays."""
+_MARGIN_BYTES = 64 << 20
+"""Memory for what is read and packed at a time."""
+
+
+class BuiltModel(NamedTuple):
+    """A model with its recorded decode steps."""
+
+    model: Model
+    decodes: DecodeRunner | None
+
+
+def check_same_model(old: ModelConfig, new: ModelConfig) -> None:
+    """Raises ValueError, with the names of the fields, if the new weights are of another model."""
+    names = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in _MAY_DIFFER]
+    different = [name for name in names if getattr(old, name) != getattr(new, name)]
+    if different:
+        name = different[0]
+        more = f" (and {', '.join(different[1:])})" if different[1:] else ""
+        raise ValueError(
+            f"the new weights are of another model: {name} is {getattr(new, name)} instead of "
+            f"{getattr(old, name)}{more}"
+        )
+
+
+class CopiedParameters(Mapping[str, Any]):
+    """The parameters of another mapping, none of which shares memory with a file that may change later."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        self._parameters = parameters
+
+    def __getitem__(self, name: str) -> Any:
+        found = self._parameters[name]
+        return found.clone() if isinstance(found, torch.Tensor) else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+class WeightUpdater:
+    """Loads weights into a running model. It belongs to one runner."""
+
+    def __init__(
+        self,
+        settings: RunnerSettings,
+        config: ModelConfig,
+        *,
+        weight_bytes: int,
+        host_memory: Callable[[], Memory],
+        build: Callable[[Parameters], BuiltModel],
+        use: Callable[[BuiltModel], None],
+        in_place: Mapping[str, torch.Tensor] | None,
+        accelerator: Accelerator | None,
+    ) -> None:
+        """`build`: makes a model of the same kind from parameters on the runner's device. `use`: puts it in the place
+        of the old one. `in_place`: the device's tensors that the running model reads by their addresses; the new
+        weights are written to them, because the device has no memory for both. None: a new model is built."""
+        self._settings = settings
+        self._config = config
+        self._weight_bytes = weight_bytes
+        self._host_memory = host_memory
+        self._build = build
+        self._use = use
+        self._in_place = in_place
+        self._accelerator = accelerator
+
+    @torch.inference_mode()
+    def update(self, config: ModelConfig) -> None:
+        """Loads the weights that `config` names. No step may be in flight, and no KV of the old weights may be used
+        afterwards.
+
+        Raises ValueError and OSError for weights that cannot be used, and if the memory does not suffice. Then
+        nothing has changed.
+        """
+        check_same_model(self._config, config)
+        needed, available = self._weight_bytes + _MARGIN_BYTES, self._host_memory().available
+        if needed > available:
+            raise ValueError(
+                f"the new weights need {needed >> 20} MiB beside the old ones, but only {available >> 20} MiB of "
+                "memory are available"
+            )
+        settings = self._settings
+        # No weight cache: it is for weights that are loaded again and again.
+        stored = load_parameters(
+            config, settings.dtype, torch.device("cpu"), settings.seed, None, settings.quantization
+        )
+        if self._in_place is None:
+            self._use(self._build(CopiedParameters(stored)))
+        else:
+            self._overwrite(self._in_place, stored)
+        trim_heap()
+
+    def _overwrite(self, targets: Mapping[str, torch.Tensor], stored: Parameters) -> None:
+        """Read all new weights to the host, and only then write the first one to the device."""
+        sources = {name: stored[name].clone() for name in targets}
+        for name, target in targets.items():
+            if sources[name].shape != target.shape or sources[name].dtype != target.dtype:
+                raise ValueError(f"{name} has shape {tuple(sources[name].shape)}, expected {tuple(target.shape)}")
+        for name, target in targets.items():
+            target.copy_(sources[name])
+        if self._accelerator is not None:
+            self._accelerator.record_event().synchronize()

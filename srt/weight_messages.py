@@ -1,0 +1,26 @@
+"""The messages that load other weights into a running engine: TokenizerManager -> Scheduler, and the reply."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class UpdateWeightsReq(msgspec.Struct, frozen=True, tag="update_weights"):
+    """Load other weights of the same model. Generation must be paused. The answer is an UpdateWeightsReply."""
+
+    call_id: int
+    model_path: str
+    load_format: str
+    weight_version: str
+
+
+class UpdateWeightsReply(msgspec.Struct, frozen=True, tag="weights"):
+    """An UpdateWeightsReq has taken effect. With `refusal` or `failure` the old weights are in use as before."""
+
+    call_id: int
+    num_waiting: int = 0
+    """Requests that wait, and go on with the new weights."""
+    refusal: str | None = None
+    """Why the request cannot be met: the weights do not suit the engine, or it is busy."""
+    failure: str | None = None
+    """What failed in the engine."""

@@ -1,0 +1,135 @@
+"""Updates of the weights in the scheduler. The new "weights" of the fake runner are another random hash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scheduler_rig import Rig
+
+from tercet.managers.weight_updates import WeightUpdates
+from tercet.srt.pause_messages import ContinueReq, PauseReq
+from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
+
+PROMPT = list(range(1, 42))
+
+
+class Loader:
+    """Loads nothing, and gives the identity of the version. Raises `error`, if there is one."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.error: Exception | None = None
+
+    def __call__(self, message: UpdateWeightsReq) -> bytes:
+        if self.error is not None:
+            raise self.error
+        self.loaded.append(message.model_path)
+        return message.weight_version.encode()
+
+
+def update(rig: Rig, version: str = "2") -> UpdateWeightsReply:
+    rig.inbox.messages.append(UpdateWeightsReq(9, f"/w/{version}", "auto", version))
+    rig.turn()
+    (reply,) = [one for one in rig.tokenizer.messages if isinstance(one, UpdateWeightsReply)]
+    rig.tokenizer.messages.clear()
+    assert reply.call_id == 9
+    return reply
+
+
+def pause(rig: Rig, *, retract: bool = False) -> None:
+    rig.inbox.messages.append(PauseReq(1, retract))
+    rig.turn()
+    while rig.in_flight is not None:
+        rig.turn()
+
+
+def test_all_kv_of_the_old_weights_is_forgotten(tmp_path: Path) -> None:
+    loader = Loader()
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path, load_weights=loader)
+
+    def ask(rid: str) -> tuple[int, int, int]:
+        rig.add(rid, PROMPT, max_new_tokens=2)
+        rig.run()
+        while rig.kv.has_copies or rig.in_flight is not None:
+            rig.turn()
+        while rig.kv.tiers._num_writing:  # the files can be read when they are written
+            rig.kv.tiers._collect(rig.kv.tiers._storage.poll(0.01))
+        counts = rig.heard[rid].last.counts
+        return counts.cached_tokens, counts.host_tokens, counts.storage_tokens
+
+    assert ask("a") == (0, 0, 0) and ask("b")[0] == 40
+    for number, version in enumerate(("2", "3")):
+        pause(rig)
+        assert update(rig, version) == UpdateWeightsReply(9)
+        rig.inbox.messages.append(ContinueReq(2))
+        rig.turn()
+        assert ask(f"new {number}") == (0, 0, 0)
+        assert ask(f"again {number}")[0] == 40
+    assert loader.loaded == ["/w/2", "/w/3"]
+
+
+def test_a_retracted_request_goes_on_without_kv_of_the_old_weights(tmp_path: Path) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path, load_weights=Loader())
+    rig.add("a", PROMPT, max_new_tokens=30)
+    while len(rig.heard["a"].ids) < 10:
+        rig.turn()
+    pause(rig, retract=True)
+    assert update(rig) == UpdateWeightsReply(9, num_waiting=1)
+    steps = len(rig.runner.steps)
+    rig.inbox.messages.append(ContinueReq(2))
+    rig.run()
+    computed = sum(len(step.out_cache_loc) for step in rig.runner.steps[steps:])
+    assert len(rig.heard["a"].ids) == 30 and computed == len(PROMPT) + 29
+
+
+def test_weights_do_not_change_under_requests_with_kv() -> None:
+    loader = Loader()
+    rig = Rig(load_weights=loader)
+    assert "continued" in (update(rig).refusal or "")
+    rig.add("a", PROMPT, max_new_tokens=30)
+    while len(rig.heard["a"].ids) < 3:
+        rig.turn()
+    rig.inbox.messages.append(PauseReq(1, True))  # the pause is beginning: a step is in flight
+    assert "continued" in (update(rig).refusal or "")
+    rig.inbox.messages.append(ContinueReq(2))
+    rig.turn()
+    pause(rig)
+    assert "1 requests keep KV" in (update(rig).refusal or "")
+    assert not loader.loaded
+    rig.inbox.messages.append(ContinueReq(3))
+    rig.run()
+    undisturbed = Rig()
+    undisturbed.add("a", PROMPT, max_new_tokens=30)
+    undisturbed.run()
+    assert rig.heard["a"].ids == undisturbed.heard["a"].ids
+
+
+@pytest.mark.parametrize(
+    ("error", "is_refused"),
+    [
+        (ValueError("the tensor has shape 3"), True),
+        (FileNotFoundError("no such file"), True),
+        (MemoryError("x"), False),
+    ],
+    ids=str,
+)
+def test_a_failure_keeps_weights_and_cache(error: Exception, is_refused: bool) -> None:
+    loader = Loader()
+    loader.error = error
+    rig = Rig(load_weights=loader)
+    rig.add("a", PROMPT)
+    rig.run()
+    pause(rig)
+    reply = update(rig)
+    assert (reply.refusal == str(error)) == is_refused and (reply.failure is None) == is_refused
+    assert "x" not in (reply.failure or "").split()
+    assert rig.kv.cache.match_len(np.array(PROMPT, np.int32)) == 41
+
+
+def test_an_engine_without_a_loader_refuses() -> None:
+    rig = Rig()
+    assert isinstance(rig.scheduler._weights, WeightUpdates)
+    pause(rig)
+    assert "no other weights" in (update(rig).refusal or "")

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_http import Site, error_of
+
+from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
+
+PATH = "/update_weights_from_disk"
+
+
+class WeightSite(Site):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(update_weights_dir=str(folder))
+        self.folder = folder
+        self.updates: list[UpdateWeightsReq] = []
+        self.refusal: str | None = None
+        self.scheduler.answers = {UpdateWeightsReq: self._answer}
+
+    def _answer(self, message: UpdateWeightsReq) -> UpdateWeightsReply:
+        self.updates.append(message)
+        return UpdateWeightsReply(message.call_id, 3, self.refusal)
+
+
+@pytest.fixture
+def updatable(tmp_path: Path) -> Iterator[WeightSite]:
+    site = WeightSite(tmp_path)
+    yield site
+    site.close()
+
+
+def test_without_the_flag_no_weights_are_loaded(site: Site) -> None:
+    error = site.refused(PATH, {"model_path": "/w"}, 403)
+    assert error["code"] == "not_allowed" and "--update-weights-dir" in error["message"]
+
+
+def test_every_field_arrives(updatable: WeightSite) -> None:
+    """The fields that SGLang's clients send."""
+    body = {
+        "model_path": "run/7",
+        "load_format": "safetensors",
+        "abort_all_requests": True,
+        "weight_version": "step-7",
+        "is_async": False,
+        "torch_empty_cache": False,
+        "keep_pause": False,
+        "recapture_cuda_graph": False,
+        "token_step": 0,
+        "flush_cache": True,
+    }
+    answer = updatable.good(PATH, body)
+    assert answer == {
+        "success": True,
+        "message": "the new weights are in use",
+        "num_paused_requests": 3,
+        "weight_version": "step-7",
+    }
+    (message,) = updatable.updates
+    assert message.model_path == str(updatable.folder / "run" / "7")
+    assert (message.load_format, message.weight_version) == ("safetensors", "step-7")
+    updatable.good(PATH, {"model_path": str(updatable.folder)})
+    assert updatable.updates[-1].load_format == "auto" and updatable.updates[-1].weight_version.startswith("update-")
+
+
+def test_answers_tell_the_version_and_the_served_name_stays(updatable: WeightSite) -> None:
+    name = updatable.get("/v1/models").json()["data"][0]["id"]
+    updatable.good(PATH, {"model_path": "a", "weight_version": "v2"})
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
+    assert updatable.good("/generate", body)["meta_info"]["weight_version"] == "v2"
+    info = updatable.get("/model_info").json()
+    assert info["weight_version"] == "v2" and info["model_path"] == str(updatable.folder / "a")
+    assert info["tokenizer_path"] == "/models/tiny-1"
+    assert updatable.get("/server_info").json()["weight_version"] == "v2"
+    assert updatable.get("/v1/models").json()["data"][0]["id"] == name
+
+
+@pytest.mark.parametrize("path", ["..", "/etc", "a/../..", "link"])
+def test_a_client_loads_nothing_outside(updatable: WeightSite, path: str, tmp_path_factory: Any) -> None:
+    (updatable.folder / "link").symlink_to(tmp_path_factory.mktemp("outside"))
+    error = updatable.refused(PATH, {"model_path": path}, 403)
+    assert error["param"] == "model_path" and str(updatable.folder.parent) not in error["message"]
+    assert not updatable.updates
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_path", None),
+        ("model_path", 5),
+        ("load_format", "dummy"),
+        ("weight_version", ""),
+        ("weight_version", "x" * 129),
+        ("weight_version", "a\nb"),
+        ("flush_cache", False),
+        ("is_async", True),
+        ("keep_pause", True),
+        ("manifest", {}),
+    ],
+)
+def test_other_values_are_refused(updatable: WeightSite, field: str, value: Any) -> None:
+    assert (updatable.refused(PATH, {"model_path": "a", field: value})["param"] or "").startswith(field)
+    assert not updatable.updates
+
+
+def test_what_the_engine_refuses_is_a_400(updatable: WeightSite) -> None:
+    updatable.refusal = "the new weights are of another model"
+    error = updatable.refused(PATH, {"model_path": "a"})
+    assert error["param"] == "model_path" and "another model" in error["message"]
+    assert updatable.get("/model_info").json()["weight_version"] == "default"
+    assert error_of(updatable.post(PATH, {}))["param"] == "model_path"
