@@ -18,9 +18,7 @@ AGENTS, DOCUMENTS = 0, 1
 
 def traffic(seed: int, num_documents: int = 500) -> Iterator[SimRequest]:
     """Two sessions of 40 turns. The documents are thirty times the pool, and last as long as the sessions."""
-    given = traffic_settings(
-        num_requests=2, request_rate=1.0, input_len=Span(64, 64), output_len=Span(4, 4), seed=seed
-    )
+    given = traffic_settings(num_requests=2, request_rate=1.0, input_len=Span(64, 64), output_len=Span(4, 4), seed=seed)
     sessions = agents(given, turns=Span(40, 40), tool_len=Span(6, 12), tool_s=8.0)
     return beside_documents(sessions, given, num_documents, Span(200, 400), rate=1.4)
 
