@@ -6,6 +6,7 @@ A scheduler that is not recorded has its own inbox, runner and outbox, so record
 from __future__ import annotations
 
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +14,27 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..mem_cache.evict_policy import equal_cost_depth
 from ..model_executor.step import FROM_DEVICE, Int32Array, LaunchedStep, StepInputs, StepOutput, TokenMasks
 from ..srt.io_struct import (
     AbortReq,
     BrokenMessage,
     FlushCacheReq,
     GenerateReq,
+    RetainReq,
     ToDetokenizer,
     TokenOut,
     ToScheduler,
     unpack_ids,
 )
-from ..srt.schedule_record import VERSION, Abort, Arrival, End, Flush, RecordFile, Start, Step, pack_ids
+from ..srt.model_files.model_config import ModelConfig
+from ..srt.schedule_record import VERSION, Abort, Arrival, End, Flush, RecordFile, Retain, Start, Step, pack_ids
 from ..srt.server_args import ServerArgs
 from .engine_runner import EngineRunner, StepLimits
 from .scheduler_io import Inbox, Outbox
+
+_MAX_ENDED = 4096
+"""Requests that are remembered after their end, in case that they were tool calls."""
 
 
 @dataclass(slots=True)
@@ -51,7 +58,7 @@ class ScheduleRecorder:
     """Writes the records of one scheduler. Wrap its inbox, runner and outbox before it is built."""
 
     def __init__(
-        self, path: Path, server_args: ServerArgs, vocab_size: int, runner: EngineRunner, clock: Callable[[], float]
+        self, path: Path, server_args: ServerArgs, config: ModelConfig, runner: EngineRunner, clock: Callable[[], float]
     ) -> None:
         """`clock`: that of the scheduler. Raises ValueError if the file cannot be written."""
         limits = runner.settings
@@ -66,19 +73,22 @@ class ScheduleRecorder:
             max_prefill_tokens=limits.max_prefill_tokens,
             chunked_prefill_size=limits.chunked_prefill_size,
             max_total_num_tokens=runner.max_total_num_tokens,
-            vocab_size=vocab_size,
+            vocab_size=config.vocab_size,
             is_asynchronous=runner.is_asynchronous,
+            equal_cost_depth=equal_cost_depth(config),
         )
         try:
             self._file = RecordFile(path, start)
         except OSError as error:
             raise ValueError(f"--record-schedule {path}: {error.strerror or error}") from error
         self._clock = clock
-        self._vocab_size = vocab_size
+        self._vocab_size = config.vocab_size
         self._turn = 0
         self._num_arrivals = 0
         self._live: dict[str, _Live] = {}
         """Live requests, by rid."""
+        self._ended: OrderedDict[str, int] = OrderedDict()
+        """Numbers of the last requests that have ended, by rid."""
         self._last: tuple[Int32Array, Int32Array] | None = None
         """Rows and lengths of the last step."""
 
@@ -115,6 +125,10 @@ class ScheduleRecorder:
                     self._file.write(Abort(self._turn, now_s, None), now_s)
                 elif message.rid in self._live:
                     self._file.write(Abort(self._turn, now_s, self._live[message.rid].number), now_s)
+            elif isinstance(message, RetainReq):
+                number_of = self._ended.get(message.rid)
+                if number_of is not None:
+                    self._file.write(Retain(self._turn, now_s, number_of, message.seconds), now_s)
             elif isinstance(message, FlushCacheReq):
                 self._file.write(Flush(self._turn, now_s), now_s)
 
@@ -147,6 +161,9 @@ class ScheduleRecorder:
             live.output_ids.extend(out.token_ids)
             if out.finish is not None:
                 del self._live[out.rid]
+                self._ended[out.rid] = live.number
+                if len(self._ended) > _MAX_ENDED:
+                    self._ended.popitem(last=False)
                 ids = pack_ids(np.array(live.output_ids, dtype=np.int32), self._vocab_size)
                 self._file.write(End(self._turn, now_s, live.number, live.first_token_s, ids, out.finish), now_s)
         if not self._live:

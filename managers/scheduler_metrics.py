@@ -90,6 +90,7 @@ class SchedulerMetrics:
             num_kv_repairs=num_kv_repairs,
             new_token_ratio=new_token_ratio,
             num_waiting_uncached_tokens=_uncached_tokens(queues),
+            num_retained_tokens=kv.cache.retained_size,
             is_paused=is_paused,
             tiers=None if kv.tiers is None else kv.tiers.state(),
         )

@@ -86,7 +86,7 @@ def run_scheduler(
     recorder = None
     if server_args.record_schedule is not None:
         path = Path(server_args.record_schedule)
-        recorder = ScheduleRecorder(path, server_args, model_config.vocab_size, runner, time.monotonic)
+        recorder = ScheduleRecorder(path, server_args, model_config, runner, time.monotonic)
         ends = recorder.wrap(ends)
     io = SchedulerIO(ends.inbox, ends.outbox, tokenizer_link, time.monotonic)
     journal = open_journal(run_dir.journal, runner.settings.max_running_requests)
@@ -130,16 +130,18 @@ def build_scheduler(
     load_weights: LoadWeights | None = None,
     compile_grammars_here: bool = False,
     planner_type: type[Planner] | None = None,
+    cost_depth: float | None = None,
 ) -> Scheduler:
     """The scheduler of a loaded model, with its pools and its cache. `clock`: that of `io`.
 
     `host_kv_pool`: the KV pool, if its memory is the host's. It is touched while the engine is idle.
     `load_weights`: loads other weights into `runner`; None: it has always the same.
     `compile_grammars_here`: in the thread that calls the scheduler, and not in a thread of their own. `planner_type`:
-    another rule, for simulations; None: the planner of the settings.
+    another rule, for simulations; None: the planner of the settings. `cost_depth`: that of the eviction policy `value`;
+    None: `equal_cost_depth` of the model.
     """
     rows = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
-    allocator, cache = _memory(server_args, model_config, runner, clock)
+    allocator, cache = _memory(server_args, cost_depth or equal_cost_depth(model_config), runner, clock)
     if kv_events is not None:
         assert isinstance(cache, RadixCache)  # ServerArgs refuses it without one
         kv_events.watch(cache)
@@ -223,7 +225,7 @@ def _limits(server_args: ServerArgs, runner: EngineRunner) -> PlanLimits:
 
 
 def _memory(
-    server_args: ServerArgs, model_config: ModelConfig, runner: EngineRunner, clock: Callable[[], float]
+    server_args: ServerArgs, cost_depth: float, runner: EngineRunner, clock: Callable[[], float]
 ) -> tuple[BaseAllocator, BasePrefixCache]:
     page_size = runner.settings.page_size
     allocator = make_allocator(runner.max_total_num_tokens, page_size)
@@ -233,7 +235,7 @@ def _memory(
         allocator,
         page_size,
         server_args.radix_eviction_policy,
-        equal_cost_depth=equal_cost_depth(model_config),
+        equal_cost_depth=cost_depth,
         max_retained_share=server_args.max_retained_share,
         clock=clock,
     )

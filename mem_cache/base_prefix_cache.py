@@ -133,6 +133,11 @@ class BasePrefixCache(ABC):
         """
         raise AssertionError("this cache retains nothing")
 
+    @property
+    def retained_size(self) -> int:
+        """Tokens of all prefixes that are retained. They may be locked or not."""
+        return 0
+
     @abstractmethod
     def hottest(self, max_prefixes: int, max_tokens: int) -> list[HotPrefix]:
         """The edges that saved the most computation, in depth-first order, each with its first `max_tokens` tokens.

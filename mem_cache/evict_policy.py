@@ -1,7 +1,7 @@
 """Eviction policies: which unlocked leaf of the radix cache is evicted first.
 
 A policy maps a leaf's history to a key. The leaf with the smallest key is evicted first. Times are ticks of the
-cache's own counter, not of a clock, so a run can be repeated exactly. Only `value` reads times of a clock.
+cache's own counter, not of a clock, so a run can be repeated exactly. Only the ends of retentions are times of a clock.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ class LeafHistory(Protocol):
     last_access: int  # tick of the last match or insert of these tokens
     num_uses: int  # number of locks so far that count as a use
     end: int  # length of the prefix that ends with the leaf, in tokens
-    used_s: float  # time of the last access, or the later end of a retention
-    lead_s: float  # the age at which prefixes were evicted at that time
-    retained_until_s: float  # end of the retention; 0: there is none
+    lead: int  # ticks since the last access of prefixes that were evicted, at the time of the last access
+    retained_until_s: float  # end of the retention on a clock, in seconds; 0: there is none
 
 
 EvictPolicy = Callable[[LeafHistory], tuple[float, ...]]
@@ -36,14 +35,14 @@ conversations that are over displace those of conversations that go on (docs/log
 class Value:
     """What is lost least first: the policy that honours retention.
 
-    The key is a virtual time of the last access, in seconds on the cache's clock:
+    What is retained goes last, and of that what would lapse first. The rest goes by a virtual time of the last access:
 
-        max(last access, end of the retention) + (cost - 1) * lead
+        last access + (cost - 1) * lead
 
     `cost` is what the computation of the leaf's last token costs, relative to a token at the start of a prompt. It
     counts only for a prefix that has saved computation, because several requests have used it. `lead` is the age at
     which prefixes are evicted. So at equal pressure, a token that costs a quarter more stays for a quarter longer, and
-    without retentions and at equal costs the order is that of `lru`. This is GreedyDual-Size (Cao and Irani,
+    without retention and at equal costs the order is that of `lru`. This is GreedyDual-Size (Cao and Irani,
     "Cost-Aware WWW Proxy Caching Algorithms", 1997) in units of time; every token has the same size.
     """
 
@@ -52,7 +51,7 @@ class Value:
 
     def __call__(self, leaf: LeafHistory) -> tuple[float, ...]:
         extra_cost = min(leaf.end / self.equal_cost_depth, MAX_EXTRA_COST) if leaf.num_uses > 1 else 0.0
-        return (max(leaf.used_s, leaf.retained_until_s) + extra_cost * leaf.lead_s, leaf.last_access)
+        return (leaf.retained_until_s, leaf.last_access + extra_cost * leaf.lead, leaf.last_access)
 
 
 def lru(leaf: LeafHistory) -> tuple[int, ...]:

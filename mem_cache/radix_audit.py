@@ -113,12 +113,11 @@ class _RadixAudit:
 
     def check_sums(self) -> None:
         cache = self._cache
-        num_retained = 0 if cache.retentions is None else cache.retentions.num_tokens
         for name, counted, on_record in (
             ("evictable", self._num_evictable, cache.evictable_size),
             ("protected", self._num_protected, cache.protected_size),
             ("nodes", self._num_nodes, cache.num_nodes),
-            ("retained", self._num_retained, num_retained),
+            ("retained", self._num_retained, cache.retained_size),
         ):
             _check(counted == on_record, f"{name}: {counted} in the tree, {on_record} on record")
 

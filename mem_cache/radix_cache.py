@@ -123,6 +123,7 @@ class RadixCache(BasePrefixCache):
 
     def retain(self, tokens: npt.NDArray[np.int32], seconds: float, owner: RetentionOwner, namespace: str = "") -> None:
         assert self.retentions is not None, "the eviction policy honours no retention"
+        self._tick = self.retentions.lapse(self._tick)
         path, _ = self._descend(tokens, namespace)
         self.retentions.retain(path[-1] if path else None, seconds, owner, namespace)
 
@@ -158,11 +159,13 @@ class RadixCache(BasePrefixCache):
         return path, matched_len
 
     def _touch(self, path: list[RadixNode]) -> None:
+        if self.retentions is not None:
+            self._tick = self.retentions.lapse(self._tick)
         self._tick += 1
         for node in path:
             node.last_access = self._tick
         if self.retentions is not None:
-            self.retentions.touch(path)
+            self.retentions.touch(path, self._tick)
         # Only the last node of a path can be a leaf.
         if path and path[-1].ticket != NO_TICKET:
             self._push(path[-1])
@@ -208,7 +211,7 @@ class RadixCache(BasePrefixCache):
         self.num_nodes += 1
         self.evictable_size += len(tokens)
         if self.retentions is not None:
-            self.retentions.touch((leaf,))
+            self.retentions.touch((leaf,), self._tick)
         self._push(leaf)
         if self.listener is not None:
             self.listener.stored(leaf)
@@ -265,7 +268,7 @@ class RadixCache(BasePrefixCache):
         freed: list[npt.NDArray[np.int32]] = []
         num_freed = 0
         if self.retentions is not None:
-            self.retentions.lapse()
+            self._tick = self.retentions.lapse(self._tick)
         while num_freed < num_tokens and self._heap:
             _, ticket, leaf = heapq.heappop(self._heap)
             if ticket != leaf.ticket:
@@ -372,6 +375,10 @@ class RadixCache(BasePrefixCache):
         return node in self._discarded
 
     # Checks and views
+
+    @property
+    def retained_size(self) -> int:
+        return 0 if self.retentions is None else self.retentions.num_tokens
 
     def hottest(self, max_prefixes: int, max_tokens: int) -> list[HotPrefix]:
         return hottest(self._root.children.get(_namespace_key("")), max_prefixes, max_tokens)

@@ -26,7 +26,7 @@ class RadixNode(CacheNode):
         "end",
         "key",
         "last_access",
-        "lead_s",
+        "lead",
         "lock_count",
         "num_retained",
         "num_uses",
@@ -36,7 +36,6 @@ class RadixNode(CacheNode):
         "slots",
         "ticket",
         "tokens",
-        "used_s",
     )
 
     def __init__(
@@ -59,8 +58,8 @@ class RadixNode(CacheNode):
         self.end: int = len(tokens) + (0 if parent is None else parent.end)
         """The length of the prefix that ends here, in tokens."""
         # With retentions (mem_cache/retention.py); otherwise nobody changes them.
-        self.used_s = 0.0
-        self.lead_s = 0.0
+        self.lead = 0
+        """The age of prefixes that were evicted, in ticks, at the last access."""
         self.retentions: list[Retention] | None = None
         """Those of requests that ended here."""
         self.num_retained = 0

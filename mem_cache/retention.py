@@ -37,7 +37,7 @@ class Retention:
 
 
 class Retentions:
-    """The retentions of one radix cache, and the times in its nodes."""
+    """The retentions of one radix cache."""
 
     def __init__(self, clock: Callable[[], float], max_tokens: int, push: Callable[[RadixNode], None]) -> None:
         """`clock`: in seconds, never backwards. `max_tokens`: the limit of `num_tokens`. `push`: told of each evictable
@@ -51,8 +51,8 @@ class Retentions:
         self.num_tokens = 0
         """Tokens of all prefixes that are retained. Those of shared prefixes count once."""
         self.num_live = 0
-        self._frontier_s = self._clock()
-        """What was last used before, in virtual time, is evicted."""
+        self._evicted_tick = 0
+        """The latest last access of anything that was evicted."""
         self._ends: list[tuple[float, int, Retention]] = []
         self._numbers = itertools.count()
         self._sessions: dict[tuple[str, RetentionOwner], Retention] = {}
@@ -60,35 +60,37 @@ class Retentions:
 
     # Times
 
-    def touch(self, path: Iterable[RadixNode]) -> None:
-        """These nodes are used now."""
-        now_s = self._clock()
-        lead_s = max(now_s - self._frontier_s, 0.0)
+    def touch(self, path: Iterable[RadixNode], tick: int) -> None:
+        """These nodes are used in this tick."""
+        lead = tick - self._evicted_tick
         for node in path:
-            node.used_s = now_s
-            node.lead_s = lead_s
+            node.lead = lead
 
-    def lapse(self) -> None:
-        """End the retentions whose time is over. Their prefixes age from then on, as if they were used at that time."""
-        now_s = self._clock()
-        while self._ends and self._ends[0][0] <= now_s:
-            end_s, _, retention = heapq.heappop(self._ends)
-            node = retention.node
+    def lapse(self, tick: int) -> int:
+        """End the retentions whose time is over. Their prefixes age from now on, as if they were used now.
+
+        Each takes a tick. Returns the last one. It reads the clock only if there are retentions.
+        """
+        while self._ends and self._ends[0][0] <= self._clock():
+            _, _, retention = heapq.heappop(self._ends)
+            if retention.node is None:
+                continue
+            tick += 1
+            node: RadixNode | None = retention.node
             while node is not None:
-                node.used_s = max(node.used_s, end_s)
+                node.last_access = tick
                 node = node.parent
-            if retention.node is not None:
-                self._end(retention)
+            self._end(retention)
+        return tick
 
     # Retaining
 
     def retain(self, node: RadixNode | None, seconds: float, owner: RetentionOwner, namespace: str) -> None:
-        """Retain the prefix that ends at `node`, in place of the last one of the same session.
+        """Retain the prefix that ends at `node`, in place of the last one of the same session. `lapse` goes before.
 
         `node` None, or 0 seconds: only end that one. Over the limit, the tenant with the most retained tokens loses its
         oldest retentions. So a long retention displaces none of another tenant, and none that is newer.
         """
-        self.lapse()
         key = (namespace, owner) if owner.session else None
         if key is not None and key in self._sessions:
             self._end(self._sessions[key])
@@ -142,14 +144,12 @@ class Retentions:
             node = node.parent
 
     def _refresh(self, node: RadixNode) -> None:
-        """Set the time until which the node is retained, and push it if its key has changed."""
-        until_s = max((one.end_s for one in node.retentions or ()), default=0.0)
+        """Set the time until which the node is retained, and push it if it can be evicted."""
+        node.retained_until_s = max((one.end_s for one in node.retentions or ()), default=0.0)
         if not node.retentions:
             node.retentions = None
-        if until_s != node.retained_until_s:
-            node.retained_until_s = until_s
-            if node.ticket != NO_TICKET:
-                self._push(node)
+        if node.ticket != NO_TICKET:
+            self._push(node)
 
     def _bound_ends(self) -> None:
         """Drop the entries of ended retentions once they are the majority."""
@@ -161,13 +161,12 @@ class Retentions:
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """An edge was cut. `upper` has its first tokens."""
-        upper.used_s, upper.lead_s = lower.used_s, lower.lead_s
+        upper.lead = lower.lead
         upper.num_retained = lower.num_retained
 
     def shorten(self, leaf: RadixNode, kept_len: int) -> None:
         """A leaf is about to lose its last tokens, all but `kept_len`. Without any, its retentions move up."""
-        virtual_s = max(leaf.used_s, leaf.retained_until_s)
-        self._frontier_s = max(self._frontier_s, min(virtual_s, self._clock()))
+        self._evicted_tick = max(self._evicted_tick, leaf.last_access)
         if leaf.num_retained:
             self.num_tokens -= len(leaf.tokens) - kept_len
         if not kept_len:

@@ -285,6 +285,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_uncached_tokens: int = 0
     """Prompt tokens that waiting requests, and the prompt that is computed in chunks, have yet to compute. A cached
     prefix counts as far as the scheduler has looked it up."""
+    num_retained_tokens: int = 0
+    """Cached tokens that retention keeps longer than others. They may be free to evict."""
     is_paused: bool = False
     """Generation is paused: requests wait, and no step runs."""
     tiers: TierState | None = None

@@ -51,6 +51,8 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     max_total_num_tokens: int
     vocab_size: int
     is_asynchronous: bool
+    equal_cost_depth: float | None = None
+    """Of the eviction policy `value`. None: the recording is older."""
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True, tag="arrival"):
@@ -71,6 +73,15 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     turn: int
     at_s: float
     number: int | None
+
+
+class Retain(msgspec.Struct, frozen=True, array_like=True, tag="retain"):
+    """A request that has ended was a tool call, so its prefix is retained."""
+
+    turn: int
+    at_s: float
+    number: int
+    seconds: float
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
@@ -108,7 +119,7 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     finish: FinishReason
 
 
-Record = Start | Arrival | Abort | Flush | Step | End
+Record = Start | Arrival | Abort | Retain | Flush | Step | End
 
 
 def pack_ids(ids: npt.NDArray[np.int32], vocab_size: int) -> bytes:

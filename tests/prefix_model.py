@@ -21,8 +21,7 @@ class Page:
     created: int
     last_access: int
     end: int
-    used_s: float
-    lead_s: float
+    lead: int
     num_uses: int = 0
     num_locks: int = 0
     is_discarded: bool = False
@@ -53,12 +52,11 @@ class PrefixModel:
         self.max_retained = max_retained
         self.discarded: list[Page] = []
         """Pages that are no longer cached but still locked."""
-        self.tick = 0
         self.clear()
 
     def clear(self) -> None:
         self.pages: dict[Key, Page] = {}
-        self.frontier_s = self.clock()
+        self.tick = self.evicted_tick = 0
         self.retentions: list[ModelRetention] = []
         """Oldest first."""
 
@@ -73,22 +71,27 @@ class PrefixModel:
         return found
 
     def match(self, namespace: str, tokens: list[int]) -> list[int]:
-        self.tick += 1
         path = self.path(namespace, tokens)
-        for page in path:
-            page.last_access, page.used_s, page.lead_s = self.tick, *self.times()
+        if path:
+            self.touch(path)
         return [slot for page in path for slot in page.slots]
 
     def insert(self, namespace: str, tokens: list[int], slots: list[int]) -> tuple[int, int]:
-        self.match(namespace, tokens)
         path = self.path(namespace, tokens)
+        self.touch(path)
         taken_len = len(tokens) // self.page_size * self.page_size
         duplicate_len = len(path) * self.page_size
         for start in range(duplicate_len, taken_len, self.page_size):
             end = start + self.page_size
-            page = Page(tuple(slots[start:end]), self.tick, self.tick, end, *self.times())
+            page = Page(tuple(slots[start:end]), self.tick, self.tick, end, self.tick - self.evicted_tick)
             self.pages[namespace, tuple(tokens[:end])] = page
         return duplicate_len, taken_len
+
+    def touch(self, path: list[Page]) -> None:
+        self.lapse()
+        self.tick += 1
+        for page in path:
+            page.last_access, page.lead = self.tick, self.tick - self.evicted_tick
 
     def lock(self, namespace: str, tokens: list[int], already: int = 0) -> list[Page]:
         """Locks the pages of `tokens` from token `already` on, and returns them."""
@@ -133,13 +136,9 @@ class PrefixModel:
 
     # Retention
 
-    def times(self) -> tuple[float, float]:
-        now_s = self.clock()
-        return now_s, max(now_s - self.frontier_s, 0.0)
-
     def remove(self, key: Key) -> None:
         page = self.pages.pop(key)
-        self.frontier_s = max(self.frontier_s, min(max(page.used_s, page.retained_until_s), self.clock()))
+        self.evicted_tick = max(self.evicted_tick, page.last_access)
         above = (key[0], key[1][: -self.page_size])
         for retention in [*page.retentions]:
             if above in self.pages:
@@ -149,9 +148,11 @@ class PrefixModel:
                 self.retentions.remove(retention)
 
     def lapse(self) -> None:
-        for retention in [one for one in self.retentions if one.end_s <= self.clock()]:
+        over = [one for one in self.retentions if one.end_s <= self.clock()]
+        for retention in sorted(over, key=lambda one: one.end_s):
+            self.tick += 1
             for page in self.path(retention.key[0], list(retention.key[1])):
-                page.used_s = max(page.used_s, retention.end_s)
+                page.last_access = self.tick
             self.end(retention)
 
     def end(self, retention: ModelRetention) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from fakes import FakeClock, FakeInbox, FakeOutbox, FakeRunner
 from tercet.managers.schedule_recorder import ScheduleRecorder, SchedulerEnds
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_process import build_scheduler
-from tercet.srt.io_struct import AbortReq, FlushCacheReq, GenerateReq, pack_ids
+from tercet.srt.io_struct import AbortReq, FlushCacheReq, GenerateReq, RetainReq, pack_ids
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 from tercet.srt.server_args import ServerArgs
@@ -65,7 +66,7 @@ class Recorded:
         tiers = None
         if host_blocks:
             tiers = make_tiers(page_size, 1, runner.host.reshape(host_blocks, -1).view(np.uint8))
-        self.recorder = ScheduleRecorder(path, args, VOCAB, runner, ticking)
+        self.recorder = ScheduleRecorder(path, args, dataclasses.replace(MODEL, vocab_size=VOCAB), runner, ticking)
         ends = self.recorder.wrap(SchedulerEnds(self.inbox, self.outbox, runner))
         self.scheduler = build_scheduler(
             args,
@@ -78,13 +79,29 @@ class Recorded:
             compile_grammars_here=True,
         )
 
-    def run(self, messages_of: Callable[[int], list[object]], num_turns: int) -> None:
+    def run(
+        self, messages_of: Callable[[int], list[object]], num_turns: int, *, share_of_tool_calls: float = 0.0
+    ) -> None:
+        """`share_of_tool_calls`: of the answers. Their prefixes are retained."""
         in_flight = None
+        rng = random.Random(num_turns)
+        requests: dict[str, GenerateReq] = {}
+        answers: dict[str, list[int]] = defaultdict(list)
+        num_read = 0
         for turn in range(100_000):
             if turn >= num_turns and in_flight is None and not self.scheduler.queues.is_busy:
                 break
             self.inbox.messages.extend(messages_of(turn) if turn < num_turns else [])
+            requests |= {one.rid: one for one in self.inbox.messages if isinstance(one, GenerateReq)}
             in_flight = self.scheduler.turn(in_flight)
+            outs = [out for message in self.outbox.messages[num_read:] for out in message.outs]
+            num_read = len(self.outbox.messages)
+            for out in outs:
+                answers[out.rid] += out.token_ids
+                if out.finish is not None and rng.random() < share_of_tool_calls:
+                    request = requests[out.rid]
+                    token_ids = request.input_ids + pack_ids(answers[out.rid])
+                    self.inbox.messages.append(RetainReq(out.rid, token_ids, request.options, 3600.0))
         self.recorder.close()
 
 

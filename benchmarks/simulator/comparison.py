@@ -17,6 +17,7 @@ from ...srt.io_struct import (
     AbortReq,
     FlushCacheReq,
     GenerateReq,
+    RetainReq,
     StopFinish,
     ToDetokenizer,
     ToScheduler,
@@ -24,7 +25,7 @@ from ...srt.io_struct import (
 )
 from ...srt.request_options import RequestOptions
 from ...srt.sampling_params import SamplingParams
-from ...srt.schedule_record import Abort, Arrival, Flush
+from ...srt.schedule_record import Abort, Arrival, Flush, Retain
 from .cost import DeviceProfile
 from .device import SimClock, SimDevice, eos_id
 from .replay import UNENDED, RecordedStep, Replay
@@ -70,6 +71,7 @@ class _Comparing:
         self._turn = 0
         self._clock = SimClock()
         self._requests: dict[int, _Request] = {}
+        self._arrivals: dict[int, Arrival] = {}
         self._eos_id = eos_id(replay.start.vocab_size)
         server_args = replay.server_args()
         self._device = _Device(replay, self._clock, self._requests, device_settings(server_args))
@@ -81,6 +83,7 @@ class _Comparing:
             SchedulerIO(self, self, _Nobody(), self._clock),
             self._clock,
             compile_grammars_here=True,
+            cost_depth=replay.start.equal_cost_depth,
         )
 
     def run(self) -> Comparison:
@@ -114,11 +117,16 @@ class _Comparing:
     def wait(self, timeout_s: float) -> bool:
         return True
 
-    def _message(self, message: Arrival | Abort | Flush) -> ToScheduler:
+    def _message(self, message: Arrival | Abort | Retain | Flush) -> ToScheduler:
         if isinstance(message, Flush):
             return FlushCacheReq(0)
+        if isinstance(message, Retain):
+            arrival, answer = self._arrivals[message.number], self._replay.script.ends[message.number]
+            ids = np.concatenate([self._replay.recording.ids(arrival.ids), self._replay.recording.ids(answer.ids)])
+            return RetainReq(str(message.number), ids.tobytes(), _options(arrival, None), message.seconds)
         if isinstance(message, Abort):
             return AbortReq(None if message.number is None else str(message.number))
+        self._arrivals[message.number] = message
         end = self._replay.script.ends.get(message.number)
         output_ids = None if end is None else self._replay.recording.ids(end.ids)
         stops = end is not None and isinstance(end.finish, StopFinish)

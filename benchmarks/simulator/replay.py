@@ -14,7 +14,7 @@ from ...managers.step_cost import StepCostModel, StepShape
 from ...model_executor.step import ForwardMode, StepInputs
 from ...srt.io_struct import AbortFinish
 from ...srt.model_files.model_config import ModelConfig
-from ...srt.schedule_record import Abort, Arrival, End, Flush, Record, Recording, Start, Step
+from ...srt.schedule_record import Abort, Arrival, End, Flush, Record, Recording, Retain, Start, Step
 from ...srt.server_args import ServerArgs
 from ..presets import load_shape
 from .cost import DeviceProfile
@@ -60,11 +60,13 @@ class RecordedStep:
 class Script:
     """A recording in memory."""
 
-    messages: dict[int, list[Arrival | Abort | Flush]] = field(default_factory=lambda: defaultdict(list))
+    messages: dict[int, list[Arrival | Abort | Retain | Flush]] = field(default_factory=lambda: defaultdict(list))
     """By the turn in which they were received, in the order of turns."""
     steps: list[RecordedStep] = field(default_factory=list)
     ends: dict[int, End] = field(default_factory=dict)
     """By the number of the request."""
+    tool_calls: set[int] = field(default_factory=set)
+    """The numbers of the requests that were retained after a tool call."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,7 @@ class Replay:
                     aborts_after_s=end.at_s - message.at_s if left else None,
                     options=message.options,
                     recorded_ids=output_ids,
+                    ends_in_tool_call=message.number in self.script.tool_calls,
                 )
 
     def arrivals(self) -> dict[int, Arrival]:
@@ -196,6 +199,8 @@ def _read(records: Iterator[Record]) -> Script:
         elif isinstance(record, End):
             script.ends[record.number] = record
         elif not isinstance(record, Start):
+            if isinstance(record, Retain):
+                script.tool_calls.add(record.number)
             script.messages[record.turn].append(record)
     return script
 

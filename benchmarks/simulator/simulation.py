@@ -100,6 +100,7 @@ class Simulation:
         self._aborts: list[tuple[float, int]] = []
         self._retained: list[RetainReq] = []
         """Of the answers that were tool calls, since the last turn."""
+        self._honours_retention = server_args.honours_retention
         self._tool_call_retention_s = tool_call_retention_s(server_args)
         self.device = SimDevice(
             settings,
@@ -166,7 +167,9 @@ class Simulation:
         retained, self._retained = self._retained, []
         yield from retained
         for request in self._traffic.take(now_s):
-            keeps_ids = request.session is not None or self._num_admitted < self._num_traced
+            keeps_ids = (
+                request.session is not None or request.ends_in_tool_call or self._num_admitted < self._num_traced
+            )
             self.live[request.number] = LiveRequest(
                 request, request.num_output_tokens, request.recorded_ids, output_ids=[] if keeps_ids else None
             )
@@ -186,9 +189,12 @@ class Simulation:
             sampling_seed=request.number,
         )
         if request.options is not None:
-            return msgspec.structs.replace(
+            options = msgspec.structs.replace(
                 request.options, sampling=sampling, logprobs=None, pooling=None, return_hidden_states=False
             )
+            if not self._honours_retention:
+                options = msgspec.structs.replace(options, session_id="", retention_seconds=None)
+            return options
         return RequestOptions(sampling=sampling, priority=request.priority, tenant=str(request.tenant))
 
     def on_output(self, out: TokenOut) -> None:

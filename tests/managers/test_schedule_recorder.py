@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,10 @@ from recorded_schedules import Recorded, workload
 
 from tercet.benchmarks.simulator.comparison import Comparison, compare
 from tercet.benchmarks.simulator.replay import Replay
-from tercet.srt.schedule_record import Arrival, End, Recording, Step
+from tercet.benchmarks.simulator.simulation import Simulation
+from tercet.benchmarks.simulator.statistics import RunStatistics
+from tercet.benchmarks.simulator.traffic import Traffic
+from tercet.srt.schedule_record import Arrival, End, Recording, Retain, Step
 
 
 def replayed(path: Path) -> Comparison:
@@ -21,12 +25,31 @@ def replayed(path: Path) -> Comparison:
     return compare(Replay(recording))
 
 
+def test_tool_calls_are_recorded_and_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    Recorded(path, 1).run(workload(4), num_turns=50, share_of_tool_calls=0.5)
+    replay = Replay(Recording(path))
+    retained = [one for one in Recording(path).records() if isinstance(one, Retain)]
+    assert {one.number for one in retained} == replay.script.tool_calls and len(retained) > 5
+    assert sum(request.ends_in_tool_call for request in replay.requests()) == len(retained)
+    assert compare(replay).difference is None
+    for policy in ("value", "lru"):
+        config, profile = replay.model_config(), replay.fit("fit")
+        args = dataclasses.replace(replay.server_args(), radix_eviction_policy=policy)
+        simulation = Simulation(args, config, profile, Traffic(replay.requests()), RunStatistics({}))
+        simulation.run()
+        assert (simulation.scheduler.kv.cache.retentions is not None) == (policy == "value")
+        if policy == "value":
+            assert simulation.scheduler.kv.cache.retentions.num_live > 0
+
+
 @given(
     seed=st.integers(0, 10_000),
     page_size=st.sampled_from([1, 8]),
     is_asynchronous=st.booleans(),
     policy=st.sampled_from(["lpm", "fcfs", "random", "lof"]),
     enable_mixed_chunk=st.booleans(),
+    share_of_tool_calls=st.sampled_from([0.0, 0.5]),
 )
 def test_a_replay_decides_as_recorded(
     tmp_path_factory: pytest.TempPathFactory,
@@ -35,6 +58,7 @@ def test_a_replay_decides_as_recorded(
     is_asynchronous: bool,
     policy: str,
     enable_mixed_chunk: bool,
+    share_of_tool_calls: float,
 ) -> None:
     path = tmp_path_factory.mktemp("schedule") / "record"
     recorded = Recorded(
@@ -45,7 +69,7 @@ def test_a_replay_decides_as_recorded(
         enable_mixed_chunk=enable_mixed_chunk,
         enable_priority_scheduling=policy == "lof",
     )
-    recorded.run(workload(seed), num_turns=20)
+    recorded.run(workload(seed), num_turns=20, share_of_tool_calls=share_of_tool_calls)
     found = replayed(path)
     assert found.difference is None and found.num_equal == found.num_recorded > 0
 

@@ -14,8 +14,7 @@ class Leaf:
     last_access: int
     num_uses: int
     end: int = 0
-    used_s: float = 0.0
-    lead_s: float = 0.0
+    lead: int = 0
     retained_until_s: float = 0.0
 
 
@@ -52,16 +51,13 @@ def test_all_known_policies_are_tried_here() -> None:
     assert sorted(EVICT_POLICIES) == sorted(["value", "lru", "lfu", "fifo", "mru", "filo"])
 
 
-def test_the_value_of_a_leaf_is_its_last_use_and_the_cost_of_its_last_token() -> None:
+def test_the_value_of_a_leaf_is_its_retention_its_last_use_and_the_cost_of_its_last_token() -> None:
     value = Value(equal_cost_depth=1000.0)
-    leaf = Leaf("", created=1, last_access=7, num_uses=2, end=100, used_s=50.0, lead_s=20.0)
-    assert value(leaf) == (50.0 + 0.1 * 20.0, 7)
+    leaf = Leaf("", created=1, last_access=70, num_uses=2, end=100, lead=20)
+    assert value(leaf) == (0.0, 70 + 0.1 * 20, 70)
     leaf.end = 100_000
-    assert value(leaf) == (50.0 + MAX_EXTRA_COST * 20.0, 7)
-    leaf.retained_until_s = 80.0
-    assert value(leaf) == (80.0 + MAX_EXTRA_COST * 20.0, 7)
+    assert value(leaf) == (0.0, 70 + MAX_EXTRA_COST * 20, 70)
     leaf.num_uses = 1
-    assert value(leaf) == (80.0, 7)
-    leaf.num_uses = 2
+    assert value(leaf) == (0.0, 70, 70)
     leaf.retained_until_s = 40.0
-    assert value(leaf) == (50.0 + MAX_EXTRA_COST * 20.0, 7)
+    assert value(leaf) == (40.0, 70, 70)

@@ -209,13 +209,13 @@ def test_tokens_that_cost_more_and_were_used_again_stay_longer() -> None:
 
     def rest(equal_cost_depth: float, num_uses: int = 2) -> list[int]:
         rig = Rig(equal_cost_depth=equal_cost_depth)
-        rig.now_s = 100
         long = rig.put(1, 40)
+        for _ in range(40):  # ticks pass
+            rig.cache.match(long)
         for _ in range(num_uses):
             node = rig.cache.match(long).node
             rig.cache.lock(node)
             rig.cache.unlock(node)
-        rig.now_s = 110
         short = rig.put(2)
         return rig.lost(long, short)
 
