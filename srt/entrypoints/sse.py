@@ -140,7 +140,7 @@ async def _stream(
         data = b""
         try:
             for place, out in batch:
-                raise_failure(out)
+                raise_failure(samples[place], out)
                 take(samples[place], out)
                 if _num_values(out) > _MAX_VALUES_IN_LOOP:
                     data += await asyncio.to_thread(response_format.events, samples[place], out)

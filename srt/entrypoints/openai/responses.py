@@ -101,7 +101,10 @@ class _ResponsesFormat(PlannedFormat):
         return self._told()
 
     def failure(self, error: TercetError) -> bytes:
-        shown = ResponseError(error.code or "server_error", error.message)
+        if isinstance(error, InvalidRequest):
+            error = _renamed(error)
+        message = error.message if error.param is None else f"{error.param}: {error.message}"
+        shown = ResponseError(error.code or "server_error", message)
         self._tell("response.failed", response=self._response("failed", output=self._items.so_far(), error=shown))
         return self._told()
 
