@@ -3,8 +3,8 @@
 A client is a file `check_NAME.py` (pytest) or `check_NAME.mjs` (node's test runner). Its first line names the packages
 to install: `# requires: openai==3.54.0 pytest==9.2.0`; the first of them is the client. A name after a minus sign is
 uninstalled afterwards. The checks find the server in TERCET_URL, the model's name in TERCET_MODEL, and in
-TERCET_TOKENIZER the Hugging Face folder that the server serves in float32: the default model, with weights in bfloat16.
-A check that cannot pass is marked as expected to fail (`xfail`, in JavaScript `todo`), and its reason is the obstacle in
+TERCET_TOKENIZER the Hugging Face folder that the server serves in float32: the default model, weights in bfloat16. A
+check that cannot pass is marked as expected to fail (`xfail`, in JavaScript `todo`), and its reason is the obstacle in
 the table.
 """
 
