@@ -312,4 +312,6 @@ def error_of(finish: FinishReason | None) -> TercetError | None:
     error = BY_TYPE.get(finish.err_type or "", TercetError)(finish.message)
     if isinstance(finish.retry_after_s, int):
         error.retry_after_s = finish.retry_after_s
+    if isinstance(finish.param, str):
+        error.param = finish.param
     return error

@@ -8,9 +8,11 @@ chosen. This module imports no library; grammar_backends.py does.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +23,17 @@ from ..srt.grammar_spec import GrammarSpec
 from ..srt.sampling_params import SamplingParams
 from ..srt.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 Int32Array = npt.NDArray[np.int32]
 NUM_BITS = 32
 """Tokens in one word of a mask. Bit i of word w is token 32 * w + i."""
 _FOREVER = 1 << 30
 _SHOWN_CHARS = 300
+_SPARE_S = 1.0
+_EARNED_S = 0.005
+"""The time of a matcher: so much at first, and so much for each token. All requests wait while it computes. A mask
+usually takes less than 0.2 ms, but an ambiguous grammar takes longer with each token, up to a second."""
 
 
 class GrammarFailed(Exception):
@@ -120,14 +128,25 @@ def invalid(spec: GrammarSpec, reason: str) -> InvalidRequest:
 
 
 class GrammarState:
-    """The grammar of one request: its matcher, and the tokens that must wait.
+    """The grammar of one request: its matcher, the time that it may take, and the tokens that must wait.
 
     The tokens that end the request are barred before `min_new_tokens`, unless the grammar allows nothing else. With
     `ignore_eos` the same holds for EOS at any time. So a mask is never empty.
     """
 
-    def __init__(self, grammar: Grammar, eos_ids: frozenset[int], sampling: SamplingParams, num_words: int) -> None:
+    def __init__(
+        self,
+        grammar: Grammar,
+        eos_ids: frozenset[int],
+        sampling: SamplingParams,
+        num_words: int,
+        *,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`clock`: seconds that this thread has computed."""
         self._matcher = grammar.start()
+        self._clock = clock
+        self._spare_s = _SPARE_S
         self._eos_ids = eos_ids
         self._bars: list[tuple[int, Int32Array]] = []
         """Until which number of output tokens which tokens are allowed."""
@@ -141,7 +160,7 @@ class GrammarState:
 
     def fill(self, bits: Int32Array, line: int, num_output_tokens: int) -> None:
         """Write the mask of the next token to `bits[line]`: at least one bit. Raises GrammarFailed."""
-        self._matcher.fill(bits, line)
+        self._call(self._matcher.fill, bits, line)
         for until, allowed in self._bars:
             if num_output_tokens < until:
                 kept = bits[line] & allowed
@@ -153,7 +172,22 @@ class GrammarState:
         if token in self._eos_ids:
             self.is_over = True
         else:
-            self._matcher.accept(token)
+            self._spare_s = min(self._spare_s + _EARNED_S, _SPARE_S)
+            self._call(self._matcher.accept, token)
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call the library. Raises GrammarFailed, whatever the library raises, and if it takes too much time."""
+        began_s = self._clock()
+        try:
+            function(*arguments)
+        except GrammarFailed:
+            raise
+        except Exception:
+            logger.exception("The library of a grammar failed")
+            raise GrammarFailed("its library failed; the server's log has the details") from None
+        self._spare_s -= self._clock() - began_s
+        if self._spare_s < 0:
+            raise GrammarFailed("its masks take too much time")
 
 
 def _all_but(token_ids: Iterable[int], num_words: int) -> Int32Array:

@@ -44,5 +44,5 @@ def grammar_error(req: Req, error: GrammarFailed) -> TercetError:
     """The error of a request whose grammar cannot go on."""
     spec = req.sampling.grammar
     assert spec is not None
-    message = f"{spec.kind} cannot be followed after {len(req.output_ids)} tokens of output: {error}"
+    message = f"the grammar cannot be followed after {len(req.output_ids)} tokens of output: {error}"
     return InvalidRequest(message, param=spec.kind)

@@ -61,12 +61,14 @@ class AbortFinish(msgspec.Struct, frozen=True, tag="abort", tag_field="type"):
     status_code: Annotated[int | None, Meta(description="Null. A request that fails is answered with the error")] = None
     err_type: Annotated[str | None, Meta(description="Null, as status_code")] = None
     retry_after_s: Annotated[int | UnsetType, Meta(description="Absent, as in every answer that is no error")] = UNSET
+    param: Annotated[str | UnsetType, Meta(description="Absent, as retry_after_s")] = UNSET
 
     @classmethod
     def of(cls, error: TercetError) -> AbortFinish:
         """The end of a request that this error ends."""
         retry_after_s = UNSET if error.retry_after_s is None else error.retry_after_s
-        return cls(error.message, error.status, type(error).__name__, retry_after_s)
+        param = UNSET if error.param is None else error.param
+        return cls(error.message, error.status, type(error).__name__, retry_after_s, param)
 
 
 FinishReason = StopFinish | LengthFinish | AbortFinish

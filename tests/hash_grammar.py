@@ -64,8 +64,8 @@ def constrained_output(
 
 
 class HashGrammars:
-    """A GrammarCompiler. A regex with the text N is the grammar with the seed N; `bad` is invalid, and `fails N` fails
-    after N tokens."""
+    """A GrammarCompiler. A regex with the text N is the grammar with the seed N; `bad` is invalid, `fails N` fails
+    after N tokens, and `breaks N` raises then what no library should."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -85,6 +85,7 @@ class HashGrammar:
     def __init__(self, text: str, vocabulary: Vocabulary) -> None:
         self.seed = int(text.split()[-1])
         self.fails_at = self.seed if text.startswith("fails") else None
+        self.breaks_at = self.seed if text.startswith("breaks") else None
         self.vocabulary = vocabulary
 
     def start(self) -> HashMatcher:
@@ -100,6 +101,8 @@ class HashMatcher:
         vocabulary = self._grammar.vocabulary
         if self._grammar.fails_at == len(self._output):
             raise GrammarFailed("it fails on purpose")
+        if self._grammar.breaks_at == len(self._output):
+            raise RuntimeError("it breaks on purpose")
         allowed = allowed_after(self._output, self._grammar.seed, len(vocabulary.tokens), vocabulary.eos_ids)
         padded = np.zeros(num_mask_words(len(allowed)) * 32, np.uint8)
         padded[: len(allowed)] = allowed

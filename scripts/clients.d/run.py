@@ -2,8 +2,8 @@
 
 A client is a file `check_NAME.py` (pytest) or `check_NAME.mjs` (node's test runner). Its first line names the packages
 to install: `# requires: openai==3.54.0 pytest==9.2.0`; the first of them is the client. A name after a minus sign is
-uninstalled afterwards. The checks find the server in TERCET_URL and the model's name in TERCET_MODEL. A check that
-names TERCET_TOKENIZER finds there a Hugging Face folder with the tokenizer and the weights of the default model. A
+uninstalled afterwards. The checks find the server in TERCET_URL, the model's name in TERCET_MODEL, and in
+TERCET_TOKENIZER the Hugging Face folder that the server serves in float32: the default model, weights in bfloat16. A
 check that cannot pass is marked as expected to fail (`xfail`, in JavaScript `todo`), and its reason is the obstacle in
 the table.
 """
@@ -70,10 +70,7 @@ class Client:
         return self.checks.suffix == ".py"
 
     def install(self) -> None:
-        """Makes the environment and the model folder, unless they are there already."""
-        if "TERCET_TOKENIZER" in self.checks.read_text(encoding="utf-8") and not MODEL_FOLDER.exists():
-            command = [sys.executable, "-m", "tercet.benchmarks.peers.models", MODEL_FOLDER.parent]
-            subprocess.run(command, check=True, stdout=sys.stderr)
+        """Makes the environment, unless it is there already."""
         stamp = self.folder / "installed"
         wanted = " ".join([*self.requires, *(f"-{name}" for name in self.excludes)])
         if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
@@ -165,15 +162,21 @@ def write_table(new: str) -> None:
     PAGE.write_text(f"{before}{begins}\n{merged(old, new)}\n{ends}{after}", encoding="utf-8")
 
 
+def make_model() -> None:
+    if not MODEL_FOLDER.exists():
+        command = [sys.executable, "-m", "tercet.benchmarks.peers.models", MODEL_FOLDER.parent]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+
+
 @contextlib.contextmanager
 def server(log: Path) -> Iterator[str]:
-    """A server on the default model, at a free port. Yields its URL."""
+    """A server on the model folder, at a free port. Yields its URL. float32: lm-eval compares log likelihoods."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "tercet", "serve", "--port", str(port), "--served-model-name", MODEL]
-    command += ["--access-log", "--enable-metrics"]
+    command = [sys.executable, "-m", "tercet", "serve", str(MODEL_FOLDER), "--dtype", "float32", "--port", str(port)]
+    command += ["--served-model-name", MODEL, "--access-log", "--enable-metrics"]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
@@ -200,7 +203,9 @@ def parse(known: dict[str, Client]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/clients", description="Run other people's clients against Tercet.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"clients, of {', '.join(known)}; default: all")
     parser.add_argument("--list", action="store_true", help="name the clients and their packages, and end")
-    parser.add_argument("--url", help=f"use this running server, whose model has the name {MODEL}")
+    parser.add_argument(
+        "--url", help=f"use this running server of {MODEL_FOLDER.relative_to(ROOT)}, with the name {MODEL}"
+    )
     parser.add_argument("--write", action="store_true", help="write the rows of these clients to docs/clients.md")
     given = parser.parse_args()
     unknown = [name for name in given.names if name not in known]
@@ -216,6 +221,7 @@ def main() -> int:
         sys.stdout.writelines(f"{client.name}: {' '.join(client.requires)}\n" for client in known.values())
         return 0
     clients = [known[name] for name in given.names or known]
+    make_model()
     for client in clients:
         client.install()
     running = contextlib.nullcontext(given.url) if given.url else server(ENVIRONMENTS / "server.log")

@@ -138,12 +138,16 @@ async def outputs(samples: Sequence[Sample]) -> AsyncIterator[tuple[Sample, Text
     reader = OutputReader([sample.generation for sample in samples])
     while batch := await reader.next():
         for place, out in batch:
-            raise_failure(out)
+            raise_failure(samples[place], out)
             yield samples[place], out
 
 
-def raise_failure(out: TextOut) -> None:
-    """Raises the error that an output ends with, if it does."""
+def raise_failure(sample: Sample, out: TextOut) -> None:
+    """Raises the error that an output ends with, if it does. An error of a grammar names the field of the body."""
     error = error_of(out.finish)
-    if error is not None:
-        raise error
+    if error is None:
+        return
+    grammar = sample.prompt.options.sampling.grammar
+    if grammar is not None and error.param == grammar.kind:
+        error.param = sample.prompt.grammar_param or grammar.kind
+    raise error

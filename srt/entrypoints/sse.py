@@ -152,7 +152,7 @@ async def _stream(
         try:
             batch = await reader.next()
             for place, out in batch:
-                raise_failure(out)
+                raise_failure(samples[place], out)
                 take(samples[place], out)
                 if _num_values(out) > _MAX_VALUES_IN_LOOP:
                     data += await asyncio.to_thread(response_format.events, samples[place], out)

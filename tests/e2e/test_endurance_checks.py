@@ -105,6 +105,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
     first = drawn()
     assert first == drawn()
     paths = {path for path, _ in first[1]}
+    assert "/pause_generation" in document["paths"] and "/pause_generation" not in paths
     assert paths >= {"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"}
 
 

@@ -69,6 +69,7 @@ class Visit:
         self.problems: list[str] = []
         self.hosts: set[str] = set()
         self.page = browser.new_page(**options)
+        self.page.set_default_timeout(1000 * PATIENCE_S)
         self.page.on("console", lambda said: said.type in ("error", "warning") and self.problems.append(said.text))
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))

@@ -35,6 +35,8 @@ _SCHEMAS: list[Any] = [
     {"pattern": "(a|b|ab)*c", "type": "string"},
     True,
 ]
+_FOR_THE_OPERATOR = {"/pause_generation", "/continue_generation"}
+"""They stop all requests, so nothing else would be tested after a valid body."""
 _GRAMMARS = ["", "root ::= root", 'root ::= "a" root | ', "root ::= [", 'root ::= ("a" | "a"){1,9999}', "x ::= 'a'"]
 
 
@@ -47,6 +49,8 @@ class BodyMaker:
         self._cases = [case for case in cases if case.method == "POST"]
         self._fields: dict[str, dict[str, Any]] = {}
         for path, operations in document["paths"].items():
+            if path in _FOR_THE_OPERATOR:
+                continue
             content = operations.get("post", {}).get("requestBody", {}).get("content", {})
             for media in content.values():
                 self._fields[path] = self._properties(media["schema"])

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 from grammar_cases import EOS, VOCABULARY, allowed, spec_of, takes
 
 from tercet.managers import grammar_backends
-from tercet.managers.grammar import GrammarCompiler, GrammarFailed, compile_and_check
+from tercet.managers.grammar import GrammarCompiler, GrammarFailed, GrammarState, compile_and_check
 from tercet.managers.grammar_backends import make_compiler, why_no_grammars
 from tercet.srt.errors import InvalidRequest
+from tercet.srt.sampling_params import SamplingParams
 
 pytest.importorskip("llguidance")
 has_xgrammar = pytest.mark.skipif(
@@ -177,6 +180,19 @@ def test_a_grammar_that_explodes_ends_or_stays_within_its_limits(exact: GrammarC
             if not ids:
                 break
             matcher.accept(draw.choice(ids))
+
+
+def test_an_ambiguous_grammar_reaches_a_limit(exact: GrammarCompiler) -> None:
+    """Each of its steps takes longer than the one before, so without limits it would stop all requests for minutes."""
+    grammar = compile_and_check(exact, spec_of(ebnf='root ::= s\ns ::= s s | s s s | "a"'), VOCABULARY.num_words)
+    state = GrammarState(
+        grammar, VOCABULARY.eos_ids, SamplingParams(), VOCABULARY.num_words, clock=lambda: 10 * time.thread_time()
+    )
+    bits = np.zeros((1, VOCABULARY.num_words), np.int32)
+    with pytest.raises(GrammarFailed, match=r"too much time|max is"):
+        for num_tokens in range(1000):
+            state.fill(bits, 0, num_tokens)
+            state.accept(ord("a"))
 
 
 def test_without_a_library_a_grammar_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,8 +117,61 @@ def test_a_grammar_that_fails_ends_its_own_request_alone(overlap: bool) -> None:
     rig.run()
     finish = rig.heard["fails"].finish
     assert isinstance(finish, AbortFinish) and finish.status_code == 400 and finish.err_type == InvalidRequest.__name__
-    assert finish.message == "regex cannot be followed after 3 tokens of output: it fails on purpose"
+    assert finish.message == "the grammar cannot be followed after 3 tokens of output: it fails on purpose"
+    assert finish.param == "regex"
     assert len(rig.heard["fails"].ids) == 3
+    assert rig.heard["other"].ids == expected_output([1, 3], 1, 9, VOCAB)
+
+
+class Costly:
+    """A grammar of any tokens, each of which takes the next of these times: seconds for its mask."""
+
+    def __init__(self, *times_s: float) -> None:
+        self.now_s = 0.0
+        self._times_s = list(times_s)
+
+    def start(self) -> Costly:
+        return self
+
+    def fill(self, bits: Any, line: int) -> None:
+        bits[line] = -1
+        self.now_s += self._times_s.pop(0)
+
+    def accept(self, token: int) -> None: ...
+
+    def rollback(self, num_tokens: int) -> None: ...
+
+
+def tokens_until_failure(grammar: Costly, num_tokens: int) -> int:
+    state = GrammarState(grammar, frozenset({7}), SamplingParams(), 1, clock=lambda: grammar.now_s)
+    bits = np.zeros((1, 1), np.int32)
+    for token in range(num_tokens):
+        try:
+            state.fill(bits, 0, token)
+        except GrammarFailed as error:
+            assert "too much time" in str(error)
+            return token
+        state.accept(1)
+    return num_tokens
+
+
+def test_a_grammar_has_a_limited_time() -> None:
+    assert tokens_until_failure(Costly(0.9, *[0.004] * 500), 501) == 501, "a slow start, and then what it may take"
+    assert tokens_until_failure(Costly(0.1, 1.1), 2) == 1
+    assert tokens_until_failure(Costly(*[0.105] * 20), 20) == 9, "each token brings 5 ms of the 105 that it takes"
+    assert tokens_until_failure(Costly(*[0.0] * 1000, 1.1), 1001) == 1000, "time is not saved up"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_error_of_the_library_ends_its_own_request_alone(overlap: bool, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(overlap=overlap, vocab_size=VOCAB)
+    rig.add("breaks", [1, 2], max_new_tokens=9, regex="breaks 3")
+    rig.add("other", [1, 3], max_new_tokens=9)
+    rig.run()
+    finish = rig.heard["breaks"].finish
+    assert isinstance(finish, AbortFinish) and (finish.status_code, finish.param) == (400, "regex")
+    assert "its library failed" in finish.message and "on purpose" not in finish.message
+    assert "it breaks on purpose" in caplog.text
     assert rig.heard["other"].ids == expected_output([1, 3], 1, 9, VOCAB)
 
 

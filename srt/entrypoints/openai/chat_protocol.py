@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from ..wire import Int32, Int64, Wire, doc, only
 from .logprobs import ChatLogprobs
 from .protocol import Extension, OpenAIBody, Usage
-from .tool_protocol import GivenToolCall, NamedTool, Tool, ToolCall, ToolCallDelta
+from .tool_protocol import GivenToolCall, Tool, ToolCall, ToolCallDelta, ToolChoice
 
 _NO_FUNCTIONS = "it is the older form of tools"
 
@@ -101,8 +101,11 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_fields=True
     echo: Annotated[Any, only("an answer does not repeat the chat", False)] = None
     tools: Annotated[list[Tool] | None, doc("Functions that the model may call")] = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | None,
-        doc("`auto` (default): the model decides; `none`: it sees no tools; `required`, or a function: it must call"),
+        Literal["none", "auto", "required"] | ToolChoice | None,
+        doc(
+            "`auto` (default): the model decides; `none`: it sees no tools; `required`: it must call; an object: it "
+            "must call one function, or may call only some"
+        ),
     ] = None
     parallel_tool_calls: Annotated[
         bool | None, doc("Allow several calls in one answer, default true; false: the answer ends with the first")

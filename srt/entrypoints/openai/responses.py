@@ -33,7 +33,7 @@ from .responses_answer import (
     ResponseUsage,
 )
 from .responses_input import chat_of
-from .responses_protocol import ResponsesBody
+from .responses_protocol import ResponsesBody, ResponsesToolChoice
 from .tools import AnswerPlan
 
 RESPONSES_CODEC = BodyCodec(ResponsesBody)
@@ -112,7 +112,10 @@ class _ResponsesFormat(PlannedFormat):
         return self._told()
 
     def failure(self, error: TercetError) -> bytes:
-        shown = ResponseError(error.code or "server_error", error.message)
+        if isinstance(error, InvalidRequest):
+            error = _renamed(error)
+        message = error.message if error.param is None else f"{error.param}: {error.message}"
+        shown = ResponseError(error.code or "server_error", message)
         self._tell("response.failed", response=self._response("failed", output=self._items.so_far(), error=shown))
         return self._told()
 
@@ -191,7 +194,7 @@ class _ResponsesFormat(PlannedFormat):
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,
             tools=[_as_given(tool) for tool in body.tools or ()],
-            tool_choice="auto" if body.tool_choice is None else msgspec.to_builtins(body.tool_choice),
+            tool_choice=_choice_as_given(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             text={"format": (body.text and body.text.format) or {"type": "text"}},
             reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
@@ -200,6 +203,13 @@ class _ResponsesFormat(PlannedFormat):
             safety_identifier=body.safety_identifier,
             prompt_cache_key=body.prompt_cache_key,
         )
+
+
+def _choice_as_given(choice: ResponsesToolChoice | str | None) -> Any:
+    """`tool_choice`, without the fields that another type has."""
+    if isinstance(choice, ResponsesToolChoice):
+        return {name: value for name, value in msgspec.to_builtins(choice).items() if value is not None}
+    return "auto" if choice is None else choice
 
 
 def _as_given(tool: msgspec.Struct) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import InvalidRequest
-from .responses_protocol import InputItem, InputPart, NamedResponsesTool, ResponsesBody
+from .responses_protocol import InputItem, InputPart, ResponsesBody, ResponsesToolChoice
 
 _SAME = (
     "model", "stream", "temperature", "top_p", "frequency_penalty", "presence_penalty", "parallel_tool_calls",
@@ -46,12 +46,17 @@ def chat_of(body: ResponsesBody) -> dict[str, Any]:
         for tool in body.tools or ()
     ]
     choice = body.tool_choice
-    chat["tool_choice"] = choice
-    if isinstance(choice, NamedResponsesTool):
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    chat["tool_choice"] = _tool_choice(choice) if isinstance(choice, ResponsesToolChoice) else choice
     if body.text is not None and body.text.format is not None:
         chat["response_format"] = _response_format(body.text.format)
     return chat
+
+
+def _tool_choice(choice: ResponsesToolChoice) -> dict[str, Any]:
+    if choice.type == "function":
+        return {"type": "function", "function": {"name": choice.name}}
+    tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools or ()]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
 
 
 def _response_format(given: dict[str, Any]) -> dict[str, Any]:

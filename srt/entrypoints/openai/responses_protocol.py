@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from ..wire import Int64, Wire, doc, only
+from .tool_protocol import check_choice_fields
 
 _NOT_STORED = "answers are not stored"
 _NO_MULTIMODAL = "multimodal models are not supported"
@@ -59,10 +60,30 @@ class ResponsesTool(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
 
 
 class NamedResponsesTool(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """`tool_choice` that requires a call of one function."""
+    """One of the tools in `tool_choice.tools`."""
 
     type: Annotated[Literal["function"], doc("Always `function`")]
-    name: Annotated[str, doc("The function that must be called")]
+    name: Annotated[str, doc("The function that may be called")]
+
+
+class ResponsesToolChoice(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`tool_choice` as an object: it requires a call of one function, or allows only some functions."""
+
+    type: Annotated[
+        Literal["function", "allowed_tools"], doc("`function`: with `name`; `allowed_tools`: with `mode` and `tools`")
+    ]
+    name: Annotated[str | None, doc("The function that must be called")] = None
+    mode: Annotated[
+        Literal["auto", "required"] | None,
+        doc("`auto`: the model may call one of these functions; `required`: it must"),
+    ] = None
+    tools: Annotated[
+        list[NamedResponsesTool] | None, doc("The functions, at least one; the model still reads all of the body's")
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice_fields(self, {"function": ("name",), "allowed_tools": ("mode", "tools")})
 
 
 class TextConfig(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -109,7 +130,7 @@ class ResponsesBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
     presence_penalty: Annotated[float | None, doc("In [-2, 2], default 0")] = None
     tools: Annotated[list[ResponsesTool] | None, doc("Functions that the model may call")] = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedResponsesTool | None, doc("As in /v1/chat/completions")
+        Literal["none", "auto", "required"] | ResponsesToolChoice | None, doc("As in /v1/chat/completions")
     ] = None
     parallel_tool_calls: Annotated[bool | None, doc("As in /v1/chat/completions")] = None
     text: Annotated[TextConfig | None, doc("What the answer's text is")] = None

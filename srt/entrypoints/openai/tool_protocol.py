@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ...errors import InvalidRequest
 from ..wire import Wire, doc
 
 
@@ -35,10 +37,43 @@ class FunctionName(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
 
 class NamedTool(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """`tool_choice` that requires a call of one function."""
+    """One of the tools in `allowed_tools`."""
 
     type: Annotated[Literal["function"], doc("Always `function`")]
-    function: Annotated[FunctionName, doc("The function that must be called")]
+    function: Annotated[FunctionName, doc("The function that may be called")]
+
+
+class AllowedTools(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`tool_choice.allowed_tools`: the functions of `tools` that may be called."""
+
+    mode: Annotated[
+        Literal["auto", "required"],
+        doc("`auto`: the model may call one of these functions; `required`: it must"),
+    ]
+    tools: Annotated[list[NamedTool], doc("The functions, at least one; the model still reads all of `tools`")]
+
+
+class ToolChoice(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`tool_choice` as an object: it requires a call of one function, or allows only some functions."""
+
+    type: Annotated[Literal["function", "allowed_tools"], doc("Which of the other two fields there is")]
+    function: Annotated[FunctionName | None, doc("The function that must be called")] = None
+    allowed_tools: Annotated[AllowedTools | None, doc("The functions that may be called")] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice_fields(self, {"function": ("function",), "allowed_tools": ("allowed_tools",)})
+
+
+def check_choice_fields(choice: Any, fields_of_type: Mapping[str, Sequence[str]]) -> None:
+    """Checks that a `tool_choice` has the fields of its type and no others. Raises InvalidRequest."""
+    for kind, names in fields_of_type.items():
+        for name in names:
+            given = getattr(choice, name) is not None
+            if given and kind != choice.type:
+                raise InvalidRequest(f"{name} is not allowed with type {choice.type}", param=name)
+            if not given and kind == choice.type:
+                raise InvalidRequest(f"{name} is required with type {choice.type}", param=name)
 
 
 class GivenFunctionCall(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -19,9 +19,9 @@ from ...text.answer.tools import Functions
 from ...text.tokenizer import Tokenizer
 from ..wire import shown
 from .chat_protocol import ChatBody
-from .tool_protocol import Function, NamedTool
+from .tool_protocol import Function, ToolChoice
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool | None
+Mode = Literal["none", "auto", "required"]
 MAX_NAME_CHARS = 128
 _GRAMMARS = ("response_format", "regex", "ebnf", "json_schema", "structural_tag", "structured_outputs")
 """The fields of a body that constrain the answer."""
@@ -49,7 +49,7 @@ class AnswerPlan(NamedTuple):
 def plan_answer(
     manager: TokenizerManager,
     functions: Sequence[Function] | None,
-    choice: ToolChoice,
+    choice: Mode | ToolChoice | None,
     *,
     parallel: bool | None = None,
     separate_reasoning: bool | None = None,
@@ -58,7 +58,7 @@ def plan_answer(
 ) -> AnswerPlan:
     """The plan of a request. Raises InvalidRequest and UnsupportedField."""
     offered = _check_functions(functions or (), param)
-    mode = _check_choice(choice, offered)
+    mode, names = _check_choice(choice, offered)
     reasoning = manager.server_args.reasoning_parser
     tools: list[Mapping[str, Any]] | None = None
     tool_format = None
@@ -71,24 +71,28 @@ def plan_answer(
     form = AnswerFormat(
         reasoning=None if content_only and reasoning != HARMONY else reasoning,
         tools=tool_format,
-        functions=Functions({name: function.parameters for name, function in offered.items()} if tools else {}),
+        functions=Functions({name: offered[name].parameters for name in names} if tools else {}),
         most_calls=1 if parallel is False and tools else None,
     )
     plan = AnswerPlan(tools, form, stream_reasoning is False, content_only)
-    strict = [name for name, function in offered.items() if function.strict]
-    if tool_format is None or (mode == "auto" and not strict):
+    if tool_format is None:
         return plan
-    names = [choice.function.name] if isinstance(choice, NamedTool) else list(offered)
-    # A small model that must call goes on calling, so several required calls have to be asked for.
-    several = parallel is not False if mode == "auto" else parallel is True and not isinstance(choice, NamedTool)
     written = format_under_grammar(tool_format)
+    strict = [name for name in names if offered[name].strict]
+    # Without a grammar for the model's own calls, calls of functions that are not allowed are content.
+    excludes = len(names) < len(offered) and written == tool_format
+    if mode == "auto" and not strict and not excludes:
+        return plan
+    # A small model that must call goes on calling, so several required calls have to be asked for.
+    one_function = isinstance(choice, ToolChoice) and choice.function is not None
+    several = parallel is not False if mode == "auto" else parallel is True and not one_function
     if mode == "auto":
         constraint = may_call(written, form.functions, strict, several=several)
     else:
         constraint = must_call(written, form.functions, names, several=several)
     if mode != "auto" or HARMONY in (tool_format, reasoning):
         form = form._replace(reasoning=None)  # a required call comes at once; the Hermes format has no channels
-    by = param if mode == "auto" else "tool_choice"
+    by = param if mode == "auto" and not excludes else "tool_choice"
     return plan._replace(form=form._replace(tools=written), constraint=constraint, constrained_by=by)
 
 
@@ -173,20 +177,32 @@ def _check_functions(functions: Sequence[Function], param: str) -> dict[str, Fun
     return offered
 
 
-def _check_choice(choice: ToolChoice, offered: Mapping[str, Function]) -> str:
-    """What kind of choice it is. Raises InvalidRequest if it requires a function that is not offered."""
-    if choice is None or choice in ("none", "auto"):
-        return "none" if choice == "none" else "auto"
-    if isinstance(choice, NamedTool):
-        name = choice.function.name
+def _check_choice(choice: Mode | ToolChoice | None, offered: Mapping[str, Function]) -> tuple[Mode, list[str]]:
+    """Whether the model may or must call, and the functions that it may call.
+
+    Raises InvalidRequest if it must call, or names, a function that is not offered.
+    """
+    if isinstance(choice, ToolChoice):
+        return _check_named(choice, offered)
+    if choice == "required" and not offered:
+        raise InvalidRequest("tool_choice is required, but there are no tools", param="tool_choice")
+    return choice or "auto", list(offered)
+
+
+def _check_named(choice: ToolChoice, offered: Mapping[str, Function]) -> tuple[Mode, list[str]]:
+    mode: Mode = "required"
+    names = [] if choice.function is None else [choice.function.name]
+    if choice.allowed_tools is not None:
+        mode, names = choice.allowed_tools.mode, [tool.function.name for tool in choice.allowed_tools.tools]
+    if not names:
+        raise InvalidRequest("allowed_tools names no function; tool_choice none allows no call", param="tool_choice")
+    for name in names:
         if name not in offered:
             raise InvalidRequest(
                 f"tool_choice names the function {shown(name)}, but tools has {shown(list(offered))}",
                 param="tool_choice",
             )
-    elif not offered:
-        raise InvalidRequest("tool_choice is required, but there are no tools", param="tool_choice")
-    return "required"
+    return mode, list(dict.fromkeys(names))
 
 
 def _plain(function: Function) -> dict[str, Any]:

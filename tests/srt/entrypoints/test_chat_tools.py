@@ -11,7 +11,7 @@ from fake_http import TEMPLATE, Site, byte_tokenizer
 
 from tercet.srt.entrypoints.openai.chat import CHAT_CODEC
 from tercet.srt.entrypoints.openai.chat_protocol import ChatBody
-from tercet.srt.entrypoints.openai.tool_protocol import Function, FunctionName, NamedTool
+from tercet.srt.entrypoints.openai.tool_protocol import Function, FunctionName, ToolChoice
 from tercet.srt.entrypoints.openai.tools import AnswerPlan, constrained, plan_answer
 from tercet.srt.entrypoints.wire import fields_of
 from tercet.srt.io_struct import LengthFinish
@@ -234,7 +234,7 @@ def test_marks_that_are_special_tokens_are_seen(site: Site) -> None:
     [
         ("required", False, None, ["f", "g"], False, "tool_choice"),
         ("required", False, True, ["f", "g"], True, "tool_choice"),
-        (NamedTool(type="function", function=FunctionName(name="g")), False, True, ["g"], False, "tool_choice"),
+        (ToolChoice(type="function", function=FunctionName(name="g")), False, True, ["g"], False, "tool_choice"),
         ("auto", True, None, ["f", "g"], True, "tools"),
         (None, True, False, ["f", "g"], False, "tools"),
     ],

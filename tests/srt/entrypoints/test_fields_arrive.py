@@ -54,12 +54,14 @@ from tercet.srt.entrypoints.openai.chat_protocol import Message, TextPart
 from tercet.srt.entrypoints.openai.protocol import StreamOptions
 from tercet.srt.entrypoints.openai.structured_protocol import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from tercet.srt.entrypoints.openai.tool_protocol import (
+    AllowedTools,
     Function,
     FunctionName,
     GivenFunctionCall,
     GivenToolCall,
     NamedTool,
     Tool,
+    ToolChoice,
 )
 from tercet.srt.entrypoints.openapi import body_types
 from tercet.srt.entrypoints.pausing import ContinueBody, PauseBody
@@ -172,14 +174,14 @@ def test_a_field_that_is_a_label_changes_nothing(site: Site, path: str) -> None:
 
 def test_every_type_of_object_is_walked() -> None:
     constraints = {ResponseFormat, JsonSchemaFormat, StructuredOutputs}  # test_structured.py
+    choices = {ToolChoice, AllowedTools, NamedTool, FunctionName}  # test_tool_choice.py
     own = {
         AbortBody,
-        NamedTool,
-        FunctionName,
         PauseBody,
         ContinueBody,
         StartProfileBody,
         UpdateWeightsBody,
+        *choices,
     }  # tests of their own
     walked = {walk.cls for walk in walks()} | constraints | own
     # test_fields_of_responses.py and test_rerank.py

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fake_http import Site
 from field_tables import RETENTION
-from field_walks import NO_EFFECT, STREAM, Seen, Table, Walk, check, sampling, tokenizer
+from field_walks import NO_EFFECT, STREAM, Effect, Seen, Table, Walk, check, sampling, tokenizer
 
 from tercet.srt.entrypoints.http_server import ENDPOINTS
 from tercet.srt.entrypoints.openai.responses_protocol import (
@@ -19,6 +19,7 @@ from tercet.srt.entrypoints.openai.responses_protocol import (
     ResponsesBody,
     ResponsesStreamOptions,
     ResponsesTool,
+    ResponsesToolChoice,
     TextConfig,
 )
 from tercet.srt.entrypoints.openapi import body_types
@@ -76,9 +77,14 @@ RESPONSES_TOOL: Table = {
     "parameters": ({"type": "object"}, lambda seen: '"parameters": {"type": "object"}' in seen.prompt),
     "strict": (True, lambda seen: seen.req.options.sampling.structural_tag is not None),
 }
-NAMED_TOOL: Table = {
-    "type": ("custom", lambda seen: "custom" in seen.answer["error"]["message"]),
-    "name": ("g", lambda seen: "'g'" in seen.answer["error"]["message"]),
+REFUSES_G: tuple[str, Effect] = ("g", lambda seen: "'g'" in seen.answer["error"]["message"])
+REFUSES_CUSTOM: tuple[str, Effect] = ("custom", lambda seen: "custom" in seen.answer["error"]["message"])
+NAMED_TOOL: Table = {"type": REFUSES_CUSTOM, "name": REFUSES_G}
+CHOICE: Table = {
+    "type": REFUSES_CUSTOM,
+    "name": REFUSES_G,
+    "mode": ("required", lambda seen: '"tags_with_separator"' in seen.req.options.sampling.structural_tag),
+    "tools": ([TOOL], lambda seen: seen.answer["error"] is None),
 }
 
 
@@ -106,8 +112,15 @@ def in_tool(name: str, value: Any) -> dict[str, Any]:
     return body("tools", [{**TOOL, name: value}])
 
 
+def in_choice(name: str, value: Any) -> dict[str, Any]:
+    choice: dict[str, Any] = {"type": "function", "name": "f", name: value}
+    if name in ("mode", "tools"):
+        choice = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL], name: value}
+    return body("tool_choice", choice)
+
+
 def in_named(name: str, value: Any) -> dict[str, Any]:
-    return body("tool_choice", {"type": "function", "name": "f", name: value})
+    return in_choice("tools", [{**TOOL, name: value}])
 
 
 WALKS = [
@@ -116,6 +129,7 @@ WALKS = [
     Walk(PATH, InputPart, PART, in_part),
     Walk(PATH, ResponsesTool, RESPONSES_TOOL, in_tool),
     Walk(PATH, NamedResponsesTool, NAMED_TOOL, in_named),
+    Walk(PATH, ResponsesToolChoice, CHOICE, in_choice),
     Walk(PATH, TextConfig, {"format": BODY["text"]}, lambda _, value: body("text", value)),
     Walk(PATH, ReasoningConfig, {"effort": BODY["reasoning"]}, lambda _, value: body("reasoning", value)),
 ]

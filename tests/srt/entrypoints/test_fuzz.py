@@ -27,14 +27,14 @@ from tercet.srt.entrypoints.openai.protocol import OpenAIBody, StreamOptions
 from tercet.srt.entrypoints.openai.responses_protocol import (
     InputItem,
     InputPart,
-    NamedResponsesTool,
     ReasoningConfig,
     ResponsesBody,
     ResponsesStreamOptions,
     ResponsesTool,
+    ResponsesToolChoice,
     TextConfig,
 )
-from tercet.srt.entrypoints.openai.tool_protocol import Function, GivenFunctionCall, GivenToolCall, NamedTool, Tool
+from tercet.srt.entrypoints.openai.tool_protocol import Function, GivenFunctionCall, GivenToolCall, Tool, ToolChoice
 from tercet.srt.entrypoints.score import ScoreBody
 from tercet.srt.entrypoints.tokenize import DetokenizeBody, TokenizeBody
 from tercet.srt.entrypoints.wire import Wire, fields_of
@@ -107,14 +107,14 @@ def objects(cls: type[Wire]) -> st.SearchStrategy[dict[str, Any]]:
     if cls in (ChatBody, TokenizeBody):
         inner["messages"] = st.lists(objects(Message), min_size=1, max_size=2)
         inner["tools"] = st.lists(objects(Tool), max_size=2)
-        inner["tool_choice"] = st.one_of(st.sampled_from(["none", "auto", "required"]), objects(NamedTool))
+        inner["tool_choice"] = st.one_of(st.sampled_from(["none", "auto", "required"]), objects(ToolChoice))
     elif cls is Message:
         inner["tool_calls"] = st.lists(objects(GivenToolCall), max_size=2)
         inner["content"] = st.one_of(TEXTS, TEXTS, st.lists(objects(TextPart), max_size=2))
     elif cls is ResponsesBody:
         inner["input"] = st.one_of(TEXTS, st.lists(objects(InputItem), min_size=1, max_size=3))
         inner["tools"] = st.lists(objects(ResponsesTool), max_size=2)
-        inner["tool_choice"] = st.one_of(st.sampled_from(["none", "auto", "required"]), objects(NamedResponsesTool))
+        inner["tool_choice"] = st.one_of(st.sampled_from(["none", "auto", "required"]), objects(ResponsesToolChoice))
         inner["text"] = objects(TextConfig)
         inner["reasoning"] = objects(ReasoningConfig)
         inner["stream_options"] = objects(ResponsesStreamOptions)
@@ -166,9 +166,18 @@ BASES: dict[type[Wire], list[dict[str, Any]]] = {
     ],
     InputPart: [{"type": "input_text", "text": "a"}],
     ResponsesTool: [{"type": "function", "name": "a"}],
-    NamedResponsesTool: [{"type": "function", "name": "a"}],
+    ResponsesToolChoice: [
+        {"type": "function", "name": "a"},
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "a"}]},
+    ],
     Tool: [{"type": "function", "function": {"name": "a"}}],
-    NamedTool: [{"type": "function", "function": {"name": "a"}}],
+    ToolChoice: [
+        {"type": "function", "function": {"name": "a"}},
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "a"}}]},
+        },
+    ],
     TextPart: [{"type": "text", "text": "a"}],
     EmbeddingBody: [{"input": "a"}, {"input": ["a", "b"]}, {"input": [1]}],
     ScoreBody: [{"query": "a", "items": ["b"], "label_token_ids": [1, 2]}],

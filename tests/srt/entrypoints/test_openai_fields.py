@@ -11,14 +11,21 @@ openai = pytest.importorskip("openai", reason="the extra `test` has the openai l
 
 from openai.types import chat, completion_create_params  # noqa: E402  (after importorskip)
 from openai.types.chat import completion_create_params as chat_create_params  # noqa: E402
+from openai.types.responses import ToolChoiceAllowedParam, ToolChoiceFunctionParam  # noqa: E402
 from openai.types.responses import response_create_params as responses_create_params  # noqa: E402
 from openai.types.shared_params import FunctionDefinition  # noqa: E402
 
 from tercet.srt.entrypoints.openai.chat_protocol import ChatBody, Message, TextPart  # noqa: E402
 from tercet.srt.entrypoints.openai.completion_protocol import CompletionBody  # noqa: E402
 from tercet.srt.entrypoints.openai.protocol import StreamOptions  # noqa: E402
-from tercet.srt.entrypoints.openai.responses_protocol import ResponsesBody  # noqa: E402
-from tercet.srt.entrypoints.openai.tool_protocol import Function, GivenToolCall  # noqa: E402
+from tercet.srt.entrypoints.openai.responses_protocol import ResponsesBody, ResponsesToolChoice  # noqa: E402
+from tercet.srt.entrypoints.openai.tool_protocol import (  # noqa: E402
+    AllowedTools,
+    Function,
+    GivenToolCall,
+    NamedTool,
+    ToolChoice,
+)
 from tercet.srt.entrypoints.wire import Wire, fields_of  # noqa: E402
 
 HI = {"role": "user", "content": "hi"}
@@ -46,6 +53,12 @@ PARTS: list[tuple[type[Wire], Any]] = [
     (StreamOptions, chat.ChatCompletionStreamOptionsParam),
     (Function, FunctionDefinition),
     (GivenToolCall, chat.ChatCompletionMessageFunctionToolCallParam),
+    (ToolChoice, chat.ChatCompletionNamedToolChoiceParam),
+    (ToolChoice, chat.ChatCompletionAllowedToolChoiceParam),
+    (AllowedTools, chat.ChatCompletionAllowedToolsParam),
+    (NamedTool, chat.ChatCompletionNamedToolChoiceParam),
+    (ResponsesToolChoice, ToolChoiceFunctionParam),
+    (ResponsesToolChoice, ToolChoiceAllowedParam),
     (TextPart, chat.ChatCompletionContentPartTextParam),
     (TextPart, chat.ChatCompletionContentPartImageParam),
     (TextPart, chat.ChatCompletionContentPartInputAudioParam),

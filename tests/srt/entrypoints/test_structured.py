@@ -13,6 +13,7 @@ from field_walks import Effect, Table, Walk, check
 from tercet.srt.entrypoints.openai.structured_protocol import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from tercet.srt.errors import InvalidRequest
 from tercet.srt.grammar_spec import MAX_GRAMMAR_BYTES, GrammarSpec
+from tercet.srt.io_struct import AbortFinish
 from tercet.srt.sampling_params import SamplingParams
 
 COMPLETION = {"prompt": "a", "max_tokens": 2}
@@ -69,6 +70,40 @@ def test_the_native_dialect_names_the_prompt_whose_grammar_is_wrong(site: Site) 
     assert error["param"] == "sampling_params.json_schema"
     error = site.refused("/generate", {"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}})
     assert error["param"] == "sampling_params.ebnf" and "only one of" in error["message"]
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+HI = {"messages": [{"role": "user", "content": "a"}]}
+FAILING: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {**COMPLETION, "regex": "a+"}, "regex"),
+    ("/v1/completions", {**COMPLETION, "structured_outputs": {"grammar": "b"}}, "structured_outputs"),
+    ("/v1/chat/completions", {**HI, "response_format": {"type": "json_object"}}, "response_format"),
+    ("/v1/chat/completions", {**HI, "tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ("/generate", {"text": "a", "sampling_params": {"ebnf": "b"}}, "sampling_params.ebnf"),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_object"}}}, "text.format"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), FAILING)
+def test_a_grammar_that_fails_later_names_its_field(site: Site, path: str, body: dict[str, Any], param: str) -> None:
+    """A limit of the grammar was reached after the first token: status 400, or the last event of the stream."""
+
+    def fail_after(num_tokens: int) -> None:
+        kind = site.scheduler.received[-1].options.sampling.grammar
+        assert kind is not None
+        site.scheduler.fail = (num_tokens, AbortFinish.of(InvalidRequest("it is too complex", param=kind.kind)))
+
+    site.post(path, body)
+    fail_after(1)
+    error = site.refused(path, body)
+    assert (error["param"], error["message"], error["type"]) == (param, "it is too complex", "invalid_request_error")
+    assert site.post(path, {**body, "stream": True}).status_code == 400, "nothing was sent before"
+    fail_after(2)
+    last = site.stream(path, body)[-1]
+    if path == "/v1/responses":  # errors of its events have no param
+        assert last["response"]["error"]["message"] == f"{param}: it is too complex"
+    else:
+        assert last["error"]["param"] == param and last["error"]["message"] == "it is too complex"
 
 
 def test_a_lone_surrogate_is_no_grammar(site: Site) -> None:
