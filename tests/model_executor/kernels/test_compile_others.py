@@ -11,12 +11,13 @@ from triton_aot import TARGETS, assert_fits, compile_launch, recorded
 
 from tercet.model_executor.kernels.activation import act_and_mul
 from tercet.model_executor.kernels.argmax import argmax
+from tercet.model_executor.kernels.logit_edits import EditTables
 from tercet.model_executor.kernels.rmsnorm import rmsnorm
 from tercet.model_executor.kernels.rotary import rotary
-from tercet.model_executor.kernels.sampling import sample_open, sample_ranked
+from tercet.model_executor.kernels.sampling import choose_tokens
+from tercet.model_executor.kernels.sampling_layout import Column, Field
 from tercet.model_executor.kernels.store_kv import store_kv
 from tercet.model_executor.kernels.token_logprobs import token_logprobs
-from tercet.model_executor.kernels.token_mask import apply_masks
 from tercet.model_executor.kernels.work_map import query_tile_map, split_map
 
 I32 = torch.int32
@@ -50,10 +51,14 @@ def rotate(
     )  # fmt: skip
 
 
-def sample(vocab: int, dtype: torch.dtype) -> None:
-    x, f32, f64 = meta(BATCH, vocab, dtype=dtype), meta(BATCH, dtype=F32), meta(BATCH, dtype=F64)
-    sample_open(x, f32, f32, f32, f64)
-    sample_ranked(x, f32, f32, meta(BATCH), f64, f32, f64)
+def sample(vocab: int) -> None:
+    edits = EditTables(
+        meta(4, vocab, dtype=I32), meta(4, vocab, dtype=F32), meta(9), meta(4, -(-vocab // 32), dtype=I32)
+    )
+    choose_tokens(
+        meta(BATCH, vocab, dtype=F32), meta(BATCH, len(Column), dtype=F64), meta(BATCH, len(Field)), edits,
+        num_edited=BATCH, any_sampled=True, any_ranked=True,
+    )  # fmt: skip
 
 
 def norm(width: int, dtype: torch.dtype, fused: bool) -> None:
@@ -82,11 +87,12 @@ CASES: dict[str, Callable[[], object]] = {
     "rmsnorm-16384-fused": lambda: norm(16384, F16, True),
     "silu-14336": lambda: act_and_mul(meta(TOKENS, 2 * 14336, dtype=BF16)),
     "gelu_tanh-3072": lambda: act_and_mul(meta(TOKENS, 2 * 3072, dtype=BF16), "gelu_tanh"),
-    "token_mask-151936": lambda: apply_masks(meta(BATCH, 151936, dtype=F32), meta(BATCH), meta(BATCH, 4748, dtype=I32)),
     "argmax-151936": lambda: argmax(meta(BATCH, 151936, dtype=BF16)),
     "argmax-49152-fp32": lambda: argmax(meta(BATCH, 49152, dtype=F32)),
     "token_logprobs-151936": lambda: token_logprobs(meta(BATCH, 151936, dtype=F32), meta(BATCH), meta(BATCH, 21)),
-    "sample-128256": lambda: sample(128256, F32),
+    "sample-128256": lambda: sample(128256),
+    "sample-151936": lambda: sample(151936),
+    "sample-49153": lambda: sample(49153),
 }
 
 
