@@ -12,6 +12,7 @@ from ..forward_batch import ForwardBatch
 from ..layers.attention import QKNorm
 from ..layers.kinds import LayerKinds
 from ..layers.layernorm import RMSNorm
+from ..layers.linear import float32_logits
 from .family import ModelFamily, Parameters
 from .parameters import decoder_parameters
 
@@ -103,8 +104,7 @@ class Decoder:
         return self.norm(x, residual)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(hidden)
-        return logits.float() if out is None else out.copy_(logits)
+        return float32_logits(self.lm_head, hidden, out)
 
 
 def _attention(config: ModelConfig) -> list[AttentionSpec]:
