@@ -150,6 +150,7 @@ class _RunnerBuilder:
             quantized=self.settings.quantization is not None,
             # Only the widths that may be odd: head_dim is even, so the width of all heads is, too.
             widths=(self.config.hidden_size, self.config.intermediate_size),
+            fuse_small_steps=self.settings.fuse_small_steps,
         )
 
     def _pool_tokens(self, memory: Memory, reserve: int) -> int:

@@ -16,6 +16,7 @@ from tercet.model_executor.kernels.rmsnorm import rmsnorm
 from tercet.model_executor.kernels.rotary import rotary
 from tercet.model_executor.kernels.sampling import choose_tokens
 from tercet.model_executor.kernels.sampling_layout import Column, Field
+from tercet.model_executor.kernels.skinny_linear import Norm, skinny_linear
 from tercet.model_executor.kernels.store_kv import store_kv
 from tercet.model_executor.kernels.token_logprobs import token_logprobs
 from tercet.model_executor.kernels.work_map import query_tile_map, split_map
@@ -61,6 +62,17 @@ def sample(vocab: int) -> None:
     )  # fmt: skip
 
 
+def skinny(num_in: int, num_out: int, dtype: torch.dtype = BF16, *, bias: bool = False, gated: bool = False) -> None:
+    """The four linear layers of a small step: after a norm or before a sum."""
+    x, weight = meta(4, num_in, dtype=dtype), meta(2 * num_out if gated else num_out, num_in, dtype=dtype)
+    skinny_linear(
+        x, weight, meta(len(weight), dtype=dtype) if bias else None, norm=Norm(meta(num_in, dtype=dtype), 1e-5),
+        gated=gated,
+    )  # fmt: skip
+    if not gated:
+        skinny_linear(x, weight, residual=meta(4, num_out, dtype=dtype))
+
+
 def norm(width: int, dtype: torch.dtype, fused: bool) -> None:
     x = meta(TOKENS, width, dtype=dtype)
     rmsnorm(x, meta(width, dtype=dtype), 1e-5, meta(TOKENS, width, dtype=dtype) if fused else None)
@@ -90,8 +102,11 @@ CASES: dict[str, Callable[[], object]] = {
     "argmax-151936": lambda: argmax(meta(BATCH, 151936, dtype=BF16)),
     "argmax-49152-fp32": lambda: argmax(meta(BATCH, 49152, dtype=F32)),
     "token_logprobs-151936": lambda: token_logprobs(meta(BATCH, 151936, dtype=F32), meta(BATCH), meta(BATCH, 21)),
+    "skinny-2048x3072-bias": lambda: skinny(2048, 3072, bias=True),
+    "skinny-2048x8192-gated": lambda: skinny(2048, 8192, gated=True),
+    "skinny-576x960-fp32": lambda: skinny(576, 960, F32),
+    "skinny-576x1536-fp32-gated": lambda: skinny(576, 1536, F32, gated=True),
     "sample-128256": lambda: sample(128256),
-    "sample-151936": lambda: sample(151936),
     "sample-49153": lambda: sample(49153),
 }
 
@@ -104,3 +119,12 @@ def test_compiles_and_fits(arch: str, case: str) -> None:
     assert launches
     for launch in launches:
         assert_fits(compile_launch(launch, arch), arch)
+
+
+def test_the_weight_of_a_small_step_is_copied_16_bytes_at_a_time_while_tiles_are_multiplied() -> None:
+    with recorded() as launches:
+        skinny(2048, 8192, gated=True)
+    assembly = compile_launch(launches[0], "sm_90").assembly
+    assert assembly.count("cp.async.cg.shared.global") > 16 and "mma.sync" in assembly
+    # Copies are in flight before the first product, and the norm's scale is known only after the last.
+    assert assembly.index("cp.async.cg") < assembly.index("mma.sync") < assembly.index("rsqrt")
