@@ -26,6 +26,7 @@ from tercet.model_executor.kernels.rotary import rotary, rotary_ref
 from tercet.model_executor.kernels.sampling import choose_tokens
 from tercet.model_executor.kernels.sampling_layout import Column, Field
 from tercet.model_executor.kernels.sampling_ref import choose_tokens_ref
+from tercet.model_executor.kernels.skinny_linear import Norm, skinny_linear, skinny_linear_ref
 from tercet.model_executor.kernels.store_kv import store_kv, store_kv_ref
 from tercet.model_executor.kernels.tuning import DecodeTile, ExtendTile, arch_of, decode_tile, extend_tile
 
@@ -209,3 +210,24 @@ def test_choosing_tokens(vocab: int) -> None:
     assert int((counted != expected.counts).sum()) <= 2
     assert torch.equal(torch.cat([chosen(slice(i, i + 1))[0] for i in range(n)]), tokens)
     assert all(torch.equal(chosen(slice(None))[0], tokens) for _ in range(20)), "programs come in any order"
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize(("num_in", "num_out", "gated"), [(2048, 3072, False), (4096, 14336, True), (576, 100, True)])
+def test_small_linear_layers(num_in: int, num_out: int, gated: bool, dtype: torch.dtype) -> None:
+    g = torch.Generator(DEVICE).manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g, device=DEVICE).to(dtype)
+
+    x, weight, norm = draw(8, num_in), draw(2 * num_out if gated else num_out, num_in), Norm(draw(num_in), 1e-5)
+    out = skinny_linear(x, weight, norm=norm, gated=gated)
+    wide = Norm(norm.weight.double(), norm.eps)
+    expected = skinny_linear_ref(x.double(), weight.double(), norm=wide, gated=gated)
+    assert relative_error(out, expected) < 3 * TOLERANCE[dtype]
+    for rows in (slice(0, 1), slice(3, 4), slice(2, 8)):
+        assert torch.equal(skinny_linear(x[rows], weight, norm=norm, gated=gated), out[rows])
+    residual = draw(8, len(weight))
+    before = residual.double()
+    assert skinny_linear(x, weight, residual=residual) is residual
+    assert relative_error(residual, before + x.double() @ weight.double().T) < 3 * TOLERANCE[dtype]

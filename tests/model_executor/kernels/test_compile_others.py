@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -128,3 +129,13 @@ def test_the_weight_of_a_small_step_is_copied_16_bytes_at_a_time_while_tiles_are
     assert assembly.count("cp.async.cg.shared.global") > 16 and "mma.sync" in assembly
     # Copies are in flight before the first product, and the norm's scale is known only after the last.
     assert assembly.index("cp.async.cg") < assembly.index("mma.sync") < assembly.index("rsqrt")
+
+
+def test_edits_round_every_product_as_torch_does() -> None:
+    with recorded() as launches:
+        sample(128256)
+    edit = launches[0]
+    for fused in (False, True):
+        options = edit.kwargs | ({"enable_fp_fusion": True} if fused else {})
+        assembly = compile_launch(replace(edit, kwargs=options), "sm_90").assembly
+        assert ("fma.rn.f32" in assembly) is fused
