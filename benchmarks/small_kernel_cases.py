@@ -11,9 +11,12 @@ import torch.nn.functional as F
 
 from ..model_executor.kernels.activation import act_and_mul, act_and_mul_ref
 from ..model_executor.kernels.argmax import argmax, argmax_ref
+from ..model_executor.kernels.logit_edits import EditTables
 from ..model_executor.kernels.rmsnorm import rmsnorm
 from ..model_executor.kernels.rotary import rotary, rotary_ref
-from ..model_executor.kernels.sampling import sample_open, sample_ranked, sample_ref
+from ..model_executor.kernels.sampling import choose_tokens
+from ..model_executor.kernels.sampling_layout import Column, Field
+from ..model_executor.kernels.sampling_ref import choose_tokens_ref
 from ..model_executor.kernels.store_kv import store_kv, store_kv_ref
 from ..srt.model_files.model_config import ModelConfig
 from .kernel_case import Case, CaseMaker, num_sets, relative_error
@@ -237,39 +240,44 @@ def _check_argmax(sizes: Sizes) -> float:
     return float((argmax(x) != argmax_ref(x)).sum())
 
 
-def _sampling_inputs(sizes: Sizes, num_rows: int) -> list[torch.Tensor]:
-    """The arguments of `sample_ranked`, in its order."""
-    x = _logits(sizes, num_rows)
-    full = partial(torch.full, (num_rows,), device=sizes.device)
-    draw = torch.rand(num_rows, dtype=torch.float64, device=sizes.device)
-    gap = full(3.0, dtype=torch.float32)
-    top_p = full(0.95, dtype=torch.float64)
-    return [x, x.amax(-1), full(0.8, dtype=torch.float32), full(50, dtype=torch.int64), top_p, gap, draw]
+class _Sampling:
+    """Logits of sampled rows without edits. `ranked`: with top-k, top-p and min-p."""
+
+    def __init__(self, sizes: Sizes, num_rows: int, *, ranked: bool) -> None:
+        self.logits = _logits(sizes, num_rows)
+        self.table = torch.zeros((num_rows, len(Column)), dtype=torch.float64, device=sizes.device)
+        self.table[:, Column.TEMPERATURE] = 0.8
+        self.table[:, Column.TOP_K] = 50 if ranked else sizes.config.vocab_size
+        self.table[:, Column.TOP_P] = 0.95 if ranked else 1.0
+        self.table[:, Column.MAX_GAP] = 3.0 if ranked else torch.inf
+        self.plan = torch.full((num_rows, len(Field)), -1, dtype=torch.int64, device=sizes.device)
+        self.plan[:, Field.ROW] = torch.arange(num_rows, device=sizes.device)
+        draw = torch.rand(num_rows, dtype=torch.float64, device=sizes.device)
+        self.plan[:, Field.DRAW] = draw.view(torch.int64)
+        none = torch.empty((0, 0), dtype=torch.int32, device=sizes.device)
+        self.edits = EditTables(none, none.float(), none.long(), none)
+        self._ranked = ranked
+
+    def choose(self) -> torch.Tensor:
+        return choose_tokens(
+            self.logits, self.table, self.plan, self.edits, num_edited=0, any_sampled=True, any_ranked=self._ranked
+        )
+
+    def share_of_differences(self) -> float:
+        """The share of draws on which kernels and twin differ."""
+        expected = choose_tokens_ref(self.logits.cpu(), self.table.cpu(), self.plan.cpu(), self.edits)
+        return float((self.choose().cpu() != expected).sum()) / len(expected)
 
 
 def _sample_case(sizes: Sizes, num_rows: int) -> Case:
     num_bytes = num_rows * sizes.config.vocab_size * _LOGIT_BYTES
-    ours = sizes.repeat(num_bytes, lambda: partial(sample_ranked, *_sampling_inputs(sizes, num_rows)))
+    ours = sizes.repeat(num_bytes, lambda: _Sampling(sizes, num_rows, ranked=True).choose)
     plain = sizes.repeat(num_bytes, lambda: partial(torch.sort, _logits(sizes, num_rows), -1, True))
     return Case(num_bytes, 0, ours, {"torch sort alone": plain})
 
 
 def _check_sample(sizes: Sizes) -> float:
-    """The share of draws on which kernel and twin differ."""
-    inputs = _sampling_inputs(sizes, _CHECK_TOKENS)
-    x, peak, temperature, top_k, top_p, gap, draw = (tensor.cpu() for tensor in inputs)
-    reference = sample_ref(x, peak, temperature, top_k, top_p, gap, draw)
-    return float((sample_ranked(*inputs).cpu() != reference).sum()) / _CHECK_TOKENS
-
-
-def _open_inputs(sizes: Sizes, num_rows: int) -> list[torch.Tensor]:
-    """The logits, and then the arguments of `sample_open` that follow the largest logits."""
-    x, _, temperature, _, _, gap, draw = _sampling_inputs(sizes, num_rows)
-    return [x, temperature, torch.full_like(gap, torch.inf), draw]
-
-
-def _draw_open(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-    return sample_open(x, x.amax(-1), *parameters)
+    return _Sampling(sizes, _CHECK_TOKENS, ranked=True).share_of_differences()
 
 
 def _open_case(sizes: Sizes, num_rows: int) -> Case:
@@ -279,13 +287,9 @@ def _open_case(sizes: Sizes, num_rows: int) -> Case:
         x = _logits(sizes, num_rows)
         return lambda: torch.multinomial((x / 0.8).softmax(-1), 1)
 
-    ours = sizes.repeat(num_bytes, lambda: partial(_draw_open, *_open_inputs(sizes, num_rows)))
+    ours = sizes.repeat(num_bytes, lambda: _Sampling(sizes, num_rows, ranked=False).choose)
     return Case(num_bytes, 0, ours, {"torch": sizes.repeat(num_bytes, plain)})
 
 
 def _check_open(sizes: Sizes) -> float:
-    """The share of draws on which kernel and twin differ."""
-    inputs = _open_inputs(sizes, _CHECK_TOKENS)
-    x, temperature, gap, draw = (tensor.cpu() for tensor in inputs)
-    reference = sample_ref(x, x.amax(-1), temperature, None, None, gap, draw)
-    return float((_draw_open(*inputs).cpu() != reference).sum()) / _CHECK_TOKENS
+    return _Sampling(sizes, _CHECK_TOKENS, ranked=False).share_of_differences()

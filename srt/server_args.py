@@ -266,6 +266,13 @@ class ServerArgs:
     disable_cuda_graph: Annotated[
         bool, Setting("Do not record decode steps: launch each kernel or operation separately")
     ] = False
+    fuse_small_steps: Annotated[
+        bool,
+        Setting(
+            "With Triton attention, compute steps of at most 8 tokens with fewer kernels: norms, sums and activations "
+            "inside the linear layers. Tokens have other bits than without the flag. Not measured on a GPU yet"
+        ),
+    ] = False
     cuda_graph_max_bs: Annotated[
         int | None, Setting("Batch size of the largest recorded decode step; default: 256")
     ] = None

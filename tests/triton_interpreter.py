@@ -76,6 +76,31 @@ def poison_new_tensors() -> None:
 
 
 @contextmanager
+def permuted_programs(seed: int) -> Iterator[None]:
+    """A context in which the programs of a launch run in a random order."""
+    from triton.runtime import interpreter  # only here: the outer process never imports Triton
+
+    builder = interpreter.InterpreterBuilder
+    in_order, set_dim = builder.set_grid_idx, builder.set_grid_dim
+    rng = np.random.default_rng(seed)
+
+    def set_grid_dim(self: Any, x: int, y: int, z: int) -> None:
+        self.order = rng.permutation(x * y * z)
+        set_dim(self, x, y, z)
+
+    def set_grid_idx(self: Any, x: int, y: int, z: int) -> None:
+        _, num_y, num_z = self.grid_dim
+        index = int(self.order[(x * num_y + y) * num_z + z])
+        in_order(self, index // (num_y * num_z), index // num_z % num_y, index % num_z)
+
+    builder.set_grid_idx, builder.set_grid_dim = set_grid_idx, set_grid_dim
+    try:
+        yield
+    finally:
+        builder.set_grid_idx, builder.set_grid_dim = in_order, set_dim
+
+
+@contextmanager
 def dots_by_rows() -> Iterator[None]:
     """A context in which a row of a dot product has the same bits at every position in its tile, as on a GPU.
 

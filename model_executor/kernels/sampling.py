@@ -1,372 +1,307 @@
-"""Sampling with temperature, top-k, top-p and min-p, by bisection for thresholds instead of a sort of the vocabulary.
+"""Sampling with temperature, top-k, top-p and min-p, by inversion of the cumulative distribution, without a sort.
 
-The filters are joint, as in joint_sampling.py: each threshold is computed on the whole distribution after temperature,
-and a token must pass all filters. The kept tokens are renormalised, and the draw inverts their cumulative distribution.
+The semantics are those of model_executor/sampling/joint_sampling.py. Each threshold is computed on the whole
+distribution after temperature, and a token must pass all filters. The kept tokens are renormalised, and the draw
+inverts their cumulative distribution: over the ranks with top-k or top-p (a "ranked" row), else over the ids (an
+"open" row).
 A token's weight is its probability as an integer, in units of 2**-34 of the best token's probability. Sums of weights
-are exact in any order.
+are exact, so neither the order of programs nor the division of the vocabulary among them changes a token.
 
-A token's gap is the best token's log probability less its own. Gaps are not negative, so their bits, read as integers,
-have the same order as the gaps. A bisection of 31 bits finds a threshold: the smallest gap for which the tokens up to
-it satisfy one of these conditions:
+gap_search.py says what gaps, their bits and buckets are. One step takes five launches for any number of rows and any
+vocabulary:
 
-- top-k: there are at least k of them,
-- top-p: their weights sum to at least the mass,
-- the draw: their weights sum to more than the draw.
+1. edit (logit_edits.py): edits, and the largest logit of each chunk
+2. weigh: the weights of each chunk, and for ranked rows histograms of weights and of tokens over buckets of gaps
+3. limit: the first bucket in which a filter ends
+4. gather: the tokens up to the end of that bucket. Usually they are few. A row with too many searches the vocabulary
+5. choose: one program for each row finds the thresholds by bisection, draws the token and counts it
 
-Tokens of equal gap are ranked by id. The kernel first gathers the most probable tokens. It bisects over these instead
-of the vocabulary.
+Without ranked rows, 3 and 4 are left out; with only greedy rows, 2 to 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from .gap_search import WEIGHTLESS, bucket_end, bucket_of, draw_by_id, draw_by_rank, gaps_of, mass_of, weigh
+from .logit_edits import CHUNK, EditTables, edit_logits
 from .primitives import has_dense_rows
+from .sampling_layout import Column, Field
 
-# With 16 warps neither kernel spills registers under Triton 3.6 and 3.9. Not yet measured on a device.
-_RANKED_BLOCK = 4096
-_OPEN_BLOCK = 2048
+_BLOCK = 2048
+"""Tokens that a program of the last kernel reads at a time."""
 _CANDIDATES = 4096
-_ONE = tl.constexpr(2**34)
-_INF_BITS = tl.constexpr(0x7F800000)
-# exp(-24.3) * 2**34 < 0.5: the weight of a token with a larger gap rounds to 0.
-_WEIGHTLESS_BITS = tl.constexpr(0x41C26666)
-_COARSE_BITS = tl.constexpr(19)
-_UNLIMITED = tl.constexpr(2**62)
+"""Room for the gathered tokens of a row."""
+_NUM_BUCKETS = 1024
+_NEVER = tl.constexpr(2**31 - 1)
+_COLUMNS = tl.constexpr(len(Column))
+_FIELDS = tl.constexpr(len(Field))
+_ROW, _DRAW, _COUNTS, _EDITED = (
+    tl.constexpr(int(field)) for field in (Field.ROW, Field.DRAW, Field.COUNTS, Field.EDITED)
+)
+_TEMPERATURE, _TOP_K, _TOP_P, _MAX_GAP, _GREEDY = (
+    tl.constexpr(int(column))
+    for column in (Column.TEMPERATURE, Column.TOP_K, Column.TOP_P, Column.MAX_GAP, Column.GREEDY)
+)
 
 
 @triton.jit
-def _weigh(gap):
-    return (tl.exp(-gap) * _ONE + 0.5).to(tl.int64)
+def _line_of(plan, line, x_ptr, edited_ptr, stride_x, vocab):
+    """The address of a line's logits, edited or not."""
+    edited = tl.load(plan + _EDITED)
+    return tl.where(edited >= 0, edited_ptr + edited * vocab, x_ptr + line * stride_x)
 
 
 @triton.jit
-def _best(peak):
-    """The largest logit, made finite. -0.0 becomes 0.0, because a gap of -0.0 would have the wrong bits."""
-    return tl.where(peak == 0.0, 0.0, tl.minimum(peak, 3.4028234663852886e38))
+def _peak(peak_ptr, peak_id_ptr, line, num_chunks, PARTS: tl.constexpr):
+    """(best logit, its first token) of a line. The token is -1 if the line has a NaN, or only -inf.
 
-
-@triton.jit
-def _gaps(values_ptr, start, n, best, temperature, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
-    """(gap, bits of the gap, whether the position is below n) for positions start .. start + BLOCK."""
-    i = start + tl.arange(0, BLOCK)
-    valid = i < n
-    if GATHERED:
-        gap = tl.load(values_ptr + i, mask=valid, other=float("inf"))
-    else:
-        x = tl.load(values_ptr + i, mask=valid, other=float("-inf")).to(tl.float32)
-        gap = tl.div_rn(tl.maximum(best - x, 0.0), temperature)
-    return gap, gap.to(tl.int32, bitcast=True), valid
-
-
-@triton.jit
-def _count(values_ptr, n, limit, best, temperature, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
-    """The number of tokens with gaps of at most `limit` (bits)."""
-    total = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, n, BLOCK):
-        _, bits, valid = _gaps(values_ptr, start, n, best, temperature, GATHERED, BLOCK)
-        total += ((bits <= limit) & valid).to(tl.int32)
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
-def _weight(values_ptr, n, limit, best, temperature, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of the weights of tokens with gaps of at most `limit` (bits)."""
-    total = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, n, BLOCK):
-        gap, bits, valid = _gaps(values_ptr, start, n, best, temperature, GATHERED, BLOCK)
-        total += tl.where((bits <= limit) & valid, _weigh(gap), 0)
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
-def _reach(values_ptr, n, high, wanted, best, temperature, GATHERED: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest gap (bits) up to which the weights sum to at least `wanted`, or `high` if none is below it."""
-    low = 0
-    while low < high:
-        middle = low + (high - low) // 2
-        if _weight(values_ptr, n, middle, best, temperature, GATHERED, BLOCK) >= wanted:
-            high = middle
-        else:
-            low = middle + 1
-    return high
-
-
-@triton.jit
-def _draw(
-    values_ptr,
-    n,
-    top_k,
-    mass,
-    max_gap_bits,
-    draw,
-    best,
-    temperature,
-    GATHERED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The position of the drawn token among the n tokens at values_ptr, which include all tokens that may be kept."""
-    by_count = _INF_BITS + 0
-    if top_k < n:
-        low = 0
-        while low < by_count:
-            middle = low + (by_count - low) // 2
-            count = _count(values_ptr, n, middle, best, temperature, GATHERED, BLOCK)
-            if count >= top_k:
-                by_count = middle
-            else:
-                low = middle + 1
-            if count == top_k:
-                low = by_count
-    by_mass = _INF_BITS + 0
-    if mass < _UNLIMITED:
-        by_mass = _reach(values_ptr, n, by_mass, mass, best, temperature, GATHERED, BLOCK)
-    limit = tl.minimum(tl.minimum(by_mass, max_gap_bits), by_count)
-    total = _weight(values_ptr, n, limit, best, temperature, GATHERED, BLOCK)
-    if (limit == by_count) & (top_k < n):
-        # Among the tokens with exactly this gap, the ones with the highest ids are beyond the k-th.
-        excess = _count(values_ptr, n, limit, best, temperature, GATHERED, BLOCK) - top_k
-        total -= tl.maximum(excess, 0) * _weigh(limit.to(tl.float32, bitcast=True))
-    point = tl.minimum((draw * total.to(tl.float64)).to(tl.int64), total - 1)
-    chosen = _reach(values_ptr, n, limit, point + 1, best, temperature, GATHERED, BLOCK)
-    before = _weight(values_ptr, n, chosen - 1, best, temperature, GATHERED, BLOCK)
-    each = tl.maximum(_weigh(chosen.to(tl.float32, bitcast=True)), 1)
-    nth = ((point - before) // each).to(tl.int32)
-    seen = nth * 0
-    position = seen + n
-    for start in range(0, n, BLOCK):
-        _, bits, valid = _gaps(values_ptr, start, n, best, temperature, GATHERED, BLOCK)
-        equal = ((bits == chosen) & valid).to(tl.int32)
-        rank = seen + tl.cumsum(equal, axis=0) - 1
-        hit = (equal == 1) & (rank == nth)
-        position = tl.minimum(position, tl.min(tl.where(hit, start + tl.arange(0, BLOCK), n), axis=0))
-        seen += tl.sum(equal, axis=0)
-    # In bounds for any input: a row with NaN finds no token, and its result is dropped.
-    return tl.minimum(position, n - 1)
-
-
-@triton.jit
-def _sample_ranked_kernel(
-    x_ptr,
-    peak_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    max_gap_ptr,
-    draw_ptr,
-    gap_ptr,
-    id_ptr,
-    out_ptr,
-    stride_x,
-    vocab,
-    BLOCK: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    values = x_ptr + row * stride_x
-    peak = tl.load(peak_ptr + row)
-    best = _best(peak)
-    temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row).to(tl.int32)
-    max_gap_bits = tl.load(max_gap_ptr + row).to(tl.int32, bitcast=True)
-    draw = tl.load(draw_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    mass = draw.to(tl.int64) * 0 + _UNLIMITED
-    if top_p < 1.0:
-        everything = _weight(values, vocab, _WEIGHTLESS_BITS, best, temperature, False, BLOCK)
-        mass = tl.ceil(everything.to(tl.float64) * top_p).to(tl.int64)
-
-    # Find a coarse limit of the gap below which all tokens fit into the candidates.
-    limit = _WEIGHTLESS_BITS + 0
-    if _count(values, vocab, limit, best, temperature, False, BLOCK) > CANDIDATES:
-        low = 0
-        high = limit >> _COARSE_BITS
-        while low < high:
-            middle = (low + high + 1) // 2
-            edge = ((middle + 1) << _COARSE_BITS) - 1
-            if _count(values, vocab, edge, best, temperature, False, BLOCK) <= CANDIDATES:
-                low = middle
-            else:
-                high = middle - 1
-        limit = ((low + 1) << _COARSE_BITS) - 1
-    found = top_k * 0
-    weight = mass * 0
-    for start in range(0, vocab, BLOCK):
-        gap, bits, valid = _gaps(values, start, vocab, best, temperature, False, BLOCK)
-        near = ((bits <= limit) & valid).to(tl.int32)
-        place = found + tl.cumsum(near, axis=0) - 1
-        fits = (near == 1) & (place < CANDIDATES)
-        tl.store(gap_ptr + row * CANDIDATES + place, gap, mask=fits)
-        tl.store(id_ptr + row * CANDIDATES + place, start + tl.arange(0, BLOCK), mask=fits)
-        weight += tl.sum(tl.where(near == 1, _weigh(gap), 0), axis=0)
-        found += tl.sum(near, axis=0)
-    tl.debug_barrier()  # the next loads read what other threads stored
-    # The candidates include all tokens that may be kept if any one filter ends within them.
-    enough = (top_k <= found) | (weight >= mass) | (max_gap_bits <= limit) | (limit == _WEIGHTLESS_BITS)
-    if enough & (found <= CANDIDATES):
-        gathered = gap_ptr + row * CANDIDATES
-        position = _draw(gathered, found, top_k, mass, max_gap_bits, draw, best, temperature, True, BLOCK)
-        token = tl.load(id_ptr + row * CANDIDATES + tl.maximum(position, 0), mask=found > 0, other=0)
-    else:
-        token = _draw(values, vocab, top_k, mass, max_gap_bits, draw, best, temperature, False, BLOCK)
-    token = tl.where(peak > float("-inf"), token, -1)
-    tl.store(out_ptr + row, token.to(tl.int64))
-
-
-@triton.jit
-def _sample_open_kernel(
-    x_ptr,
-    peak_ptr,
-    temperature_ptr,
-    max_gap_ptr,
-    draw_ptr,
-    out_ptr,
-    stride_x,
-    vocab,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    values = x_ptr + row * stride_x
-    peak = tl.load(peak_ptr + row)
-    best = _best(peak)
-    temperature = tl.load(temperature_ptr + row)
-    limit = tl.load(max_gap_ptr + row).to(tl.int32, bitcast=True)
-    draw = tl.load(draw_ptr + row)
-    total = _weight(values, vocab, limit, best, temperature, False, BLOCK)
-    point = tl.minimum((draw * total.to(tl.float64)).to(tl.int64), total - 1)
-    before = point * 0
-    token = (point * 0).to(tl.int32) + vocab
-    for start in range(0, vocab, BLOCK):
-        gap, bits, valid = _gaps(values, start, vocab, best, temperature, False, BLOCK)
-        weights = tl.where((bits <= limit) & valid, _weigh(gap), 0)
-        cumulative = before + tl.cumsum(weights, axis=0)
-        past = tl.where((cumulative > point) & valid, start + tl.arange(0, BLOCK), vocab)
-        token = tl.minimum(token, tl.min(past, axis=0))
-        before += tl.sum(weights, axis=0)
-    token = tl.where(peak > float("-inf"), tl.minimum(token, vocab - 1), -1)
-    tl.store(out_ptr + row, token.to(tl.int64))
-
-
-def sample_open(
-    x: torch.Tensor, peak: torch.Tensor, temperature: torch.Tensor, max_gap: torch.Tensor, draw: torch.Tensor
-) -> torch.Tensor:
-    """Draw a token of each row without top-k and top-p: int64 [n], or -1 if the row's peak is NaN or -inf.
-
-    Inverts the cumulative distribution over the tokens in order of id, in two passes.
-    x: [n, vocab] logits, any float dtype, last dimension contiguous, vocab at most 2**19 (sums stay below 2**53).
-    peak: float32 [n], the largest logit of each row. temperature: float32 [n], > 0. max_gap: float32 [n], the largest
-    gap (after temperature) of a kept token. draw: float64 [n] in [0, 1).
+    The logit is finite, and 0.0 if it is -0.0, because a gap of -0.0 would have the wrong bits.
     """
-    n, vocab = x.shape
-    assert has_dense_rows(x) and vocab <= 2**19
-    assert peak.shape == temperature.shape == max_gap.shape == draw.shape == (n,)
-    assert draw.dtype == torch.float64 and peak.dtype == temperature.dtype == max_gap.dtype == torch.float32
-    out = torch.empty(n, dtype=torch.int64, device=x.device)
-    if n:
-        _sample_open_kernel[(n,)](
-            x,
-            peak,
-            temperature,
-            max_gap,
-            draw,
-            out,
-            x.stride(0),
-            vocab,
-            BLOCK=min(_OPEN_BLOCK, triton.next_power_of_2(vocab)),
-            num_warps=16,
-        )
-    return out
+    part = tl.arange(0, PARTS)
+    valid = part < num_chunks
+    values = tl.load(peak_ptr + line * num_chunks + part, mask=valid, other=float("-inf"))
+    ids = tl.load(peak_id_ptr + line * num_chunks + part, mask=valid, other=_NEVER)
+    top = tl.max(values, axis=0)
+    token = tl.min(tl.where(values == top, ids, _NEVER), axis=0)
+    best = tl.where(top == 0.0, 0.0, tl.minimum(top, 3.4028234663852886e38))
+    return best, tl.where(top == float("-inf"), -1, token)
 
 
-def sample_ranked(
-    x: torch.Tensor,
-    peak: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    max_gap: torch.Tensor,
-    draw: torch.Tensor,
+@triton.jit
+def _last_gap(params):
+    """The bits of the largest gap that min-p keeps and that has a weight."""
+    max_gap = tl.load(params + _MAX_GAP).to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.minimum(max_gap, WEIGHTLESS)
+
+
+@triton.jit
+def _bucket_weights(buckets_ptr, line, BUCKETS: tl.constexpr):
+    """The int64 weights of a line's buckets, at the start of its int32 [3 * BUCKETS]."""
+    return (buckets_ptr + line * 3 * BUCKETS).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _bucket_counts(buckets_ptr, line, BUCKETS: tl.constexpr):
+    """The int32 counts of a line's buckets, after their weights."""
+    return buckets_ptr + line * 3 * BUCKETS + 2 * BUCKETS
+
+
+@triton.jit
+def _weigh_kernel(
+    x_ptr, table_ptr, plan_ptr, edited_ptr, peak_ptr, peak_id_ptr, sum_ptr, buckets_ptr, stride_x, vocab, num_chunks,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr, BUCKETS: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    plan = plan_ptr + line * _FIELDS
+    params = table_ptr + tl.load(plan + _ROW) * _COLUMNS
+    if tl.load(params + _GREEDY) == 0.0:
+        top_k = tl.load(params + _TOP_K).to(tl.int32)
+        top_p = tl.load(params + _TOP_P)
+        by_rank = (top_k < vocab) | (top_p < 1.0)
+        last = _last_gap(params)
+        best, _ = _peak(peak_ptr, peak_id_ptr, line, num_chunks, PARTS)
+        i = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(_line_of(plan, line, x_ptr, edited_ptr, stride_x, vocab) + i, mask=i < vocab, other=float("-inf"))
+        gap = gaps_of(x, best, tl.load(params + _TEMPERATURE).to(tl.float32))
+        bits = gap.to(tl.int32, bitcast=True)
+        # Top-p is a share of the weight of the whole vocabulary, before min-p.
+        weights = tl.where((bits <= tl.where(by_rank, WEIGHTLESS, last)) & (i < vocab), weigh(gap), 0)
+        tl.store(sum_ptr + line * num_chunks + chunk, tl.sum(weights, axis=0))
+        if by_rank:
+            bucket = bucket_of(bits)
+            near = (bits <= last) & (i < vocab)
+            if top_p < 1.0:
+                tl.atomic_add(_bucket_weights(buckets_ptr, line, BUCKETS) + bucket, weights, mask=near, sem="relaxed")
+            if top_k < vocab:
+                tl.atomic_add(_bucket_counts(buckets_ptr, line, BUCKETS) + bucket, 1, mask=near, sem="relaxed")
+
+
+@triton.jit
+def _limit_kernel(
+    table_ptr, plan_ptr, peak_ptr, peak_id_ptr, sum_ptr, buckets_ptr, limit_ptr, found_ptr, vocab, num_chunks,
+    PARTS: tl.constexpr, BUCKETS: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(0).to(tl.int64)
+    params = table_ptr + tl.load(plan_ptr + line * _FIELDS + _ROW) * _COLUMNS
+    top_k = tl.load(params + _TOP_K).to(tl.int32)
+    top_p = tl.load(params + _TOP_P)
+    limit = top_k * 0 - 1
+    _, token = _peak(peak_ptr, peak_id_ptr, line, num_chunks, PARTS)
+    if (token >= 0) & (tl.load(params + _GREEDY) == 0.0) & ((top_k < vocab) | (top_p < 1.0)):
+        last = _last_gap(params)
+        buckets = tl.arange(0, BUCKETS)
+        bucket = bucket_of(last)
+        if top_k < vocab:
+            counts = tl.cumsum(tl.load(_bucket_counts(buckets_ptr, line, BUCKETS) + buckets), axis=0)
+            bucket = tl.minimum(bucket, tl.min(tl.where(counts >= top_k, buckets, BUCKETS), axis=0))
+        if top_p < 1.0:
+            part = tl.arange(0, PARTS)
+            sums = tl.load(sum_ptr + line * num_chunks + part, mask=part < num_chunks, other=0)
+            weights = tl.cumsum(tl.load(_bucket_weights(buckets_ptr, line, BUCKETS) + buckets), axis=0)
+            reached = weights >= mass_of(tl.sum(sums, axis=0), top_p)
+            bucket = tl.minimum(bucket, tl.min(tl.where(reached, buckets, BUCKETS), axis=0))
+        limit = tl.minimum(bucket_end(bucket), last)
+    tl.store(limit_ptr + line, limit)
+    tl.store(found_ptr + line, 0)
+
+
+@triton.jit
+def _gather_kernel(
+    x_ptr, table_ptr, plan_ptr, edited_ptr, peak_ptr, peak_id_ptr, limit_ptr, found_ptr, gap_ptr, id_ptr, stride_x,
+    vocab, num_chunks, CHUNK: tl.constexpr, PARTS: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    limit = tl.load(limit_ptr + line)
+    if limit >= 0:
+        plan = plan_ptr + line * _FIELDS
+        params = table_ptr + tl.load(plan + _ROW) * _COLUMNS
+        best, _ = _peak(peak_ptr, peak_id_ptr, line, num_chunks, PARTS)
+        i = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(_line_of(plan, line, x_ptr, edited_ptr, stride_x, vocab) + i, mask=i < vocab, other=float("-inf"))
+        gap = gaps_of(x, best, tl.load(params + _TEMPERATURE).to(tl.float32))
+        near = ((gap.to(tl.int32, bitcast=True) <= limit) & (i < vocab)).to(tl.int32)
+        count = tl.sum(near, axis=0)
+        if count > 0:
+            # Programs come in any order, and so do the candidates.
+            place = tl.atomic_add(found_ptr + line, count, sem="relaxed") + tl.cumsum(near, axis=0) - 1
+            fits = (near == 1) & (place < CANDIDATES)
+            tl.store(gap_ptr + line * CANDIDATES + place, gap, mask=fits)
+            tl.store(id_ptr + line * CANDIDATES + place, i, mask=fits)
+
+
+@triton.jit
+def _choose_kernel(
+    x_ptr, table_ptr, plan_ptr, edited_ptr, token_counts_ptr, peak_ptr, peak_id_ptr, sum_ptr, limit_ptr, found_ptr,
+    gap_ptr, id_ptr, out_ptr, stride_x, vocab, num_chunks, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(0).to(tl.int64)
+    plan = plan_ptr + line * _FIELDS
+    params = table_ptr + tl.load(plan + _ROW) * _COLUMNS
+    best, token = _peak(peak_ptr, peak_id_ptr, line, num_chunks, PARTS)
+    if (token >= 0) & (tl.load(params + _GREEDY) == 0.0):
+        values = _line_of(plan, line, x_ptr, edited_ptr, stride_x, vocab)
+        sums = sum_ptr + line * num_chunks
+        temperature = tl.load(params + _TEMPERATURE).to(tl.float32)
+        top_k = tl.load(params + _TOP_K).to(tl.int32)
+        top_p = tl.load(params + _TOP_P)
+        draw = tl.load(plan + _DRAW).to(tl.float64, bitcast=True)
+        if (top_k < vocab) | (top_p < 1.0):
+            limit = tl.load(limit_ptr + line)
+            found = tl.load(found_ptr + line)
+            part = tl.arange(0, PARTS)
+            mass = mass_of(tl.sum(tl.load(sums + part, mask=part < num_chunks, other=0), axis=0), top_p)
+            if found <= CANDIDATES:
+                token = draw_by_rank(
+                    gap_ptr + line * CANDIDATES, id_ptr + line * CANDIDATES, found, limit, top_k, mass, draw, best,
+                    temperature, True, BLOCK,
+                )  # fmt: skip
+            else:
+                token = draw_by_rank(
+                    values, id_ptr, vocab, limit, top_k, mass, draw, best, temperature, False, BLOCK
+                )  # fmt: skip
+        else:
+            last = _last_gap(params)
+            token = draw_by_id(values, sums, last, draw, best, temperature, vocab, num_chunks, CHUNK, PARTS)
+    tl.store(out_ptr + line, token.to(tl.int64))
+    counts_line = tl.load(plan + _COUNTS)
+    if (counts_line >= 0) & (token >= 0):
+        count = token_counts_ptr + counts_line * vocab + token
+        tl.store(count, tl.load(count) + 2)
+
+
+class _Work(NamedTuple):
+    """What the kernels find out about n lines before the choice."""
+
+    sums: torch.Tensor
+    """int64 [n, num_chunks], weights"""
+    buckets: torch.Tensor
+    """int32 [n, 3 * _NUM_BUCKETS]: int64 weights of the buckets, then int32 counts of their tokens"""
+    limit: torch.Tensor
+    """int32 [n], bits of a gap; -1: the line is not ranked"""
+    found: torch.Tensor
+    """int32 [n], the number of tokens with gaps of at most the limit"""
+    gaps: torch.Tensor
+    """float32 [n, candidates], of these tokens in any order"""
+    ids: torch.Tensor
+    """int32 [n, candidates]"""
+
+
+def choose_tokens(
+    logits: torch.Tensor,
+    table: torch.Tensor,
+    plan: torch.Tensor,
+    edits: EditTables,
     *,
+    num_edited: int,
+    any_sampled: bool,
+    any_ranked: bool,
     num_candidates: int = _CANDIDATES,
 ) -> torch.Tensor:
-    """Draw a token of each row with top-k and top-p: int64 [n], or -1 if the row's peak is NaN or -inf.
+    """Edit the logits and choose a token of each line: int64 [n], or -1 if its logits have a NaN or are all -inf.
 
-    Inverts the cumulative distribution over the kept tokens, the most probable first, then by id.
-    top_k: int [n], keeps tokens of rank < top_k. top_p: float64 [n], keeps a token if the strictly more probable tokens
-    together weigh less than top_p of the total; 1 keeps all. Other arguments as in `sample_open`.
-    num_candidates: room for gathered tokens. A row that needs more searches the whole vocabulary, with the same result.
+    Counts the token in `edits.counts`, if the line has counts. The logits are not changed.
+
+    Args:
+        logits: float32 [n, vocab], n > 0, last dimension contiguous, vocab at most 2**19 (sums stay below 2**53)
+        table: float64 [*, columns], contiguous: the parameters, see Column
+        plan: int64 [n, fields], contiguous, see Field
+        edits: the tables of the edits
+        num_edited: the number of lines with Field.EDITED, which count from 0
+        any_sampled: whether a line is not greedy
+        any_ranked: whether a line that is not greedy has top-k or top-p
+        num_candidates: room for the gathered tokens of a line. A line that needs more searches the whole vocabulary,
+            with the same result
     """
-    n, vocab = x.shape
-    assert has_dense_rows(x) and vocab <= 2**19
-    assert peak.shape == temperature.shape == top_k.shape == top_p.shape == max_gap.shape == draw.shape == (n,)
-    assert draw.dtype == top_p.dtype == torch.float64
-    assert peak.dtype == temperature.dtype == max_gap.dtype == torch.float32
-    out = torch.empty(n, dtype=torch.int64, device=x.device)
-    gaps = torch.empty((n, num_candidates), dtype=torch.float32, device=x.device)
-    ids = torch.empty((n, num_candidates), dtype=torch.int32, device=x.device)
-    if n:
-        _sample_ranked_kernel[(n,)](
-            x,
-            peak,
-            temperature,
-            top_k,
-            top_p,
-            max_gap,
-            draw,
-            gaps,
-            ids,
-            out,
-            x.stride(0),
-            vocab,
-            BLOCK=min(_RANKED_BLOCK, triton.next_power_of_2(vocab)),
-            CANDIDATES=num_candidates,
-            num_warps=16,
-        )
+    n, vocab = logits.shape
+    assert logits.dtype == torch.float32 and has_dense_rows(logits) and 0 < vocab <= 2**19
+    assert plan.shape == (n, len(Field)) and plan.dtype == torch.int64 and plan.is_contiguous()
+    assert table.shape[1] == len(Column) and table.dtype == torch.float64 and table.is_contiguous()
+    num_chunks = triton.cdiv(vocab, CHUNK)
+    work = _allocate(n, num_chunks, n if any_sampled else 0, n if any_ranked else 0, num_candidates, logits.device)
+    edited, *peaks = edit_logits(logits, table, plan, edits, num_edited, work.buckets)
+    parts = triton.next_power_of_2(num_chunks)
+    if any_sampled:
+        _weigh_kernel[(n, num_chunks)](
+            logits, table, plan, edited, *peaks, work.sums, work.buckets, logits.stride(0), vocab, num_chunks,
+            CHUNK=CHUNK, PARTS=parts, BUCKETS=_NUM_BUCKETS, num_warps=8,
+        )  # fmt: skip
+    if any_ranked:
+        _limit_kernel[(n,)](
+            table, plan, *peaks, work.sums, work.buckets, work.limit, work.found, vocab, num_chunks, PARTS=parts,
+            BUCKETS=_NUM_BUCKETS, num_warps=4,
+        )  # fmt: skip
+        _gather_kernel[(n, num_chunks)](
+            logits, table, plan, edited, *peaks, work.limit, work.found, work.gaps, work.ids, logits.stride(0), vocab,
+            num_chunks, CHUNK=CHUNK, PARTS=parts, CANDIDATES=num_candidates, num_warps=8,
+        )  # fmt: skip
+    out = torch.empty(n, dtype=torch.int64, device=logits.device)
+    _choose_kernel[(n,)](
+        logits, table, plan, edited, edits.counts, *peaks, work.sums, work.limit, work.found, work.gaps, work.ids, out,
+        logits.stride(0), vocab, num_chunks, CHUNK=CHUNK, PARTS=parts, CANDIDATES=num_candidates, BLOCK=_BLOCK,
+        num_warps=16,
+    )  # fmt: skip
     return out
 
 
-def weigh_ref(gap: torch.Tensor) -> torch.Tensor:
-    """Weights in units of 2**-34 of the best token's: int64, in the shape of gap."""
-    return (torch.exp(-gap) * 2.0**34 + 0.5).long()
+def _allocate(
+    n: int, num_chunks: int, num_sampled: int, num_ranked: int, num_candidates: int, device: torch.device
+) -> _Work:
+    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
 
-
-def sample_ref(
-    x: torch.Tensor,
-    peak: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    max_gap: torch.Tensor,
-    draw: torch.Tensor,
-    weigh: Callable[[torch.Tensor], torch.Tensor] = weigh_ref,
-) -> torch.Tensor:
-    """`sample_ranked` in plain torch, with a sort; with top_k and top_p None, `sample_open`.
-
-    weigh: the function from gaps to weights. Tests pass one with the exp of the device.
-    """
-    out = torch.full((x.shape[0],), -1, dtype=torch.int64, device=x.device)
-    for row in range(x.shape[0]):
-        if not peak[row] > -torch.inf:
-            continue
-        best = peak[row].clamp(max=torch.finfo(torch.float32).max)
-        gap = (best - x[row].float()).clamp(min=0) / temperature[row]
-        weights = weigh(gap)
-        rank = order = torch.arange(len(gap), device=x.device)
-        kept = gap <= max_gap[row]
-        if top_k is not None and top_p is not None:
-            gap, order = gap.sort(stable=True)
-            weights = weights[order]
-            kept = (gap <= max_gap[row]) & (rank < top_k[row])
-            if top_p[row] < 1:
-                mass = torch.ceil(weights.sum() * top_p[row])
-                strictly_better = torch.searchsorted(gap, gap)
-                before = torch.nn.functional.pad(weights.cumsum(0), (1, 0))[strictly_better]
-                kept &= before < mass
-        cumulative = (weights * kept).cumsum(0)
-        point = torch.minimum((draw[row] * cumulative[-1]).long(), cumulative[-1] - 1)
-        out[row] = order[torch.searchsorted(cumulative, point, right=True)]
-    return out
+    return _Work(
+        sums=empty(torch.int64, num_sampled, num_chunks),
+        buckets=empty(torch.int32, num_ranked, 3 * _NUM_BUCKETS),
+        limit=empty(torch.int32, num_ranked),
+        found=empty(torch.int32, num_ranked),
+        gaps=empty(torch.float32, num_ranked, num_candidates),
+        ids=empty(torch.int32, num_ranked, num_candidates),
+    )

@@ -17,17 +17,8 @@ from .attention import Attention, QKNorm
 from .embedding import Embedding
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
+from .residual import AfterNorm, BeforeSum, Layer, NormedLayer, SummedLayer
 from .rotary import RotaryEmbedding
-
-
-class Layer(Protocol):
-    """A layer without attention: x [T, in] -> [T, out].
-
-    `batch`: the batch of these tokens, for a layer with weights that differ between requests (an adapter); None outside
-    a step.
-    """
-
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None, /) -> torch.Tensor: ...
 
 
 class Rotary(Protocol):
@@ -66,6 +57,12 @@ class LayerKinds(Protocol):
     def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         """Make the fused gate and up projection, which returns silu(gate) * up."""
 
+    def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
+        """Join a norm and the layer after it. `layer`: made by `linear` or `gated_linear`."""
+
+    def before_sum(self, layer: Layer) -> BeforeSum:
+        """Join a layer and the sum with the residual after it. `layer`: made by `linear`."""
+
     def head(self, weight: Any) -> Layer:
         """Make the output head, from hidden states to logits."""
 
@@ -96,6 +93,12 @@ class TorchLayers:
     def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return GatedLinear(weight, bias)
 
+    def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
+        return NormedLayer(norm, layer)
+
+    def before_sum(self, layer: Layer) -> BeforeSum:
+        return SummedLayer(layer)
+
     def head(self, weight: Any) -> Layer:
         return Linear(weight)
 
@@ -107,14 +110,24 @@ class TorchLayers:
 
 
 def layers_for(
-    attention_backend: str, dtype: torch.dtype, *, quantized: bool = False, widths: Iterable[int] = ()
+    attention_backend: str,
+    dtype: torch.dtype,
+    *,
+    quantized: bool = False,
+    widths: Iterable[int] = (),
+    fuse_small_steps: bool = False,
 ) -> LayerKinds:
     """The kind of layers that goes with an attention backend. Only `cpu` has quantized layers.
 
-    `widths`: lengths of the vectors that linear layers multiply.
+    `widths`: lengths of the vectors that linear layers multiply. `fuse_small_steps`: see FusedTritonLayers; other
+    backends have no such layers.
     """
     assert not quantized or attention_backend == "cpu"
     match attention_backend:
+        case "triton" if fuse_small_steps:
+            from .fused_layers import FusedTritonLayers  # importing Triton takes half a second
+
+            return FusedTritonLayers()
         case "triton":
             from .triton_layers import TritonLayers  # importing Triton takes half a second
 

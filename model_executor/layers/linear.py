@@ -43,11 +43,28 @@ class GatedLinear:
         *,
         activation: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
     ) -> None:
-        self._linear = Linear(weight, bias)
+        self.linear = Linear(weight, bias)
         self._activation = activation
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return self._activation(self._linear(x, batch))
+        return self._activation(self.linear(x, batch))
+
+
+def float32_logits(
+    head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, out: torch.Tensor | None
+) -> torch.Tensor:
+    """The head's output in float32, written to `out` if that is given: hidden [n, in] -> [n, vocab].
+
+    A GPU multiplies 16-bit numbers with a float32 result, so the logits are rounded once and not twice, and written
+    once. A CPU has no such operation.
+    """
+    if isinstance(head, Linear) and head.weight.dtype.itemsize == 2 and hidden.device.type != "cpu":
+        weight = head.weight.t()
+        if out is None:
+            return torch.mm(hidden, weight, out_dtype=torch.float32)
+        return torch.mm(hidden, weight, out_dtype=torch.float32, out=out)
+    logits = head(hidden)
+    return logits.float() if out is None else out.copy_(logits)
 
 
 def can_pack(weight: torch.Tensor) -> bool:

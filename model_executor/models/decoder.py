@@ -12,6 +12,8 @@ from ..forward_batch import ForwardBatch
 from ..layers.attention import QKNorm
 from ..layers.kinds import LayerKinds
 from ..layers.layernorm import RMSNorm
+from ..layers.linear import float32_logits
+from ..layers.residual import add_and_normalise
 from .family import ModelFamily, Parameters
 from .parameters import decoder_parameters
 
@@ -19,7 +21,8 @@ from .parameters import decoder_parameters
 class DecoderLayer:
     """One layer: residual += attention(norm(residual)), then residual += feed_forward(norm(residual)).
 
-    Each sum is computed by the next norm, in the same pass: that of the next layer, or the final norm.
+    Each sum is computed by the next norm, in the same pass: that of the next layer, or the final norm. Layers for few
+    tokens may compute it themselves (layers/residual.py).
     """
 
     def __init__(
@@ -43,23 +46,30 @@ class DecoderLayer:
         self.gate_up_proj = layers.gated_linear(*weights("gate_up_proj"))
         self.down_proj = layers.linear(*weights("down_proj"))
 
+        self._normed_qkv = layers.after_norm(self.input_norm, self.qkv_proj)
+        self._summed_o = layers.before_sum(self.o_proj)
+        self._normed_gate_up = layers.after_norm(self.post_attention_norm, self.gate_up_proj)
+        self._summed_down = layers.before_sum(self.down_proj)
+
     def attend(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Any, batch: ForwardBatch
+        self, x: torch.Tensor | None, residual: torch.Tensor | None, rotation: Any, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add x to the residual in place, and compute attention: the attention output [T, heads * head_dim], residual.
 
-        x, residual: [T, hidden] each. The first layer has no residual: x becomes the residual.
+        x, residual: [T, hidden] each. The first layer has no residual: x becomes the residual. x None: it is added.
         """
-        normed = self.input_norm(x, residual)
-        return self.attention(self.qkv_proj(normed, batch), rotation, batch), x if residual is None else residual
+        qkv, residual = self._normed_qkv(x, residual, batch)
+        return self.attention(qkv, rotation, batch), residual
 
-    def feed_forward(self, attention_out: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def feed_forward(
+        self, attention_out: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor | None:
         """Add attention's output to the residual in place, and compute the feed-forward output, [T, hidden].
 
-        The caller adds the result to the residual.
+        The caller adds the result to the residual, unless it is None.
         """
-        normed = self.post_attention_norm(self.o_proj(attention_out, batch), residual)
-        return self.down_proj(self.gate_up_proj(normed, batch), batch)
+        gated, residual = self._normed_gate_up(self._summed_o(attention_out, residual, batch), residual, batch)
+        return self._summed_down(gated, residual, batch)
 
 
 class Decoder:
@@ -89,22 +99,22 @@ class Decoder:
         return self.transform(self.embed_tokens(input_ids, batch), positions, batch)
 
     def transform(self, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        residual = None
+        residual: torch.Tensor | None = None
+        pending: torch.Tensor | None = x
         rotation = self.rotary(positions)
         for layer in self.layers:
-            attention_out, residual = layer.attend(x, residual, rotation, batch)
+            attention_out, residual = layer.attend(pending, residual, rotation, batch)
             if layer is self.layers[-1] and batch.logits_indices is not None:
                 # K and V of all tokens are stored. The rest of the model is needed only for the sampled tokens.
                 attention_out = attention_out.index_select(0, batch.logits_indices)
                 residual = residual.index_select(0, batch.logits_indices)
                 if not len(residual):
                     return residual
-            x = layer.feed_forward(attention_out, residual, batch)
-        return self.norm(x, residual)
+            pending = layer.feed_forward(attention_out, residual, batch)
+        return add_and_normalise(self.norm, pending, residual)[0]
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(hidden)
-        return logits.float() if out is None else out.copy_(logits)
+        return float32_logits(self.lm_head, hidden, out)
 
 
 def _attention(config: ModelConfig) -> list[AttentionSpec]:

@@ -153,6 +153,7 @@ class _RunnerBuilder:
             quantized=self.settings.quantization is not None,
             # Only the widths that may be odd: head_dim is even, so the width of all heads is, too.
             widths=(self.config.hidden_size, self.config.intermediate_size),
+            fuse_small_steps=self.settings.fuse_small_steps,
         )
 
     def _pool_tokens(self, memory: Memory, reserve: int) -> int:
@@ -234,8 +235,11 @@ class _RunnerBuilder:
         """Measure the largest steps. Returns the batch sizes of recorded decode steps, and the bytes to keep free."""
         settings = self.settings
         step_bytes = 0
-        for step in warmup_steps(settings.max_running_requests, settings.context_len, settings.max_prefill_tokens):
-            step_bytes = max(step_bytes, accelerator.peak_bytes(partial(_run, runner, step)))
+        steps = warmup_steps(settings.max_running_requests, settings.context_len, settings.max_prefill_tokens)
+        for step in steps:
+            # Greedy tokens without masks have kernels of their own.
+            run = partial(_run, runner, step, masked=step is not steps[-1])
+            step_bytes = max(step_bytes, accelerator.peak_bytes(run))
         reserve = step_bytes + self.sampler.max_edit_bytes
         if runner.attention.num_splits(np.ones(1, np.int32)) is None:
             return [], reserve
@@ -283,7 +287,7 @@ class _RunnerBuilder:
         )
 
 
-def _run(runner: ModelRunner, step: StepInputs) -> None:
+def _run(runner: ModelRunner, step: StepInputs, *, masked: bool) -> None:
     launched = runner.launch(step)
-    launched.sample(all_allowed(step.num_sampled, runner.config.vocab_size))
+    launched.sample(all_allowed(step.num_sampled, runner.config.vocab_size) if masked else None)
     launched.wait()

@@ -144,10 +144,11 @@ class ModelRunner:
 
         The next step reads the tokens from `future_tokens`. `logits`: float32 [R, vocab]. `device_rows`: int64 [R], the
         rows on the device. `rows`: int32 [R], the rows on the host. `lens`: int32 [R], length of each request before
-        the new token. `masks`: the tokens that grammars allow; the masked logits are changed.
+        the new token. `masks`: the tokens that grammars allow; masked logits may be changed.
         """
-        # Masks change logits, and log probabilities are those of the model.
-        masked = logits.clone() if masks is not None and self._logprobs.wanted(rows) else logits
+        masked = logits
+        if masks is not None and self.sampler.masks_in_place and self._logprobs.wanted(rows):
+            masked = logits.clone()  # log probabilities are those of the model
         tokens = self.sampler.sample(masked, rows, lens, masks)
         # A row with an invalid token (-1) may run one more step before the host sees it. Any valid id serves there.
         self.future_tokens.index_copy_(0, device_rows, tokens.clamp(min=0))

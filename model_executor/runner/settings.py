@@ -57,6 +57,8 @@ class RunnerSettings:
     """whether decode steps are recorded as graphs"""
     max_recorded_rows: int
     """most requests of a recorded decode step"""
+    fuse_small_steps: bool
+    """whether steps of few tokens have fused kernels"""
     host_kv: HostKVSettings | None
     """the host's KV memory; None: there are no tiers below the KV pool"""
     seed: int
@@ -70,6 +72,11 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     dtype = resolve_dtype(server_args.dtype, checkpoint_dtype(config), device)
     backend = resolve_attention_backend(server_args.attention_backend, device)
     check_quantization(server_args.quantization, backend, device)
+    if server_args.fuse_small_steps and (backend != "triton" or dtype == torch.float16):
+        raise ValueError(
+            f"--fuse-small-steps needs triton attention and bfloat16 or float32, got {backend} and "
+            f"{str(dtype).removeprefix('torch.')}"
+        )
     context_len = server_args.context_length or config.context_len
     if context_len > config.context_len:
         raise ValueError(f"--context-length must be at most the model's {config.context_len}, got {context_len}")
@@ -91,6 +98,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         max_recorded_rows=min(
             server_args.max_running_requests, server_args.cuda_graph_max_bs or _DEFAULT_RECORDED_ROWS
         ),
+        fuse_small_steps=server_args.fuse_small_steps,
         host_kv=_host_kv(server_args),
         seed=server_args.random_seed or 0,
     )

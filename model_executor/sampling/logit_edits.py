@@ -14,6 +14,8 @@ Output tokens are counted on the device when they are sampled, because the host 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -61,6 +63,19 @@ class LazyRowTable:
         self._free.extend(range(old, new))
 
 
+class EditLines(NamedTuple):
+    """The edits of n rows at one step, as numbers of lines in the tables."""
+
+    counts: npt.NDArray[np.int64]
+    """[n], lines of `LogitEdits.counts`; -1: none"""
+    bias: npt.NDArray[np.int64]
+    """[n], lines of `LogitEdits.bias`; -1: none"""
+    stop_ends: npt.NDArray[np.int64]
+    """[n], where the suppressed stop tokens of each row end in `stop_ids`"""
+    stop_ids: npt.NDArray[np.int64]
+    """the suppressed stop tokens of all rows, one row after the other"""
+
+
 class LogitEdits:
     """The logit edits of rows 1..num_rows. All device work is queued on the current stream."""
 
@@ -106,6 +121,29 @@ class LogitEdits:
         """Which rows need edits at this step: bool [n]."""
         early = seq_lens < self._stops_from[rows]
         return (self._counts.lines(rows) >= 0) | (self._bias.lines(rows) >= 0) | early
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """int32 [lines, vocab]: 2 * (number of times in the output) + (1 if in the prompt)."""
+        return self._counts.table
+
+    @property
+    def bias(self) -> torch.Tensor:
+        """float32 [lines, vocab]."""
+        return self._bias.table
+
+    def lines(self, rows: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]) -> EditLines:
+        """What kernels need to know of the rows to do what `apply` and `count` do."""
+        early = np.flatnonzero(seq_lens < self._stops_from[rows])
+        stop_ids = [self._stop_ids[row] for row in rows[early]]
+        lens = np.zeros(len(rows), np.int64)
+        lens[early] = [len(ids) for ids in stop_ids]
+        return EditLines(
+            self._counts.lines(rows),
+            self._bias.lines(rows),
+            np.cumsum(lens),
+            np.concatenate(stop_ids) if stop_ids else np.empty(0, np.int64),
+        )
 
     def apply(self, x: torch.Tensor, rows: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]) -> None:
         """Edit the logits of the rows in place. x: float32 [n, vocab]."""

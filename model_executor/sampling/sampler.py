@@ -6,26 +6,40 @@ A request's token depends only on its own logits, parameters, seed and position,
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .. import cpu_extension
 from ..device.device_buffers import Uploads
 from ..step import Int32Array, NewRow, TokenMasks
-from .counter_rng import uniform
-from .cpu_choice import CpuChoice
+from .block_sampling import BlockSampling
 from .joint_sampling import MAX_VOCAB_SIZE
 from .logit_edits import LogitEdits
 from .sampling_state import SamplingState
-from .token_choice import INVALID_TOKEN, Block, TokenChoice, TorchChoice
-from .token_mask import MaskApplication, apply_masks_on_cpu, apply_masks_ref
+from .token_choice import INVALID_TOKEN
 
 __all__ = ["INVALID_TOKEN", "Sampler"]
 
-BLOCK_ELEMENTS = 2**22
-"""Rows are sampled in blocks of about this many logits, which bounds the memory of intermediate tensors."""
-_BYTES_PER_RANKED_LOGIT = 64
+
+class RowSampling(Protocol):
+    """A way to choose the tokens of all rows of a step."""
+
+    masks_in_place: bool
+    """whether token masks change float32 logits"""
+
+    def max_bytes(self, num_rows: int) -> int:
+        """The memory in bytes that it takes on a CPU for `num_rows` rows, besides edits."""
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        masks: TokenMasks | None,
+    ) -> torch.Tensor:
+        """Choose and count a token for each row, as `Sampler.sample` does. rows, positions: [n], n > 0."""
 
 
 class Sampler:
@@ -57,9 +71,7 @@ class Sampler:
         self._device = torch.device(device)
         self._state = SamplingState(num_rows, vocab_size, self._device, uploads)
         self._edits = LogitEdits(num_rows, vocab_size, self._device, self._state)
-        self._block_rows = max(1, BLOCK_ELEMENTS // vocab_size)
-        self._choice = _make_choice(self._state, vocab_size, self._device, use_kernels)
-        self._apply_masks = _make_mask_application(self._device, use_kernels)
+        self._sampling = self._make_sampling(use_kernels)
 
     @property
     def max_edit_bytes(self) -> int:
@@ -71,14 +83,13 @@ class Sampler:
 
     @property
     def max_choice_bytes(self) -> int:
-        """The memory in bytes that the choice of tokens takes on a CPU.
+        """The memory in bytes that the choice of tokens takes on a CPU."""
+        return self._sampling.max_bytes(self._num_rows)
 
-        torch needs keys, weights and sums of 64 bits for a block of logits, and their sorted copies. Compiled
-        operations need almost none.
-        """
-        if isinstance(self._choice, CpuChoice):
-            return 0
-        return _BYTES_PER_RANKED_LOGIT * self._vocab_size * min(self._block_rows, self._num_rows)
+    @property
+    def masks_in_place(self) -> bool:
+        """Whether `sample` applies masks to the given logits, if they are float32."""
+        return self._sampling.masks_in_place
 
     @torch.inference_mode()
     def set_row(self, new_row: NewRow) -> None:
@@ -94,7 +105,7 @@ class Sampler:
         """Choose one token for each row, and count it for the row's penalties.
 
         Args:
-            logits: [n, vocab], any float type; float32 logits are changed by `masks`, and by nothing else
+            logits: [n, vocab], any float type; not changed, except by `masks` (see `masks_in_place`)
             rows: int32 [n], the row of each line of logits
             seq_lens: int32 [n], length of the request before the new token
             masks: the tokens that grammars allow. They are applied after all other edits
@@ -104,63 +115,14 @@ class Sampler:
         """
         n = len(rows)
         assert logits.shape == (n, self._vocab_size), (tuple(logits.shape), n, self._vocab_size)
-        host_rows, positions = rows.astype(np.int64), seq_lens.astype(np.int64)
+        if not n:
+            return torch.empty(0, dtype=torch.int64, device=self._device)
         self._state.flush()
-        x = self._edited(logits, host_rows, positions)
-        if masks is not None:
-            self._apply_masks(x, *self._state.send_all(masks.lines.astype(np.int64), masks.bits))
-        groups, choice = self._state.group(host_rows), self._choice
-        if len(groups.greedy):
-            # Run it on all rows: to leave out the sampled rows, the others would have to be copied.
-            tokens = choice.greedy(x)
-        else:
-            tokens = torch.empty(n, dtype=torch.int64, device=self._device)
-        if len(groups.greedy) < n:
-            draws = uniform(self._state.seeds(host_rows), positions)
-            for group, choose in (
-                (groups.open, choice.open),
-                (groups.small_top_k, choice.small_top_k),
-                (groups.ranked, choice.ranked),
-            ):
-                for block in self._blocks(group):
-                    packed = self._state.send(np.stack((block, host_rows[block], draws[block].view(np.int64))))
-                    lines, block_rows, draw = packed[0], packed[1], packed[2].view(torch.float64)
-                    chosen = choose(Block(x, lines, block_rows, draw, self._state.host[host_rows[block]]))
-                    tokens.index_copy_(0, lines, chosen)
-        self._edits.count(host_rows, tokens)
-        return tokens
+        return self._sampling.sample(logits, rows.astype(np.int64), seq_lens.astype(np.int64), masks)
 
-    def _edited(
-        self, logits: torch.Tensor, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
-    ) -> torch.Tensor:
-        """The edited logits in float32."""
-        edited = np.flatnonzero(self._edits.needed(rows, positions))
-        x = logits.detach().to(torch.float32, copy=len(edited) > 0)
-        for block in self._blocks(edited):
-            at = self._state.send(block)
-            part = x.index_select(0, at)
-            self._edits.apply(part, rows[block], positions[block])
-            x.index_copy_(0, at, part)
-        return x
+    def _make_sampling(self, use_kernels: bool) -> RowSampling:
+        if use_kernels:
+            from .triton_sampling import TritonSampling  # importing Triton takes half a second
 
-    def _blocks(self, positions: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        return [positions[i : i + self._block_rows] for i in range(0, len(positions), self._block_rows)]
-
-
-def _make_mask_application(device: torch.device, use_kernels: bool) -> MaskApplication:
-    if use_kernels:
-        from ..kernels.token_mask import apply_masks  # importing Triton takes half a second
-
-        return apply_masks
-    return apply_masks_on_cpu if device.type == "cpu" and cpu_extension.load() is not None else apply_masks_ref
-
-
-def _make_choice(state: SamplingState, vocab_size: int, device: torch.device, use_kernels: bool) -> TokenChoice:
-    if use_kernels:
-        from .triton_choice import TritonChoice  # importing Triton takes half a second
-
-        return TritonChoice(state)
-    on_cpu = device.type == "cpu"
-    if on_cpu and cpu_extension.load() is not None:
-        return CpuChoice()
-    return TorchChoice(state, vocab_size, on_cpu=on_cpu)
+            return TritonSampling(self._state, self._edits)
+        return BlockSampling(self._vocab_size, self._device, self._state, self._edits)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,27 +16,15 @@ import torch
 
 from ..device.accelerator import make_accelerator
 from ..device.device_buffers import Uploads
+from ..kernels.sampling_layout import Column
 from ..step import NewRow
+
+__all__ = ["SMALL_TOP_K", "Column", "Groups", "SamplingState"]
 
 SMALL_TOP_K = 1024
 """Up to this top-k only the k most probable tokens are ranked. Above it the vocabulary is ranked as for top-p."""
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FLOAT32_TINY = float(np.finfo(np.float32).tiny)
-
-
-class Column(IntEnum):
-    """Columns of the parameter table."""
-
-    TEMPERATURE = 0
-    """1 for a greedy row."""
-    TOP_K = 1
-    """The size of the vocabulary if top-k is off, so that "rank < k" needs no special case."""
-    TOP_P = 2
-    MAX_GAP = 3
-    """min_p as a gap: p >= min_p * p_max is the same as (best logit - logit) / temperature <= -log(min_p)."""
-    REPETITION = 4
-    FREQUENCY = 5
-    PRESENCE = 6
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,6 +40,15 @@ class Groups:
     """Sampled with top-p or a large top-k. The number of kept tokens is not known before."""
 
 
+class Kinds(NamedTuple):
+    """What kinds of row a batch has."""
+
+    any_sampled: bool
+    """a row that is not greedy"""
+    any_ranked: bool
+    """a row that is not greedy, with top-k or top-p"""
+
+
 class SamplingState:
     """The parameters of rows 0..num_rows. Row 0 is padding and greedy."""
 
@@ -61,8 +57,9 @@ class SamplingState:
         self._uploads = uploads or Uploads(device, make_accelerator(device))
         # float64 holds every column exactly, top-k included.
         self.host = np.zeros((num_rows + 1, len(Column)), np.float64)
-        self.host[:] = (1.0, vocab_size, 1.0, math.inf, 1.0, 0.0, 0.0)
-        self._device_table = self.send(self.host.copy())
+        self.host[:] = (1.0, vocab_size, 1.0, math.inf, 1.0, 0.0, 0.0, 1.0)
+        self.table = self.send(self.host.copy())
+        """[num_rows + 1, columns], float64, the device's copy of `host` as of the last `flush`"""
         self._seeds = np.zeros(num_rows + 1, np.int64)
         self._greedy = np.ones(num_rows + 1, np.bool_)
         self._changed: set[int] = set()
@@ -83,6 +80,7 @@ class SamplingState:
             max(params.repetition_penalty, _FLOAT32_TINY),
             params.frequency_penalty,
             params.presence_penalty,
+            float(greedy),
         )
         self._seeds[row] = new_row.seed
         self._greedy[row] = greedy
@@ -94,9 +92,7 @@ class SamplingState:
             return
         rows = np.fromiter(self._changed, np.int64, len(self._changed))
         self._changed.clear()
-        # The row number is one more float64 column, which is exact, so that one copy suffices.
-        packed = self.send(np.column_stack((rows.astype(np.float64), self.host[rows])))
-        self._device_table.index_copy_(0, packed[:, 0].long(), packed[:, 1:])
+        self.table.index_copy_(0, *self.send_all(rows, self.host[rows]))
 
     def send(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """Send an array to the device without waiting. The caller must not use the array afterwards."""
@@ -108,10 +104,16 @@ class SamplingState:
 
     def on_device(self, rows: torch.Tensor, column: Column) -> torch.Tensor:
         """One parameter of the rows: float64 [n, 1]. rows: int64 [n] on the device."""
-        return self._device_table[:, column].index_select(0, rows).unsqueeze(1)
+        return self.table[:, column].index_select(0, rows).unsqueeze(1)
 
     def seeds(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return self._seeds[rows]
+
+    def kinds(self, rows: npt.NDArray[np.int64]) -> Kinds:
+        """What kinds of row a batch has. rows: int64 [n]."""
+        sampled = rows[~self._greedy[rows]]
+        ranked = (self.host[sampled, Column.TOP_K] < self._vocab_size) | (self.host[sampled, Column.TOP_P] < 1)
+        return Kinds(len(sampled) > 0, bool(ranked.any()))
 
     def group(self, rows: npt.NDArray[np.int64]) -> Groups:
         """Group the positions of a batch by the way in which their tokens are chosen. rows: int64 [n]."""

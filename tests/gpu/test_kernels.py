@@ -20,9 +20,13 @@ from attention_cases import (
 
 from tercet.model_executor.kernels.activation import act_and_mul, act_and_mul_ref
 from tercet.model_executor.kernels.argmax import argmax, argmax_ref
+from tercet.model_executor.kernels.logit_edits import EditTables
 from tercet.model_executor.kernels.rmsnorm import rmsnorm, rmsnorm_ref
 from tercet.model_executor.kernels.rotary import rotary, rotary_ref
-from tercet.model_executor.kernels.sampling import sample_open, sample_ranked, sample_ref
+from tercet.model_executor.kernels.sampling import choose_tokens
+from tercet.model_executor.kernels.sampling_layout import Column, Field
+from tercet.model_executor.kernels.sampling_ref import choose_tokens_ref
+from tercet.model_executor.kernels.skinny_linear import Norm, skinny_linear, skinny_linear_ref
 from tercet.model_executor.kernels.store_kv import store_kv, store_kv_ref
 from tercet.model_executor.kernels.tuning import DecodeTile, ExtendTile, arch_of, decode_tile, extend_tile
 
@@ -177,21 +181,53 @@ def test_choosing_tokens(vocab: int) -> None:
     x[: n // 2] = x[: n // 2].bfloat16().float()  # equal logits
     assert torch.equal(argmax(x), argmax_ref(x)) and torch.equal(argmax(x.bfloat16()), argmax_ref(x.bfloat16()))
 
-    def uniform(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.rand(n, generator=g, device=DEVICE, dtype=dtype)
+    table = torch.rand((n, len(Column)), generator=g, device=DEVICE, dtype=torch.float64) * 1.5 + 0.1
+    off = torch.rand((n, 4), generator=g, device=DEVICE) < 0.4
+    top_k = torch.randint(1, min(vocab, 5000), (n,), generator=g, device=DEVICE).double()
+    table[:, Column.TOP_K] = torch.where(off[:, 0], vocab, top_k)
+    table[:, Column.TOP_P] = torch.where(off[:, 1], 1.0, table[:, Column.TOP_P] / 1.6)
+    table[:, Column.MAX_GAP] = torch.where(off[:, 2], torch.inf, table[:, Column.MAX_GAP] * 5)
+    table[:, Column.GREEDY] = 0
+    plan = torch.full((n, len(Field)), -1, dtype=torch.int64, device=DEVICE)
+    plan[:, Field.ROW] = torch.arange(n)
+    plan[:, Field.DRAW] = torch.rand(n, generator=g, device=DEVICE, dtype=torch.float64).view(torch.int64)
+    plan[:, Field.COUNTS] = torch.where(off[:, 3], -1, torch.arange(n, device=DEVICE))
+    plan[:, Field.EDITED] = plan[:, Field.COUNTS]
+    plan[:, Field.STOPS_START] = plan[:, Field.STOPS_END] = 0
+    counts = torch.randint(0, 4, (n, vocab), generator=g, device=DEVICE).int()
+    none = torch.empty((0, 0), device=DEVICE)
+    edits = EditTables(counts, none, none.long(), none.int())
 
-    peak, temperature, draw = x.amax(-1), uniform() + 0.3, uniform(torch.float64)
-    off = uniform() < 0.4
-    max_gap = torch.where(uniform() < 0.5, torch.inf, uniform() * 5)
-    top_k = torch.where(off, vocab, torch.randint(1, min(vocab, 5000), (n,), generator=g, device=DEVICE))
-    top_p = torch.where(uniform() < 0.4, 1.0, uniform(torch.float64))
-    ranked = sample_ranked(x, peak, temperature, top_k, top_p, max_gap, draw)
+    def chosen(lines: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        own = edits._replace(counts=counts.clone())
+        tokens = choose_tokens(x[lines], table, plan[lines], own, num_edited=n, any_sampled=True, any_ranked=True)
+        return tokens, own.counts
+
+    tokens, counted = chosen(slice(None))
+    expected = edits._replace(counts=counts.clone())
     # Another exp moves a boundary between two tokens by a millionth: hardly ever across a draw.
-    wanted = sample_ref(x, peak, temperature, top_k, top_p, max_gap, draw)
-    assert int((ranked != wanted).sum()) <= 1
-    alone = [
-        sample_ranked(*(t[i : i + 1] for t in (x, peak, temperature, top_k, top_p, max_gap, draw))) for i in range(n)
-    ]
-    assert torch.equal(torch.cat(alone), ranked)
-    opened = sample_open(x, peak, temperature, max_gap, draw)
-    assert int((opened != sample_ref(x, peak, temperature, None, None, max_gap, draw)).sum()) <= 1
+    assert int((tokens != choose_tokens_ref(x, table, plan, expected)).sum()) <= 1
+    assert int((counted != expected.counts).sum()) <= 2
+    assert torch.equal(torch.cat([chosen(slice(i, i + 1))[0] for i in range(n)]), tokens)
+    assert all(torch.equal(chosen(slice(None))[0], tokens) for _ in range(20)), "programs come in any order"
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize(("num_in", "num_out", "gated"), [(2048, 3072, False), (4096, 14336, True), (576, 100, True)])
+def test_small_linear_layers(num_in: int, num_out: int, gated: bool, dtype: torch.dtype) -> None:
+    g = torch.Generator(DEVICE).manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g, device=DEVICE).to(dtype)
+
+    x, weight, norm = draw(8, num_in), draw(2 * num_out if gated else num_out, num_in), Norm(draw(num_in), 1e-5)
+    out = skinny_linear(x, weight, norm=norm, gated=gated)
+    wide = Norm(norm.weight.double(), norm.eps)
+    expected = skinny_linear_ref(x.double(), weight.double(), norm=wide, gated=gated)
+    assert relative_error(out, expected) < 3 * TOLERANCE[dtype]
+    for rows in (slice(0, 1), slice(3, 4), slice(2, 8)):
+        assert torch.equal(skinny_linear(x[rows], weight, norm=norm, gated=gated), out[rows])
+    residual = draw(8, len(weight))
+    before = residual.double()
+    assert skinny_linear(x, weight, residual=residual) is residual
+    assert relative_error(residual, before + x.double() @ weight.double().T) < 3 * TOLERANCE[dtype]

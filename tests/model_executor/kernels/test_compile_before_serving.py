@@ -56,10 +56,12 @@ def serve(runner, rng: np.random.Generator) -> None:
     driver.decode(rows[-1:])
 
 
-@pytest.mark.parametrize("disable_cuda_graph", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 37, 1100])
+@pytest.mark.parametrize(
+    ("num_rows", "disable_cuda_graph", "fuse_small_steps"),
+    [*((n, disabled, False) for n in (1, 37, 1100) for disabled in (False, True)), (37, False, True)],
+)
 def test_no_step_waits_for_the_compiler(
-    num_rows: int, disable_cuda_graph: bool, monkeypatch: pytest.MonkeyPatch
+    num_rows: int, disable_cuda_graph: bool, fuse_small_steps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "empty", torch.zeros)
     use_fake(monkeypatch, FakeAccelerator(), attention=None)
@@ -67,7 +69,7 @@ def test_no_step_waits_for_the_compiler(
         runner = make_runner(
             TWO_KINDS_OF_LAYER, dtype="bfloat16", attention_backend="triton", max_running_requests=num_rows,
             max_total_tokens=20 * num_rows, max_prefill_tokens=64, cuda_graph_max_bs=5,
-            disable_cuda_graph=disable_cuda_graph,
+            disable_cuda_graph=disable_cuda_graph, fuse_small_steps=fuse_small_steps,
         )  # fmt: skip
         before = len(launches)
         rng = np.random.default_rng(1)

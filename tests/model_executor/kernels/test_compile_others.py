@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from triton_aot import TARGETS, assert_fits, compile_launch, recorded
 
 from tercet.model_executor.kernels.activation import act_and_mul
 from tercet.model_executor.kernels.argmax import argmax
+from tercet.model_executor.kernels.logit_edits import EditTables
 from tercet.model_executor.kernels.rmsnorm import rmsnorm
 from tercet.model_executor.kernels.rotary import rotary
-from tercet.model_executor.kernels.sampling import sample_open, sample_ranked
+from tercet.model_executor.kernels.sampling import choose_tokens
+from tercet.model_executor.kernels.sampling_layout import Column, Field
+from tercet.model_executor.kernels.skinny_linear import Norm, skinny_linear
 from tercet.model_executor.kernels.store_kv import store_kv
 from tercet.model_executor.kernels.token_logprobs import token_logprobs
-from tercet.model_executor.kernels.token_mask import apply_masks
 from tercet.model_executor.kernels.work_map import query_tile_map, split_map
 
 I32 = torch.int32
@@ -50,10 +53,25 @@ def rotate(
     )  # fmt: skip
 
 
-def sample(vocab: int, dtype: torch.dtype) -> None:
-    x, f32, f64 = meta(BATCH, vocab, dtype=dtype), meta(BATCH, dtype=F32), meta(BATCH, dtype=F64)
-    sample_open(x, f32, f32, f32, f64)
-    sample_ranked(x, f32, f32, meta(BATCH), f64, f32, f64)
+def sample(vocab: int) -> None:
+    edits = EditTables(
+        meta(4, vocab, dtype=I32), meta(4, vocab, dtype=F32), meta(9), meta(4, -(-vocab // 32), dtype=I32)
+    )
+    choose_tokens(
+        meta(BATCH, vocab, dtype=F32), meta(BATCH, len(Column), dtype=F64), meta(BATCH, len(Field)), edits,
+        num_edited=BATCH, any_sampled=True, any_ranked=True,
+    )  # fmt: skip
+
+
+def skinny(num_in: int, num_out: int, dtype: torch.dtype = BF16, *, bias: bool = False, gated: bool = False) -> None:
+    """The four linear layers of a small step: after a norm or before a sum."""
+    x, weight = meta(4, num_in, dtype=dtype), meta(2 * num_out if gated else num_out, num_in, dtype=dtype)
+    skinny_linear(
+        x, weight, meta(len(weight), dtype=dtype) if bias else None, norm=Norm(meta(num_in, dtype=dtype), 1e-5),
+        gated=gated,
+    )  # fmt: skip
+    if not gated:
+        skinny_linear(x, weight, residual=meta(4, num_out, dtype=dtype))
 
 
 def norm(width: int, dtype: torch.dtype, fused: bool) -> None:
@@ -82,11 +100,15 @@ CASES: dict[str, Callable[[], object]] = {
     "rmsnorm-16384-fused": lambda: norm(16384, F16, True),
     "silu-14336": lambda: act_and_mul(meta(TOKENS, 2 * 14336, dtype=BF16)),
     "gelu_tanh-3072": lambda: act_and_mul(meta(TOKENS, 2 * 3072, dtype=BF16), "gelu_tanh"),
-    "token_mask-151936": lambda: apply_masks(meta(BATCH, 151936, dtype=F32), meta(BATCH), meta(BATCH, 4748, dtype=I32)),
     "argmax-151936": lambda: argmax(meta(BATCH, 151936, dtype=BF16)),
     "argmax-49152-fp32": lambda: argmax(meta(BATCH, 49152, dtype=F32)),
     "token_logprobs-151936": lambda: token_logprobs(meta(BATCH, 151936, dtype=F32), meta(BATCH), meta(BATCH, 21)),
-    "sample-128256": lambda: sample(128256, F32),
+    "skinny-2048x3072-bias": lambda: skinny(2048, 3072, bias=True),
+    "skinny-2048x8192-gated": lambda: skinny(2048, 8192, gated=True),
+    "skinny-576x960-fp32": lambda: skinny(576, 960, F32),
+    "skinny-576x1536-fp32-gated": lambda: skinny(576, 1536, F32, gated=True),
+    "sample-128256": lambda: sample(128256),
+    "sample-49153": lambda: sample(49153),
 }
 
 
@@ -98,3 +120,22 @@ def test_compiles_and_fits(arch: str, case: str) -> None:
     assert launches
     for launch in launches:
         assert_fits(compile_launch(launch, arch), arch)
+
+
+def test_the_weight_of_a_small_step_is_copied_16_bytes_at_a_time_while_tiles_are_multiplied() -> None:
+    with recorded() as launches:
+        skinny(2048, 8192, gated=True)
+    assembly = compile_launch(launches[0], "sm_90").assembly
+    assert assembly.count("cp.async.cg.shared.global") > 16 and "mma.sync" in assembly
+    # Copies are in flight before the first product, and the norm's scale is known only after the last.
+    assert assembly.index("cp.async.cg") < assembly.index("mma.sync") < assembly.index("rsqrt")
+
+
+def test_edits_round_every_product_as_torch_does() -> None:
+    with recorded() as launches:
+        sample(128256)
+    edit = launches[0]
+    for fused in (False, True):
+        options = edit.kwargs | ({"enable_fp_fusion": True} if fused else {})
+        assembly = compile_launch(replace(edit, kwargs=options), "sm_90").assembly
+        assert ("fma.rn.f32" in assembly) is fused

@@ -11,13 +11,18 @@ from tiny_models import make_model, reference_logits, save
 from tercet.srt.model_files.model_config import load_model_config
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2_upper_window"])
-def test_logits_equal_transformers(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "fuse_small_steps"), [("llama", False), ("qwen2_upper_window", False), ("qwen2_upper_window", True)]
+)
+def test_logits_equal_transformers(name, fuse_small_steps, tmp_path, monkeypatch):
+    # A GPU has no oneDNN, for which a CPU packs weights.
+    monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
     model = make_model(name)
     config = load_model_config(save(model, tmp_path))
     runner = make_runner(
-        config, dtype="float32", max_total_tokens=200, max_running_requests=3, attention_backend="triton"
-    )
+        config, dtype="float32", max_total_tokens=200, max_running_requests=3, attention_backend="triton",
+        fuse_small_steps=fuse_small_steps,
+    )  # fmt: skip
     assert runner.attention.name == "triton"
     driver = RunnerDriver(runner)
     rng = np.random.default_rng(1)

@@ -4,9 +4,14 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_interpreter import examples
+from triton_interpreter import examples, permuted_programs
 
-from tercet.model_executor.kernels.sampling import sample_open, sample_ranked, sample_ref
+from tercet.model_executor.kernels.logit_edits import EditTables, edit_logits, edit_logits_ref
+from tercet.model_executor.kernels.sampling import choose_tokens
+from tercet.model_executor.kernels.sampling_layout import Column, Field
+from tercet.model_executor.kernels.sampling_ref import choose_tokens_ref
+
+EDITS = (Field.COUNTS, Field.BIAS, Field.MASK)
 
 
 def numpys_weights(gap: torch.Tensor) -> torch.Tensor:
@@ -16,13 +21,15 @@ def numpys_weights(gap: torch.Tensor) -> torch.Tensor:
 
 
 class Rows:
-    """Drawn logits and parameters of n rows."""
+    """Drawn logits, parameters and edits of n rows."""
 
     def __init__(self, seed: int, n: int, vocab: int, kind: str) -> None:
-        g = torch.Generator().manual_seed(seed)
+        self.g = g = torch.Generator().manual_seed(seed)
         x = torch.randn(n, vocab, generator=g) * 4
         if kind == "ties":
             x = x.round()
+        elif kind == "equal":
+            x[:] = 1.5
         elif kind == "flat":
             x = x * 0.01
         elif kind == "banned":
@@ -30,63 +37,132 @@ class Rows:
         elif kind == "zeros":  # of both signs, and the best
             x = x.clamp(max=0.0) * torch.tensor([1.0, 0.0])[torch.randint(0, 2, x.shape, generator=g)]
             x = torch.where(torch.rand(n, vocab, generator=g) < 0.3, x.abs() * 0, x)
-        elif kind == "bf16":
-            x = x.bfloat16()
+        elif kind == "broken":
+            x[0] = -torch.inf
+            x[-1, self.ids(vocab, ())] = torch.nan
         self.x = x
-        self.peak = x.float().amax(-1)
-        self.temperature = torch.rand(n, generator=g) * 1.5 + 0.1
-        some = torch.rand(n, 4, generator=g)
-        self.top_k = torch.where(some[:, 0] < 0.5, vocab, torch.randint(1, vocab + 1, (n,), generator=g))
-        self.top_p = torch.where(some[:, 1] < 0.4, 1.0, torch.rand(n, generator=g, dtype=torch.float64))
-        self.max_gap = torch.where(some[:, 2] < 0.5, torch.inf, torch.rand(n, generator=g) * 5)
-        self.draw = torch.rand(n, generator=g, dtype=torch.float64)
-        self.draw[some[:, 3] < 0.1] = 0.0
-        self.draw[some[:, 3] > 0.9] = 1 - 2.0**-53
+        self.n, self.vocab = n, vocab
+        self.table = torch.zeros((n + 3, len(Column)), dtype=torch.float64)
+        some = torch.rand(n + 3, len(Column), generator=g)
+        self.table[:, Column.TEMPERATURE] = some[:, 0] * 1.5 + 0.1
+        self.table[:, Column.TOP_K] = torch.where(some[:, 1] < 0.5, vocab, self.ids(vocab, (n + 3,)) + 1)
+        top_p = torch.rand(n + 3, generator=g, dtype=torch.float64)
+        self.table[:, Column.TOP_P] = torch.where(some[:, 2] < 0.4, 1.0, top_p)
+        self.table[:, Column.MAX_GAP] = torch.where(some[:, 3] < 0.5, torch.inf, some[:, 6] * 5)
+        self.table[:, Column.REPETITION] = torch.where(some[:, 4] < 0.3, 1.0, some[:, 4] * 2)
+        self.table[:, Column.FREQUENCY] = some[:, 5] - 0.5
+        self.table[:, Column.PRESENCE] = some[:, 6] - 0.5
+        self.table[:, Column.GREEDY] = (some[:, 7] < 0.2).double()
+        self.plan = torch.full((n, len(Field)), -1, dtype=torch.int64)
+        self.plan[:, Field.ROW] = torch.randperm(n + 3, generator=g)[:n]
+        draw = torch.rand(n, generator=g, dtype=torch.float64)
+        extreme = torch.rand(n, generator=g)
+        draw[extreme < 0.1] = 0.0
+        draw[extreme > 0.9] = 1 - 2.0**-53
+        self.plan[:, Field.DRAW] = draw.view(torch.int64)
+        self._add_edits()
 
-    def ranked(self, pick: slice = slice(None), num_candidates: int = 4096) -> torch.Tensor:
-        t = (self.x, self.peak, self.temperature, self.top_k, self.top_p, self.max_gap, self.draw)
-        return sample_ranked(*(a[pick] for a in t), num_candidates=num_candidates)
+    def ids(self, limit: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(0, limit, shape, generator=self.g)
 
-    def expected(self, ranked: bool) -> torch.Tensor:
-        top = (self.top_k, self.top_p) if ranked else (None, None)
-        return sample_ref(self.x, self.peak, self.temperature, *top, self.max_gap, self.draw, numpys_weights)
+    def _add_edits(self) -> None:
+        n, vocab, g = self.n, self.vocab, self.g
+        for field in EDITS:
+            self.plan[:, field] = torch.where(torch.rand(n, generator=g) < 0.4, torch.randperm(n, generator=g), -1)
+        lens = torch.where(torch.rand(n, generator=g) < 0.3, self.ids(4, (n,)), 0)
+        ends = lens.cumsum(0)
+        self.plan[:, Field.STOPS_START], self.plan[:, Field.STOPS_END] = ends - lens, ends
+        edited = (lens > 0) | (self.plan[:, list(EDITS)] >= 0).any(1)
+        self.num_edited = int(edited.sum())
+        self.plan[edited, Field.EDITED] = torch.arange(self.num_edited)
+        bits = self.ids(2**32, (n, -(-vocab // 32))).to(torch.int32)
+        bits[:, 0] |= 1
+        self.edits = EditTables(
+            torch.where(torch.rand(n, vocab, generator=g) < 0.5, self.ids(8, (n, vocab)), 0).to(torch.int32),
+            torch.randn(n, vocab, generator=g),
+            self.ids(vocab, (int(lens.sum()),)),
+            bits,
+        )
+
+    def chosen(self, pick: slice = slice(None), num_candidates: int = 4096) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens of some lines, and the counts of tokens after them."""
+        counts = self.edits.counts.clone()
+        before = self.x.clone()
+        sampled = self.table[self.plan[:, Field.ROW]][self.table[self.plan[:, Field.ROW], Column.GREEDY] == 0]
+        ranked = (sampled[:, Column.TOP_K] < self.vocab) | (sampled[:, Column.TOP_P] < 1)
+        tokens = choose_tokens(
+            self.x[pick], self.table, self.plan[pick].contiguous(), self.edits._replace(counts=counts),
+            num_edited=self.num_edited, any_sampled=len(sampled) > 0, any_ranked=bool(ranked.any()),
+            num_candidates=num_candidates,
+        )  # fmt: skip
+        assert torch.equal(self.x.view(torch.int32), before.view(torch.int32)), "the logits are the model's"
+        return tokens, counts
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        counts = self.edits.counts.clone()
+        edits = self.edits._replace(counts=counts)
+        return choose_tokens_ref(self.x, self.table, self.plan, edits, numpys_weights), counts
 
 
-KINDS = st.sampled_from(["random", "ties", "flat", "banned", "zeros", "bf16"])
+KINDS = st.sampled_from(["random", "ties", "equal", "flat", "banned", "zeros", "broken"])
+SEEDS = st.integers(0, 2**31)
 
 
-@settings(max_examples=examples(45))
-@given(seed=st.integers(0, 2**31), vocab=st.integers(1, 300), kind=KINDS, candidates=st.sampled_from([8, 64, 4096]))
-def test_the_ranked_draw_is_the_sorting_twins(seed: int, vocab: int, kind: str, candidates: int) -> None:
+@settings(max_examples=examples(25))
+@given(seed=SEEDS, vocab=st.integers(2, 300), kind=KINDS, room=st.sampled_from([8, 64, 4096]), n=st.integers(1, 4))
+def test_tokens_and_counts_are_the_sorting_twins(seed: int, vocab: int, kind: str, room: int, n: int) -> None:
+    rows = Rows(seed, n, vocab, kind)
+    with permuted_programs(seed):
+        found = rows.chosen(num_candidates=room)
+    for ours, twins in zip(found, rows.expected(), strict=True):
+        assert torch.equal(ours, twins)
+
+
+@settings(max_examples=examples(6))
+@given(seed=SEEDS, vocab=st.sampled_from([4096, 4097, 8500, 13_000]), kind=KINDS, room=st.sampled_from([64, 4096]))
+def test_a_vocabulary_of_several_chunks(seed: int, vocab: int, kind: str, room: int) -> None:
     rows = Rows(seed, 2, vocab, kind)
-    assert torch.equal(rows.ranked(num_candidates=candidates), rows.expected(ranked=True))
+    with permuted_programs(seed):
+        found = rows.chosen(num_candidates=room)
+    for ours, twins in zip(found, rows.expected(), strict=True):
+        assert torch.equal(ours, twins)
 
 
-@settings(max_examples=examples(100))
-@given(seed=st.integers(0, 2**31), vocab=st.integers(1, 5000), kind=KINDS)
-def test_the_open_draw_is_the_twins(seed: int, vocab: int, kind: str) -> None:
-    rows = Rows(seed, 2, vocab, kind)
-    tokens = sample_open(rows.x, rows.peak, rows.temperature, rows.max_gap, rows.draw)
-    assert torch.equal(tokens, rows.expected(ranked=False))
+@settings(max_examples=examples(20))
+@given(seed=SEEDS, vocab=st.sampled_from([1, 31, 33, 1024, 5000]), kind=KINDS, n=st.integers(1, 4))
+def test_edits_are_the_twins(seed: int, vocab: int, kind: str, n: int) -> None:
+    rows = Rows(seed, n, vocab, kind if vocab > 1 else "random")
+    cleared = torch.full((n, 3000), 7, dtype=torch.int32)
+    out = edit_logits(rows.x, rows.table, rows.plan, rows.edits, rows.num_edited, cleared)
+    expected = edit_logits_ref(rows.x, rows.table, rows.plan, rows.edits)
+    edited = rows.plan[:, Field.EDITED] >= 0
+    torch.testing.assert_close(out.lines, expected[edited], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(out.peaks.amax(-1), expected.where(~expected.isnan(), torch.inf).amax(-1))
+    assert torch.equal((out.peak_ids == -1).any(-1), expected.isnan().any(-1))
+    assert not cleared.any()
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    rows = Rows(3, 4, 200, "random")
-    everyone = rows.ranked()
+    rows = Rows(3, 4, 200, "ties")
+    everyone, _ = rows.chosen()
     for i in range(4):
-        assert torch.equal(rows.ranked(slice(i, i + 1)), everyone[i : i + 1])
+        assert torch.equal(rows.chosen(slice(i, i + 1))[0], everyone[i : i + 1])
 
 
 def test_top_k_of_one_is_greedy_and_draws_only_what_is_kept() -> None:
     rows = Rows(4, 3, 100, "random")
-    rows.top_k[:] = 1
-    rows.max_gap[:] = torch.inf
-    assert torch.equal(rows.ranked(), rows.x.argmax(-1))
+    rows.table[:, Column.TOP_K] = 1
+    rows.table[:, Column.GREEDY] = 0
+    rows.plan[:, Field.EDITED] = -1
+    assert torch.equal(rows.chosen()[0], rows.x.argmax(-1))
 
 
-def test_rows_without_a_token_answer_minus_one() -> None:
+def test_broken_rows_answer_minus_one_and_are_not_counted() -> None:
     rows = Rows(5, 3, 100, "random")
+    rows.plan[:, Field.COUNTS] = torch.arange(3)
     rows.x[0], rows.x[1, 50] = -torch.inf, torch.nan
-    rows.peak = rows.x.amax(-1)
-    for tokens in (rows.ranked(), sample_open(rows.x, rows.peak, rows.temperature, rows.max_gap, rows.draw)):
+    for greedy in (0, 1):
+        rows.table[:, Column.GREEDY] = greedy
+        tokens, counts = rows.chosen()
         assert tokens[:2].tolist() == [-1, -1] and tokens[2] >= 0
+        assert (counts - rows.edits.counts).sum(1).tolist() == [0, 0, 2]

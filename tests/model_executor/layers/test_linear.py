@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launches import counted_launches
 
-from tercet.model_executor.layers.linear import Linear, can_pack
+from tercet.model_executor.layers.linear import Linear, can_pack, float32_logits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -38,3 +39,27 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     for rows in (1, 2, 3, 4, 7, 16, 31, 64, 129):
         assert torch.equal(linear(x[:rows]), whole[:rows])
         assert torch.equal(linear(x[-rows:]), whole[-rows:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_out", [False, True])
+@torch.inference_mode()
+def test_float32_logits_on_a_cpu(dtype: torch.dtype, has_out: bool) -> None:
+    torch.manual_seed(0)
+    head, hidden = Linear(torch.randn(50, 20).to(dtype)), torch.randn(3, 20).to(dtype)
+    out = torch.empty(3, 50) if has_out else None
+    logits = float32_logits(head, hidden, out)
+    assert logits.dtype == torch.float32 and torch.equal(logits, head(hidden).float())
+    assert out is None or logits is out
+
+
+@pytest.mark.parametrize("has_out", [False, True])
+def test_float32_logits_are_one_launch_on_a_gpu(has_out: bool) -> None:
+    meta = torch.device("meta")
+    head = Linear(torch.empty(50, 20, dtype=torch.bfloat16, device=meta))
+    hidden = torch.empty(3, 20, dtype=torch.bfloat16, device=meta)
+    out = torch.empty(3, 50, device=meta) if has_out else None
+    with counted_launches() as counted:
+        logits = float32_logits(head, hidden, out)
+    assert counted.names == ["mm"] and logits.shape == (3, 50) and logits.dtype == torch.float32
+    assert out is None or logits is out

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from runners import make_settings
+from toy_runner import TOY
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention import registry
@@ -63,3 +66,13 @@ def test_the_kv_pool_has_the_type_of_its_setting() -> None:
     assert registry.resolve_kv_dtype("fp8_e4m3", FP16, "triton") == torch.float8_e4m3fn
     with pytest.raises(ValueError, match="must be auto, fp8_e4m3, got 'fp8'"):
         registry.resolve_kv_dtype("fp8", BF16, "triton")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"attention_backend": "torch"}, {"attention_backend": "triton", "dtype": "float16"}]
+)
+def test_fused_small_steps_need_triton_and_a_type_with_a_wide_range(settings: dict[str, Any]) -> None:
+    config = dataclasses.replace(TOY, load_format="dummy")
+    with pytest.raises(ValueError, match="--fuse-small-steps needs triton attention and bfloat16 or float32, got t"):
+        make_settings(config, fuse_small_steps=True, **settings)
+    assert make_settings(config, fuse_small_steps=True, attention_backend="triton", dtype="bfloat16").fuse_small_steps

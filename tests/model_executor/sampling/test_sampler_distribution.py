@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from sampling_reference import kept_tokens, near_a_threshold, new_row, possible_tokens, probabilities
 
-from tercet.model_executor.sampling import sampler as sampler_module
+from tercet.model_executor.sampling import block_sampling
 from tercet.model_executor.sampling.counter_rng import uniform
 from tercet.model_executor.sampling.sampler import Sampler
 from tercet.srt.sampling_params import SamplingParams
@@ -32,7 +32,7 @@ LOGITS = st.lists(st.integers(-40, 40).map(lambda i: i / 8), min_size=1, max_siz
 def any_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few rows, and a top-p search that starts with few tokens: with a small vocabulary too."""
     if request.param != "as it is":
-        monkeypatch.setattr(sampler_module, "BLOCK_ELEMENTS", 200)
+        monkeypatch.setattr(block_sampling, "BLOCK_ELEMENTS", 200)
         monkeypatch.setattr("tercet.model_executor.sampling.token_choice.CPU_WIDTHS", (2, 9))
 
 

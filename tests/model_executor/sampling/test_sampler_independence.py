@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_reference import new_row
 
-from tercet.model_executor.sampling import sampler as sampler_module
-from tercet.model_executor.sampling import token_choice
+from tercet.model_executor.sampling import block_sampling, token_choice
 from tercet.model_executor.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("each_cpu_choice")
@@ -67,7 +66,7 @@ def test_a_row_alone_and_in_any_batch(
     logits = steps_of_logits(n, steps, seed, dtype)
     rows = np.array(data.draw(st.permutations(range(1, 13)))[:n], np.int32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler_module, "BLOCK_ELEMENTS", data.draw(st.sampled_from([1, 3000, 2**22])))
+        patch.setattr(block_sampling, "BLOCK_ELEMENTS", data.draw(st.sampled_from([1, 3000, 2**22])))
         patch.setattr(token_choice, "CPU_WIDTHS", data.draw(st.sampled_from([(), (3, 40), (256, 4096)])))
         sampler = Sampler(12, VOCAB_SIZE, "cpu")
     for row, request in zip(rows, requests, strict=True):

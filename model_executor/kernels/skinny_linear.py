@@ -1,0 +1,141 @@
+"""Linear layers of at most 8 rows, with the norm before them and the residual sum or the gated activation after them.
+
+A product of so few rows takes as long as reading its weight. So what lies between two products should cost no launch:
+one kernel computes
+
+    out = epilogue(rms_norm(x) @ weight.T + bias)
+
+A program has BLOCK_N outputs of all rows, and reads its part of the weight once, in order. The weight does not wait for
+the norm: rms_norm(x) = x * norm_weight * scale, with one scale for each row, so the product is scaled at its end. Each
+row of a product is a sum of its own, in the same order for any number of rows. So a row has the same bits alone and
+beside 7 others. NOT YET MEASURED ON A DEVICE.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .primitives import dot, has_dense_rows, is_interpreted
+
+MAX_ROWS = 8
+_ROWS = 16
+"""Rows of a product on matrix units. The rows from the last one on are zeros."""
+_BLOCK_N, _NUM_STAGES = 16, 8
+_BLOCK_K = {torch.bfloat16: 128, torch.float32: 32}
+"""Larger blocks spill registers on sm_90 (docs/log.md)."""
+
+
+class Norm(NamedTuple):
+    """The RMSNorm before a linear layer."""
+
+    weight: torch.Tensor
+    """[in]"""
+    eps: float
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _skinny_linear_kernel(
+    x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, N: tl.constexpr,
+    K: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows, in_columns = row < num_rows, column < N
+    weights = weight_ptr + column.to(tl.int64)[:, None] * K
+    total = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    total_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        in_k = k < K
+        inside = in_columns[:, None] & in_k[None, :]
+        weight = tl.load(weights + k[None, :], mask=inside, other=0.0)
+        x = tl.load(x_ptr + row[:, None] * stride_x + k[None, :], mask=in_rows[:, None] & in_k[None, :], other=0.0)
+        if NORM:
+            wide = x.to(tl.float32)
+            squares += wide * wide
+            x = (wide * tl.load(norm_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
+        total = dot(x, tl.trans(weight), total, WIDEN)
+        if GATED:
+            up = tl.load(weights + N * K + k[None, :], mask=inside, other=0.0)
+            total_up = dot(x, tl.trans(up), total_up, WIDEN)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+        total *= scale
+        total_up *= scale
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            total_up += tl.load(bias_ptr + N + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * total_up
+    place = row[:, None] * N + column[None, :]
+    inside = in_rows[:, None] & in_columns[None, :]
+    if ADD:
+        total += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute rms_norm(x) @ weight.T + bias in float32, then an epilogue: [T, in] -> [T, out].
+
+    Args:
+        x: [T, in], T <= MAX_ROWS, last dimension contiguous, bfloat16 or float32. Not float16, which may not hold a
+            product of x and the norm's weight before it is scaled
+        weight: [out, in], contiguous, of x's dtype; with `gated` [2 * out, in], the gate's rows first
+        bias: [len(weight)]
+        norm: the norm; None: x is multiplied as it is
+        gated: whether the result is silu(first half) * second half
+        residual: [T, out], contiguous. The result is added to it in place, and it is returned
+    """
+    num_rows, num_in = x.shape
+    num_out = len(weight) // 2 if gated else len(weight)
+    assert num_rows <= MAX_ROWS and x.dtype in _BLOCK_K and has_dense_rows(x)
+    assert weight.shape[1] == num_in and weight.dtype == x.dtype and weight.is_contiguous()
+    assert residual is None or (residual.shape == (num_rows, num_out) and residual.is_contiguous())
+    out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device) if residual is None else residual
+    if num_rows:
+        _skinny_linear_kernel[(triton.cdiv(num_out, _BLOCK_N),)](
+            x, weight if norm is None else norm.weight, weight, weight if bias is None else bias, out, out,
+            x.stride(0), num_rows, 0.0 if norm is None else norm.eps, N=num_out, K=num_in, NORM=norm is not None,
+            GATED=gated, ADD=residual is not None, HAS_BIAS=bias is not None, ROWS=_ROWS, BLOCK_N=_BLOCK_N,
+            BLOCK_K=min(_BLOCK_K[x.dtype], max(16, triton.next_power_of_2(num_in))),
+            WIDEN=is_interpreted(_skinny_linear_kernel) and x.dtype == torch.bfloat16, num_warps=4,
+            num_stages=_NUM_STAGES,
+        )  # fmt: skip
+    return out
+
+
+def skinny_linear_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`skinny_linear` in plain torch, without a rounding before the end."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if norm is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+    out = wide @ weight.to(wide.dtype).T
+    if bias is not None:
+        out += bias
+    if gated:
+        gate, up = out.chunk(2, dim=-1)
+        out = torch.nn.functional.silu(gate) * up
+    return out.to(x.dtype) if residual is None else residual.copy_(residual.to(out.dtype) + out)

@@ -1,0 +1,66 @@
+"""Triton layers whose small steps are a short chain of kernels: norm, sums and activation inside the linear layers.
+
+A step of at most 8 tokens is bound by the number of its dependent kernels. Here a layer has 7 of them instead of 10:
+norm + qkv; rotation and store; attention of the splits; their merge; o + sum; norm + gate and up + activation; down +
+sum.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..forward_batch import ForwardBatch
+from ..kernels.skinny_linear import MAX_ROWS, Norm, skinny_linear
+from .layernorm import RMSNorm
+from .linear import GatedLinear, Linear
+from .residual import AfterNorm, BeforeSum, Layer, NormedLayer, SummedLayer
+from .triton_layers import TritonLayers
+
+
+class FusedNormedLayer(NormedLayer):
+    """The AfterNorm that is one kernel for few tokens."""
+
+    def __init__(self, norm: RMSNorm, layer: Linear | GatedLinear) -> None:
+        super().__init__(norm, layer)
+        self._gated = isinstance(layer, GatedLinear)
+        self._linear = layer.linear if isinstance(layer, GatedLinear) else layer
+        assert not self._linear.is_packed
+        self._norm_args = Norm(norm.weight, norm.eps)
+
+    def __call__(
+        self, pending: torch.Tensor | None, residual: torch.Tensor | None, batch: ForwardBatch | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if pending is None or residual is None:
+            stream = pending if residual is None else residual
+            assert stream is not None
+            if len(stream) <= MAX_ROWS:
+                weight, bias = self._linear.weight, self._linear.bias
+                return skinny_linear(stream, weight, bias, norm=self._norm_args, gated=self._gated), stream
+        return super().__call__(pending, residual, batch)
+
+
+class FusedSummedLayer(SummedLayer):
+    """The BeforeSum that adds in the layer's own kernel for few tokens."""
+
+    def __init__(self, layer: Linear) -> None:
+        super().__init__(layer)
+        assert not layer.is_packed
+        self._linear = layer
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor | None:
+        if len(x) > MAX_ROWS:
+            return super().__call__(x, residual, batch)
+        skinny_linear(x, self._linear.weight, self._linear.bias, residual=residual)
+        return None
+
+
+class FusedTritonLayers(TritonLayers):
+    """TritonLayers with fused kernels for steps of at most MAX_ROWS tokens. Types other than float16."""
+
+    def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
+        assert isinstance(layer, (Linear, GatedLinear))
+        return FusedNormedLayer(norm, layer)
+
+    def before_sum(self, layer: Layer) -> BeforeSum:
+        assert isinstance(layer, Linear)
+        return FusedSummedLayer(layer)
