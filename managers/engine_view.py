@@ -7,7 +7,8 @@ from collections.abc import Callable
 from itertools import chain, islice
 
 from ..mem_cache.base_prefix_cache import BasePrefixCache
-from ..srt.io_struct import EngineView, RequestView, SchedulerState, StepRecord
+from ..srt.io_struct import EngineView, SchedulerState
+from ..srt.view_parts import RequestView, StepRecord
 from .req import Req
 from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch

@@ -34,6 +34,20 @@ class GrammarChecks(Protocol):
         """Returns if the scheduler can compile the grammar. Raises InvalidRequest."""
 
 
+async def check_grammar(checks: GrammarChecks | None, grammar: GrammarSpec, param: str) -> None:
+    """Returns if the grammar can be used. Raises InvalidRequest, which names `param`.
+
+    `checks`: None refuses every grammar.
+    """
+    if checks is None:
+        raise InvalidRequest(f"{param} is not supported: this engine has no grammars", param=param)
+    try:
+        await checks.check(grammar)
+    except InvalidRequest as error:
+        # Other requests may wait for the same error, so it is copied.
+        raise type(error)(error.message, param=param) from None
+
+
 class GrammarChecker:
     """The judge of grammars (GrammarChecks)."""
 

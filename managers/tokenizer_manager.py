@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..srt.errors import EngineDead, EngineRestarting, InvalidRequest, QueueFull, TercetError
-from ..srt.grammar_spec import GrammarSpec
 from ..srt.io_struct import (
     AbortReq,
     BatchTextOut,
@@ -37,7 +36,7 @@ from ..srt.start_reports import SchedulerReady
 from ..srt.text.tokenizer import Tokenizer
 from .calls import KnownState, SchedulerCalls, SchedulerLink
 from .generation import Generation
-from .grammar_checker import GrammarChecks
+from .grammar_checker import GrammarChecks, check_grammar
 from .heartbeats import Heartbeats
 from .input_processor import InputProcessor
 from .pause_control import PauseControl
@@ -122,8 +121,9 @@ class TokenizerManager:
             return
         try:
             with prompt.unless_over():
-                if prompt.prompt.options.sampling.grammar is not None:
-                    await self._check_grammar(prompt.prompt, prompt.prompt.options.sampling.grammar)
+                grammar = prompt.prompt.options.sampling.grammar
+                if grammar is not None:
+                    await check_grammar(self._grammars, grammar, prompt.prompt.grammar_param or grammar.kind)
                 ids = await self._prompt_ids(prompt.prompt)
                 self.inputs.check_options(prompt.prompt.options)
                 self.inputs.check_logprobs(prompt.prompt.options, len(ids))
@@ -134,16 +134,6 @@ class TokenizerManager:
             if error.param in ("prompt", "input_ids", None):
                 error.param = prompt.prompt.param
             raise
-
-    async def _check_grammar(self, prompt: Prompt, grammar: GrammarSpec) -> None:
-        param = prompt.grammar_param or grammar.kind
-        if self._grammars is None:
-            raise InvalidRequest(f"{param} is not supported: this engine has no grammars", param=param)
-        try:
-            await self._grammars.check(grammar)
-        except InvalidRequest as error:
-            # Other requests may wait for the same error, so it is copied.
-            raise type(error)(error.message, param=param) from None
 
     def send(self, prompt: PromptSamples, generation: Generation) -> None:
         """Sends one sample of a prepared prompt to the scheduler, unless it has ended.

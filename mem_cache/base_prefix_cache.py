@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..srt.io_struct import HotPrefix
+from ..srt.view_parts import HotPrefix
 
 
 class CacheNode:

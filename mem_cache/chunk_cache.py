@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..srt.io_struct import HotPrefix
+from ..srt.view_parts import HotPrefix
 from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..srt.io_struct import HotPrefix
+from ..srt.view_parts import HotPrefix
 from .allocator import BaseAllocator
 from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult, RetentionOwner
 from .block_events import CacheListener

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from ..srt.io_struct import HotPrefix
+from ..srt.view_parts import HotPrefix
 from .radix_node import RadixNode
 
 MAX_VISITED = 4096

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
-from collections.abc import AsyncIterable, Callable, Coroutine, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
 import tokenizers
-import uvicorn
 from fake_grammars import FakeGrammars
 from fake_results import fake_embedding, fake_hidden, fake_logprobs
-from patience import PATIENCE_S
 
 from tercet.managers.tokenizer_manager import TokenizerManager
-from tercet.srt.entrypoints.bounded_http import BoundedHttpProtocol
 from tercet.srt.entrypoints.http_server import create_app
 from tercet.srt.io_struct import (
     AbortFinish,
@@ -31,13 +25,11 @@ from tercet.srt.io_struct import (
     FlushCacheReply,
     FlushCacheReq,
     GenerateReq,
-    HotPrefix,
     LengthFinish,
     RetainReq,
     SchedulerState,
     StateReply,
     StateReq,
-    StepRecord,
     StopFinish,
     TextOut,
     TokenOut,
@@ -54,6 +46,7 @@ from tercet.srt.start_reports import SchedulerReady
 from tercet.srt.text.tokenizer import Tokenizer
 from tercet.srt.text.tokenizer_parts import TokenizerParts
 from tercet.srt.tier_state import TierState
+from tercet.srt.view_parts import HotPrefix, StepRecord
 
 T = TypeVar("T")
 
@@ -369,39 +362,3 @@ def events_of(content: bytes) -> list[Any]:
         events.append(json.loads(data[len("data: ") :]))
         assert names in ([], [f"event: {events[-1].get('type')}"])
     return events
-
-
-class LiveSite:
-    """The same app behind uvicorn on a free port, in a thread."""
-
-    def __init__(self, scheduler: FakeScheduler, manager: TokenizerManager, address: tuple[str, int]) -> None:
-        self.scheduler = scheduler
-        self.manager = manager
-        self.address = address
-        self.url = f"http://{address[0]}:{address[1]}"
-
-    def send(self, method: str, path: str, body: Any) -> socket.socket:
-        """Sends a request and returns its connection, without reading the response."""
-        data = json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-        connection = socket.create_connection(self.address, timeout=PATIENCE_S)
-        connection.sendall(head.encode() + data)
-        return connection
-
-
-@contextmanager
-def live_site(**settings: Any) -> Iterator[LiveSite]:
-    scheduler = FakeScheduler()
-    manager = make_manager(scheduler, **settings)
-    config = uvicorn.Config(create_app(manager), http=BoundedHttpProtocol, lifespan="off", log_config=None)
-    server = uvicorn.Server(config)
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield LiveSite(scheduler, manager, listener.getsockname())
-        finally:
-            server.should_exit = True
-            server.force_exit = True
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive()

@@ -12,8 +12,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ..errors import InvalidRequest
-from ..io_struct import EngineView, HotPrefix, RequestView, StepRecord
+from ..io_struct import EngineView
 from ..text.tokenizer import Tokenizer
+from ..view_parts import HotPrefix, RequestView, StepRecord
 from .routing import Server, json_response
 from .wire import doc, shown
 

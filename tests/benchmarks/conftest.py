@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from bench_tokenizers import bytes_only
-from fake_http import LiveSite, live_site
+from live_site import LiveSite, live_site
 from serving_bench import Bench
 
 

@@ -11,7 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fake_http import LiveSite, live_site, text_of
+from fake_http import text_of
+from live_site import LiveSite, live_site
 from patience import PATIENCE_S
 from scripted_http import Exchange, scripted_server
 from serving_bench import SMALL, Bench

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from fake_http import LiveSite
+from live_site import LiveSite
 from patience import PATIENCE_S
 from scripted_http import Exchange, scripted_server
 from serving_bench import Bench

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import uvicorn
-from fake_http import live_site
 from hand_transport import Clock, Transport
+from live_site import live_site
 from patience import PATIENCE_S
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState

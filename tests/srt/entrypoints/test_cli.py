@@ -11,7 +11,8 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import pytest
-from fake_http import live_site, text_of
+from fake_http import text_of
+from live_site import live_site
 from patience import PATIENCE_S
 from toy_engine import environment
 

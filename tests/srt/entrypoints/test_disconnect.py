@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_http import LiveSite, events_of, live_site, text_of
+from fake_http import events_of, text_of
+from live_site import LiveSite, live_site
 from patience import PATIENCE_S
 
 BODIES: list[tuple[str, dict[str, Any], int]] = [

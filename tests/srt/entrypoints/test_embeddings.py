@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from fake_http import Site, live_site
+from fake_http import Site
+from live_site import live_site
 
 from tercet.srt.entrypoints.openai.embedding_protocol import EmbeddingBody
 from tercet.srt.io_struct import AbortFinish

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_http import LiveSite, live_site
+from live_site import LiveSite, live_site
 
 openai = pytest.importorskip("openai", reason="the extra `test` has the openai library")
 

@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 import pytest
 from breakable_http import Connection, events_in
-from fake_http import Site, error_of, live_site
+from fake_http import Site, error_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_site import live_site
 
 from tercet.srt.entrypoints import resumable
 from tercet.srt.entrypoints.routing import BoundEndpoint
