@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from sass import InstructionCounts, count_instructions
+from serving_shapes import Shape
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from tercet.model_executor.kernels.tuning import decode_tile, programs_that_fit
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -46,8 +50,11 @@ class Resources:
     shared: int
     registers: int
     spilled: int
+    threads: int
     assembly: str = field(repr=False)
     """PTX or amdgcn assembly."""
+    counts: InstructionCounts | None
+    """None on AMD."""
 
 
 @contextmanager
@@ -89,26 +96,62 @@ def compile_launch(launch: Launch, arch: str) -> Resources:
         backend, dict(launch.kwargs), bound, specialization, options
     )
     compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=parsed.__dict__)
-    read = _nvidia if target.backend == "cuda" else _amd
-    registers, spilled = read(compiled)
+    nvidia = target.backend == "cuda"
+    registers, spilled = _nvidia(compiled) if nvidia else _amd(compiled)
     return Resources(
-        kernel.fn.__name__, compiled.metadata.shared, registers, spilled, compiled.asm[_ASSEMBLY[target.backend]]
+        kernel.fn.__name__,
+        compiled.metadata.shared,
+        registers,
+        spilled,
+        compiled.metadata.num_warps * target.warp_size,
+        compiled.asm[_ASSEMBLY[target.backend]],
+        count_instructions(_cuobjdump(compiled, "-sass")) if nvidia else None,
     )
 
 
 def assert_fits(resources: Resources, arch: str) -> None:
     assert resources.shared <= SHARED_LIMIT[arch], resources
-    assert resources.spilled == 0, resources
+    # What only merging splits needs may wait in memory while the loops over the KV run, but those loops spill nothing.
+    waiting = 64 if resources.kernel == "_extend_kernel" and arch == "sm_90" else 0
+    assert resources.spilled <= waiting, resources
+    assert resources.counts is None or resources.counts.spills_in_loops == 0, resources
+
+
+def assert_overlaps(resources: Resources) -> None:
+    """Checks that attention for sm_90 waits neither for each product nor for each element of a KV tile."""
+    counts = resources.counts
+    assert counts is not None
+    if resources.kernel == "_decode_merge_kernel":
+        return
+    # 128 bits a thread for K and V. The narrow copies are those of the slots.
+    assert counts.wide_copies > 0, resources
+    if not counts.wgmma:
+        assert counts.mma > 0, resources
+        return
+    # Two loops with two products each: q @ K and p @ V, of several instructions.
+    assert counts.wgmma_batches == counts.wgmma_waits == 4, resources
+
+
+def assert_plan_holds(resources: Resources, shape: Shape) -> None:
+    """Checks that the registers suffice for the planned programs of decode attention; with fp8 for one less."""
+    if resources.kernel == "_decode_split_kernel":
+        planned = decode_tile("sm_90", shape.head_dim).programs
+        fit = programs_that_fit(planned, resources.registers, resources.threads)
+        assert fit >= planned - shape.fp8, resources
 
 
 def _nvidia(compiled: Any) -> tuple[int, int]:
     """Registers and spills. Our kernels have no arrays or calls, so stack and local memory hold only spills."""
+    text = _cuobjdump(compiled, "-res-usage")
+    use = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return use["REG"], use["STACK"] + use["LOCAL"]
+
+
+def _cuobjdump(compiled: Any, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        text = subprocess.run([_CUOBJDUMP, "-res-usage", cubin.name], check=True, capture_output=True, text=True).stdout
-    use = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
-    return use["REG"], use["STACK"] + use["LOCAL"]
+        return subprocess.run([_CUOBJDUMP, what, cubin.name], check=True, capture_output=True, text=True).stdout
 
 
 def _amd(compiled: Any) -> tuple[int, int]:
