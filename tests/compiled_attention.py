@@ -79,7 +79,7 @@ def _cases() -> dict[str, Callable[[], list[Launch]]]:
         "splits as units": ("32x8x128-bfloat16",),
     }  # fmt: skip
     decode = {
-        False: ("32x8x64-bfloat16", "32x8x128-bfloat16", "32x8x128-fp8"),
+        False: ("32x8x128-bfloat16", "32x8x128-fp8"),
         True: ("40x8x128-bfloat16-window", "32x8x128-fp8"),
     }
     cases: dict[str, Callable[[], list[Launch]]] = {}

@@ -72,7 +72,8 @@ def test_no_step_waits_for_the_compiler(
     num_rows: int, disable_cuda_graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "empty", torch.zeros)
-    use_fake(monkeypatch, FakeAccelerator(), attention=None)
+    accelerator = FakeAccelerator()
+    use_fake(monkeypatch, accelerator, attention=None)
     # Few query tiles then share the device by splits of their KV, and many do not.
     monkeypatch.setattr(extend_attention, "num_multiprocessors", lambda device: 8)
     with recorded() as launches:
@@ -81,6 +82,7 @@ def test_no_step_waits_for_the_compiler(
             max_total_tokens=20 * num_rows, max_prefill_tokens=64, cuda_graph_max_bs=5,
             disable_cuda_graph=disable_cuda_graph,
         )  # fmt: skip
+        assert accelerator.measured_to_record is not disable_cuda_graph
         before = len(launches)
         rng = np.random.default_rng(1)
         for _ in range(3 if num_rows > 100 else 30):

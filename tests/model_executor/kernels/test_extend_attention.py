@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
+import numpy as np
+import pytest
 import torch
 from attention_cases import Case, Problem, assert_close, build, cases, expected_extend, run_extend
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from triton_interpreter import dots_by_rows, examples
 
-from tercet.model_executor.kernels.tuning import DecodeTile, ExtendTile
+from tercet.model_executor.kernels import extend_attention
+from tercet.model_executor.kernels.tuning import DecodeTile, ExtendTile, extend_tile
 
 TILES = [ExtendTile(16, 16, 1, 1, 32), ExtendTile(32, 16, 1, 1, 16), ExtendTile(64, 32, 1, 1, 64)]
 DECODE_TILE = DecodeTile(32, 16, 1, 1, 2)
@@ -32,6 +36,24 @@ def run(p: Problem, tile: ExtendTile, *, by_unit: bool = False) -> torch.Tensor:
 def test_agrees_with_the_float64_twin(case: Case, tile: ExtendTile) -> None:
     problem = build(case)
     assert_close(run(problem, tile), expected_extend(problem))
+
+
+@pytest.mark.parametrize(
+    ("new", "prefix", "units"),
+    [
+        ([10], [32768], 17),  # 8 programs would leave 124 multiprocessors idle
+        ([10, 1], [32768, 70000], 17),  # one new token is the decode kernel's
+        ([10], [100], None),  # one split
+        ([1024], [32768], None),  # 32 query tiles of 8 KV heads fill the device
+        ([200], [131072], None),  # too many partial results
+    ],
+)
+def test_few_tokens_after_a_long_prefix_are_split(new: list[int], prefix: list[int], units: int | None) -> None:
+    lens = np.array(new, np.int32), np.array(new, np.int32) + np.array(prefix, np.int32)
+    starts = torch.nn.functional.pad(torch.tensor(new).cumsum(0), (1, 0))
+    with mock.patch.object(extend_attention, "num_multiprocessors", lambda device: 132):
+        work = extend_attention.extend_work(starts, torch.from_numpy(lens[1]), *lens, 32, 8, extend_tile("sm_90", 128))
+    assert (work.split, work.capacity if work.split else None) == (2048 if units else None, units)
 
 
 @settings(max_examples=examples(30))
