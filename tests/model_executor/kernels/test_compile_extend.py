@@ -18,7 +18,7 @@ LONG = [
     shape
     for shape in SHAPES
     if shape.dtype == torch.bfloat16
-    and (shape.head_dim in (64, 128) and shape.num_heads == 32 or shape.num_heads == 40)
+    and ((shape.head_dim in (64, 128) and shape.num_heads == 32) or shape.num_heads == 40)
 ]
 
 
