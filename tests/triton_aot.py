@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,8 @@ TARGETS = {
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
 """Maximum shared memory of a block in bytes. Sources: CUDA C++ programming guide, compute capabilities; CDNA3 ISA."""
 _ASSEMBLY = {"cuda": "ptx", "hip": "amdgcn"}
+_binders: dict[tuple[str, str], Callable[..., Any]] = {}
+"""Triton's functions that specialise a launch, by kernel and target."""
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -76,14 +78,17 @@ def recorded() -> Iterator[list[Launch]]:
 
 def what_is_compiled(launch: Launch, arch: str) -> tuple[str, str, str]:
     """The key of a launch's machine code. Launches with equal keys share it; a launch with a new key is compiled."""
-    _, specialization, options = _bind(launch, make_backend(TARGETS[arch]))
+    _, specialization, options = _bind(launch, arch)
     return launch.kernel.fn.__name__, str(specialization), str(options)
 
 
-def _bind(launch: Launch, backend: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
+def _bind(launch: Launch, arch: str) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
     """Arguments by name; Triton's specialisation (types, constants, multiples of 16); options such as num_warps."""
-    bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
-    return bind(*launch.args, **launch.kwargs)
+    key = launch.kernel.fn.__qualname__, arch
+    if key not in _binders:
+        backend = make_backend(TARGETS[arch])
+        _binders[key] = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
+    return _binders[key](*launch.args, **launch.kwargs)
 
 
 def compile_launch(launch: Launch, arch: str) -> Resources:
@@ -91,7 +96,7 @@ def compile_launch(launch: Launch, arch: str) -> Resources:
     target = TARGETS[arch]
     backend = make_backend(target)
     kernel = launch.kernel
-    bound, specialization, options = _bind(launch, backend)
+    bound, specialization, options = _bind(launch, arch)
     parsed, signature, constexprs, attrs = kernel._pack_args(
         backend, dict(launch.kwargs), bound, specialization, options
     )
