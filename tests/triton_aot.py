@@ -117,7 +117,7 @@ def compile_launch(launch: Launch, arch: str) -> Resources:
 def assert_fits(resources: Resources, arch: str) -> None:
     assert resources.shared <= SHARED_LIMIT[arch], resources
     # What only merging splits needs may wait in memory while the loops over the KV run, but those loops spill nothing.
-    waiting = 64 if resources.kernel == "_extend_kernel" and arch == "sm_90" else 0
+    waiting = 64 if resources.kernel == "extend_kernel" and arch == "sm_90" else 0
     assert resources.spilled <= waiting, resources
     assert resources.counts is None or resources.counts.spills_in_loops == 0, resources
 
@@ -126,7 +126,7 @@ def assert_overlaps(resources: Resources) -> None:
     """Checks that attention for sm_90 waits neither for each product nor for each element of a KV tile."""
     counts = resources.counts
     assert counts is not None
-    if resources.kernel == "_decode_merge_kernel":
+    if resources.kernel in ("_decode_merge_kernel", "extend_merge_kernel"):
         return
     # 128 bits a thread for K and V. The narrow copies are those of the slots.
     assert counts.wide_copies > 0, resources
