@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..model_executor.kernels.decode_attention import decode_attention, decode_attention_ref
-from ..model_executor.kernels.extend_attention import extend_attention, extend_attention_ref
+from ..model_executor.kernels.extend_attention import extend_attention, extend_attention_ref, extend_work
 from ..model_executor.kernels.tuning import arch_of, decode_tile, extend_tile
-from ..model_executor.kernels.work_map import query_tile_map, split_map
+from ..model_executor.kernels.work_map import split_map
 from .kernel_case import Case, CaseMaker, num_sets, poisoned, relative_error
 from .limits import causal_pairs
 from .timing import Call
@@ -174,11 +175,14 @@ def _extend_call(pool: _Pool, new: Sequence[int], q: torch.Tensor, out: torch.Te
     tile = extend_tile(arch_of(heads.device), heads.head_dim, heads.fp8)
     new_lens = torch.tensor(new, device=heads.device)
     starts = F.pad(new_lens.cumsum(0), (1, 0))
-    work = query_tile_map(starts, heads.num_heads // heads.num_kv_heads, tile.block_m, q.shape[0])
-    prefix_lens = pool.lens - new_lens
+    lens_host = pool.lens.cpu().numpy()
+    work = extend_work(
+        starts, pool.lens, np.array(new, np.int32), lens_host, heads.num_heads, heads.num_kv_heads, tile
+    )  # fmt: skip
+    prefix_lens, longest = pool.lens - new_lens, int(lens_host.max())
     return lambda: extend_attention(
         q, pool.k, pool.v, pool.table, pool.rows, starts, prefix_lens, work, out,
-        sm_scale=heads.head_dim**-0.5, tile=tile, **pool.scales,
+        longest=longest, sm_scale=heads.head_dim**-0.5, tile=tile, **pool.scales,
     )  # fmt: skip
 
 

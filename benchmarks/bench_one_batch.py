@@ -35,7 +35,7 @@ from .local_engine import DirectBatch, TimedEngine
 from .presets import model_name
 from .results import Result, add_results_arguments, finish, number, percent
 from .timing import use_server_threads
-from .trace import device_activity, read_events
+from .trace import HOST_GAP_US, device_activity, read_events
 
 _WARMUP_STEPS = 4
 _TOP_KERNELS = 8
@@ -233,10 +233,16 @@ class _Bench:
         what = f"over {num_steps} decode steps, batch {batch_size}, context {context_len}, graphs {graphs}"
         table = self._result.table(f"Device idle time {what}", ["", "ms a step", "idle"])
         table.row("device, from the trace", number(activity.span_s / num_steps * 1e3), percent(activity.idle_share))
+        host_gaps_s = activity.host_gaps_s / num_steps
+        table.row(
+            f"of it in gaps over {HOST_GAP_US:g} us", number(host_gaps_s * 1e3), percent(activity.host_idle_share)
+        )  # fmt: skip
         table.row("wall, traced", number(traced_s * 1e3), percent(1 - busy_s / traced_s))
         table.row("wall, not traced", number(plain_s * 1e3), percent(1 - busy_s / plain_s))
         table.notes.append(
-            f"Busy {number(busy_s * 1e3)} ms a step, in {activity.num_operations / num_steps:.1f} operations."
+            f"Busy {number(busy_s * 1e3)} ms a step, in {activity.num_operations / num_steps:.1f} operations. "
+            f"In gaps over {HOST_GAP_US:g} us ({activity.num_host_gaps} in all) the device waits for the host. Shorter "
+            "gaps are those between the nodes of a graph."
         )
         kernels = self._result.table(f"Device time by operation {what}", ["operation", "us a step", "share"])
         for name, seconds in list(activity.by_name_s.items())[:_TOP_KERNELS]:
@@ -250,6 +256,7 @@ class _Bench:
                 "traced_wall_step_s": traced_s,
                 "busy_step_s": busy_s,
                 "idle_share": activity.idle_share,
+                "host_idle_share": activity.host_idle_share,
                 "operations_per_step": activity.num_operations / num_steps,
             }
         )

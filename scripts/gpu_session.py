@@ -7,9 +7,11 @@ with the same name: all tables (.md), all JSON lines (.json), and all output (.l
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +24,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BENCH = [sys.executable, "-m"]
+NEEDED = (
+    "gguf", "httptools", "jinja2", "msgspec", "numpy", "prometheus_client", "pytest", "safetensors", "starlette",
+    "tokenizers", "torch", "tqdm", "transformers", "triton", "uvicorn", "yaml", "zmq",
+)  # fmt: skip
+"""Modules without which the parts fail."""
+INTERRUPTED = "interrupted"
 _GRACE_S = 15
 """Seconds between SIGTERM and SIGKILL."""
 
@@ -64,7 +72,7 @@ def parts(quick: bool) -> list[Part]:
             "correctness on the device",
             [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *_test_folders()],
             20,
-            150 if quick else 300,
+            300,
         ),
         bench(
             "check",
@@ -74,6 +82,7 @@ def parts(quick: bool) -> list[Part]:
             20,
             120,
         ),
+        *sanitizer_parts(),
         bench(
             "one-batch-1b",
             "Llama-3.2-1B: decode with and without CUDA graphs, device idle time",
@@ -132,7 +141,40 @@ def parts(quick: bool) -> list[Part]:
             120 if quick else 300,
             580,
         ),
+        *profile_parts(),
     ]
+
+
+_CHECK_EXTEND = [*BENCH, "tercet.benchmarks.bench_kernels", "--check-only", "--quick", "--only", "extend"]
+_CHECK_DECODE = [*BENCH, "tercet.benchmarks.bench_kernels", "--check-only", "--quick", "--only", "decode"]
+
+
+def sanitizer_parts() -> list[Part]:
+    """Extend attention under compute-sanitizer, if the CUDA toolkit is here."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        return []
+    command = [tool, "--error-exitcode", "1", *_CHECK_EXTEND]
+    return [Part("sanitizer", "memory accesses of extend attention", command, 60, 240)]
+
+
+def profile_parts() -> list[Part]:
+    """Profiles of the two attention kernels, if Nsight Compute is here. They are in the log."""
+    tool = shutil.which("ncu")
+    if tool is None:
+        return []
+
+    def profile(name: str, kernel: str, command: list[str]) -> Part:
+        options = ["--kernel-name", f"regex:^{kernel}$", "--launch-count", "1", "--set", "full"]
+        return Part(name, f"Nsight Compute's profile of {kernel}", [tool, *options, *command], 60, 180)
+
+    return [
+        profile("ncu-extend", "extend_kernel", _CHECK_EXTEND),
+        profile("ncu-decode", "_decode_split_kernel", _CHECK_DECODE),
+    ]
+
+
+_HANGS = "import time; print('begun', flush=True); time.sleep(600)"
 
 
 def tiny_parts(folder: Path) -> list[Part]:
@@ -171,6 +213,7 @@ def tiny_parts(folder: Path) -> list[Part]:
             1,
             120,
         ),
+        Part("hangs", "a part that hangs", [sys.executable, "-c", _HANGS, "pytest"], 1, 60),
         bench("fails", "a part that fails", "bench_offline_throughput", "--model-path nowhere", 1, 60),
     ]  # fmt: skip
 
@@ -190,6 +233,11 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="list the parts and exit")
     parser.add_argument("--commit", metavar="HASH", help="commit that is measured, if the checkout has no git history")
     args = parser.parse_args()
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        say(f"scripts/gpu: {sys.executable} lacks {', '.join(missing)}; scripts/gpu --fetch downloads them\n")
+        return 2
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a session that is cut off writes its results
     with tempfile.TemporaryDirectory() as scratch:
         return session(parser, args, Path(scratch))
 
@@ -210,8 +258,11 @@ def session(parser: argparse.ArgumentParser, args: argparse.Namespace, scratch: 
     report = Report(args)
     outcomes: list[Outcome] = []
     for part in chosen:
-        outcomes.append(run(part, end, scratch))
-        report.write(outcomes)  # after each part, so that an interrupted session keeps its results
+        outcomes.append(run(part, end, scratch, report.running))
+        report.write(outcomes)  # after each part, so that a session that is killed keeps its results
+        if outcomes[-1].state == INTERRUPTED:
+            break
+    report.running.unlink(missing_ok=True)
     say("\n" + summary(outcomes))
     for file in report.files:
         say(f"written: {file}\n")
@@ -225,8 +276,8 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def run(part: Part, end: float, scratch: Path) -> Outcome:
-    """Runs a part and prints its output at the end."""
+def run(part: Part, end: float, scratch: Path, running: Path) -> Outcome:
+    """Runs a part and prints its output at the end. Until then the output is in the file `running`."""
     left = end - time.monotonic()
     if left < part.needs_s:
         say(f"\n== {part.name}: not started, {left:.0f} s are left and it needs {part.needs_s}\n")
@@ -238,23 +289,26 @@ def run(part: Part, end: float, scratch: Path) -> Outcome:
         command += ["--results", str(results)]
     say(f"\n== {part.name}: {part.what} (at most {limit:.0f} s)\n{shlex.join(part.command)}\n")
     start = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | part.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # so that its child processes can be stopped with it
-    )
-    try:
-        output, _ = process.communicate(timeout=limit)
-        state = "passed" if process.returncode == 0 else f"failed with exit code {process.returncode}"
-    except subprocess.TimeoutExpired:
-        output = stop(process)
-        state = f"stopped after {limit:.0f} s"
+    with running.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | part.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that its child processes can be stopped with it
+        )
+        try:
+            process.wait(timeout=limit)
+            state = "passed" if process.returncode == 0 else f"failed with exit code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            stop(process)
+            state = f"stopped after {limit:.0f} s"
+        except KeyboardInterrupt:
+            stop(process)
+            state = INTERRUPTED
+    output = running.read_text(encoding="utf-8", errors="replace")
     seconds = time.monotonic() - start
     # The JSON line goes only to the file. The end of a long output has the most information.
     shown = [line for line in output.splitlines() if not line.startswith('{"benchmark"')]
@@ -267,18 +321,14 @@ def run(part: Part, end: float, scratch: Path) -> Outcome:
     return outcome
 
 
-def stop(process: subprocess.Popen[str]) -> str:
-    """Stops the part and its child processes. Returns its output."""
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Stops the part and its child processes."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, signum)
-        except ProcessLookupError:
-            break
-        try:
-            return process.communicate(timeout=_GRACE_S)[0]
-        except subprocess.TimeoutExpired:
+            process.wait(timeout=_GRACE_S)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
-    return process.communicate()[0]
 
 
 def summary(outcomes: list[Outcome]) -> str:
@@ -300,6 +350,7 @@ class Report:
         args.output.mkdir(parents=True, exist_ok=True)
         # with_suffix would cut the file name, because the hardware's name may have dots.
         self.files = [args.output / f"{stem}.{suffix}" for suffix in ("md", "json", "log")]
+        self.running = args.output / f"{stem}.running.log"
 
     def write(self, outcomes: list[Outcome]) -> None:
         commit = f"\n\nCommit {self._commit}." if self._commit else ""

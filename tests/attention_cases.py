@@ -12,7 +12,7 @@ from tercet.model_executor.kernels.decode_attention import decode_attention, dec
 from tercet.model_executor.kernels.extend_attention import extend_attention, extend_attention_ref
 from tercet.model_executor.kernels.store_kv import store_kv_ref
 from tercet.model_executor.kernels.tuning import DecodeTile, ExtendTile
-from tercet.model_executor.kernels.work_map import query_tile_map, split_map
+from tercet.model_executor.kernels.work_map import query_split_map, query_tile_map, split_map
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -156,14 +156,24 @@ def run_extend(
     rows: torch.Tensor,
     extend_lens: torch.Tensor,
     prefix_lens: torch.Tensor,
+    *,
+    by_unit: bool = False,
 ) -> torch.Tensor:
-    """Runs the kernels as the backend does: decode for requests with one new token, extend for the others."""
+    """Runs the kernels as the backend does: decode for requests with one new token, extend for the others.
+
+    by_unit: each split of the KV is a work unit.
+    """
     starts = torch.nn.functional.pad(extend_lens.cumsum(0), (1, 0))
     seq_lens = prefix_lens + extend_lens
     out = poisoned(q)
     kv = p.k_buffer, p.v_buffer, p.req_to_token, rows
-    work = query_tile_map(starts, p.case.group, tile.block_m, q.shape[0])
-    extend_attention(q, *kv, starts, prefix_lens, work, out, tile=tile, **p.options)
+    longest = int(seq_lens.max())
+    if by_unit:
+        units = -(-extend_lens * p.case.group // tile.block_m) * -(-seq_lens // tile.split)
+        work = query_split_map(starts, seq_lens, p.case.group, tile.block_m, tile.split, int(units.sum()))
+    else:
+        work = query_tile_map(starts, p.case.group, tile.block_m, q.shape[0])
+    extend_attention(q, *kv, starts, prefix_lens, work, out, longest=longest, tile=tile, **p.options)
     capacity = int((-(-seq_lens // decode_tile.split)).sum())
     splits = split_map(seq_lens, decode_tile.split, capacity, starts)
     decode_attention(q, *kv, seq_lens, splits, out, tile=decode_tile, q_loc=starts[:-1], **p.options)

@@ -55,6 +55,7 @@ class FakeAccelerator:
         self.pending: list[FakeEvent] = []
         self.num_waits = 0
         self.num_replays = 0
+        self.measured_to_record = False
         self.recorded: list[FakeGraph] = []
         self.uploads: list[torch.Tensor] = []
         """All pinned buffers, except the targets of copies to the host."""
@@ -113,8 +114,9 @@ class FakeAccelerator:
         self.recorded.append(FakeGraph(self, work))
         return self.recorded[-1]
 
-    def peak_bytes(self, work: Callable[[], object]) -> int:
+    def peak_bytes(self, work: Callable[[], object], *, to_record: bool = False) -> int:
         work()
+        self.measured_to_record |= to_record
         return 1 << 20
 
     def memory(self) -> Memory:

@@ -9,16 +9,20 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import triton
+from sass import InstructionCounts, count_instructions
+from serving_shapes import Shape
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from tercet.model_executor.kernels.tuning import decode_tile, programs_that_fit
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -28,6 +32,8 @@ TARGETS = {
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
 """Maximum shared memory of a block in bytes. Sources: CUDA C++ programming guide, compute capabilities; CDNA3 ISA."""
 _ASSEMBLY = {"cuda": "ptx", "hip": "amdgcn"}
+_binders: dict[tuple[str, str], Callable[..., Any]] = {}
+"""Triton's functions that specialise a launch, by kernel and target."""
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -46,8 +52,11 @@ class Resources:
     shared: int
     registers: int
     spilled: int
+    threads: int
     assembly: str = field(repr=False)
     """PTX or amdgcn assembly."""
+    counts: InstructionCounts | None
+    """None on AMD."""
 
 
 @contextmanager
@@ -69,14 +78,17 @@ def recorded() -> Iterator[list[Launch]]:
 
 def what_is_compiled(launch: Launch, arch: str) -> tuple[str, str, str]:
     """The key of a launch's machine code. Launches with equal keys share it; a launch with a new key is compiled."""
-    _, specialization, options = _bind(launch, make_backend(TARGETS[arch]))
+    _, specialization, options = _bind(launch, arch)
     return launch.kernel.fn.__name__, str(specialization), str(options)
 
 
-def _bind(launch: Launch, backend: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
+def _bind(launch: Launch, arch: str) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
     """Arguments by name; Triton's specialisation (types, constants, multiples of 16); options such as num_warps."""
-    bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
-    return bind(*launch.args, **launch.kwargs)
+    key = launch.kernel.fn.__qualname__, arch
+    if key not in _binders:
+        backend = make_backend(TARGETS[arch])
+        _binders[key] = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
+    return _binders[key](*launch.args, **launch.kwargs)
 
 
 def compile_launch(launch: Launch, arch: str) -> Resources:
@@ -84,31 +96,67 @@ def compile_launch(launch: Launch, arch: str) -> Resources:
     target = TARGETS[arch]
     backend = make_backend(target)
     kernel = launch.kernel
-    bound, specialization, options = _bind(launch, backend)
+    bound, specialization, options = _bind(launch, arch)
     parsed, signature, constexprs, attrs = kernel._pack_args(
         backend, dict(launch.kwargs), bound, specialization, options
     )
     compiled = triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=parsed.__dict__)
-    read = _nvidia if target.backend == "cuda" else _amd
-    registers, spilled = read(compiled)
+    nvidia = target.backend == "cuda"
+    registers, spilled = _nvidia(compiled) if nvidia else _amd(compiled)
     return Resources(
-        kernel.fn.__name__, compiled.metadata.shared, registers, spilled, compiled.asm[_ASSEMBLY[target.backend]]
+        kernel.fn.__name__,
+        compiled.metadata.shared,
+        registers,
+        spilled,
+        compiled.metadata.num_warps * target.warp_size,
+        compiled.asm[_ASSEMBLY[target.backend]],
+        count_instructions(_cuobjdump(compiled, "-sass")) if nvidia else None,
     )
 
 
 def assert_fits(resources: Resources, arch: str) -> None:
     assert resources.shared <= SHARED_LIMIT[arch], resources
-    assert resources.spilled == 0, resources
+    # What only merging splits needs may wait in memory while the loops over the KV run, but those loops spill nothing.
+    waiting = 64 if resources.kernel == "extend_kernel" and arch == "sm_90" else 0
+    assert resources.spilled <= waiting, resources
+    assert resources.counts is None or resources.counts.spills_in_loops == 0, resources
+
+
+def assert_overlaps(resources: Resources) -> None:
+    """Checks that attention for sm_90 waits neither for each product nor for each element of a KV tile."""
+    counts = resources.counts
+    assert counts is not None
+    if resources.kernel in ("_decode_merge_kernel", "extend_merge_kernel"):
+        return
+    # 128 bits a thread for K and V. The narrow copies are those of the slots.
+    assert counts.wide_copies > 0, resources
+    if not counts.wgmma:
+        assert counts.mma > 0, resources
+        return
+    # Two loops with two products each: q @ K and p @ V, of several instructions.
+    assert counts.wgmma_batches == counts.wgmma_waits == 4, resources
+
+
+def assert_plan_holds(resources: Resources, shape: Shape) -> None:
+    """Checks that the registers suffice for the planned programs of decode attention; with fp8 for one less."""
+    if resources.kernel == "_decode_split_kernel":
+        planned = decode_tile("sm_90", shape.head_dim).programs
+        fit = programs_that_fit(planned, resources.registers, resources.threads)
+        assert fit >= planned - shape.fp8, resources
 
 
 def _nvidia(compiled: Any) -> tuple[int, int]:
     """Registers and spills. Our kernels have no arrays or calls, so stack and local memory hold only spills."""
+    text = _cuobjdump(compiled, "-res-usage")
+    use = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    return use["REG"], use["STACK"] + use["LOCAL"]
+
+
+def _cuobjdump(compiled: Any, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        text = subprocess.run([_CUOBJDUMP, "-res-usage", cubin.name], check=True, capture_output=True, text=True).stdout
-    use = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
-    return use["REG"], use["STACK"] + use["LOCAL"]
+        return subprocess.run([_CUOBJDUMP, what, cubin.name], check=True, capture_output=True, text=True).stdout
 
 
 def _amd(compiled: Any) -> tuple[int, int]:

@@ -16,10 +16,10 @@ import torch
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
 from ..forward_batch import ForwardBatch
 from ..kernels.decode_attention import decode_attention
-from ..kernels.extend_attention import extend_attention
+from ..kernels.extend_attention import extend_attention, extend_work
 from ..kernels.store_kv import store_kv
 from ..kernels.tuning import arch_of, decode_tile, extend_tile
-from ..kernels.work_map import WorkMap, query_tile_map, split_map
+from ..kernels.work_map import WorkMap, split_map
 from ..step import ForwardMode
 from .base import AttentionBackend, AttentionSpec
 
@@ -34,6 +34,8 @@ class _Plan:
     """None: no request has several new tokens"""
     q_loc: torch.Tensor | None
     """[B], index of each request's first token in [T]; None in a DECODE step, where it is the request's index"""
+    longest: int
+    """tokens of the longest request with several new tokens"""
 
 
 class TritonAttentionBackend(AttentionBackend):
@@ -56,7 +58,7 @@ class TritonAttentionBackend(AttentionBackend):
         """Number the work units on the device. The host's copy of the lengths only sizes the buffers."""
         if batch.mode is ForwardMode.DECODE:
             capacity = self.num_splits(batch.seq_lens_host)
-            self._plan = _Plan(split_map(batch.seq_lens, self._decode_tile.split, capacity), None, None)
+            self._plan = _Plan(split_map(batch.seq_lens, self._decode_tile.split, capacity), None, None, 0)
             return
         assert batch.extend_start_loc is not None and batch.extend_lens_host is not None
         single = batch.extend_lens_host == 1
@@ -65,10 +67,12 @@ class TritonAttentionBackend(AttentionBackend):
             capacity = self.num_splits(batch.seq_lens_host[single])
             decode = split_map(batch.seq_lens, self._decode_tile.split, capacity, batch.extend_start_loc)
         if not single.all():
-            group = self.num_heads // self.num_kv_heads
-            num_tokens = batch.input_ids.shape[0]
-            extend = query_tile_map(batch.extend_start_loc, group, self._extend_tile.block_m, num_tokens)
-        self._plan = _Plan(decode, extend, batch.extend_start_loc[:-1])
+            extend = extend_work(
+                batch.extend_start_loc, batch.seq_lens, batch.extend_lens_host, batch.seq_lens_host,
+                self.num_heads, self.num_kv_heads, self._extend_tile,
+            )  # fmt: skip
+        longest = int(batch.seq_lens_host[~single].max(initial=0))
+        self._plan = _Plan(decode, extend, batch.extend_start_loc[:-1], longest)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_id: int, batch: ForwardBatch
@@ -92,6 +96,6 @@ class TritonAttentionBackend(AttentionBackend):
             assert batch.extend_start_loc is not None and batch.prefix_lens is not None
             extend_attention(
                 q, k_buffer, v_buffer, batch.req_to_token, batch.rows, batch.extend_start_loc, batch.prefix_lens,
-                plan.extend, out, sm_scale=scale, window=window, tile=self._extend_tile,
+                plan.extend, out, longest=plan.longest, sm_scale=scale, window=window, tile=self._extend_tile,
             )  # fmt: skip
         return out.view(q.shape[0], -1)

@@ -6,12 +6,15 @@ so that the code above it is tested without a GPU.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from .memory import Memory
+
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Event(Protocol):
@@ -35,11 +38,16 @@ class Accelerator:
     """A CUDA device. The constructor makes it the calling thread's current device. Work goes to its current stream."""
 
     def __init__(self, device: torch.device) -> None:
+        # Without this, memory of steps of different sizes stays in segments that no other tensor fits into. torch reads
+        # the variable at its first allocation.
+        if not os.environ.keys() & _ALLOCATOR_SETTINGS:
+            os.environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
         # Triton launches on the current device, whatever device its tensors are on.
         torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device.index)
         self._copies = torch.cuda.Stream(device)
         self._recording = torch.cuda.Stream(device)
         self._graph_pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Allocate page-locked host memory, which the device copies without the host's help: uint8 [num_bytes].
@@ -93,7 +101,8 @@ class Accelerator:
         """Run `work` once, so that kernels are compiled and libraries are warm, then record it as a graph.
 
         All graphs allocate from one memory pool. So two graphs must not run at the same time, and a tensor allocated in
-        one graph must not be used after the replay of another.
+        one graph must not be used after the replay of another. The accelerator keeps the graph, because a destroyed
+        graph frees workspaces of the others on its stream (https://github.com/pytorch/pytorch/issues/193402).
         """
         self._recording.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._recording):
@@ -102,16 +111,28 @@ class Accelerator:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool, stream=self._recording):
             work()
+        self._graphs.append(graph)
         return graph
 
-    def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Run `work` and return its peak device memory in bytes, without the memory allocated before."""
+    def peak_bytes(self, work: Callable[[], object], *, to_record: bool = False) -> int:
+        """Run `work` and return the most device memory that torch reserves for it, in bytes.
+
+        Reserved memory counts what lies unused between tensors, too. Memory that was reserved before does not count,
+        because torch first returns what it had cached. to_record: run on the stream of `record`, whose libraries take
+        workspaces of their own (32 MiB for cuBLAS on Hopper).
+        """
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        work()
+        before = torch.cuda.memory_reserved()
+        if to_record:
+            self._recording.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._recording):
+                work()
+        else:
+            work()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_reserved() - before
 
     def memory(self) -> Memory:
         """The device's memory, after torch has returned its cached memory."""

@@ -22,7 +22,8 @@ Array = npt.NDArray[Any]
 
 _ALIGNMENT = 16
 """Each array of a transfer starts at a multiple of this number of bytes."""
-_NUM_INITIAL_BUFFERS = 16
+_NUM_INITIAL_BUFFERS = 64
+"""More than the transfers of two sampled steps of 256 rows. Another buffer would wait for the device."""
 _MIN_BUFFER_BYTES = 1 << 16
 
 

@@ -13,11 +13,14 @@ import triton
 import triton.language as tl
 
 from .primitives import as_kernel_operand, decode_kv, dot, is_interpreted, kv_format, score_scales, tanh
-from .tuning import DecodeTile, arch_of, decode_tile, num_multiprocessors, padded_head_dim
+from .tuning import DecodeTile, arch_of, decode_tile, num_multiprocessors, padded_head_dim, programs_that_fit
 from .work_map import WorkMap
 
-_MERGE_BLOCK = 16
+_MERGE_BLOCK = 64
+"""Partial results that are merged at a time. The next ones wait for them: 128k tokens take 8 rounds."""
 _MAX_HEAD_BLOCK = 64
+_programs: dict[tuple[object, ...], int] = {}
+"""Programs per multiprocessor for which the registers suffice, by all that the compiled split kernel depends on."""
 
 
 # The batch size and the alignment of these buffers vary from step to step. Specialising on them would compile kernels
@@ -237,10 +240,11 @@ def decode_attention(
     block_h = min(max(16, triton.next_power_of_2(group)), _MAX_HEAD_BLOCK)
     block_d = padded_head_dim(head_dim)
     head_blocks = num_kv_heads * triton.cdiv(group, block_h)
-    programs = max(1, num_multiprocessors(q.device) * tile.programs // head_blocks)
+    kind = (arch, tile, q.dtype, fp8, head_dim, group, q_loc is None, soft_cap is None, window is None)
+    programs = max(1, num_multiprocessors(q.device) * _programs.get(kind, tile.programs) // head_blocks)
     part_o = torch.empty(work.capacity, num_heads, head_dim, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(work.capacity, num_heads, dtype=torch.float32, device=q.device)
-    _decode_split_kernel[(head_blocks, min(programs, work.capacity))](
+    compiled = _decode_split_kernel[(head_blocks, min(programs, work.capacity))](
         q,
         as_kernel_operand(k_buffer),
         as_kernel_operand(v_buffer),
@@ -275,6 +279,12 @@ def decode_attention(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+    if kind not in _programs and compiled is not None:
+        # Known after the first launch, while the server warms up. The number of programs does not change the bits.
+        threads = 32 * tile.num_warps
+        _programs[kind] = (
+            programs_that_fit(tile.programs, compiled.n_regs, threads) if arch[:3] == "sm_" else tile.programs
+        )
     _decode_merge_kernel[(batch, num_heads)](
         part_o,
         part_lse,

@@ -4,8 +4,8 @@ They are a table because autotuning must not run while serving. NOT YET MEASURED
 the compiler's reports for each target: no register spills, and for decode, shared memory for two programs per
 multiprocessor. sm_80 has 163 KB of shared memory per block, sm_90 227 KB, gfx942 64 KB. A [64, 128] bf16 tile is 16 KB.
 
-`split` affects the bits of a result, not only its speed, because partial softmaxes are merged at multiples of it. It is
-the same for every batch, so a request's bits do not depend on the rest of the batch.
+A `split` affects the bits of a result, not only its speed, because partial softmaxes are merged at multiples of it. It
+is the same for every batch, so a request's bits do not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ class ExtendTile:
     block_n: int
     num_warps: int
     num_stages: int
+    split: int = 2048
+    """tokens of KV of a partial softmax. Merging costs about 4 % of the time of a split, and a long prefix is shared
+    by as many programs as it has splits"""
 
 
 # The kernels pad head dims to 64, 128 or 256. The address of a KV tile depends on another load (its slots), so on
@@ -79,7 +82,7 @@ _EXTEND = {
         128: ExtendTile(128, 32, 8, 1),
         256: ExtendTile(64, 16, 4, 1),
     },
-    INTERPRETER: {dim: ExtendTile(16, 16, 1, 1) for dim in (64, 128, 256)},
+    INTERPRETER: {dim: ExtendTile(16, 16, 1, 1, 32) for dim in (64, 128, 256)},
 }
 # Decoding fp8 takes registers. These smaller tiles replace the ones that would spill.
 _EXTEND_FP8 = {
@@ -103,6 +106,7 @@ _EXTEND_FP32 = {
     )
 } | {("gfx942", 128): ExtendTile(64, 32, 8, 1)}
 _MAX_HEAD_DIM = 256
+_REGISTERS = 65_536
 
 
 def arch_of(device: torch.device) -> str:
@@ -130,6 +134,17 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return _num_multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def programs_that_fit(planned: int, registers: int, threads: int) -> int:
+    """The programs that the registers of an NVIDIA multiprocessor hold at once: at least 1 and at most `planned`.
+
+    registers: of a thread, as the compiler reports them. Other Tritons give the same kernel other registers. A
+    multiprocessor has 65,536, and a warp takes them in blocks of 256.
+    Source: CUDA C++ programming guide, compute capabilities.
+    """
+    per_warp = -(-32 * registers // 256) * 256
+    return max(1, min(planned, _REGISTERS // (per_warp * threads // 32)))
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -8,6 +8,7 @@ device. The division does not change the results.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,8 @@ class WorkMap:
     rows: torch.Tensor
     tile: int
     """size of a unit, in tokens or (token, query head) pairs"""
+    split: int | None = None
+    """Extend attention: tokens of KV of a unit. None: a unit is a query tile with all its KV."""
 
     @property
     def capacity(self) -> int:
@@ -39,7 +42,7 @@ class WorkMap:
 # The batch size and the alignment of these buffers vary from step to step. Specialising on them would compile kernels
 # while serving.
 @triton.jit(
-    do_not_specialize=["batch", "scale", "tile", "capacity"],
+    do_not_specialize=["batch", "scale", "tile", "split", "capacity"],
     do_not_specialize_on_alignment=["lens_ptr", "extend_start_ptr", "starts_ptr", "rows_ptr"],
 )
 def _work_map_kernel(
@@ -50,6 +53,7 @@ def _work_map_kernel(
     batch,
     scale,
     tile,
+    split,
     capacity,
     SELECT: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -73,6 +77,8 @@ def _work_map_kernel(
             else:
                 length = tl.where(new == 1, 0, new)
         units = (length * scale + tile - 1) // tile
+        if SELECT == 3:
+            units *= (tl.load(lens_ptr + i, mask=live, other=0).to(tl.int32) + split - 1) // split
         start += tl.sum(tl.where(i < b, units, 0), axis=0)
         count += tl.sum(tl.where(i == b, units, 0), axis=0)
     tl.store(starts_ptr + b, start)
@@ -84,7 +90,13 @@ def _work_map_kernel(
 
 
 def _launch(
-    lens: torch.Tensor, extend_start_loc: torch.Tensor, scale: int, tile: int, capacity: int, select: int
+    lens: torch.Tensor,
+    extend_start_loc: torch.Tensor,
+    scale: int,
+    tile: int,
+    capacity: int,
+    select: int,
+    split: int | None = None,
 ) -> WorkMap:
     batch = lens.shape[0]
     assert lens.is_contiguous() and extend_start_loc.is_contiguous()
@@ -98,13 +110,14 @@ def _launch(
         batch,
         scale,
         tile,
+        split or 0,
         capacity,
         SELECT=select,
         BLOCK_B=_BATCH_BLOCK,
         FILL=_FILL,
         num_warps=4,
     )
-    return WorkMap(starts, rows, tile)
+    return WorkMap(starts, rows, tile, split)
 
 
 def split_map(
@@ -132,6 +145,17 @@ def query_tile_map(extend_start_loc: torch.Tensor, group: int, block_m: int, num
     return _launch(extend_start_loc[:-1], extend_start_loc, group, block_m, capacity, 2)
 
 
+def query_split_map(
+    extend_start_loc: torch.Tensor, seq_lens: torch.Tensor, group: int, block_m: int, split: int, capacity: int
+) -> WorkMap:
+    """The work units of extend attention for few query tiles and long prefixes: a query tile and a split of its KV.
+
+    Each query tile of a request has ceil(seq_len / split) units, although its last splits may be empty. seq_lens: int
+    [B], prefix included. `capacity` must be at least the total number of units, which the host knows.
+    """
+    return _launch(seq_lens, extend_start_loc, group, block_m, capacity, 3, split)
+
+
 def split_map_ref(seq_lens: torch.Tensor, split: int, extend_start_loc: torch.Tensor | None = None) -> WorkMap:
     """`split_map` in plain torch. The capacity is the number of units."""
     units = torch.ceil(seq_lens / split).to(torch.int32)
@@ -145,6 +169,15 @@ def query_tile_map_ref(extend_start_loc: torch.Tensor, group: int, block_m: int)
     new = extend_start_loc.diff()
     units = torch.ceil(torch.where(new == 1, 0, new) * group / block_m).to(torch.int32)
     return _map_of_units(units, block_m)
+
+
+def query_split_map_ref(
+    extend_start_loc: torch.Tensor, seq_lens: torch.Tensor, group: int, block_m: int, split: int
+) -> WorkMap:
+    """`query_split_map` in plain torch. The capacity is the number of units."""
+    tiles = query_tile_map_ref(extend_start_loc, group, block_m).starts.diff()
+    units = tiles * torch.ceil(seq_lens / split).to(torch.int32)
+    return dataclasses.replace(_map_of_units(units, block_m), split=split)
 
 
 def _map_of_units(units: torch.Tensor, tile: int) -> WorkMap:

@@ -19,6 +19,7 @@ from ..device.accelerator import Accelerator, make_accelerator
 from ..device.device_buffers import Uploads
 from ..device.heap import keep_freed_memory, trim_heap
 from ..device.memory import Memory, host_memory
+from ..kernels.host_compiler import needs_c_compiler
 from ..layers.kinds import LayerKinds, layers_for
 from ..models.family import Model, Parameters, family_of
 from ..sampling.row_logprobs import block_bytes
@@ -108,7 +109,8 @@ class _RunnerBuilder:
         """
         accelerator = self.accelerator
         assert accelerator is not None
-        sizes, reserve = self._measure(self._build(self.settings.page_size), accelerator)
+        with needs_c_compiler():
+            sizes, reserve = self._measure(self._build(self.settings.page_size), accelerator)
         runner = self._build(self._pool_tokens(accelerator.memory(), reserve))
         if sizes:
             runner.record_decodes(self._record_on_accelerator(runner, accelerator, sizes))
@@ -246,7 +248,8 @@ class _RunnerBuilder:
         sizes = batch_sizes(settings.max_recorded_rows)
         max_tokens = accelerator.memory().available // self.bytes_per_token
         # Decode steps keep memory of their own: the logits, and in graphs the tensors of the largest graph.
-        reserve += accelerator.peak_bytes(partial(self._decode_padding, runner, sizes[-1], max_tokens))
+        decode = partial(self._decode_padding, runner, sizes[-1], max_tokens)
+        reserve += accelerator.peak_bytes(decode, to_record=settings.record_decodes)
         return sizes, reserve + (len(sizes) * _BYTES_PER_GRAPH if settings.record_decodes else 0)
 
     def _decode_padding(self, runner: ModelRunner, size: int, pool_tokens: int) -> None:

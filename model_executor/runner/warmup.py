@@ -11,6 +11,9 @@ from ...srt.logprobs import MAX_TOP_LOGPROBS, LogprobOptions
 from ...srt.sampling_params import SamplingParams
 from ..step import ForwardMode, Int32Array, NewRow, PromptScore, StepInputs, TokenMasks, num_mask_words
 
+LONG_TOKENS = 4096
+"""More than a split of extend attention (`ExtendTile.split`) on any GPU."""
+
 
 def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int) -> list[StepInputs]:
     """The warm-up steps, all prefills:
@@ -18,19 +21,27 @@ def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int) -> li
     - the largest step: `max_prefill_tokens` in as many requests as possible, sampled in the way that takes most memory,
     - the same step with the log probabilities of all its tokens,
     - a small step that samples from the whole vocabulary,
-    - a small greedy step of a request with one token and a request with two.
+    - a small greedy step of a request with one token and a request with two, and one of the latter alone, for servers
+      with one row,
+    - long requests, with `max_prefill_tokens` new tokens in as many as possible, and with two in one: attention splits
+      their KV in two ways.
 
     The small steps compile the remaining kernels. All steps write to the dummy slot, so the rows of the table must be
     zeros. The next owner of a row overwrites the row's state.
     """
     count = min(num_rows, max_prefill_tokens)
     lens = np.full(count, min(context_len, max_prefill_tokens // count), np.int32)
+    long = np.full(max(1, min(num_rows, max_prefill_tokens // 2)), min(context_len, LONG_TOKENS), np.int32)
+    new = min(context_len, max_prefill_tokens // len(long))
     mixed = np.array([1, min(2, context_len)][:num_rows], np.int32)
     return [
         _prefill(lens, SamplingParams(temperature=1.0, top_p=0.9)),
         _prefill(lens, SamplingParams(temperature=0.0), LogprobOptions(top_logprobs_num=MAX_TOP_LOGPROBS)),
         _prefill(mixed[:1], SamplingParams(temperature=1.0)),
         _prefill(mixed, SamplingParams(temperature=0.0)),
+        _prefill(np.array([min(2, context_len)], np.int32), SamplingParams(temperature=0.0)),
+        _prefill(np.maximum(long, new), SamplingParams(temperature=0.0), new=new),
+        _prefill(long[:1], SamplingParams(temperature=0.0), new=2),
     ]
 
 
@@ -40,8 +51,12 @@ def all_allowed(num_rows: int, vocab_size: int) -> TokenMasks:
     return TokenMasks(np.arange(num_rows, dtype=np.int32), bits)
 
 
-def _prefill(lens: Int32Array, sampling: SamplingParams, logprobs: LogprobOptions | None = None) -> StepInputs:
-    rows = np.arange(1, len(lens) + 1, dtype=np.int32)
+def _prefill(
+    seq_lens: Int32Array, sampling: SamplingParams, logprobs: LogprobOptions | None = None, new: int | None = None
+) -> StepInputs:
+    """new: new tokens of each request; None: all of them."""
+    rows = np.arange(1, len(seq_lens) + 1, dtype=np.int32)
+    lens = seq_lens if new is None else np.minimum(seq_lens, new).astype(np.int32)
     total = int(lens.sum())
     none = np.empty(0, np.int32)
     starts = (np.cumsum(lens) - lens).tolist()
@@ -52,7 +67,7 @@ def _prefill(lens: Int32Array, sampling: SamplingParams, logprobs: LogprobOption
     return StepInputs(
         mode=ForwardMode.EXTEND,
         rows=rows,
-        seq_lens=lens,
+        seq_lens=seq_lens,
         out_cache_loc=np.zeros(total, np.int32),
         new_rows=[NewRow(int(row), sampling, 0, none, none, (), logprobs) for row in rows],
         extend_lens=lens,

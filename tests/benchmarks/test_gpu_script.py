@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -47,8 +48,32 @@ def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
     child = "import time; print('child', flush=True); time.sleep(600)"
     code = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
     part = session.Part("hangs", "", [sys.executable, "-c", code, "pytest"], needs_s=0, limit_s=3)
-    outcome = session.run(part, time.monotonic() + 3600, tmp_path)
+    outcome = session.run(part, time.monotonic() + 3600, tmp_path, tmp_path / "running.log")
     assert outcome.state == "stopped after 3 s" and outcome.output.startswith("begun")
+
+
+def test_a_session_that_is_cut_off_writes_what_it_has(tmp_path: Path) -> None:
+    """SIGTERM comes while the first part runs: its output until then is in the log."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHON": sys.executable}
+    flags = ["--tiny", "--only", "hangs,one-batch", "--output", str(tmp_path)]
+    session = subprocess.Popen(
+        [str(SCRIPT), *flags], env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not any("begun" in file.read_text() for file in tmp_path.glob("*.running.log")):
+        assert session.poll() is None
+        time.sleep(0.05)
+    os.killpg(session.pid, signal.SIGTERM)
+    session.communicate()
+    (log,) = tmp_path.glob("*.log")
+    assert "hangs: interrupted" in log.read_text() and "begun" in log.read_text()
+
+
+def test_missing_packages_are_named_in_one_line(tmp_path: Path) -> None:
+    """A Python without our packages: only the standard library."""
+    program = str(SCRIPT.with_name("gpu_session.py"))
+    ran = subprocess.run([sys.executable, "-S", "-E", program], capture_output=True, text=True, cwd=tmp_path)
+    assert ran.returncode == 2
+    assert ran.stdout.count("\n") == 1 and " lacks gguf, httptools," in ran.stdout and "zmq;" in ran.stdout
 
 
 def test_the_parts_have_names(tmp_path: Path) -> None:

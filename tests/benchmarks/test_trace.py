@@ -32,6 +32,18 @@ def test_overlapping_operations_count_once_and_gaps_are_idle() -> None:
     assert activity.by_name_s["a"] == pytest.approx(12e-6)
 
 
+def test_gaps_between_graph_nodes_are_not_the_hosts() -> None:
+    nodes = [operation(11.0 * i, 10) for i in range(10)]  # 1 us between two nodes
+    later = [operation(150 + 11.0 * i, 10) for i in range(10)]  # after 41 us without work
+    activity = device_activity([*nodes, *later])
+    assert activity is not None
+    assert activity.span_s == pytest.approx(259e-6)
+    assert activity.idle_share == pytest.approx((9 + 41 + 9) / 259)
+    assert activity.host_idle_share == pytest.approx(41 / 259)
+    assert activity.num_host_gaps == 1
+    assert device_activity([operation(0, 10), operation(15, 10)]).host_idle_share == 0
+
+
 def test_a_trace_without_a_device_has_no_activity() -> None:
     assert device_activity([operation(0, 5, category="cpu_op")]) is None
 

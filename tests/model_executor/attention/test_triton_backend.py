@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from tercet.model_executor.attention.base import AttentionBackend
 from tercet.model_executor.attention.torch_backend import TorchAttentionBackend
 from tercet.model_executor.attention.triton_backend import TritonAttentionBackend
 from tercet.model_executor.forward_batch import ForwardBatch
+from tercet.model_executor.kernels import extend_attention
 from tercet.model_executor.kernels.rotary import rotary
 from tercet.model_executor.layers.attention import Attention, QKNorm
 from tercet.model_executor.layers.rotary import RotaryEmbedding
@@ -92,8 +94,14 @@ def pool(dtype: torch.dtype) -> MHATokenToKVPool:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     prompts=st.lists(st.integers(1, 45), min_size=1, max_size=3),
     steps=st.lists(st.sampled_from(["decode", "mixed"]), max_size=2),
+    multiprocessors=st.sampled_from([1, 8, 1000]),
 )
-def test_the_outputs_are_the_torch_backends(seed, group, window, dtype, prompts, steps) -> None:
+def test_the_outputs_are_the_torch_backends(seed, group, window, dtype, prompts, steps, multiprocessors) -> None:
+    with mock.patch.object(extend_attention, "num_multiprocessors", lambda device: multiprocessors):
+        check_outputs(seed, group, window, dtype, prompts, steps)
+
+
+def check_outputs(seed, group, window, dtype, prompts, steps) -> None:
     g = torch.Generator().manual_seed(seed)
     cfg = config(group, window)
     specs = family_of(cfg).attention(cfg)

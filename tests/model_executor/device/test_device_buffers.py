@@ -134,3 +134,12 @@ def test_a_cpu_copies_nothing() -> None:
     Uploads(CPU, None).send_to(target, array)
     assert target.tolist() == array.tolist()
     assert Downloads(8, None).fetch(tensor).wait().tolist() == array.tolist()
+
+
+def test_two_sampled_steps_of_256_rows_allocate_no_buffer() -> None:
+    accelerator = FakeAccelerator(lag=10_000)  # the device is late: no buffer is free again
+    uploads = Uploads(CPU, accelerator)
+    before = len(accelerator.uploads)
+    for _ in range(64):
+        uploads.send(np.zeros(256, np.int32))
+    assert len(accelerator.uploads) == before

@@ -14,6 +14,9 @@ from runner_driver import RunnerDriver
 from runners import make_runner
 from triton_aot import TARGETS, recorded, what_is_compiled
 
+from tercet.model_executor.kernels import extend_attention
+from tercet.model_executor.kernels.tuning import extend_tile
+from tercet.model_executor.runner.warmup import LONG_TOKENS
 from tercet.model_executor.step import TokenMasks, num_mask_words
 from tercet.srt.model_files.model_config import ModelConfig
 
@@ -56,6 +59,13 @@ def serve(runner, rng: np.random.Generator) -> None:
     driver.decode(rows[-1:])
 
 
+def test_the_long_requests_of_warming_up_have_several_splits() -> None:
+    for arch in TARGETS:
+        for width in (64, 128, 256):
+            assert extend_tile(arch, width).split < LONG_TOKENS
+            assert extend_tile(arch, width, fp32=True).split < LONG_TOKENS
+
+
 @pytest.mark.parametrize(
     ("num_rows", "disable_cuda_graph", "fuse_small_steps"),
     [*((n, disabled, False) for n in (1, 37, 1100) for disabled in (False, True)), (37, False, True)],
@@ -64,17 +74,23 @@ def test_no_step_waits_for_the_compiler(
     num_rows: int, disable_cuda_graph: bool, fuse_small_steps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "empty", torch.zeros)
-    use_fake(monkeypatch, FakeAccelerator(), attention=None)
+    accelerator = FakeAccelerator()
+    use_fake(monkeypatch, accelerator, attention=None)
+    # Few query tiles then share the device by splits of their KV, and many do not.
+    monkeypatch.setattr(extend_attention, "num_multiprocessors", lambda device: 8)
     with recorded() as launches:
         runner = make_runner(
             TWO_KINDS_OF_LAYER, dtype="bfloat16", attention_backend="triton", max_running_requests=num_rows,
             max_total_tokens=20 * num_rows, max_prefill_tokens=64, cuda_graph_max_bs=5,
             disable_cuda_graph=disable_cuda_graph, fuse_small_steps=fuse_small_steps,
         )  # fmt: skip
+        assert accelerator.measured_to_record is not disable_cuda_graph
         before = len(launches)
         rng = np.random.default_rng(1)
         for _ in range(3 if num_rows > 100 else 30):
             serve(runner, rng)
+    splits = {launch.kwargs["SPLITS"] for launch in launches if "SPLITS" in launch.kwargs}
+    assert len(splits) == 3, "no step of this test has one split, splits in turn or splits as units"
     for arch in TARGETS:
         keys = [what_is_compiled(launch, arch) for launch in launches]
         assert set(keys[before:]) <= set(keys[:before])

@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
-import pytest
-from serving_shapes import BATCH, SHAPES, Shape, meta, operands, options
-from triton_aot import TARGETS, assert_fits, compile_launch, recorded
+from types import SimpleNamespace
 
-from tercet.model_executor.kernels import decode_attention as decode_module
-from tercet.model_executor.kernels.tuning import decode_tile
-from tercet.model_executor.kernels.work_map import split_map
+import pytest
+from compiled_attention import decode_launches, launch_decode
+from serving_shapes import SHAPES, Shape
+from triton.runtime.jit import JITFunction
+from triton_aot import TARGETS, assert_fits, assert_overlaps, assert_plan_holds, compile_launch
+
+from tercet.model_executor.kernels import decode_attention
+from tercet.model_executor.kernels.tuning import programs_that_fit
+
+MIXED = [shape for shape in SHAPES if shape.head_dim == 128 and (shape.window or shape.num_heads == 32)]
+
+
+def check(arch: str, shape: Shape, *, mixed: bool) -> None:
+    launches = decode_launches(shape, arch, mixed=mixed)
+    assert [launch.kernel.fn.__name__ for launch in launches] == ["_decode_split_kernel", "_decode_merge_kernel"]
+    for launch in launches:
+        resources = compile_launch(launch, arch)
+        assert_fits(resources, arch)
+        if arch == "sm_90" and not shape.fp32:
+            assert_overlaps(resources)
+            assert_plan_holds(resources, shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("arch", TARGETS)
-def test_decode(arch: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_module, "arch_of", lambda device: arch)
-    with recorded() as launches:
-        work = split_map(meta(BATCH), decode_tile(arch, shape.head_dim, fp32=shape.fp32).split, 1000)
-        q, *kv = operands(shape, BATCH)
-        out = meta(*q.shape, dtype=q.dtype)
-        decode_module.decode_attention(q, *kv, meta(BATCH), meta(BATCH), work, out, **options(shape))
-    assert [launch.kernel.fn.__name__ for launch in launches[1:]] == ["_decode_split_kernel", "_decode_merge_kernel"]
-    for launch in launches:
-        assert_fits(compile_launch(launch, arch), arch)
+def test_decode(arch: str, shape: Shape) -> None:
+    check(arch, shape, mixed=False)
+
+
+@pytest.mark.parametrize("shape", MIXED, ids=str)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_decode_in_a_step_with_prompts(arch: str, shape: Shape) -> None:
+    check(arch, shape, mixed=True)
+
+
+def test_the_programs_of_a_multiprocessor_follow_from_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three programs were planned, and 196 registers leave room for two. The first launch says so."""
+    grids = []
+
+    def run(self: JITFunction, *args: object, grid: tuple[int, ...], **kwargs: object) -> object:
+        grids.append(grid)
+        return SimpleNamespace(n_regs=196)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(decode_attention, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(decode_attention, "_programs", {})
+    fp8 = next(shape for shape in SHAPES if shape.fp8 and shape.head_dim == 128)
+    for _ in range(2):
+        launch_decode(fp8, "sm_90", mixed=False)
+    first, _, second, _ = [grid for grid in grids if len(grid) == 2]
+    assert (first[1], second[1]) == (132 * 3 // 8, 132 * 2 // 8)
+
+
+@pytest.mark.parametrize(
+    ("registers", "threads", "programs"), [(168, 128, 3), (169, 128, 2), (196, 128, 2), (255, 256, 1), (255, 512, 1)]
+)
+def test_registers_limit_programs(registers: int, threads: int, programs: int) -> None:
+    assert programs_that_fit(3, registers, threads) == programs

@@ -3,46 +3,59 @@
 from __future__ import annotations
 
 import pytest
-from serving_shapes import BATCH, SHAPES, TOKENS, Shape, meta, operands, options
-from triton_aot import TARGETS, assert_fits, compile_launch, recorded
+import torch
+from compiled_attention import extend_launches
+from serving_shapes import SHAPES, Shape
+from triton_aot import TARGETS, assert_fits, assert_overlaps, compile_launch
 
-from tercet.model_executor.kernels import extend_attention as extend_module
-from tercet.model_executor.kernels.tuning import ExtendTile, extend_tile
-from tercet.model_executor.kernels.work_map import query_tile_map
+from tercet.model_executor.kernels.tuning import ExtendTile
 
 MATRIX_INSTRUCTION = {"sm_80": "mma.sync.aligned.m16n8k16", "sm_90": "wgmma.mma_async", "gfx942": "v_mfma_f32_"}
 """What the products of 16-bit operands have to be made of."""
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("arch", TARGETS)
-def test_extend(arch: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extend_module, "arch_of", lambda device: arch)
-    with recorded() as launches:
-        tile = extend_tile(arch, shape.head_dim, shape.fp8, fp32=shape.fp32)
-        work = query_tile_map(meta(BATCH + 1), shape.num_heads // shape.num_kv_heads, tile.block_m, TOKENS)
-        q, *kv = operands(shape, TOKENS)
-        out = meta(*q.shape, dtype=q.dtype)
-        extend_module.extend_attention(
-            q, *kv, meta(BATCH), meta(BATCH + 1), meta(BATCH), work, out, **options(shape)
-        )  # fmt: skip
-    for launch in launches:
-        resources = compile_launch(launch, arch)
-        assert_fits(resources, arch)
+LONG = [
+    shape
+    for shape in SHAPES
+    if shape.dtype == torch.bfloat16
+    and ((shape.head_dim in (64, 128) and shape.num_heads == 32) or shape.num_heads == 40)
+]
+
+
+def check(arch: str, shape: Shape, splits: str) -> None:
+    launch, *merge = extend_launches(shape, arch, splits)
+    resources = compile_launch(launch, arch)
+    for other in merge:
+        assert_fits(compile_launch(other, arch), arch)
+    assert_fits(resources, arch)
     if not shape.fp32:
         assert MATRIX_INSTRUCTION[arch] in resources.assembly or (shape.fp8 and shape.head_dim == 256)
+        if arch == "sm_90":
+            assert_overlaps(resources)
 
 
-def test_a_spill_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_extend(arch: str, shape: Shape) -> None:
+    check(arch, shape, "one split")
+
+
+# The splits that are units take the code of one split, and merge in a kernel of their own.
+@pytest.mark.parametrize("shape", LONG, ids=str)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_extend_of_long_requests(arch: str, shape: Shape) -> None:
+    check(arch, shape, "splits in turn")
+
+
+@pytest.mark.parametrize("shape", SHAPES[2:3], ids=str)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_extend_of_few_tokens_after_long_prefixes(arch: str, shape: Shape) -> None:
+    check(arch, shape, "splits as units")
+
+
+def test_a_spill_is_seen() -> None:
     """Four warps cannot hold a tile of this size."""
-    monkeypatch.setattr(extend_module, "arch_of", lambda device: "sm_90")
     tile = ExtendTile(block_m=128, block_n=128, num_warps=4, num_stages=3)
-    with recorded() as launches:
-        q, *kv = operands(SHAPES[2], TOKENS)
-        work = query_tile_map(meta(BATCH + 1), 4, tile.block_m, TOKENS)
-        out = meta(*q.shape, dtype=q.dtype)
-        extend_module.extend_attention(
-            q, *kv, meta(BATCH), meta(BATCH + 1), meta(BATCH), work, out, tile=tile, **options(SHAPES[2])
-        )  # fmt: skip
+    (launch,) = extend_launches(SHAPES[2], "sm_90", "one split", tile)
     with pytest.raises(AssertionError, match="spilled"):
-        assert_fits(compile_launch(launches[-1], "sm_90"), "sm_90")
+        assert_fits(compile_launch(launch, "sm_90"), "sm_90")

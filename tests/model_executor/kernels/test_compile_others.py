@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ from tercet.model_executor.kernels.sampling_layout import Column, Field
 from tercet.model_executor.kernels.skinny_linear import Norm, skinny_linear
 from tercet.model_executor.kernels.store_kv import store_kv
 from tercet.model_executor.kernels.token_logprobs import token_logprobs
-from tercet.model_executor.kernels.work_map import query_tile_map, split_map
+from tercet.model_executor.kernels.work_map import query_split_map, query_tile_map, split_map
 
 I32 = torch.int32
 BF16, F16, F32, F64, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn
@@ -82,6 +83,7 @@ def norm(width: int, dtype: torch.dtype, fused: bool) -> None:
 CASES: dict[str, Callable[[], object]] = {
     "split_map": lambda: split_map(meta(BATCH), 256, CONTEXT),
     "split_map-mixed": lambda: split_map(meta(512), 256, CONTEXT, meta(513)),
+    "query_split_map": lambda: query_split_map(meta(BATCH + 1), meta(BATCH), 4, 128, 2048, TOKENS),
     "query_tile_map": lambda: query_tile_map(meta(BATCH + 1), 4, 128, TOKENS),
     "store-8x128": lambda: store(8, 128, BF16, BF16),
     "store-3x64-fp16": lambda: store(3, 64, F16, F16),
@@ -139,3 +141,8 @@ def test_edits_round_every_product_as_torch_does() -> None:
         options = edit.kwargs | ({"enable_fp_fusion": True} if fused else {})
         assembly = compile_launch(replace(edit, kwargs=options), "sm_90").assembly
         assert ("fma.rn.f32" in assembly) is fused
+
+
+def test_products_and_sums_are_fused_whatever_tritons_default_is() -> None:
+    """Triton 3.10 separates them unless it is told otherwise, and it reads this variable."""
+    assert os.environ["TRITON_DEFAULT_FP_FUSION"] == "1"

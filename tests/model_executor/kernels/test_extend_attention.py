@@ -1,26 +1,30 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
+import numpy as np
+import pytest
 import torch
 from attention_cases import Case, Problem, assert_close, build, cases, expected_extend, run_extend
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from triton_interpreter import dots_by_rows, examples
 
-from tercet.model_executor.kernels.tuning import DecodeTile, ExtendTile
+from tercet.model_executor.kernels import extend_attention
+from tercet.model_executor.kernels.tuning import DecodeTile, ExtendTile, extend_tile
 
-TILES = [ExtendTile(16, 16, 1, 1), ExtendTile(32, 16, 1, 1), ExtendTile(64, 32, 1, 1)]
+TILES = [ExtendTile(16, 16, 1, 1, 32), ExtendTile(32, 16, 1, 1, 16), ExtendTile(64, 32, 1, 1, 64)]
 DECODE_TILE = DecodeTile(32, 16, 1, 1, 2)
 PLAIN = Case(0, torch.float32, False, 1, 3, 64, 1, (70,), (20,), None, None, 0.125)
 
 
-def attend(p: Problem, tile: ExtendTile, *arguments: torch.Tensor) -> torch.Tensor:
-    return run_extend(p, tile, DECODE_TILE, *arguments)
+def attend(p: Problem, tile: ExtendTile, *arguments: torch.Tensor, by_unit: bool = False) -> torch.Tensor:
+    return run_extend(p, tile, DECODE_TILE, *arguments, by_unit=by_unit)
 
 
-def run(p: Problem, tile: ExtendTile) -> torch.Tensor:
-    return attend(p, tile, p.q_extend, p.rows, p.extend_start_loc.diff(), p.prefix_lens)
+def run(p: Problem, tile: ExtendTile, *, by_unit: bool = False) -> torch.Tensor:
+    return attend(p, tile, p.q_extend, p.rows, p.extend_start_loc.diff(), p.prefix_lens, by_unit=by_unit)
 
 
 @settings(max_examples=examples(80))
@@ -32,6 +36,39 @@ def run(p: Problem, tile: ExtendTile) -> torch.Tensor:
 def test_agrees_with_the_float64_twin(case: Case, tile: ExtendTile) -> None:
     problem = build(case)
     assert_close(run(problem, tile), expected_extend(problem))
+
+
+@pytest.mark.parametrize(
+    ("new", "prefix", "units"),
+    [
+        ([10], [32768], 17),  # 8 programs would leave 124 multiprocessors idle
+        ([10, 1], [32768, 70000], 17),  # one new token is the decode kernel's
+        ([10], [100], None),  # one split
+        ([1024], [32768], None),  # 32 query tiles of 8 KV heads fill the device
+        ([200], [131072], None),  # too many partial results
+    ],
+)
+def test_few_tokens_after_a_long_prefix_are_split(new: list[int], prefix: list[int], units: int | None) -> None:
+    lens = np.array(new, np.int32), np.array(new, np.int32) + np.array(prefix, np.int32)
+    starts = torch.nn.functional.pad(torch.tensor(new).cumsum(0), (1, 0))
+    with mock.patch.object(extend_attention, "num_multiprocessors", lambda device: 132):
+        work = extend_attention.extend_work(starts, torch.from_numpy(lens[1]), *lens, 32, 8, extend_tile("sm_90", 128))
+    assert (work.split, work.capacity if work.split else None) == (2048 if units else None, units)
+
+
+@settings(max_examples=examples(30))
+@given(case=cases(max_len=90), tile=st.sampled_from(TILES))
+@example(case=dataclasses.replace(PLAIN, lens=(150,), extend_lens=(5,)), tile=TILES[1])
+@example(case=dataclasses.replace(PLAIN, lens=(150, 40), extend_lens=(9, 2), window=20), tile=TILES[0])
+def test_splits_as_units_have_the_bits_of_splits_in_turn(case: Case, tile: ExtendTile) -> None:
+    problem = build(case)
+    assert torch.equal(run(problem, tile, by_unit=True), run(problem, tile))
+
+
+def test_the_splits_are_merged_and_not_one_softmax() -> None:
+    """The results of two lengths of splits differ in their last bits, or the test above would compare nothing."""
+    problem = build(dataclasses.replace(PLAIN, lens=(150,), extend_lens=(20,)))
+    assert not torch.equal(run(problem, TILES[0]), run(problem, dataclasses.replace(TILES[0], split=2048)))
 
 
 @settings(max_examples=examples(20))
@@ -59,5 +96,7 @@ def test_a_token_does_not_depend_on_the_chunk(case: Case, tile: ExtendTile, cut:
     with dots_by_rows():
         whole = run(problem, tile)
         first = attend(problem, tile, problem.q_extend[:cut], problem.rows, chunks[0], torch.tensor([0]))
-        rest = attend(problem, tile, problem.q_extend[cut:], problem.rows, chunks[1], chunks[0])
+        rest = attend(
+            problem, tile, problem.q_extend[cut:], problem.rows, chunks[1], chunks[0], by_unit=bool(cut % 2)
+        )  # fmt: skip
     assert torch.equal(torch.cat([first, rest]), whole)

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from triton_interpreter import examples
 
 from tercet.model_executor.kernels import work_map
-from tercet.model_executor.kernels.work_map import query_tile_map, query_tile_map_ref, split_map, split_map_ref
+from tercet.model_executor.kernels.work_map import (
+    query_split_map,
+    query_split_map_ref,
+    query_tile_map,
+    query_tile_map_ref,
+    split_map,
+    split_map_ref,
+)
 
 
 @settings(max_examples=examples(200))
@@ -42,6 +49,24 @@ def test_query_tiles_are_the_twins(new, group, block_m) -> None:
     reference = query_tile_map_ref(starts, group, block_m)
     total = len(reference.rows)
     assert total <= work.capacity
+    assert torch.equal(work.starts, reference.starts) and torch.equal(work.rows[:total], reference.rows)
+
+
+@settings(max_examples=examples(100))
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 100)), min_size=1, max_size=40),
+    group=st.integers(1, 9),
+    block_m=st.sampled_from([16, 128]),
+    split=st.sampled_from([16, 256]),
+)
+def test_query_tiles_and_splits_are_the_twins(lens, group, block_m, split) -> None:
+    new = torch.tensor([new for _, new in lens])
+    starts = torch.nn.functional.pad(new.cumsum(0), (1, 0))
+    seq_lens = new + torch.tensor([prefix for prefix, _ in lens])
+    reference = query_split_map_ref(starts, seq_lens, group, block_m, split)
+    work = query_split_map(starts, seq_lens, group, block_m, split, len(reference.rows))
+    total = len(reference.rows)
+    assert work.split == reference.split == split
     assert torch.equal(work.starts, reference.starts) and torch.equal(work.rows[:total], reference.rows)
 
 

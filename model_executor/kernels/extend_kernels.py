@@ -1,0 +1,382 @@
+"""The kernels of extend attention; extend_attention.py says what they compute, and launches them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .primitives import decode_kv, dot, tanh
+
+ONE_SPLIT = tl.constexpr(0)
+"""Every request has one split."""
+IN_TURN = tl.constexpr(1)
+"""A program computes the splits of its query tile in turn. It has two partial results in memory."""
+BY_UNIT = tl.constexpr(2)
+"""A split is a work unit, with a partial result for each KV head."""
+
+
+@triton.jit
+def _attend(
+    q,
+    top,
+    total,
+    acc,
+    start,
+    end,
+    q_pos,
+    k_head_ptr,
+    v_head_ptr,
+    row_ptr,
+    stride_slot,
+    scale,
+    cap_scale,
+    window,
+    HEAD_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Attend to the KV tile at positions [start, start + BLOCK_N). Not MASKED: no causal mask, but a window may be."""
+    compute: tl.constexpr = q.dtype
+    position = start + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < HEAD_DIM
+    if MASKED:
+        valid = position < end
+        slots = tl.load(row_ptr + position, mask=valid, other=0).to(tl.int64)
+        k_offsets = slots[None, :] * stride_slot + offs_d[:, None]
+        k = tl.load(k_head_ptr + k_offsets, mask=valid[None, :] & mask_d[:, None], other=0.0)
+    else:
+        slots = tl.load(row_ptr + position).to(tl.int64)
+        k_offsets = slots[None, :] * stride_slot + offs_d[:, None]
+        if HEAD_DIM == BLOCK_D:
+            k = tl.load(k_head_ptr + k_offsets)
+        else:
+            k = tl.load(k_head_ptr + k_offsets, mask=mask_d[:, None], other=0.0)
+    zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    scores = dot(q, decode_kv(k, KV_FORMAT, compute), zero, WIDEN)
+    if HAS_CAP:
+        scores = tanh(scores * cap_scale)
+    if MASKED:
+        scores = tl.where(position[None, :] <= q_pos[:, None], scores, float("-inf"))
+    if HAS_WINDOW:
+        scores = tl.where(position[None, :] > q_pos[:, None] - window, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
+    # Where a split has no position for a query, no score is finite: avoid exp2(-inf - -inf), which is NaN.
+    pivot = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED or HAS_WINDOW else new_top
+    fade = tl.exp2(top - pivot)
+    # An explicit fma: the compiler could otherwise round masked and unmasked tiles differently.
+    p = tl.exp2(tl.fma(scores, scale, -pivot[:, None]))
+    total = total * fade + tl.sum(p, axis=1)
+    v_offsets = slots[:, None] * stride_slot + offs_d[None, :]
+    if MASKED:
+        v = tl.load(v_head_ptr + v_offsets, mask=valid[:, None] & mask_d[None, :], other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        v = tl.load(v_head_ptr + v_offsets)
+    else:
+        v = tl.load(v_head_ptr + v_offsets, mask=mask_d[None, :], other=0.0)
+    acc = dot(p.to(compute), decode_kv(v, KV_FORMAT, compute), acc * fade[:, None], WIDEN)
+    return new_top, total, acc
+
+
+@triton.jit
+def _attend_split(
+    q,
+    lo,
+    diagonal,
+    hi,
+    q_pos,
+    k_head_ptr,
+    v_head_ptr,
+    row_ptr,
+    stride_slot,
+    scale,
+    cap_scale,
+    window,
+    HEAD_DIM: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The partial softmax over positions [lo, hi): maximum, sum and weighted values. No causal mask before diagonal."""
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    unmasked = tl.minimum(tl.maximum(diagonal, lo), hi)
+    # Each loop is entered only if it has an iteration. Otherwise ptxas serialises the asynchronous products of Triton
+    # 3.6, because the values of a skipped loop join those that are still being computed. With a window it does not.
+    if HAS_WINDOW or lo < unmasked:
+        for start in range(lo, unmasked, BLOCK_N):
+            top, total, acc = _attend(
+                q, top, total, acc, start, hi, q_pos,
+                k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
+                HEAD_DIM, False, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_M, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+    if HAS_WINDOW or unmasked < hi:
+        for start in range(unmasked, hi, BLOCK_N):
+            top, total, acc = _attend(
+                q, top, total, acc, start, hi, q_pos,
+                k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
+                HEAD_DIM, True, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_M, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+    return top, total, acc
+
+
+@triton.jit
+def _store_part(
+    part_top_ptr, part_total_ptr, part_o_ptr, part, top, total, acc, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Store a partial softmax as number `part`. It has the shape of a query tile: few registers hold its addresses."""
+    row = part * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(part_top_ptr + row, top)
+    tl.store(part_total_ptr + row, total)
+    tl.store(part_o_ptr + row[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :], acc)
+
+
+@triton.jit
+def _load_part(part_top_ptr, part_total_ptr, part_o_ptr, row, BLOCK_D: tl.constexpr):
+    """The partial softmax of some rows. row: number of the part * BLOCK_M + row of the query tile."""
+    acc = tl.load(part_o_ptr + row[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :])
+    return tl.load(part_top_ptr + row), tl.load(part_total_ptr + row), acc
+
+
+@triton.jit
+def _merge(top, total, acc, next_top, next_total, next_acc):
+    """The partial softmax of the splits so far and of the next one. Explicit fma: two kernels need the same bits."""
+    new_top = tl.maximum(top, next_top)
+    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+    old, new = tl.exp2(top - pivot), tl.exp2(next_top - pivot)
+    total = tl.fma(total, old, next_total * new)
+    acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), next_acc * new[:, None])
+    return new_top, total, acc
+
+
+@triton.jit
+def _store_out(
+    out_ptr, extend_start_ptr, pair, kv_head, total, acc, v_scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Store the result of some rows of a query tile. pair: their numbers in the request."""
+    q_start = tl.load(extend_start_ptr)
+    token = q_start.to(tl.int64) + pair // GROUP
+    offs_d = tl.arange(0, BLOCK_D)
+    line = token * NUM_HEADS + kv_head * GROUP + pair % GROUP
+    mask = (token < tl.load(extend_start_ptr + 1))[:, None] & (offs_d < HEAD_DIM)[None, :]
+    # With a window, rows beyond the request's last token have no position. They are not stored.
+    out = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out_ptr + line[:, None] * HEAD_DIM + offs_d[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _kv_range(
+    tile, prefix, q_len, window,
+    GROUP: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(begin, diagonal, end): a query tile attends to positions [begin, end), without a causal mask before diagonal."""
+    first_token = tile * BLOCK_M // GROUP
+    last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
+    # The first query of the query tile attends to all KV before `diagonal`, and so do the others.
+    diagonal = (prefix + first_token + 1) // BLOCK_N * BLOCK_N
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(prefix + first_token - window + 1, 0) // BLOCK_N * BLOCK_N
+    return begin, diagonal, prefix + last_token + 1
+
+
+# The batch size and the alignment of these buffers vary from step to step. Specialising on them
+# would compile kernels while serving.
+_INDICES = ["rows_ptr", "extend_start_ptr", "prefix_lens_ptr", "work_starts_ptr", "work_rows_ptr"]
+
+
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=_INDICES)
+def extend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    rows_ptr,
+    extend_start_ptr,
+    prefix_lens_ptr,
+    work_starts_ptr,
+    work_rows_ptr,
+    part_top_ptr,
+    part_total_ptr,
+    part_o_ptr,
+    out_ptr,
+    batch,
+    stride_qt,
+    stride_qh,
+    stride_slot,
+    stride_table,
+    scale,
+    cap_scale,
+    v_scale,
+    window,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    unit = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    if unit >= tl.load(work_starts_ptr + batch):
+        return
+    b = tl.load(work_rows_ptr + unit)
+    q_start = tl.load(extend_start_ptr + b)
+    q_len = (tl.load(extend_start_ptr + b + 1) - q_start).to(tl.int32)
+    prefix = tl.load(prefix_lens_ptr + b).to(tl.int32)
+    if SPLITS == BY_UNIT:
+        in_request = unit - tl.load(work_starts_ptr + b)
+        num_splits = (prefix + q_len + SPLIT - 1) // SPLIT
+        tile = in_request // num_splits
+    else:
+        # The last query tile of a request attends to the most KV: start it first.
+        tile = tl.load(work_starts_ptr + b + 1) - 1 - unit
+    begin, diagonal, end = _kv_range(tile, prefix, q_len, window, GROUP, HAS_WINDOW, BLOCK_M, BLOCK_N)
+    first = begin // SPLIT
+    last = (end - 1) // SPLIT
+    if SPLITS == BY_UNIT:
+        split = in_request % num_splits
+        if (split < first) | (split > last):
+            return
+
+    pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = pair // GROUP
+    head = kv_head * GROUP + pair % GROUP
+    q_pos = prefix + token
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = (token < q_len)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    q_dtype: tl.constexpr = q_ptr.dtype.element_ty
+    if KV_FORMAT == 0:
+        compute: tl.constexpr = q_dtype
+    elif q_dtype == tl.float32:
+        compute: tl.constexpr = tl.float32
+    else:
+        # fp16 holds e4m3 exactly, and rounds probabilities less than bf16.
+        compute: tl.constexpr = tl.float16
+    q_offsets = (q_start.to(tl.int64) + token[:, None]) * stride_qt + head[:, None] * stride_qh + offs_d[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0).to(compute)
+    k_head_ptr = k_ptr + kv_head * HEAD_DIM
+    v_head_ptr = v_ptr + kv_head * HEAD_DIM
+    row_ptr = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * stride_table
+
+    part = (unit * (NUM_HEADS // GROUP) + kv_head).to(tl.int64)
+    if SPLITS == ONE_SPLIT:
+        _, total, acc = _attend_split(
+            q, begin, diagonal, end, q_pos,
+            k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
+            HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        _store_out(
+            out_ptr, extend_start_ptr + b, pair, kv_head, total, acc, v_scale, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_D
+        )  # fmt: skip
+    elif SPLITS == IN_TURN:
+        for split in range(first, last + 1):
+            top, total, acc = _attend_split(
+                q, tl.maximum(begin, split * SPLIT), diagonal, tl.minimum(end, (split + 1) * SPLIT), q_pos,
+                k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
+                HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_M, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+            # Two parts: the merged splits and the last one. A few rows are merged at a time, for want of registers.
+            slot = 2 * part + (split > first).to(tl.int64)
+            _store_part(part_top_ptr, part_total_ptr, part_o_ptr, slot, top, total, acc, BLOCK_M, BLOCK_D)
+            tl.debug_barrier()
+            for i in range(0, BLOCK_M, ROWS):
+                row = 2 * part * BLOCK_M + i + tl.arange(0, ROWS)
+                merged_top, merged_total, merged = _load_part(
+                    part_top_ptr, part_total_ptr, part_o_ptr, row, BLOCK_D
+                )  # fmt: skip
+                if split > first:
+                    next_top, next_total, next_acc = _load_part(
+                        part_top_ptr, part_total_ptr, part_o_ptr, row + BLOCK_M, BLOCK_D
+                    )  # fmt: skip
+                    merged_top, merged_total, merged = _merge(
+                        merged_top, merged_total, merged, next_top, next_total, next_acc
+                    )  # fmt: skip
+                    tl.store(part_top_ptr + row, merged_top)
+                    tl.store(part_total_ptr + row, merged_total)
+                    tl.store(part_o_ptr + row[:, None] * BLOCK_D + offs_d[None, :], merged)
+                if split == last:
+                    _store_out(
+                        out_ptr, extend_start_ptr + b, tile * BLOCK_M + i + tl.arange(0, ROWS), kv_head,
+                        merged_total, merged, v_scale, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_D,
+                    )  # fmt: skip
+            tl.debug_barrier()
+    else:
+        top, total, acc = _attend_split(
+            q, tl.maximum(begin, split * SPLIT), diagonal, tl.minimum(end, (split + 1) * SPLIT), q_pos,
+            k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
+            HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        _store_part(part_top_ptr, part_total_ptr, part_o_ptr, part, top, total, acc, BLOCK_M, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=_INDICES)
+def extend_merge_kernel(
+    part_top_ptr,
+    part_total_ptr,
+    part_o_ptr,
+    extend_start_ptr,
+    prefix_lens_ptr,
+    work_starts_ptr,
+    work_rows_ptr,
+    out_ptr,
+    batch,
+    v_scale,
+    window,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    unit = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    if unit >= tl.load(work_starts_ptr + batch):
+        return
+    b = tl.load(work_rows_ptr + unit)
+    q_start = tl.load(extend_start_ptr + b)
+    q_len = (tl.load(extend_start_ptr + b + 1) - q_start).to(tl.int32)
+    prefix = tl.load(prefix_lens_ptr + b).to(tl.int32)
+    in_request = unit - tl.load(work_starts_ptr + b)
+    num_splits = (prefix + q_len + SPLIT - 1) // SPLIT
+    if in_request % num_splits != 0:  # the programs of a query tile's first unit merge all its splits
+        return
+    tile = in_request // num_splits
+    begin, _, end = _kv_range(tile, prefix, q_len, window, GROUP, HAS_WINDOW, BLOCK_M, BLOCK_N)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    pair = tile * BLOCK_M + row
+    first = begin // SPLIT
+    part = ((unit + first) * (NUM_HEADS // GROUP) + kv_head).to(tl.int64)
+    top, total, acc = _load_part(part_top_ptr, part_total_ptr, part_o_ptr, part * BLOCK_M + row, BLOCK_D)
+    for split in tl.range(first + 1, (end - 1) // SPLIT + 1, num_stages=3):
+        part = ((unit + split) * (NUM_HEADS // GROUP) + kv_head).to(tl.int64)
+        next_top, next_total, next_acc = _load_part(
+            part_top_ptr, part_total_ptr, part_o_ptr, part * BLOCK_M + row, BLOCK_D
+        )  # fmt: skip
+        top, total, acc = _merge(top, total, acc, next_top, next_total, next_acc)
+    _store_out(
+        out_ptr, extend_start_ptr + b, pair, kv_head, total, acc, v_scale, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_D
+    )  # fmt: skip

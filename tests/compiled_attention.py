@@ -1,0 +1,140 @@
+"""The attention kernels' launches for the shapes of serving, and what a Triton makes of them for sm_90.
+
+As a program it compiles CASES with the Triton that it finds, and prints {case: [resources of each kernel]} as JSON.
+`compiled_with` runs it with a Triton that `scripts/setup --tritons` has installed beside the environment's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import triton
+from sass import InstructionCounts
+from serving_shapes import BATCH, CONTEXT, SHAPES, TOKENS, Shape, meta, operands, options
+from triton_aot import Launch, Resources, compile_launch, recorded
+
+from tercet.model_executor.kernels import decode_attention as decode_module
+from tercet.model_executor.kernels import extend_attention as extend_module
+from tercet.model_executor.kernels.tuning import ExtendTile, decode_tile, extend_tile
+from tercet.model_executor.kernels.work_map import query_split_map, query_tile_map, split_map
+
+ROOT = Path(__file__).resolve().parents[1]
+TRITONS = ("3.6.0", "3.7.1", "3.9.0")
+"""Of torch 2.11, of torch 2.13, and of the CPU builds that scripts/setup installs."""
+
+
+SPLITS = ("one split", "splits in turn", "splits as units")
+
+
+def extend_launches(shape: Shape, arch: str, splits: str, tile: ExtendTile | None = None) -> list[Launch]:
+    tile = tile or extend_tile(arch, shape.head_dim, shape.fp8, fp32=shape.fp32)
+    with patch.object(extend_module, "arch_of", lambda device: arch), recorded() as launches:
+        group = shape.num_heads // shape.num_kv_heads
+        if splits == "splits as units":
+            work = query_split_map(meta(BATCH + 1), meta(BATCH), group, tile.block_m, tile.split, 1000)
+        else:
+            work = query_tile_map(meta(BATCH + 1), group, tile.block_m, TOKENS)
+        q, *kv = operands(shape, TOKENS)
+        out = meta(*q.shape, dtype=q.dtype)
+        extend_module.extend_attention(
+            q, *kv, meta(BATCH), meta(BATCH + 1), meta(BATCH), work, out, tile=tile,
+            longest=tile.split if splits == "one split" else CONTEXT, **options(shape),
+        )  # fmt: skip
+    return launches[1:]
+
+
+def decode_launches(shape: Shape, arch: str, *, mixed: bool) -> list[Launch]:
+    """mixed: in a step with prompts, where each request's token has to be looked up (HAS_Q_LOC)."""
+    with recorded() as launches:
+        launch_decode(shape, arch, mixed=mixed)
+    return launches[1:]
+
+
+def launch_decode(shape: Shape, arch: str, *, mixed: bool) -> None:
+    with patch.object(decode_module, "arch_of", lambda device: arch):
+        work = split_map(meta(BATCH), decode_tile(arch, shape.head_dim, fp32=shape.fp32).split, 1000)
+        q, *kv = operands(shape, TOKENS if mixed else BATCH)
+        out = meta(*q.shape, dtype=q.dtype)
+        decode_module.decode_attention(
+            q, *kv, meta(BATCH), meta(BATCH), work, out, q_loc=meta(BATCH) if mixed else None, **options(shape)
+        )  # fmt: skip
+
+
+def _cases() -> dict[str, Callable[[], list[Launch]]]:
+    """A few shapes of each kind: the environment's own Triton compiles all of them (test_compile_*.py)."""
+    by_name = {str(shape): shape for shape in SHAPES}
+    extend = {
+        "one split": ("32x8x64-bfloat16", "32x8x128-bfloat16", "40x8x128-bfloat16-window",
+                      "8x4x256-bfloat16-cap-window", "32x8x128-fp8"),
+        "splits in turn": ("32x8x64-bfloat16", "32x8x128-bfloat16", "32x8x128-fp8"),
+        "splits as units": ("32x8x128-bfloat16",),
+    }  # fmt: skip
+    decode = {
+        False: ("32x8x128-bfloat16", "32x8x128-fp8"),
+        True: ("40x8x128-bfloat16-window", "32x8x128-fp8"),
+    }
+    cases: dict[str, Callable[[], list[Launch]]] = {}
+    for splits, names in extend.items():
+        for name in names:
+            cases[f"extend-{name}, {splits}"] = partial(extend_launches, by_name[name], "sm_90", splits)
+    for mixed, names in decode.items():
+        for name in names:
+            kind = ", with prompts" if mixed else ""
+            cases[f"decode-{name}{kind}"] = partial(decode_launches, by_name[name], "sm_90", mixed=mixed)
+    return cases
+
+
+CASES = _cases()
+
+
+def shape_of(case: str) -> Shape:
+    """The shape of a case."""
+    name = case.partition("-")[2].partition(",")[0]
+    return next(shape for shape in SHAPES if str(shape) == name)
+
+
+def folder_of(version: str) -> Path:
+    """Where `scripts/setup --tritons` installs this Triton."""
+    return ROOT / ".triton" / version
+
+
+@cache
+def compiled_with(version: str) -> dict[str, list[Resources]]:
+    """The resources of every case's kernels, compiled in one process by this Triton."""
+    path = os.pathsep.join([str(folder_of(version)), *(entry for entry in sys.path if entry)])
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if ran.returncode:
+        raise AssertionError(ran.stdout[-5_000:] + ran.stderr[-10_000:])
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found.pop("version") == version
+    return {name: [_resources(fields) for fields in kernels] for name, kernels in found.items()}
+
+
+def _resources(fields: dict[str, Any]) -> Resources:
+    return Resources(**fields | {"counts": InstructionCounts(**fields["counts"])})
+
+
+def main() -> None:
+    found: dict[str, object] = {"version": triton.__version__}
+    for name, launches in CASES.items():
+        compiled = [dataclasses.replace(compile_launch(launch, "sm_90"), assembly="") for launch in launches()]
+        found[name] = [dataclasses.asdict(resources) for resources in compiled]
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""A GPU server on a machine without a C compiler says what is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tercet.model_executor.kernels.host_compiler import needs_c_compiler
+
+
+def test_a_missing_c_compiler_is_named() -> None:
+    with pytest.raises(ValueError, match="install gcc or clang, or set CC"), needs_c_compiler():
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="out of memory"), needs_c_compiler():
+        raise RuntimeError("out of memory")

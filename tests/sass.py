@@ -1,0 +1,69 @@
+"""Counts the instructions of an NVIDIA GPU's machine code (SASS), as `cuobjdump -sass` prints it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+
+
+_ADDRESSED = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)", re.MULTILINE)
+
+_TARGET = re.compile(r"0x([0-9a-f]+)")
+
+
+@dataclass(frozen=True)
+class InstructionCounts:
+    """Counts of the instructions that tests compare: in the code, not in an execution."""
+
+    wgmma: int
+    """Products of a warp group (HGMMA), which run asynchronously."""
+    wgmma_batches: int
+    """WARPGROUP.ARRIVE: before each batch of products. One for each product means that products are serialised."""
+    wgmma_waits: int
+    """WARPGROUP.DEPBAR"""
+    mma: int
+    """Products of a warp (HMMA), which are synchronous."""
+    wide_copies: int
+    """Asynchronous copies to shared memory (LDGSTS) of 128 bits a thread."""
+    copies: int
+    """All asynchronous copies to shared memory."""
+    spills_in_loops: int
+    """Accesses to spilled registers (STL, LDL) in the innermost loops with products."""
+
+
+def count_instructions(sass: str) -> InstructionCounts:
+    found = Counter(match.group(1) for match in _INSTRUCTION.finditer(sass))
+
+    def number(prefix: str) -> int:
+        return sum(count for name, count in found.items() if name.startswith(prefix))
+
+    wide = sum(count for name, count in found.items() if re.match(r"LDGSTS\..*\.128", name))
+    return InstructionCounts(
+        number("HGMMA"),
+        number("WARPGROUP.ARRIVE"),
+        number("WARPGROUP.DEPBAR"),
+        number("HMMA"),
+        wide,
+        number("LDGSTS"),
+        _spills_in_loops(sass),
+    )
+
+
+def _spills_in_loops(sass: str) -> int:
+    found = [(int(at, 16), name, rest) for at, name, rest in _ADDRESSED.findall(sass)]
+    products = [at for at, name, _ in found if name.startswith(("HGMMA", "HMMA"))]
+    jumps = [(_TARGET.search(rest), at) for at, name, rest in found if name == "BRA"]
+    jumps_back = [(int(to.group(1), 16), at) for to, at in jumps if to and int(to.group(1), 16) < at]
+    loops = [(first, last) for first, last in jumps_back if any(first <= at <= last for at in products)]
+    innermost = [
+        (first, last)
+        for first, last in loops
+        if not any((a, b) != (first, last) and first <= a <= b <= last for a, b in loops)
+    ]
+    return sum(
+        name.startswith(("STL", "LDL")) and any(first <= at <= last for first, last in innermost)
+        for at, name, _ in found
+    )
