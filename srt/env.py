@@ -53,3 +53,18 @@ def cache_folder() -> Path | None:
 def triton_interpreted() -> bool:
     """Whether TRITON_INTERPRET=1, which makes Triton kernels run on the CPU, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def set_triton_defaults() -> None:
+    """Triton fuses multiplications and additions, as the kernels expect. Triton 3.10 separates them by default."""
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+def set_allocator_defaults() -> None:
+    """torch's allocator on a GPU grows its segments, unless the user has set it up otherwise.
+
+    Without this, memory of steps of different sizes stays in segments that no other tensor fits into. torch reads the
+    variable at its first allocation on the GPU.
+    """
+    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -6,15 +6,13 @@ so that the code above it is tested without a GPU.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from ...srt import env
 from .memory import Memory
-
-_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Event(Protocol):
@@ -38,10 +36,7 @@ class Accelerator:
     """A CUDA device. The constructor makes it the calling thread's current device. Work goes to its current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        # Without this, memory of steps of different sizes stays in segments that no other tensor fits into. torch reads
-        # the variable at its first allocation.
-        if not os.environ.keys() & _ALLOCATOR_SETTINGS:
-            os.environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
+        env.set_allocator_defaults()
         # Triton launches on the current device, whatever device its tensors are on.
         torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device.index)
         self._copies = torch.cuda.Stream(device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
+from ...srt import env
 
-# The kernels are written and tuned with fused multiply-adds. Triton 3.10 changes its default to separate ones.
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+env.set_triton_defaults()

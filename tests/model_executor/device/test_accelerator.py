@@ -12,6 +12,7 @@ import torch
 
 from tercet.model_executor.device import accelerator as module
 from tercet.model_executor.device.accelerator import Accelerator
+from tercet.srt import env
 
 SEGMENT = 1 << 20
 
@@ -130,9 +131,9 @@ def test_a_graph_lives_as_long_as_the_accelerator(cuda: FakeCuda) -> None:
 
 
 def test_segments_can_grow_unless_the_user_says_otherwise(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.os, "environ", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"})
+    monkeypatch.setattr(env.os, "environ", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"})
     Accelerator(DEVICE)
-    assert module.os.environ == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
-    monkeypatch.setattr(module.os, "environ", {})
+    assert env.os.environ == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    monkeypatch.setattr(env.os, "environ", {})
     Accelerator(DEVICE)
-    assert module.os.environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert env.os.environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
