@@ -180,6 +180,7 @@ class Scheduler:
                     self._results.abort(req, AbortFinish("aborted by the client"))
             case RetainReq():
                 self.kv.retain(unpack_ids(message.token_ids), message.seconds, message.options)
+                self._idle_work.restart()
             case FlushCacheReq():
                 num_busy = len(self.queues.holders() if self._pause.is_on else self.queues)
                 if num_busy == 0:
