@@ -127,7 +127,8 @@ class Scheduler:
     def turn(self, in_flight: InFlight | None) -> InFlight | None:
         """Runs one turn. Takes the step that is in flight, and returns the step that is in flight afterwards."""
         idle = in_flight is None and (self._pause.is_on or not (self.queues.is_busy or self.kv.has_copies))
-        for message in self._io.receive(may_sleep=idle and not self._idle_work.is_due):
+        # Paused requests are no idle engine: its work is not done beside them.
+        for message in self._io.receive(may_sleep=idle and (self.queues.is_busy or not self._idle_work.is_due)):
             self._handle(message)
         if self._grammars.is_waiting:
             self._collect_grammars(may_wait=in_flight is None and self.queues.num_constrained == len(self.queues))
@@ -179,6 +180,7 @@ class Scheduler:
                     self._results.abort(req, AbortFinish("aborted by the client"))
             case RetainReq():
                 self.kv.retain(unpack_ids(message.token_ids), message.seconds, message.options)
+                self._idle_work.restart()
             case FlushCacheReq():
                 num_busy = len(self.queues.holders() if self._pause.is_on else self.queues)
                 if num_busy == 0:

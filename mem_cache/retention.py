@@ -88,8 +88,8 @@ class Retentions:
     def retain(self, node: RadixNode | None, seconds: float, owner: RetentionOwner, namespace: str) -> None:
         """Retain the prefix that ends at `node`, in place of the last one of the same session. `lapse` goes before.
 
-        `node` None, or 0 seconds: only end that one. Over the limit, the tenant with the most retained tokens loses its
-        oldest retentions. So a long retention displaces none of another tenant, and none that is newer.
+        `node` None, or 0 seconds: only end that one. Over a limit, the tenant with the most retained tokens or
+        retentions loses its oldest ones. So a long retention displaces none of another tenant, and none that is newer.
         """
         key = (namespace, owner) if owner.session else None
         if key is not None and key in self._sessions:
@@ -99,8 +99,13 @@ class Retentions:
         retention = Retention(node, self._clock() + seconds, owner.tenant, key)
         self._add(retention, node)
         while self.num_tokens > self.max_tokens or self.num_live > MAX_RETENTIONS:
-            _, _, tenant = max((tenant.num_tokens, name, tenant) for name, tenant in self._tenants.items())
-            self._end(tenant.oldest())
+            self._end(self._largest_tenant().oldest())
+
+    def _largest_tenant(self) -> _Tenant:
+        """The tenant with the most of what is limited: retentions, if these are too many, else retained tokens."""
+        by_number = self.num_live > MAX_RETENTIONS
+        sizes = ((len(one.retentions) if by_number else one.num_tokens, name) for name, one in self._tenants.items())
+        return self._tenants[max(sizes)[1]]
 
     def _add(self, retention: Retention, node: RadixNode) -> None:
         self.num_live += 1

@@ -60,7 +60,8 @@ class _Different(Exception):
 def compare(replay: Replay) -> Comparison:
     """Runs this scheduler on the messages of the recording.
 
-    Log probabilities, embeddings and grammars are left out: a recording with such requests may differ for that reason.
+    Log probabilities, embeddings, hidden states and grammars are left out: a recording with such requests may differ
+    for that reason.
     """
     return _Comparing(replay).run()
 

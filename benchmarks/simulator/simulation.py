@@ -156,6 +156,8 @@ class Simulation:
     @property
     def next_s(self) -> float | None:
         """When the next message arrives; None: not before a request ends, or never."""
+        if self._retained:
+            return self.clock.now_s
         times = [
             at_s for at_s in (self._traffic.next_s, self._aborts[0][0] if self._aborts else None) if at_s is not None
         ]

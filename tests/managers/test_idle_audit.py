@@ -12,7 +12,9 @@ from fakes import expected_output
 from tercet.managers.idle_audit import QUIET_S
 from tercet.mem_cache import allocator as allocator_module
 from tercet.mem_cache import radix_audit
-from tercet.srt.io_struct import FlushCacheReq, StateReq
+from tercet.srt.io_struct import FlushCacheReq, RetainReq, StateReq, pack_ids
+from tercet.srt.request_options import RequestOptions
+from tercet.srt.sampling_params import SamplingParams
 
 PROMPT = list(range(40))
 
@@ -205,3 +207,19 @@ def test_a_slice_looks_at_a_bounded_part_of_a_large_pool(page_size: int, monkeyp
     assert len(looked) >= (cache.num_nodes + 1) / num_nodes_a_slice
     num_slices = sum(1 for _ in rig.kv.audit_slices([]))
     assert num_slices >= len(looked) + allocator.num_free / page_size // 4096
+
+
+@pytest.mark.usefixtures("short_slices")
+def test_a_retention_in_the_middle_of_an_audit_is_no_error() -> None:
+    rig, slices = idle_rig(eviction="value")
+    rig.clock.now += QUIET_S
+    while not slices.num_slices:
+        rig.turn()
+    message = RetainReq("first", pack_ids(PROMPT[:20]), RequestOptions(sampling=SamplingParams()), 60.0)
+    rig.inbox.messages.append(message)
+    for _ in range(100):
+        rig.turn()
+    assert rig.kv.cache.retained_size == 20
+    assert rig.scheduler.state().num_kv_repairs == 0
+    pass_quiet(rig)
+    assert slices.num_ended == 1

@@ -8,6 +8,7 @@ from fakes import expected_output
 from tercet.managers.idle_audit import IdleAudit
 from tercet.managers.idle_work import IdleWork
 from tercet.managers.touch_ahead import TouchAhead
+from tercet.srt.pause_messages import PauseReq
 
 PROMPT = list(range(40))
 
@@ -55,3 +56,16 @@ def test_a_request_is_served_between_two_slices_and_the_rest_comes_after_it() ->
     for _ in range(200):
         rig.turn()
     assert pool.num_touched == 5 + 128
+
+
+def test_a_pause_with_requests_sleeps_although_work_is_due() -> None:
+    rig, pool = touching_rig()
+    rig.add("r", PROMPT, max_new_tokens=30)
+    for _ in range(3):
+        rig.turn()
+    rig.inbox.messages.append(PauseReq(1, False))
+    rig.turn()
+    slept, touched = rig.inbox.num_sleeps, pool.num_touched
+    for _ in range(10):
+        rig.turn()
+    assert rig.inbox.num_sleeps == slept + 10 and pool.num_touched == touched

@@ -192,6 +192,18 @@ def test_many_retentions_of_the_same_tokens_are_limited(monkeypatch: pytest.Monk
     assert len(rig.retentions._ends) < 100
 
 
+def test_if_there_are_too_many_the_tenant_with_the_most_retentions_pays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tercet.mem_cache.retention.MAX_RETENTIONS", 8)
+    rig = Rig()
+    long, short = rig.put(1, 30), rig.put(2, 2)
+    rig.retain(long, 30, tenant="quiet")
+    for _ in range(20):
+        rig.retain(short, 3600, tenant="greedy")
+    assert rig.retentions.num_live == 8 and rig.cache.retained_size == 32
+
+
 def test_discard_and_reset_end_retentions() -> None:
     rig = Rig()
     prompt, other = rig.put(1), rig.put(2)

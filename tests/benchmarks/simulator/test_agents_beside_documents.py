@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from simulations import flat_cost, simulate, traffic_settings
+from simulations import flat_cost, request, simulate, traffic_settings
 
 from tercet.benchmarks import bench_scheduler
 from tercet.benchmarks.offline_workloads import Span
@@ -35,6 +35,12 @@ def agents_hit_rate(seed: int, **settings: object) -> float:
 def test_retention_after_tool_calls_keeps_the_agents_hit_rate(seed: int) -> None:
     assert agents_hit_rate(seed) >= 0.9
     assert agents_hit_rate(seed, radix_eviction_policy="lru") < 0.8
+
+
+def test_the_time_of_a_retention_passes_while_the_engine_is_idle() -> None:
+    requests = [request(0.0, 64, 4, ends_in_tool_call=True), request(1000.0, 64, 4)]
+    cache = simulate(requests, cost=flat_cost(0.02)).scheduler.kv.cache
+    assert cache.retained_size == 0
 
 
 def test_documents_are_requests_of_a_tenant_of_their_own_in_the_order_of_arrival() -> None:
