@@ -159,14 +159,17 @@ async def read(site: Site, connection: Connection, num_events: int) -> list[tupl
     raise AssertionError(f"no more events: {connection.status} {connection.data!r}")
 
 
-def begun(file: Path, num_events: int = 3, **flags: Any) -> tuple[Path, list[tuple[bytes, bytes]]]:
-    """A stream whose server has died after so many events: the file, and the events."""
+def begun(
+    file: Path, num_events: int = 3, fields: dict[str, Any] | None = None, **flags: Any
+) -> tuple[Path, list[tuple[bytes, bytes]]]:
+    """A stream whose server has died after so many events: the file, and the events. `fields`: further ones of the
+    body."""
     site = make_site(file, **flags)
     site.scheduler.gate = True
     key = {"authorization": f"Bearer {flags['api_key'][0]}"} if "api_key" in flags else {}
 
     async def life() -> list[tuple[bytes, bytes]]:
-        body = {"prompt": "a", "max_tokens": 9, "stream": True}
+        body = {"prompt": "a", "max_tokens": 9, "stream": True, **(fields or {})}
         return await read(site, Connection(site, "POST", "/v1/completions", body, **key), num_events)
 
     events = site.run(life())
@@ -194,6 +197,27 @@ def test_another_model_refuses_by_name(tmp_path: Path) -> None:
     file = kill(site, file)
     site = make_site(file)
     assert ask(site, events[-1][0])[0] == 200, "the mistake can be undone"
+    kill(site, file)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"radix_eviction_policy": "lru", "enable_priority_scheduling": False}, ("", None, 0)),
+        ({"disable_radix_cache": True}, ("", None, 2)),
+        ({"max_retention_s": 5.0}, ("s", 5.0, 2)),
+    ],
+)
+def test_a_server_that_allows_less_keeps_to_its_settings(
+    tmp_path: Path, flags: dict[str, Any], expected: tuple[str, float | None, int]
+) -> None:
+    """A scheduler whose cache retains nothing would fail at the end of the request."""
+    fields = {"session_id": "s", "retention_seconds": 9, "priority": 2}
+    file, events = begun(tmp_path / "streams", fields=fields)
+    site = make_site(file, **flags)
+    assert ask(site, events[-1][0])[0] == 200
+    options = site.scheduler.received[0].options
+    assert (options.session_id, options.retention_seconds, options.priority) == expected
     kill(site, file)
 
 
