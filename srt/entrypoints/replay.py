@@ -146,6 +146,8 @@ class ReplayingReader:
                     generation.finished_s = saved.finished_s
                     generation.timings = None if saved.timings is None else Timings(*saved.timings)
         elif not self._replay.is_replayed.is_set():
+            batches.clear()  # they take more memory than their records
+            self._num_replayed = 0
             self._replay.is_replayed.set()
             await self._replay.is_wanted.wait()
             self._send()
