@@ -80,8 +80,8 @@ async def run_chat(
     plan, sampling = see_marks(plan, sampling, server.manager.inputs.tokenizer)
     response_format = make_format(plan, sampling)
     # An answer with many log probabilities is written in a thread, and the manager belongs to the event loop.
-    loop = asyncio.get_running_loop()
-    response_format.on_tool_call = functools.partial(loop.call_soon_threadsafe, server.manager.on_tool_call)
+    loop, tell = asyncio.get_running_loop(), server.manager.on_tool_call
+    response_format.on_tool_call = lambda sample: loop.call_soon_threadsafe(tell, sample)
     render = functools.partial(
         in_thread_if_large,
         request,
