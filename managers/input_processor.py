@@ -225,11 +225,21 @@ class InputProcessor:
         return GenerateReq(rid, packed_ids, msgspec.structs.replace(options, sampling=sampling))
 
     def sample_req(self, rid: str, packed_ids: bytes, options: RequestOptions, index: int) -> GenerateReq:
-        """The request of a further sample of a prompt. `options`: those in the request of its first sample."""
-        seed = options.sampling.sampling_seed
+        """The request of a sample that another server process has accepted. This server's settings may be others.
+
+        `options`: those in the request of the first sample of its prompt.
+        """
+        seed, seconds = options.sampling.sampling_seed, options.retention_seconds
         assert seed is not None
-        sampling = msgspec.structs.replace(options.sampling, sampling_seed=_wrap_int64(seed + index))
-        return GenerateReq(rid, packed_ids, msgspec.structs.replace(options, sampling=sampling))
+        most_s = self._max_retention_s
+        allowed = msgspec.structs.replace(
+            options,
+            sampling=msgspec.structs.replace(options.sampling, sampling_seed=_wrap_int64(seed + index)),
+            priority=options.priority if self._has_priorities else 0,
+            session_id="" if most_s is None else options.session_id,
+            retention_seconds=None if most_s is None or seconds is None else min(seconds, most_s),
+        )
+        return GenerateReq(rid, packed_ids, allowed)
 
     def _overflow(self, problem: str) -> PromptTooLong:
         pool = self._facts.max_total_num_tokens

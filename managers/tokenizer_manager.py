@@ -104,7 +104,11 @@ class TokenizerManager:
         use or too long, and EngineDead.
         """
         self.check_accepting()
-        return self._requests.open(prompts, name)
+        request = self._requests.open(prompts, name)
+        for prompt in request.prompts:
+            for generation in prompt.generations:
+                generation.weight_version = self.weights.version
+        return request
 
     async def start(self, prompt: PromptSamples) -> None:
         """Prepares the prompt, and sends all of its samples."""
@@ -158,7 +162,6 @@ class TokenizerManager:
         self._send_or_hold(generation)
 
     def _send_or_hold(self, generation: Generation) -> None:
-        generation.weight_version = self.weights.version
         if self._scheduler is not None and not self.weights.is_holding:
             self._resend(generation)
         elif self._num_held < self.server_args.max_queued_requests:

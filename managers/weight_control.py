@@ -66,10 +66,20 @@ class WeightControl:
             raise EngineBusy("the weights are being updated already")
         version = f"update-{time.time_ns()}" if version is None else version
         self._is_updating = True
+        change: asyncio.Task[int] | None = None
         try:
             if abort_all:
                 self._requests.abort_all()
             await self._drain()
+            change = asyncio.create_task(self._change(model_path, load_format, version, dtype))
+        finally:
+            if change is None:
+                self._end()
+        # A caller that is cancelled does not stop the engine, which may have the new weights already.
+        return await asyncio.shield(change)
+
+    async def _change(self, model_path: str, load_format: str, version: str, dtype: str) -> int:
+        try:
             reply = await self._load(model_path, load_format, version)
             if reply.refusal is not None:
                 raise InvalidRequest(reply.refusal, param="model_path")
@@ -78,10 +88,14 @@ class WeightControl:
             self._use(model_path, load_format, version, dtype)
             return reply.num_waiting
         finally:
-            self._is_updating = False
-            if self.is_holding:
-                self.is_holding = False
-                self._release()
+            self._end()
+
+    def _end(self) -> None:
+        """The update is over: what it has held is sent."""
+        self._is_updating = False
+        if self.is_holding:
+            self.is_holding = False
+            self._release()
 
     async def _drain(self) -> None:
         """Returns when every sample that the engine has is at its end, or when generation is paused."""

@@ -124,7 +124,9 @@ class RecordFile:
 
         Returns its descriptor, for `adopt`.
         """
-        file = os.open(self._new_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._new_path)  # it may be a link, or open to others
+        file = os.open(self._new_path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             at = 0
             for part in (MAGIC + self.mark, *framed):

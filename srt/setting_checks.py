@@ -87,6 +87,9 @@ def check_settings(args: ServerArgs) -> None:
         raise ValueError(f"--otlp-traces-endpoint must be a URL such as http://HOST:4318/v1/traces, got {endpoint!r}")
     if not 0 <= args.resume_grace < math.inf:
         raise ValueError(f"--resume-grace must be a number of seconds, 0 or more, got {args.resume_grace}")
+    for name in ("update_weights_dir", "profile_dir", "weight_version"):
+        if getattr(args, name) == "":  # an empty folder would be the current one
+            raise ValueError(f"{flag_name(name)} must not be empty")
     if args.resume_file is not None and (not args.resume_grace or not args.resume_file):
         raise ValueError("--resume-file must name a file, and needs --resume-grace")
     if args.max_queue_time is not None and not 0 < args.max_queue_time < math.inf:

@@ -67,7 +67,7 @@ ABORT_CODEC = BodyCodec(AbortBody)
 
 
 async def health(server: Server, request: Request, body: None) -> ASGIApp:
-    """200 when every process is alive, the scheduler's loop turns and requests are accepted; 503 otherwise.
+    """200 when every process is alive, their loops turn and requests are accepted; 503 otherwise.
 
     Also 200 while the engine is being restarted, and while generation is paused: a supervisor must not end a server
     that will soon go on.
@@ -92,7 +92,7 @@ def check_up(server: Server) -> None:
     """Raises EngineDead when the engine is broken, hung or about to stop."""
     server.manager.check_accepting()
     if not server.manager.is_healthy and not server.manager.is_restarting:
-        raise EngineDead("the scheduler does not answer")
+        raise EngineDead("a process of the engine hangs")
 
 
 def check_not_paused(server: Server) -> None:

@@ -26,6 +26,7 @@ _SETTINGS = (
     "sampling_defaults",
     "incremental_streaming_output",
     "grammar_backend",
+    "fuse_small_steps",
 )
 _TOKENIZER_ENDINGS = (".json", ".jinja", ".model", ".txt")
 
@@ -40,7 +41,7 @@ def answer_settings(args: ServerArgs, config: ModelConfig, facts: SchedulerReady
         "served_model_name": args.model_name,
         "model": _digest(json.dumps(shape, sort_keys=True), *weights),
         "tokenizer": _digest(*_tokenizer_files(args)),
-        "chat_template": _digest(args.chat_template or ""),
+        "chat_template": _digest(_content(args.chat_template or "")),
         "dtype": facts.dtype,
         "device": facts.device,
         "attention_backend": facts.attention_backend,
@@ -56,12 +57,17 @@ def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
 def _tokenizer_files(args: ServerArgs) -> Iterator[str]:
     path = args.tokenizer_path or args.model_path
     if not os.path.isdir(path):
-        yield fingerprint(path)
+        yield _content(path)
         return
     for name in sorted(os.listdir(path)):
         if name.endswith(_TOKENIZER_ENDINGS):
             yield name
             yield fingerprint(os.path.join(path, name))
+
+
+def _content(given: str) -> str:
+    """The fingerprint of a file. A text that names none, such as a template or a name for transformers, as it is."""
+    return fingerprint(given) if os.path.isfile(given) else given
 
 
 def _digest(*parts: str) -> str:

@@ -159,7 +159,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         ("GET",),
         "/health",
-        "200 when the engine runs or restarts; 503 when its scheduler hangs, when it failed, and during shutdown",
+        "200 when the engine runs or restarts; 503 when a process hangs, when it failed, and during shutdown",
         admin.health,
         answer=admin.Status,
         aliases=("/ping",),

@@ -36,12 +36,15 @@ class StreamRecorder:
         self,
         journal: StreamJournal,
         stream_id: str,
-        make_request: Callable[[list[SavedPrompt]], SavedRequest],
+        make_request: Callable[[list[SavedPrompt], str], SavedRequest],
         prompts: Sequence[PromptSamples],
         num_known: int = 0,
+        weight_version: str = "",
     ) -> None:
-        """`make_request`: called with the first batch. `num_known`: batches that the journal has already."""
+        """`make_request`: called with the first batch and the weights that have computed it. `num_known`: batches that
+        the journal has already, and `weight_version` their weights."""
         self.stream_id = stream_id
+        self._weight_version = weight_version
         self._journal = journal
         self._make_request = make_request
         self._prompts = prompts
@@ -59,8 +62,13 @@ class StreamRecorder:
         self._num_batches += 1
         if self._num_batches <= self._num_known or not self._is_on:
             return
+        versions = {samples[place].generation.weight_version for place, _ in batch}
         if self._num_batches == 1:
+            self._weight_version = min(versions)
             self._is_on = self._begin()
+        if versions != {self._weight_version}:  # no other server has both the old and the new weights
+            self._journal.forget(self.stream_id)
+            self._is_on = False
         if self._is_on:
             outs = [_saved(place, out, samples[place].generation) for place, out in batch]
             self._is_on = self._journal.note(self.stream_id, self._num_batches, outs)
@@ -77,7 +85,7 @@ class StreamRecorder:
             if request is None:
                 return False  # it was aborted before it was sent
             prompts.append(SavedPrompt(request.input_ids, request.options))
-        return self._journal.begin(self.stream_id, self._make_request(prompts))
+        return self._journal.begin(self.stream_id, self._make_request(prompts, self._weight_version))
 
 
 def _saved(place: int, out: TextOut, generation: Generation) -> SavedOut:
@@ -138,6 +146,8 @@ class ReplayingReader:
                     generation.finished_s = saved.finished_s
                     generation.timings = None if saved.timings is None else Timings(*saved.timings)
         elif not self._replay.is_replayed.is_set():
+            batches.clear()  # they take more memory than their records
+            self._num_replayed = 0
             self._replay.is_replayed.set()
             await self._replay.is_wanted.wait()
             self._send()

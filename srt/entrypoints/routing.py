@@ -211,9 +211,10 @@ class BoundEndpoint:
             return None
         if not data and self._endpoint.body_may_be_empty:
             data += b"{}"
-        if self._endpoint.path in self.server.recorded:
+        body = await decode(self.server, request, codec, data)
+        if self._endpoint.path in self.server.recorded and body.stream:
             request.scope[BODY] = bytes(data)
-        return await decode(self.server, request, codec, data)
+        return body
 
 
 async def decode(server: Server, request: Request, codec: BodyCodec[T], data: bytes | bytearray) -> T:

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 BODY = "tercet.body"
 """In the scope of a request: its body, if a stream of it is recorded."""
+_WEIGHTS = "weight_version"
+"""The setting that an update of the weights changes while the server runs."""
 
 
 class Replayed(Protocol):
@@ -66,18 +68,24 @@ class SavedStreams:
     ) -> StreamRecorder:
         """The recorder of a request's stream. `path`: of its endpoint."""
 
-        def make_request(saved: list[SavedPrompt]) -> SavedRequest:
+        def make_request(saved: list[SavedPrompt], weight_version: str) -> SavedRequest:
             names, body = names_of(request.scope), request.scope.pop(BODY)
-            return SavedRequest(path, body, owner, names.nonce, names.began_s, self._settings, saved)
+            settings = self._settings | {_WEIGHTS: weight_version}
+            return SavedRequest(path, body, owner, names.nonce, names.began_s, settings, saved)
 
-        stream_id = new_stream_id() if replay is None else replay.stream_id
-        num_known = 0 if replay is None else len(replay.saved.batches)
-        return StreamRecorder(self._journal, stream_id, make_request, prompts, num_known)
+        if replay is None:
+            return StreamRecorder(self._journal, new_stream_id(), make_request, prompts)
+        known = replay.saved
+        weights = known.request.settings[_WEIGHTS]
+        return StreamRecorder(self._journal, replay.stream_id, make_request, prompts, len(known.batches), weights)
 
-    async def restore(self, stream_id: str, owner: str, scope: Mapping[str, Any], handle: Replayed) -> None:
+    async def restore(
+        self, stream_id: str, owner: str, weight_version: str, scope: Mapping[str, Any], handle: Replayed
+    ) -> None:
         """Makes a stream of the server before one of this server. Does nothing for a stream that is not known.
 
-        `handle`: handles the recorded request. Raises EngineDead, StreamChanged, and what the handler raises.
+        `weight_version`: of the weights in use. `handle`: handles the recorded request. Raises EngineDead,
+        StreamChanged, and what the handler raises.
         """
         if stream_id not in self._waiting:
             if stream_id in self._journal and self.streams.is_draining and stream_id not in self.streams:
@@ -85,7 +93,7 @@ class SavedStreams:
             return
         task = self._restoring.get(stream_id)
         if task is None:
-            saved = self._load(stream_id)
+            saved = self._load(stream_id, weight_version)
             if saved.request.owner != owner:
                 return
             task = asyncio.create_task(self._restore(Replay(stream_id, saved), scope, handle))
@@ -93,12 +101,12 @@ class SavedStreams:
             task.add_done_callback(lambda _: self._restoring.pop(stream_id))
         await asyncio.shield(task)
 
-    def _load(self, stream_id: str) -> SavedStream:
+    def _load(self, stream_id: str, weight_version: str) -> SavedStream:
         try:
             saved = self._journal.load(stream_id)
         except msgspec.DecodeError:
             raise StreamChanged("the stream began on another version of Tercet, and cannot continue here") from None
-        differing = changed(saved.request.settings, self._settings)
+        differing = changed(saved.request.settings, self._settings | {_WEIGHTS: weight_version})
         if differing:
             raise StreamChanged(
                 f"the stream began on a server with other settings ({', '.join(differing)}), and cannot continue here"

@@ -30,7 +30,8 @@ async def continue_stream(server: Server, request: Request, body: None) -> ASGIA
         raise InvalidRequest("the header Last-Event-ID is required", param="Last-Event-ID")
     owner = owner_of(request.scope, server.manager.server_args)
     if server.saved is not None:
-        await server.saved.restore(last.partition("/")[0], owner, request.scope, partial(_replay, server))
+        stream_id, version = last.partition("/")[0], server.manager.weights.version
+        await server.saved.restore(stream_id, owner, version, request.scope, partial(_replay, server))
     stream, number = server.streams.find(last, owner)
     if stream.is_interrupted:
         raise server.manager.failure or EngineDead("the engine has ended")

@@ -1,4 +1,4 @@
-"""Finds a scheduler whose loop does not turn, and gets the stacks of its threads."""
+"""Finds a process of the engine whose loop does not turn, and gets the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Verdict(Enum):
 
 
 class HangDetector:
-    """Decides what a silent scheduler means. A hang is reported once, and ended once.
+    """Decides what a silent process means. A hang is reported once, and ended once.
 
-    It must be too silent at two looks in a row: after a halt of this process, the scheduler's messages are read
+    It must be too silent at two looks in a row: after a halt of this process, the messages of the others are read
     between two looks.
     """
 
@@ -45,7 +45,7 @@ class HangDetector:
         """Time between two looks."""
 
     def look(self, silent_s: float) -> Verdict | None:
-        """`silent_s`: seconds since the last message of the scheduler. 0: it is being restarted."""
+        """`silent_s`: seconds since the last message of the process. 0: it is being restarted."""
         found = None
         for verdict, limit_s in self._limits.items():
             self._num_looks[verdict] = self._num_looks[verdict] + 1 if silent_s > limit_s else 0

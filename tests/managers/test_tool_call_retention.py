@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from fake_http import Site
 
 from tercet.managers.tool_call_retention import tool_call_retention_s
+from tercet.srt.entrypoints import sse
 from tercet.srt.io_struct import LengthFinish
 from tercet.srt.server_args import ServerArgs
 
@@ -41,6 +43,23 @@ def test_an_answer_that_is_a_tool_call_is_retained(path: str, body: dict[str, An
         assert (options.session_id, options.cache_salt, options.tenant) == ("s", "salt", "me")
         site.stream(path, body)
         assert len(site.scheduler.retained) == 2
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {**BODY, "logprobs": True}), ("/v1/responses", RESPONSES)])
+def test_an_answer_that_is_written_in_a_thread_uses_the_link_in_the_event_loop(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link to the scheduler is for one thread."""
+    monkeypatch.setattr(sse, "_MAX_VALUES_IN_LOOP", -1)
+    with serving() as site:
+        threads = []
+        send = site.scheduler.send
+        monkeypatch.setattr(
+            site.scheduler, "send", lambda message: (threads.append(threading.get_ident()), send(message))
+        )
+        site.good(path, body)
+        site.stream(path, body)
+        assert len(site.scheduler.retained) == 2 and len(set(threads)) == 1
 
 
 def test_each_sample_is_retained_once() -> None:

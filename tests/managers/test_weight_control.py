@@ -137,6 +137,25 @@ def test_after_an_error_the_old_weights_serve(kind: str, error: type[TercetError
     asyncio.run(work())
 
 
+def test_a_caller_that_gives_up_leaves_the_version_of_the_weights_in_use() -> None:
+    """Ctrl-C in a program with an Engine: the scheduler loads the weights nevertheless."""
+
+    async def work() -> None:
+        engine = Engine()
+        updating = asyncio.create_task(engine.update())
+        while not engine.updates:
+            await asyncio.sleep(0)
+        updating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        waiting = await engine.submit()
+        assert (await waiting.result()).finish == LengthFinish(4)
+        assert waiting.weight_version == engine.manager.weights.version == "2"
+        assert not engine.scheduler.is_paused and not engine.manager.weights.is_holding
+
+    asyncio.run(work())
+
+
 def test_a_restart_ends_the_update_and_sends_what_waited() -> None:
     async def work() -> None:
         engine = Engine()

@@ -50,6 +50,12 @@ def test_a_file_is_private_and_belongs_to_one_process(tmp_path: Path) -> None:
     assert data == b"" and path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(ValueError, match="in use by another server"):
         RecordFile.open(path)
+    other = tmp_path / "other"
+    other.write_bytes(b"not ours")
+    path.with_name("records.new").symlink_to(other)
+    file.adopt(file.write_new([frame(file.mark, b"a")]), frame(file.mark, b"b"))
+    assert other.read_bytes() == b"not ours" and not path.is_symlink()
+    path.with_name("records.new").touch(0o666)
     file.adopt(file.write_new([frame(file.mark, b"a")]), frame(file.mark, b"b"))
     file.append(frame(file.mark, b"c"))
     assert path.stat().st_mode & 0o777 == 0o600

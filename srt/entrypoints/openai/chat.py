@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -78,7 +79,9 @@ async def run_chat(
     sampling = await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, max_tokens_field)
     plan, sampling = see_marks(plan, sampling, server.manager.inputs.tokenizer)
     response_format = make_format(plan, sampling)
-    response_format.on_tool_call = server.manager.on_tool_call
+    # An answer with many log probabilities is written in a thread, and the manager belongs to the event loop.
+    loop, tell = asyncio.get_running_loop(), server.manager.on_tool_call
+    response_format.on_tool_call = lambda sample: loop.call_soon_threadsafe(tell, sample)
     render = functools.partial(
         in_thread_if_large,
         request,

@@ -104,7 +104,8 @@ def constrained(body: ChatBody, plan: AnswerPlan) -> ChatBody:
         given = getattr(body, name)
         if given is not None and not (name == "response_format" and _is_text(given)):
             raise InvalidRequest(
-                f"{name} is not possible beside a required call or strict functions: both constrain the answer",
+                f"{name} is not possible beside a required call, strict functions or allowed_tools: both constrain the "
+                "answer",
                 param=name,
             )
     return msgspec.structs.replace(body, structural_tag=plan.constraint)

@@ -27,6 +27,8 @@ def settings_of(args: ServerArgs) -> dict[str, str]:
         ({"random_seed": 8}, ["model"]),
         ({"chat_template": "{{ messages }}"}, ["chat_template"]),
         ({"served_model_name": "other"}, ["served_model_name"]),
+        ({"fuse_small_steps": True}, ["fuse_small_steps"]),
+        ({"tokenizer_path": "a-name-for-transformers"}, ["tokenizer"]),
     ],
 )
 def test_settings_that_decide_answers(tmp_path: Path, change: dict[str, Any], names: list[str]) -> None:
@@ -48,3 +50,9 @@ def test_files_that_decide_answers(tmp_path: Path) -> None:
     assert not changed(before, settings_of(args))
     (folder / "tokenizer.json").write_text("[]")
     assert changed(before, settings_of(args)) == ["tokenizer"]
+    template = tmp_path / "template"
+    template.write_text("a")
+    args = dataclasses.replace(args, chat_template=str(template))
+    before = settings_of(args)
+    template.write_text("b")
+    assert changed(before, settings_of(args)) == ["chat_template"]

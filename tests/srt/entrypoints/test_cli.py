@@ -81,6 +81,8 @@ def test_serve_takes_the_model_from_a_config_file(served: list[ServerArgs], tmp_
         (["A", "--port", "many"], "--port"),
         (["A", "--port", "70000"], "--port must be in [0, 65535], got 70000"),
         (["A", "--page-size", "0"], "--page-size must be at least 1, got 0"),
+        (["A", "--profile-dir", ""], "--profile-dir must not be empty"),
+        (["A", "--update-weights-dir", ""], "--update-weights-dir must not be empty"),
         (["A", "--admission-watermark", "1"], "--admission-watermark must be in [0, 1), got 1.0"),
         (["A", "--max-itl-ms", "-1"], "--max-itl-ms must be at least 0, got -1.0"),
         (["A", "--schedule-low-priority-values-first"], "needs --enable-priority-scheduling"),

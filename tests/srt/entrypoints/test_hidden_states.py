@@ -7,6 +7,7 @@ import pytest
 from fake_http import CONTEXT_LEN, Site
 
 from tercet.srt.entrypoints.native import GENERATE_CODEC, prompts_of
+from tercet.srt.entrypoints.request_names import RequestNames
 from tercet.srt.entrypoints.routing import Server
 
 
@@ -82,5 +83,5 @@ def test_many_numbers_are_written_in_a_thread(site: Site, monkeypatch: pytest.Mo
 
 
 def test_the_field_reaches_the_scheduler(site: Site) -> None:
-    prompts, _, _ = prompts_of(Server(site.manager, "0"), GENERATE_CODEC.convert(body()))
+    prompts, _, _ = prompts_of(Server(site.manager, "0"), GENERATE_CODEC.convert(body()), RequestNames())
     assert prompts[0].options.return_hidden_states

@@ -15,6 +15,7 @@ from fake_http import Site
 
 from tercet.srt.entrypoints.saved_streams import SavedStreams
 from tercet.srt.entrypoints.stream_journal import StreamJournal
+from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -159,14 +160,16 @@ async def read(site: Site, connection: Connection, num_events: int) -> list[tupl
     raise AssertionError(f"no more events: {connection.status} {connection.data!r}")
 
 
-def begun(file: Path, num_events: int = 3, **flags: Any) -> tuple[Path, list[tuple[bytes, bytes]]]:
-    """A stream whose server has died after so many events: the file, and the events."""
+def begun(
+    file: Path, num_events: int = 3, fields: dict[str, Any] | None = None, **flags: Any
+) -> tuple[Path, list[tuple[bytes, bytes]]]:
+    """A stream whose server has died after so many events: the file, and the events. `fields`: added to the body."""
     site = make_site(file, **flags)
     site.scheduler.gate = True
     key = {"authorization": f"Bearer {flags['api_key'][0]}"} if "api_key" in flags else {}
 
     async def life() -> list[tuple[bytes, bytes]]:
-        body = {"prompt": "a", "max_tokens": 9, "stream": True}
+        body = {"prompt": "a", "max_tokens": 9, "stream": True, **(fields or {})}
         return await read(site, Connection(site, "POST", "/v1/completions", body, **key), num_events)
 
     events = site.run(life())
@@ -194,6 +197,89 @@ def test_another_model_refuses_by_name(tmp_path: Path) -> None:
     file = kill(site, file)
     site = make_site(file)
     assert ask(site, events[-1][0])[0] == 200, "the mistake can be undone"
+    kill(site, file)
+
+
+def test_a_stream_needs_the_weights_that_began_it(tmp_path: Path) -> None:
+    """The settings of the server do not tell them: an update may have changed them since."""
+    file, events = begun(tmp_path / "streams", weight_version="old")
+    site = make_site(file, weight_version="old")
+    update_weights(site, "new")
+    status, data = ask(site, events[-1][0])
+    assert status == 409 and b"other settings (weight_version)" in data
+    file = kill(site, file)
+    site = make_site(file, weight_version="old")
+    assert ask(site, events[-1][0])[0] == 200
+    kill(site, file)
+
+
+def test_a_stream_that_outlives_an_update_of_the_weights_ends_with_its_server(tmp_path: Path) -> None:
+    site = make_site(tmp_path / "streams")
+    site.scheduler.gate = True
+
+    async def run() -> None:
+        connection = Connection(site, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 9, "stream": True})
+        await read(site, connection, 2)
+        await site.manager.pause.begin("retract")
+        await site.manager.weights.update("/w/2", "auto", None, dtype="float32", abort_all=False)
+        await site.manager.pause.end()
+        assert saved_of(site)._journal.ids()
+        site.scheduler.release()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not saved_of(site)._journal.ids()
+        site.manager.fail("the engine was shut down")
+        await connection.done
+        assert b"engine_dead" in connection.data and connection.data.endswith(b"[DONE]\n\n")
+
+    take_weights(site)
+    site.run(run())
+    kill(site, tmp_path / "streams")
+
+
+def test_repeated_events_name_their_weights(tmp_path: Path) -> None:
+    site = make_site(tmp_path / "streams", weight_version="v1")
+    site.scheduler.gate = True
+
+    async def run() -> list[tuple[bytes, bytes]]:
+        return await read(site, Connection(site, "POST", "/generate", {"text": "a", "stream": True}), 2)
+
+    events = site.run(run())
+    file = kill(site, tmp_path / "streams")
+    assert b'"weight_version":"v1"' in events[0][1]
+    site = make_site(file, weight_version="v1")
+    assert events_in(ask(site, events[0][0].partition(b"/")[0] + b"/0")[1])[:2] == events
+    kill(site, file)
+
+
+def take_weights(site: Site) -> None:
+    """The scheduler loads all weights at once."""
+    site.scheduler.answers[UpdateWeightsReq] = lambda message: UpdateWeightsReply(message.call_id)
+
+
+def update_weights(site: Site, version: str) -> None:
+    take_weights(site)
+    site.run(site.manager.weights.update("/w/2", "auto", version, dtype="float32", abort_all=False))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"radix_eviction_policy": "lru", "enable_priority_scheduling": False}, ("", None, 0)),
+        ({"disable_radix_cache": True}, ("", None, 2)),
+        ({"max_retention_s": 5.0}, ("s", 5.0, 2)),
+    ],
+)
+def test_a_server_that_allows_less_keeps_to_its_settings(
+    tmp_path: Path, flags: dict[str, Any], expected: tuple[str, float | None, int]
+) -> None:
+    """A scheduler whose cache retains nothing would fail at the end of the request."""
+    fields = {"session_id": "s", "retention_seconds": 9, "priority": 2}
+    file, events = begun(tmp_path / "streams", fields=fields)
+    site = make_site(file, **flags)
+    assert ask(site, events[-1][0])[0] == 200
+    options = site.scheduler.received[0].options
+    assert (options.session_id, options.retention_seconds, options.priority) == expected
     kill(site, file)
 
 
