@@ -21,7 +21,7 @@ from tercet.model_executor.step import (
 )
 from tercet.srt.logprobs import LogprobOptions, Logprobs
 
-_POWERS = np.cumprod(np.full(1 << 13, 0x9E3779B97F4A7C15, dtype=np.uint64))
+_POWERS = np.cumprod(np.full(1 << 16, 0x9E3779B97F4A7C15, dtype=np.uint64))
 """More than any sequence of a test has tokens."""
 _UINT64 = (1 << 64) - 1
 

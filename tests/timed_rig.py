@@ -52,7 +52,7 @@ class TimedRig(Rig):
 
     def __init__(self, cost: StepCost, **settings) -> None:
         super().__init__(**{"audit": False, **settings})
-        self.scheduler._runner = TimedRunner(self.runner, cost, self.clock)
+        self.device = self.scheduler._profiling.runner = TimedRunner(self.runner, cost, self.clock)
         self.times_s: dict[str, list[float]] = {}
         self.added_s: dict[str, float] = {}
 

@@ -32,7 +32,7 @@ TARGETS = {
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
 """Maximum shared memory of a block in bytes. Sources: CUDA C++ programming guide, compute capabilities; CDNA3 ISA."""
 _ASSEMBLY = {"cuda": "ptx", "hip": "amdgcn"}
-_binders: dict[tuple[str, str], Callable[..., Any]] = {}
+_binders: dict[tuple[str, str, str], Callable[..., Any]] = {}
 """Triton's functions that specialise a launch, by kernel and target."""
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -84,7 +84,7 @@ def what_is_compiled(launch: Launch, arch: str) -> tuple[str, str, str]:
 
 def _bind(launch: Launch, arch: str) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
     """Arguments by name; Triton's specialisation (types, constants, multiples of 16); options such as num_warps."""
-    key = launch.kernel.fn.__qualname__, arch
+    key = launch.kernel.fn.__module__, launch.kernel.fn.__qualname__, arch
     if key not in _binders:
         backend = make_backend(TARGETS[arch])
         _binders[key] = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)

@@ -101,7 +101,7 @@ def test_harmful_grammars_end_their_own_requests_alone(server: ServerProcess) ->
             if answer.status_code != 200:  # a pattern that is only large may be followed
                 assert answer.status_code == 400, answer.text
                 error = answer.json()["error"]
-                assert kind in error["message"] and error["param"] in (f"sampling_params.{kind}", None)
+                assert error["param"] == f"sampling_params.{kind}" or kind in error["message"]
         fine = {"text": "a", "sampling_params": {"json_schema": PERSON, "max_new_tokens": 60}}
         assert set(json.loads(client.post("/generate", json=fine).json()["text"])) == {"name", "age"}
     assert server.children["scheduler"] == scheduler

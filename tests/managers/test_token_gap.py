@@ -118,7 +118,7 @@ def test_a_slower_machine_gets_smaller_chunks() -> None:
     """The model is fitted while the engine serves: the bound holds again after some steps."""
     rig = make_rig(SLOW, max_itl_s=0.4)
     serve_steadily(rig, 0, 4)
-    rig.scheduler._runner._cost = StepCost(*[2 * value for value in SLOW])
+    rig.device._cost = StepCost(*[2 * value for value in SLOW])
     serve_steadily(rig, 0, 8)
     first = len(rig.times_s["stream0"])
     serve_steadily(rig, 0, 8)
@@ -143,7 +143,7 @@ def test_the_way_to_decode_follows_the_machine() -> None:
     rig = make_rig(SLOW._replace(joined_row_s=2 * SLOW.step_s / NUM_STREAMS), max_itl_s=0.2, radix=False)
     for cost in (None, SLOW):
         if cost is not None:
-            rig.scheduler._runner._cost = cost
+            rig.device._cost = cost
         serve_steadily(rig, 0, 3)
         first = len(rig.runner.steps)
         serve_steadily(rig, 0, 3)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model, save
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.device.dtypes import is_bfloat16_fast_on_cpu, resolve_dtype
+from tercet.model_executor.device.dtypes import cpu_multiplies_bfloat16, resolve_dtype
 from tercet.model_executor.models.parameters import decoder_parameters
 from tercet.model_executor.weights import loader as weights
 from tercet.model_executor.weights.loader import checkpoint_dtype, load_parameters
@@ -243,7 +243,7 @@ def test_the_checkpoints_dtype(folder):
 
 def test_resolve_dtype():
     cuda = torch.device("cuda")
-    native = torch.bfloat16 if is_bfloat16_fast_on_cpu() else torch.float32
+    native = torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32
     for checkpoint in ("float16", "bfloat16", "float32", None):
         assert resolve_dtype("auto", checkpoint, CPU) == native
         assert resolve_dtype("float16", checkpoint, CPU) == torch.float16
