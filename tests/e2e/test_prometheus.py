@@ -98,7 +98,9 @@ def test_each_query_of_the_dashboard_returns_a_series(tmp_path: Path) -> None:
     board = read_board()
     model = write_toy_config(tmp_path, max_position_embeddings=2048, hidden_size=64, num_hidden_layers=2)
     flags = ["--model-path", str(model), "--load-format", "dummy", "--skip-tokenizer-init", "--port", "0"]
-    flags += ["--max-total-tokens", "1024", "--max-running-requests", "4", "--enable-metrics", "--api-key", KEY]
+    # Host memory must hold fewer prompts than there are: float32 on every processor.
+    flags += ["--dtype", "float32", "--max-total-tokens", "1024", "--max-running-requests", "4"]
+    flags += ["--enable-metrics", "--api-key", KEY]
     flags += ["--enable-hierarchical-cache", "--hicache-size", "0.003", "--hicache-storage-dir", str(tmp_path / "kv")]
     should_stop = threading.Event()
     with ServerProcess(tmp_path, flags, module=REAL_SERVER) as server:
