@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -83,6 +84,8 @@ def build_arguments() -> dict[str, object]:
             try:
                 self.build_temp = str(Path(self.build_temp, ext.name))
                 self.build_here(ext)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stderr.flush()
                 os._exit(0)

@@ -128,5 +128,4 @@ def run_detokenizer(
         for message in receiver.drain():
             texts = manager.fail(message) if isinstance(message, BrokenMessage) else manager.process(message)
             outs += texts.outs
-        if outs:
-            sender.send(BatchTextOut(outs))
+        sender.send(BatchTextOut(outs) if outs else DetokenizerAlive())
