@@ -12,6 +12,17 @@ from ...io_struct import Counts
 from ..wire import Int32, Int64, Wire, doc, only
 from .structured_protocol import ResponseFormat, StructuredOutputs
 
+SessionId = Annotated[
+    str | None, doc("Name of a conversation: each of its requests takes over the retention of the one before")
+]
+RetentionSeconds = Annotated[
+    float | None,
+    doc(
+        "Seconds after its end for which the prefix will probably be needed again, at most --max-retention-s; "
+        "0: it will not"
+    ),
+]
+
 
 class StreamOptions(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """`stream_options`; only together with `stream: true`."""
@@ -91,16 +102,8 @@ class OpenAIBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     running_timeout: Annotated[
         float | None, doc("Seconds that the request may run, at most those of the flag --running-timeout")
     ] = None
-    session_id: Annotated[
-        str | None, doc("Name of a conversation: each of its requests takes over the retention of the one before")
-    ] = None
-    retention_seconds: Annotated[
-        float | None,
-        doc(
-            "Seconds after its end for which the prefix will probably be needed again, at most --max-retention-s; "
-            "0: it will not"
-        ),
-    ] = None
+    session_id: SessionId = None
+    retention_seconds: RetentionSeconds = None
     service_tier: Annotated[Any, only("the server has one service tier", "auto", "default")] = None
     lora_path: Annotated[Any, only("LoRA adapters are not implemented", "")] = None
     return_hidden_states: Annotated[Any, only("returning hidden states is not implemented", False)] = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from ..wire import Int64, Wire, doc, only
+from .protocol import RetentionSeconds, SessionId
 from .tool_protocol import check_choice_fields
 
 _NOT_STORED = "answers are not stored"
@@ -147,16 +148,8 @@ class ResponsesBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, doc("Further variables for the chat template, such as `enable_thinking`")
     ] = None
-    session_id: Annotated[
-        str | None, doc("Name of a conversation: each of its requests takes over the retention of the one before")
-    ] = None
-    retention_seconds: Annotated[
-        float | None,
-        doc(
-            "Seconds after its end for which the prefix will probably be needed again, at most --max-retention-s; "
-            "0: it will not"
-        ),
-    ] = None
+    session_id: SessionId = None
+    retention_seconds: RetentionSeconds = None
     store: Annotated[Any, only(_NOT_STORED, False)] = None
     previous_response_id: Annotated[Any, only(_NOT_STORED + "; send the whole conversation as input")] = None
     conversation: Annotated[Any, only(_NOT_STORED + "; send the whole conversation as input")] = None
