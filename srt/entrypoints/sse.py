@@ -149,6 +149,7 @@ async def _stream(
     has_begun = False
     while True:
         data = b""
+        batch: Sequence[tuple[int, TextOut]] = ()
         try:
             batch = await reader.next()
             for place, out in batch:
