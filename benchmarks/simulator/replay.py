@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...managers.step_cost import StepCostModel, StepShape
+from ...managers.step_cost import PRIOR, StepShape
 from ...model_executor.step import ForwardMode, StepInputs
 from ...srt.io_struct import AbortFinish
 from ...srt.model_files.model_config import ModelConfig
@@ -19,6 +19,7 @@ from ...srt.server_args import ServerArgs
 from ..presets import load_shape
 from .cost import DeviceProfile
 from .traffic import SimRequest
+from .whole_fit import fit_cost
 
 UNENDED = 1 << 30
 """Output tokens of a request whose client leaves."""
@@ -37,11 +38,14 @@ class RecordedStep:
     extend_lens: np.ndarray | None
 
     @property
+    def mode(self) -> ForwardMode:
+        return ForwardMode.DECODE if self.extend_lens is None else ForwardMode.EXTEND
+
+    @property
     def shape(self) -> StepShape:
-        mode = ForwardMode.DECODE if self.extend_lens is None else ForwardMode.EXTEND
         num_tokens = len(self.rows) if self.extend_lens is None else int(self.extend_lens.sum())
         inputs = StepInputs(
-            mode, self.rows, self.seq_lens, np.empty(num_tokens, np.int32), extend_lens=self.extend_lens
+            self.mode, self.rows, self.seq_lens, np.empty(num_tokens, np.int32), extend_lens=self.extend_lens
         )
         return StepShape.of(inputs, self.num_decodes)
 
@@ -121,13 +125,16 @@ class Replay:
             (one.at_s for batch in self.script.messages.values() for one in batch
              if isinstance(one, Arrival) and one.number == since), 0.0,
         )  # fmt: skip
-        model = _WholeModel()
-        for step, seconds in self.timed():
-            if step.start_s >= start_s:
-                model.observe(step.shape, seconds)
-        return DeviceProfile.of(
-            name, model.cost, host_s=self.host_s(start_s), is_asynchronous=self.start.is_asynchronous
-        )
+        shapes, seconds = [], []
+        is_new = {ForwardMode.EXTEND: True, ForwardMode.DECODE: True}
+        for step, step_s in self.timed():
+            # The first step of each kind may compile kernels or touch memory for the first time.
+            is_first, is_new[step.mode] = is_new[step.mode], False
+            if step.start_s >= start_s and not is_first:
+                shapes.append(step.shape)
+                seconds.append(step_s)
+        cost = fit_cost(shapes, seconds) if shapes else PRIOR
+        return DeviceProfile.of(name, cost, host_s=self.host_s(start_s), is_asynchronous=self.start.is_asynchronous)
 
     def timed(self) -> Iterator[tuple[RecordedStep, float]]:
         """Each step, with the seconds that the device worked on it."""
@@ -183,12 +190,6 @@ class Replay:
         num_tokens = sum(len(self.recording.ids(end.ids)) for end in ends)
         ttfts = [(end.first_token_s or 0.0) - arrivals[end.number].at_s for end in done]
         return Measured(len(done), num_tokens / duration_s, float(np.median(ttfts)), duration_s)
-
-
-class _WholeModel(StepCostModel):
-    """Fits all steps alike: none is forgotten."""
-
-    KEPT = 1.0
 
 
 def _read(records: Iterator[Record]) -> Script:
