@@ -135,7 +135,10 @@ class BasePrefixCache(ABC):
 
     @property
     def retained_size(self) -> int:
-        """Tokens of all prefixes that are retained. They may be locked or not."""
+        """Tokens of all prefixes that are retained. They may be locked or not.
+
+        A retention lapses at the first use of the cache after its time.
+        """
         return 0
 
     @abstractmethod

@@ -173,7 +173,11 @@ class Retentions:
         """A leaf is about to lose its last tokens, all but `kept_len`. Without any, its retentions move up."""
         self._evicted_tick = max(self._evicted_tick, leaf.last_access)
         if leaf.num_retained:
-            self.num_tokens -= len(leaf.tokens) - kept_len
+            num_lost = len(leaf.tokens) - kept_len
+            self.num_tokens -= num_lost
+            for retention in leaf.retentions or ():
+                retention.num_tokens -= num_lost
+                self._tenants[retention.tenant].num_tokens -= num_lost
         if not kept_len:
             self._move_up(leaf)
 

@@ -237,9 +237,14 @@ def main() -> int:
     if missing:
         say(f"scripts/gpu: {sys.executable} lacks {', '.join(missing)}; scripts/gpu --fetch downloads them\n")
         return 2
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a session that is cut off writes its results
+    signal.signal(signal.SIGTERM, interrupt)  # a session that is cut off writes its results
     with tempfile.TemporaryDirectory() as scratch:
         return session(parser, args, Path(scratch))
+
+
+def interrupt(signum: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the next one may be the same, from the script
+    raise KeyboardInterrupt
 
 
 def session(parser: argparse.ArgumentParser, args: argparse.Namespace, scratch: Path) -> int:

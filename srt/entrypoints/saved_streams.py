@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 BODY = "tercet.body"
 """In the scope of a request: its body, if a stream of it is recorded."""
+_SHUTTING_DOWN = "the server is shutting down; the next one will continue this stream"
 _WEIGHTS = "weight_version"
 """The setting that an update of the weights changes while the server runs."""
 
@@ -89,7 +90,7 @@ class SavedStreams:
         """
         if stream_id not in self._waiting:
             if stream_id in self._journal and self.streams.is_draining and stream_id not in self.streams:
-                raise EngineDead("the server is shutting down; the next one will continue this stream")
+                raise EngineDead(_SHUTTING_DOWN)
             return
         task = self._restoring.get(stream_id)
         if task is None:
@@ -119,6 +120,8 @@ class SavedStreams:
         set_names(again, replay.names())
         set_replay(again, replay)
         await handle(again, request.body, replay)
+        if replay.stream_id not in self.streams:  # draining began meanwhile
+            raise EngineDead(_SHUTTING_DOWN)
         stream = self.streams[replay.stream_id]
         await stream.until(replay.is_replayed)
         self._waiting.discard(replay.stream_id)

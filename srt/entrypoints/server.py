@@ -195,7 +195,11 @@ class _ServerRun:
             logger.error("Cannot start: %s", error)
             return 1
         try:
-            saved = None if journal is None else await self._saved_streams(journal, core.tokenizer_manager)
+            try:
+                saved = None if journal is None else await self._saved_streams(journal, core.tokenizer_manager)
+            except OSError as error:  # a file of the model has become unreadable
+                logger.error("Cannot start: %s", error)
+                return 1
             self._gate.app = create_app(core.tokenizer_manager, tracer=self._tracer, saved=saved)
             if self._max_connections < _FEW_CONNECTIONS:
                 logger.warning(

@@ -11,10 +11,11 @@ records of other streams.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -88,8 +89,8 @@ class StreamJournal:
     is refused by the next server.
     """
 
-    def __init__(self, file: RecordFile, records: dict[str, bytearray]) -> None:
-        self.num_bytes = sum(map(len, records.values()))
+    def __init__(self, file: RecordFile, records: dict[str, list[bytes]]) -> None:
+        self.num_bytes = sum(len(framed) for one in records.values() for framed in one)
         self._file = file
         self._records = records
         """The framed records of each stream, by its id."""
@@ -111,7 +112,7 @@ class StreamJournal:
                 logger.warning(
                     "%s: %d places were damaged; the streams continue as far as they are whole", path, num_lost
                 )
-            file.adopt(file.write_new([bytes(one) for one in records.values()]), b"")
+            file.adopt(file.write_new([*_all_of(records)]), b"")
         except BaseException:
             file.close()
             raise
@@ -127,7 +128,7 @@ class StreamJournal:
         """What is recorded of a stream. Raises KeyError, and msgspec.DecodeError for records of another version."""
         request: SavedRequest | None = None
         batches: list[list[SavedOut]] = []
-        for found in whole_records(bytes(self._records[stream_id]), self._file.mark):
+        for found in whole_records(b"".join(self._records[stream_id]), self._file.mark):
             assert not isinstance(found, int)
             body = found.payload[_HEAD.size :]
             if request is None:
@@ -139,7 +140,7 @@ class StreamJournal:
 
     def begin(self, stream_id: str, request: SavedRequest) -> bool:
         """Records a new stream. Returns whether there was room."""
-        self._records[stream_id] = bytearray()
+        self._records[stream_id] = []
         return self._add(_REQUEST, stream_id, 0, request)
 
     def note(self, stream_id: str, number: int, outs: Sequence[SavedOut]) -> bool:
@@ -150,7 +151,7 @@ class StreamJournal:
         """Nobody will continue the stream. It need not be known."""
         records = self._records.pop(stream_id, None)
         if records is not None:
-            self.num_bytes -= len(records)
+            self.num_bytes -= sum(map(len, records))
             self._unwritten += frame(self._file.mark, _HEAD.pack(_END, bytes.fromhex(stream_id), 0))
 
     def flush(self) -> None:
@@ -159,11 +160,16 @@ class StreamJournal:
             self._write()
 
     def close(self) -> None:
-        """Leaves the file as it is, for the next server."""
+        """Leaves the file to the next server. If it lacks records, the last attempt to write them is made now."""
         self.flush()
         self._is_closed = True
         if self._rewrite is not None:
             self._rewrite.cancel()
+        if self._retry_at is not None:
+            try:
+                self._file.adopt(self._file.write_new([*_all_of(self._records)]), b"")
+            except OSError as error:
+                logger.error("%s lacks the last records: %s", self._file.path, error.strerror or error)
         self._file.close()
 
     def _add(self, kind: bytes, stream_id: str, number: int, value: object) -> bool:
@@ -173,7 +179,7 @@ class StreamJournal:
             self.forget(stream_id)
             return False
         self.num_bytes += len(data)
-        self._records[stream_id] += data
+        self._records[stream_id].append(data)
         self._unwritten += data
         return True
 
@@ -194,7 +200,7 @@ class StreamJournal:
 
     def _begin_rewrite(self) -> None:
         self._since.clear()
-        self._rewrite = asyncio.create_task(self._write_anew([bytes(one) for one in self._records.values()]))
+        self._rewrite = asyncio.create_task(self._write_anew([*_all_of(self._records)]))
 
     async def _write_anew(self, parts: list[bytes]) -> None:
         try:
@@ -216,9 +222,13 @@ class StreamJournal:
         self._retry_at = time.monotonic() + _RETRY_S
 
 
-def _read(data: bytes, mark: bytes) -> tuple[dict[str, bytearray], int]:
+def _all_of(records: dict[str, list[bytes]]) -> Iterable[bytes]:
+    return itertools.chain.from_iterable(records.values())
+
+
+def _read(data: bytes, mark: bytes) -> tuple[dict[str, list[bytes]], int]:
     """The records of each stream that has not ended, as far as they are whole, and the number of damaged places."""
-    records: dict[str, bytearray] = {}
+    records: dict[str, list[bytes]] = {}
     next_number: dict[str, int] = {}
     num_lost = 0
     for found in whole_records(data, mark, RECORDS_START):
@@ -230,8 +240,8 @@ def _read(data: bytes, mark: bytes) -> tuple[dict[str, bytearray], int]:
         if kind == _END:
             records.pop(stream_id, None)
         elif kind == _REQUEST:
-            records[stream_id], next_number[stream_id] = bytearray(found.framed), 1
+            records[stream_id], next_number[stream_id] = [bytes(found.framed)], 1
         elif stream_id in records and number == next_number[stream_id]:
-            records[stream_id] += found.framed
+            records[stream_id].append(bytes(found.framed))
             next_number[stream_id] += 1
     return records, num_lost

@@ -9,7 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu"
 
@@ -52,8 +55,9 @@ def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None
     assert outcome.state == "stopped after 3 s" and outcome.output.startswith("begun")
 
 
-def test_a_session_that_is_cut_off_writes_what_it_has(tmp_path: Path) -> None:
-    """SIGTERM comes while the first part runs: its output until then is in the log."""
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["script", "group"])
+def test_a_session_that_is_cut_off_writes_what_it_has(tmp_path: Path, send: Callable[[int, int], None]) -> None:
+    """SIGTERM to the script alone, or to all its processes: the output of the part that runs is in the log."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHON": sys.executable}
     flags = ["--tiny", "--only", "hangs,one-batch", "--output", str(tmp_path)]
     session = subprocess.Popen(
@@ -62,8 +66,9 @@ def test_a_session_that_is_cut_off_writes_what_it_has(tmp_path: Path) -> None:
     while not any("begun" in file.read_text() for file in tmp_path.glob("*.running.log")):
         assert session.poll() is None
         time.sleep(0.05)
-    os.killpg(session.pid, signal.SIGTERM)
+    send(session.pid, signal.SIGTERM)
     session.communicate()
+    assert session.returncode == 1
     (log,) = tmp_path.glob("*.log")
     assert "hangs: interrupted" in log.read_text() and "begun" in log.read_text()
 

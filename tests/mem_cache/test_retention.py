@@ -173,6 +173,20 @@ def test_over_the_limit_the_largest_tenant_pays_and_a_long_retention_buys_nothin
     assert rig.lost(small, *greedy)[:3] == [2, 3, 1]  # the oldest two of the greedy tenant are no longer retained
 
 
+def test_a_tenant_pays_only_for_what_is_still_cached() -> None:
+    rig = Rig()
+    prompt = rig.put(1, 20)
+    put(rig.cache, rig.allocator, [*prompt, 5, 6])
+    rig.retain(i32([*prompt, 5, 6]), 30, tenant="one")
+    rig.retain(prompt, 30, tenant="other")
+    for num_tokens, left in ((1, 21), (4, 17), (10, 7)):
+        rig.cache.evict(num_tokens)
+        tenants = rig.retentions._tenants
+        assert [tenants[name].num_tokens for name in ("one", "other")] == [left, min(left, 20)]
+    rig.cache.evict(7)
+    assert not rig.retentions._tenants
+
+
 def test_a_prefix_longer_than_the_limit_is_not_retained() -> None:
     rig = Rig()
     kept, long = rig.put(1), rig.put(2, 51)

@@ -185,6 +185,26 @@ def test_a_disk_that_is_full_for_a_while(
     assert caplog.text.count("cannot be written: No space left") == 1 and "is written again" in caplog.text
 
 
+def test_records_that_waited_for_a_full_disk_are_written_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = StreamJournal.open(tmp_path / "streams")
+    steps(journal, [(0, False), (0, False)])
+
+    def fail(file: int, at: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(record_file, "_write", fail)
+        journal.note(STREAMS[0], 2, batch(2))
+        journal.flush()
+    journal.note(STREAMS[0], 3, batch(3))
+    journal.close()
+    again = StreamJournal.open(tmp_path / "streams")
+    assert found(again) == {STREAMS[0]: 3}
+    again.close()
+
+
 def test_its_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(stream_journal, "MAX_BYTES", 1000)
     journal = StreamJournal.open(tmp_path / "streams")
