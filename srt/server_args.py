@@ -169,7 +169,11 @@ class ServerArgs:
         Setting("Maximum number of prompt tokens of all requests in a step; default: 16384 on a GPU, 2048 on a CPU"),
     ] = None
     enable_mixed_chunk: Annotated[
-        bool, Setting("Let running requests decode in the steps that prefill other requests")
+        bool,
+        Setting(
+            "Let running requests always decode in the steps that prefill other requests; otherwise they do if that is "
+            "faster, unless --max-itl-ms is none"
+        ),
     ] = False
     max_itl_ms: Annotated[
         float | Literal["auto", "none"],

