@@ -30,7 +30,8 @@ class StepLog:
         """Launch times of the steps in flight, oldest first."""
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._num_steps = 0
-        self._last_end_s = 0.0
+        self.start_s = self.end_s = 0.0
+        """Of the last step."""
 
     def on_launch(self) -> None:
         self._launched.append(self._clock())
@@ -38,15 +39,15 @@ class StepLog:
     def on_result(self, batch: ScheduleBatch) -> float:
         """Records the oldest step in flight. With overlap, it began when the step before it ended.
 
-        Returns its seconds.
+        Returns its seconds, for the planner.
         """
-        now_s = self._clock()
-        start_s = max(self._launched.popleft(), self._last_end_s)
-        self._last_end_s = now_s
+        self.start_s = max(self._launched.popleft(), self.end_s)
+        self.end_s = self._clock()
+        seconds = self.end_s - self.start_s
         self._num_steps += 1
         num_decodes = batch.inputs.num_tokens - batch.num_prompt_tokens
-        self._steps.append(StepRecord(self._num_steps, start_s, now_s - start_s, batch.num_prompt_tokens, num_decodes))
-        return now_s - start_s
+        self._steps.append(StepRecord(self._num_steps, self.start_s, seconds, batch.num_prompt_tokens, num_decodes))
+        return seconds
 
     @property
     def now_s(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -41,9 +41,8 @@ class PlanLimits:
     """The share of the KV pool that an admission leaves free, unless nothing runs."""
     preemption_threshold: int | None = None
     """A waiting request preempts running ones that are less urgent by more than this. None: there are no priorities."""
-    max_itl_s: float | None = None
-    """The most seconds between two tokens of a running request while prompts are computed. 0: automatic. None: no
-    bound."""
+    max_itl_s: float | Literal["auto"] | None = None
+    """The most seconds between two tokens of a running request while prompts are computed. None: no bound."""
     random_seed: int = 0
     """Of the policy `random`."""
     tenant_weights: Mapping[str, float] | None = None

@@ -1,12 +1,12 @@
-"""Records what a scheduler does, from outside: it stands between the scheduler and its inbox, runner and outbox.
+"""Records what a scheduler does, from outside: it stands between the scheduler and its inbox, outbox and step log.
 
-A scheduler that is not recorded has its own inbox, runner and outbox, so recording costs nothing when it is off.
+A scheduler that is not recorded has its own inbox, outbox and step log, so recording costs nothing when it is off.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..mem_cache.evict_policy import equal_cost_depth
-from ..model_executor.step import FROM_DEVICE, Int32Array, LaunchedStep, StepInputs, StepOutput, TokenMasks
+from ..model_executor.step import Int32Array
 from ..srt.io_struct import (
     AbortReq,
     BrokenMessage,
@@ -30,7 +30,9 @@ from ..srt.io_struct import (
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.schedule_record import VERSION, Abort, Arrival, End, Flush, RecordFile, Retain, Start, Step, pack_ids
 from ..srt.server_args import ServerArgs
-from .engine_runner import EngineRunner, StepLimits
+from .engine_runner import EngineRunner
+from .engine_view import StepLog
+from .schedule_batch import ScheduleBatch
 from .scheduler_io import Inbox, Outbox
 
 _MAX_ENDED = 4096
@@ -51,16 +53,19 @@ class SchedulerEnds(NamedTuple):
 
     inbox: Inbox
     outbox: Outbox[ToDetokenizer]
-    runner: EngineRunner
+    step_log: StepLog
 
 
 class ScheduleRecorder:
-    """Writes the records of one scheduler. Wrap its inbox, runner and outbox before it is built."""
+    """Writes the records of one scheduler. Wrap its ends before it is built."""
 
     def __init__(
         self, path: Path, server_args: ServerArgs, config: ModelConfig, runner: EngineRunner, clock: Callable[[], float]
     ) -> None:
-        """`clock`: that of the scheduler. Raises ValueError if the file cannot be written."""
+        """`runner`: its limits are recorded. `clock`: that of the scheduler.
+
+        Raises ValueError if the file cannot be written.
+        """
         limits = runner.settings
         start = Start(
             version=VERSION,
@@ -93,9 +98,9 @@ class ScheduleRecorder:
         """Rows and lengths of the last step."""
 
     def wrap(self, ends: SchedulerEnds) -> SchedulerEnds:
-        """The same ends, through the recorder."""
+        """The same ends, through the recorder. The step log is another one, which also measures by `clock`."""
         return SchedulerEnds(
-            _RecordingInbox(ends.inbox, self), _RecordingOutbox(ends.outbox, self), _RecordingRunner(ends.runner, self)
+            _RecordingInbox(ends.inbox, self), _RecordingOutbox(ends.outbox, self), _RecordingStepLog(self)
         )
 
     def close(self) -> None:
@@ -132,23 +137,19 @@ class ScheduleRecorder:
             elif isinstance(message, FlushCacheReq):
                 self._file.write(Flush(self._turn, now_s), now_s)
 
-    def on_step(self, step: StepInputs, turn: int, start_s: float) -> None:
+    def on_step(self, batch: ScheduleBatch, turn: int, start_s: float, end_s: float) -> None:
         """The tokens of a step are on the host. A step that only copies KV is not recorded: nothing was decided."""
-        if not len(step.rows):
+        if not batch.reqs:
             return
-        now_s = self._clock()
+        step = batch.inputs
         rows, lens = step.rows, step.seq_lens
         if step.extend_lens is None and self._goes_on(rows, lens):
-            record = Step(turn, start_s, now_s, len(rows))
-        elif step.extend_lens is None:
-            record = Step(turn, start_s, now_s, len(rows), rows.tobytes(), lens.tobytes())
+            record = Step(turn, start_s, end_s, batch.num_decodes)
         else:
-            assert step.input_ids is not None
-            num_decodes = int(np.count_nonzero(step.input_ids == FROM_DEVICE))
-            extend_lens = step.extend_lens.tobytes()
-            record = Step(turn, start_s, now_s, num_decodes, rows.tobytes(), lens.tobytes(), extend_lens)
+            extend_lens = None if step.extend_lens is None else step.extend_lens.tobytes()
+            record = Step(turn, start_s, end_s, batch.num_decodes, rows.tobytes(), lens.tobytes(), extend_lens)
         self._last = rows, lens
-        self._file.write(record, now_s)
+        self._file.write(record, end_s)
 
     def on_outputs(self, outs: Sequence[TokenOut]) -> None:
         now_s = self._clock()
@@ -201,40 +202,20 @@ class _RecordingOutbox:
         self._recorder.on_outputs(message.outs)
 
 
-class _RecordingRunner:
-    def __init__(self, runner: EngineRunner, recorder: ScheduleRecorder) -> None:
-        self._runner = runner
+class _RecordingStepLog(StepLog):
+    """Measures the steps for the scheduler, and records the same times."""
+
+    def __init__(self, recorder: ScheduleRecorder) -> None:
+        super().__init__(recorder.now_s)
         self._recorder = recorder
+        self._turns: deque[int] = deque()
+        """Of the launches of the steps in flight, oldest first."""
 
-    @property
-    def settings(self) -> StepLimits:
-        return self._runner.settings
+    def on_launch(self) -> None:
+        self._turns.append(self._recorder.turn)
+        super().on_launch()
 
-    @property
-    def max_total_num_tokens(self) -> int:
-        return self._runner.max_total_num_tokens
-
-    @property
-    def is_asynchronous(self) -> bool:
-        return self._runner.is_asynchronous
-
-    def launch(self, step: StepInputs) -> LaunchedStep:
-        start_s = self._recorder.now_s()
-        return _RecordedStep(self._runner.launch(step), step, self._recorder, start_s)
-
-
-class _RecordedStep:
-    def __init__(self, launched: LaunchedStep, step: StepInputs, recorder: ScheduleRecorder, start_s: float) -> None:
-        self._launched = launched
-        self._step = step
-        self._recorder = recorder
-        self._turn = recorder.turn
-        self._start_s = start_s
-
-    def sample(self, masks: TokenMasks | None = None) -> None:
-        self._launched.sample(masks)
-
-    def wait(self) -> StepOutput:
-        output = self._launched.wait()
-        self._recorder.on_step(self._step, self._turn, self._start_s)
-        return output
+    def on_result(self, batch: ScheduleBatch) -> float:
+        seconds = super().on_result(batch)
+        self._recorder.on_step(batch, self._turns.popleft(), self.start_s, self.end_s)
+        return seconds

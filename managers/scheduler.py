@@ -93,10 +93,11 @@ class Scheduler:
         start_trace: StartTrace,
         load_weights: LoadWeights | None = None,
         touch_ahead: TouchAhead | None = None,
+        step_log: StepLog | None = None,
     ) -> None:
         """`planner`: its queues and its KV are those of the scheduler. `clock`: seconds from any start. `io` and
         `metrics` have the same. `max_queue_time_s`: see QueueLimits. `start_trace`: starts the recording of a
-        profile. `load_weights`: loads other weights into `runner`."""
+        profile. `load_weights`: loads other weights into `runner`. `step_log`: measures the steps; None: by `clock`."""
         self.queues = planner.queues
         self.kv = planner.kv
         self._profiling = Profiling(runner, io, start_trace)
@@ -111,7 +112,7 @@ class Scheduler:
         self._planner = planner
         self._results = ResultProcessor(self.kv, self.queues, io, metrics)
         self._idle_work = IdleWork(IdleAudit(self.kv, clock), touch_ahead)
-        self._step_log = StepLog(clock)
+        self._step_log = step_log or StepLog(clock)
         self._queue_limits = QueueLimits(max_queue_time_s, self.kv, self.queues, clock)
         self._pause = Pause(planner, timeouts, self._queue_limits, io)
         self._weights = WeightUpdates(load_weights, self.kv, self.queues, io)

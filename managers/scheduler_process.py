@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import zmq
 
@@ -37,6 +37,7 @@ from ..srt.tenant_weights import parse_weights
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
 from ..srt.weight_messages import UpdateWeightsReq
 from .engine_runner import EngineRunner
+from .engine_view import StepLog
 from .explained_planner import ExplainedPlanner
 from .grammar_backends import make_compiler
 from .grammar_loader import GrammarLoader
@@ -82,7 +83,7 @@ def run_scheduler(
     inbox: Receiver[ToScheduler] = Receiver(context, run_dir.scheduler, ToScheduler)
     detokenizer_link: Sender[ToDetokenizer] = Sender(context, run_dir.detokenizer)
     tokenizer_link: Sender[ToTokenizer] = Sender(context, run_dir.tokenizer)
-    ends = SchedulerEnds(inbox, detokenizer_link, runner)
+    ends = SchedulerEnds(inbox, detokenizer_link, StepLog(time.monotonic))
     recorder = None
     if server_args.record_schedule is not None:
         path = Path(server_args.record_schedule)
@@ -93,10 +94,11 @@ def run_scheduler(
     scheduler = build_scheduler(
         server_args,
         model_config,
-        ends.runner,
+        runner,
         tokenizer,
         io,
         time.monotonic,
+        step_log=ends.step_log,
         journal=journal,
         kv_events=kv_events,
         tiers=_tiers(server_args, model_config, runner),
@@ -123,6 +125,7 @@ def build_scheduler(
     io: SchedulerIO,
     clock: Callable[[], float],
     *,
+    step_log: StepLog | None = None,
     journal: StepJournal | NoJournal = NO_JOURNAL,
     kv_events: KVEventPublisher | None = None,
     tiers: KVTiers | None = None,
@@ -132,7 +135,8 @@ def build_scheduler(
     planner_type: type[Planner] | None = None,
     cost_depth: float | None = None,
 ) -> Scheduler:
-    """The scheduler of a loaded model, with its pools and its cache. `clock`: that of `io`.
+    """The scheduler of a loaded model, with its pools and its cache. `clock`: that of `io`. `step_log`: measures the
+    steps; None: by `clock`.
 
     `host_kv_pool`: the KV pool, if its memory is the host's. It is touched while the engine is idle.
     `load_weights`: loads other weights into `runner`; None: it has always the same.
@@ -173,6 +177,7 @@ def build_scheduler(
         touch_ahead=None if host_kv_pool is None else TouchAhead(allocator, host_kv_pool),
         start_trace=_start_trace,
         load_weights=load_weights,
+        step_log=step_log,
     )
 
 
@@ -218,10 +223,17 @@ def _limits(server_args: ServerArgs, runner: EngineRunner) -> PlanLimits:
             server_args.priority_scheduling_preemption_threshold if server_args.enable_priority_scheduling else None
         ),
         admission_watermark=server_args.admission_watermark,
-        max_itl_s=None if server_args.max_itl_ms is None else server_args.max_itl_ms / 1000,
+        max_itl_s=_max_itl_s(server_args),
         random_seed=server_args.random_seed or 0,
         tenant_weights=parse_weights(server_args.tenant_weights),
     )
+
+
+def _max_itl_s(server_args: ServerArgs) -> float | Literal["auto"] | None:
+    bound = server_args.max_itl_ms
+    if isinstance(bound, str):
+        return "auto" if bound == "auto" else None
+    return bound / 1000
 
 
 def _memory(

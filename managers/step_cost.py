@@ -107,6 +107,9 @@ PRIOR = StepCost(0.01, 0.0, 0.0, 1e-3, 0.0, 0.0)
 _SCALES = StepCost(1.0, 1.0, 8.0, 512.0, 2.0**20, 2.0**14, 8.0)
 """Typical features of a step. The fit computes with multiples of them, so that its unknowns have similar sizes."""
 _SCALES_ARRAY = np.array(_SCALES)
+_ORDER = sorted(range(len(_SCALES)), key=lambda i: StepCost._fields[i] != "prompt_token_s")
+"""In which the unknowns are solved for. The first one explains most of what the first steps show, and machines differ
+most in the cost of a prompt token."""
 
 
 class StepCostModel:
@@ -172,9 +175,10 @@ class StepCostModel:
 
     def _solve(self) -> None:
         theta = self._theta
-        rows = [*enumerate(zip(self._squares.sum(0).tolist(), self._targets.sum(0).tolist(), strict=True))]
+        squares, targets = self._squares.sum(0).tolist(), self._targets.sum(0).tolist()
+        rows = [(i, squares[i], targets[i]) for i in _ORDER]
         for _ in range(self._SWEEPS):
-            for i, (row, target) in rows:
+            for i, row, target in rows:
                 if row[i] > 0:
                     slope = target - sum(map(mul, row, theta))
                     theta[i] = max(theta[i] + slope / row[i], 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
+from typing import Literal
 
 from ..model_executor.step import StepInputs
 from .req import Req
@@ -17,11 +18,12 @@ it computes, so an endless run of small prompts must not get most of the steps."
 TRIAL_PERIOD = 16
 """Of so many extend steps beside running requests, one is a trial of the slower way to decode."""
 _SHORTEST = StepShape.of_prompt(0, MIN_TOKENS)
-AUTO_GAP_S, AUTO_GAP_STEPS = 0.25, 10
+AUTO_GAP_S, AUTO_GAP_STEPS = 0.25, 15
 """The automatic bound: these seconds, or the time of so many decode steps if that is longer. A reader hardly notices
 such a pause. The second part keeps the throughput of a slow machine, where shorter steps would be mostly overhead."""
 MIN_MARGIN, MAX_MARGIN = 1.03, 2.0
-"""Steps are planned to be shorter than the bound by this factor. It grows with twice the usual error of predictions."""
+"""Steps are planned to be shorter than a given bound by this factor, which grows with twice the usual error of
+predictions. The automatic bound has none: on a noisy machine, shorter steps would cost throughput."""
 
 
 class TimeBudget:
@@ -55,8 +57,7 @@ class TokenGapBound:
     predicted by a model that is fitted to the measured steps.
     """
 
-    def __init__(self, max_gap_s: float) -> None:
-        """`max_gap_s`: 0: automatic."""
+    def __init__(self, max_gap_s: float | Literal["auto"]) -> None:
         self.model = StepCostModel()
         self._max_gap_s = max_gap_s
         self._num_choices = 0
@@ -68,14 +69,19 @@ class TokenGapBound:
     def budget(self, decodes: Sequence[Req], *, always_join: bool) -> TimeBudget:
         """For an extend step that these requests wait for. `always_join`: they join it, even if it is slower."""
         cost = self.model.cost
-        margin = min(MIN_MARGIN + 2 * self.model.spread(is_extend=True), MAX_MARGIN)
         alone = StepShape(False, len(decodes), 0, 0, sum(req.kv_len for req in decodes) + len(decodes))
         decode_s = cost.seconds(alone)
-        gap_s = (self._max_gap_s or max(AUTO_GAP_S, AUTO_GAP_STEPS * decode_s)) / margin
+        gap_s = self._planned_gap_s(decode_s)
         before_s = gap_s - decode_s
         if always_join or self._joins(len(decodes), before_s):
             return TimeBudget(cost, gap_s, alone._replace(is_extend=True, num_joined=len(decodes)), joins=True)
         return TimeBudget(cost, before_s, StepShape(True, 0, 0, 0, 0), joins=False)
+
+    def _planned_gap_s(self, decode_s: float) -> float:
+        """`decode_s`: of a decode step of the running requests."""
+        if self._max_gap_s == "auto":
+            return max(AUTO_GAP_S, AUTO_GAP_STEPS * decode_s)
+        return self._max_gap_s / min(MIN_MARGIN + 2 * self.model.spread(is_extend=True), MAX_MARGIN)
 
     def _joins(self, num_decodes: int, before_s: float) -> bool:
         """Whether so many rows should decode in the extend step. `before_s`: what a decode step after it leaves of the

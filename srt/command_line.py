@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -25,6 +25,8 @@ class _Flag:
     name: str
     type: type
     choices: tuple[str, ...] | None
+    words: tuple[str, ...]
+    """Values beside those of `type`."""
     optional: bool
     default: Any
     setting: Setting
@@ -36,13 +38,14 @@ def _flags() -> list[_Flag]:
     for field in dataclasses.fields(ServerArgs):
         annotated = hints[field.name]
         base, setting = get_args(annotated)
-        optional = False
+        optional, words = False, ()
         if get_origin(base) in (types.UnionType, typing.Union):  # `Literal[...] | None` is a typing.Union
-            optional = True
-            base = next(arg for arg in get_args(base) if arg is not type(None))
+            optional = type(None) in get_args(base)
+            base, *others = (arg for arg in get_args(base) if arg is not type(None))
+            words = next((get_args(arg) for arg in others if get_origin(arg) is Literal), ())
         choices = get_args(base) if get_origin(base) is Literal else None
         default = None if field.default is dataclasses.MISSING else field.default
-        flags.append(_Flag(field.name, str if choices else base, choices, optional, default, setting))
+        flags.append(_Flag(field.name, str if choices else base, choices, words, optional, default, setting))
     return flags
 
 
@@ -64,12 +67,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         shown = "" if flag.default is None else f" (default: {flag.default})"
         parser.add_argument(
             flag_name(flag.name),
-            type=flag.type,
+            type=_parser(flag),
             choices=flag.choices,
             default=argparse.SUPPRESS,
-            metavar=None if flag.choices else flag.type.__name__.upper(),
+            metavar=None if flag.choices else "|".join((flag.type.__name__.upper(), *flag.words)),
             help=(flag.setting.help + shown).replace("%", "%%"),
         )
+
+
+def _parser(flag: _Flag) -> Callable[[str], Any]:
+    """Converts the text after a flag."""
+    if not flag.words:
+        return flag.type
+
+    def parse(text: str) -> Any:
+        if text in flag.words:
+            return text
+        try:
+            return flag.type(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"must be a {flag.type.__name__}, or one of {', '.join(flag.words)}; got {text!r}"
+            ) from None
+
+    return parse
 
 
 def from_namespace(namespace: argparse.Namespace) -> ServerArgs:
@@ -115,7 +136,7 @@ def docs_table() -> str:
     """The table of docs/server_args.md."""
     rows = ["| flag | default | what it does |", "|---|---|---|"]
     for flag in _flags():
-        values = " \\| ".join(flag.choices) if flag.choices else flag.type.__name__
+        values = " \\| ".join(flag.choices or (flag.type.__name__, *flag.words))
         default = "required" if flag.name == "model_path" else "-" if flag.default is None else f"`{flag.default}`"
         kind = "" if flag.type is bool else f" {values}"
         rows.append(f"| `{flag_name(flag.name)}`{kind} | {default} | {flag.setting.help} |")

@@ -25,7 +25,10 @@ from .request_options import RequestOptions
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
+"""Since version 2 the times of steps are those that the planner saw, and `max_itl_ms` is a number or a word."""
+OLDEST_VERSION = 1
+"""The oldest that can be read."""
 MAX_BYTES = 64 << 20
 NUM_KEPT = 16
 """Files that are kept, the newest ones."""
@@ -96,7 +99,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
     turn: int
     start_s: float
-    """When it was launched."""
+    """When it was launched or, if that is later, when the tokens of the step before were on the host. The planner has
+    learned from `end_s - start_s`. In version 1: when it was launched."""
     end_s: float
     """When its tokens were on the host."""
     num_decodes: int
@@ -226,8 +230,12 @@ def _part(path: Path, number: int) -> Path:
 
 def _first(path: Path) -> Start:
     record = next(_read(path), None)
-    if not isinstance(record, Start) or record.version != VERSION:
-        raise ValueError(f"{path} is not a recording of --record-schedule, or one of another version")
+    if not isinstance(record, Start):
+        raise ValueError(f"{path} is not a recording of --record-schedule")
+    if not OLDEST_VERSION <= record.version <= VERSION:
+        raise ValueError(
+            f"{path} is a recording of version {record.version}, but versions {OLDEST_VERSION} to {VERSION} can be read"
+        )
     return record
 
 

@@ -169,16 +169,20 @@ class ServerArgs:
         Setting("Maximum number of prompt tokens of all requests in a step; default: 16384 on a GPU, 2048 on a CPU"),
     ] = None
     enable_mixed_chunk: Annotated[
-        bool, Setting("Let running requests decode in the steps that prefill other requests")
+        bool,
+        Setting(
+            "Let running requests always decode in the steps that prefill other requests; otherwise they do if that is "
+            "faster, unless --max-itl-ms is none"
+        ),
     ] = False
     max_itl_ms: Annotated[
-        float | None,
+        float | Literal["auto", "none"],
         Setting(
             "Maximum time between two tokens of a running request while prompts are computed, in milliseconds: each "
             "step computes as many prompt tokens as fit into it, and running requests decode in it if that is faster; "
-            "0: 250 ms, or the time of ten decode steps if that is longer; default: not bounded by time"
+            "auto: 250 ms, or the time of 15 decode steps if that is longer; none: not bounded by time"
         ),
-    ] = None
+    ] = "auto"
     enable_return_hidden_states: Annotated[
         bool, Setting("Let requests ask for hidden states; the decode steps of such requests are not recorded")
     ] = False

@@ -104,8 +104,9 @@ def check_settings(args: ServerArgs) -> None:
         )
     if not 0 < args.max_retained_share <= 1:
         raise ValueError(f"--max-retained-share must be in (0, 1], got {args.max_retained_share}")
-    if args.max_itl_ms is not None and not args.max_itl_ms >= 0:
-        raise ValueError(f"--max-itl-ms must be at least 0, got {args.max_itl_ms}")
+    bound = args.max_itl_ms
+    if bound not in ("auto", "none") and not (isinstance(bound, int | float) and 0 < bound < math.inf):
+        raise ValueError(f"--max-itl-ms must be a positive number of milliseconds, auto or none, got {bound}")
     if args.context_length == 1:
         raise ValueError("--context-length must be at least 2, for a prompt and its first token; got 1")
     for name in ("watchdog_timeout", "soft_watchdog_timeout", "waiting_timeout", "running_timeout"):

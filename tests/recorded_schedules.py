@@ -11,11 +11,14 @@ from pathlib import Path
 import numpy as np
 from kv_makers import make_tiers
 from simulations import MODEL
+from timed_rig import TimedStep
 
 from fakes import FakeClock, FakeInbox, FakeOutbox, FakeRunner
+from tercet.managers.engine_view import StepLog
 from tercet.managers.schedule_recorder import ScheduleRecorder, SchedulerEnds
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_process import build_scheduler
+from tercet.model_executor.step import LaunchedStep, StepInputs
 from tercet.srt.io_struct import AbortReq, FlushCacheReq, GenerateReq, RetainReq, pack_ids
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
@@ -35,23 +38,46 @@ class Limits:
 
 
 class Runner(FakeRunner):
-    """The fake runner, with what the scheduler asks of an engine's."""
+    """The fake runner, with what the scheduler asks of an engine's. Its steps take time."""
 
-    def __init__(self, page_size: int, *, is_asynchronous: bool, num_host_pages: int = 0) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        clock: FakeClock,
+        seconds_of: Callable[[StepInputs], float],
+        *,
+        is_asynchronous: bool,
+        num_host_pages: int = 0,
+    ) -> None:
         self.settings = Limits(page_size)
         self.max_total_num_tokens = 320
         self.is_asynchronous = is_asynchronous
         shape = (self.settings.max_running_requests + 1, self.settings.context_len)
         super().__init__(shape, self.max_total_num_tokens, page_size, VOCAB, num_host_pages)
+        self._clock = clock
+        self._seconds_of = seconds_of
+        self._free_at_s = 0.0
+
+    def launch(self, step: StepInputs) -> LaunchedStep:
+        self._free_at_s = max(self._free_at_s, self._clock.now) + self._seconds_of(step)
+        return TimedStep(super().launch(step), self._free_at_s, self._clock)
 
 
 class Recorded:
     """A recorded scheduler, driven turn by turn. Each read of its clock takes time."""
 
     def __init__(
-        self, path: Path, page_size: int, *, is_asynchronous: bool = False, host_blocks: int = 0, **settings: object
+        self,
+        path: Path,
+        page_size: int,
+        *,
+        is_asynchronous: bool = False,
+        host_blocks: int = 0,
+        seconds_of: Callable[[StepInputs], float] = lambda step: 0.0,
+        **settings: object,
     ) -> None:
-        """`host_blocks`: pages of host memory; 0: there is none."""
+        """`host_blocks`: pages of host memory; 0: there is none. `seconds_of`: the time that a step takes beside the
+        reads of the clock."""
         self.inbox = FakeInbox()
         self.outbox = FakeOutbox()
         clock = FakeClock()
@@ -60,21 +86,22 @@ class Recorded:
             clock.now += 0.001
             return clock.now
 
-        runner = Runner(page_size, is_asynchronous=is_asynchronous, num_host_pages=host_blocks)
+        runner = Runner(page_size, clock, seconds_of, is_asynchronous=is_asynchronous, num_host_pages=host_blocks)
         args = ServerArgs(model_path="none", random_seed=3, admission_watermark=0.0, **settings)  # type: ignore[arg-type]
         self.runner = runner
         tiers = None
         if host_blocks:
             tiers = make_tiers(page_size, 1, runner.host.reshape(host_blocks, -1).view(np.uint8))
         self.recorder = ScheduleRecorder(path, args, dataclasses.replace(MODEL, vocab_size=VOCAB), runner, ticking)
-        ends = self.recorder.wrap(SchedulerEnds(self.inbox, self.outbox, runner))
+        ends = self.recorder.wrap(SchedulerEnds(self.inbox, self.outbox, StepLog(ticking)))
         self.scheduler = build_scheduler(
             args,
             dataclasses.replace(MODEL, eos_token_ids=(EOS,)),
-            ends.runner,  # type: ignore[arg-type]
+            runner,  # type: ignore[arg-type]
             None,
             SchedulerIO(ends.inbox, ends.outbox, FakeOutbox(), ticking),
             ticking,
+            step_log=ends.step_log,
             tiers=tiers,
             compile_grammars_here=True,
         )

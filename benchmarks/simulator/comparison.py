@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from ...managers.engine_view import StepLog
+from ...managers.schedule_batch import ScheduleBatch
 from ...managers.scheduler import InFlight
 from ...managers.scheduler_io import SchedulerIO
 from ...managers.scheduler_process import build_scheduler
@@ -70,7 +72,7 @@ class _Comparing:
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
         self._turn = 0
-        self._clock = SimClock()
+        self._clock = _Clock()
         self._requests: dict[int, _Request] = {}
         self._arrivals: dict[int, Arrival] = {}
         self._eos_id = eos_id(replay.start.vocab_size)
@@ -85,6 +87,7 @@ class _Comparing:
             self._clock,
             compile_grammars_here=True,
             cost_depth=replay.start.equal_cost_depth,
+            step_log=_RecordedTimes(replay, self._clock),
         )
 
     def run(self) -> Comparison:
@@ -172,6 +175,26 @@ class _Device(SimDevice):
         self.num_equal += 1
         self._clock.advance_to(recorded.start_s)
         return recorded.start_s, recorded.end_s
+
+
+class _Clock(SimClock):
+    """Each read is later than the one before, as on a real clock. So retentions of one turn end in their order."""
+
+    def __call__(self) -> float:
+        self.now_s += 1e-7
+        return self.now_s
+
+
+class _RecordedTimes(StepLog):
+    """Gives the planner the recorded seconds of each step, so that it learns what the recorded one has learned."""
+
+    def __init__(self, replay: Replay, clock: SimClock) -> None:
+        super().__init__(clock)
+        self._seconds = (seconds for _, seconds in replay.timed())
+
+    def on_result(self, batch: ScheduleBatch) -> float:
+        seconds = super().on_result(batch)
+        return next(self._seconds) if batch.reqs else seconds
 
 
 class _Nobody:

@@ -2,7 +2,7 @@
 
 Only the choice of the tokens of a step follows the peer. The memory rules, the prefix cache, the policies of the queue
 and the retraction are Tercet's, so a difference between two planners comes from that choice. Two prompts of one step do
-not share what they have in common. `--max-itl-ms` has no effect, because the peers have no such bound.
+not share what they have in common. `--max-itl-ms` has no effect on them, because the peers have no such bound.
 """
 
 from __future__ import annotations

@@ -102,6 +102,9 @@ class Replay:
         known = {one.name for one in dataclasses.fields(ServerArgs)}
         start = self.start
         given = {name: value for name, value in start.server_args.items() if name in known}
+        if start.version == 1:  # None: no bound; 0: automatic
+            bound = given.get("max_itl_ms")
+            given["max_itl_ms"] = "none" if bound is None else bound or "auto"
         limits = {
             "page_size": start.page_size,
             "context_length": start.context_len,

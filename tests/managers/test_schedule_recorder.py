@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from recorded_schedules import Recorded, workload
 
@@ -16,6 +18,7 @@ from tercet.benchmarks.simulator.replay import Replay
 from tercet.benchmarks.simulator.simulation import Simulation
 from tercet.benchmarks.simulator.statistics import RunStatistics
 from tercet.benchmarks.simulator.traffic import Traffic
+from tercet.model_executor.step import StepInputs
 from tercet.srt.schedule_record import Arrival, End, Recording, Retain, Step
 
 
@@ -23,6 +26,17 @@ def replayed(path: Path) -> Comparison:
     recording = Recording(path)
     assert recording.is_whole
     return compare(Replay(recording))
+
+
+def noisy_s(seed: int) -> Callable[[StepInputs], float]:
+    """Random times of steps, in which a prompt token costs so much that the automatic bound makes chunks shorter."""
+    rng = Random(seed)
+
+    def seconds(step: StepInputs) -> float:
+        num_tokens = 0 if step.extend_lens is None else int(step.extend_lens.sum())
+        return (0.01 + 0.003 * num_tokens) * rng.lognormvariate(0, 0.3)
+
+    return seconds
 
 
 def test_tool_calls_are_recorded_and_repeated(tmp_path: Path) -> None:
@@ -49,7 +63,17 @@ def test_tool_calls_are_recorded_and_repeated(tmp_path: Path) -> None:
     is_asynchronous=st.booleans(),
     policy=st.sampled_from(["lpm", "fcfs", "random", "lof"]),
     enable_mixed_chunk=st.booleans(),
+    max_itl_ms=st.sampled_from(["auto", "none", 300.0]),
     share_of_tool_calls=st.sampled_from([0.0, 0.5]),
+)
+@example(  # in one turn, two retentions begin
+    seed=1100,
+    page_size=1,
+    is_asynchronous=True,
+    policy="fcfs",
+    enable_mixed_chunk=True,
+    max_itl_ms="auto",
+    share_of_tool_calls=0.5,
 )
 def test_a_replay_decides_as_recorded(
     tmp_path_factory: pytest.TempPathFactory,
@@ -58,13 +82,17 @@ def test_a_replay_decides_as_recorded(
     is_asynchronous: bool,
     policy: str,
     enable_mixed_chunk: bool,
+    max_itl_ms: float | str,
     share_of_tool_calls: float,
 ) -> None:
+    """Whatever times were measured: a replay learns from the same."""
     path = tmp_path_factory.mktemp("schedule") / "record"
     recorded = Recorded(
         path,
         page_size,
         is_asynchronous=is_asynchronous,
+        seconds_of=noisy_s(seed),
+        max_itl_ms=max_itl_ms,
         schedule_policy=policy,
         enable_mixed_chunk=enable_mixed_chunk,
         enable_priority_scheduling=policy == "lof",
@@ -72,6 +100,32 @@ def test_a_replay_decides_as_recorded(
     recorded.run(workload(seed), num_turns=20, share_of_tool_calls=share_of_tool_calls)
     found = replayed(path)
     assert found.difference is None and found.num_equal == found.num_recorded > 0
+
+
+def test_other_times_give_other_decisions(tmp_path: Path) -> None:
+    """So the times of a recording matter, and the test above can fail."""
+    path = tmp_path / "record"
+    Recorded(path, 1, seconds_of=noisy_s(1)).run(workload(1), num_turns=60)
+    replay = Replay(Recording(path))
+    assert compare(replay).difference is None
+    replay.script.steps = [
+        dataclasses.replace(step, start_s=3 * step.start_s, end_s=3 * step.end_s) for step in replay.script.steps
+    ]
+    found = compare(replay)
+    assert found.difference is not None and found.num_equal > 0
+
+
+@pytest.mark.parametrize(("recorded", "meaning"), [(None, "none"), (0.0, "auto"), (50.0, 50.0)])
+def test_a_bound_of_an_older_recording_keeps_its_meaning(
+    tmp_path: Path, recorded: float | None, meaning: float | str
+) -> None:
+    path = tmp_path / "record"
+    Recorded(path, 1).run(workload(2), num_turns=20)
+    replay = Replay(Recording(path))
+    assert replay.server_args().max_itl_ms == "auto"
+    settings = {**replay.start.server_args, "max_itl_ms": recorded}
+    replay.start = msgspec.structs.replace(replay.start, version=1, server_args=settings)
+    assert replay.server_args().max_itl_ms == meaning
 
 
 def test_another_policy_is_told_from_the_recorded_one(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ _CHOICES: dict[str, list[Any]] = {
     "max_drafts": [0, 0, 0, 3],
     "watermark": [0.0, 0.1],
     "preemption_threshold": [None, 0, 1],
-    "max_itl_s": [None, None, 0.01],
+    "max_itl_s": [None, "auto", 0.01],
     "max_queued": [4, 10_000],
     "max_queue_time_s": [None, None, 0.2, 5.0],
     "waiting_timeout": [None, None, 0.5],

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from tercet.srt.schedule_record import VERSION, Flush, RecordFile, Recording, Start, pack_ids, unpack_ids
+from tercet.srt.schedule_record import (
+    OLDEST_VERSION,
+    VERSION,
+    Flush,
+    RecordFile,
+    Recording,
+    Start,
+    pack_ids,
+    unpack_ids,
+)
 
 
 def start(run: str = "a") -> Start:
@@ -68,6 +78,16 @@ def test_another_file_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "record"
     path.write_bytes(data)
     with pytest.raises(ValueError, match="is not a recording"):
+        Recording(path)
+
+
+def test_older_recordings_are_read_and_newer_ones_refused(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    for version in range(OLDEST_VERSION, VERSION + 1):
+        RecordFile(path, msgspec.structs.replace(start(), version=version)).close()
+        assert Recording(path).start.version == version
+    RecordFile(path, msgspec.structs.replace(start(), version=VERSION + 1)).close()
+    with pytest.raises(ValueError, match=r"of version 3, but versions 1 to 2 can be read"):
         Recording(path)
 
 

@@ -84,7 +84,9 @@ def test_serve_takes_the_model_from_a_config_file(served: list[ServerArgs], tmp_
         (["A", "--profile-dir", ""], "--profile-dir must not be empty"),
         (["A", "--update-weights-dir", ""], "--update-weights-dir must not be empty"),
         (["A", "--admission-watermark", "1"], "--admission-watermark must be in [0, 1), got 1.0"),
-        (["A", "--max-itl-ms", "-1"], "--max-itl-ms must be at least 0, got -1.0"),
+        (["A", "--max-itl-ms", "0"], "--max-itl-ms must be a positive number of milliseconds, auto or none, got 0.0"),
+        (["A", "--max-itl-ms", "nan"], "auto or none, got nan"),
+        (["A", "--max-itl-ms", "never"], "argument --max-itl-ms: must be a float, or one of auto, none; got 'never'"),
         (["A", "--schedule-low-priority-values-first"], "needs --enable-priority-scheduling"),
         (["A", "--priority-scheduling-preemption-threshold", "-1"], "must be at least 0, got -1"),
         (["A", "--tenant-weights", "a=2"], "--tenant-weights needs --schedule-policy dlpm, got lpm"),
@@ -109,6 +111,16 @@ def test_bad_flags_exit_with_2_and_a_message(
     assert _exit_code(["serve", *argv]) == 2
     assert message in capsys.readouterr().err
     assert served == []
+
+
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("none", "none"), ("50", 50.0)])
+def test_a_bound_is_a_number_or_a_word_on_the_command_line_and_in_a_file(
+    served: list[ServerArgs], tmp_path: Path, text: str, value: float | str
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"model-path: A\nmax-itl-ms: {text}\n")
+    assert main(["serve", "A", "--max-itl-ms", text]) == main(["serve", "--config", str(config)]) == 0
+    assert [args.max_itl_ms for args in served] == [value, value]
 
 
 def _install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
