@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import zmq
 
@@ -61,9 +61,37 @@ from .weight_updates import LoadWeights
 logger = logging.getLogger(__name__)
 
 
+class LoadedModel(NamedTuple):
+    """What a scheduler needs that takes long to load."""
+
+    server_args: ServerArgs
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+    runner: ModelRunner
+
+    @property
+    def may_fork(self) -> bool:
+        """Whether a fork of this process can run the model.
+
+        A fork has none of torch's threads, which only the compiled operations do without, and no device.
+        """
+        runner = self.runner
+        return runner.settings.device.type == "cpu" and runner.model.compiled and runner.host_kv is None
+
+
+def load_model(server_args: ServerArgs, model_config: ModelConfig) -> LoadedModel:
+    """Raises ValueError for settings that do not fit the model or the machine."""
+    assert server_args.random_seed is not None, "the parent draws it, so that all processes have the same"
+    read_config(server_args.kv_events_config)
+    tokenizer = None
+    if not server_args.skip_tokenizer_init:
+        tokenizer = load_tokenizer(server_args.model_path, server_args.tokenizer_path)
+    runner = load_runner(resolve_settings(server_args, model_config), model_config)
+    return LoadedModel(server_args, model_config, tokenizer, runner)
+
+
 def run_scheduler(
-    server_args: ServerArgs,
-    model_config: ModelConfig,
+    loaded: LoadedModel,
     run_dir: RunDir,
     on_ready: Callable[[SchedulerReady], None],
     should_stop: Callable[[], bool],
@@ -72,13 +100,9 @@ def run_scheduler(
 
     Raises ValueError for settings that do not fit the model or the machine.
     """
-    assert server_args.random_seed is not None, "the parent draws it, so that all processes have the same"
-    tokenizer = None
-    if not server_args.skip_tokenizer_init:
-        tokenizer = load_tokenizer(server_args.model_path, server_args.tokenizer_path)
+    server_args, model_config, tokenizer, runner = loaded
     config = read_config(server_args.kv_events_config)
     kv_events = None if config is None else KVEventPublisher(config)
-    runner = load_runner(resolve_settings(server_args, model_config), model_config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Receiver[ToScheduler] = Receiver(context, run_dir.scheduler, ToScheduler)
     detokenizer_link: Sender[ToDetokenizer] = Sender(context, run_dir.detokenizer)

@@ -26,6 +26,10 @@ class SchedulerReady(msgspec.Struct, frozen=True, kw_only=True, tag="scheduler_r
     """Device memory of CUDA graphs; 0 without graphs."""
 
 
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """The process has loaded the model or the tokenizer, and is a fork server now: it forks when it is asked."""
+
+
 class DetokenizerReady(msgspec.Struct, frozen=True, tag="detokenizer_ready"):
     """The detokenizer process is ready."""
 
@@ -41,4 +45,4 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
     user_error: bool
 
 
-ToParent = SchedulerReady | DetokenizerReady | GrammarWorkerReady | StartFailed
+ToParent = SchedulerReady | Loaded | DetokenizerReady | GrammarWorkerReady | StartFailed

@@ -39,13 +39,13 @@ class PoisonedRunner:
         return self._runner.launch(step)
 
 
-def run_scheduler(*args: Any) -> None:
+def load_scheduler(server_args: Any) -> Any:
     from tercet.managers import scheduler_process
 
     load_runner = scheduler_process.load_runner
     scheduler_process.load_runner = lambda *given: PoisonedRunner(load_runner(*given))
-    child.run_scheduler_role(*args)
+    return child.load_scheduler_role(server_args)
 
 
 if __name__ == "__main__":
-    sys.exit(child.main({**child.ROLES, "scheduler": run_scheduler}))
+    sys.exit(child.main({**child.ROLES, "scheduler": child.LoadedRole(load_scheduler, child.run_scheduler_role)}))

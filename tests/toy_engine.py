@@ -16,6 +16,7 @@ from pathlib import Path
 import fake_child
 import httpx
 import psutil
+from endurance.resources import ROLES, processes_of
 from patience import PATIENCE_S
 
 from tercet.srt.server_args import ServerArgs
@@ -119,9 +120,8 @@ class ServerProcess:
 
     @property
     def children(self) -> dict[str, int]:
-        """The process ids of the children by role. A spare process is younger than the one that runs."""
-        found = sorted(psutil.Process(self.pid).children(), key=lambda child: child.create_time(), reverse=True)
-        return {command[-1]: child.pid for child in found if (command := child.cmdline())}
+        """The process ids of the children by role, without spare processes and fork servers."""
+        return {role: pid for pid, role in processes_of(self.pid).items() if role in ROLES}
 
     def signal(self, signum: signal.Signals) -> None:
         self._process.send_signal(signum)

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 
@@ -27,9 +28,13 @@ from ..grammar_spec import CheckGrammarReply, CheckGrammarReq
 from ..io_struct import ToDetokenizer, ToTokenizer
 from ..ipc import Receiver, RunDir, Sender
 from ..server_args import ServerArgs
-from ..start_reports import DetokenizerReady, GrammarWorkerReady, SchedulerReady, StartFailed, ToParent
+from ..start_reports import DetokenizerReady, GrammarWorkerReady, Loaded, SchedulerReady, StartFailed, ToParent
+from .fork_server import serve_forks
 from .handshake import STOP, LaunchSpec, read_spec, write_frame
 from .watchdog import answer_with_stacks
+
+if TYPE_CHECKING:
+    from ..text.tokenizer import Tokenizer
 
 logger = logging.getLogger("tercet.child")  # __name__ is __main__ here
 
@@ -46,28 +51,40 @@ _MODULES = {"scheduler": "...managers.scheduler_process"}
 """What a spare process of a role imports."""
 
 
-def run_scheduler_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnReady, should_stop: ShouldStop) -> None:
+def load_scheduler_role(server_args: ServerArgs) -> Any:
     # Imported here: only this role needs torch, whose import takes seconds.
-    from ...managers.scheduler_process import run_scheduler
+    from ...managers.scheduler_process import load_model
     from ..model_files.model_config import load_model_config
 
-    model_config = load_model_config(server_args.model_path, server_args.load_format)
-    run_scheduler(server_args, model_config, run_dir, on_ready, should_stop)
+    return load_model(server_args, load_model_config(server_args.model_path, server_args.load_format))
 
 
-def run_detokenizer_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnReady, should_stop: ShouldStop) -> None:
+def run_scheduler_role(loaded: Any, run_dir: RunDir, on_ready: OnReady, should_stop: ShouldStop) -> None:
+    # Imported here, as above.
+    from ...managers.scheduler_process import run_scheduler
+
+    run_scheduler(loaded, run_dir, on_ready, should_stop)
+
+
+def load_detokenizer_role(server_args: ServerArgs) -> LoadedTokenizer:
     # Imported here: the scheduler process needs neither module.
-    from ...managers.detokenizer_manager import run_detokenizer
+    from ...managers import detokenizer_manager  # noqa: F401  # not again in each fork
     from ..text.tokenizer import load_tokenizer
 
-    tokenizer = None
-    if not server_args.skip_tokenizer_init:
-        tokenizer = load_tokenizer(server_args.model_path, server_args.tokenizer_path)
+    if server_args.skip_tokenizer_init:
+        return LoadedTokenizer(None)
+    return LoadedTokenizer(load_tokenizer(server_args.model_path, server_args.tokenizer_path))
+
+
+def run_detokenizer_role(loaded: LoadedTokenizer, run_dir: RunDir, on_ready: OnReady, should_stop: ShouldStop) -> None:
+    # Imported here, as above.
+    from ...managers.detokenizer_manager import run_detokenizer
+
     context = zmq.Context()
     receiver: Receiver[ToDetokenizer] = Receiver(context, run_dir.detokenizer, ToDetokenizer)
     sender: Sender[ToTokenizer] = Sender(context, run_dir.tokenizer)
     on_ready(DetokenizerReady())
-    run_detokenizer(receiver, sender, tokenizer, should_stop)
+    run_detokenizer(receiver, sender, loaded.tokenizer, should_stop)
     receiver.close()
     sender.close()
     context.term()
@@ -95,17 +112,32 @@ def run_grammar_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnReady
     context.term()
 
 
-ROLES: Mapping[str, Run] = {
-    "scheduler": run_scheduler_role,
-    "detokenizer": run_detokenizer_role,
+class LoadedTokenizer(NamedTuple):
+    """What a detokenizer needs that takes long to load."""
+
+    tokenizer: Tokenizer | None
+    may_fork: bool = True
+
+
+class LoadedRole(NamedTuple):
+    """A role that loads a model or a tokenizer before it runs. Then the process may become a fork server."""
+
+    load: Callable[[ServerArgs], Any]
+    """The result has the attribute `may_fork`."""
+    run: Callable[[Any, RunDir, OnReady, ShouldStop], None]
+
+
+ROLES: Mapping[str, Run | LoadedRole] = {
+    "scheduler": LoadedRole(load_scheduler_role, run_scheduler_role),
+    "detokenizer": LoadedRole(load_detokenizer_role, run_detokenizer_role),
     "grammar": run_grammar_role,
 }
 
 
-def main(roles: Mapping[str, Run] = ROLES) -> int:
+def main(roles: Mapping[str, Run | LoadedRole] = ROLES) -> int:
     """Runs the child process. Returns the exit code: 0 after a requested stop, 1 after a failure."""
     role = sys.argv[1]
-    parent = os.getppid()
+    parent = _Parent()
     # Imported and loaded objects stay for the life of the process. Collections during start-up would take 0.2 s.
     gc.disable()
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -114,21 +146,21 @@ def main(roles: Mapping[str, Run] = ROLES) -> int:
         if not _has_spec(0):
             _load_modules(role)
         while not _has_spec(_PARENT_POLL_S):
-            if os.getppid() != parent:
+            if parent.is_gone():
                 return 1
         spec = read_spec(_STDIN)
     except EOFError:
         return 1
-    run_dir = RunDir(Path(spec.run_dir), spec.life)
-    stop = _StopRequest()
-    answer_with_stacks(run_dir.stacks(role))
-    threading.Thread(target=_watch_parent, args=(run_dir, stop), name="parent watch", daemon=True).start()
     log.configure(role, spec.server_args.log_level, spec.server_args.log_format)
+    life = _Life(role, spec, parent)
+    run = roles[role]
     try:
-        return _run(roles[role], spec, run_dir, stop)
+        if isinstance(run, LoadedRole):
+            return _run_model(run, life)
+        return life.run(run, spec.server_args)
     finally:
-        if os.getppid() != parent:  # the parent has died without removing it
-            run_dir.remove()
+        if parent.is_gone():  # without removing it
+            life.run_dir.remove()
 
 
 def _has_spec(timeout_s: float) -> bool:
@@ -156,6 +188,27 @@ def _load_modules(role: str) -> None:
     thread.join()
 
 
+class _Parent:
+    """The process that has started this one. A fork of this process has the same."""
+
+    def __init__(self) -> None:
+        self._pid = os.getppid()
+        try:
+            self._pidfd: int | None = os.pidfd_open(self._pid)
+        except (AttributeError, OSError):  # not Linux, or an old kernel
+            self._pidfd = None
+
+    @property
+    def outlives_forks(self) -> bool:
+        """Whether forks of this process can see the end of the parent."""
+        return self._pidfd is not None
+
+    def is_gone(self) -> bool:
+        if self._pidfd is None:
+            return os.getppid() != self._pid
+        return bool(select.select([self._pidfd], [], [], 0)[0])
+
+
 class _StopRequest:
     """Set when the parent asks this process to stop. A process that is still starting exits at once."""
 
@@ -172,26 +225,62 @@ class _StopRequest:
         return self._event.is_set()
 
 
-def _run(run: Run, spec: LaunchSpec, run_dir: RunDir, stop: _StopRequest) -> int:
-    os.set_inheritable(spec.ready_fd, False)  # this process' own children must not keep the pipe open
+class _Life:
+    """What a process does from its launch on: it watches the parent, and reports that it is ready, or why it is not."""
 
-    def on_ready(facts: Report) -> None:
+    def __init__(self, role: str, spec: LaunchSpec, parent: _Parent) -> None:
+        self.role = role
+        self.spec = spec
+        self.parent = parent
+        self.run_dir = RunDir(Path(spec.run_dir), spec.life)
+        self._stop = _StopRequest()
+        os.set_inheritable(spec.ready_fd, False)  # this process' own children must not keep the pipe open
+        answer_with_stacks(self.run_dir.stacks(role))
+        arguments = (self.run_dir, self._stop, parent)
+        threading.Thread(target=_watch_parent, args=arguments, name="parent watch", daemon=True).start()
+
+    def run(self, role: Callable[..., None], *arguments: Any) -> int:
+        """Runs a role. Returns the exit code."""
+        try:
+            role(*arguments, self.run_dir, self._on_ready, self._stop.is_set)
+        except BrokenPipeError:
+            return 1  # the parent is gone
+        except Exception as error:
+            if self._stop.is_ready:
+                logger.exception("The process failed")
+            else:
+                _report_failure(self.spec.ready_fd, error, self.run_dir)
+            return 1
+        return 0
+
+    def fork(self) -> _Life:
+        """Makes this process a fork server. Returns in each forked process, with its own life."""
+        assert self.spec.fork_fd is not None
+        gc.freeze()  # no collection writes to what the processes share
+        write_frame(self.spec.ready_fd, Loaded())
+        spec = serve_forks(self.spec.fork_fd)
+        os.close(self.spec.ready_fd)  # the end of that pipe is the end of the fork server
+        return _Life(self.role, spec, self.parent)
+
+    def _on_ready(self, facts: Report) -> None:
         gc.freeze()  # later collections skip the loaded objects, too
         gc.enable()
-        stop.is_ready = True
-        write_frame(spec.ready_fd, facts)
+        self._stop.is_ready = True
+        write_frame(self.spec.ready_fd, facts)
 
+
+def _run_model(role: LoadedRole, life: _Life) -> int:
     try:
-        run(spec.server_args, run_dir, on_ready, stop.is_set)
-    except BrokenPipeError:
-        return 1  # the parent is gone
+        loaded = role.load(life.spec.server_args)
     except Exception as error:
-        if stop.is_ready:
-            logger.exception("The process failed")
-        else:
-            _report_failure(spec.ready_fd, error, run_dir)
+        _report_failure(life.spec.ready_fd, error, life.run_dir)
         return 1
-    return 0
+    if life.spec.fork_fd is not None and life.parent.outlives_forks and loaded.may_fork:
+        try:
+            life = life.fork()
+        except BrokenPipeError:
+            return 1  # the parent is gone
+    return life.run(role.run, loaded)
 
 
 def _report_failure(ready_fd: int, error: Exception, run_dir: RunDir) -> None:
@@ -205,14 +294,13 @@ def _report_failure(ready_fd: int, error: Exception, run_dir: RunDir) -> None:
     write_frame(ready_fd, report)
 
 
-def _watch_parent(run_dir: RunDir, stop: _StopRequest) -> None:
+def _watch_parent(run_dir: RunDir, stop: _StopRequest, parent: _Parent) -> None:
     """Forwards the parent's stop request, and ends this process when the parent dies.
 
-    Both are read from stdin. A fork of the parent may keep that pipe open after the parent's death, so the parent's
-    process id is checked as well, twice a second.
+    Both are read from stdin. A fork of the parent may keep that pipe open after the parent's death, so the parent is
+    looked at as well, twice a second.
     """
-    parent = os.getppid()
-    while os.getppid() == parent:
+    while not parent.is_gone():
         readable, _, _ = select.select([_STDIN], [], [], _PARENT_POLL_S)
         if not readable:
             continue

@@ -27,7 +27,7 @@ from ..step_journal import Journal, read_journal
 from ..text.tokenizer import Tokenizer, load_tokenizer
 from .engine_life import EngineLife
 from .grammar_process import GrammarProcess
-from .processes import CHILD_MODULE, ChildProcess, DiedAtStart, stop_children
+from .processes import CHILD_MODULE, ChildProcess, DiedAtStart, Role, stop_children
 from .restarts import Death, RestartBudget, crash_report, write_report
 from .watchdog import HangDetector, Verdict, stacks_of
 
@@ -70,7 +70,8 @@ class EngineCore:
         self._hung: ChildProcess | None = None
         self._stacks = ""
         """Those of the threads of `_hung`."""
-        self._spare: ChildProcess | None = None
+        self._spares: dict[Role, ChildProcess] = {}
+        """Fork servers, and for the scheduler, if it has none, a process that has only imported its modules."""
         self._begin(life)
         self._watchdog = asyncio.create_task(self._watch())
 
@@ -98,7 +99,7 @@ class EngineCore:
             life.listen(manager.on_message)
         except BaseException:
             if life is not None:
-                await stop_children(life.children)
+                await stop_children(life.processes)
             context.destroy(linger=0)
             run_dir.remove()
             raise
@@ -119,7 +120,7 @@ class EngineCore:
         if self._restart is not None:
             self._restart.cancel()
             await asyncio.wait([self._restart])
-        children = [*self._life.children, *([] if self._spare is None else [self._spare])]
+        children = [*self._life.children, *self._spares.values()]
         await asyncio.gather(stop_children(children), self._grammars.stop())
         self._life.disconnect()
         self._context.destroy(linger=0)
@@ -129,10 +130,23 @@ class EngineCore:
         self._life = life
         for child in life.children:
             child.ended.add_done_callback(functools.partial(self._on_child_ended, child))
-        if self._budget.limit:
-            # Importing torch takes more than a second. The next life need not wait for that.
+        self._spares = {server.role: server for server in life.fork_servers}
+        self._renew_spares()
+
+    def _renew_spares(self) -> None:
+        """Ends fork servers with replaced weights. Starts a spare scheduler if there is none.
+
+        It imports torch, which takes more than a second. The next life need not wait for that.
+        """
+        for spare in list(self._spares.values()):
+            if spare.launched_with not in (None, self.tokenizer_manager.weights.server_args):
+                spare.kill()
+                del self._spares[spare.role]
+            elif spare.ended.done():
+                del self._spares[spare.role]
+        if self._budget.limit and "scheduler" not in self._spares:
             try:
-                self._spare = ChildProcess("scheduler", self._child_module)
+                self._spares["scheduler"] = ChildProcess("scheduler", self._child_module, may_fork=True)
             except OSError as error:  # for example no memory, or too many open files
                 logger.warning("Could not start a spare process: %s", error.strerror or error)
 
@@ -177,12 +191,13 @@ class EngineCore:
         await self._life.kill()
         self._report(death, journal, samples)
         run_dir = self._life.run_dir
+        self._renew_spares()
         while True:
             run_dir = run_dir.next_life()
             try:
-                spare, self._spare = self._spare, None
+                spares, self._spares = self._spares, {}
                 life = await EngineLife.start(
-                    manager.weights.server_args, run_dir, self._context, self._child_module, spare=spare
+                    manager.weights.server_args, run_dir, self._context, self._child_module, spares=spares
                 )
                 break
             except DiedAtStart as error:
@@ -222,6 +237,8 @@ class EngineCore:
         }
         while not self.died.done():
             await asyncio.sleep(detectors["scheduler"].interval_s)
+            if not manager.is_restarting:
+                self._renew_spares()
             for child in self._life.children:
                 silent_s = 0.0 if manager.is_restarting else manager.heartbeats.silent_s(child.role)
                 verdict = detectors[child.role].look(silent_s)

@@ -1,7 +1,8 @@
 """The messages between the parent process and a child process.
 
 At start-up the parent writes one frame, a LaunchSpec, to the child's stdin. The child answers with one frame, its
-report, on a pipe. To stop the child, the parent writes one byte, STOP, to its stdin.
+report, on a pipe. A forked process gets its LaunchSpec from its fork server, and has two such pipes, too. To stop the
+child, the parent writes one byte, STOP, to its stdin.
 
 A frame is a little-endian uint32 length, followed by that number of bytes of msgpack. Both pipes stay open for the life
 of the engine. End of file on a pipe tells each side that the other process has died.
@@ -32,6 +33,8 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     """See RunDir."""
     ready_fd: int
     """File descriptor of the inherited pipe for the child's report."""
+    fork_fd: int | None = None
+    """That of the inherited socket to a fork server (fork_server.py). None: the process must not become one."""
 
 
 def write_frame(fd: int, message: LaunchSpec | ToParent) -> None:

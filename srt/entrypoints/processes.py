@@ -1,7 +1,8 @@
 """Starts and watches the engine's child processes. No other file starts processes.
 
-A child is a new interpreter (`python -m tercet.srt.entrypoints.child ROLE`). Nothing is pickled or forked, so an engine
-also starts from a notebook and from a script without a `__main__` guard.
+A child is a new interpreter (`python -m tercet.srt.entrypoints.child ROLE`), or the fork of such a child
+(fork_server.py). Nothing is pickled, and this process is not forked, so an engine also starts from a notebook and from
+a script without a `__main__` guard.
 
 Only the parent handles signals, and it stops its children in an orderly way. So each child runs in its own session,
 which Ctrl-C does not reach, and ignores SIGTERM, which systemd sends to every process of a service. The parent asks a
@@ -24,10 +25,12 @@ from ..errors import EngineDead
 from ..ipc import RunDir
 from ..machine.cores import usable_cores
 from ..server_args import ServerArgs
-from ..start_reports import DetokenizerReady, GrammarWorkerReady, SchedulerReady, StartFailed
+from ..start_reports import DetokenizerReady, GrammarWorkerReady, Loaded, SchedulerReady, StartFailed
+from .forks import ForkedProcess, ForkLink
 from .handshake import STOP, LaunchSpec, ReportReader, write_frame
 
 Role = Literal["scheduler", "detokenizer", "grammar"]
+Report = SchedulerReady | Loaded | DetokenizerReady | GrammarWorkerReady
 
 CHILD_MODULE = "tercet.srt.entrypoints.child"
 _STOP_TIMEOUT_S = 5.0
@@ -47,47 +50,76 @@ class ChildProcess:
     is gone. Its result says how the process ended.
     """
 
-    def __init__(self, role: Role, module: str = CHILD_MODULE) -> None:
-        loop = asyncio.get_running_loop()
-        self.role = role
-        self.ready: asyncio.Future[SchedulerReady | DetokenizerReady | GrammarWorkerReady] = loop.create_future()
-        self.ended: asyncio.Future[str] = loop.create_future()
-        self._loop = loop
-        self._reports = ReportReader()
-        self._reaping: asyncio.Task[None] | None = None
-        self._is_launched = False
-        self._ready_fd, child_fd = os.pipe()
-        self._report_fd = child_fd
+    def __init__(self, role: Role, module: str = CHILD_MODULE, *, may_fork: bool = False) -> None:
+        """`may_fork`: it may become a fork server. Then it reports Loaded."""
+        ready_fd, childs_fd = os.pipe()
+        self._report_fd = childs_fd
         """The number of the pipe's other end in the child."""
+        forks = ForkLink() if may_fork else None
+        self._fork_fd = None if forks is None else forks.childs_end.fileno()
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, role],
                 stdin=subprocess.PIPE,
                 env=_environment(role),
-                pass_fds=[child_fd],
+                pass_fds=[childs_fd] if self._fork_fd is None else [childs_fd, self._fork_fd],
                 start_new_session=True,
                 bufsize=0,
             )
         except BaseException:
-            os.close(self._ready_fd)
+            os.close(ready_fd)
+            if forks is not None:
+                forks.close()
             raise
         finally:
-            os.close(child_fd)
-        self.pid = self._process.pid
-        loop.add_reader(self._ready_fd, self._on_readable)
+            os.close(childs_fd)
+            if forks is not None:
+                forks.childs_end.close()
+        self._watch(role, process, ready_fd, forks)
+
+    @classmethod
+    def _of_fork(cls, role: Role, process: ForkedProcess, ready_fd: int, server_args: ServerArgs) -> ChildProcess:
+        child = cls.__new__(cls)
+        child._watch(role, process, ready_fd, None)
+        child.launched_with = server_args
+        return child
+
+    def _watch(
+        self, role: Role, process: subprocess.Popen[bytes] | ForkedProcess, ready_fd: int, forks: ForkLink | None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.role = role
+        self.pid = process.pid
+        self.ready: asyncio.Future[Report] = loop.create_future()
+        self.ended: asyncio.Future[str] = loop.create_future()
+        self.launched_with: ServerArgs | None = None
+        """None: it is a spare, and only loads its modules."""
+        self._process = process
+        self._forks = forks
+        self._loop = loop
+        self._reports = ReportReader()
+        self._reaping: asyncio.Task[None] | None = None
+        self._ready_fd = ready_fd
+        loop.add_reader(ready_fd, self._on_readable)
 
     def launch(self, server_args: ServerArgs, run_dir: RunDir) -> ChildProcess:
         """Tells the process what to do. Must be called once."""
-        assert self._process.stdin is not None and not self._is_launched
-        self._is_launched = True
+        assert self._process.stdin is not None and self.launched_with is None
+        self.launched_with = server_args
         with contextlib.suppress(BrokenPipeError):  # the child is dead already; the ready pipe will report that
-            spec = LaunchSpec(server_args, str(run_dir.path), run_dir.life, self._report_fd)
+            spec = LaunchSpec(server_args, str(run_dir.path), run_dir.life, self._report_fd, self._fork_fd)
             write_frame(self._process.stdin.fileno(), spec)
         return self
 
+    async def fork(self, run_dir: RunDir) -> ChildProcess:
+        """A fork of this process, which has reported Loaded. Raises OSError if there is none."""
+        assert self._forks is not None and self.launched_with is not None
+        process, ready_fd = await self._forks.fork(LaunchSpec(self.launched_with, str(run_dir.path), run_dir.life, -1))
+        return self._of_fork(self.role, process, ready_fd, self.launched_with)
+
     def ask_to_stop(self) -> None:
         """Asks the child to stop. A starting child exits at once, a running one after its current step."""
-        if not self._is_launched:
+        if self.launched_with is None:
             self.kill()
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
@@ -97,7 +129,7 @@ class ChildProcess:
     @property
     def returncode(self) -> int:
         """As of subprocess, once the process has ended."""
-        return int(self._process.returncode)
+        return int(self._process.returncode or 0)
 
     def send_signal(self, signum: signal.Signals) -> None:
         """Does nothing if the process has ended."""
@@ -133,7 +165,9 @@ class ChildProcess:
             waited_s += _REAP_INTERVAL_S
         assert self._process.stdin is not None
         self._process.stdin.close()
-        code = self._process.returncode
+        if self._forks is not None:
+            self._forks.close()
+        code = self.returncode
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         if not self.ready.done():
             self._fail_ready(DiedAtStart(f"the {self.role} process died while it started ({how})"))

@@ -42,16 +42,16 @@ class FaultyRunner:
         return running
 
 
-def run_scheduler(*args: Any) -> None:
+def load_scheduler(server_args: Any) -> Any:
     # Imported here: the other roles do not load it.
     from tercet.managers import scheduler_process
 
     load_runner = scheduler_process.load_runner
     hooks = Hooks.of_this_process()
     scheduler_process.load_runner = lambda *given: FaultyRunner(load_runner(*given), hooks)
-    child.run_scheduler_role(*args)
+    return child.load_scheduler_role(server_args)
 
 
 if __name__ == "__main__":
     Hooks.of_this_process().bend_clock()
-    sys.exit(child.main({**child.ROLES, "scheduler": run_scheduler}))
+    sys.exit(child.main({**child.ROLES, "scheduler": child.LoadedRole(load_scheduler, child.run_scheduler_role)}))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import psutil
 
-_ROLES = ("scheduler", "detokenizer", "grammar")
+ROLES = ("scheduler", "detokenizer", "grammar")
+_SPARES = {"scheduler": "spare", "detokenizer": "detokenizer spare"}
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -22,21 +23,28 @@ class Use:
 
 
 def processes_of(pid: int) -> dict[int, str]:
-    """The processes of a server by their ids: `http`, and the roles of its children. `spare`: the younger scheduler."""
+    """The processes of a server by their ids: `http`, and the roles of its children.
+
+    `spare`: the fork server of the scheduler, or a process that will become it. `detokenizer spare`: that of the
+    detokenizer.
+    """
     found = {pid: "http"}
-    seen: set[str] = set()
     try:
         children = sorted(psutil.Process(pid).children(recursive=True), key=lambda child: child.create_time())
     except psutil.NoSuchProcess:
         return found
+    roles, parents = {}, {}
     for child in children:
         try:
-            command = child.cmdline()
+            command, parents[child.pid] = child.cmdline(), child.ppid()
         except psutil.Error:
             continue
-        role = command[-1] if command and command[-1] in _ROLES else "other"
-        found[child.pid] = "spare" if role in seen and role == "scheduler" else role
-        seen.add(role)
+        roles[child.pid] = command[-1] if command and command[-1] in ROLES else "other"
+    for child_pid, role in roles.items():
+        peers = [one for one in roles if roles[one] == role]
+        forked = [one for one in peers if roles.get(parents[one]) == role]
+        is_spare = role in _SPARES and child_pid != (forked or peers)[0]
+        found[child_pid] = _SPARES[role] if is_spare else role
     return found
 
 

@@ -147,8 +147,8 @@ def test_an_engine_that_cannot_start_again_has_died(
 ) -> None:
     async def scenario() -> None:
         core = await _start(tmp_path, engine_restarts=2)
-        core._spare.kill()  # type: ignore[union-attr]
-        await core._spare.ended  # type: ignore[union-attr]
+        core._spares["scheduler"].kill()
+        await core._spares["scheduler"].ended
         (sample,) = await core.tokenizer_manager.submit([1], options(400))
         monkeypatch.setattr(engine_core, "_RETRY_S", 0.0)
         monkeypatch.setenv("FAKE_CHILD", "bug")
@@ -203,8 +203,8 @@ def test_a_restart_that_fails_is_tried_again(run_dirs: Path, tmp_path: Path, mon
 
     async def scenario() -> None:
         core = await _start(tmp_path)
-        core._spare.kill()  # type: ignore[union-attr]
-        await core._spare.ended  # type: ignore[union-attr]
+        core._spares["scheduler"].kill()
+        await core._spares["scheduler"].ended
         (sample,) = await core.tokenizer_manager.submit([1], options(100))
         monkeypatch.setattr(engine_core, "_RETRY_S", 0.0)
         attempts = []
@@ -231,7 +231,7 @@ def test_an_engine_goes_on_without_a_spare(run_dirs: Path, tmp_path: Path, monke
         core = await _start(tmp_path)
         (sample,) = await core.tokenizer_manager.submit([1], options(100))
 
-        def no_process(*_: object) -> None:
+        def no_process(*_: object, **__: object) -> None:
             raise OSError(errno.EAGAIN, "no more processes")
 
         monkeypatch.setattr(engine_core, "ChildProcess", no_process)
@@ -248,11 +248,10 @@ def test_a_process_that_is_killed_while_it_starts_is_started_again(run_dirs: Pat
         core = await _start(tmp_path)
         manager = core.tokenizer_manager
         (sample,) = await manager.submit([1], options(100))
-        spare = core._spare
-        assert spare is not None
+        spare = core._spares["scheduler"]
         os.kill(core.child_pids["scheduler"], signal.SIGKILL)
         os.kill(spare.pid, signal.SIGSTOP)  # it becomes the next scheduler, but never starts
-        while not spare._is_launched:
+        while spare.launched_with is None:
             await asyncio.sleep(0.01)
         spare.kill()
         assert (await asyncio.wait_for(sample.result(), PATIENCE_S)).text == text_of(100)

@@ -1,0 +1,119 @@
+"""The parent's side of a fork server (fork_server.py): it asks for processes, and hears how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from .fork_server import MAX_MESSAGE_BYTES, Ended, Forked, FromForkServer
+from .handshake import LaunchSpec
+
+UNKNOWN_EXIT = 255
+"""The exit code of a process whose fork server has died before it: nobody knows the real one."""
+_TIMEOUT_S = 5.0
+
+
+class ForkedProcess:
+    """A forked process, with the methods of `subprocess.Popen` that ChildProcess uses."""
+
+    def __init__(self, pid: int, pidfd: int, stdin: io.FileIO, server_is_gone: Callable[[], bool]) -> None:
+        self.pid = pid
+        self.stdin = stdin
+        self.returncode: int | None = None
+        self._pidfd = pidfd
+        self._server_is_gone = server_is_gone
+
+    def on_end(self, returncode: int) -> None:
+        if self.returncode is None:
+            self.returncode = returncode
+            os.close(self._pidfd)
+
+    def poll(self) -> int | None:
+        """The exit code, once the fork server has told it, or has died."""
+        if self.returncode is None and self._server_is_gone() and select.select([self._pidfd], [], [], 0)[0]:
+            self.on_end(UNKNOWN_EXIT)
+        return self.returncode
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signum)
+
+    def kill(self) -> None:
+        """If the process has ended already, and the fork server does not say how, its exit code stays unknown."""
+        if self.returncode is None and select.select([self._pidfd], [], [], 0)[0]:
+            self.on_end(UNKNOWN_EXIT)
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkLink:
+    """The socket to a fork server. It belongs to the running event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._socket, self.childs_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """`childs_end`: to be inherited by the process that becomes the fork server, and closed here."""
+        self._socket.setblocking(False)
+        self._answer: asyncio.Future[tuple[Forked, int]] | None = None
+        self._forked: dict[int, ForkedProcess] = {}
+        self._loop.add_reader(self._socket, self._on_readable)
+
+    async def fork(self, spec: LaunchSpec) -> tuple[ForkedProcess, int]:
+        """A new process, and the end of its pipe for reports. Raises OSError if there is none."""
+        childs_stdin, stdin = os.pipe()
+        ready_fd, childs_ready_fd = os.pipe()
+        try:
+            self._answer = self._loop.create_future()
+            socket.send_fds(self._socket, [msgspec.msgpack.encode(spec)], [childs_stdin, childs_ready_fd])
+            async with asyncio.timeout(_TIMEOUT_S):
+                forked, pidfd = await self._answer
+        except BaseException as error:
+            os.close(stdin)
+            os.close(ready_fd)
+            if isinstance(error, TimeoutError):
+                raise OSError("the fork server does not answer") from None
+            raise
+        finally:
+            self._answer = None
+            os.close(childs_stdin)
+            os.close(childs_ready_fd)
+        process = ForkedProcess(forked.pid, pidfd, io.FileIO(stdin, "w"), lambda: self._socket.fileno() < 0)
+        self._forked[forked.pid] = process
+        return process, ready_fd
+
+    def close(self) -> None:
+        """Ends the fork server. Its processes go on."""
+        if self._socket.fileno() < 0:
+            return
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(OSError("the fork server has died"))
+
+    def _on_readable(self) -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, 1)
+        except ConnectionResetError:  # it died with a request unread
+            data, fds = b"", []
+        if not data:
+            return self.close()
+        message: FromForkServer = msgspec.msgpack.decode(data, type=FromForkServer)
+        if isinstance(message, Ended):
+            process = self._forked.pop(message.pid, None)
+            if process is not None:
+                process.on_end(message.returncode)
+        elif self._answer is None or self._answer.done():
+            for fd in fds:
+                os.close(fd)  # nobody waits for it any more; it ends, because its stdin is closed
+        elif isinstance(message, Forked):
+            self._answer.set_result((message, fds[0]))
+        else:
+            self._answer.set_exception(OSError(f"the fork server cannot fork: {message.reason}"))

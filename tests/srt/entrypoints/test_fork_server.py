@@ -1,0 +1,134 @@
+"""Fork servers: real processes, which fork schedulers and detokenizers with made-up tokens. tests/e2e has the model."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import forking_child
+import psutil
+import pytest
+from patience import PATIENCE_S
+from toy_engine import is_gone, text_of, toy_args
+
+from tercet.srt.entrypoints import forks
+from tercet.srt.entrypoints.engine_core import EngineCore
+from tercet.srt.request_options import RequestOptions
+from tercet.srt.sampling_params import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def run_dirs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path_factory.mktemp("r")
+    monkeypatch.setattr("tempfile.tempdir", str(path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("c")))
+    return path
+
+
+async def start(folder: Path, **settings: Any) -> EngineCore:
+    args = dataclasses.replace(toy_args(folder), **settings)
+    return await EngineCore.start(args, child_module=forking_child.MODULE)
+
+
+async def answer_after_a_kill(core: EngineCore, role: str) -> str:
+    options = RequestOptions(sampling=SamplingParams(max_new_tokens=60), stream=True)
+    (sample,) = await core.tokenizer_manager.submit([1], options)
+    num_restarts = core.tokenizer_manager.recovery.num_restarts
+    os.kill(core.child_pids[role], signal.SIGKILL)
+    out = await asyncio.wait_for(sample.result(), PATIENCE_S)
+    assert core.tokenizer_manager.recovery.num_restarts == num_restarts + 1
+    return out.text
+
+
+def test_each_life_is_forked_by_the_same_processes(run_dirs: Path, tmp_path: Path) -> None:
+    async def scenario() -> set[int]:
+        core = await start(tmp_path)
+        servers = {role: server.pid for role, server in core._spares.items()}
+        pids = {*servers.values(), *core.child_pids.values()}
+        assert servers.keys() == {"scheduler", "detokenizer"} and len(pids) == 4
+        for role in ("scheduler", "detokenizer", "scheduler"):
+            assert psutil.Process(core.child_pids[role]).ppid() == servers[role]
+            assert await answer_after_a_kill(core, role) == text_of(60)
+            assert {role: server.pid for role, server in core._spares.items()} == servers
+            pids |= {*core.child_pids.values()}
+        await core.stop()
+        return pids
+
+    assert all(is_gone(pid) for pid in asyncio.run(scenario()))
+    assert os.listdir(run_dirs) == []
+
+
+def test_the_exit_code_comes_through_the_fork_server(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        core = await start(tmp_path, engine_restarts=1)
+        first = core._life.children[0]
+        await answer_after_a_kill(core, "scheduler")
+        assert (first.returncode, await first.ended) == (-9, "the scheduler process died (signal 9)")
+        await core.stop()
+
+    asyncio.run(scenario())
+
+
+def test_the_engine_runs_on_without_its_fork_server(tmp_path: Path) -> None:
+    """The next life has another one. Nobody knows how a process has ended whose fork server is gone."""
+
+    async def scenario() -> None:
+        core = await start(tmp_path)
+        scheduler, server = core._life.children[0], core._spares["scheduler"]
+        server.kill()
+        await server.ended
+        assert not scheduler.ended.done()
+        assert await answer_after_a_kill(core, "scheduler") == text_of(60)
+        assert scheduler.returncode == forks.UNKNOWN_EXIT
+        assert core._spares["scheduler"].launched_with is not None
+        assert psutil.Process(core.child_pids["scheduler"]).ppid() == core._spares["scheduler"].pid != server.pid
+        await core.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_fork_server_that_does_not_answer_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.srt.entrypoints.engine_core._RETRY_S", 0.0)
+
+    async def scenario() -> None:
+        core = await start(tmp_path, engine_restarts=3)
+        server = core._spares["detokenizer"]
+        os.kill(server.pid, signal.SIGSTOP)
+        monkeypatch.setattr(forks, "_TIMEOUT_S", 0.1)
+        os.kill(core.child_pids["scheduler"], signal.SIGKILL)
+        await asyncio.wait_for(asyncio.shield(server.ended), PATIENCE_S)
+        monkeypatch.setattr(forks, "_TIMEOUT_S", PATIENCE_S)
+        (sample,) = await core.tokenizer_manager.submit([1], RequestOptions(sampling=SamplingParams(max_new_tokens=5)))
+        assert (await asyncio.wait_for(sample.result(), PATIENCE_S)).text == text_of(5)
+        await core.stop()
+
+    asyncio.run(scenario())
+
+
+def test_replaced_weights_end_the_fork_server(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        core = await start(tmp_path)
+        server, weights = core._spares["scheduler"], core.tokenizer_manager.weights
+        weights.server_args = dataclasses.replace(weights.server_args, weight_version="2")
+        core._renew_spares()
+        await asyncio.wait_for(server.ended, PATIENCE_S)
+        assert core._spares["scheduler"].launched_with is None
+        assert await answer_after_a_kill(core, "scheduler") == text_of(60)
+        assert core._spares["scheduler"].launched_with == weights.server_args
+        await core.stop()
+
+    asyncio.run(scenario())
+
+
+def test_without_restarts_nothing_is_forked(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        core = await start(tmp_path, engine_restarts=0)
+        assert core._spares == {}
+        assert all(psutil.Process(pid).ppid() == os.getpid() for pid in core.child_pids.values())
+        await core.stop()
+
+    asyncio.run(scenario())
