@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import socket
 from collections.abc import Callable
@@ -72,16 +73,17 @@ async def _serve(
     tracer: RequestTracer | None,
 ) -> None:
     listener.setblocking(False)
-    http = HttpListener(listener, tls_context(server_args), max_connections())
+    listen = functools.partial(HttpListener, listener, tls_context(server_args), max_connections())
+    # The first workers answer at once, with 503. A worker that replaces one lets connections wait until it is ready.
+    http = listen() if run_dir.life < server_args.tokenizer_worker_num else None
     tokenizer = await asyncio.to_thread(_load_tokenizer, server_args)
     context: zmq.Context[Any] = zmq.Context()
-    worker = HttpWorker(server_args, tokenizer, http, context, run_dir, tracer)
+    worker = HttpWorker(server_args, tokenizer, http, listen, context, run_dir, tracer)
     on_ready(HttpWorkerReady())
     while not should_stop():
         await asyncio.sleep(_POLL_S)
         worker.tell_if_drained()
-    await http.stop()
-    worker.close()
+    await worker.stop()
     context.destroy()
 
 
@@ -92,7 +94,8 @@ class HttpWorker:
         self,
         server_args: ServerArgs,
         tokenizer: Tokenizer | None,
-        http: HttpListener,
+        http: HttpListener | None,
+        listen: Callable[[], HttpListener],
         context: zmq.Context[Any],
         run_dir: RunDir,
         tracer: RequestTracer | None,
@@ -100,6 +103,7 @@ class HttpWorker:
         self._server_args = server_args
         self._tokenizer = tokenizer
         self._http = http
+        self._listen = listen
         self._number = run_dir.life
         self._tracer = tracer
         self._manager: WorkerManager | None = None
@@ -117,7 +121,14 @@ class HttpWorker:
             self._has_drained = True
             self._parent.send(WorkerDrained())
 
+    async def stop(self) -> None:
+        """Ends the connections. Responses under way have two seconds to end."""
+        if self._http is not None:
+            await self._http.stop()
+        self.close()
+
     def close(self) -> None:
+        """Closes the links."""
         self._receiver.close()
         self._parent.close()
 
@@ -157,6 +168,7 @@ class HttpWorker:
         )
         share = 1 / args.tokenizer_worker_num
         server = dataclasses.replace(make_server(self._manager), share=share, started=news.started)
+        self._http = self._http or self._listen()
         self._http.app = create_app(server, tracer=self._tracer, forward=self.forward)
 
 

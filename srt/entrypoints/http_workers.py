@@ -8,7 +8,6 @@ that dies is started again: its connections break, and its requests end. Those o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -66,12 +65,12 @@ class HttpWorkers:
         self._run_dir = RunDir.create()
         self._budget = RestartBudget(server_args.engine_restarts, server_args.engine_restart_window)
         self._num_started = 0
-        self._service: _Service | None = None
+        self._service: Service | None = None
         self._news: EngineNews | None = None
         self._watching: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._starting: set[asyncio.Task[None]] = set()
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         for listener in listeners:
             self._start(listener)
 
@@ -83,7 +82,7 @@ class HttpWorkers:
                 raise EngineDead(worker.child.ended.result())
         server = make_server(manager)
         endpoints = ParentEndpoints(server, [_with_aborts(one, self) for one in ENDPOINTS if one.path in WHOLE_SERVER])
-        self._service = _Service(manager, server, endpoints)
+        self._service = Service(manager, server, endpoints)
         for worker in self._workers:
             worker.open(self._service, self.tell_news)
         self.tell_news()
@@ -141,16 +140,16 @@ class HttpWorkers:
             await asyncio.sleep(_NEWS_S)
             self.tell_news()
 
-    def _start(self, listener: socket.socket) -> _Worker:
+    def _start(self, listener: socket.socket) -> Worker:
         run_dir = RunDir(self._run_dir.path, self._num_started)
         self._num_started += 1
         child = ChildProcess("http_worker", self._child_module, listener).launch(self._server_args, run_dir)
-        worker = _Worker(child, listener, self._context, run_dir)
+        worker = Worker(child, listener, self._context, run_dir)
         child.ended.add_done_callback(functools.partial(self._on_end, worker))
         self._workers.append(worker)
         return worker
 
-    def _on_end(self, worker: _Worker, ended: asyncio.Future[str]) -> None:
+    def _on_end(self, worker: Worker, ended: asyncio.Future[str]) -> None:
         if self._is_stopping or self._service is None or self.failed.done():
             return
         num_lost = worker.close()
@@ -178,14 +177,17 @@ class HttpWorkers:
         except OSError as error:  # for example no memory, or too many open files
             self.failed.set_result(f"an HTTP worker could not be started: {error.strerror or error}")
             return
-        with contextlib.suppress(ValueError, TercetError):  # then it ends, and `_on_end` decides
+        try:
             await worker.child.ready
-            assert self._service is not None
-            worker.open(self._service, self.tell_news)
-            worker.sender.send(self._service.news())
+        except (ValueError, TercetError) as error:  # it ends, and `_on_end` decides
+            logger.error("An HTTP worker could not start: %s", error)
+            return
+        assert self._service is not None
+        worker.open(self._service, self.tell_news)
+        worker.sender.send(self._service.news())
 
 
-class _Service:
+class Service:
     """What the workers are served with."""
 
     def __init__(self, manager: TokenizerManager, server: Server, endpoints: ParentEndpoints) -> None:
@@ -205,7 +207,7 @@ class _Service:
         )
 
 
-class _Worker:
+class Worker:
     """One process, and the links to it."""
 
     def __init__(
@@ -221,7 +223,7 @@ class _Worker:
         self._receiver.start(asyncio.get_running_loop())
         self._calls = Calls()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._service: _Service | None = None
+        self._service: Service | None = None
         self._relay: WorkerRelay | None = None
         self._tell_news: Callable[[], None] = _nothing
 
@@ -229,7 +231,7 @@ class _Worker:
     def is_open(self) -> bool:
         return self._relay is not None
 
-    def open(self, service: _Service, tell_news: Callable[[], None]) -> None:
+    def open(self, service: Service, tell_news: Callable[[], None]) -> None:
         """From now on its messages are served."""
         self._service = service
         self._tell_news = tell_news
@@ -288,7 +290,7 @@ class _Worker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, service: _Service, call: EndpointCall) -> None:
+    async def _answer(self, service: Service, call: EndpointCall) -> None:
         reply = await service.endpoints.answer(call)
         self._tell_news()  # before the client knows of the change, and asks another worker
         self.sender.send(reply)
