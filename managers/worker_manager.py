@@ -7,6 +7,7 @@ pauses, updates of the weights, the scheduler's state) is the parent's work, whi
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.server_args import ServerArgs
@@ -53,6 +54,13 @@ class WorkerManager(TokenizerManager):
             self._tell_stall()
         if news.failure is not None:
             self.fail(news.failure)
+
+    def hear_of_recoveries(self, by_key: Mapping[str, int]) -> None:
+        """How often the engine was restarted while it worked on these samples."""
+        for key, number in by_key.items():
+            generation = self._requests.generation(key)
+            if generation is not None:
+                generation.num_recoveries = number
 
     def abort_by_name(self, name: str | None) -> bool:
         """Aborts the request or prompt of exactly this name; None: all requests. Returns whether there was one."""

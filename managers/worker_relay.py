@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 from ..srt.errors import TercetError
 from ..srt.io_struct import AbortFinish, BatchTextOut, Counts, GenerateReq, TextOut, TokenOut
+from ..srt.worker_messages import Recoveries
 from .generation import Generation
 from .tokenizer_manager import TokenizerManager
 
@@ -20,7 +21,7 @@ from .tokenizer_manager import TokenizerManager
 class WorkerRelay:
     """Belongs to the event loop of its manager. `send`: sends outputs to the worker."""
 
-    def __init__(self, manager: TokenizerManager, send: Callable[[BatchTextOut], None]) -> None:
+    def __init__(self, manager: TokenizerManager, send: Callable[[BatchTextOut | Recoveries], None]) -> None:
         self._manager = manager
         self._send = send
         self._live: dict[str, Generation] = {}
@@ -59,8 +60,12 @@ class WorkerRelay:
     def flush(self) -> None:
         """Sends the outputs that have come since the last call."""
         ready, self._ready = self._ready, []
-        if ready and not self._is_closed:
-            self._send(BatchTextOut([generation.take() for generation in ready]))
+        if not ready or self._is_closed:
+            return
+        recovered = {generation.key: generation.num_recoveries for generation in ready if generation.num_recoveries}
+        if recovered:
+            self._send(Recoveries(recovered))
+        self._send(BatchTextOut([generation.take() for generation in ready]))
 
     def close(self) -> int:
         """The worker has died: nobody reads its samples. Returns the number of those that had not ended."""

@@ -83,4 +83,10 @@ class AbortCall(msgspec.Struct, frozen=True, tag="abort_call"):
     name: str | None
 
 
-ToWorker = BatchTextOut | EngineNews | EndpointReply | GrammarVerdict | AbortCall
+class Recoveries(msgspec.Struct, frozen=True, tag="recoveries"):
+    """How often the engine was restarted while it worked on each of these samples. Sent before their outputs."""
+
+    by_key: dict[str, int]
+
+
+ToWorker = BatchTextOut | Recoveries | EngineNews | EndpointReply | GrammarVerdict | AbortCall

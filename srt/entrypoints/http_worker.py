@@ -24,7 +24,7 @@ from ..errors import TercetError
 from ..grammar_spec import CheckGrammarReq, GrammarSpec
 from ..io_struct import BatchTextOut, BrokenMessage
 from ..ipc import AsyncReceiver, RunDir, Sender
-from ..model_files.model_config import load_model_config
+from ..model_files.model_config import ModelConfig, load_model_config
 from ..server_args import ServerArgs
 from ..start_reports import HttpWorkerReady
 from ..text.tokenizer import Tokenizer, load_tokenizer
@@ -35,6 +35,7 @@ from ..worker_messages import (
     EndpointReply,
     EngineNews,
     GrammarVerdict,
+    Recoveries,
     ToWorker,
     WorkerDrained,
 )
@@ -76,9 +77,10 @@ async def _serve(
     listen = functools.partial(HttpListener, listener, tls_context(server_args), max_connections())
     # The first workers answer at once, with 503. A worker that replaces one lets connections wait until it is ready.
     http = listen() if run_dir.life < server_args.tokenizer_worker_num else None
+    config = load_model_config(server_args.model_path, server_args.load_format)
     tokenizer = await asyncio.to_thread(_load_tokenizer, server_args)
     context: zmq.Context[Any] = zmq.Context()
-    worker = HttpWorker(server_args, tokenizer, http, listen, context, run_dir, tracer)
+    worker = HttpWorker(server_args, config, tokenizer, http, listen, context, run_dir, tracer)
     on_ready(HttpWorkerReady())
     while not should_stop():
         await asyncio.sleep(_POLL_S)
@@ -93,6 +95,7 @@ class HttpWorker:
     def __init__(
         self,
         server_args: ServerArgs,
+        model_config: ModelConfig,
         tokenizer: Tokenizer | None,
         http: HttpListener | None,
         listen: Callable[[], HttpListener],
@@ -101,6 +104,7 @@ class HttpWorker:
         tracer: RequestTracer | None,
     ) -> None:
         self._server_args = server_args
+        self._model_config = model_config
         self._tokenizer = tokenizer
         self._http = http
         self._listen = listen
@@ -153,6 +157,8 @@ class HttpWorker:
             raise TercetError("a message came before the first news of the engine")
         elif isinstance(message, AbortCall):
             self._parent.send(AbortReply(message.call_id, self._manager.abort_by_name(message.name)))
+        elif isinstance(message, Recoveries):
+            self._manager.hear_of_recoveries(message.by_key)
         else:
             assert isinstance(message, BatchTextOut | BrokenMessage)
             self._manager.on_message(message)
@@ -162,9 +168,8 @@ class HttpWorker:
             self._manager.hear(news)
             return
         args = self._server_args
-        config = load_model_config(args.model_path, args.load_format)
         self._manager = WorkerManager(
-            args, config, self._tokenizer, news, self._parent, GrammarChecker(self), self._number
+            args, self._model_config, self._tokenizer, news, self._parent, GrammarChecker(self), self._number
         )
         share = 1 / args.tokenizer_worker_num
         server = dataclasses.replace(make_server(self._manager), share=share, started=news.started)

@@ -15,6 +15,7 @@ from tercet.srt.errors import EngineDead, QueueFull
 from tercet.srt.io_struct import AbortFinish, BatchTextOut, GenerateReq, LengthFinish, TextOut, joined, pack_ids
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
+from tercet.srt.worker_messages import Recoveries
 
 
 class Rig:
@@ -22,7 +23,14 @@ class Rig:
         self.scheduler = FakeScheduler()
         self.manager = make_manager(self.scheduler, **settings)
         self.sent: list[BatchTextOut] = []
-        self.relay = WorkerRelay(self.manager, self.sent.append)
+        self.recoveries: list[dict[str, int]] = []
+        self.relay = WorkerRelay(self.manager, self.send)
+
+    def send(self, message: BatchTextOut | Recoveries) -> None:
+        if isinstance(message, BatchTextOut):
+            self.sent.append(message)
+        else:
+            self.recoveries.append(message.by_key)
 
     def generate(self, key: str, max_new_tokens: int = 3) -> None:
         options = RequestOptions(sampling=SamplingParams(max_new_tokens=max_new_tokens))
@@ -108,6 +116,7 @@ def test_a_new_engine_gets_the_samples_with_their_tokens() -> None:
         await rig.idle()
         resumed = rig.scheduler.received[1].resumed
         assert resumed is not None and resumed.output_ids == [0]
+        assert rig.recoveries and all(one == {"7-0": 1} for one in rig.recoveries)
         assert rig.end("7-0").token_ids == rig.end("7-1").token_ids == [0, 1, 2]
 
     run(work)
@@ -133,7 +142,7 @@ def test_the_samples_of_a_dead_worker_end_in_the_engine() -> None:
         rig.scheduler.mute = True
         rig.generate("7-0")
         rig.generate("7-1")
-        other = WorkerRelay(rig.manager, rig.sent.append)
+        other = WorkerRelay(rig.manager, rig.send)
         assert rig.relay.close() == 2 and other.close() == 0
         assert rig.scheduler.aborted == ["7-0", "7-1"]
         await asyncio.sleep(0)

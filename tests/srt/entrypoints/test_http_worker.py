@@ -13,15 +13,16 @@ import zmq
 from fake_http import FakeScheduler, make_manager, text_of
 
 from tercet.managers.tokenizer_manager import TokenizerManager
-from tercet.srt.entrypoints import http_worker
 from tercet.srt.entrypoints.forwarded import WHOLE_SERVER, ParentEndpoints
 from tercet.srt.entrypoints.http_server import ENDPOINTS, make_server
+from tercet.srt.entrypoints.http_worker import HttpWorker
 from tercet.srt.entrypoints.http_workers import Service, Worker
 from tercet.srt.entrypoints.page import SCRIPT_PATHS
 from tercet.srt.errors import EngineDead, InvalidRequest
 from tercet.srt.grammar_spec import GrammarSpec
 from tercet.srt.io_struct import BrokenMessage
 from tercet.srt.ipc import RunDir
+from tercet.srt.server_args import ServerArgs
 
 LOCAL = {
     *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/score"),
@@ -66,19 +67,18 @@ class Rig:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
+def run(tmp_path: Path) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
     """Runs a test with a Rig."""
 
     async def body(work: Callable[[Rig], Awaitable[None]]) -> None:
         scheduler = FakeScheduler()
         manager = make_manager(scheduler, tokenizer_worker_num=2, tool_call_parser="hermes")
-        monkeypatch.setattr(http_worker, "load_model_config", lambda *_: manager.model_config)
         context: zmq.Context[Any] = zmq.Context()
         run_dir, listener = RunDir(tmp_path, 1), Listener()
         parent = Worker(None, None, context, run_dir)  # type: ignore[arg-type]
         make: Any = lambda: listener  # noqa: E731
-        worker = http_worker.HttpWorker(
-            manager.server_args, manager.inputs.tokenizer, make(), make, context, run_dir, None
+        worker = HttpWorker(
+            manager.server_args, manager.model_config, manager.inputs.tokenizer, make(), make, context, run_dir, None
         )
         server = make_server(manager)
         service = Service(manager, server, ParentEndpoints(server, [e for e in ENDPOINTS if e.path in WHOLE_SERVER]))
@@ -94,6 +94,28 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[
         context.destroy(linger=0)
 
     return lambda work: asyncio.run(asyncio.wait_for(body(work), 30))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"resume_grace": 1.0},
+        {"resume_grace": 1.0, "resume_file": "f"},
+        {"max_concurrent_requests_per_key": 1},
+        {"requests_per_minute_per_key": 1},
+    ],
+)
+def test_what_needs_one_process_is_refused_with_more(flags: dict[str, Any]) -> None:
+    ServerArgs(model_path="m", **flags)
+    name = [*flags][-1].replace("_", "-")
+    with pytest.raises(ValueError, match=f"--{name} needs --tokenizer-worker-num 1, got 2"):
+        ServerArgs(model_path="m", tokenizer_worker_num=2, **flags)
+
+
+@pytest.mark.parametrize("number", [0, 65])
+def test_the_number_of_workers_has_bounds(number: int) -> None:
+    with pytest.raises(ValueError, match=f"--tokenizer-worker-num must be in .1, 64., got {number}"):
+        ServerArgs(model_path="m", tokenizer_worker_num=number)
 
 
 def test_each_endpoint_is_answered_in_one_place() -> None:

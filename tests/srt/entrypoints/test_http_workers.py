@@ -140,12 +140,16 @@ def test_a_pause_holds_for_all_workers(pair: Pair) -> None:
 
 def test_requests_of_both_workers_go_on_in_a_new_engine(pair: Pair) -> None:
     streams = [Stream(pair.server, "/generate", LONG) for _ in range(4)]
-    answers = [pair.post(index, LONG) for index in (0, 1)]
     assert all(stream.begun.wait(PATIENCE_S) for stream in streams)
     with pair.paused():
+        num_left = pair.call("GET", "/load")["server_load"]
+        answers = [pair.post(index, LONG) for index in (0, 1)]
+        pair.until_running(num_left + 2)
         os.kill(pair.server.children["scheduler"], signal.SIGKILL)
         assert pair.server.logged("The engine runs again")
-    assert [answer.result(PATIENCE_S).json()["text"] for answer in answers] == [text_of(150)] * 2
+    samples = [answer.result(PATIENCE_S).json() for answer in answers]
+    assert [sample["text"] for sample in samples] == [text_of(150)] * 2
+    assert [sample["meta_info"]["num_recoveries"] for sample in samples] == [1, 1]
     assert [json.loads(stream.wait().data[-2])["text"] for stream in streams] == [text_of(150)] * 4
     assert pair.call("GET", "/server_info")["num_engine_restarts"] == 1
 
