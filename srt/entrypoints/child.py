@@ -14,9 +14,11 @@ import logging
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +30,7 @@ from ..grammar_spec import CheckGrammarReply, CheckGrammarReq
 from ..io_struct import ToDetokenizer, ToTokenizer
 from ..ipc import Receiver, RunDir, Sender
 from ..server_args import ServerArgs
-from ..start_reports import DetokenizerReady, GrammarWorkerReady, Loaded, SchedulerReady, StartFailed, ToParent
+from ..start_reports import DetokenizerReady, GrammarWorkerReady, Loaded, Ready, StartFailed, ToParent
 from .fork_server import serve_forks
 from .handshake import STOP, LaunchSpec, read_spec, write_frame
 from .watchdog import answer_with_stacks
@@ -38,11 +40,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tercet.child")  # __name__ is __main__ here
 
-Report = SchedulerReady | DetokenizerReady | GrammarWorkerReady
-OnReady = Callable[[Report], None]
+OnReady = Callable[[Ready], None]
 ShouldStop = Callable[[], bool]
-Run = Callable[[ServerArgs, RunDir, OnReady, ShouldStop], None]
-"""Runs a role until `should_stop()` is true. Calls `on_ready` once, when the role is ready."""
+Run = Callable[..., None]
+"""Runs a role until `should_stop()` is true. Calls `on_ready` once, when the role is ready.
+
+Its arguments are ServerArgs, RunDir, OnReady and ShouldStop. An HTTP worker also gets its `listener`.
+"""
 
 _STDIN = 0
 _PARENT_POLL_S = 0.5
@@ -112,6 +116,15 @@ def run_grammar_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnReady
     context.term()
 
 
+def run_http_worker_role(
+    server_args: ServerArgs, run_dir: RunDir, on_ready: OnReady, should_stop: ShouldStop, listener: socket.socket
+) -> None:
+    # Imported here: the other processes have no HTTP.
+    from .http_worker import run_http_worker
+
+    run_http_worker(server_args, run_dir, on_ready, should_stop, listener)
+
+
 class LoadedTokenizer(NamedTuple):
     """What a detokenizer needs that takes long to load."""
 
@@ -131,6 +144,7 @@ ROLES: Mapping[str, Run | LoadedRole] = {
     "scheduler": LoadedRole(load_scheduler_role, run_scheduler_role),
     "detokenizer": LoadedRole(load_detokenizer_role, run_detokenizer_role),
     "grammar": run_grammar_role,
+    "http_worker": run_http_worker_role,
 }
 
 
@@ -157,7 +171,10 @@ def main(roles: Mapping[str, Run | LoadedRole] = ROLES) -> int:
     try:
         if isinstance(run, LoadedRole):
             return _run_model(run, life)
-        return life.run(run, spec.server_args)
+        if spec.listener_fd is None:
+            return life.run(run, spec.server_args)
+        with socket.socket(fileno=spec.listener_fd) as listener:
+            return life.run(partial(run, listener=listener), spec.server_args)
     finally:
         if parent.is_gone():  # without removing it
             life.run_dir.remove()
@@ -262,7 +279,7 @@ class _Life:
         os.close(self.spec.ready_fd)  # the end of that pipe is the end of the fork server
         return _Life(self.role, spec, self.parent)
 
-    def _on_ready(self, facts: Report) -> None:
+    def _on_ready(self, facts: Ready) -> None:
         gc.freeze()  # later collections skip the loaded objects, too
         gc.enable()
         self._stop.is_ready = True

@@ -35,6 +35,8 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     """File descriptor of the inherited pipe for the child's report."""
     fork_fd: int | None = None
     """That of the inherited socket to a fork server (fork_server.py). None: the process must not become one."""
+    listener_fd: int | None = None
+    """That of the inherited listening socket; None: the role has none."""
 
 
 def write_frame(fd: int, message: LaunchSpec | ToParent) -> None:

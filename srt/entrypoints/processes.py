@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -25,12 +26,12 @@ from ..errors import EngineDead
 from ..ipc import RunDir
 from ..machine.cores import usable_cores
 from ..server_args import ServerArgs
-from ..start_reports import DetokenizerReady, GrammarWorkerReady, Loaded, SchedulerReady, StartFailed
+from ..start_reports import Loaded, Ready, StartFailed
 from .forks import ForkedProcess, ForkLink
 from .handshake import STOP, LaunchSpec, ReportReader, write_frame
 
-Role = Literal["scheduler", "detokenizer", "grammar"]
-Report = SchedulerReady | Loaded | DetokenizerReady | GrammarWorkerReady
+Role = Literal["scheduler", "detokenizer", "grammar", "http_worker"]
+Report = Ready | Loaded
 
 CHILD_MODULE = "tercet.srt.entrypoints.child"
 _STOP_TIMEOUT_S = 5.0
@@ -50,19 +51,22 @@ class ChildProcess:
     is gone. Its result says how the process ended.
     """
 
-    def __init__(self, role: Role, module: str = CHILD_MODULE, *, may_fork: bool = False) -> None:
-        """`may_fork`: it may become a fork server. Then it reports Loaded."""
+    def __init__(
+        self, role: Role, module: str = CHILD_MODULE, *, may_fork: bool = False, listener: socket.socket | None = None
+    ) -> None:
+        """`may_fork`: it may become a fork server. Then it reports Loaded. `listener`: a socket that it inherits."""
         ready_fd, childs_fd = os.pipe()
         self._report_fd = childs_fd
         """The number of the pipe's other end in the child."""
         forks = ForkLink() if may_fork else None
         self._fork_fd = None if forks is None else forks.childs_end.fileno()
+        self._listener_fd = None if listener is None else listener.fileno()
         try:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, role],
                 stdin=subprocess.PIPE,
                 env=_environment(role),
-                pass_fds=[childs_fd] if self._fork_fd is None else [childs_fd, self._fork_fd],
+                pass_fds=[fd for fd in (childs_fd, self._fork_fd, self._listener_fd) if fd is not None],
                 start_new_session=True,
                 bufsize=0,
             )
@@ -107,7 +111,9 @@ class ChildProcess:
         assert self._process.stdin is not None and self.launched_with is None
         self.launched_with = server_args
         with contextlib.suppress(BrokenPipeError):  # the child is dead already; the ready pipe will report that
-            spec = LaunchSpec(server_args, str(run_dir.path), run_dir.life, self._report_fd, self._fork_fd)
+            spec = LaunchSpec(
+                server_args, str(run_dir.path), run_dir.life, self._report_fd, self._fork_fd, self._listener_fd
+            )
             write_frame(self._process.stdin.fileno(), spec)
         return self
 
