@@ -128,7 +128,7 @@ def build_extend(
         [req for req, wanted in zip(reqs, sampled, strict=True) if wanted],
         num_prompt_tokens=inputs.num_tokens - len(ids[-1]),
         num_decodes=len(decodes),
-        sampled_lens=ends[sampled],
+        sampled_lens=ends[inputs.sampled],
         num_drafts=num_drafts if any(num_drafts) else None,
         scored=scored,
         pooled=pooled,
