@@ -44,19 +44,25 @@ class ResultProcessor:
             _keep_logprobs(batch, output)
         if batch.pooled or batch.shown:
             _keep_hidden(batch, output)
-        for req, tokens in zip(batch.sampled, rows, strict=True):
+        num_new = len(output.tokens)
+        for req, length, tokens in zip(batch.sampled, batch.sampled_lens.tolist(), rows, strict=True):
             if tokens[-1] < 0:
                 self._on_invalid_logits(req, tokens[:-1])
                 continue
             # It ended while these tokens were computed, or `finish_aborted` will end it.
             if req.stage is Stage.FINISHED or req.pending_abort is not None:
                 continue
-            finish = self._accept(req, tokens)
+            if req.grammar is None:
+                finish = self._accept(req, tokens)
+            else:
+                num_known = req.num_tokens
+                finish = self._accept_constrained(req, length, tokens)
+                num_new += req.num_tokens - num_known - len(tokens)
             if finish is not None:
                 self.finish(req, finish)
             elif req.has_output:
                 self._io.put(req.take_output())
-        self._metrics.on_result(len(output.tokens))
+        self._metrics.on_result(num_new)
 
     def _free_rejected(self, reqs: Sequence[Req], num_drafts: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
         """Gives back the KV of rejected drafts, before anything of these requests may enter the cache.
@@ -70,9 +76,18 @@ class ResultProcessor:
             if num_rejected and req.row:
                 self._kv.truncate(req, req.kv_len - num_rejected)
 
-    def _accept(self, req: Req, tokens: Sequence[int]) -> FinishReason | None:
+    def _accept_constrained(self, req: Req, length: int, tokens: Sequence[int]) -> FinishReason | None:
+        """As `_accept`, and then also the tokens that the grammar forces. `length`: of the request before `tokens`."""
+        finish = None
+        if length == req.num_tokens:  # otherwise the step has sampled a forced token, which was taken before
+            finish = self._accept(req, tokens, with_forced=req.takes_forced_tokens)
+        req.num_unchecked = req.num_tokens - 1 - length
+        return finish
+
+    def _accept(self, req: Req, tokens: Sequence[int], *, with_forced: bool = False) -> FinishReason | None:
         try:
-            return req.accept(tokens)
+            finish = req.accept(tokens)
+            return req.accept_forced() if with_forced and finish is None else finish
         except GrammarFailed as error:
             return AbortFinish.of(grammar_error(req, error))
         except Exception:

@@ -157,9 +157,15 @@ class GrammarState:
             self._bars.append((_FOREVER, _all_but(eos_ids, num_words)))
         self.is_over = False
         """EOS was accepted."""
+        self._next = np.empty((1, num_words), np.int32)
+        """The mask of the next token, if `forced_token` has filled it."""
+        self._has_next = False
 
     def fill(self, bits: Int32Array, line: int, num_output_tokens: int) -> None:
         """Write the mask of the next token to `bits[line]`: at least one bit. Raises GrammarFailed."""
+        if self._has_next:
+            bits[line] = self._next[0]
+            return
         self._call(self._matcher.fill, bits, line)
         for until, allowed in self._bars:
             if num_output_tokens < until:
@@ -167,8 +173,15 @@ class GrammarState:
                 if kept.any():
                     bits[line] = kept
 
+    def forced_token(self, num_output_tokens: int) -> int | None:
+        """The next token, if its mask allows no other. The mask is kept for `fill`. Raises GrammarFailed."""
+        self.fill(self._next, 0, num_output_tokens)
+        self._has_next = True
+        return only_token(self._next[0])
+
     def accept(self, token: int) -> None:
         """Take the next token. Raises GrammarFailed."""
+        self._has_next = False
         if token in self._eos_ids:
             self.is_over = True
         else:
@@ -188,6 +201,24 @@ class GrammarState:
         self._spare_s -= self._clock() - began_s
         if self._spare_s < 0:
             raise GrammarFailed("its masks take too much time")
+
+
+def only_token(mask: Int32Array) -> int | None:
+    """The token of a mask [num_words] with one bit. None if it has more."""
+    if np.count_nonzero(mask) != 1:
+        return None
+    words = mask.view(np.uint32)
+    place = int(words.argmax())
+    word = int(words[place])
+    return None if word & (word - 1) else NUM_BITS * place + word.bit_length() - 1
+
+
+def mask_of(token: int, num_words: int) -> Int32Array:
+    """The mask [num_words] that allows one token."""
+    mask = np.zeros(num_words, np.uint32)
+    mask[token // NUM_BITS] = 1 << token % NUM_BITS
+    words: Int32Array = mask.view(np.int32)
+    return words
 
 
 def _all_but(token_ids: Iterable[int], num_words: int) -> Int32Array:

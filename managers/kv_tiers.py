@@ -248,7 +248,7 @@ class KVTiers:
     def _num_checked(req: Req, state: ReqTiers) -> int:
         """The tokens, from the first on, whose KV is known to give finite logits."""
         if req.num_tokens > state.num_admitted:
-            return min(req.num_tokens - 1, req.kv_len)
+            return min(req.num_tokens - 1 - req.num_unchecked, req.kv_len)
         is_complete = req.finish is not None and not isinstance(req.finish, AbortFinish)
         return min(req.num_tokens, req.kv_len) if is_complete else 0
 

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from ..model_executor.step import FROM_DEVICE
 from .fair_policy import FairPolicy, make_policy
 from .kv_cache_manager import KVCacheManager
 from .prefill_adder import Extend, PrefillAdder
@@ -43,6 +44,8 @@ class PlanLimits:
     """A waiting request preempts running ones that are less urgent by more than this. None: there are no priorities."""
     max_itl_s: float | Literal["auto"] | None = None
     """The most seconds between two tokens of a running request while prompts are computed. None: no bound."""
+    joins_forced_tokens: bool = False
+    """A request computes all forced tokens of its grammar in one step, an extend step. Otherwise one in each step."""
     random_seed: int = 0
     """Of the policy `random`."""
     tenant_weights: Mapping[str, float] | None = None
@@ -171,7 +174,7 @@ class Planner:
     # Extend
 
     def _plan_extend(self, decodes: list[Req]) -> ScheduleBatch | None:
-        """None if no prompt can proceed, because none waits or memory is short. Decodes that join bring no drafts."""
+        """None if no prompt can proceed, because none waits or memory is short. Decodes that join bring one token."""
         queues = self.queues
         if not queues.unfinished and not (queues.waiting and self.kv.req_to_token_pool.num_free):
             return None
@@ -246,21 +249,47 @@ class Planner:
             return None
         self._num_decodes_due = max(self._num_decodes_due - 1, 0)
         self.ratio.on_decode()
+        if self._limits.joins_forced_tokens and self.queues.num_constrained:
+            batch = self._plan_forced(decodes)
+            if batch is not None:
+                return batch
         drafts = self._drafts(decodes)
         # Recorded decode steps return no hidden states.
         if drafts is None and not (self.queues.num_with_hidden and any(req.hidden is not None for req in decodes)):
             return build_decode(self.kv, decodes)
         return build_extend(self.kv, [], decodes, drafts)
 
+    def _plan_forced(self, decodes: list[Req]) -> ScheduleBatch | None:
+        """A step in which requests compute all their forced tokens, and the others their newest one.
+
+        None if no request has any, or if there is no room for all: forced tokens retract nobody.
+        """
+        num_left = self._limits.max_prefill_tokens - len(decodes)
+        forced: dict[Req, list[int]] = {}
+        for req in decodes:
+            if req.num_tokens - req.kv_len > 1 and num_left > 0 and req.joins_forced_tokens:
+                forced[req] = req.output_from(req.kv_len)[: 1 + num_left]
+                num_left -= len(forced[req]) - 1
+        if not forced:
+            return None
+        others = [req for req in decodes if req not in forced]
+        reqs = [*forced, *others]
+        new_ids = [*forced.values(), *([FROM_DEVICE] for _ in others)]
+        num_new = np.fromiter(map(len, new_ids), np.int32, len(new_ids))
+        if self.kv.decode_shortfall(reqs, num_new) > 0:
+            return None
+        return build_extend(self.kv, [], reqs, new_ids)
+
     def _drafts(self, decodes: list[Req]) -> list[Sequence[int]] | None:
-        """The drafts of each request. None if there is no draft, or no room for all: drafts retract nobody."""
+        """The newest token and the drafts of each request. None if there is no draft, or no room for all: drafts
+        retract nobody."""
         if self._propose is None:
             return None
         drafts = [self._propose(req, req.max_kv_len - req.kv_len - 1) if req.takes_drafts else [] for req in decodes]
         num_new = np.array([1 + len(ids) for ids in drafts], dtype=np.int32)
         if not any(drafts) or self.kv.decode_shortfall(decodes, num_new) > 0:
             return None
-        return drafts
+        return [(FROM_DEVICE, *ids) for ids in drafts]
 
     def _make_room_for(self, decodes: list[Req]) -> list[Req]:
         """The requests of `decodes` that get their next slot. As few as possible are retracted; at least one stays."""

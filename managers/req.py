@@ -31,6 +31,9 @@ from .req_pooling import ReqPooling
 from .req_tiers import ReqTiers
 
 Int32Array = npt.NDArray[np.int32]
+MAX_FORCED = 32
+"""Forced tokens that follow one sampled token at most. Other requests wait while their masks are computed, and while a
+step computes them."""
 
 
 class Stage(Enum):
@@ -72,6 +75,7 @@ class Req:
         "num_retractions",
         "num_sent",
         "num_steps_in_flight",
+        "num_unchecked",
         "options",
         "output_ids",
         "passed_over",
@@ -152,6 +156,8 @@ class Req:
         """When it is over its waiting time or its running time. Only Timeouts reads and writes it."""
         self.matched_len = 0
         """Tokens found in the prefix cache by the last look-up while it waited, or in any tier by its admission."""
+        self.num_unchecked = 0
+        """Forced tokens before its newest one whose logits no step has returned. They may not be finite."""
         self.num_sent = 0
         self.is_announced = False
         """Whether the detokenizer knows this request."""
@@ -214,6 +220,17 @@ class Req:
         return self.grammar is None and self.hidden is None
 
     @property
+    def takes_forced_tokens(self) -> bool:
+        """Whether tokens that its grammar forces are taken before a step samples them. Their log probabilities and
+        hidden states would come later."""
+        return self.grammar is not None and self.logprobs is None and self.hidden is None
+
+    @property
+    def joins_forced_tokens(self) -> bool:
+        """Whether one step may compute several forced tokens. The device counts for penalties what it samples."""
+        return not self.sampling.has_penalties
+
+    @property
     def num_new_left(self) -> int:
         return self.max_new_tokens - len(self.output_ids)
 
@@ -237,6 +254,10 @@ class Req:
         if not self.output_ids:
             return self.prompt_ids
         return np.concatenate((self.prompt_ids, np.asarray(self.output_ids, dtype=np.int32)))
+
+    def output_from(self, position: int) -> list[int]:
+        """The known output tokens from a position on, which counts from the start of the prompt. May be empty."""
+        return self.output_ids[position - len(self.prompt_ids) :]
 
     def as_new_row(self) -> NewRow:
         assert self.row and self.sampling.sampling_seed is not None
@@ -271,6 +292,21 @@ class Req:
                 return LengthFinish(len(self.output_ids))
             if self.grammar is not None and self.grammar.is_over:
                 return StopFinish(token)
+        return None
+
+    def accept_forced(self) -> FinishReason | None:
+        """Appends the tokens that the grammar forces: no other token may come, whatever the logits are.
+
+        Returns the finish reason, if any. Raises GrammarFailed.
+        """
+        assert self.grammar is not None
+        for _ in range(MAX_FORCED):
+            token = self.grammar.forced_token(len(self.output_ids))
+            if token is None:
+                return None
+            finish = self.accept((token,))
+            if finish is not None:
+                return finish
         return None
 
     def resume(self, resumed: Resumed) -> None:

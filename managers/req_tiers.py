@@ -14,7 +14,8 @@ class ReqTiers:
 
     keys: BlockKeys
     num_admitted: int = 0
-    """Its tokens at its last admission. If it has more, the KV of all but the newest gave finite logits."""
+    """Its tokens at its last admission. If it has more, the KV of all but the newest and the `num_unchecked` before it
+    gave finite logits."""
     job: ReadJob | None = None
     """The last read that it waited for since it was last released."""
     give_up_s: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -35,6 +36,8 @@ class ScheduleBatch:
     """Prompt tokens in the step; 0 for a decode step."""
     num_decodes: int
     """Requests that decode."""
+    sampled_lens: Int32Array
+    """[len(sampled)], the length of each, with its drafts, before its new token."""
     num_drafts: list[int] | None = None
     """[len(sampled)] drafts of each request. Its result has at least one and at most `1 + num_drafts` tokens. None: no
     request has a draft."""
@@ -61,7 +64,7 @@ def build_decode(kv: KVCacheManager, reqs: list[Req]) -> ScheduleBatch:
         table_updates=kv.req_to_token_pool.take_updates(),
         kv_copies=_take_copies(kv),
     )
-    return ScheduleBatch(inputs, reqs, reqs, num_prompt_tokens=0, num_decodes=len(reqs))
+    return ScheduleBatch(inputs, reqs, reqs, 0, num_decodes=len(reqs), sampled_lens=inputs.seq_lens)
 
 
 def build_copies(kv: KVCacheManager) -> ScheduleBatch | None:
@@ -73,31 +76,31 @@ def build_copies(kv: KVCacheManager) -> ScheduleBatch | None:
     inputs = StepInputs(
         mode=ForwardMode.DECODE, rows=nothing, seq_lens=nothing, out_cache_loc=nothing, kv_copies=copies
     )
-    return ScheduleBatch(inputs, [], [], num_prompt_tokens=0, num_decodes=0)
+    return ScheduleBatch(inputs, [], [], num_prompt_tokens=0, num_decodes=0, sampled_lens=nothing)
 
 
 def build_extend(
     kv: KVCacheManager,
     extends: Sequence[Extend],
     decodes: Sequence[Req],
-    drafts: Sequence[Sequence[int]] | None = None,
+    new_ids: Sequence[Sequence[int]] | None = None,
 ) -> ScheduleBatch:
-    """A step in extend form. Requests that decode take part with their newest token and their `drafts`, the guessed
-    tokens after it. The room was checked.
+    """A step in extend form. The room was checked.
 
-    An extend step that `decodes` join is a mixed chunk. Without `extends` it is a decode step with drafts, or one that
-    returns hidden states.
+    An extend step that `decodes` join is a mixed chunk. Without `extends` it is a decode step with drafts or forced
+    tokens, or one that returns hidden states. `new_ids`: the tokens of each decode. Either all of them are known, or
+    they are FROM_DEVICE, which is the newest token, and its drafts. None: FROM_DEVICE for each.
     """
     reqs = [extend.req for extend in extends] + list(decodes)
-    drafts = drafts or [()] * len(decodes)
-    decode_ends = [req.kv_len + 1 + len(ids) for req, ids in zip(decodes, drafts, strict=True)]
+    new_ids = new_ids or [(FROM_DEVICE,)] * len(decodes)
+    decode_ends = [req.kv_len + len(ids) for req, ids in zip(decodes, new_ids, strict=True)]
     starts = _int32([extend.start for extend in extends] + [req.kv_len for req in decodes])
     ends = _int32([extend.end for extend in extends] + decode_ends)
     first_time = [extend.req.stage is Stage.WAITING for extend in extends]
     slots = kv.extend(reqs, ends)
     assert slots is not None, "an extend step was planned without room"
     ids = [extend.req.token_ids()[extend.start : extend.end] for extend in extends]
-    ids.append(_int32([token for guessed in drafts for token in (FROM_DEVICE, *guessed)]))
+    ids.append(_int32(list(chain.from_iterable(new_ids))))
     sampled = [extend.is_last_chunk for extend in extends] + [True] * len(decodes)
     scored, scores = _prompt_scores(extends)
     pooled, sums = _hidden_sums(extends)
@@ -117,13 +120,15 @@ def build_extend(
         hidden_sums=sums,
         hidden_states=states,
     )
-    num_drafts = [0] * (sum(sampled) - len(decodes)) + [len(guessed) for guessed in drafts]
+    num_drafts = [0] * (sum(sampled) - len(decodes))
+    num_drafts += [len(found) - 1 if found[0] == FROM_DEVICE else 0 for found in new_ids]
     return ScheduleBatch(
         inputs,
         reqs,
         [req for req, wanted in zip(reqs, sampled, strict=True) if wanted],
         num_prompt_tokens=inputs.num_tokens - len(ids[-1]),
         num_decodes=len(decodes),
+        sampled_lens=ends[inputs.sampled],
         num_drafts=num_drafts if any(num_drafts) else None,
         scored=scored,
         pooled=pooled,

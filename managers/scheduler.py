@@ -275,8 +275,8 @@ class Scheduler:
 
     def _sample_masked(self, launched: InFlight) -> None:
         """Sample a step with grammars. All tokens before it are processed, and the forward pass may still run."""
-        reqs = launched.batch.sampled
-        launched.step.sample(fill_masks(reqs, launched.masked, self._grammars.num_words, self._fail))
+        masks = fill_masks(launched.batch, launched.masked, self._grammars.num_words, self._fail)
+        launched.step.sample(masks)
 
     def _fail(self, req: Req, error: TercetError) -> None:
         self._results.abort(req, AbortFinish.of(error))

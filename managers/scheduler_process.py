@@ -247,6 +247,7 @@ def _limits(server_args: ServerArgs, runner: EngineRunner) -> PlanLimits:
             server_args.priority_scheduling_preemption_threshold if server_args.enable_priority_scheduling else None
         ),
         admission_watermark=server_args.admission_watermark,
+        joins_forced_tokens=not runner.is_asynchronous,
         max_itl_s=_max_itl_s(server_args),
         random_seed=server_args.random_seed or 0,
         tenant_weights=parse_weights(server_args.tenant_weights),

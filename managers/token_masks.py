@@ -8,8 +8,9 @@ import numpy as np
 
 from ..model_executor.step import TokenMasks
 from ..srt.errors import InvalidRequest, TercetError
-from .grammar import GrammarFailed
+from .grammar import GrammarFailed, mask_of
 from .req import Req, Stage
+from .schedule_batch import ScheduleBatch
 
 
 def masked_lines(reqs: Sequence[Req]) -> list[int]:
@@ -18,19 +19,24 @@ def masked_lines(reqs: Sequence[Req]) -> list[int]:
 
 
 def fill_masks(
-    reqs: Sequence[Req], lines: Sequence[int], num_words: int, fail: Callable[[Req, TercetError], None]
+    batch: ScheduleBatch, lines: Sequence[int], num_words: int, fail: Callable[[Req, TercetError], None]
 ) -> TokenMasks | None:
-    """The masks of `lines`, positions in `reqs`. None if none is needed, because these requests have ended.
+    """The masks of `lines`, positions in `batch.sampled`. None if none is needed, because these requests have ended.
 
     `fail` is called for a request whose grammar cannot go on.
     """
     bits = np.empty((len(lines), num_words), np.int32)
     filled: list[int] = []
     for line in lines:
-        req = reqs[line]
+        req = batch.sampled[line]
         if req.stage is Stage.FINISHED or req.pending_abort is not None:
             continue
         assert req.grammar is not None
+        known = req.output_from(int(batch.sampled_lens[line]))
+        if known:
+            bits[len(filled)] = mask_of(known[0], num_words)
+            filled.append(line)
+            continue
         try:
             req.grammar.fill(bits, len(filled), len(req.output_ids))
         except GrammarFailed as error:

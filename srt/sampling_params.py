@@ -158,6 +158,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return bool(self.stop or self.stop_regex)
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on how often each token came before."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 

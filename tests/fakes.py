@@ -36,6 +36,17 @@ def next_token(ids: Sequence[int] | np.ndarray, seed: int, vocab_size: int) -> i
     return mixed % vocab_size
 
 
+def next_tokens(ids: Sequence[int], num_following: int, vocab_size: int) -> np.ndarray:
+    """`next_token([*ids, i], 0, vocab_size)` for each i below `num_following`."""
+    tokens = np.asarray(ids, dtype=np.uint64) + np.uint64(1)
+    before = (tokens * _POWERS[: len(tokens)]).sum(dtype=np.uint64)
+    mixed = before + np.arange(1, num_following + 1, dtype=np.uint64) * _POWERS[len(tokens)]
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(32)
+    return mixed % np.uint64(vocab_size)
+
+
 def choose(hashed: int, allowed: np.ndarray | None) -> int:
     """The fake sampler: the token itself, or if it is masked, one that the mask allows."""
     if allowed is None or allowed[hashed]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from patience import PATIENCE_S
 
-from fakes import choose, next_token
+from fakes import choose, next_token, next_tokens
 from tercet.managers.grammar import GrammarFailed, Vocabulary
 from tercet.model_executor.step import num_mask_words
 from tercet.srt.errors import InvalidRequest
@@ -16,6 +16,7 @@ from tercet.srt.grammar_spec import GrammarSpec
 
 _KEPT_OF_8 = 3
 _ENDS_OF_8 = 1
+_FORCES_OF_8 = 5
 
 
 def hashed_vocabulary(vocab_size: int, eos_ids: frozenset[int]) -> Vocabulary:
@@ -26,10 +27,12 @@ def hashed_vocabulary(vocab_size: int, eos_ids: frozenset[int]) -> Vocabulary:
 def allowed_after(output: Sequence[int], seed: int, vocab_size: int, eos_ids: frozenset[int]) -> np.ndarray:
     """bool [vocab_size]: the tokens that the grammar `seed` allows after an output."""
     ids = [seed, *output]
-    allowed = np.array([next_token([*ids, i], 0, 8) < _KEPT_OF_8 for i in range(vocab_size)])
+    allowed = next_tokens(ids, vocab_size, 8) < _KEPT_OF_8
     may_end = next_token(ids, 1, 8) < _ENDS_OF_8
     for token in eos_ids:
         allowed[token] = may_end
+    if next_token(ids, 2, 8) < _FORCES_OF_8 and allowed.any():
+        allowed &= np.arange(vocab_size) == np.flatnonzero(allowed)[-1]
     if not allowed.any():
         allowed[list(eos_ids or {0})] = True
     return allowed

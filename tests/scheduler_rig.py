@@ -85,6 +85,7 @@ class Rig:
         preemption_threshold: int | None = None,
         low_first: bool = False,
         max_itl_s: float | None = None,
+        joins_forced: bool = True,
         decode_log_interval: int = 1_000_000,
         waiting_timeout: float | None = None,
         running_timeout: float | None = None,
@@ -138,6 +139,7 @@ class Rig:
             admission_watermark=watermark,
             preemption_threshold=preemption_threshold,
             max_itl_s=max_itl_s,
+            joins_forced_tokens=joins_forced,
             tenant_weights=tenant_weights,
         )
         if propose is None and max_drafts:

@@ -114,7 +114,7 @@ def test_a_step_names_the_newest_token_and_the_drafts_of_each_request() -> None:
     for req in reqs:
         admit(kv, req)
         extend(kv, req, req.num_tokens - 1)
-    batch = build_extend(kv, [], reqs, [[7, 8], []])
+    batch = build_extend(kv, [], reqs, [[FROM_DEVICE, 7, 8], [FROM_DEVICE]])
     assert batch.inputs.mode is ForwardMode.EXTEND
     assert batch.inputs.input_ids.tolist() == [FROM_DEVICE, 7, 8, FROM_DEVICE]
     assert batch.inputs.extend_lens.tolist() == [3, 1]

@@ -12,6 +12,7 @@ from default_model import model_path
 from grammar_workload import Case, random_case
 
 import tercet
+from tercet.managers.req import Req
 from tercet.srt.errors import InvalidRequest
 from tercet.srt.io_struct import LengthFinish, StopFinish
 
@@ -28,17 +29,56 @@ def engine() -> Iterator[tercet.LocalEngine]:
 
 def generate(engine: tercet.LocalEngine, requests: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, tuple[str, Any]]:
     """Text and finish reason of each request."""
+    ids, finishes, _ = generate_ids(engine, requests)
+    assert engine.tokenizer is not None
+    return {rid: (engine.tokenizer.decode(ids[rid]), finishes[rid]) for rid in requests}
+
+
+def generate_ids(
+    engine: tercet.LocalEngine, requests: dict[str, tuple[str, dict[str, Any]]]
+) -> tuple[dict[str, list[int]], dict[str, Any], int]:
+    """Tokens and finish reason of each request, and the number of steps."""
     for rid, (prompt, sampling) in requests.items():
         engine.add_request(rid, prompt, sampling)
     ids: dict[str, list[int]] = defaultdict(list)
     finishes: dict[str, Any] = {}
+    num_steps = 0
     while engine.has_unfinished():
         result = engine.step()
+        num_steps += 1
         for rid, tokens in result.new_tokens.items():
             ids[rid] += tokens
         finishes |= result.finish_reasons
-    assert engine.tokenizer is not None
-    return {rid: (engine.tokenizer.decode(ids[rid]), finishes[rid]) for rid in requests}
+    return ids, finishes, num_steps
+
+
+def next_logprobs(engine: tercet.LocalEngine, ids: list[int]) -> Any:
+    """The log probabilities behind a prompt."""
+    engine.add_request("score", ids, {"max_new_tokens": 1, "temperature": 0}, return_logprob=True, top_logprobs_num=5)
+    return engine.step().logprobs["score"]
+
+
+def test_forced_tokens_change_no_bits(engine: tercet.LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    regex = '\\{"city": "[a-z]{2,6}", "population": [0-9]{1,3}, "is_open": (true|false)\\}'
+    requests: dict[str, tuple[str, dict[str, Any]]] = {
+        "greedy": ("A town: ", {"regex": regex, "temperature": 0}),
+        "sampled": ("A town: ", {"regex": regex, "temperature": 1.5, "top_k": 50, "top_p": 0.9, "sampling_seed": 3}),
+        "penalised": ("A town: ", {"regex": regex, "temperature": 0, "frequency_penalty": 1.0}),
+        "stopped": ("A place: ", {"regex": regex, "temperature": 0, "stop": "population"}),
+        "cut": ("A place: ", {"regex": regex, "temperature": 0, "max_new_tokens": 11}),
+        "free": ("A place: ", {"max_new_tokens": 20, "temperature": 0}),
+    }
+    engine.scheduler.kv.flush()
+    found = generate_ids(engine, requests)
+    prompt = engine.tokenizer.encode("A town: ") if engine.tokenizer else []
+    with_cached_kv = next_logprobs(engine, prompt + found[0]["greedy"])
+    engine.scheduler.kv.flush()
+    assert next_logprobs(engine, prompt + found[0]["greedy"]) == with_cached_kv
+    engine.scheduler.kv.flush()
+    monkeypatch.setattr(Req, "takes_forced_tokens", False)
+    expected = generate_ids(engine, requests)
+    assert found[:2] == expected[:2]
+    assert found[2] < expected[2]
 
 
 def test_every_output_parses_and_validates(engine: tercet.LocalEngine) -> None:

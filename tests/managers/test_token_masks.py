@@ -17,6 +17,7 @@ from tercet.managers.grammar import GrammarFailed, GrammarState
 from tercet.managers.token_masks import masked_lines
 from tercet.srt.errors import InvalidRequest
 from tercet.srt.io_struct import AbortFinish, LengthFinish, StopFinish
+from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.sampling_params import SamplingParams
 
 SCHEDULES = int(os.environ.get("TERCET_SCHEDULES", "40"))
@@ -34,6 +35,7 @@ rigs = st.fixed_dictionaries(
         "threads": st.booleans(),
         "max_grammars": st.sampled_from([1, 64]),
         "max_drafts": st.sampled_from([0, 0, 3]),
+        "joins_forced": st.booleans(),
     }
 )
 
@@ -104,7 +106,7 @@ def test_only_rows_with_grammars_are_masked_and_only_when_sampled() -> None:
     rig.run()
     assert rig.runner.num_masked == 0
     rig.add("plain", [1] * 8, max_new_tokens=9)
-    rig.add("constrained", [2] * 40, max_new_tokens=5, regex="1", ignore_eos=True)
+    rig.add("constrained", [2] * 40, max_new_tokens=5, regex="1", ignore_eos=True, logprobs=LogprobOptions())
     rig.run()
     assert len(rig.runner.steps) > 5 and rig.runner.num_masked == 5, "two chunks had no mask"
 

@@ -72,6 +72,9 @@ def draw_case(seed: int) -> Case:
     rng = Random(seed)
     rig = {name: rng.choice(values) for name, values in _CHOICES.items()}
     rig["max_running"] = rng.randint(1, 8)
+    grammars = Random(f"grammars {seed}")  # of its own, so that the older choices of each case stay as they were
+    rig["joins_forced"] = grammars.random() < 0.5
+    constrained = grammars.choice([0.0, 0.0, 0.5])
     num_turns = rng.randint(30, _MAX_TURNS)
     is_overloaded = rng.random() < 0.05
     arrivals_per_turn = 2.0 if is_overloaded else rng.choice([0.05, 0.2, 0.2, 0.6])
@@ -83,6 +86,8 @@ def draw_case(seed: int) -> Case:
             request = _draw_request(rng, [0, 1] if is_overloaded else [0, 1, 4, 12, 40])
             if rig["preemption_threshold"] is None:  # there are no priorities
                 request["priority"] = 0
+            if grammars.random() < constrained:
+                request["regex"] = str(grammars.randrange(4))
             happenings.append(Happening(turn, "arrive", num_requests, request))
             num_requests += 1
         if rng.random() < events_per_turn:

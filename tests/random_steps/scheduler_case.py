@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import msgspec
+from hash_grammar import constrained_output
 from kv_event_reader import KVEventReader
 from random_steps.books import cached_slots, check_owners
 from random_steps.cases import CONTEXT_LEN, POISON, Case, Happening
@@ -177,7 +178,7 @@ class SchedulerCase:
         rig = self._rig
         for one in self._case.happenings:
             if one.request is not None:
-                self._check_answer(f"r{one.number}", one.request["prompt"], one.request["max_new_tokens"])
+                self._check_answer(f"r{one.number}", **one.request)
         rig.kv.audit([])
         assert not rig.runner.is_nan[cached_slots(rig.kv.cache)].any(), "KV that is NaN stays in the cache"
         if rig.kv.tiers is not None:
@@ -190,21 +191,31 @@ class SchedulerCase:
         if isinstance(policy, FairPolicy):
             assert not (policy._live or policy._num_by_urgency or policy._num_charged)
 
-    def _check_answer(self, rid: str, prompt: list[int], length: int) -> None:
+    def _check_answer(
+        self, rid: str, prompt: list[int], max_new_tokens: int, regex: str | None = None, **_: object
+    ) -> None:
+        length = max_new_tokens
         heard = self._rig.heard[rid]
         assert heard.finish is not None, f"{rid} has no end"
         if len(prompt) + length > min(CONTEXT_LEN, self._rig.kv.allocator.size):
             assert isinstance(heard.finish, AbortFinish) and heard.finish.err_type == PromptTooLong.__name__
             return
-        assert heard.ids == expected_output(prompt, 1, len(heard.ids), VOCAB), f"{rid} has other tokens"
+        assert heard.ids == _expected(prompt, len(heard.ids), regex), f"{rid} has other tokens"
         if not isinstance(heard.finish, AbortFinish):
             assert heard.finish == LengthFinish(length) and len(heard.ids) == length
             assert heard.last is not None
             counts = heard.last.counts
             assert counts.host_tokens + counts.storage_tokens <= counts.cached_tokens
         elif heard.finish.err_type == "InvalidLogits":
-            assert POISON in expected_output(prompt, 1, length, VOCAB)
+            assert POISON in _expected(prompt, length, regex)
         elif heard.finish.err_type is not None:
             assert heard.finish.err_type in (QueueFull.__name__, WaitingTimeout.__name__)
         else:
             assert rid in self._aborted or "run" in heard.finish.message
+
+
+def _expected(prompt: list[int], length: int, regex: str | None) -> list[int]:
+    if regex is None:
+        return expected_output(prompt, 1, length, VOCAB)
+    eos_ids: frozenset[int] = frozenset()
+    return constrained_output(prompt, 1, length, VOCAB, grammar=int(regex), eos_ids=eos_ids, ignore_eos=True)
