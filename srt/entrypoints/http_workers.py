@@ -90,9 +90,12 @@ class HttpWorkers:
         self._watching = asyncio.create_task(self._watch())
 
     def is_idle(self) -> bool:
-        """Whether every worker has told that its requests have ended, after the news that the server shuts down."""
+        """Whether every worker has told that its requests have ended, after the news that the server shuts down.
+
+        A worker that is still starting has none.
+        """
         self.tell_news()
-        return all(worker.has_drained for worker in self._workers)
+        return all(worker.has_drained or not worker.is_open for worker in self._workers)
 
     async def abort(self, name: str | None) -> bool:
         """Aborts the requests of this name in all workers; None: all requests. Returns whether there was one."""
