@@ -33,11 +33,17 @@ class AbortReply(msgspec.Struct, frozen=True, tag="aborted"):
     found: bool
 
 
+class WorkerServes(msgspec.Struct, frozen=True, tag="serves"):
+    """The worker has the first news of the engine, and takes requests."""
+
+
 class WorkerDrained(msgspec.Struct, frozen=True, tag="drained"):
     """The worker was told to take no more requests, and all of its requests have ended."""
 
 
-FromWorker = GenerateReq | AbortReq | RetainReq | CheckGrammarReq | EndpointCall | AbortReply | WorkerDrained
+FromWorker = (
+    GenerateReq | AbortReq | RetainReq | CheckGrammarReq | EndpointCall | AbortReply | WorkerServes | WorkerDrained
+)
 
 
 # Parent -> worker

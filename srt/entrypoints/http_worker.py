@@ -38,6 +38,7 @@ from ..worker_messages import (
     Recoveries,
     ToWorker,
     WorkerDrained,
+    WorkerServes,
 )
 from .http_listener import HttpListener, adopt_uvicorn_logs, max_connections
 from .http_server import create_app, make_server
@@ -175,6 +176,7 @@ class HttpWorker:
         server = dataclasses.replace(make_server(self._manager), share=share, started=news.started)
         self._http = self._http or self._listen()
         self._http.app = create_app(server, tracer=self._tracer, forward=self.forward)
+        self._parent.send(WorkerServes())
 
 
 def _load_tokenizer(server_args: ServerArgs) -> Tokenizer | None:

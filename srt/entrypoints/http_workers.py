@@ -36,6 +36,7 @@ from ..worker_messages import (
     GrammarVerdict,
     ToWorker,
     WorkerDrained,
+    WorkerServes,
 )
 from .admin import AbortAnswer, AbortBody, check_abort
 from .forwarded import WHOLE_SERVER, ParentEndpoints
@@ -75,7 +76,7 @@ class HttpWorkers:
             self._start(listener)
 
     async def open(self, manager: TokenizerManager) -> None:
-        """Waits until all workers are ready, and lets them serve this engine. Raises ValueError and EngineDead."""
+        """Lets the workers serve this engine. Returns when all of them take requests. Raises ValueError, EngineDead."""
         await asyncio.gather(*(worker.child.ready for worker in self._workers))
         for worker in self._workers:
             if worker.child.ended.done():
@@ -88,11 +89,17 @@ class HttpWorkers:
         self.tell_news()
         manager.on_stall.add(self.tell_news)
         self._watching = asyncio.create_task(self._watch())
+        for worker in list(self._workers):  # one that dies from now on is started again
+            either: set[asyncio.Future[Any]] = {worker.serves, worker.child.ended}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
 
     def is_idle(self) -> bool:
-        """Whether every worker has told that its requests have ended, after the news that the server shuts down."""
+        """Whether every worker has told that its requests have ended, after the news that the server shuts down.
+
+        A worker that is still starting has none.
+        """
         self.tell_news()
-        return all(worker.has_drained for worker in self._workers)
+        return all(worker.has_drained or not worker.is_open for worker in self._workers)
 
     async def abort(self, name: str | None) -> bool:
         """Aborts the requests of this name in all workers; None: all requests. Returns whether there was one."""
@@ -215,6 +222,8 @@ class Worker:
     ) -> None:
         self.child = child
         self.listener = listener
+        self.serves: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when it takes requests."""
         self.has_drained = False
         self.sender: Sender[ToWorker] = Sender(context, run_dir.tokenizer)
         self._receiver: AsyncReceiver[FromWorker] = AsyncReceiver(
@@ -280,6 +289,8 @@ class Worker:
             self._run(self._check(service.manager, message))
         elif isinstance(message, AbortReply):
             self._calls.on_reply(message)
+        elif isinstance(message, WorkerServes):
+            self.serves.set_result(None)
         elif isinstance(message, WorkerDrained):
             self.has_drained = True
         else:

@@ -157,12 +157,17 @@ class _ServerRun:
             except OSError as error:  # a file of the model has become unreadable
                 logger.error("Cannot start: %s", error)
                 return 1
-            ends = [core.died]
+            ends: list[asyncio.Future[Any]] = [core.died]
             if self._http is not None:
                 self._http.app = create_app(make_server(manager, saved=saved), tracer=self._tracer)
             if self._workers is not None:
+                opening = asyncio.create_task(self._workers.open(manager))
+                await self._wait_for_signal_or(opening, core.died)
+                if not opening.done():
+                    opening.cancel()
+                    return 128 + self._signals[0] if self._signals else 1
                 try:
-                    await self._workers.open(manager)
+                    opening.result()
                 except (ValueError, TercetError) as error:
                     logger.error("Cannot start: %s", error)
                     return 1
