@@ -25,6 +25,7 @@ _BENCHMARKS = {
     "prefix": "bench_prefix_cache",
     "scheduler": "bench_scheduler",
     "simulation": "bench_simulation",
+    "grammars": "bench_grammars",
     "kernels": "bench_kernels",
     "linears": "bench_linears",
     "quantization": "bench_quantization",

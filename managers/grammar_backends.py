@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ..srt.errors import InvalidRequest
 from ..srt.grammar_spec import GrammarSpec
 from .grammar import Grammar, GrammarCompiler, GrammarFailed, Int32Array, Matcher, Vocabulary, invalid
-from .json_schema import closed, is_plain, load_schema
+from .json_schema import closed, is_plain, load_schema, with_real_days
 from .structural_tag import lark_of
 
 Backend = Literal["auto", "xgrammar", "llguidance", "none"]
@@ -29,6 +29,16 @@ JSON_OPTIONS: Any = {
     "item_separator": _ITEM_SEPARATOR,
     "key_separator": _KEY_SEPARATOR,
 }
+_IN_A_STRING = r'[^"\\\x00-\x1F\x7F]'
+SLICES = (
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{chars}{{1,{most}}}" for chars in ("[a-z]", "[a-z ]", "[a-zA-Z]", "[a-zA-Z ]") for most in (10, 30)),
+    *(f"{_IN_A_STRING}{{1,{most}}}" for most in (10, 30)),
+    f"{_IN_A_STRING}+",
+)
+"""Sets of tokens, for llguidance. If all tokens of a set may come next, it takes their part of the mask as a whole and
+does not look at each of them. A token is in the first set that has it. The library's own sets lack the letters, so
+`[a-z ]{600,}`, where each token has another state, took 0.4 to 0.6 ms for a mask, and takes 0.02."""
 _KEPT_TEXTS = 4096
 """Texts that only one way leads on from, with their tokens. They come again with each request of a grammar."""
 _LIMITS: Any = {
@@ -103,7 +113,9 @@ class LLGuidanceCompiler:
         self._special_texts = vocabulary.special_texts
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Tokens(vocabulary)), eos_token=sorted(vocabulary.eos_ids)
+            llguidance.TokenizerWrapper(_Tokens(vocabulary)),
+            eos_token=sorted(vocabulary.eos_ids),
+            slices=list(SLICES),
         )
 
     def compile(self, spec: GrammarSpec) -> Grammar:
@@ -120,7 +132,7 @@ class LLGuidanceCompiler:
         """The grammar in the library's own notation. Raises ValueError, RecursionError."""
         library = self._library.LLMatcher
         if spec.kind == "json_schema":
-            schema = closed(load_schema(spec.text))
+            schema = with_real_days(closed(load_schema(spec.text)))
             if schema is False:
                 raise ValueError("the schema false allows no value")
             return str(library.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS))

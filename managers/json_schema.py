@@ -1,8 +1,8 @@
 """What Tercet does with a JSON schema before a library compiles it.
 
-A schema is closed: an object with `properties` gets no other properties, unless the schema speaks of them. And a schema
-is plain if it has only keywords that a fast library (xgrammar) is known to enforce completely. That library ignores
-other keywords, so it must not get them.
+A schema is closed: an object with `properties` gets no other properties, unless the schema speaks of them. Dates are
+days that exist. And a schema is plain if it has only keywords that a fast library (xgrammar) is known to enforce
+completely. That library ignores other keywords, so it must not get them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,16 @@ _SCALARS = {"string", "integer", "number", "boolean", "null"}
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_DATES = ("date", "date-time")
 _OPENS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 """Keywords that speak of further properties."""
+
+_LEAP = "(?:0[48]|[2468][048]|[13579][26])"
+_REAL_DAY = (
+    "^(?:(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])-(?:0[13-9]|1[0-2]|02-(?:[01][0-9]|2[0-8]))"
+    f"|(?:[0-9]{{2}}{_LEAP}|{_LEAP}00)-02-29)"
+)
+"""The start of a date in a year after 0000, and 29 February only in a leap year."""
 
 
 def load_schema(text: str) -> Any:
@@ -63,6 +71,22 @@ def closed(schema: Any) -> Any:
         required = part.get("required")
         if not isinstance(required, list) or all(isinstance(name, str) and name in properties for name in required):
             part["additionalProperties"] = False
+    return copy
+
+
+def with_real_days(schema: Any) -> Any:
+    """The schema with the formats `date` and `date-time` limited to days that exist.
+
+    A library's own pattern of these formats allows 29 February in each year, and the year 0000, which Python's `date`
+    and pydantic refuse.
+    """
+    if not any(part.get("format") in _DATES for part in _walk(schema)):
+        return schema
+    copy = json.loads(json.dumps(schema))
+    for part in _walk(copy):
+        others = part.get("allOf", [])
+        if part.get("format") in _DATES and isinstance(others, list):
+            part["allOf"] = [*others, {"pattern": _REAL_DAY}]
     return copy
 
 

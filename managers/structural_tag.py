@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .json_schema import closed
+from .json_schema import closed, with_real_days
 
 _ANY = r"(.|\n)*"
 _MAX_DEPTH = 32
@@ -213,7 +213,7 @@ class _Lark:
             return self._qwen_xml(schema)
         if style != "json":
             raise ValueError(f"style must be json or qwen_xml, got {style!r:.40}")
-        return f"%json {json.dumps({**schema, 'x-guidance': dict(self._json_options)})}"
+        return f"%json {json.dumps({**with_real_days(schema), 'x-guidance': dict(self._json_options)})}"
 
     def _qwen_xml(self, schema: Mapping[str, Any]) -> str:
         """The members of an object as `<parameter=NAME>`, value, `</parameter>`, on lines of their own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import time
 from typing import Any
@@ -23,6 +24,15 @@ has_xgrammar = pytest.mark.skipif(
 )
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+_LETTERS = "abcdefghijklmnopqrstuvwxyz" * 2
+WITH_WORDS = dataclasses.replace(
+    VOCABULARY,
+    tokens=[
+        *VOCABULARY.tokens,
+        *(prefix + _LETTERS[at : at + n].encode() for prefix in (b"", b" ") for n in range(2, 13) for at in range(26)),
+    ],
+)
+"""A vocabulary with tokens of many letters."""
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +107,17 @@ def test_a_grammar_takes_what_matches_and_nothing_else(
         assert not takes(grammar, text), text
 
 
+def test_a_date_is_a_day_that_exists(exact: GrammarCompiler) -> None:
+    grammar = exact.compile(spec_of(json_schema={"type": "string", "format": "date", "pattern": "^[012]"}))
+    for day in ("0001-01-01", "2024-02-29", "2000-02-29", "1999-12-31"):
+        assert takes(grammar, f'"{day}"'), day
+    for day in ("0000-01-23", "2023-02-29", "1900-02-29", "2024-02-30", "2024-04-31", "3000-01-01"):
+        assert not takes(grammar, f'"{day}"'), day
+    tags = {"type": "json_schema", "json_schema": {"type": "string", "format": "date-time"}}
+    grammar = exact.compile(spec_of(structural_tag={"type": "structural_tag", "format": tags}))
+    assert takes(grammar, '"2024-02-29T10:00:00Z"') and not takes(grammar, '"2023-02-29T10:00:00Z"')
+
+
 @pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=has_xgrammar)])
 def test_rollback_takes_back_tokens(backend: Any) -> None:
     grammar = make_compiler(backend, VOCABULARY).compile(spec_of(regex="ab*c"))
@@ -110,6 +131,46 @@ def test_rollback_takes_back_tokens(backend: Any) -> None:
     assert allowed(matcher) == before and ord("c") in before
     with pytest.raises(GrammarFailed):
         matcher.accept(ord("x"))
+
+
+@pytest.mark.parametrize("regex", ["[a-z]{600,}", "[a-zA-Z ,.]{600,}", "[a-z ]{600,}"])
+def test_a_grammar_that_counts_letters_takes_little_work(monkeypatch: pytest.MonkeyPatch, regex: str) -> None:
+    # The library counts its work. With its own sets of tokens, 40 units are not enough.
+    monkeypatch.setitem(grammar_backends._LIMITS, "step_lexer_fuel", 25)
+    matcher = make_compiler("llguidance", WITH_WORDS).compile(spec_of(regex=regex)).start()
+    bits = np.empty((1, WITH_WORDS.num_words), np.int32)
+    for byte in b"the" * 10:
+        matcher.fill(bits, 0)
+        matcher.accept(byte)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": "[a-z]{3,12}"},
+        {"regex": "[A-Za-z ]{2,40}[.!]"},
+        {"json_schema": {"type": "string", "minLength": 1, "maxLength": 15}},
+        {"json_schema": {"type": "object"}},
+    ],
+)
+def test_sets_of_tokens_change_no_mask(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    with_sets = make_compiler("llguidance", WITH_WORDS).compile(spec_of(**given))
+    monkeypatch.setattr(grammar_backends, "SLICES", ())
+    without = make_compiler("llguidance", WITH_WORDS).compile(spec_of(**given))
+    draw = random.Random(0)
+    for _ in range(20):
+        matchers = [with_sets.start(), without.start()]
+        for _ in range(12):
+            bits = np.empty((2, WITH_WORDS.num_words), np.int32)
+            for line, matcher in enumerate(matchers):
+                matcher.fill(bits, line)
+            assert (bits[0] == bits[1]).all()
+            unpacked = np.unpackbits(bits[0].view(np.uint8), bitorder="little")
+            token = draw.choice(np.flatnonzero(unpacked).tolist())
+            if token == EOS:
+                break
+            for matcher in matchers:
+                matcher.accept(token)
 
 
 @has_xgrammar

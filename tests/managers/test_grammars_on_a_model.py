@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from default_model import model_path
-from grammar_workload import Case, random_case
 
 import tercet
+from tercet.benchmarks.grammar_workload import Case, random_case
 from tercet.managers.req import Req
 from tercet.srt.errors import InvalidRequest
 from tercet.srt.io_struct import LengthFinish, StopFinish

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
 from typing import Any
 
 import pytest
 
-from tercet.managers.json_schema import MAX_PLAIN_CHARS, closed, is_plain, load_schema
+from tercet.managers.json_schema import MAX_PLAIN_CHARS, closed, is_plain, load_schema, with_real_days
 
 ITEM = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 SHUT = {**ITEM, "additionalProperties": False}
@@ -95,3 +97,31 @@ def test_a_schema_is_an_object_or_true() -> None:
     for text in ("[]", "1", "{", '{"a":' * 100_000):
         with pytest.raises(ValueError, match=r".+"):
             load_schema(text)
+
+
+def test_dates_are_limited_wherever_they_are() -> None:
+    date = {"type": "string", "format": "date"}
+    schema = {"properties": {"a": date, "format": {"const": "date"}}, "allOf": [{"items": date}], "default": date}
+    found = with_real_days(schema)
+    (limit,) = found["properties"]["a"]["allOf"]
+    assert limit.keys() == {"pattern"}
+    limited = {**date, "allOf": [limit]}
+    assert found == {**schema, "properties": {**schema["properties"], "a": limited}, "allOf": [{"items": limited}]}
+    assert with_real_days({**date, "allOf": [{"minLength": 1}]})["allOf"] == [{"minLength": 1}, limit]
+    assert with_real_days({**date, "allOf": 1}) == {**date, "allOf": 1}
+    assert with_real_days(ITEM) is ITEM and with_real_days(False) is False
+
+
+def test_the_limit_of_dates_lets_real_days_pass_and_no_others() -> None:
+    ((_, (limit,)),) = [item for item in with_real_days({"format": "date"}).items() if item[0] == "allOf"]
+    pattern = re.compile(limit["pattern"])
+    for year in [*range(1, 420), *range(1890, 2110), 9999]:
+        for day in ("02-28", "02-29", "01-31", "12-01"):
+            text = f"{year:04}-{day}"
+            try:
+                datetime.date.fromisoformat(text)
+            except ValueError:
+                assert pattern.search(text) is None, text
+            else:
+                assert pattern.search(text), text
+    assert pattern.search("0000-01-01") is None and pattern.search("0000-02-29") is None

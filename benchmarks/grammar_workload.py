@@ -8,13 +8,12 @@ is cut: so no `number` with any fraction, and no format with one.
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import jsonschema
 
 _NAMES = [
     "name",
@@ -31,6 +30,7 @@ _NAMES = [
     "notes",
     "score",
 ]
+_Maker = Callable[[random.Random], dict[str, Any]]
 _WORDS = ["red", "green", "blue", "small", "large", "open", "closed", "draft", "final", "none"]
 _PATTERNS = ["^[a-z]{2,8}$", "^[A-Z]{3}-[0-9]{2}$", "^(yes|no)$", "^#[0-9a-f]{6}$", "^v[0-9]{1,3}\\.[0-9]{1,2}$"]
 _FORMATS = ["date", "uuid", "ipv4"]
@@ -63,7 +63,7 @@ def random_case(seed: int) -> Case:
     kind = draw.random()
     if kind < 0.8:
         schema = random_schema(draw)
-        return Case(f"A JSON document:\n{json.dumps(schema)}\n\n", {"json_schema": schema}, validator(schema))
+        return Case("A JSON document: ", {"json_schema": schema}, validator(schema))
     if kind < 0.93:
         regex = draw.choice(_REGEXES)
         return Case("The answer is: ", {"regex": regex}, lambda text: re.fullmatch(regex, text) is not None)
@@ -72,6 +72,7 @@ def random_case(seed: int) -> Case:
 
 def validator(schema: Any) -> Callable[[str], bool]:
     """Whether a text is JSON that the schema accepts."""
+    jsonschema = importlib.import_module("jsonschema")  # of the extra `test`
     checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
 
     def is_right(text: str) -> bool:
@@ -105,7 +106,7 @@ def _object(draw: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _value(draw: random.Random, depth: int) -> dict[str, Any]:
-    kinds = [_text, _text, _number, _number, _choice, _flag]
+    kinds: list[_Maker] = [_text, _text, _number, _number, _choice, _flag]
     if depth < 3:
         kinds += [_object_at(depth), _array_at(depth), _any_of_at(depth)]
     return draw.choice(kinds)(draw)
