@@ -4,8 +4,7 @@
     python -m tercet.benchmarks.bench_scheduler_cpu --cases plain,logprobs --cost smollm2-135m-2-cores --page-size 32
 
 The scheduler and its links are those of `tercet serve`. The device computes nothing, and its tokens are random. A new
-request is sent whenever one ends. Prompts share nothing. Only the processor time of the scheduler's thread counts, so
-other work on the machine matters little.
+request is sent whenever one ends. Prompts share nothing. Only the processor time of the scheduler's thread counts.
 """
 
 from __future__ import annotations
@@ -100,7 +99,14 @@ def _parser(program: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--num-running", type=positive, default=256, help="running requests (default: %(default)s)")
-    parser.add_argument("--num-steps", type=positive, default=2_000, help="steps to measure (default: %(default)s)")
+    parser.add_argument("--num-steps", type=positive, default=1_000, help="steps to measure (default: %(default)s)")
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        default=5,
+        help="runs of the same schedule. The least time of a step counts, because other processes use the same caches "
+        "(default: %(default)s)",
+    )
     parser.add_argument("--input-len", type=Span.parse, default=Span(512, 512), help="tokens of a prompt, N or A-B")
     parser.add_argument("--output-len", type=Span.parse, default=Span(128, 1024), help="tokens of an answer, N or A-B")
     parser.add_argument(
@@ -139,7 +145,18 @@ def _engine(
 def _run(
     case: Case, server_args: ServerArgs, config: ModelConfig, profile: DeviceProfile, options: argparse.Namespace
 ) -> list[Turn]:
-    """The measured turns. Raises ValueError."""
+    """The measured turns, each with the least time of all rounds. Raises ValueError."""
+    rounds = [_round(case, server_args, config, profile, options) for _ in range(options.rounds)]
+    turns = []
+    for same in zip(*rounds, strict=True):
+        assert len({turn.shape for turn in same}) == 1, "the rounds had different schedules"
+        turns.append(min(same, key=lambda turn: sum(turn.spent_ns[1:])))
+    return turns
+
+
+def _round(
+    case: Case, server_args: ServerArgs, config: ModelConfig, profile: DeviceProfile, options: argparse.Namespace
+) -> list[Turn]:
     requests = _requests(case, config.vocab_size, options.input_len, options.output_len)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tercet-cpu-")))
@@ -147,21 +164,19 @@ def _run(
             server_args = dataclasses.replace(server_args, record_schedule=str(folder / "schedule"), explain_schedule=1.0)
         links = stack.enter_context(_Links.open())
         scheduler = _scheduler(case, server_args, config, profile, links, stack)
-        for _ in range(options.num_running):
-            links.requests.send(next(requests))
-        # All requests have begun, and half of the first ones have been followed by others.
+        gc.collect()
+        gc.freeze()  # as the process of a server does before its first request
+        stack.callback(gc.unfreeze)
+        links.send(requests, options.num_running)
         turns = scheduler.turns()
         num_ended = 0
-        while num_ended < options.num_running // 2:
+        while num_ended < options.num_running // 2:  # all have begun, and half have been followed by others
             next(turns)
             num_ended += links.replace_ended(requests)
-        gc.collect()
-        gc.freeze()  # as the process of a server does
         measured = []
         while len(measured) < options.num_steps:
             measured.append(next(turns))
             links.replace_ended(requests)
-        gc.unfreeze()
     return measured
 
 
@@ -190,7 +205,6 @@ def _scheduler(
     stack: contextlib.ExitStack,
 ) -> TimedScheduler:
     """Raises ValueError."""
-    timer = PhaseTimer()
     settings = device_settings(server_args)
     assert server_args.max_total_tokens is not None
     device = NullDevice(
@@ -199,13 +213,13 @@ def _scheduler(
         vocab_size=config.vocab_size,
         excluded_ids=config.eos_token_ids,
         is_asynchronous=profile.is_asynchronous,
-        timer=timer,
+        timer=links.timer,
     )
-    ends = SchedulerEnds(TimedInbox(links.inbox, timer), TimedOutbox(links.outputs, timer), device)
+    ends = SchedulerEnds(links.inbox, links.outbox, device)
     if server_args.record_schedule is not None:
         recorder = ScheduleRecorder(Path(server_args.record_schedule), server_args, config, device, time.monotonic)
         stack.callback(recorder.close)
-        timer.wrap(recorder, RECORDER_CALLS, Phase.OBSERVE)
+        links.timer.wrap(recorder, RECORDER_CALLS, Phase.OBSERVE)
         ends = recorder.wrap(ends)
     scheduler = build_scheduler(
         server_args,
@@ -219,42 +233,45 @@ def _scheduler(
     return TimedScheduler(scheduler, device)
 
 
-@dataclasses.dataclass(frozen=True)
 class _Links:
-    """Both ends of the scheduler's links."""
+    """Both ends of the scheduler's links. The ends of the scheduler are timed."""
 
-    run_dir: RunDir
-    requests: Sender[ToScheduler]
-    inbox: Receiver[ToScheduler]
-    outputs: Sender[ToDetokenizer]
-    heard: Receiver[ToDetokenizer]
-    replies: Sender[ToTokenizer]
-    nobody: Receiver[ToTokenizer]
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run_dir: RunDir) -> None:
+        self.timer = PhaseTimer()
+        inbox: Receiver[ToScheduler] = Receiver(context, run_dir.scheduler, ToScheduler)
+        self._heard: Receiver[ToDetokenizer] = Receiver(context, run_dir.detokenizer, ToDetokenizer)
+        self._nobody: Receiver[ToTokenizer] = Receiver(context, run_dir.tokenizer, ToTokenizer)
+        self._requests: Sender[ToScheduler] = Sender(context, run_dir.scheduler)
+        outputs: Sender[ToDetokenizer] = Sender(context, run_dir.detokenizer)
+        self.run_dir = run_dir
+        self.inbox = TimedInbox(inbox, self.timer)
+        self.outbox = TimedOutbox(outputs, self.timer)
+        self.replies: Sender[ToTokenizer] = Sender(context, run_dir.tokenizer)
 
     @classmethod
     @contextlib.contextmanager
     def open(cls) -> Iterator[_Links]:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         run_dir = RunDir.create()
-        inbox: Receiver[ToScheduler] = Receiver(context, run_dir.scheduler, ToScheduler)
-        heard: Receiver[ToDetokenizer] = Receiver(context, run_dir.detokenizer, ToDetokenizer)
-        nobody: Receiver[ToTokenizer] = Receiver(context, run_dir.tokenizer, ToTokenizer)
-        requests: Sender[ToScheduler] = Sender(context, run_dir.scheduler)
-        outputs: Sender[ToDetokenizer] = Sender(context, run_dir.detokenizer)
-        replies: Sender[ToTokenizer] = Sender(context, run_dir.tokenizer)
         try:
-            yield cls(run_dir, requests, inbox, outputs, heard, replies, nobody)
+            yield cls(context, run_dir)
         finally:
             context.destroy(linger=0)
             run_dir.remove()
 
+    def send(self, requests: Iterator[GenerateReq], count: int) -> None:
+        """Sends the next `count` requests."""
+        for _ in range(count):
+            self._requests.send(next(requests))
+        self.inbox.num_sent += count
+
     def replace_ended(self, requests: Iterator[GenerateReq]) -> int:
         """Sends a new request for each one that has ended. Returns their number."""
-        self.nobody.drain()
-        ended = [out for message in self.heard.drain() for out in getattr(message, "outs", ()) if out.finish is not None]
-        for _ in ended:
-            self.requests.send(next(requests))
-        return len(ended)
+        self._nobody.drain()
+        self._heard.drain()
+        num_ended, self.outbox.num_ended = self.outbox.num_ended, 0
+        self.send(requests, num_ended)
+        return num_ended
 
 
 def _report(

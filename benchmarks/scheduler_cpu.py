@@ -46,7 +46,7 @@ class Phase(IntEnum):
 
 
 _CALLS = {
-    "kv": (Phase.KV, ("decode", "decode_shortfall", "extend", "admit", "share", "release")),
+    "kv": (Phase.KV, ("decode", "has_room_for_decode", "extend", "admit", "share", "release")),
     "kv.cache": (
         Phase.CACHE,
         ("match", "match_len", "match_path", "insert", "lock", "unlock", "move_lock", "evict", "is_discarded"),
@@ -57,23 +57,30 @@ _CALLS = {
     "_planner": (Phase.OBSERVE, ("_count_time", "_note_admissions", "_find_limit")),
 }
 """Methods of parts of a scheduler that are timed. The planner has its own only with `--explain-schedule`."""
+_NUM_CALIBRATIONS = 10_000
 RECORDER_CALLS = ("on_turn", "on_step", "on_outputs")
 
 
 class PhaseTimer:
-    """Counts the processor time of this thread for one phase at a time. Another process on the core does not count."""
+    """Counts the processor time of this thread for one phase at a time. Other processes on the core do not count."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.thread_time_ns) -> None:
         self._clock_ns = clock_ns
         self._spent_ns = [0] * len(Phase)
         self._phase = Phase.OUTSIDE
         self._since_ns = clock_ns()
+        self._own_ns = 0
+        """What a call of `enter` takes, which counts for no phase."""
+        began_ns = self._since_ns
+        for _ in range(_NUM_CALIBRATIONS):
+            self.enter(Phase.OUTSIDE)
+        self._own_ns = (self._since_ns - began_ns) // _NUM_CALIBRATIONS
 
     def enter(self, phase: Phase) -> Phase:
         """Time counts for `phase` from now on. Returns the phase before."""
         now_ns = self._clock_ns()
         before, self._phase = self._phase, phase
-        self._spent_ns[before] += now_ns - self._since_ns
+        self._spent_ns[before] += now_ns - self._since_ns - self._own_ns
         self._since_ns = now_ns
         return before
 
@@ -105,9 +112,17 @@ class TimedInbox:
     def __init__(self, inbox: Inbox, timer: PhaseTimer) -> None:
         self._inbox = inbox
         self._timer = timer
+        self.num_sent = 0
+        """Messages that were sent and not received. The next turn gets all of them, so each run is the same."""
 
     def drain(self) -> Sequence[ToScheduler | BrokenMessage]:
-        messages = self._inbox.drain()
+        messages = [*self._inbox.drain()]
+        while len(messages) < self.num_sent:
+            before = self._timer.enter(Phase.OUTSIDE)
+            self._inbox.wait(1.0)
+            self._timer.enter(before)
+            messages += self._inbox.drain()
+        self.num_sent = 0
         self._timer.enter(Phase.PLAN)
         return messages
 
@@ -119,10 +134,14 @@ class TimedOutbox:
     def __init__(self, outbox: Outbox[ToDetokenizer], timer: PhaseTimer) -> None:
         self._outbox = outbox
         self._timer = timer
+        self.num_ended = 0
+        """Requests that have ended since somebody has set this to 0."""
 
     def send(self, message: ToDetokenizer, /) -> None:
         self._timer.enter(Phase.SEND)
         self._outbox.send(message)
+        self._timer.enter(Phase.OUTSIDE)
+        self.num_ended += sum(out.finish is not None for out in message.outs)
         self._timer.enter(Phase.REST)
 
 
