@@ -13,11 +13,11 @@ import argparse
 import contextlib
 import dataclasses
 import gc
-import math
+import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from ..srt.text.tokenizer import load_tokenizer
 from .argument_types import positive
 from .engine_args import add_engine_arguments
 from .offline_workloads import Span
-from .results import Result, Table, add_results_arguments, finish, number, percent
+from .results import Result, add_results_arguments, finish, number
 from .scheduler_cpu import RECORDER_CALLS, NullDevice, Phase, PhaseTimer, TimedInbox, TimedOutbox, TimedScheduler, Turn
 from .simulator.arguments import engine_of
 from .simulator.cost import PROFILES, DeviceProfile, load_profile
@@ -48,6 +48,7 @@ from .simulator.simulation import device_settings
 
 _DEFAULT_COST = "llama-3.1-8b-h100-estimate"
 _STOP_STRINGS = ["\n\nUser:", "\n\nSystem:"]
+_FIGURES = ("p50", "p99", "mean")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = Result("scheduler-cpu", "Processor time of the scheduler", program, argv, None)
         for name in names:
             turns = _run(CASES[name], server_args, config, profile, options)
-            result.values[name] = _report(result, name, turns, profile, options.num_running)
+            result.values[name] = _report(result, name, turns, profile)
     except ValueError as error:
         parser.error(str(error))
     finish(result, options)
@@ -161,7 +162,9 @@ def _round(
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tercet-cpu-")))
         if case.is_observed:
-            server_args = dataclasses.replace(server_args, record_schedule=str(folder / "schedule"), explain_schedule=1.0)
+            server_args = dataclasses.replace(
+                server_args, record_schedule=str(folder / "schedule"), explain_schedule=1.0
+            )
         links = stack.enter_context(_Links.open())
         scheduler = _scheduler(case, server_args, config, profile, links, stack)
         gc.collect()
@@ -173,7 +176,7 @@ def _round(
         while num_ended < options.num_running // 2:  # all have begun, and half have been followed by others
             next(turns)
             num_ended += links.replace_ended(requests)
-        measured = []
+        measured: list[Turn] = []
         while len(measured) < options.num_steps:
             measured.append(next(turns))
             links.replace_ended(requests)
@@ -182,18 +185,16 @@ def _round(
 
 def _requests(case: Case, vocab_size: int, inputs: Span, outputs: Span) -> Iterator[GenerateReq]:
     rng = np.random.default_rng(1)
-    number_ = 0
-    while True:
+    for arrival in itertools.count():
         ids = rng.integers(vocab_size, size=rng.integers(*inputs, endpoint=True), dtype=np.int32)
         sampling = SamplingParams(
             max_new_tokens=int(rng.integers(*outputs, endpoint=True)),
             temperature=0.0,
-            sampling_seed=number_,
+            sampling_seed=arrival,
             **case.sampling,
         )
         request_options: dict[str, Any] = {"stream": True, **case.options, "sampling": sampling}
-        yield GenerateReq(str(number_), ids.tobytes(), RequestOptions(**request_options))
-        number_ += 1
+        yield GenerateReq(str(arrival), ids.tobytes(), RequestOptions(**request_options))
 
 
 def _scheduler(
@@ -274,50 +275,42 @@ class _Links:
         return num_ended
 
 
-def _report(
-    result: Result, name: str, turns: Sequence[Turn], profile: DeviceProfile, num_running: int
-) -> dict[str, Any]:
+def _report(result: Result, name: str, turns: Sequence[Turn], profile: DeviceProfile) -> dict[str, Any]:
     """Adds the table of a case. Returns its values for programs."""
-    kinds: dict[str, Callable[[Turn], bool]] = {
-        "decode": lambda turn: not turn.shape.is_extend,
-        "extend": lambda turn: turn.shape.is_extend,
+    kinds = {
+        "decode": [turn for turn in turns if not turn.shape.is_extend],
+        "extend": [turn for turn in turns if turn.shape.is_extend],
     }
-    found = {kind: [turn for turn in turns if belongs(turn)] for kind, belongs in kinds.items()}
     table = result.table(
         f"{name}: milliseconds of processor time per step",
-        ["phase", *(f"{kind} {figure}" for kind in found for figure in ("p50", "p99", "mean"))],
+        ["phase", *(f"{kind}, {figure}" for kind in kinds for figure in _FIGURES)],
     )
-    values: dict[str, Any] = {}
-    spent = {kind: np.array([turn.spent_ns for turn in some]).reshape(-1, len(Phase)) / 1e6 for kind, some in found.items()}
-    rows: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-        phase.name.lower(): (lambda ms, phase=phase: ms[:, phase]) for phase in Phase if phase is not Phase.OUTSIDE
+    spent_ms = {
+        kind: np.array([turn.spent_ns for turn in some]).reshape(-1, len(Phase)) / 1e6 for kind, some in kinds.items()
     }
-    rows["total"] = lambda ms: ms[:, 1:].sum(axis=1)
-    for label, of in rows.items():
-        figures = {kind: _figures(of(ms)) for kind, ms in spent.items()}
-        table.row(label, *(number(one) for three in figures.values() for one in three))
-        values[label] = {kind: dict(zip(("p50", "p99", "mean"), three, strict=True)) for kind, three in figures.items()}
-    _note_shares(table, values, turns, profile)
+    phases = {phase.name.lower(): [phase] for phase in Phase if phase is not Phase.OUTSIDE}
+    phases["total"] = [phase for phase in Phase if phase is not Phase.OUTSIDE]
+    values: dict[str, Any] = {}
+    for label, summed in phases.items():
+        values[label] = {kind: _figures(ms[:, summed].sum(axis=1)) for kind, ms in spent_ms.items()}
+        table.row(label, *(number(one) for figures in values[label].values() for one in figures.values()))
+    device_ns = 1e9 * sum(profile.cost.seconds(turn.shape) for turn in turns)
+    for what, phase in (("prefix cache", Phase.CACHE), ("observability", Phase.OBSERVE)):
+        values[f"{phase.name.lower()}_share"] = share = sum(turn.spent_ns[phase] for turn in turns) / device_ns
+        table.notes.append(f"{what}: {100 * share:.2f} % of the time of the device ({profile.name})")
+    num_rows = _mean([turn.shape.num_rows for turn in kinds["decode"]])
+    num_prompt_tokens = _mean([turn.shape.num_prompt_tokens for turn in kinds["extend"]])
     table.notes.append(
-        f"{len(found['decode'])} decode steps of {_mean([turn.shape.num_rows for turn in found['decode']]):.0f} rows, "
-        f"{len(found['extend'])} extend steps of {_mean([turn.shape.num_prompt_tokens for turn in found['extend']]):.0f} "
-        "prompt tokens, on average"
+        f"{len(kinds['decode'])} decode steps of {num_rows:.0f} rows, and {len(kinds['extend'])} extend steps of "
+        f"{num_prompt_tokens:.0f} prompt tokens, on average"
     )
     return values
 
 
-def _note_shares(table: Table, values: dict[str, Any], turns: Sequence[Turn], profile: DeviceProfile) -> None:
-    device_ms = 1000 * sum(profile.cost.seconds(turn.shape) for turn in turns)
-    for label, phase in (("the prefix cache", Phase.CACHE), ("observability", Phase.OBSERVE)):
-        share = sum(turn.spent_ns[phase] for turn in turns) / 1e6 / device_ms
-        values[f"{phase.name.lower()}_share"] = share
-        table.notes.append(f"{label}: {percent(share)} of the device's time ({profile.name})")
-
-
-def _figures(ms: np.ndarray) -> tuple[float, float, float]:
+def _figures(ms: np.ndarray) -> dict[str, float | None]:
     if not len(ms):
-        return (math.nan,) * 3  # type: ignore[return-value]
-    return float(np.percentile(ms, 50)), float(np.percentile(ms, 99)), float(ms.mean())
+        return dict.fromkeys(_FIGURES)
+    return dict(zip(_FIGURES, [*np.percentile(ms, [50, 99]).tolist(), float(ms.mean())], strict=True))
 
 
 def _mean(values: Sequence[int]) -> float:

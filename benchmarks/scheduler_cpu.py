@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..managers.engine_runner import EngineRunner
 from ..managers.scheduler import InFlight, Scheduler
 from ..managers.scheduler_io import Inbox, Outbox
 from ..managers.step_cost import StepShape

@@ -42,9 +42,13 @@ class JournaledReq(Protocol):
     """What the journal wants to know of a request: see `managers.req.Req`."""
 
     rid: str
-    prompt_ids: Sized
-    output_ids: Sized
     num_steps_in_flight: int
+
+    @property
+    def prompt_ids(self) -> Sized: ...
+
+    @property
+    def output_ids(self) -> Sized: ...
 
 
 class StepJournal:
