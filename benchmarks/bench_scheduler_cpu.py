@@ -39,6 +39,7 @@ from ..srt.step_journal import open_journal
 from ..srt.text.tokenizer import load_tokenizer
 from .argument_types import positive
 from .engine_args import add_engine_arguments
+from .metrics_cpu import metrics_ms
 from .offline_workloads import Span
 from .results import Result, add_results_arguments, finish, number
 from .scheduler_cpu import RECORDER_CALLS, NullDevice, Phase, PhaseTimer, TimedInbox, TimedOutbox, TimedScheduler, Turn
@@ -86,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in names:
             turns = _run(CASES[name], server_args, config, profile, options)
             result.values[name] = _report(result, name, turns, profile)
+            if CASES[name].is_observed:
+                _add_metrics(result, result.values[name], turns, profile, options.num_running)
     except ValueError as error:
         parser.error(str(error))
     finish(result, options)
@@ -307,13 +310,25 @@ def _report(result: Result, name: str, turns: Sequence[Turn], profile: DevicePro
     return values
 
 
+def _add_metrics(
+    result: Result, values: dict[str, Any], turns: Sequence[Turn], profile: DeviceProfile, num_running: int
+) -> None:
+    """Adds what `--enable-metrics` costs in the HTTP process."""
+    values["metrics_ms"] = added_ms = metrics_ms(num_running)
+    step_s = _mean([profile.cost.seconds(turn.shape) for turn in turns])
+    values["metrics_share"] = share = added_ms / 1000 / step_s
+    result.tables[-1].notes.append(
+        f"HTTP process: counting {num_running} tokens takes {number(added_ms)} ms, {100 * share:.2f} % of such a step"
+    )
+
+
 def _figures(ms: np.ndarray) -> dict[str, float | None]:
     if not len(ms):
         return dict.fromkeys(_FIGURES)
     return dict(zip(_FIGURES, [*np.percentile(ms, [50, 99]).tolist(), float(ms.mean())], strict=True))
 
 
-def _mean(values: Sequence[int]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(len(values), 1)
 
 
