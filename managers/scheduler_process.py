@@ -283,6 +283,7 @@ def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> Scheduler
         max_prefill_tokens=settings.max_prefill_tokens,
         vocab_size=model_config.vocab_size,
         dtype=str(settings.dtype).removeprefix("torch."),
+        weight_dtype=settings.quantization or str(settings.weight_dtype).removeprefix("torch."),
         device=str(settings.device),
         attention_backend=settings.attention_backend,
         page_size=settings.page_size,
@@ -291,8 +292,9 @@ def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> Scheduler
         graph_bytes=runner.num_bytes.graphs,
     )
     logger.info(
-        "Model loaded: %s on %s, %.0f MiB of weights, KV pool of %d tokens (%.0f MiB) in pages of %d, context %d, "
-        "%s attention",
+        "Model loaded: weights %s, computed in %s on %s, %.0f MiB of weights, KV pool of %d tokens (%.0f MiB) in pages "
+        "of %d, context %d, %s attention",
+        facts.weight_dtype,
         facts.dtype,
         facts.device,
         facts.weight_bytes / 2**20,

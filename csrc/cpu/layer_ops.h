@@ -9,11 +9,11 @@
 
 namespace tercet {
 
-template <typename T>
-Packed<T> packed_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns) {
-  const int64_t k = x.size(1), per_word = Dot<T>::kPerWord, panels = ceil_div(columns, kPanel);
+template <typename T, typename X>
+Packed<T, X> packed_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns) {
+  const int64_t k = x.size(1), per_word = Dot<T, X>::kPerWord, panels = ceil_div(columns, kPanel);
   TORCH_CHECK(k % per_word == 0, "rows of x must be whole words");
-  check(packed, "packed", x.scalar_type(), {panels, k / per_word, kPanel, per_word});
+  check(packed, "packed", c10::CppTypeToScalarType<T>::value, {panels, k / per_word, kPanel, per_word});
   if (bias) check(*bias, "bias", at::kFloat, {panels, kPanel});
   return {packed.const_data_ptr<T>(), data_or_null<float>(bias), k};
 }
@@ -21,13 +21,12 @@ Packed<T> packed_weight(const Tensor& x, const Tensor& packed, const optional<Te
 inline Tensor linear_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, bool to_float) {
   check(x, "x", x.scalar_type(), {x.size(0), x.size(1)});
   const auto out = empty_result({x.size(0), n}, to_float ? x.options().dtype(at::kFloat) : x.options());
-  TERCET_DOT_FLOAT(x.scalar_type(), [&] {
-    const auto weight = packed_weight<scalar_t>(x, packed, bias, n);
+  with_packed_types(x, packed, [&]<typename X, typename T>(X, T) {
+    const auto weight = packed_weight<T, X>(x, packed, bias, n);
     const auto to = [&](auto* numbers) {
-      run_or_record(
-          x.size(0), [=, x = x.const_data_ptr<scalar_t>()](int64_t rows) { linear(x, rows, weight, n, numbers); });
+      run_or_record(x.size(0), [=, x = x.const_data_ptr<X>()](int64_t rows) { linear(x, rows, weight, n, numbers); });
     };
-    to_float ? to(out.data_ptr<float>()) : to(out.data_ptr<scalar_t>());
+    to_float ? to(out.data_ptr<float>()) : to(out.data_ptr<X>());
   });
   return out;
 }
@@ -35,9 +34,9 @@ inline Tensor linear_op(const Tensor& x, const Tensor& packed, const optional<Te
 inline Tensor linear_silu_mul_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n) {
   check(x, "x", x.scalar_type(), {x.size(0), x.size(1)});
   const auto out = empty_result({x.size(0), n}, x.options());
-  TERCET_DOT_FLOAT(x.scalar_type(), [&] {
-    const auto weight = packed_weight<scalar_t>(x, packed, bias, 2 * round_up(n, kLanes));
-    run_or_record(x.size(0), [=, x = x.const_data_ptr<scalar_t>(), out = out.data_ptr<scalar_t>()](int64_t rows) {
+  with_packed_types(x, packed, [&]<typename X, typename T>(X, T) {
+    const auto weight = packed_weight<T, X>(x, packed, bias, 2 * round_up(n, kLanes));
+    run_or_record(x.size(0), [=, x = x.const_data_ptr<X>(), out = out.data_ptr<X>()](int64_t rows) {
       linear_silu_mul(x, rows, weight, n, out);
     });
   });
@@ -54,13 +53,13 @@ inline const int64_t* check_ids(const Tensor& ids, int64_t panels) {
   return id;
 }
 
-inline Tensor embedding_op(const Tensor& ids, const Tensor& packed) {
+inline Tensor embedding_op(const Tensor& ids, const Tensor& packed, at::ScalarType type) {
   const int64_t count = ids.size(0), k = packed.size(1) * packed.size(3);
   check(packed, "packed", packed.scalar_type(), {packed.size(0), packed.size(1), kPanel, packed.size(3)});
   const int64_t* id = check_ids(ids, packed.size(0));
-  auto out = at::empty({count, k}, packed.options());
-  TERCET_DOT_FLOAT(packed.scalar_type(), [&] {
-    unpack_rows(id, count, packed.const_data_ptr<scalar_t>(), k, out.data_ptr<scalar_t>());
+  auto out = at::empty({count, k}, packed.options().dtype(type));
+  with_packed_types(out, packed, [&]<typename X, typename T>(X, T) {
+    unpack_rows(id, count, packed.const_data_ptr<T>(), k, out.data_ptr<X>());
   });
   return out;
 }

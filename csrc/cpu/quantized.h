@@ -42,7 +42,8 @@ struct IntegerDot {
   using RowWord = Ints;
   using Sums = Ints;
   static constexpr int64_t kPerWord = 4;
-  static RowWord broadcast(const int8_t* word) {
+  static constexpr int kParts = 1;
+  static RowWord broadcast(const int8_t* word, int) {
     int32_t bits;
     std::memcpy(&bits, word, sizeof(bits));
     return Ints{} + bits;
@@ -58,7 +59,7 @@ template <>
 struct Dot<Int8Weights> : IntegerDot {
   static constexpr bool kHasMin = false;
   static constexpr int64_t kHeaderBytes = 2 * kPanel, kWordBytes = 4 * kPanel;
-  static void load(const uint8_t* words, Bytes& left, Bytes& right) {
+  static void load(const uint8_t* words, int, Bytes& left, Bytes& right) {
     std::memcpy(&left, words, sizeof(left));
     std::memcpy(&right, words + sizeof(left), sizeof(right));
   }
@@ -73,7 +74,7 @@ template <>
 struct Dot<Int4Weights> : IntegerDot {
   static constexpr bool kHasMin = true;
   static constexpr int64_t kHeaderBytes = 4 * kPanel, kWordBytes = 2 * kPanel;
-  static void load(const uint8_t* words, Bytes& left, Bytes& right) {
+  static void load(const uint8_t* words, int, Bytes& left, Bytes& right) {
     Bytes both;
     std::memcpy(&both, words, sizeof(both));
     left = both & 15;
@@ -168,7 +169,7 @@ struct QuantizedPacked {
       Ints products[kRows][2];
       for (int r = 0; r < kRows; ++r)
         products[r][0] = products[r][1] = Ints{} + (D::kHasMin ? 0 : row_groups[r][g].offset);
-      multiply_panel<Weights, kRows>(
+      multiply_panel<D, kRows>(
           values + g * kGroup,
           row_bytes(),
           weights + D::kHeaderBytes,

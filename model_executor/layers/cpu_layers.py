@@ -14,6 +14,7 @@ from .. import cpu_extension
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from .attention import QKNorm
+from .embedding import Embedding
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
 from .rotary import RotationTable
@@ -64,7 +65,10 @@ def pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class CpuLinear:
-    """`Linear` on packed weights. `to_float`: the result is float32 for every type of x."""
+    """`Linear` on packed weights: of the type of x, or bfloat16 for an x of float32.
+
+    `to_float`: the result is float32 for every type of x.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, to_float: bool = False) -> None:
         self.num_out = weight.shape[0]
@@ -98,11 +102,24 @@ def interleave(gate_up: torch.Tensor) -> torch.Tensor:
 class PackedEmbedding:
     """`Embedding` that reads the packed output head, for models that tie the embedding to the head."""
 
-    def __init__(self, head: CpuLinear) -> None:
+    def __init__(self, head: CpuLinear, dtype: torch.dtype) -> None:
+        """`dtype`: type of the vectors."""
         self._packed = head.packed
+        self._dtype = dtype
 
     def __call__(self, ids: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return _ops.embedding(ids, self._packed)
+        return _ops.embedding(ids, self._packed, self._dtype)
+
+
+class WidenedEmbedding(Embedding):
+    """`Embedding` whose vectors are converted to a wider type."""
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__(weight)
+        self._dtype = dtype
+
+    def __call__(self, ids: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        return super().__call__(ids).to(self._dtype)
 
 
 class Rotation(NamedTuple):
@@ -165,6 +182,10 @@ class CpuFloatLayers(CpuLayers):
 
     compiled = True
 
+    def __init__(self, dtype: torch.dtype) -> None:
+        """`dtype`: type of the activations."""
+        self._dtype = dtype
+
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return CpuLinear(weight, bias)
 
@@ -174,16 +195,19 @@ class CpuFloatLayers(CpuLayers):
     def head(self, weight: Any) -> Layer:
         return CpuLinear(weight, to_float=True)
 
+    def embedding(self, weight: Any) -> Layer:
+        return Embedding(weight) if weight.dtype == self._dtype else WidenedEmbedding(weight, self._dtype)
+
     def tied_embedding(self, weight: Any, head: Layer) -> Layer:
         assert isinstance(head, CpuLinear)
-        return PackedEmbedding(head)
+        return PackedEmbedding(head, self._dtype)
 
 
 def cpu_layers(dtype: torch.dtype, widths: Iterable[int] = ()) -> CpuLayers:
-    """Make the layers of a CPU for a type and the widths of the model's vectors.
+    """Make the layers of a CPU for the type of the activations and the widths of the model's vectors.
 
     Linear layers use torch's operations in two cases: the build for this processor cannot multiply the type, or a width
     is not a whole number of words (32 bits).
     """
     whole_words = all(width * dtype.itemsize % 4 == 0 for width in widths)
-    return CpuFloatLayers() if whole_words and cpu_extension.multiplies(dtype) else CpuLayers()
+    return CpuFloatLayers(dtype) if whole_words and cpu_extension.multiplies(dtype) else CpuLayers()

@@ -11,8 +11,8 @@ from ...srt.model_files.model_config import ModelConfig
 from ...srt.server_args import ServerArgs
 from ..attention.registry import default_page_size, resolve_attention_backend, resolve_kv_dtype
 from ..device.dtypes import resolve_dtype
-from ..weights.loader import checkpoint_dtype
-from ..weights.quantization import check_quantization
+from ..weights.loader import checkpoint_dtype, stored_matrix_dtype
+from ..weights.quantization import check_quantization, parameter_bytes
 
 _DEFAULT_RECORDED_ROWS = 256
 _DEFAULT_HOST_GB = 1.0
@@ -35,7 +35,9 @@ class RunnerSettings:
 
     device: torch.device
     dtype: torch.dtype
-    """type of weights and activations"""
+    """type of activations, norms and biases"""
+    weight_dtype: torch.dtype
+    """type of the matrices that are not quantized; see `resolve_weight_dtype`"""
     kv_dtype: torch.dtype
     """type of the KV pool"""
     attention_backend: str
@@ -83,6 +85,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     return RunnerSettings(
         device=device,
         dtype=dtype,
+        weight_dtype=resolve_weight_dtype(dtype, config, backend, server_args.quantization),
         kv_dtype=resolve_kv_dtype(server_args.kv_cache_dtype, dtype, backend),
         attention_backend=backend,
         quantization=server_args.quantization,
@@ -102,6 +105,29 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         host_kv=_host_kv(server_args),
         seed=server_args.random_seed or 0,
     )
+
+
+def resolve_weight_dtype(
+    dtype: torch.dtype, config: ModelConfig, backend: str, quantization: str | None
+) -> torch.dtype:
+    """The type that matrices have in memory: bfloat16 if the checkpoint stores them so, also where a CPU computes in
+    float32; else `dtype`.
+
+    The compiled operations widen bfloat16 to float32 when they multiply, which changes no bit of a result. Rows of a
+    matrix must be whole words of 32 bits for that. Raises ValueError and OSError for a checkpoint that cannot be read.
+    """
+    if dtype != torch.float32 or backend != "cpu" or quantization is not None:
+        return dtype
+    if config.hidden_size % 2 or config.intermediate_size % 2:
+        return dtype
+    return torch.bfloat16 if stored_matrix_dtype(config) == torch.bfloat16 else dtype
+
+
+def weight_bytes(settings: RunnerSettings, config: ModelConfig) -> int:
+    """The size of all parameters in bytes."""
+    matrix_bytes = settings.weight_dtype.itemsize
+    sizes = parameter_bytes(config, settings.dtype.itemsize, settings.quantization, matrix_bytes=matrix_bytes)
+    return sum(sizes.values())
 
 
 def resolve_device(name: str) -> torch.device:

@@ -117,6 +117,9 @@ class GGUFCheckpoint:
         permuted = self._file.metadata["general.architecture"] in _PERMUTED_ARCHITECTURES
         self._permuted_heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads} if permuted else {}
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        return {int(kind): dtype for kind, dtype in _PLAIN.items()}.get(self._tensors[name].type)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 

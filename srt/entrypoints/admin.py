@@ -198,6 +198,7 @@ def _internal_state(server: Server, state: SchedulerState) -> dict[str, Any]:
     return {
         **msgspec.structs.asdict(state),
         "memory_usage": memory,
+        "weight_dtype": facts.weight_dtype,
         "weight_bytes": facts.weight_bytes,
         "kv_bytes": facts.kv_bytes,
         "graph_bytes": facts.graph_bytes,
