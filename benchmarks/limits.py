@@ -11,7 +11,7 @@ two or three layers can be faster than its limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..model_executor.models.family import family_of
@@ -43,13 +43,14 @@ class ModelCost:
         quantization: str | None = None,
         *,
         matrix_bytes: int | None = None,
+        forms: Mapping[str, str] | None = None,
     ) -> ModelCost:
-        """`matrix_bytes`: bytes of a value of an unquantized matrix, if not `dtype_bytes`."""
+        """`matrix_bytes`, `forms`: as in `parameter_bytes`."""
         shapes = {parameter.name: parameter.shape for parameter in family_of(config).parameters(config)}
         embedding = shapes.pop("embed_tokens.weight")
         head = shapes.pop("lm_head.weight", embedding)
         in_layers = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
-        num_bytes = parameter_bytes(config, dtype_bytes, quantization, matrix_bytes=matrix_bytes)
+        num_bytes = parameter_bytes(config, dtype_bytes, quantization, matrix_bytes=matrix_bytes, forms=forms)
         if not config.tie_word_embeddings:
             del num_bytes["embed_tokens.weight"]
         kv_heads = config.num_layers * config.num_kv_heads * config.head_dim
@@ -67,8 +68,8 @@ class ModelCost:
             config,
             settings.dtype.itemsize,
             settings.kv_dtype.itemsize,
-            settings.quantization,
             matrix_bytes=settings.weight_dtype.itemsize,
+            forms=settings.weight_forms,
         )
 
     def decode_bytes(self, context_lens: Sequence[int]) -> int:

@@ -19,7 +19,7 @@ class SchedulerReady(msgspec.Struct, frozen=True, kw_only=True, tag="scheduler_r
     dtype: str
     """Type of the activations."""
     weight_dtype: str
-    """Type of the matrices: a data type, or the quantization."""
+    """Type of the matrices: a data type, or the forms of quantized ones."""
     device: str
     attention_backend: str
     page_size: int

@@ -27,11 +27,13 @@ struct Packed {
   int64_t panel_bytes() const { return kPanel * k * sizeof(T); }
   int64_t words() const { return k / D::kPerWord; }
 
-  /// sums[r] += row (first + r) of x times a panel
+  /// What `rows` rows of x are multiplied with.
+  const T* open(int64_t panel, [[maybe_unused]] int64_t rows) const { return panels + panel * kPanel * k; }
+
+  /// sums[r] += row (first + r) of x times an opened panel
   template <int kRows>
-  void multiply(const X* x, int64_t first, int64_t panel, Floats (&sums)[kRows][2], Prefetch prefetch) const {
-    const T* weights = panels + panel * kPanel * k;
-    multiply_panel<D, kRows>(x + first * k, k, weights, kPanel * D::kPerWord, words(), sums, prefetch);
+  void multiply(const X* x, int64_t first, const T* panel, Floats (&sums)[kRows][2], Prefetch prefetch) const {
+    multiply_panel<D, kRows>(x + first * k, k, panel, kPanel * D::kPerWord, words(), sums, prefetch);
   }
 };
 
@@ -59,13 +61,14 @@ void multiply(const X& x, int64_t rows, const Weight& weight, int64_t num_panels
         bias[0] = load_floats(weight.bias + panel * kPanel);
         bias[1] = load_floats(weight.bias + panel * kPanel + kLanes);
       }
+      const auto opened = weight.open(panel, count);
       const int64_t next_panel = panel + 1 < end ? panel + 1 : next_run;
       const char* next = reinterpret_cast<const char*>(weight.panels) + next_panel * weight.panel_bytes();
       for_each_piece<Weight::kMaxRows>(count, [&](int64_t at, auto piece) {
         const int64_t bytes_per_word = weight.panel_bytes() / weight.words() * piece / count;
         const Prefetch prefetch{next + weight.panel_bytes() * at / count, bytes_per_word};
         Floats sums[piece][2] = {};
-        weight.template multiply<piece>(x, first + at, panel, sums, prefetch);
+        weight.template multiply<piece>(x, first + at, opened, sums, prefetch);
         for (int r = 0; r < piece; ++r)
           store(first + at + r, panel, to_vec(sums[r][0] + bias[0]), to_vec(sums[r][1] + bias[1]));
       });

@@ -157,11 +157,13 @@ struct QuantizedPacked {
   int64_t panel_bytes() const { return k / kGroup * kGroupBytes; }
   int64_t words() const { return k / D::kPerWord; }
 
+  const uint8_t* open(int64_t panel, [[maybe_unused]] int64_t rows) const { return panels + panel * panel_bytes(); }
+
   template <int kRows>
   void multiply(
-      const QuantizedRows& x, int64_t first, int64_t panel, Floats (&sums)[kRows][2], Prefetch prefetch) const {
+      const QuantizedRows& x, int64_t first, const uint8_t* weights, Floats (&sums)[kRows][2], Prefetch prefetch)
+      const {
     const int64_t groups = k / kGroup;
-    const uint8_t* weights = panels + panel * panel_bytes();
     const int8_t* values = x.values(first);
     const QuantizedRows::Group* row_groups[kRows];
     for (int r = 0; r < kRows; ++r) row_groups[r] = x.groups(first + r);

@@ -78,8 +78,8 @@ class _RunnerBuilder:
             settings.device,
             settings.seed,
             cache,
-            settings.quantization,
             weight_dtype=settings.weight_dtype,
+            forms=settings.weight_forms,
         )
         self.uploads = Uploads(settings.device, self.accelerator)
         self.sampler = Sampler(

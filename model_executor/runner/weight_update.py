@@ -19,7 +19,7 @@ from ..device.memory import Memory
 from ..models.family import Model, Parameters
 from ..weights.loader import load_parameters
 from .decode_runner import DecodeRunner
-from .settings import RunnerSettings, resolve_weight_dtype, weight_bytes
+from .settings import RunnerSettings, resolve_weights, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +113,8 @@ class WeightUpdater:
             settings.dtype,
             torch.device("cpu"),
             settings.seed,
-            quantization=settings.quantization,
             weight_dtype=settings.weight_dtype,
+            forms=settings.weight_forms,
         )
         if self._in_place is None:
             self._use(self._build(CopiedParameters(stored)))
@@ -123,10 +123,10 @@ class WeightUpdater:
         trim_heap()
 
     def _settings_for(self, config: ModelConfig) -> RunnerSettings:
-        """The settings with the type of the new matrices. They may be stored in another type than the old ones."""
+        """The settings with the types of the new matrices. Their file may store other types than the old one."""
         settings = self._settings
-        weight_dtype = resolve_weight_dtype(settings.dtype, config, settings.attention_backend, settings.quantization)
-        return dataclasses.replace(settings, weight_dtype=weight_dtype)
+        dtype, forms = resolve_weights(settings.dtype, config, settings.attention_backend, settings.quantization)
+        return dataclasses.replace(settings, weight_dtype=dtype, weight_forms=forms)
 
     def _overwrite(self, targets: Mapping[str, torch.Tensor], stored: Parameters) -> None:
         """Read all new weights to the host, and only then write the first one to the device."""

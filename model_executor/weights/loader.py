@@ -13,7 +13,7 @@ import torch
 
 from ...srt.model_files.model_config import ModelConfig
 from ..device.dtypes import DTYPES
-from ..layers.quantized_weight import QuantizedWeight, quantize, stacked
+from ..layers.quantized_weight import GROUP, QuantizedWeight, quantize, stacked
 from ..models.family import family_of
 from ..models.parameters import (
     EMBEDDING,
@@ -49,6 +49,9 @@ class Checkpoint(Protocol):
     def tensor(self, name: str, region: Region | None = None) -> torch.Tensor:
         """Read a tensor, or a region of it, of any floating dtype to the CPU. Raises ValueError for another dtype."""
 
+    def has_form(self, name: str, form: str) -> bool:
+        """Whether `quantized` returns the tensor in this form."""
+
     def quantized(self, name: str, form: str, region: Region | None = None) -> QuantizedWeight | None:
         """Read a matrix, or a region of whole groups of it, in the quantized `form`, with the stored values.
 
@@ -79,6 +82,30 @@ def stored_matrix_dtype(config: ModelConfig) -> torch.dtype | None:
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
+def stored_forms(config: ModelConfig) -> dict[str, str]:
+    """The quantized form of each matrix of a GGUF file that has exactly the stored values, by parameter.
+
+    It is empty unless all matrices have one. An embedding that is not the output head is left out, because only rows of
+    it are read. Raises as `load_parameters` does.
+    """
+    if config.load_format != "gguf":
+        return {}
+    checkpoint = _open(config)
+    forms: dict[str, str] = {}
+    for name, shape, parts, _ in family_of(config).parameters(config):
+        is_embedding = name == "embed_tokens.weight"
+        if len(shape) != 2 or (is_embedding and not config.tie_word_embeddings):
+            continue
+        _refuse("missing", {part.name for part in parts} - checkpoint.names)
+        for form in ("int8",) if is_embedding else ("int4", "int8"):  # vectors are read from int8 only
+            if shape[1] % GROUP == 0 and all(checkpoint.has_form(part.name, form) for part in parts):
+                forms[name] = form
+                break
+        else:
+            return {}
+    return forms
+
+
 def load_parameters(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -89,18 +116,21 @@ def load_parameters(
     shard: Shard = WHOLE,
     *,
     weight_dtype: torch.dtype | None = None,
+    forms: Mapping[str, str] | None = None,
 ) -> Mapping[str, Any]:
-    """Load the family's parameters, by name: tensors, or QuantizedWeights for the names in `quantized_forms`.
+    """Load the family's parameters, by name: tensors, or QuantizedWeights for the names in `forms`.
 
     `seed`: seed of dummy weights. `cache`: cache of dequantised weights. `shard`: the rank whose part of each parameter
-    is loaded. `weight_dtype`: the type of matrices that are not quantized, `dtype` by default.
+    is loaded. `weight_dtype`: the type of matrices that are not quantized, `dtype` by default. `forms`: the quantized
+    form of parameters by name, by default the `quantized_forms` of `quantization`.
 
     Raises ValueError for missing and unexpected tensors, and for a tensor whose shape differs from the config's or
     whose type is not supported. On a CPU the latter two are raised when the parameter is read. Raises ValueError if the
     ranks cannot divide the model.
     """
     check_shard(config, shard)
-    forms = quantized_forms(config, quantization, shard)
+    if forms is None:
+        forms = quantized_forms(config, quantization, shard)
     dtypes = ParameterDtypes(dtype, weight_dtype or dtype)
     if config.load_format == "dummy":
         return _dummy(config, dtypes, device, seed, forms, shard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -55,13 +56,20 @@ def quantized_forms(config: ModelConfig, quantization: str | None, shard: Shard 
 
 
 def parameter_bytes(
-    config: ModelConfig, dtype_bytes: int, quantization: str | None = None, *, matrix_bytes: int | None = None
+    config: ModelConfig,
+    dtype_bytes: int,
+    quantization: str | None = None,
+    *,
+    matrix_bytes: int | None = None,
+    forms: Mapping[str, str] | None = None,
 ) -> dict[str, int]:
     """The size of each parameter in bytes, as layers hold it.
 
-    `dtype_bytes`: bytes of an unquantized value. `matrix_bytes`: those of matrices, if they differ.
+    `dtype_bytes`: bytes of an unquantized value. `matrix_bytes`: those of matrices, if they differ. `forms`: the
+    quantized form of parameters by name, by default the `quantized_forms` of `quantization`.
     """
-    forms = quantized_forms(config, quantization)
+    if forms is None:
+        forms = quantized_forms(config, quantization)
 
     def bytes_per_value(name: str, shape: tuple[int, ...]) -> float:
         if name in forms:

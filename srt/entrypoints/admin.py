@@ -155,6 +155,7 @@ async def collect_server_info(server: Server) -> dict[str, Any]:
     # Settings that were "auto" show their resolved values.
     settings |= {
         "dtype": facts.dtype,
+        "weight_dtype": facts.weight_dtype,
         "device": facts.device,
         "attention_backend": facts.attention_backend,
         "page_size": facts.page_size,
@@ -198,7 +199,6 @@ def _internal_state(server: Server, state: SchedulerState) -> dict[str, Any]:
     return {
         **msgspec.structs.asdict(state),
         "memory_usage": memory,
-        "weight_dtype": facts.weight_dtype,
         "weight_bytes": facts.weight_bytes,
         "kv_bytes": facts.kv_bytes,
         "graph_bytes": facts.graph_bytes,

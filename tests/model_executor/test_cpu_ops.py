@@ -349,7 +349,7 @@ def test_embedding_out_of_a_packed_head(dtype, weight_dtype):
 
 def test_wrong_shapes_are_refused():
     x, weight = torch.randn(3, 64), torch.randn(40, 64)
-    packed = layers().pack(weight)
+    packed = layers().CpuLinear(weight).packed
     for bad_x, bad_packed, n in ((x[:, :32].contiguous(), packed, 40), (x.t(), packed, 40), (x, packed, 4000)):
         with pytest.raises(RuntimeError, match="must"):
             ops.linear(bad_x, bad_packed, None, n)
