@@ -58,6 +58,8 @@ class Kind:
     """Format of quantized weights."""
     weight_dtype: torch.dtype | None = None
     """Type of weights that are not quantized; None: the type of the activations."""
+    is_widened: bool = False
+    """Whether quantized weights are multiplied as floats."""
 
     @property
     def stored(self) -> torch.dtype:
@@ -67,7 +69,7 @@ class Kind:
     @property
     def multiplied(self) -> torch.dtype:
         """Type of the numbers that are multiplied."""
-        return self.dtype if self.form is None else torch.int8
+        return self.dtype if self.form is None or self.is_widened else torch.int8
 
 
 def kinds_here(config: ModelConfig) -> dict[str, Kind]:
@@ -79,6 +81,7 @@ def kinds_here(config: ModelConfig) -> dict[str, Kind]:
         kinds += [Kind("fp32", layers, float32), Kind("bf16 in fp32", layers, float32, weight_dtype=bfloat16)]
         dtype = resolve_dtype("auto", None, _CPU)
         if all(k % GROUP == 0 for _, _, k in weight_shapes(config)):
+            kinds += [Kind(f"{form} in fp32", layers, float32, form, is_widened=True) for form in BITS_PER_WEIGHT]
             kinds += [Kind(form, layers_for("cpu", dtype, quantized=True), dtype, form) for form in BITS_PER_WEIGHT]
     if cpu_extension.multiplies(bfloat16):
         kinds.append(Kind("bf16", layers_for("cpu", bfloat16), bfloat16))

@@ -9,31 +9,31 @@
 
 namespace tercet {
 
-/// Widens a group of a panel to floats [kGroup, kPanel].
-template <typename Weights, typename P>
-inline void widen_group(const uint8_t* group, float* to, P& prefetch) {
+/// Widens a group of a panel. Calls f(i, left, right) with the floats of all columns for number i of the group.
+template <typename Weights, typename P, typename F>
+inline void widen_group(const uint8_t* group, P&& prefetch, const F& f) {
   using D = Dot<Weights>;
   constexpr int kZero = D::kHasMin ? 0 : 128;
   const auto* header = reinterpret_cast<const at::Half*>(group);
   const FloatPair scales = load_pair(header);
   FloatPair minima{Vec(0.f), Vec(0.f)};
   if constexpr (D::kHasMin) minima = load_pair(header + kPanel);
-  const auto store = [](Ints numbers, Vec scale, Vec minimum, float* to) {
+  const auto widen = [](Ints numbers, Vec scale, Vec minimum) {
     Floats floats = __builtin_convertvector(numbers - kZero, Floats) * to_floats(scale);
     // The product is exact, so it does not matter whether the addition is fused with it.
     if constexpr (D::kHasMin) floats += to_floats(minimum);
-    store_floats(to, floats);
+    return floats;
   };
   const uint8_t* words = group + D::kHeaderBytes;
-  for (int64_t word = 0; word < kGroup / D::kPerWord; ++word, words += D::kWordBytes) {
+  for (int64_t i = 0; i < kGroup; i += D::kPerWord, words += D::kWordBytes) {
     prefetch();
     Bytes left, right;
     D::load(words, 0, left, right);
 #pragma GCC unroll 4
-    for (int shift = 0; shift < 32; shift += 8, to += kPanel) {
-      store(reinterpret_cast<Ints>(left) >> shift & 255, scales.left, minima.left, to);
-      store(reinterpret_cast<Ints>(right) >> shift & 255, scales.right, minima.right, to + kLanes);
-    }
+    for (int at = 0; at < D::kPerWord; ++at)
+      f(i + at,
+        widen(reinterpret_cast<Ints>(left) >> 8 * at & 255, scales.left, minima.left),
+        widen(reinterpret_cast<Ints>(right) >> 8 * at & 255, scales.right, minima.right));
   }
 }
 
@@ -64,25 +64,32 @@ struct WidenedPacked {
     if (rows <= kMaxRows) return {groups, nullptr};
     static thread_local std::vector<float> floats;
     if (static_cast<int64_t>(floats.size()) < k * kPanel) floats.resize(k * kPanel);
-    NoPrefetch none;
-    for (int64_t g = 0; g < k / kGroup; ++g)
-      widen_group<Weights>(groups + g * kGroupBytes, floats.data() + g * kGroup * kPanel, none);
+    for (int64_t g = 0; g < k / kGroup; ++g) {
+      float* to = floats.data() + g * kGroup * kPanel;
+      widen_group<Weights>(groups + g * kGroupBytes, NoPrefetch(), [=](int64_t i, Floats left, Floats right) {
+        store_floats(to + i * kPanel, left);
+        store_floats(to + i * kPanel + kLanes, right);
+      });
+    }
     return {groups, floats.data()};
   }
 
   template <int kRows>
   void multiply(const float* x, int64_t first, Opened panel, Floats (&sums)[kRows][2], Prefetch prefetch) const {
-    using Float = Dot<float>;
     x += first * k;
     if (panel.floats) {
-      multiply_panel<Float, kRows>(x, k, panel.floats, kPanel, k, sums);
+      multiply_panel<Dot<float>, kRows>(x, k, panel.floats, kPanel, k, sums);
       return;
     }
-    alignas(64) float floats[kGroup * kPanel];
-    for (int64_t g = 0; g < k / kGroup; ++g) {
-      widen_group<Weights>(panel.groups + g * kGroupBytes, floats, prefetch);
-      multiply_panel<Float, kRows>(x + g * kGroup, k, floats, kPanel, kGroup, sums);
-    }
+    for (int64_t g = 0; g < k / kGroup; ++g, x += kGroup)
+      widen_group<Weights>(panel.groups + g * kGroupBytes, prefetch, [&](int64_t i, Floats left, Floats right) {
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          const Floats number = broadcast_float(x[r * k + i]);
+          sums[r][0] += number * left;
+          sums[r][1] += number * right;
+        }
+      });
   }
 };
 
