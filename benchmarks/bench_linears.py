@@ -55,12 +55,21 @@ class Kind:
     dtype: torch.dtype
     """Type of the activations."""
     form: str | None = None
-    """Format of the weights; None: the type of the activations."""
+    """Format of quantized weights."""
+    weight_dtype: torch.dtype | None = None
+    """Type of weights that are not quantized; None: the type of the activations."""
+    is_widened: bool = False
+    """Whether quantized weights are multiplied as floats."""
+
+    @property
+    def stored(self) -> torch.dtype:
+        """Type of weights that are not quantized."""
+        return self.weight_dtype or self.dtype
 
     @property
     def multiplied(self) -> torch.dtype:
         """Type of the numbers that are multiplied."""
-        return self.dtype if self.form is None else torch.int8
+        return self.dtype if self.form is None or self.is_widened else torch.int8
 
 
 def kinds_here(config: ModelConfig) -> dict[str, Kind]:
@@ -68,9 +77,11 @@ def kinds_here(config: ModelConfig) -> dict[str, Kind]:
     float32, bfloat16 = torch.float32, torch.bfloat16
     kinds = []
     if cpu_extension.multiplies(float32):
-        kinds.append(Kind("fp32", layers_for("cpu", float32), float32))
+        layers = layers_for("cpu", float32)
+        kinds += [Kind("fp32", layers, float32), Kind("bf16 in fp32", layers, float32, weight_dtype=bfloat16)]
         dtype = resolve_dtype("auto", None, _CPU)
         if all(k % GROUP == 0 for _, _, k in weight_shapes(config)):
+            kinds += [Kind(f"{form} in fp32", layers, float32, form, is_widened=True) for form in BITS_PER_WEIGHT]
             kinds += [Kind(form, layers_for("cpu", dtype, quantized=True), dtype, form) for form in BITS_PER_WEIGHT]
     if cpu_extension.multiplies(bfloat16):
         kinds.append(Kind("bf16", layers_for("cpu", bfloat16), bfloat16))
@@ -109,7 +120,7 @@ class Step:
         """Adds a linear layer. `weight`: float32 [n, k]"""
         layers = self.kind.layers
         form = HEAD_FORM if self.kind.form and name == _HEAD else self.kind.form
-        rounded = weight.to(self.kind.dtype) if form is None else quantize(weight, form)
+        rounded = weight.to(self.kind.stored) if form is None else quantize(weight, form)
         if name.endswith("gate_up_proj.weight"):
             layer = layers.gated_linear(rounded, None)
         elif name == _HEAD:
@@ -124,7 +135,7 @@ class Step:
             self._num_head_weights += weight.numel()
         else:
             self._num_weights += weight.numel()
-        self.num_bytes += weight.numel() * (self.kind.dtype.itemsize if form is None else BITS_PER_WEIGHT[form] / 8)
+        self.num_bytes += weight.numel() * (self.kind.stored.itemsize if form is None else BITS_PER_WEIGHT[form] / 8)
 
     def set_inputs(self, inputs: dict[int, torch.Tensor]) -> None:
         """Sets the inputs of all layers. `inputs`: width -> float32 [rows, width]"""

@@ -20,15 +20,13 @@ from typing import TypeVar
 
 import torch
 
-from ..model_executor.device.dtypes import resolve_dtype
-from ..model_executor.runner.settings import resolve_device
-from ..model_executor.weights.loader import checkpoint_dtype
+from ..model_executor.runner.settings import resolve_settings
 from ..srt.entrypoints.engine import Engine
 from ..srt.model_files.model_config import load_model_config
 from ..srt.server_args import ServerArgs
 from .ceilings import measure_ceilings
 from .compare import NEEDS_CHECKOUT, has_peers
-from .engine_args import add_engine_arguments, engine_args, kv_dtype_bytes
+from .engine_args import add_engine_arguments, engine_args
 from .limits import ModelCost, workload_s
 from .offline_workloads import Span, random_requests
 from .presets import model_name
@@ -52,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_model_config(server_args.model_path, server_args.load_format)
     name = model_name(server_args.model_path)
     try:
-        device = resolve_device(server_args.device)
-        dtype = resolve_dtype(server_args.dtype, checkpoint_dtype(config), device)
+        resolved = resolve_settings(server_args, config)
+        device, dtype = resolved.device, resolved.dtype
         requests = random_requests(args.num_prompts, args.input_len, args.output_len, args.seed, config.vocab_size)
     except ValueError as error:
         parser.error(str(error))
@@ -62,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     multiplied = dtype if server_args.quantization is None else torch.int8
     result.ceilings = measure_ceilings(device, multiplied, small=args.small_ceilings)
     limit_s = workload_s(
-        ModelCost.of(config, dtype.itemsize, kv_dtype_bytes(server_args), server_args.quantization),
+        ModelCost.of_runner(config, resolved),
         [request.prompt_len for request in requests],
         [request.output_len for request in requests],
         result.ceilings,

@@ -23,13 +23,11 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ..model_executor.device.dtypes import resolve_dtype
-from ..model_executor.runner.settings import resolve_device
-from ..model_executor.weights.loader import checkpoint_dtype
+from ..model_executor.runner.settings import resolve_settings
 from ..srt.model_files.model_config import load_model_config
 from ..srt.server_args import ServerArgs
 from .ceilings import measure_ceilings
-from .engine_args import add_engine_arguments, engine_args, kv_dtype_bytes
+from .engine_args import add_engine_arguments, engine_args
 from .limits import ModelCost, decode_step_s, prefill_s
 from .local_engine import DirectBatch, TimedEngine
 from .presets import model_name
@@ -49,15 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_model_config(server_args.model_path, server_args.load_format)
     name = model_name(server_args.model_path)
     try:
-        device = resolve_device(server_args.device)
-        dtype = resolve_dtype(server_args.dtype, checkpoint_dtype(config), device)
+        resolved = resolve_settings(server_args, config)
+        device, dtype = resolved.device, resolved.dtype
         use_server_threads()
         result = Result(f"one-batch-{name}", f"One batch: {name}", parser.prog, argv, device)
         # Ceilings come first, while memory is free: the KV pool later takes all free memory.
         multiplied = dtype if server_args.quantization is None else torch.int8
         result.ceilings = measure_ceilings(device, multiplied, small=args.small_ceilings)
-        cost = ModelCost.of(config, dtype.itemsize, kv_dtype_bytes(server_args), server_args.quantization)
-        bench = _Bench(args, result, cost)
+        bench = _Bench(args, result, ModelCost.of_runner(config, resolved))
         result.values.update(model=name, dtype=str(dtype).removeprefix("torch."))
         for graphs in _graph_settings(args, server_args):
             settings = dataclasses.replace(server_args, disable_cuda_graph=graphs == "off")

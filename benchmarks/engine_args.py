@@ -38,11 +38,6 @@ def engine_args(parser: argparse.ArgumentParser, namespace: argparse.Namespace) 
         parser.error(str(error))
 
 
-def kv_dtype_bytes(server_args: ServerArgs) -> int | None:
-    """Bytes of a number in the KV pool, or None if the pool has the type of the activations."""
-    return None if server_args.kv_cache_dtype == "auto" else 1
-
-
 def _missing(namespace: argparse.Namespace, defaults: dict[str, object]) -> dict[str, object]:
     """The default settings that the command line does not give, and the path in place of a preset's name."""
     return {name: value for name, value in defaults.items() if name == "model_path" or not hasattr(namespace, name)}

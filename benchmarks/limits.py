@@ -11,17 +11,18 @@ two or three layers can be faster than its limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..model_executor.models.family import family_of
+from ..model_executor.runner.settings import RunnerSettings
 from ..model_executor.weights.quantization import parameter_bytes
 from ..srt.model_files.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Bytes and floating-point operations of a model in one dtype, summed over all layers."""
+    """Bytes and floating-point operations of a model, summed over all layers."""
 
     weight_bytes: int
     """Bytes of weights that a sampling step reads."""
@@ -40,12 +41,16 @@ class ModelCost:
         dtype_bytes: int,
         kv_dtype_bytes: int | None = None,
         quantization: str | None = None,
+        *,
+        matrix_bytes: int | None = None,
+        forms: Mapping[str, str] | None = None,
     ) -> ModelCost:
+        """`matrix_bytes`, `forms`: as in `parameter_bytes`."""
         shapes = {parameter.name: parameter.shape for parameter in family_of(config).parameters(config)}
         embedding = shapes.pop("embed_tokens.weight")
         head = shapes.pop("lm_head.weight", embedding)
         in_layers = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
-        num_bytes = parameter_bytes(config, dtype_bytes, quantization)
+        num_bytes = parameter_bytes(config, dtype_bytes, quantization, matrix_bytes=matrix_bytes, forms=forms)
         if not config.tie_word_embeddings:
             del num_bytes["embed_tokens.weight"]
         kv_heads = config.num_layers * config.num_kv_heads * config.head_dim
@@ -55,6 +60,16 @@ class ModelCost:
             layer_flops_per_token=2 * in_layers,
             head_flops_per_token=2 * math.prod(head),
             attention_flops_per_pair=4 * config.num_layers * config.num_heads * config.head_dim,
+        )
+
+    @classmethod
+    def of_runner(cls, config: ModelConfig, settings: RunnerSettings) -> ModelCost:
+        return cls.of(
+            config,
+            settings.dtype.itemsize,
+            settings.kv_dtype.itemsize,
+            matrix_bytes=settings.weight_dtype.itemsize,
+            forms=settings.weight_forms,
         )
 
     def decode_bytes(self, context_lens: Sequence[int]) -> int:

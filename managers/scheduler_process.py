@@ -311,6 +311,7 @@ def _max_total_tokens(runner: EngineRunner) -> int:
 def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> SchedulerReady:
     """The facts about a loaded model that other processes need. Logs them."""
     settings = runner.settings
+    forms = set(settings.weight_forms.values())
     facts = SchedulerReady(
         max_total_num_tokens=runner.max_total_num_tokens,
         max_running_requests=settings.max_running_requests,
@@ -320,6 +321,7 @@ def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> Scheduler
         max_prefill_tokens=settings.max_prefill_tokens,
         vocab_size=model_config.vocab_size,
         dtype=str(settings.dtype).removeprefix("torch."),
+        weight_dtype=", ".join(sorted(forms)) if forms else str(settings.weight_dtype).removeprefix("torch."),
         device=str(settings.device),
         attention_backend=settings.attention_backend,
         page_size=settings.page_size,
@@ -328,8 +330,9 @@ def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> Scheduler
         graph_bytes=runner.num_bytes.graphs,
     )
     logger.info(
-        "Model loaded: %s on %s, %.0f MiB of weights, KV pool of %d tokens (%.0f MiB) in pages of %d, context %d, "
-        "%s attention",
+        "Model loaded: weights %s, activations %s on %s, %.0f MiB of weights, KV pool of %d tokens (%.0f MiB) in pages "
+        "of %d, context %d, %s attention",
+        facts.weight_dtype,
         facts.dtype,
         facts.device,
         facts.weight_bytes / 2**20,

@@ -41,7 +41,8 @@ class ServerArgs:
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         Setting(
-            "Data type of weights, activations and KV; auto: float16 or bfloat16 on a GPU, bfloat16 or float32 on a CPU"
+            "Data type of weights, activations and KV; auto: float16 or bfloat16 on a GPU, bfloat16 or float32 on a "
+            "CPU; with float32, a CPU keeps matrices as their file stores them"
         ),
     ] = "auto"
     kv_cache_dtype: Annotated[

@@ -17,6 +17,9 @@ class SchedulerReady(msgspec.Struct, frozen=True, kw_only=True, tag="scheduler_r
     max_prefill_tokens: int
     vocab_size: int
     dtype: str
+    """Type of the activations."""
+    weight_dtype: str
+    """Type of the matrices: a data type, or the forms of quantized ones."""
     device: str
     attention_backend: str
     page_size: int

@@ -53,6 +53,7 @@ FACTS = SchedulerReady(
     max_prefill_tokens=128,
     vocab_size=1000,
     dtype="float32",
+    weight_dtype="float32",
     device="cpu",
     attention_backend="torch",
     page_size=1,

@@ -268,6 +268,7 @@ def make_manager(
         max_prefill_tokens=128,
         vocab_size=VOCAB_SIZE,
         dtype="float32",
+        weight_dtype="int4, int8",
         device="cpu",
         attention_backend="torch",
         page_size=1,

@@ -127,7 +127,7 @@ def make_meta_runner(monkeypatch, config, attention=MetaAttention, **options):
     monkeypatch.setattr(
         load,
         "load_parameters",
-        lambda config, dtype, device, *_: {
+        lambda config, dtype, device, *_, **types: {
             parameter.name: torch.empty(parameter.shape, dtype=dtype, device=device)
             for parameter in decoder_parameters(config)
         },

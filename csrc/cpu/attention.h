@@ -207,7 +207,7 @@ class Attention {
     for (int64_t i = 0; i < keys; i += kPanel)
       for_each_piece(rows, [&](int64_t first, auto count) {
         Floats sums[count][2] = {};
-        multiply_panel<C, count>(
+        multiply_panel<Dot<C>, count>(
             q + first * width_,
             width_,
             panels.k[i / kPanel].numbers,
@@ -293,7 +293,7 @@ class Attention {
           sums[r][1] = load_floats(acc + (first + r) * width_ + d + kLanes);
         }
         for (int64_t i = 0; i < keys; i += kPanel)
-          multiply_panel<C, count>(
+          multiply_panel<Dot<C>, count>(
               weights + first * kTile + i,
               kTile,
               panels.v[i / kPanel].numbers + d * kPanel,

@@ -1,8 +1,9 @@
 // Products of a few rows with a panel, one 32-bit word at a time. README.md explains words and panels.
 //
 // `Dot<T>` describes a word of type T: how many numbers it holds, and how a vector of sums adds the products of one
-// word of a row with a vector of words of a panel. `multiply_panel` is the loop around it. Every matrix product of this
-// folder is this loop: linear layers multiply panels of weights, attention multiplies panels of keys and values.
+// word of a row with a vector of words of a panel, in one part or several. `multiply_panel` is the loop around it. Every
+// matrix product of this folder is this loop: linear layers multiply panels of weights, attention multiplies panels of
+// keys and values.
 #pragma once
 
 #include "vectors.h"
@@ -13,7 +14,8 @@ namespace tercet {
 /// row.
 constexpr int64_t kMaxRows = kLanes == 16 ? 12 : 6;
 
-template <typename T>
+/// `T` is the type of the panel, `X` that of the rows.
+template <typename T, typename X = T>
 struct Dot;
 
 template <>
@@ -23,13 +25,50 @@ struct Dot<float> {
   using Words = Floats;
   using Sums = Floats;
   static constexpr int64_t kPerWord = 1;
-  static void load(const float* words, Words& left, Words& right) {
+  static constexpr int kParts = 1;
+  static void load(const float* words, int, Words& left, Words& right) {
     left = load_floats(words);
     right = load_floats(words + kLanes);
   }
-  static Words broadcast(const float* word) { return Floats{} + *word; }
+  static Words broadcast(const float* word, int) { return broadcast_float(*word); }
   static void add(Floats& sums, Words row, Words panel) { sums += row * panel; }
 };
+
+/// A panel of bfloat16 whose numbers are widened to float in registers: the first of each word by a shift, then the
+/// second by a mask. The products are exact, and memory holds half as many bytes as with float. With rows of float,
+/// a row's sums have the bits that a panel of float with the same numbers gives.
+template <typename X>
+struct WidenedDot {
+  using Row = X;
+  using Panel = at::BFloat16;
+  using Words = Floats;
+  using Sums = Floats;
+  static constexpr int64_t kPerWord = 2;
+  static constexpr int kParts = 2;
+  static void load(const at::BFloat16* words, int part, Words& left, Words& right) {
+    Bits bits;
+    std::memcpy(&bits, words, sizeof(bits));
+    left = widen(bits, part);
+    std::memcpy(&bits, words + kLanes * kPerWord, sizeof(bits));
+    right = widen(bits, part);
+  }
+  static Words broadcast(const float* word, int part) { return broadcast_float(word[part]); }
+  static Words broadcast(const at::BFloat16* word, int part) {
+    uint32_t bits;
+    std::memcpy(&bits, word, sizeof(bits));
+    return widen(Bits{} + bits, part);
+  }
+  static void add(Floats& sums, Words row, Words panel) { sums += row * panel; }
+
+ private:
+  typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+  static Floats widen(Bits bits, int part) {
+    return reinterpret_cast<Floats>(part == 0 ? bits << 16 : bits & 0xffff0000);
+  }
+};
+
+template <>
+struct Dot<at::BFloat16, float> : WidenedDot<float> {};
 
 #ifdef __AVX512BF16__
 template <>
@@ -39,11 +78,12 @@ struct Dot<at::BFloat16> {
   using Words = __m512i;
   using Sums = Floats;
   static constexpr int64_t kPerWord = 2;
-  static void load(const at::BFloat16* words, Words& left, Words& right) {
+  static constexpr int kParts = 1;
+  static void load(const at::BFloat16* words, int, Words& left, Words& right) {
     left = _mm512_loadu_si512(words);
     right = _mm512_loadu_si512(words + kLanes * kPerWord);
   }
-  static Words broadcast(const at::BFloat16* word) {
+  static Words broadcast(const at::BFloat16* word, int) {
     int bits;
     std::memcpy(&bits, word, sizeof(bits));
     return _mm512_set1_epi32(bits);
@@ -53,32 +93,9 @@ struct Dot<at::BFloat16> {
   }
 };
 #else
-/// A processor without products of bfloat16 widens both numbers of a word to float, by a shift and by a mask. The
-/// products are exact, and memory holds half as many bytes as with float.
+/// A processor without products of bfloat16.
 template <>
-struct Dot<at::BFloat16> {
-  using Row = at::BFloat16;
-  using Panel = at::BFloat16;
-  typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
-  using Sums = Floats;
-  static constexpr int64_t kPerWord = 2;
-  static void load(const at::BFloat16* words, Words& left, Words& right) {
-    std::memcpy(&left, words, sizeof(left));
-    std::memcpy(&right, words + kLanes * kPerWord, sizeof(right));
-  }
-  static Words broadcast(const at::BFloat16* word) {
-    uint32_t bits;
-    std::memcpy(&bits, word, sizeof(bits));
-    return Words{} + bits;
-  }
-  static void add(Floats& sums, Words row, Words panel) {
-    sums += reinterpret_cast<Floats>(row << 16) * reinterpret_cast<Floats>(panel << 16);
-    sums += reinterpret_cast<Floats>(row & kOdd) * reinterpret_cast<Floats>(panel & kOdd);
-  }
-
- private:
-  static constexpr uint32_t kOdd = 0xffff0000;
-};
+struct Dot<at::BFloat16> : WidenedDot<at::BFloat16> {};
 #endif
 
 /// Prefetches a cache line into L2. L1 is full of what is being multiplied: prefetching into it made decode attention
@@ -103,9 +120,9 @@ struct NoPrefetch {
 
 /// Adds the products of kRows rows with a panel to `sums`.
 ///
-/// a: rows of `words` words, a_stride numbers apart. panel: `words` rows of kPanel words, panel_stride numbers apart. A
+/// a: rows of D::kPerWord * words numbers, a_stride numbers apart. panel: `words` rows of kPanel words, panel_stride numbers apart. A
 /// row's sums grow in the order of its words, whatever the other rows are. prefetch() is called once for each word.
-template <typename T, int kRows, typename P = NoPrefetch, typename D = Dot<T>>
+template <typename D, int kRows, typename P = NoPrefetch>
 inline void multiply_panel(
     const typename D::Row* a,
     int64_t a_stride,
@@ -116,13 +133,16 @@ inline void multiply_panel(
     P&& prefetch = {}) {
   for (int64_t k = 0; k < words; ++k) {
     prefetch();
-    typename D::Words left, right;
-    D::load(panel + k * panel_stride, left, right);
+#pragma GCC unroll 2
+    for (int part = 0; part < D::kParts; ++part) {
+      typename D::Words left, right;
+      D::load(panel + k * panel_stride, part, left, right);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const auto word = D::broadcast(a + r * a_stride + k * D::kPerWord);
-      D::add(sums[r][0], word, left);
-      D::add(sums[r][1], word, right);
+      for (int r = 0; r < kRows; ++r) {
+        const auto word = D::broadcast(a + r * a_stride + k * D::kPerWord, part);
+        D::add(sums[r][0], word, left);
+        D::add(sums[r][1], word, right);
+      }
     }
   }
 }

@@ -6,39 +6,64 @@
 #include "norm.h"
 #include "op_checks.h"
 #include "quantized.h"
+#include "widened.h"
 
 namespace tercet {
 
-template <typename T>
-Packed<T> packed_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns) {
-  const int64_t k = x.size(1), per_word = Dot<T>::kPerWord, panels = ceil_div(columns, kPanel);
+template <typename T, typename X>
+Packed<T, X> packed_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns) {
+  const int64_t k = x.size(1), per_word = Dot<T, X>::kPerWord, panels = ceil_div(columns, kPanel);
   TORCH_CHECK(k % per_word == 0, "rows of x must be whole words");
-  check(packed, "packed", x.scalar_type(), {panels, k / per_word, kPanel, per_word});
-  if (bias) check(*bias, "bias", at::kFloat, {panels, kPanel});
+  check(packed, "packed", c10::CppTypeToScalarType<T>::value, {panels, k / per_word, kPanel, per_word});
   return {packed.const_data_ptr<T>(), data_or_null<float>(bias), k};
 }
 
-inline Tensor linear_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, bool to_float) {
+/// `Weight`: QuantizedPacked or WidenedPacked
+template <typename Weight>
+Weight quantized_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns) {
+  const int64_t k = x.size(1);
+  check(packed, "packed", at::kByte, {ceil_div(columns, kPanel), k / kGroup, Weight::kGroupBytes});
+  return {packed.const_data_ptr<uint8_t>(), data_or_null<float>(bias), k};
+}
+
+/// Calls f(numbers of x, weight). The weight has the type of x; under an x of float it may also be bfloat16, or
+/// quantised, which its bytes per group tell.
+template <typename F>
+void with_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, const F& f) {
   check(x, "x", x.scalar_type(), {x.size(0), x.size(1)});
-  const auto out = empty_result({x.size(0), n}, to_float ? x.options().dtype(at::kFloat) : x.options());
-  TERCET_DOT_FLOAT(x.scalar_type(), [&] {
-    const auto weight = packed_weight<scalar_t>(x, packed, bias, n);
-    const auto to = [&](auto* numbers) {
-      run_or_record(
-          x.size(0), [=, x = x.const_data_ptr<scalar_t>()](int64_t rows) { linear(x, rows, weight, n, numbers); });
+  if (bias) check(*bias, "bias", at::kFloat, {ceil_div(columns, kPanel), kPanel});
+  if (packed.scalar_type() == at::kByte) {
+    TORCH_CHECK(x.scalar_type() == at::kFloat, "x of quantised weights must be float, got ", x.scalar_type());
+    TORCH_CHECK(x.size(1) % kGroup == 0, "rows of x must be whole groups");
+    const auto call = [&]<typename Weight>() {
+      f(x.const_data_ptr<float>(), quantized_weight<Weight>(x, packed, bias, columns));
     };
-    to_float ? to(out.data_ptr<float>()) : to(out.data_ptr<scalar_t>());
+    using Int4 = WidenedPacked<Int4Weights>;
+    packed.size(-1) == Int4::kGroupBytes ? call.template operator()<Int4>()
+                                         : call.template operator()<WidenedPacked<Int8Weights>>();
+  } else {
+    with_packed_types(x, packed, [&]<typename X, typename T>(X, T) {
+      f(x.const_data_ptr<X>(), packed_weight<T, X>(x, packed, bias, columns));
+    });
+  }
+}
+
+inline Tensor linear_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, bool to_float) {
+  const auto out = empty_result({x.size(0), n}, to_float ? x.options().dtype(at::kFloat) : x.options());
+  with_weight(x, packed, bias, n, [&]<typename X>(const X* numbers, const auto& weight) {
+    const auto to = [&](auto* out) {
+      run_or_record(x.size(0), [=](int64_t rows) { linear(numbers, rows, weight, n, out); });
+    };
+    to_float ? to(out.template data_ptr<float>()) : to(out.template data_ptr<X>());
   });
   return out;
 }
 
 inline Tensor linear_silu_mul_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n) {
-  check(x, "x", x.scalar_type(), {x.size(0), x.size(1)});
   const auto out = empty_result({x.size(0), n}, x.options());
-  TERCET_DOT_FLOAT(x.scalar_type(), [&] {
-    const auto weight = packed_weight<scalar_t>(x, packed, bias, 2 * round_up(n, kLanes));
-    run_or_record(x.size(0), [=, x = x.const_data_ptr<scalar_t>(), out = out.data_ptr<scalar_t>()](int64_t rows) {
-      linear_silu_mul(x, rows, weight, n, out);
+  with_weight(x, packed, bias, 2 * round_up(n, kLanes), [&]<typename X>(const X* numbers, const auto& weight) {
+    run_or_record(x.size(0), [=, out = out.template data_ptr<X>()](int64_t rows) {
+      linear_silu_mul(numbers, rows, weight, n, out);
     });
   });
   return out;
@@ -54,13 +79,13 @@ inline const int64_t* check_ids(const Tensor& ids, int64_t panels) {
   return id;
 }
 
-inline Tensor embedding_op(const Tensor& ids, const Tensor& packed) {
+inline Tensor embedding_op(const Tensor& ids, const Tensor& packed, at::ScalarType type) {
   const int64_t count = ids.size(0), k = packed.size(1) * packed.size(3);
   check(packed, "packed", packed.scalar_type(), {packed.size(0), packed.size(1), kPanel, packed.size(3)});
   const int64_t* id = check_ids(ids, packed.size(0));
-  auto out = at::empty({count, k}, packed.options());
-  TERCET_DOT_FLOAT(packed.scalar_type(), [&] {
-    unpack_rows(id, count, packed.const_data_ptr<scalar_t>(), k, out.data_ptr<scalar_t>());
+  auto out = at::empty({count, k}, packed.options().dtype(type));
+  with_packed_types(out, packed, [&]<typename X, typename T>(X, T) {
+    unpack_rows(id, count, packed.const_data_ptr<T>(), k, out.data_ptr<X>());
   });
   return out;
 }
@@ -92,9 +117,7 @@ void with_quantized(
         x.size(0), [=, x = x.const_data_ptr<scalar_t>()](int64_t rows) { quantize_rows(x, rows, quantized); });
   });
   const auto call = [&]<typename Weights>() {
-    using Weight = QuantizedPacked<Weights>;
-    check(packed, "packed", at::kByte, {panels, k / kGroup, Weight::kGroupBytes});
-    const Weight weight{packed.const_data_ptr<uint8_t>(), data_or_null<float>(bias), k};
+    const auto weight = quantized_weight<QuantizedPacked<Weights>>(x, packed, bias, columns);
     run_or_record(x.size(0), [=](int64_t rows) { f(quantized, rows, weight); });
   };
   bits == 4 ? call.template operator()<Int4Weights>() : call.template operator()<Int8Weights>();

@@ -11,24 +11,29 @@ namespace tercet {
 constexpr int64_t kBlockBytes = 80 * 1024;
 
 /// A packed weight: [panels, k / kPerWord, kPanel, kPerWord], with zeros beyond the last column. k is a multiple of
-/// kPerWord.
-template <typename T>
+/// kPerWord. X is the type of the numbers of x.
+template <typename T, typename X = T>
 struct Packed {
+  using D = Dot<T, X>;
+
   const T* panels;
   /// [panels, kPanel] or nullptr
   const float* bias;
   int64_t k;
 
   static constexpr int64_t kMaxRows = tercet::kMaxRows;
-  int64_t row_bytes() const { return k * sizeof(T); }
-  int64_t panel_bytes() const { return kPanel * row_bytes(); }
-  int64_t words() const { return k / Dot<T>::kPerWord; }
+  /// Bytes of a row of x.
+  int64_t row_bytes() const { return k * sizeof(X); }
+  int64_t panel_bytes() const { return kPanel * k * sizeof(T); }
+  int64_t words() const { return k / D::kPerWord; }
 
-  /// sums[r] += row (first + r) of x times a panel
+  /// What `rows` rows of x are multiplied with.
+  const T* open(int64_t panel, [[maybe_unused]] int64_t rows) const { return panels + panel * kPanel * k; }
+
+  /// sums[r] += row (first + r) of x times an opened panel
   template <int kRows>
-  void multiply(const T* x, int64_t first, int64_t panel, Floats (&sums)[kRows][2], Prefetch prefetch) const {
-    const T* weights = panels + panel * kPanel * k;
-    multiply_panel<T, kRows>(x + first * k, k, weights, kPanel * Dot<T>::kPerWord, words(), sums, prefetch);
+  void multiply(const X* x, int64_t first, const T* panel, Floats (&sums)[kRows][2], Prefetch prefetch) const {
+    multiply_panel<D, kRows>(x + first * k, k, panel, kPanel * D::kPerWord, words(), sums, prefetch);
   }
 };
 
@@ -56,13 +61,14 @@ void multiply(const X& x, int64_t rows, const Weight& weight, int64_t num_panels
         bias[0] = load_floats(weight.bias + panel * kPanel);
         bias[1] = load_floats(weight.bias + panel * kPanel + kLanes);
       }
+      const auto opened = weight.open(panel, count);
       const int64_t next_panel = panel + 1 < end ? panel + 1 : next_run;
       const char* next = reinterpret_cast<const char*>(weight.panels) + next_panel * weight.panel_bytes();
       for_each_piece<Weight::kMaxRows>(count, [&](int64_t at, auto piece) {
         const int64_t bytes_per_word = weight.panel_bytes() / weight.words() * piece / count;
         const Prefetch prefetch{next + weight.panel_bytes() * at / count, bytes_per_word};
         Floats sums[piece][2] = {};
-        weight.template multiply<piece>(x, first + at, panel, sums, prefetch);
+        weight.template multiply<piece>(x, first + at, opened, sums, prefetch);
         for (int r = 0; r < piece; ++r)
           store(first + at + r, panel, to_vec(sums[r][0] + bias[0]), to_vec(sums[r][1] + bias[1]));
       });
@@ -90,13 +96,13 @@ void linear_silu_mul(const X& x, int64_t rows, const Weight& weight, int64_t n, 
 }
 
 /// Reads columns of a packed weight [n, k], which are the rows of an embedding, into out [count, k]. ids are below n.
-template <typename T>
-void unpack_rows(const int64_t* ids, int64_t count, const T* panels, int64_t k, T* out) {
-  constexpr int64_t kPerWord = Dot<T>::kPerWord;
+template <typename T, typename X>
+void unpack_rows(const int64_t* ids, int64_t count, const T* panels, int64_t k, X* out) {
+  constexpr int64_t kPerWord = Dot<T, X>::kPerWord;
   for_each_row_block(count, k, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       const T* from = panels + ids[i] / kPanel * kPanel * k + ids[i] % kPanel * kPerWord;
-      T* to = out + i * k;
+      X* to = out + i * k;
       for (int64_t word = 0; word < k; word += kPerWord) std::copy_n(from + word * kPanel, kPerWord, to + word);
     }
   });

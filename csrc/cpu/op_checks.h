@@ -24,6 +24,17 @@ using std::optional;
       type, "tercet", AT_DISPATCH_CASE(at::kFloat, __VA_ARGS__)                  \
                           AT_DISPATCH_CASE(at::kBFloat16, __VA_ARGS__))
 
+/// Calls f(X(), T()) with the types of the numbers of x and of a packed weight. The weight has the type of x, or bfloat16
+/// under an x of float32.
+template <typename F>
+void with_packed_types(const Tensor& x, const Tensor& packed, const F& f) {
+  if (x.scalar_type() == at::kFloat && packed.scalar_type() == at::kBFloat16) {
+    f(float(), at::BFloat16());
+  } else {
+    TERCET_DOT_FLOAT(x.scalar_type(), [&] { f(scalar_t(), scalar_t()); });
+  }
+}
+
 inline void check(const Tensor& tensor, const char* name, at::ScalarType type, at::IntArrayRef shape) {
   TORCH_CHECK(tensor.device().is_cpu() && tensor.is_contiguous(), name, " must be contiguous and on the CPU");
   TORCH_CHECK(tensor.scalar_type() == type, name, " must be ", type, ", got ", tensor.scalar_type());

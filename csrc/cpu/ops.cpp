@@ -27,7 +27,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
   });
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, bool to_float=False) -> Tensor", &linear_op);
   m.def("linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_silu_mul_op);
-  m.def("embedding(Tensor ids, Tensor packed) -> Tensor", &embedding_op);
+  m.def("embedding(Tensor ids, Tensor packed, ScalarType dtype) -> Tensor", &embedding_op);
   m.def("quantized_embedding(Tensor ids, Tensor packed, ScalarType dtype) -> Tensor", &quantized_embedding_op);
   m.def(
       "quantized_linear(Tensor x, Tensor packed, Tensor? bias, int n, int bits, bool to_float=False) -> Tensor",

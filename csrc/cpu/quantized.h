@@ -42,7 +42,8 @@ struct IntegerDot {
   using RowWord = Ints;
   using Sums = Ints;
   static constexpr int64_t kPerWord = 4;
-  static RowWord broadcast(const int8_t* word) {
+  static constexpr int kParts = 1;
+  static RowWord broadcast(const int8_t* word, int) {
     int32_t bits;
     std::memcpy(&bits, word, sizeof(bits));
     return Ints{} + bits;
@@ -58,7 +59,7 @@ template <>
 struct Dot<Int8Weights> : IntegerDot {
   static constexpr bool kHasMin = false;
   static constexpr int64_t kHeaderBytes = 2 * kPanel, kWordBytes = 4 * kPanel;
-  static void load(const uint8_t* words, Bytes& left, Bytes& right) {
+  static void load(const uint8_t* words, int, Bytes& left, Bytes& right) {
     std::memcpy(&left, words, sizeof(left));
     std::memcpy(&right, words + sizeof(left), sizeof(right));
   }
@@ -73,7 +74,7 @@ template <>
 struct Dot<Int4Weights> : IntegerDot {
   static constexpr bool kHasMin = true;
   static constexpr int64_t kHeaderBytes = 4 * kPanel, kWordBytes = 2 * kPanel;
-  static void load(const uint8_t* words, Bytes& left, Bytes& right) {
+  static void load(const uint8_t* words, int, Bytes& left, Bytes& right) {
     Bytes both;
     std::memcpy(&both, words, sizeof(both));
     left = both & 15;
@@ -156,11 +157,13 @@ struct QuantizedPacked {
   int64_t panel_bytes() const { return k / kGroup * kGroupBytes; }
   int64_t words() const { return k / D::kPerWord; }
 
+  const uint8_t* open(int64_t panel, [[maybe_unused]] int64_t rows) const { return panels + panel * panel_bytes(); }
+
   template <int kRows>
   void multiply(
-      const QuantizedRows& x, int64_t first, int64_t panel, Floats (&sums)[kRows][2], Prefetch prefetch) const {
+      const QuantizedRows& x, int64_t first, const uint8_t* weights, Floats (&sums)[kRows][2], Prefetch prefetch)
+      const {
     const int64_t groups = k / kGroup;
-    const uint8_t* weights = panels + panel * panel_bytes();
     const int8_t* values = x.values(first);
     const QuantizedRows::Group* row_groups[kRows];
     for (int r = 0; r < kRows; ++r) row_groups[r] = x.groups(first + r);
@@ -168,7 +171,7 @@ struct QuantizedPacked {
       Ints products[kRows][2];
       for (int r = 0; r < kRows; ++r)
         products[r][0] = products[r][1] = Ints{} + (D::kHasMin ? 0 : row_groups[r][g].offset);
-      multiply_panel<Weights, kRows>(
+      multiply_panel<D, kRows>(
           values + g * kGroup,
           row_bytes(),
           weights + D::kHeaderBytes,

@@ -32,6 +32,9 @@ inline Floats load_floats(const float* from) {
   return loaded;
 }
 
+/// A vector of equal floats. The compiler has to keep the addition of zero (-0 becomes 0), but not its subtraction.
+inline Floats broadcast_float(float x) { return x - Floats{}; }
+
 inline void store_floats(float* to, Floats floats) { std::memcpy(to, &floats, sizeof(floats)); }
 
 inline Floats to_floats(Vec x) {

@@ -6,16 +6,18 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from ...srt.machine.huge_pages import Arena, zeroed
+from ...srt.machine.huge_pages import zeroed
 from ...srt.model_files.rope_config import RopeConfig
 from .. import cpu_extension
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from .attention import QKNorm
+from .embedding import Embedding
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
+from .packing import interleave, pack_any, pack_bias
+from .quantized_weight import QuantizedWeight
 from .rotary import RotationTable
 
 _ops = torch.ops.tercet_cpu
@@ -28,47 +30,18 @@ class CpuRMSNorm(RMSNorm):
         return _ops.rms_norm(x, residual, self.weight, self.eps)
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Pack a weight into panels: [n, k] -> [ceil(n / width), k / per_word, width, per_word]. Pads n with zeros.
-
-    A panel holds `width` rows of the weight, as many as there are floats in two vector registers. A row consists of
-    words of 32 bits. The panel stores first word 0 of all its rows, then word 1 of all its rows, and so on, because one
-    step of the dot products reads the same word of all rows.
-    """
-    width, per_word = 2 * cpu_extension.lanes(), 4 // weight.itemsize
-    n, k = weight.shape
-    assert k % per_word == 0, (n, k)
-    return on_huge_pages(padded(weight, 0, width).view(-1, width, k // per_word, per_word).transpose(1, 2))
-
-
-_arena = Arena()
-
-
-def on_huge_pages(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of x on huge pages."""
-    return torch.from_numpy(_arena.take(x.nbytes)).view(x.dtype).view(x.shape).copy_(x)
-
-
-def padded(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
-    """Pad dimension `dim` with zeros to a multiple of `multiple`. Returns x itself if no padding is needed."""
-    missing = -x.shape[dim] % multiple
-    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
-
-
-def pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """Pack a bias [n] as `pack` packs rows: float32 [ceil(n / width), width]."""
-    if bias is None:
-        return None
-    width = 2 * cpu_extension.lanes()
-    return padded(bias.float(), 0, width).view(-1, width)
-
-
 class CpuLinear:
-    """`Linear` on packed weights. `to_float`: the result is float32 for every type of x."""
+    """`Linear` on packed weights. `to_float`: the result is float32 for every type of x.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, to_float: bool = False) -> None:
+    The weights have the type of x. For an x of float32 they may also be bfloat16 or quantized: each is then widened to
+    the float32 number that it stands for when it is multiplied.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None, *, to_float: bool = False
+    ) -> None:
         self.num_out = weight.shape[0]
-        self.packed = pack(weight)
+        self.packed = pack_any(weight)
         self.bias = pack_bias(bias)
         self._to_float = to_float
 
@@ -79,30 +52,50 @@ class CpuLinear:
 class CpuGatedLinear:
     """`GatedLinear` on packed weights. A panel holds gate rows in one half and the matching up rows in the other."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> None:
         self.num_out = weight.shape[0] // 2
-        self.packed = pack(interleave(weight))
+        self.packed = pack_any(
+            weight.with_rows(interleave) if isinstance(weight, QuantizedWeight) else interleave(weight)
+        )
         self.bias = None if bias is None else pack_bias(interleave(bias))
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return _ops.linear_silu_mul(x, self.packed, self.bias, self.num_out)
 
 
-def interleave(gate_up: torch.Tensor) -> torch.Tensor:
-    """Reorder the rows of gate_up [2 * n, ...]: `lanes` gate rows, the matching up rows, the next gate rows, ..."""
-    lanes = cpu_extension.lanes()
-    halves = padded(gate_up.view(2, -1, *gate_up.shape[1:]), 1, lanes).view(2, -1, lanes, *gate_up.shape[1:])
-    return halves.transpose(0, 1).reshape(-1, *gate_up.shape[1:])
-
-
 class PackedEmbedding:
     """`Embedding` that reads the packed output head, for models that tie the embedding to the head."""
 
-    def __init__(self, head: CpuLinear) -> None:
+    def __init__(self, head: CpuLinear, dtype: torch.dtype) -> None:
+        """`dtype`: type of the vectors."""
         self._packed = head.packed
+        self._dtype = dtype
 
     def __call__(self, ids: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
-        return _ops.embedding(ids, self._packed)
+        return _ops.embedding(ids, self._packed, self._dtype)
+
+
+class QuantizedEmbedding:
+    """`Embedding` that reads the 8-bit output head, for models that tie the embedding to the head."""
+
+    def __init__(self, packed: torch.Tensor, dtype: torch.dtype) -> None:
+        """`packed`: the packed weight of the head. `dtype`: type of the vectors."""
+        self._packed = packed
+        self._dtype = dtype
+
+    def __call__(self, ids: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        return _ops.quantized_embedding(ids, self._packed, self._dtype)
+
+
+class WidenedEmbedding(Embedding):
+    """`Embedding` whose vectors are converted to a wider type."""
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__(weight)
+        self._dtype = dtype
+
+    def __call__(self, ids: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
+        return super().__call__(ids).to(self._dtype)
 
 
 class Rotation(NamedTuple):
@@ -165,6 +158,10 @@ class CpuFloatLayers(CpuLayers):
 
     compiled = True
 
+    def __init__(self, dtype: torch.dtype) -> None:
+        """`dtype`: type of the activations."""
+        self._dtype = dtype
+
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
         return CpuLinear(weight, bias)
 
@@ -174,16 +171,21 @@ class CpuFloatLayers(CpuLayers):
     def head(self, weight: Any) -> Layer:
         return CpuLinear(weight, to_float=True)
 
+    def embedding(self, weight: Any) -> Layer:
+        return Embedding(weight) if weight.dtype == self._dtype else WidenedEmbedding(weight, self._dtype)
+
     def tied_embedding(self, weight: Any, head: Layer) -> Layer:
         assert isinstance(head, CpuLinear)
-        return PackedEmbedding(head)
+        if isinstance(weight, QuantizedWeight):
+            return QuantizedEmbedding(head.packed, self._dtype)
+        return PackedEmbedding(head, self._dtype)
 
 
 def cpu_layers(dtype: torch.dtype, widths: Iterable[int] = ()) -> CpuLayers:
-    """Make the layers of a CPU for a type and the widths of the model's vectors.
+    """Make the layers of a CPU for the type of the activations and the widths of the model's vectors.
 
     Linear layers use torch's operations in two cases: the build for this processor cannot multiply the type, or a width
     is not a whole number of words (32 bits).
     """
     whole_words = all(width * dtype.itemsize % 4 == 0 for width in widths)
-    return CpuFloatLayers() if whole_words and cpu_extension.multiplies(dtype) else CpuLayers()
+    return CpuFloatLayers(dtype) if whole_words and cpu_extension.multiplies(dtype) else CpuLayers()

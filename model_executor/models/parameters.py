@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from enum import Enum, auto
 from typing import NamedTuple, TypeAlias
 
+import torch
+
 from ...srt.model_files.model_config import ModelConfig
 
 Region: TypeAlias = tuple[slice, ...]
@@ -45,6 +47,17 @@ class Parameter(NamedTuple):
     parts: tuple[Part, ...]
     split: Split
     """how ranks divide each of the parts"""
+
+
+class ParameterDtypes(NamedTuple):
+    """The types of the parameters that are not quantized."""
+
+    vectors: torch.dtype
+    """of norms and biases"""
+    matrices: torch.dtype
+
+    def of(self, parameter: Parameter) -> torch.dtype:
+        return self.matrices if len(parameter.shape) == 2 else self.vectors
 
 
 class Shard(NamedTuple):

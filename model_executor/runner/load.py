@@ -26,7 +26,6 @@ from ..sampling.row_logprobs import block_bytes
 from ..sampling.sampler import Sampler
 from ..step import StepInputs
 from ..weights.loader import load_parameters
-from ..weights.quantization import parameter_bytes
 from ..weights.weight_cache import open_weight_cache
 from .cpu_graph_runner import CpuGraphRunner
 from .cuda_graph_runner import CudaGraphRunner, batch_sizes, max_work_lens
@@ -34,7 +33,7 @@ from .decode_runner import DecodeInputs
 from .host_kv import HostKV
 from .kv_budget import num_kv_tokens
 from .model_runner import ModelRunner, RunnerBytes
-from .settings import RunnerSettings
+from .settings import RunnerSettings, weight_bytes
 from .slot_table import SlotTable
 from .step_memory import activation_bytes, gather_bytes, rotation_bytes
 from .warmup import all_allowed, warmup_steps
@@ -74,7 +73,13 @@ class _RunnerBuilder:
         self.accelerator = make_accelerator(settings.device)
         cache = open_weight_cache(settings.weight_cache)
         self.parameters: Parameters = load_parameters(
-            config, settings.dtype, settings.device, settings.seed, cache, settings.quantization
+            config,
+            settings.dtype,
+            settings.device,
+            settings.seed,
+            cache,
+            weight_dtype=settings.weight_dtype,
+            forms=settings.weight_forms,
         )
         self.uploads = Uploads(settings.device, self.accelerator)
         self.sampler = Sampler(
@@ -86,7 +91,7 @@ class _RunnerBuilder:
         )
         # Shared by the runner that is measured and the runner that serves, so that the measurement includes it.
         self.table = SlotTable(settings.max_running_requests, settings.context_len, settings.device)
-        self.weight_bytes = sum(parameter_bytes(config, settings.dtype.itemsize, settings.quantization).values())
+        self.weight_bytes = weight_bytes(settings, config)
         self.bytes_per_token = MHATokenToKVPool.bytes_per_token(
             config.num_layers, config.num_kv_heads, config.head_dim, settings.kv_dtype
         )
@@ -225,7 +230,6 @@ class _RunnerBuilder:
         return WeightUpdater(
             self.settings,
             self.config,
-            weight_bytes=self.weight_bytes,
             host_memory=host_memory,
             build=build,
             use=use,

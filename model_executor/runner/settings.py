@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,8 +12,8 @@ from ...srt.model_files.model_config import ModelConfig
 from ...srt.server_args import ServerArgs
 from ..attention.registry import default_page_size, resolve_attention_backend, resolve_kv_dtype
 from ..device.dtypes import resolve_dtype
-from ..weights.loader import checkpoint_dtype
-from ..weights.quantization import check_quantization
+from ..weights.loader import checkpoint_dtype, stored_forms, stored_matrix_dtype
+from ..weights.quantization import check_quantization, parameter_bytes, quantized_forms
 
 _DEFAULT_RECORDED_ROWS = 256
 _DEFAULT_HOST_GB = 1.0
@@ -29,13 +30,26 @@ class HostKVSettings(NamedTuple):
     """whether files are below it; without them it must be larger than the KV pool to be of any use"""
 
 
+class WeightTypes(NamedTuple):
+    """How matrices are kept in memory."""
+
+    dtype: torch.dtype
+    """type of those that are not quantized"""
+    forms: Mapping[str, str]
+    """quantized form of parameters, by name"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunnerSettings:
     """The resolved settings of a runner."""
 
     device: torch.device
     dtype: torch.dtype
-    """type of weights and activations"""
+    """type of activations, norms and biases"""
+    weight_dtype: torch.dtype
+    """type of the matrices that are not quantized"""
+    weight_forms: Mapping[str, str]
+    """quantized form of parameters, by name"""
     kv_dtype: torch.dtype
     """type of the KV pool"""
     attention_backend: str
@@ -71,6 +85,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     on_cpu = device.type == "cpu"
     dtype = resolve_dtype(server_args.dtype, checkpoint_dtype(config), device)
     backend = resolve_attention_backend(server_args.attention_backend, device)
+    weights = resolve_weights(dtype, config, backend, server_args.quantization)
     check_quantization(server_args.quantization, backend, device)
     if server_args.fuse_small_steps and (backend != "triton" or dtype == torch.float16):
         raise ValueError(
@@ -83,6 +98,8 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     return RunnerSettings(
         device=device,
         dtype=dtype,
+        weight_dtype=weights.dtype,
+        weight_forms=weights.forms,
         kv_dtype=resolve_kv_dtype(server_args.kv_cache_dtype, dtype, backend),
         attention_backend=backend,
         quantization=server_args.quantization,
@@ -102,6 +119,33 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         host_kv=_host_kv(server_args),
         seed=server_args.random_seed or 0,
     )
+
+
+def resolve_weights(dtype: torch.dtype, config: ModelConfig, backend: str, quantization: str | None) -> WeightTypes:
+    """How matrices are kept in memory.
+
+    A CPU that computes in float32 keeps them as their file stores them, in bfloat16 or quantized, if the compiled
+    operations can widen all of them to float32 when they multiply. That changes no bit of a result. Otherwise matrices
+    have the type of the activations, `dtype`, or the form of the setting `quantization`.
+
+    Raises ValueError and OSError for a checkpoint that cannot be read.
+    """
+    if quantization is not None:
+        return WeightTypes(dtype, quantized_forms(config, quantization))
+    if dtype != torch.float32 or backend != "cpu":
+        return WeightTypes(dtype, {})
+    # Rows of bfloat16 must be whole words of 32 bits.
+    has_whole_words = config.hidden_size % 2 == config.intermediate_size % 2 == 0
+    if has_whole_words and stored_matrix_dtype(config) == torch.bfloat16:
+        return WeightTypes(torch.bfloat16, {})
+    return WeightTypes(dtype, stored_forms(config))
+
+
+def weight_bytes(settings: RunnerSettings, config: ModelConfig) -> int:
+    """The size of all parameters in bytes."""
+    matrix_bytes = settings.weight_dtype.itemsize
+    sizes = parameter_bytes(config, settings.dtype.itemsize, matrix_bytes=matrix_bytes, forms=settings.weight_forms)
+    return sum(sizes.values())
 
 
 def resolve_device(name: str) -> torch.device:

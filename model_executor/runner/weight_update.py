@@ -19,7 +19,7 @@ from ..device.memory import Memory
 from ..models.family import Model, Parameters
 from ..weights.loader import load_parameters
 from .decode_runner import DecodeRunner
-from .settings import RunnerSettings
+from .settings import RunnerSettings, resolve_weights, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,6 @@ class WeightUpdater:
         settings: RunnerSettings,
         config: ModelConfig,
         *,
-        weight_bytes: int,
         host_memory: Callable[[], Memory],
         build: Callable[[Parameters], BuiltModel],
         use: Callable[[BuiltModel], None],
@@ -86,7 +85,6 @@ class WeightUpdater:
         weights are written to them, because the device has no memory for both. None: a new model is built."""
         self._settings = settings
         self._config = config
-        self._weight_bytes = weight_bytes
         self._host_memory = host_memory
         self._build = build
         self._use = use
@@ -102,22 +100,33 @@ class WeightUpdater:
         nothing has changed.
         """
         check_same_model(self._config, config)
-        needed, available = self._weight_bytes + _MARGIN_BYTES, self._host_memory().available
+        settings = self._settings_for(config)
+        needed, available = weight_bytes(settings, config) + _MARGIN_BYTES, self._host_memory().available
         if needed > available:
             raise ValueError(
                 f"the new weights need {needed >> 20} MiB beside the old ones, but only {available >> 20} MiB of "
                 "memory are available"
             )
-        settings = self._settings
         # No weight cache: it is for weights that are loaded again and again.
         stored = load_parameters(
-            config, settings.dtype, torch.device("cpu"), settings.seed, None, settings.quantization
+            config,
+            settings.dtype,
+            torch.device("cpu"),
+            settings.seed,
+            weight_dtype=settings.weight_dtype,
+            forms=settings.weight_forms,
         )
         if self._in_place is None:
             self._use(self._build(CopiedParameters(stored)))
         else:
             self._overwrite(self._in_place, stored)
         trim_heap()
+
+    def _settings_for(self, config: ModelConfig) -> RunnerSettings:
+        """The settings with the types of the new matrices. Their file may store other types than the old one."""
+        settings = self._settings
+        dtype, forms = resolve_weights(settings.dtype, config, settings.attention_backend, settings.quantization)
+        return dataclasses.replace(settings, weight_dtype=dtype, weight_forms=forms)
 
     def _overwrite(self, targets: Mapping[str, torch.Tensor], stored: Parameters) -> None:
         """Read all new weights to the host, and only then write the first one to the device."""

@@ -117,6 +117,9 @@ class GGUFCheckpoint:
         permuted = self._file.metadata["general.architecture"] in _PERMUTED_ARCHITECTURES
         self._permuted_heads = {".q_proj.": config.num_heads, ".k_proj.": config.num_kv_heads} if permuted else {}
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        return {int(kind): dtype for kind, dtype in _PLAIN.items()}.get(self._tensors[name].type)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
@@ -135,6 +138,10 @@ class GGUFCheckpoint:
         found = _dequantize(info.name, blocks, (num_rows, blocks.num_values // num_rows))[:, within]
         return self._in_order(name)(found)
 
+    def has_form(self, name: str, form: str) -> bool:
+        info = self._tensors[name]
+        return (info.type, form) in _FORMS and len(info.shape) == 2
+
     def quantized(self, name: str, form: str, region: Region | None = None) -> QuantizedWeight | None:
         """The tensor, or a region of it, in `form`, with exactly the file's values. None if that is not possible.
 
@@ -142,9 +149,9 @@ class GGUFCheckpoint:
         """
         info = self._tensors[name]
         blocks = self._blocks(info)
-        make = _FORMS.get((blocks.kind, form))
-        if make is None or len(info.shape) != 2:
+        if not self.has_form(name, form):
             return None
+        make = _FORMS[blocks.kind, form]
         rows, columns = region or _all_of(info.shape)
         blocks, _ = blocks.cut(info.shape, rows, columns)
         raw = torch.from_numpy(blocks.raw.copy()).view(rows.stop - rows.start, -1, blocks.raw.shape[1])

@@ -12,9 +12,21 @@ from typing import Any, Protocol
 import torch
 
 from ...srt.model_files.model_config import ModelConfig
-from ..layers.quantized_weight import QuantizedWeight, quantize, stacked
+from ..device.dtypes import DTYPES
+from ..layers.quantized_weight import GROUP, QuantizedWeight, quantize, stacked
 from ..models.family import family_of
-from ..models.parameters import EMBEDDING, LM_HEAD, WHOLE, Parameter, Part, Region, Shard, Split, check_shard
+from ..models.parameters import (
+    EMBEDDING,
+    LM_HEAD,
+    WHOLE,
+    Parameter,
+    ParameterDtypes,
+    Part,
+    Region,
+    Shard,
+    Split,
+    check_shard,
+)
 from .quantization import quantized_forms
 from .safetensors_checkpoint import SafetensorsCheckpoint
 from .weight_cache import WeightCache
@@ -29,10 +41,16 @@ class Checkpoint(Protocol):
 
     names: frozenset[str]
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype that a tensor is stored in; None if it is quantized."""
+
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def tensor(self, name: str, region: Region | None = None) -> torch.Tensor:
         """Read a tensor, or a region of it, of any floating dtype to the CPU. Raises ValueError for another dtype."""
+
+    def has_form(self, name: str, form: str) -> bool:
+        """Whether `quantized` returns the tensor in this form."""
 
     def quantized(self, name: str, form: str, region: Region | None = None) -> QuantizedWeight | None:
         """Read a matrix, or a region of whole groups of it, in the quantized `form`, with the stored values.
@@ -49,6 +67,45 @@ def checkpoint_dtype(config: ModelConfig) -> str | None:
     return str(checkpoint.dtype(EMBEDDING)).removeprefix("torch.") if EMBEDDING in checkpoint.names else None
 
 
+def stored_matrix_dtype(config: ModelConfig) -> torch.dtype | None:
+    """The dtype that all matrices of a checkpoint are stored in. None if they differ or are quantized.
+
+    Dummy weights have the values of a file in the config's dtype. Raises as `load_parameters` does.
+    """
+    if config.load_format == "dummy":
+        return None if config.dtype is None else DTYPES.get(config.dtype)
+    checkpoint = _open(config)
+    parameters = (parameter for parameter in family_of(config).parameters(config) if len(parameter.shape) == 2)
+    names = {part.name for parameter in parameters for part in parameter.parts}
+    _refuse("missing", names - checkpoint.names)
+    dtypes = {checkpoint.dtype(name) for name in names}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def stored_forms(config: ModelConfig) -> dict[str, str]:
+    """The quantized form of each matrix of a GGUF file that has exactly the stored values, by parameter.
+
+    It is empty unless all matrices have one. An embedding that is not the output head is left out, because only rows of
+    it are read. Raises as `load_parameters` does.
+    """
+    if config.load_format != "gguf":
+        return {}
+    checkpoint = _open(config)
+    forms: dict[str, str] = {}
+    for name, shape, parts, _ in family_of(config).parameters(config):
+        is_embedding = name == "embed_tokens.weight"
+        if len(shape) != 2 or (is_embedding and not config.tie_word_embeddings):
+            continue
+        _refuse("missing", {part.name for part in parts} - checkpoint.names)
+        for form in ("int8",) if is_embedding else ("int4", "int8"):  # vectors are read from int8 only
+            if shape[1] % GROUP == 0 and all(checkpoint.has_form(part.name, form) for part in parts):
+                forms[name] = form
+                break
+        else:
+            return {}
+    return forms
+
+
 def load_parameters(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -57,27 +114,33 @@ def load_parameters(
     cache: WeightCache | None = None,
     quantization: str | None = None,
     shard: Shard = WHOLE,
+    *,
+    weight_dtype: torch.dtype | None = None,
+    forms: Mapping[str, str] | None = None,
 ) -> Mapping[str, Any]:
-    """Load the family's parameters, by name: tensors, or QuantizedWeights for the names in `quantized_forms`.
+    """Load the family's parameters, by name: tensors, or QuantizedWeights for the names in `forms`.
 
     `seed`: seed of dummy weights. `cache`: cache of dequantised weights. `shard`: the rank whose part of each parameter
-    is loaded.
+    is loaded. `weight_dtype`: the type of matrices that are not quantized, `dtype` by default. `forms`: the quantized
+    form of parameters by name, by default the `quantized_forms` of `quantization`.
 
     Raises ValueError for missing and unexpected tensors, and for a tensor whose shape differs from the config's or
     whose type is not supported. On a CPU the latter two are raised when the parameter is read. Raises ValueError if the
     ranks cannot divide the model.
     """
     check_shard(config, shard)
-    forms = quantized_forms(config, quantization, shard)
+    if forms is None:
+        forms = quantized_forms(config, quantization, shard)
+    dtypes = ParameterDtypes(dtype, weight_dtype or dtype)
     if config.load_format == "dummy":
-        return _dummy(family_of(config).parameters(config), dtype, device, seed, forms, shard)
+        return _dummy(config, dtypes, device, seed, forms, shard)
 
     def stored() -> StoredParameters:
-        return StoredParameters(_open(config), config, dtype, forms, shard)
+        return StoredParameters(_open(config), config, dtypes, forms, shard)
 
-    # The cache keeps whole tensors of one dtype. Quantized parameters and parts are read from the file itself.
+    # The cache keeps whole tensors. Quantized parameters and parts are read from the file itself.
     if config.load_format == "gguf" and cache is not None and not forms and shard == WHOLE:
-        parameters = cache.parameters(config.model_path, family_of(config).parameters(config), dtype, stored)
+        parameters = cache.parameters(config.model_path, family_of(config).parameters(config), dtypes, stored)
     else:
         parameters = stored()
     return parameters if device.type == "cpu" else {name: tensor.to(device) for name, tensor in parameters.items()}
@@ -102,13 +165,13 @@ class StoredParameters(Mapping[str, Any]):
         self,
         checkpoint: Checkpoint,
         config: ModelConfig,
-        dtype: torch.dtype,
+        dtypes: ParameterDtypes,
         forms: Mapping[str, str],
         shard: Shard = WHOLE,
     ) -> None:
         """`forms`: quantized form of each parameter that is quantized. `shard`: the part of each that is read."""
         self._checkpoint = checkpoint
-        self._dtype = dtype
+        self._dtypes = dtypes
         self._forms = forms
         self._shard = shard
         self._parameters = {parameter.name: parameter for parameter in family_of(config).parameters(config)}
@@ -124,8 +187,9 @@ class StoredParameters(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         parameter = self._parameters[name]
+        dtype = self._dtypes.of(parameter)
         if parameter.split is Split.FIRST_RANK and self._shard.rank:
-            return torch.zeros(parameter.shape, dtype=self._dtype)
+            return torch.zeros(parameter.shape, dtype=dtype)
         parts = [(part, self._shard.region(part.shape, parameter.split)) for part in parameter.parts]
         for part, _ in parts:
             _check_shape(part, self._checkpoint.shape(part.name))
@@ -133,8 +197,8 @@ class StoredParameters(Mapping[str, Any]):
             return stacked(self._quantized(part, region, self._forms[name]) for part, region in parts)
         if len(parts) == 1:
             part, region = parts[0]
-            return self._checkpoint.tensor(part.name, region).to(self._dtype).contiguous()
-        found = torch.empty(self._shard.shape(parameter), dtype=self._dtype)
+            return self._checkpoint.tensor(part.name, region).to(dtype).contiguous()
+        found = torch.empty(self._shard.shape(parameter), dtype=dtype)
         row = 0
         for part, region in parts:
             tensor = self._checkpoint.tensor(part.name, region)
@@ -159,24 +223,31 @@ def _check_shape(part: Part, actual: tuple[int, ...]) -> None:
 
 
 def _dummy(
-    parameters: list[Parameter],
-    dtype: torch.dtype,
+    config: ModelConfig,
+    dtypes: ParameterDtypes,
     device: torch.device,
     seed: int,
     forms: Mapping[str, str],
     shard: Shard,
 ) -> dict[str, Any]:
-    """Random parameters. A rank's part has the same numbers as that part of the whole parameter."""
+    """Random parameters. A rank's part has the same numbers as that part of the whole parameter.
+
+    Matrices are rounded to the config's dtype, as those of a file are.
+    """
     generator = torch.Generator(device).manual_seed(seed)
+    stored = stored_matrix_dtype(config)
     made: dict[str, Any] = {}
-    for parameter in parameters:
-        tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
+    for parameter in family_of(config).parameters(config):
+        tensor = torch.empty(parameter.shape, dtype=dtypes.vectors, device=device)
         if parameter.name.endswith("norm.weight"):
             tensor.fill_(1)
         elif parameter.name.endswith(".bias"):
             tensor.zero_()
         else:
             tensor.normal_(0, _DUMMY_STD, generator=generator)
+            if stored is not None and stored.itemsize < tensor.itemsize:
+                tensor = tensor.to(stored)
+            tensor = tensor.to(dtypes.of(parameter))
         if shard != WHOLE:
             tensor = _part_of(tensor, parameter, shard)
         form = forms.get(parameter.name)

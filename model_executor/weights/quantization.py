@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -54,10 +55,28 @@ def quantized_forms(config: ModelConfig, quantization: str | None, shard: Shard 
     return forms
 
 
-def parameter_bytes(config: ModelConfig, dtype_bytes: int, quantization: str | None = None) -> dict[str, int]:
-    """The size of each parameter in bytes, as layers hold it. `dtype_bytes`: bytes of an unquantized value."""
-    forms = quantized_forms(config, quantization)
+def parameter_bytes(
+    config: ModelConfig,
+    dtype_bytes: int,
+    quantization: str | None = None,
+    *,
+    matrix_bytes: int | None = None,
+    forms: Mapping[str, str] | None = None,
+) -> dict[str, int]:
+    """The size of each parameter in bytes, as layers hold it.
+
+    `dtype_bytes`: bytes of an unquantized value. `matrix_bytes`: those of matrices, if they differ. `forms`: the
+    quantized form of parameters by name, by default the `quantized_forms` of `quantization`.
+    """
+    if forms is None:
+        forms = quantized_forms(config, quantization)
+
+    def bytes_per_value(name: str, shape: tuple[int, ...]) -> float:
+        if name in forms:
+            return BITS_PER_WEIGHT[forms[name]] / 8
+        return (matrix_bytes or dtype_bytes) if len(shape) == 2 else dtype_bytes
+
     return {
-        name: int(math.prod(shape) * (BITS_PER_WEIGHT[forms[name]] / 8 if name in forms else dtype_bytes))
+        name: int(math.prod(shape) * bytes_per_value(name, shape))
         for name, shape, *_ in family_of(config).parameters(config)
     }

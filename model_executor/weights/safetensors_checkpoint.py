@@ -42,6 +42,9 @@ class SafetensorsCheckpoint:
         tensor = self._file_of[name][name]
         return tensor if region is None else tensor[region]
 
+    def has_form(self, name: str, form: str) -> bool:
+        return False
+
     def quantized(self, name: str, form: str, region: Region | None = None) -> None:
         """None: safetensors files have no quantized form."""
 

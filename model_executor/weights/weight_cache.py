@@ -1,7 +1,7 @@
 """The weight cache: dequantised weights on disk. A GGUF file is dequantised once, and later starts map the result.
 
 An entry is a safetensors file with all parameters, in the order of the family's table. Its name has a hash of the GGUF
-file's content, the dtype and LAYOUT. Its header follows from these and from the checksum of the data. So an entry is
+file's content, the dtypes and LAYOUT. Its header follows from these and from the checksum of the data. So an entry is
 valid if its header equals the header computed with its checksum. An invalid entry is made again.
 """
 
@@ -25,7 +25,7 @@ import torch
 
 from ...srt import env
 from ...srt.model_files.files import open_file
-from ..models.parameters import Parameter
+from ..models.parameters import Parameter, ParameterDtypes
 from .safetensors_file import DTYPE_NAMES, SafetensorsFile
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class WeightCache:
         self,
         source: str,
         table: Sequence[Parameter],
-        dtype: torch.dtype,
+        dtypes: ParameterDtypes,
         make: Callable[[], Mapping[str, torch.Tensor]],
     ) -> Mapping[str, torch.Tensor]:
         """The parameters of the GGUF file `source`, mapped from its entry, which is made from `make()` if needed.
@@ -71,7 +71,7 @@ class WeightCache:
         """
         with open_file(source) as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
-        entry = _Entry(self._folder, content, table, dtype)
+        entry = _Entry(self._folder, content, table, dtypes)
         kept = entry.open()
         if kept is not None:
             with contextlib.suppress(OSError):  # the folder may be read-only
@@ -107,13 +107,14 @@ class WeightCache:
 class _Entry:
     """An entry of the cache, whose file may not exist yet."""
 
-    def __init__(self, folder: Path, content: str, table: Sequence[Parameter], dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, content: str, table: Sequence[Parameter], dtypes: ParameterDtypes) -> None:
         self._table = table
-        self._dtype = dtype
-        self._key = f"{_PREFIX}{content}-{str(dtype).removeprefix('torch.')}-{LAYOUT}"
+        self._dtypes = dtypes
+        names = (str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
+        self._key = f"{_PREFIX}{content}-{'-'.join(names)}-{LAYOUT}"
         self._data_start = len(self._header(0))
         self.path = folder / f"{self._key}{_SUFFIX}"
-        self.num_bytes = self._data_start + dtype.itemsize * sum(math.prod(parameter.shape) for parameter in table)
+        self.num_bytes = self._data_start + sum(map(self._bytes_of, table))
 
     def open(self) -> SafetensorsFile | None:
         """Open the entry. Returns None if there is no file, or if it is truncated, damaged or invalid (logged)."""
@@ -147,13 +148,17 @@ class _Entry:
                 os.unlink(unfinished)
             raise
 
+    def _bytes_of(self, parameter: Parameter) -> int:
+        return math.prod(parameter.shape) * self._dtypes.of(parameter).itemsize
+
     def _header(self, checksum: int) -> bytes:
         """The header for a checksum of the data. Its length is the same for every checksum."""
         entries: dict[str, object] = {"__metadata__": {"tercet": self._key, "crc32": f"{checksum:08x}"}}
         begin = 0
-        for name, shape, *_ in self._table:
-            end = begin + math.prod(shape) * self._dtype.itemsize
-            entries[name] = {"dtype": DTYPE_NAMES[self._dtype], "shape": shape, "data_offsets": [begin, end]}
+        for parameter in self._table:
+            end = begin + self._bytes_of(parameter)
+            dtype = DTYPE_NAMES[self._dtypes.of(parameter)]
+            entries[parameter.name] = {"dtype": dtype, "shape": parameter.shape, "data_offsets": [begin, end]}
             begin = end
         text = json.dumps(entries).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)

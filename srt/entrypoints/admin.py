@@ -155,6 +155,7 @@ async def collect_server_info(server: Server) -> dict[str, Any]:
     # Settings that were "auto" show their resolved values.
     settings |= {
         "dtype": facts.dtype,
+        "weight_dtype": facts.weight_dtype,
         "device": facts.device,
         "attention_backend": facts.attention_backend,
         "page_size": facts.page_size,

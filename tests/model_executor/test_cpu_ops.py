@@ -25,6 +25,8 @@ pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build o
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 DTYPES = list(TOLERANCE)
+TYPES = [(t, t) for t in DTYPES if cpu_extension.multiplies(t)] + [(torch.float32, torch.bfloat16)]
+"""The types of x and of a weight in linear layers."""
 ops = torch.ops.tercet_cpu
 
 
@@ -44,11 +46,11 @@ def assert_close(actual, expected, dtype, typical=0.1):
 @st.composite
 def matrices(draw):
     """x, weight, bias"""
-    dtype = draw(st.sampled_from([t for t in DTYPES if cpu_extension.multiplies(t)]))
+    dtype, weight_dtype = draw(st.sampled_from(TYPES))
     rows, n, k = draw(st.integers(1, 70)), draw(st.integers(1, 150)), 2 * draw(st.integers(1, 150))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((rows, k), (n, k), (n,)))
-    return x, weight, bias if draw(st.booleans()) else None
+    return x, weight.to(weight_dtype), bias if draw(st.booleans()) else None
 
 
 @settings(max_examples=80)
@@ -72,22 +74,14 @@ def test_gated_linear(drawn):
     assert_close(layers().CpuGatedLinear(weight, bias)(x), F.silu(gate) * up, x.dtype, typical=math.sqrt(x.shape[1]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype):
-    if not cpu_extension.multiplies(dtype):
-        pytest.skip("torch multiplies this type here")
-    x, weight = torch.randn(600, 576).to(dtype), torch.randn(100, 576).to(dtype)
+@pytest.mark.parametrize(("dtype", "weight_dtype"), TYPES)
+def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype, weight_dtype):
+    x, weight = torch.randn(600, 576).to(dtype), torch.randn(100, 576).to(weight_dtype)
     for make in (layers().CpuLinear, layers().CpuGatedLinear):
         linear = make(weight)
         everything = linear(x)
         for rows in (*range(1, 65), 100, 255, 600):
             assert torch.equal(linear(x[-rows:].contiguous()), everything[-rows:]), rows
-
-
-def test_embedding_out_of_the_packed_head():
-    weight = torch.randn(77, 64)
-    ids = torch.tensor([0, 76, 31, 32, 33, 5, 5])
-    assert torch.equal(layers().PackedEmbedding(layers().CpuLinear(weight))(ids), weight[ids])
 
 
 @settings(max_examples=60)
@@ -340,20 +334,22 @@ def test_argmax(vocab):
     assert torch.equal(ops.argmax(x), expected)
 
 
-@pytest.mark.parametrize("dtype", [t for t in DTYPES if cpu_extension.multiplies(t)])
-def test_embedding_out_of_a_packed_head(dtype):
-    weight = torch.randn(75, 38).to(dtype)
-    packed = layers().pack(weight)
+@pytest.mark.parametrize(("dtype", "weight_dtype"), TYPES)
+def test_embedding_out_of_a_packed_head(dtype, weight_dtype):
+    weight = torch.randn(75, 38).to(weight_dtype)
+    head = layers().CpuLinear(weight)
+    embedding = layers().PackedEmbedding(head, dtype)
     ids = torch.randint(0, 75, (300,))
-    assert torch.equal(ops.embedding(ids, packed), weight[ids])
-    for wrong in (-1, packed.shape[0] * packed.shape[2]):
+    found = embedding(ids)
+    assert found.dtype == dtype and torch.equal(found, weight[ids].to(dtype))
+    for wrong in (-1, head.packed.shape[0] * head.packed.shape[2]):
         with pytest.raises(RuntimeError, match=f"no vector for id {wrong}"):
-            ops.embedding(torch.tensor([3, wrong]), packed)
+            embedding(torch.tensor([3, wrong]))
 
 
 def test_wrong_shapes_are_refused():
     x, weight = torch.randn(3, 64), torch.randn(40, 64)
-    packed = layers().pack(weight)
+    packed = layers().CpuLinear(weight).packed
     for bad_x, bad_packed, n in ((x[:, :32].contiguous(), packed, 40), (x.t(), packed, 40), (x, packed, 4000)):
         with pytest.raises(RuntimeError, match="must"):
             ops.linear(bad_x, bad_packed, None, n)
@@ -386,7 +382,7 @@ def test_slower_builds_that_run_here_do_the_same():
     fastest = cpu_extension.VARIANTS.index(cpu_extension.load())
     for index, variant in enumerate(cpu_extension.VARIANTS):
         if index > fastest and variant.is_supported():
-            others = ("sampling/test_cpu_choice.py", "layers/test_quantized_layers.py")
+            others = ("sampling/test_cpu_choice.py", "layers/test_quantized_layers.py", "test_widened_weights.py")
             tests = [__file__, *(str(Path(__file__).parent / name) for name in others)]
             arguments = [sys.executable, "-c", RUN_WITH_A_SLOWER_BUILD, str(index), *tests]
             done = subprocess.run(arguments, capture_output=True, text=True, timeout=250)

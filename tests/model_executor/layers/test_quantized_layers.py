@@ -145,7 +145,7 @@ def test_groups_of_zeros_and_of_next_to_nothing(form):
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_embedding_out_of_the_packed_head(dtype):
     weight = quantize(torch.randn(77, 64), "int8")
-    embedding = layers().QuantizedEmbedding(layers().QuantizedLinear(weight), dtype)
+    embedding = layers().QuantizedEmbedding(layers().QuantizedLinear(weight).packed, dtype)
     ids = torch.tensor([0, 76, 31, 32, 33, 5, 5])
     assert torch.equal(embedding(ids), weight.dequantize()[ids].to(dtype))
 

@@ -275,7 +275,8 @@ def test_settings(monkeypatch, tmp_path):
 
 def test_a_runner_keeps_nothing_unless_it_is_told_to(config, folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    settings = {"max_running_requests": 1, "max_total_tokens": 64}
+    # A type for which every CPU dequantises.
+    settings = {"max_running_requests": 1, "max_total_tokens": 64, "dtype": "float16"}
     make_runner(config, **settings)
     assert not folder.exists()
     make_runner(config, **settings, weight_cache="auto")

@@ -1,0 +1,96 @@
+// Linear layers over quantised weights that are multiplied as floats. x is not quantised: every weight is widened to the
+// float that it stands for. So a row's sums have the bits that the dequantised weight gives, and memory holds 4 or 8
+// bits of each weight.
+#pragma once
+
+#include <vector>
+
+#include "quantized.h"
+
+namespace tercet {
+
+/// Widens a group of a panel. Calls f(i, left, right) with the floats of all columns for number i of the group.
+template <typename Weights, typename P, typename F>
+inline void widen_group(const uint8_t* group, P&& prefetch, const F& f) {
+  using D = Dot<Weights>;
+  constexpr int kZero = D::kHasMin ? 0 : 128;
+  const auto* header = reinterpret_cast<const at::Half*>(group);
+  const FloatPair scales = load_pair(header);
+  FloatPair minima{Vec(0.f), Vec(0.f)};
+  if constexpr (D::kHasMin) minima = load_pair(header + kPanel);
+  const auto widen = [](Ints numbers, Vec scale, Vec minimum) {
+    Floats floats = __builtin_convertvector(numbers - kZero, Floats) * to_floats(scale);
+    // The product is exact, so it does not matter whether the addition is fused with it.
+    if constexpr (D::kHasMin) floats += to_floats(minimum);
+    return floats;
+  };
+  const uint8_t* words = group + D::kHeaderBytes;
+  for (int64_t i = 0; i < kGroup; i += D::kPerWord, words += D::kWordBytes) {
+    prefetch();
+    Bytes left, right;
+    D::load(words, 0, left, right);
+#pragma GCC unroll 4
+    for (int at = 0; at < D::kPerWord; ++at)
+      f(i + at,
+        widen(reinterpret_cast<Ints>(left) >> 8 * at & 255, scales.left, minima.left),
+        widen(reinterpret_cast<Ints>(right) >> 8 * at & 255, scales.right, minima.right));
+  }
+}
+
+/// A packed weight as in `QuantizedPacked`, for rows of float.
+template <typename Weights>
+struct WidenedPacked {
+  using D = Dot<Weights>;
+  static constexpr int64_t kGroupBytes = QuantizedPacked<Weights>::kGroupBytes;
+  static constexpr int64_t kMaxRows = tercet::kMaxRows;
+
+  const uint8_t* panels;
+  const float* bias;
+  int64_t k;
+
+  /// A panel, and the same widened to floats [k, kPanel], or nullptr.
+  struct Opened {
+    const uint8_t* groups;
+    const float* floats;
+  };
+
+  int64_t row_bytes() const { return k * sizeof(float); }
+  int64_t panel_bytes() const { return k / kGroup * kGroupBytes; }
+  int64_t words() const { return k / D::kPerWord; }
+
+  /// If rows need several pieces, widens the panel once for all of them, into memory of this thread.
+  Opened open(int64_t panel, int64_t rows) const {
+    const uint8_t* groups = panels + panel * panel_bytes();
+    if (rows <= kMaxRows) return {groups, nullptr};
+    static thread_local std::vector<float> floats;
+    if (static_cast<int64_t>(floats.size()) < k * kPanel) floats.resize(k * kPanel);
+    for (int64_t g = 0; g < k / kGroup; ++g) {
+      float* to = floats.data() + g * kGroup * kPanel;
+      widen_group<Weights>(groups + g * kGroupBytes, NoPrefetch(), [=](int64_t i, Floats left, Floats right) {
+        store_floats(to + i * kPanel, left);
+        store_floats(to + i * kPanel + kLanes, right);
+      });
+    }
+    return {groups, floats.data()};
+  }
+
+  template <int kRows>
+  void multiply(const float* x, int64_t first, Opened panel, Floats (&sums)[kRows][2], Prefetch prefetch) const {
+    x += first * k;
+    if (panel.floats) {
+      multiply_panel<Dot<float>, kRows>(x, k, panel.floats, kPanel, k, sums);
+      return;
+    }
+    for (int64_t g = 0; g < k / kGroup; ++g, x += kGroup)
+      widen_group<Weights>(panel.groups + g * kGroupBytes, prefetch, [&](int64_t i, Floats left, Floats right) {
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          const Floats number = broadcast_float(x[r * k + i]);
+          sums[r][0] += number * left;
+          sums[r][1] += number * right;
+        }
+      });
+  }
+};
+
+}  // namespace tercet

@@ -1,0 +1,79 @@
+"""Packs weights into panels for the compiled CPU operations. csrc/cpu/README.md has pictures of the layouts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ...srt.machine.huge_pages import Arena
+from .. import cpu_extension
+from .quantized_weight import GROUP, QuantizedWeight
+
+_PER_WORD = 4
+"""8-bit values in a word of 32 bits"""
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """Pack a weight into panels: [n, k] -> [ceil(n / width), k / per_word, width, per_word]. Pads n with zeros.
+
+    A panel holds `width` rows of the weight, as many as there are floats in two vector registers. A row consists of
+    words of 32 bits. The panel stores first word 0 of all its rows, then word 1 of all its rows, and so on, because one
+    step of the dot products reads the same word of all rows.
+    """
+    width, per_word = 2 * cpu_extension.lanes(), 4 // weight.itemsize
+    n, k = weight.shape
+    assert k % per_word == 0, (n, k)
+    return on_huge_pages(padded(weight, 0, width).view(-1, width, k // per_word, per_word).transpose(1, 2))
+
+
+def pack_any(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
+    return pack_quantized(weight) if isinstance(weight, QuantizedWeight) else pack(weight)
+
+
+_arena = Arena()
+
+
+def on_huge_pages(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of x on huge pages."""
+    return torch.from_numpy(_arena.take(x.nbytes)).view(x.dtype).view(x.shape).copy_(x)
+
+
+def padded(x: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
+    """Pad dimension `dim` with zeros to a multiple of `multiple`. Returns x itself if no padding is needed."""
+    missing = -x.shape[dim] % multiple
+    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
+
+
+def pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """Pack a bias [n] as `pack` packs rows: float32 [ceil(n / width), width]."""
+    if bias is None:
+        return None
+    width = 2 * cpu_extension.lanes()
+    return padded(bias.float(), 0, width).view(-1, width)
+
+
+def pack_quantized(weight: QuantizedWeight) -> torch.Tensor:
+    """Pack a weight into panels: [n, k] -> uint8 [ceil(n / width), k / GROUP, bytes of a panel's group].
+
+    A panel is as wide as one of floats (`pack`). Rows beyond n have scales of zero. csrc/cpu/quantized.h describes the
+    layout of a group.
+    """
+    lanes = cpu_extension.lanes()
+
+    def panels(x: torch.Tensor) -> torch.Tensor:
+        """[n, ...] -> [panels, width, ...]"""
+        return padded(x, 0, 2 * lanes).unflatten(0, (-1, 2 * lanes))
+
+    header = [panels(x).transpose(1, 2).contiguous().view(torch.uint8) for x in weight[1:] if x is not None]
+    values = weight.values if weight.bits == 4 else weight.values.view(torch.uint8) ^ 128
+    words = panels(values).unflatten(2, (-1, GROUP // _PER_WORD, _PER_WORD)).permute(0, 2, 3, 1, 4)
+    if weight.bits == 4:
+        words = words[..., :lanes, :] | words[..., lanes:, :] << 4
+    return on_huge_pages(torch.cat((*header, words.flatten(2)), 2))
+
+
+def interleave(gate_up: torch.Tensor) -> torch.Tensor:
+    """Reorder the rows of gate_up [2 * n, ...]: `lanes` gate rows, the matching up rows, the next gate rows, ..."""
+    lanes = cpu_extension.lanes()
+    halves = padded(gate_up.view(2, -1, *gate_up.shape[1:]), 1, lanes).view(2, -1, lanes, *gate_up.shape[1:])
+    return halves.transpose(0, 1).reshape(-1, *gate_up.shape[1:])

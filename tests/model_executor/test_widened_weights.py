@@ -1,0 +1,216 @@
+"""Matrices that a CPU keeps as their file stores them and multiplies in float32: no bit of a result changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf_models import Kind, write_gguf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runner_driver import RunnerDriver
+from runners import make_settings
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model, save
+
+from tercet.model_executor import cpu_extension
+from tercet.model_executor.layers.quantized_weight import GROUP, QuantizedWeight, quantize
+from tercet.model_executor.runner.load import load_runner
+from tercet.model_executor.runner.model_runner import ModelRunner
+from tercet.model_executor.weights.loader import load_parameters, stored_forms, stored_matrix_dtype
+from tercet.model_executor.weights.weight_cache import WeightCache
+from tercet.srt.model_files.default_model import find_default_model
+from tercet.srt.model_files.model_config import ModelConfig, load_model_config
+
+pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
+
+CPU, FLOAT32, BFLOAT16 = torch.device("cpu"), torch.float32, torch.bfloat16
+IDS = np.random.default_rng(3).integers(0, 131, 40)
+
+
+def checkpoint(folder: Path, name: str = "llama", *, seed: int = 1, dtype: torch.dtype = BFLOAT16) -> ModelConfig:
+    folder.mkdir()
+    return load_model_config(save(make_model(name, seed).to(dtype), folder))
+
+
+def runner_of(config: ModelConfig, *, wide: bool = False) -> ModelRunner:
+    """`wide`: with matrices of float32, whatever the file stores."""
+    settings = make_settings(config, dtype="float32", max_total_tokens=256, max_running_requests=3)
+    if wide:
+        settings = dataclasses.replace(settings, weight_dtype=FLOAT32, weight_forms={})
+    return load_runner(settings, config)
+
+
+def logits(runner: ModelRunner) -> torch.Tensor:
+    """Of a prompt and of two decode steps, [3, vocab]."""
+    driver = RunnerDriver(runner)
+    driver.extend({1: IDS[:-2]}, new_rows=[driver.add(1)])
+    for token in IDS[-2:]:
+        driver.decode([1], [int(token)])
+    runner.sampler.sample = driver._sample
+    return torch.cat(driver.logits)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 90), st.integers(1, 75), st.booleans(), st.integers(0, 2**31))
+def test_a_widened_weight_gives_the_bits_of_float32(rows: int, words: int, n: int, biased: bool, seed: int) -> None:
+    """For every number that bfloat16 has: also zeros, subnormal numbers, infinities and NaN."""
+    from tercet.model_executor.layers.cpu_layers import CpuGatedLinear, CpuLinear  # needs the operations
+
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 2 * words, generator=generator)
+    x[torch.rand(x.shape, generator=generator) < 0.1] = -0.0
+    weight = torch.randn(2 * n, 2 * words, generator=generator).bfloat16()
+    bits = torch.randint(-(2**15), 2**15, weight.shape, generator=generator, dtype=torch.int16)
+    weight = torch.where(torch.rand(weight.shape, generator=generator) < 0.002, bits.view(BFLOAT16), weight)
+    bias = torch.randn(2 * n, generator=generator) if biased else None
+    for make in (CpuLinear, CpuGatedLinear):
+        assert_same_bits(make(weight, bias)(x), make(weight.float(), bias)(x))
+
+
+def assert_same_bits(widened: torch.Tensor, wide: torch.Tensor) -> None:
+    assert widened.dtype == FLOAT32
+    assert torch.equal(widened.isnan(), wide.isnan())
+    assert torch.equal(*(out.masked_fill(wide.isnan(), 0).view(torch.int32) for out in (widened, wide)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["int4", "int8"]),
+    st.integers(1, 70),
+    st.integers(1, 6),
+    st.integers(1, 75),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
+def test_a_quantized_weight_gives_the_bits_of_the_dequantized_one(
+    form: str, rows: int, groups: int, n: int, biased: bool, seed: int
+) -> None:
+    """For all values, scales and minima that a file can have, also infinite ones."""
+    from tercet.model_executor.layers.cpu_layers import CpuGatedLinear, CpuLinear  # needs the operations
+
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, GROUP * groups, generator=generator)
+    low, high, dtype = (0, 16, torch.uint8) if form == "int4" else (-128, 128, torch.int8)
+    values = torch.randint(low, high, (2 * n, GROUP * groups), generator=generator).to(dtype)
+    scales, minima = torch.randn(2, 2 * n, groups, generator=generator).half()
+    bits = torch.randint(-(2**15), 2**15, scales.shape, generator=generator, dtype=torch.int16)
+    scales = torch.where(torch.rand(scales.shape, generator=generator) < 0.02, bits.view(torch.float16), scales)
+    weight = QuantizedWeight(values, scales, minima if form == "int4" else None)
+    bias = torch.randn(2 * n, generator=generator) if biased else None
+    for make in (CpuLinear, CpuGatedLinear):
+        assert_same_bits(make(weight, bias)(x), make(weight.dequantize(), bias)(x))
+
+
+def test_a_row_has_the_same_bits_whatever_is_beside_it() -> None:
+    from tercet.model_executor.layers.cpu_layers import CpuLinear  # needs the operations
+
+    x, weight = torch.randn(300, 576), torch.randn(100, 576)
+    for form in ("int4", "int8"):
+        linear = CpuLinear(quantize(weight, form))
+        everything = linear(x)
+        for rows in (*range(1, 30), 64, 255):
+            assert torch.equal(linear(x[-rows:].contiguous()), everything[-rows:]), rows
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+@pytest.mark.parametrize("name", ["llama", "llama_31_tied"])
+def test_a_quantized_file_is_kept_as_it_is_and_its_answers_are_those_of_float32(
+    tmp_path: Path, name: str, kind: Kind
+) -> None:
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", make_model(name), "llama", kind=kind))
+    narrow, wide = runner_of(config), runner_of(config, wide=True)
+    forms = narrow.settings.weight_forms
+    if config.tie_word_embeddings and kind is Kind.Q4_1:
+        assert not forms  # vectors are read from 8 bits only
+    else:
+        assert forms["layers.1.down_proj.weight"] == ("int8" if kind is Kind.Q8_0 else "int4")
+        assert forms.get("embed_tokens.weight") == ("int8" if config.tie_word_embeddings else None)
+        assert narrow.num_bytes.weights < 0.5 * wide.num_bytes.weights
+        assert narrow.model.layers[1].down_proj.packed.dtype == torch.uint8
+    assert torch.equal(logits(narrow), logits(wide))
+
+
+def test_a_file_with_a_matrix_of_another_kind_is_dequantized(tmp_path: Path) -> None:
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama", kind=Kind.F16))
+    assert stored_forms(config) == {}
+    settings = make_settings(config, dtype="float32")
+    assert settings.weight_dtype == FLOAT32 and settings.weight_forms == {}
+
+
+def test_the_default_model_is_kept_as_it_is() -> None:
+    path = find_default_model()
+    if path is None:
+        pytest.skip("the default model is not installed")
+    forms = make_settings(load_model_config(str(path)), dtype="float32").weight_forms
+    assert forms.pop("embed_tokens.weight") == "int8"
+    assert len(forms) == 4 * 30 and set(forms.values()) == {"int4"}
+
+
+@pytest.mark.parametrize("name", ["llama_31_tied", "llama_biases", "qwen3"])
+def test_a_model_stored_in_bfloat16_keeps_its_bits_and_half_its_bytes(tmp_path: Path, name: str) -> None:
+    config = checkpoint(tmp_path / "m", name)
+    narrow, wide = runner_of(config), runner_of(config, wide=True)
+    assert narrow.settings.weight_dtype == BFLOAT16 and narrow.settings.kv_dtype == FLOAT32
+    assert narrow.num_bytes.weights < 0.51 * wide.num_bytes.weights
+    matrices = [layer.down_proj.packed for layer in narrow.model.layers]
+    assert {matrix.dtype for matrix in matrices} == {BFLOAT16}
+    assert torch.equal(logits(narrow), logits(wide))
+
+
+def test_dummy_weights_have_the_values_of_a_stored_model(tmp_path: Path) -> None:
+    config = dataclasses.replace(checkpoint(tmp_path / "m"), load_format="dummy")
+    narrow, wide = runner_of(config), runner_of(config, wide=True)
+    assert narrow.settings.weight_dtype == BFLOAT16
+    assert torch.equal(logits(narrow), logits(wide))
+
+
+def test_the_type_of_matrices_follows_the_file_and_not_the_config(tmp_path: Path) -> None:
+    stored = checkpoint(tmp_path / "bf16")
+    assert make_settings(stored, dtype="float32").weight_dtype == BFLOAT16
+    assert make_settings(stored, dtype="float16").weight_dtype == torch.float16
+    assert make_settings(stored, dtype="float32", attention_backend="torch").weight_dtype == FLOAT32
+    assert make_settings(stored, dtype="float32", quantization="int8").weight_dtype == FLOAT32
+    wide = dataclasses.replace(checkpoint(tmp_path / "fp32", dtype=FLOAT32), dtype="bfloat16")
+    assert make_settings(wide, dtype="float32").weight_dtype == FLOAT32
+    # rows that are no whole words
+    odd = dataclasses.replace(stored, intermediate_size=97, load_format="dummy")
+    assert make_settings(odd, dtype="float32").weight_dtype == FLOAT32
+    # one matrix is wider than the others
+    path = tmp_path / "bf16" / "model.safetensors"
+    tensors = dict(load_file(path))
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].float()
+    path.unlink()
+    save_file(tensors, path)
+    assert stored_matrix_dtype(stored) is None and make_settings(stored, dtype="float32").weight_dtype == FLOAT32
+
+
+def test_new_weights_are_kept_as_their_own_file_stores_them(tmp_path: Path) -> None:
+    narrow, wide = checkpoint(tmp_path / "1"), checkpoint(tmp_path / "2", seed=2, dtype=FLOAT32)
+    expected = {config.model_path: logits(runner_of(config)) for config in (narrow, wide)}
+    runner = runner_of(narrow)
+    for config, dtype in ((wide, FLOAT32), (narrow, BFLOAT16)):
+        runner.weights.update(config)
+        assert runner.model.layers[0].qkv_proj.packed.dtype == dtype
+        assert torch.equal(logits(runner), expected[config.model_path])
+
+
+def test_a_gguf_file_and_its_cached_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    quantized = load_model_config(write_gguf(tmp_path / "q.gguf", make_model("llama"), "llama", kind=Kind.Q4_1))
+    assert stored_matrix_dtype(quantized) is None
+    config = load_model_config(write_gguf(tmp_path / "m.gguf", make_model("llama"), "llama", kind=Kind.BF16))
+    assert stored_matrix_dtype(config) == BFLOAT16
+    expected = load_parameters(config, FLOAT32, CPU)
+    for _ in range(2):  # made, then mapped
+        found = load_parameters(config, FLOAT32, CPU, cache=WeightCache(folder), weight_dtype=BFLOAT16)
+        for name, tensor in expected.items():
+            assert found[name].dtype == (BFLOAT16 if tensor.dim() == 2 else FLOAT32)
+            assert torch.equal(found[name].float(), tensor)
+    (narrow,) = folder.iterdir()
+    load_parameters(config, FLOAT32, CPU, cache=WeightCache(folder))
+    (wide,) = set(folder.iterdir()) - {narrow}
+    assert narrow.stat().st_size < 0.6 * wide.stat().st_size
