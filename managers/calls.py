@@ -1,4 +1,4 @@
-"""Questions to the scheduler that it answers with one reply each, such as its state."""
+"""Questions to another process that it answers with one reply each, such as the state of the scheduler."""
 
 from __future__ import annotations
 
@@ -8,20 +8,11 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
 
 from ..srt.errors import TercetError
-from ..srt.io_struct import (
-    FlushCacheReply,
-    Question,
-    Reply,
-    SchedulerState,
-    StateReply,
-    ToScheduler,
-    ViewReply,
-)
-from ..srt.pause_messages import PauseReply
-from ..srt.profile_messages import ProfileReply
-from ..srt.weight_messages import UpdateWeightsReply
+from ..srt.io_struct import SchedulerState, ToScheduler
 
-R = TypeVar("R", FlushCacheReply, PauseReply, ProfileReply, UpdateWeightsReply, StateReply, ViewReply)
+R = TypeVar("R", bound="Answer")
+Q = TypeVar("Q")
+Q_contra = TypeVar("Q_contra", contravariant=True)
 
 
 class KnownState(NamedTuple):
@@ -37,14 +28,27 @@ class SchedulerLink(Protocol):
     def send(self, message: ToScheduler) -> None: ...
 
 
-class SchedulerCalls:
+class Link(Protocol[Q_contra]):
+    """The way to a process that answers questions."""
+
+    def send(self, message: Q_contra, /) -> None: ...
+
+
+class Answer(Protocol):
+    """A message with the `call_id` of its question."""
+
+    @property
+    def call_id(self) -> int: ...
+
+
+class Calls:
     """The calls that wait for their replies. It belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._ids = itertools.count(1)
 
-    async def ask(self, link: SchedulerLink, question: Callable[[int], Question], reply_type: type[R]) -> R:
+    async def ask(self, link: Link[Q], question: Callable[[int], Q], reply_type: type[R]) -> R:
         """Sends `question(call_id)`, and waits for the reply. Raises the error that `fail` is called with."""
         call_id = next(self._ids)
         call = self._waiting[call_id] = asyncio.get_running_loop().create_future()
@@ -56,7 +60,7 @@ class SchedulerCalls:
         assert isinstance(reply, reply_type)
         return reply
 
-    def on_reply(self, reply: Reply) -> None:
+    def on_reply(self, reply: Answer) -> None:
         """Hands a reply to its call. A reply that comes too late is dropped."""
         call = self._waiting.get(reply.call_id)
         if call is not None and not call.done():

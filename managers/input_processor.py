@@ -5,6 +5,7 @@ The TokenizerManager and the LocalEngine both use it, so a request means the sam
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import random
@@ -24,6 +25,8 @@ from ..srt.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_TOKENISE_OFF_LOOP_CHARS = 20_000
+"""Longer texts are tokenised in a thread, so that they delay no stream."""
 _MAX_CHARS_PER_TOKEN = 256
 """Longer texts cannot fit: a token has at most a few dozen bytes."""
 _USUAL_CHARS_PER_TOKEN = 8
@@ -103,6 +106,12 @@ class InputProcessor:
         tokenizer = self._tokenizer_for(text)
         self._refuse_excess(tokenizer, text)
         return tokenizer.encode(text, add_special_tokens)
+
+    async def encode_off_loop(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """As `encode`. A long text is tokenised in a thread, so that it delays no stream."""
+        if len(text) < _TOKENISE_OFF_LOOP_CHARS:
+            return self.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.encode, text, add_special_tokens)
 
     def _refuse_excess(self, tokenizer: Tokenizer, text: str) -> None:
         """Raises PromptTooLong for a very long text with more than twice the tokens that fit.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from ..srt.pause_messages import ContinueReq, PauseReply, PauseReq
-from .calls import SchedulerCalls, SchedulerLink
+from .calls import Calls, SchedulerLink
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """What becomes of the requests: they end with what they have; they wait again without their KV; they keep their KV."""
@@ -17,7 +17,7 @@ class PauseControl:
 
     def __init__(
         self,
-        calls: SchedulerCalls,
+        calls: Calls,
         link: Callable[[], SchedulerLink],
         abort_all: Callable[[], None],
         on_pause: Callable[[], None],

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from ..srt.errors import InvalidRequest, TercetError
 from ..srt.profile_messages import ProfileReply, StartProfileReq, StopProfileReq
-from .calls import SchedulerCalls, SchedulerLink
+from .calls import Calls, SchedulerLink
 
 
 class ProfileControl:
     """Starts and stops profiles. A profile ends with its scheduler: a restarted engine runs none."""
 
-    def __init__(self, calls: SchedulerCalls, link: Callable[[], SchedulerLink]) -> None:
+    def __init__(self, calls: Calls, link: Callable[[], SchedulerLink]) -> None:
         """`link`: the way to the scheduler; it raises EngineDead and EngineRestarting."""
         self._calls = calls
         self._link = link

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from ..srt.errors import InvalidRequest, TercetError
+from ..srt.io_struct import GenerateReq, unpack_ids
 from ..srt.request_options import RequestOptions
 from .generation import Generation, GenerationOwner
 
@@ -89,6 +90,21 @@ class PromptSamples:
                 self._waiter.leave()
 
 
+class AdoptedSample:
+    """The owner of one sample that another process has prepared."""
+
+    def __init__(self, registry: RequestRegistry, request: GenerateReq) -> None:
+        self.rid = request.rid
+        self.prompt_ids: Sequence[int] = unpack_ids(request.input_ids)  # type: ignore[assignment]
+        self._registry = registry
+
+    def stop(self, generation: Generation) -> None:
+        self._registry.send_abort(generation.key)
+
+    def on_end(self, generation: Generation) -> None:
+        self._registry.forget(generation)
+
+
 class UnlessOver:
     """A context manager. `leave` cancels the wait inside its block, and nothing else, like asyncio.timeout."""
 
@@ -148,7 +164,7 @@ class Request:
 class RequestRegistry:
     """Owns the names of requests. `send_abort`: tells the engine to stop the sample of a key.
 
-    `make_generation`: makes one sample, of the prompt, its index and its key.
+    `make_generation`: makes one sample, of the prompt, its index and its key. `key_prefix`: begins every key.
     """
 
     def __init__(
@@ -156,6 +172,7 @@ class RequestRegistry:
         send_abort: Callable[[str], None],
         draw_seed: Callable[[], int],
         make_generation: Callable[[GenerationOwner, int, str], Generation] = Generation,
+        key_prefix: str = "",
     ) -> None:
         self.send_abort = send_abort
         self.make_generation = make_generation
@@ -163,6 +180,7 @@ class RequestRegistry:
         self._by_name: dict[str, Request | PromptSamples] = {}
         self._generations: dict[str, Generation] = {}
         self._keys = itertools.count()
+        self._key_prefix = key_prefix
 
     def open(self, prompts: Sequence[Prompt], name: str | None) -> Request:
         """Registers a request. Raises InvalidRequest if a name is in use or too long, and then registers nothing."""
@@ -182,6 +200,12 @@ class RequestRegistry:
             self._by_name[rid] = samples
             self._generations |= {generation.key: generation for generation in samples.generations}
         return request
+
+    def adopt(self, request: GenerateReq) -> Generation:
+        """Registers a sample that another process has prepared. It has the key of its request, and no name here."""
+        generation = self.make_generation(AdoptedSample(self, request), 0, request.rid)
+        self._generations[generation.key] = generation
+        return generation
 
     def __len__(self) -> int:
         """The number of samples that have not ended."""
@@ -213,7 +237,7 @@ class RequestRegistry:
             generation.fail(error)
 
     def next_key(self) -> str:
-        return str(next(self._keys))
+        return f"{self._key_prefix}{next(self._keys)}"
 
     def forget(self, generation: Generation) -> None:
         del self._generations[generation.key]

@@ -19,8 +19,10 @@ from ..srt.io_struct import (
     EngineView,
     FlushCacheReply,
     FlushCacheReq,
+    GenerateReq,
     Heartbeat,
     Reply,
+    RetainReq,
     SchedulerState,
     StateReply,
     StateReq,
@@ -34,7 +36,7 @@ from ..srt.request_options import RequestOptions
 from ..srt.server_args import ServerArgs
 from ..srt.start_reports import SchedulerReady
 from ..srt.text.tokenizer import Tokenizer
-from .calls import KnownState, SchedulerCalls, SchedulerLink
+from .calls import Calls, KnownState, SchedulerLink
 from .generation import Generation
 from .grammar_checker import GrammarChecks, check_grammar
 from .heartbeats import Heartbeats
@@ -44,13 +46,10 @@ from .profile_control import ProfileControl
 from .recovery import Blame, Recovery, watched
 from .request_metrics import RequestMetrics
 from .request_registry import Prompt, PromptSamples, Request, RequestRegistry
-from .tool_call_retention import retain
+from .tool_call_retention import retention_of
 from .weight_control import WeightControl
 
 logger = logging.getLogger(__name__)
-
-_TOKENISE_OFF_LOOP_CHARS = 20_000
-"""Longer texts are tokenised in a thread, so that they delay no stream."""
 
 
 class TokenizerManager:
@@ -64,8 +63,10 @@ class TokenizerManager:
         facts: SchedulerReady,
         scheduler: SchedulerLink,
         grammars: GrammarChecks | None = None,
+        *,
+        key_prefix: str = "",
     ) -> None:
-        """`grammars`: None refuses every request with a grammar."""
+        """`grammars`: None refuses every request with a grammar. `key_prefix`: begins the keys of samples."""
         self.server_args = server_args
         self.model_config = model_config
         self.facts = facts
@@ -80,14 +81,14 @@ class TokenizerManager:
         """None: the engine is being restarted."""
         self._num_held = 0
         """Samples that were accepted since then."""
-        self._grammars = grammars
-        self._calls = SchedulerCalls()
+        self.grammars = grammars
+        self._calls = Calls()
         self.inputs = InputProcessor(server_args, model_config, tokenizer, facts)
         """The tokenizer, and the defaults and checks of requests."""
         self.metrics = RequestMetrics() if server_args.enable_metrics else None
         """What /metrics tells about requests; None without --enable-metrics."""
         make_generation = Generation if self.metrics is None else self.metrics.generation
-        self._requests = RequestRegistry(self._send_abort, self.inputs.draw_seed, make_generation)
+        self._requests = RequestRegistry(self._send_abort, self.inputs.draw_seed, make_generation, key_prefix)
         self.pause = PauseControl(self._calls, self._link, self.abort_all, self._tell_stall)
         self.profile = ProfileControl(self._calls, self._link)
         self.weights = WeightControl(server_args, self._calls, self._link, self.pause, self._requests, self._send_held)
@@ -127,7 +128,7 @@ class TokenizerManager:
             with prompt.unless_over():
                 grammar = prompt.prompt.options.sampling.grammar
                 if grammar is not None:
-                    await check_grammar(self._grammars, grammar, prompt.prompt.grammar_param or grammar.kind)
+                    await check_grammar(self.grammars, grammar, prompt.prompt.grammar_param or grammar.kind)
                 ids = await self._prompt_ids(prompt.prompt)
                 self.inputs.check_options(prompt.prompt.options)
                 self.inputs.check_logprobs(prompt.prompt.options, len(ids))
@@ -161,8 +162,17 @@ class TokenizerManager:
         generation.num_recoveries += 1
         self._send_or_hold(generation)
 
+    def adopt(self, request: GenerateReq) -> Generation:
+        """Takes a sample that another process has checked and tokenised. The caller reads its outputs."""
+        generation = self._requests.adopt(request)
+        generation.hold(request)
+        self._send_or_hold(generation)
+        return generation
+
     def _send_or_hold(self, generation: Generation) -> None:
-        if self._scheduler is not None and not self.weights.is_holding:
+        if self.failure is not None:
+            generation.fail(self.failure)
+        elif self._scheduler is not None and not self.weights.is_holding:
             self._resend(generation)
         elif self._num_held < self.server_args.max_queued_requests:
             self._num_held += 1
@@ -195,8 +205,11 @@ class TokenizerManager:
 
     def on_tool_call(self, generation: Generation) -> None:
         """The answer of this sample is a tool call."""
-        if self._scheduler is not None:
-            retain(generation, self.server_args, self._scheduler)
+        self.retain(retention_of(generation, self.server_args))
+
+    def retain(self, request: RetainReq | None) -> None:
+        if request is not None and self._scheduler is not None:
+            self._scheduler.send(request)
 
     def abort_all(self) -> None:
         self._requests.abort_all()
@@ -325,13 +338,10 @@ class TokenizerManager:
                 generation = self._requests.generation(out.rid)
                 if generation is not None:  # otherwise it was closed here before its last outputs arrived
                     generation.push(out)
-            if self.recovery.is_isolating:
-                self._try_next()
-            return
-        if isinstance(message, Heartbeat | StateReply):
+        elif isinstance(message, Heartbeat | StateReply):
             self._last_state, self._last_state_at = message.state, time.monotonic()
-            if self.recovery.is_isolating:
-                self._try_next()  # the suspect may have been closed here, which no output tells
+        if self.recovery.is_isolating:
+            self._try_next()  # also without an output: the suspect may have been closed here
         if isinstance(message, Reply):
             self._calls.on_reply(message)
 
@@ -348,10 +358,7 @@ class TokenizerManager:
 
     def _try_next(self) -> None:
         """Sends the next suspect, if it is its turn."""
-        if self._scheduler is None:
-            return
-        generation = self.recovery.next_trial()
-        if generation is not None:
+        if self._scheduler is not None and (generation := self.recovery.next_trial()) is not None:
             self._resend(generation, is_suspect=True)
 
     def _resend(self, generation: Generation, *, is_suspect: bool = False) -> None:
@@ -388,13 +395,6 @@ class TokenizerManager:
         if callable(content):
             content = await content()
         if isinstance(content, str):
-            ids: Sequence[int] = await self.encode(content, prompt.add_special_tokens)
-        else:
-            ids = content
-        return self.inputs.check_ids(ids, is_text=isinstance(content, str))
-
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Raises what `InputProcessor.encode` raises."""
-        if len(text) < _TOKENISE_OFF_LOOP_CHARS:
-            return self.inputs.encode(text, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(None, self.inputs.encode, text, add_special_tokens)
+            ids = await self.inputs.encode_off_loop(content, prompt.add_special_tokens)
+            return self.inputs.check_ids(ids, is_text=True)
+        return self.inputs.check_ids(content, is_text=False)

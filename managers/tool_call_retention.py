@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from ..srt.io_struct import RetainReq, pack_ids
 from ..srt.server_args import ServerArgs
-from .calls import SchedulerLink
 from .generation import Generation
 
 
@@ -19,10 +18,10 @@ def tool_call_retention_s(server_args: ServerArgs) -> float:
     return min(server_args.tool_call_retention_s, server_args.max_retention_s)
 
 
-def retain(generation: Generation, server_args: ServerArgs, scheduler: SchedulerLink) -> None:
-    """Retains the prefix of a sample that ended in a tool call, unless its request has said for how long itself."""
+def retention_of(generation: Generation, server_args: ServerArgs) -> RetainReq | None:
+    """What retains the prefix of a sample that ended in a tool call. None: its request has said for how long itself."""
     seconds, request = tool_call_retention_s(server_args), generation.request
     if not seconds or request is None or request.options.retention_seconds is not None:
-        return
+        return None
     token_ids = request.input_ids + pack_ids(generation.output_ids)
-    scheduler.send(RetainReq(generation.key, token_ids, request.options, seconds))
+    return RetainReq(generation.key, token_ids, request.options, seconds)

@@ -14,7 +14,7 @@ from ..srt.errors import EngineBusy, EngineDead, InvalidRequest, TercetError
 from ..srt.pause_messages import ContinueReq, PauseReply, PauseReq
 from ..srt.server_args import ServerArgs
 from ..srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
-from .calls import SchedulerCalls, SchedulerLink
+from .calls import Calls, SchedulerLink
 from .pause_control import PauseControl
 from .request_registry import RequestRegistry
 
@@ -29,7 +29,7 @@ class WeightControl:
     def __init__(
         self,
         server_args: ServerArgs,
-        calls: SchedulerCalls,
+        calls: Calls,
         link: Callable[[], SchedulerLink],
         pause: PauseControl,
         requests: RequestRegistry,
@@ -129,10 +129,14 @@ class WeightControl:
             "load_format": load_format,
             "tokenizer_path": args.tokenizer_path or args.model_path,
             "served_model_name": args.model_name,
-            "weight_version": version,
             "dtype": dtype,
         }
         self.server_args = dataclasses.replace(args, **changes)
+        self.rename(version)
+        logger.info("The engine uses the weights in %s, version %s", model_path, version)
+
+    def rename(self, version: str) -> None:
+        """The weights in use have this name, and from now on compute the tokens of all samples."""
+        self.server_args = dataclasses.replace(self.server_args, weight_version=version)
         for generation in self._requests.live():
             generation.weight_version = version
-        logger.info("The engine uses the weights in %s, version %s", model_path, version)

@@ -77,6 +77,9 @@ class ServerArgs:
     ] = None
     served_model_name: Annotated[str | None, _server("Model name in the API; default: --model-path")] = None
     host: Annotated[str, _server("Address to listen on")] = "127.0.0.1"
+    tokenizer_worker_num: Annotated[
+        int, _server("Number of processes that serve HTTP: they read bodies, tokenise and write answers")
+    ] = 1
     port: Annotated[int, _server("TCP port to listen on; 0: any free port")] = 30000
     api_key: Annotated[
         str | list[str] | None,

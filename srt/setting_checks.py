@@ -17,6 +17,15 @@ if TYPE_CHECKING:
 MAX_RETENTION_S = 86_400.0
 """A day: more than any prefix stays in a KV pool."""
 
+MAX_HTTP_WORKERS = 64
+_OF_ONE_HTTP_PROCESS = (
+    "resume_file",
+    "resume_grace",
+    "max_concurrent_requests_per_key",
+    "requests_per_minute_per_key",
+)
+"""Settings whose state is in the process that serves HTTP, so there can be only one."""
+
 
 def check_settings(args: ServerArgs) -> None:
     """Raises ValueError that names the flag, the given value and the allowed ones."""
@@ -53,6 +62,11 @@ def check_settings(args: ServerArgs) -> None:
             raise ValueError("--api-key (or TERCET_API_KEY) must not be empty; leave it out to serve without a key")
         if any(char.isspace() or not char.isprintable() for key in args.api_keys for char in key):
             raise ValueError("--api-key (or TERCET_API_KEY) must not contain spaces, line breaks or control characters")
+    if not 1 <= args.tokenizer_worker_num <= MAX_HTTP_WORKERS:
+        raise ValueError(f"--tokenizer-worker-num must be in [1, {MAX_HTTP_WORKERS}], got {args.tokenizer_worker_num}")
+    for name in _OF_ONE_HTTP_PROCESS:
+        if args.tokenizer_worker_num > 1 and getattr(args, name):
+            raise ValueError(f"{flag_name(name)} needs --tokenizer-worker-num 1, got {args.tokenizer_worker_num}")
     for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
         if getattr(args, name) is not None and args.ssl_certfile is None:
             raise ValueError(f"{flag_name(name)} needs --ssl-certfile")

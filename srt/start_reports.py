@@ -34,6 +34,10 @@ class GrammarWorkerReady(msgspec.Struct, frozen=True, tag="grammar_worker_ready"
     """The grammar worker is ready."""
 
 
+class HttpWorkerReady(msgspec.Struct, frozen=True, tag="http_worker_ready"):
+    """The HTTP worker accepts connections, and has its tokenizer. It waits for news of the engine."""
+
+
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
     """A child could not start. `user_error`: the message says what to change; otherwise the log has the traceback."""
 
@@ -41,4 +45,5 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
     user_error: bool
 
 
-ToParent = SchedulerReady | DetokenizerReady | GrammarWorkerReady | StartFailed
+Ready = SchedulerReady | DetokenizerReady | GrammarWorkerReady | HttpWorkerReady
+ToParent = Ready | StartFailed

@@ -180,5 +180,13 @@ def _text(out: TokenOut) -> TextOut:
     return TextOut(tokens=out, text=text)
 
 
+def run_http_worker(server_args, run_dir: RunDir, on_ready, should_stop, listener) -> None:
+    if os.environ.get("FAKE_CHILD") == "bad worker" and run_dir.life >= 2:  # it replaces another one
+        raise ValueError("the tokenizer is of the wrong kind")
+    child.run_http_worker_role(server_args, run_dir, on_ready, should_stop, listener)
+
+
+ROLES = {"scheduler": run_scheduler, "detokenizer": run_detokenizer, "http_worker": run_http_worker}
+
 if __name__ == "__main__":
-    sys.exit(child.main({"scheduler": run_scheduler, "detokenizer": run_detokenizer}))
+    sys.exit(child.main(ROLES))

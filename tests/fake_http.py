@@ -14,7 +14,7 @@ from fake_grammars import FakeGrammars
 from fake_results import fake_embedding, fake_hidden, fake_logprobs
 
 from tercet.managers.tokenizer_manager import TokenizerManager
-from tercet.srt.entrypoints.http_server import create_app
+from tercet.srt.entrypoints.http_server import create_app, make_server
 from tercet.srt.io_struct import (
     AbortFinish,
     AbortReq,
@@ -287,7 +287,9 @@ class Site:
     def __init__(self, *, app: dict[str, Any] | None = None, **settings: Any) -> None:
         self.scheduler = FakeScheduler()
         self.manager = make_manager(self.scheduler, **settings)
-        self.app = create_app(self.manager, **(app or {}))
+        settings_of_app = dict(app or {})
+        tracer = settings_of_app.pop("tracer", None)
+        self.app = create_app(make_server(self.manager, **settings_of_app), tracer=tracer)
         self._runner = asyncio.Runner()
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app, raise_app_exceptions=True), base_url="http://localhost"

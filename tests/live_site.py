@@ -15,7 +15,7 @@ from patience import PATIENCE_S
 
 from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.entrypoints.bounded_http import BoundedHttpProtocol
-from tercet.srt.entrypoints.http_server import create_app
+from tercet.srt.entrypoints.http_server import create_app, make_server
 
 
 class LiveSite:
@@ -40,7 +40,7 @@ class LiveSite:
 def live_site(**settings: Any) -> Iterator[LiveSite]:
     scheduler = FakeScheduler()
     manager = make_manager(scheduler, **settings)
-    config = uvicorn.Config(create_app(manager), http=BoundedHttpProtocol, lifespan="off", log_config=None)
+    config = uvicorn.Config(create_app(make_server(manager)), http=BoundedHttpProtocol, lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -229,8 +229,7 @@ async def flush_cache(server: Server, request: Request, body: None) -> ASGIApp:
 
 async def abort_request(server: Server, request: Request, body: AbortBody) -> ASGIApp:
     """Aborts a request by its name, or all requests. A missing request is no error: it may just have finished."""
-    if (body.rid is not None) == bool(body.abort_all):
-        raise InvalidRequest("exactly one of rid and abort_all: true is required", param="rid")
+    check_abort(body)
     manager = server.manager
     if body.rid is None:
         aborted = manager.num_unfinished > 0
@@ -238,3 +237,9 @@ async def abort_request(server: Server, request: Request, body: AbortBody) -> AS
     else:
         aborted = manager.abort(body.rid)
     return json_response(AbortAnswer(aborted))
+
+
+def check_abort(body: AbortBody) -> None:
+    """Raises InvalidRequest unless exactly one of the two is given."""
+    if (body.rid is not None) == bool(body.abort_all):
+        raise InvalidRequest("exactly one of rid and abort_all: true is required", param="rid")

@@ -14,6 +14,7 @@ import logging
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -27,17 +28,19 @@ from ..grammar_spec import CheckGrammarReply, CheckGrammarReq
 from ..io_struct import ToDetokenizer, ToTokenizer
 from ..ipc import Receiver, RunDir, Sender
 from ..server_args import ServerArgs
-from ..start_reports import DetokenizerReady, GrammarWorkerReady, SchedulerReady, StartFailed, ToParent
+from ..start_reports import DetokenizerReady, GrammarWorkerReady, Ready, StartFailed, ToParent
 from .handshake import STOP, LaunchSpec, read_spec, write_frame
 from .watchdog import answer_with_stacks
 
 logger = logging.getLogger("tercet.child")  # __name__ is __main__ here
 
-Report = SchedulerReady | DetokenizerReady | GrammarWorkerReady
-OnReady = Callable[[Report], None]
+OnReady = Callable[[Ready], None]
 ShouldStop = Callable[[], bool]
-Run = Callable[[ServerArgs, RunDir, OnReady, ShouldStop], None]
-"""Runs a role until `should_stop()` is true. Calls `on_ready` once, when the role is ready."""
+Run = Callable[..., None]
+"""Runs a role until `should_stop()` is true. Calls `on_ready` once, when the role is ready.
+
+Its arguments are ServerArgs, RunDir, OnReady and ShouldStop. An HTTP worker also gets its `listener`.
+"""
 
 _STDIN = 0
 _PARENT_POLL_S = 0.5
@@ -95,10 +98,20 @@ def run_grammar_role(server_args: ServerArgs, run_dir: RunDir, on_ready: OnReady
     context.term()
 
 
+def run_http_worker_role(
+    server_args: ServerArgs, run_dir: RunDir, on_ready: OnReady, should_stop: ShouldStop, listener: socket.socket
+) -> None:
+    # Imported here: the other processes have no HTTP.
+    from .http_worker import run_http_worker
+
+    run_http_worker(server_args, run_dir, on_ready, should_stop, listener)
+
+
 ROLES: Mapping[str, Run] = {
     "scheduler": run_scheduler_role,
     "detokenizer": run_detokenizer_role,
     "grammar": run_grammar_role,
+    "http_worker": run_http_worker_role,
 }
 
 
@@ -175,14 +188,18 @@ class _StopRequest:
 def _run(run: Run, spec: LaunchSpec, run_dir: RunDir, stop: _StopRequest) -> int:
     os.set_inheritable(spec.ready_fd, False)  # this process' own children must not keep the pipe open
 
-    def on_ready(facts: Report) -> None:
+    def on_ready(facts: Ready) -> None:
         gc.freeze()  # later collections skip the loaded objects, too
         gc.enable()
         stop.is_ready = True
         write_frame(spec.ready_fd, facts)
 
     try:
-        run(spec.server_args, run_dir, on_ready, stop.is_set)
+        if spec.listener_fd is None:
+            run(spec.server_args, run_dir, on_ready, stop.is_set)
+        else:
+            with socket.socket(fileno=spec.listener_fd) as listener:
+                run(spec.server_args, run_dir, on_ready, stop.is_set, listener)
     except BrokenPipeError:
         return 1  # the parent is gone
     except Exception as error:

@@ -32,6 +32,8 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     """See RunDir."""
     ready_fd: int
     """File descriptor of the inherited pipe for the child's report."""
+    listener_fd: int | None = None
+    """That of the inherited listening socket; None: the role has none."""
 
 
 def write_frame(fd: int, message: LaunchSpec | ToParent) -> None:

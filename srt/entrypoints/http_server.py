@@ -35,6 +35,7 @@ from . import (
 from .auth import ApiKeyGuard
 from .cross_site import CrossSiteGuard, cors_settings
 from .error_handlers import http_exception
+from .forwarded import WHOLE_SERVER, Forward, ForwardedEndpoint
 from .key_limits import KeyLimits
 from .openai import (
     chat,
@@ -314,42 +315,48 @@ def _middleware(args: ServerArgs, tracer: RequestTracer | None) -> list[Middlewa
     return [*outer, Middleware(ApiKeyGuard, args.api_keys, guard_browsers)]
 
 
-def create_app(
-    tokenizer_manager: TokenizerManager,
+def make_server(
+    manager: TokenizerManager,
     *,
     health_timeout_s: float = 20.0,
     state_timeout_s: float = 1.0,
     flush_timeout_s: float = 5.0,
-    tracer: RequestTracer | None = None,
     saved: SavedStreams | None = None,
-) -> Starlette:
-    """The app of one engine. It starts and stops no process and no `tracer`: the caller does.
-
-    See `Server` for the timeouts. If the manager's settings have an `api_key`, every path except OPEN_PATHS
-    requires it. Without a key, requests of other sites' web pages are refused, except those of `allowed_origins`.
-    `saved`: the streams of `--resume-file`.
-    """
-    args = tokenizer_manager.server_args
+) -> Server:
+    """The state that the handlers of one engine share. `saved`: the streams of `--resume-file`."""
+    args = manager.server_args
     streams = ResumableStreams(args.resume_grace) if args.resume_grace and saved is None else None
-    server = Server(
-        tokenizer_manager,
+    return Server(
+        manager,
         __version__,
         health_timeout_s=health_timeout_s,
         state_timeout_s=state_timeout_s,
         flush_timeout_s=flush_timeout_s,
-        metrics=_metrics_page(tokenizer_manager),
+        metrics=_metrics_page(manager),
         key_limits=KeyLimits.of(args, time.monotonic),
         streams=streams if saved is None else saved.streams,
         saved=saved,
         recorded={} if saved is None else {one.path: one for one in ENDPOINTS if one.streams is not None},
     )
-    endpoints = (*ENDPOINTS, *openapi.endpoints(ENDPOINTS))
+
+
+def create_app(server: Server, *, tracer: RequestTracer | None = None, forward: Forward | None = None) -> Starlette:
+    """The app of one engine. It starts and stops no process and no `tracer`: the caller does.
+
+    If the settings have an `api_key`, every path except OPEN_PATHS requires it. Without a key, requests of other sites'
+    web pages are refused, except those of `allowed_origins`. `forward`: answers the endpoints of WHOLE_SERVER in an
+    HTTP worker.
+    """
     routes: list[BaseRoute] = []
-    for endpoint in endpoints:
-        bound = BoundEndpoint(endpoint, server)
+    for endpoint in (*ENDPOINTS, *openapi.endpoints(ENDPOINTS)):
+        if forward is not None and endpoint.path in WHOLE_SERVER:
+            bound: BoundEndpoint = ForwardedEndpoint(endpoint, server, forward)
+        else:
+            bound = BoundEndpoint(endpoint, server)
         routes += [Route(path, bound, methods=endpoint.methods) for path in (endpoint.path, *endpoint.aliases)]
     handlers: dict[object, ExceptionHandler] = {HTTPException: http_exception}
-    app = Starlette(routes=routes, middleware=_middleware(args, tracer), exception_handlers=handlers)
+    middleware = _middleware(server.manager.server_args, tracer)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False  # a 307 to the path without the slash would not be in the envelope
     return app
 

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -24,10 +25,10 @@ from ..errors import EngineDead
 from ..ipc import RunDir
 from ..machine.cores import usable_cores
 from ..server_args import ServerArgs
-from ..start_reports import DetokenizerReady, GrammarWorkerReady, SchedulerReady, StartFailed
+from ..start_reports import Ready, StartFailed
 from .handshake import STOP, LaunchSpec, ReportReader, write_frame
 
-Role = Literal["scheduler", "detokenizer", "grammar"]
+Role = Literal["scheduler", "detokenizer", "grammar", "http_worker"]
 
 CHILD_MODULE = "tercet.srt.entrypoints.child"
 _STOP_TIMEOUT_S = 5.0
@@ -47,10 +48,11 @@ class ChildProcess:
     is gone. Its result says how the process ended.
     """
 
-    def __init__(self, role: Role, module: str = CHILD_MODULE) -> None:
+    def __init__(self, role: Role, module: str = CHILD_MODULE, listener: socket.socket | None = None) -> None:
+        """`listener`: a socket that the child inherits."""
         loop = asyncio.get_running_loop()
         self.role = role
-        self.ready: asyncio.Future[SchedulerReady | DetokenizerReady | GrammarWorkerReady] = loop.create_future()
+        self.ready: asyncio.Future[Ready] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
         self._loop = loop
         self._reports = ReportReader()
@@ -59,12 +61,13 @@ class ChildProcess:
         self._ready_fd, child_fd = os.pipe()
         self._report_fd = child_fd
         """The number of the pipe's other end in the child."""
+        self._listener_fd = None if listener is None else listener.fileno()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, role],
                 stdin=subprocess.PIPE,
                 env=_environment(role),
-                pass_fds=[child_fd],
+                pass_fds=[child_fd] if listener is None else [child_fd, listener.fileno()],
                 start_new_session=True,
                 bufsize=0,
             )
@@ -81,7 +84,7 @@ class ChildProcess:
         assert self._process.stdin is not None and not self._is_launched
         self._is_launched = True
         with contextlib.suppress(BrokenPipeError):  # the child is dead already; the ready pipe will report that
-            spec = LaunchSpec(server_args, str(run_dir.path), run_dir.life, self._report_fd)
+            spec = LaunchSpec(server_args, str(run_dir.path), run_dir.life, self._report_fd, self._listener_fd)
             write_frame(self._process.stdin.fileno(), spec)
         return self
 

@@ -80,6 +80,8 @@ class Server:
     """None without --resume-file."""
     recorded: Mapping[str, Endpoint] = field(default_factory=dict)
     """The endpoints whose streams are recorded, by path."""
+    share: float = 1.0
+    """The part of MAX_HELD_BYTES that this process may use. All processes of a server together have it once."""
     started: int = field(default_factory=lambda: int(time.time()))
     decoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "body-decoder"))
     """Decodes large bodies, one at a time, because decoding holds the interpreter's lock."""
@@ -197,7 +199,7 @@ class BoundEndpoint:
                 held.num_bytes += len(part)
                 if len(data) > MAX_BODY_BYTES:
                     raise too_large
-                if held.num_bytes > MAX_HELD_BYTES:
+                if held.num_bytes > MAX_HELD_BYTES * self.server.share:
                     raise QueueFull("the request bodies being read exceed the server's memory limit; try again later")
             return await self._decoded(request, data)
         finally:

@@ -108,7 +108,7 @@ async def tokenize(server: Server, request: Request, body: TokenizeBody) -> ASGI
         assert body.prompt is not None
         text = body.prompt
         add_special_tokens = body.add_special_tokens is not False
-    ids = await server.manager.encode(text, add_special_tokens)
+    ids = await server.manager.inputs.encode_off_loop(text, add_special_tokens)
     strs = await in_thread_if_large(request, _token_strs, server, ids) if body.return_token_strs else UNSET
     answer = TokenizeAnswer(ids, len(ids), server.manager.facts.context_len, strs)
     return await in_thread_if_large(request, json_response, answer)
@@ -126,7 +126,7 @@ async def _tokenize_list(server: Server, request: Request, texts: list[str], bod
     counts: list[int] = []
     strs: list[list[str | None]] = []
     for text in texts:
-        ids = await server.manager.encode(text, body.add_special_tokens is not False)
+        ids = await server.manager.inputs.encode_off_loop(text, body.add_special_tokens is not False)
         if body.return_token_strs:
             strs.append(await in_thread_if_large(request, _token_strs, server, ids))
         tokens.append(msgspec.Raw(_encode(ids)))

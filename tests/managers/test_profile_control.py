@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from tercet.managers.calls import SchedulerCalls
+from tercet.managers.calls import Calls
 from tercet.managers.profile_control import ProfileControl
 from tercet.srt.errors import EngineRestarting, InvalidRequest, TercetError
 from tercet.srt.profile_messages import ProfileReply, StopProfileReq
 
 
 class Link:
-    def __init__(self, calls: SchedulerCalls, answer: Callable[[int], ProfileReply]) -> None:
+    def __init__(self, calls: Calls, answer: Callable[[int], ProfileReply]) -> None:
         self.sent: list[Any] = []
         self._calls = calls
         self._answer = answer
@@ -25,7 +25,7 @@ class Link:
 
 def stop(answer: Callable[[int], ProfileReply]) -> str:
     async def run() -> str:
-        calls = SchedulerCalls()
+        calls = Calls()
         link = Link(calls, answer)
         path = await ProfileControl(calls, lambda: link).stop()
         assert link.sent == [StopProfileReq(1)]
@@ -48,4 +48,4 @@ def test_without_an_engine_nothing_is_asked() -> None:
         raise EngineRestarting("restarting")
 
     with pytest.raises(EngineRestarting):
-        asyncio.run(ProfileControl(SchedulerCalls(), no_link).stop())
+        asyncio.run(ProfileControl(Calls(), no_link).stop())

@@ -14,7 +14,7 @@ from uvicorn.server import ServerState
 
 from tercet.managers.generation import MAX_BACKLOG
 from tercet.srt.entrypoints.bounded_http import BoundedHttpProtocol
-from tercet.srt.entrypoints.http_server import create_app
+from tercet.srt.entrypoints.http_server import create_app, make_server
 
 NUM_TOKENS = 200
 
@@ -49,7 +49,9 @@ def test_a_slow_reader_holds_little_and_blocks_nobody(samples: int) -> None:
     async def run() -> None:
         scheduler = FakeScheduler()
         manager = make_manager(scheduler, incremental_streaming_output=True)
-        config = uvicorn.Config(create_app(manager), http=BoundedHttpProtocol, lifespan="off", log_config=None)
+        config = uvicorn.Config(
+            create_app(make_server(manager)), http=BoundedHttpProtocol, lifespan="off", log_config=None
+        )
         config.load()
         state = ServerState()
 

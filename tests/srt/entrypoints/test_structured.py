@@ -120,7 +120,7 @@ def test_an_engine_without_a_tokenizer_has_no_grammars() -> None:
 
 
 def test_an_engine_without_grammars_says_so(site: Site) -> None:
-    site.manager._grammars = None
+    site.manager.grammars = None
     error = site.refused("/v1/completions", {**COMPLETION, "regex": "a"})
     assert error["param"] == "regex" and "not supported" in error["message"]
 

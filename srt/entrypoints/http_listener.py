@@ -1,0 +1,149 @@
+"""The listening sockets, and uvicorn on one of them. Until the engine is ready, every request gets status 503."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..errors import EngineDead
+from ..machine.open_files import raise_open_files_limit
+from .bounded_http import BoundedHttpProtocol
+
+logger = logging.getLogger(__name__)
+
+# A server must keep idle connections longer than its load balancers and client pools do. Otherwise it may close a
+# connection at the moment a client sends a request on it.
+_KEEP_ALIVE_S = 75
+_CLOSE_TIMEOUT_S = 2
+_BACKLOG = 2048
+_OTHER_FILES = 128
+"""Open files other than client connections: libraries, sockets between the processes, and a reserve."""
+_FEW_CONNECTIONS = 4096
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket (port 0: any free port). A restarted server can bind the same port at once. Raises OSError."""
+    listener = _bound(host, port)
+    _listen(listener)  # two servers may bind one port with SO_REUSEADDR, but only one can listen
+    return listener
+
+
+def bind_group(host: str, port: int, num_listeners: int) -> list[socket.socket]:
+    """Listening sockets on one port (0: any free port), among which the kernel divides the connections evenly.
+
+    Raises OSError if another socket listens on the port. SO_REUSEPORT alone would let two servers of one user share
+    it, so a socket without that option listens first.
+    """
+    with bind(host, port) as first:
+        port = first.getsockname()[1]
+    listeners = [_bound(host, port, shared=True) for _ in range(num_listeners)]
+    for listener in listeners:
+        _listen(listener)
+    return listeners
+
+
+def _bound(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, proto, _, address = found[0]
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _listen(listener: socket.socket) -> None:
+    try:
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    listener.setblocking(False)
+
+
+def max_connections() -> int:
+    """The number of connections that this process can have, after it has raised its limit of open files."""
+    return max(raise_open_files_limit() - _OTHER_FILES, 1)
+
+
+def warn_of_few_connections(number: int) -> None:
+    if number < _FEW_CONNECTIONS:
+        logger.warning(
+            "The server accepts at most %d connections because the limit of open files (ulimit -Hn) is low", number
+        )
+
+
+def adopt_uvicorn_logs(level: str) -> None:
+    """Sends uvicorn's warnings to our log."""
+    uvicorn_logger = logging.getLogger("uvicorn")
+    uvicorn_logger.handlers[:] = logging.getLogger("tercet").handlers
+    uvicorn_logger.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+    uvicorn_logger.propagate = False
+
+
+class HttpListener:
+    """Serves one app on one socket, in the event loop in which it is made."""
+
+    def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None, max_connections: int) -> None:
+        self.app: ASGIApp | None = None
+        """None: every request gets status 503."""
+        self._uvicorn = _Uvicorn(_uvicorn_config(self._serve, tls, max_connections))
+        self._serving = asyncio.create_task(self._uvicorn.serve(sockets=[listener]))
+
+    async def stop(self) -> None:
+        """Takes no more connections. Responses under way have two seconds to end."""
+        self._uvicorn.should_exit = True
+        await self._serving
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self.app
+        if app is None:
+            error = {
+                "message": "the server is starting",
+                "type": EngineDead.err_type,
+                "param": None,
+                "code": "starting",
+            }
+            app = JSONResponse({"error": error}, status_code=503, headers={"Retry-After": "1"})
+        await app(scope, receive, send)
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its own signal handlers. The process handles signals itself."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _uvicorn_config(app: ASGIApp, tls: ssl.SSLContext | None, max_connections: int) -> uvicorn.Config:
+    config = uvicorn.Config(
+        app,
+        http=BoundedHttpProtocol,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,  # request_log.py writes it
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=max_connections,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+    )
+    config.load()
+    config.ssl = tls
+    return config

@@ -1,0 +1,185 @@
+"""An HTTP worker of `--tokenizer-worker-num`: accepts connections, reads bodies, tokenises, and writes answers.
+
+Several of them listen on one port. The parent process has the engine; see http_workers.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+import zmq
+
+from ...managers.calls import Calls
+from ...managers.generation import error_of
+from ...managers.grammar_checker import GrammarChecker
+from ...managers.worker_manager import WorkerManager
+from ..errors import TercetError
+from ..grammar_spec import CheckGrammarReq, GrammarSpec
+from ..io_struct import BatchTextOut, BrokenMessage
+from ..ipc import AsyncReceiver, RunDir, Sender
+from ..model_files.model_config import ModelConfig, load_model_config
+from ..server_args import ServerArgs
+from ..start_reports import HttpWorkerReady
+from ..text.tokenizer import Tokenizer, load_tokenizer
+from ..worker_messages import (
+    AbortCall,
+    AbortReply,
+    EndpointCall,
+    EndpointReply,
+    EngineNews,
+    GrammarVerdict,
+    Recoveries,
+    ToWorker,
+    WorkerDrained,
+    WorkerServes,
+)
+from .http_listener import HttpListener, adopt_uvicorn_logs, max_connections
+from .http_server import create_app, make_server
+from .tls import tls_context
+from .tracing import RequestTracer
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+
+
+def run_http_worker(
+    server_args: ServerArgs,
+    run_dir: RunDir,
+    on_ready: Callable[[HttpWorkerReady], None],
+    should_stop: Callable[[], bool],
+    listener: socket.socket,
+) -> None:
+    """The process of an HTTP worker, until `should_stop()` is true."""
+    adopt_uvicorn_logs(server_args.log_level)
+    tracer = RequestTracer.start(server_args)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(server_args, run_dir, on_ready, should_stop, listener, tracer))
+    if tracer is not None:
+        tracer.close()
+
+
+async def _serve(
+    server_args: ServerArgs,
+    run_dir: RunDir,
+    on_ready: Callable[[HttpWorkerReady], None],
+    should_stop: Callable[[], bool],
+    listener: socket.socket,
+    tracer: RequestTracer | None,
+) -> None:
+    listener.setblocking(False)
+    listen = functools.partial(HttpListener, listener, tls_context(server_args), max_connections())
+    # The first workers answer at once, with 503. A worker that replaces one lets connections wait until it is ready.
+    http = listen() if run_dir.life < server_args.tokenizer_worker_num else None
+    config = load_model_config(server_args.model_path, server_args.load_format)
+    tokenizer = await asyncio.to_thread(_load_tokenizer, server_args)
+    context: zmq.Context[Any] = zmq.Context()
+    worker = HttpWorker(server_args, config, tokenizer, http, listen, context, run_dir, tracer)
+    on_ready(HttpWorkerReady())
+    while not should_stop():
+        await asyncio.sleep(_POLL_S)
+        worker.tell_if_drained()
+    await worker.stop()
+    context.destroy()
+
+
+class HttpWorker:
+    """The links of a worker to its parent, and its app, which begins with the first news of the engine."""
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        http: HttpListener | None,
+        listen: Callable[[], HttpListener],
+        context: zmq.Context[Any],
+        run_dir: RunDir,
+        tracer: RequestTracer | None,
+    ) -> None:
+        self._server_args = server_args
+        self._model_config = model_config
+        self._tokenizer = tokenizer
+        self._http = http
+        self._listen = listen
+        self._number = run_dir.life
+        self._tracer = tracer
+        self._manager: WorkerManager | None = None
+        self._calls = Calls()
+        self._has_drained = False
+        # It takes FromWorker, and of ToScheduler all but the Questions, which only forwarded endpoints ask.
+        self._parent: Sender[Any] = Sender(context, run_dir.scheduler)
+        self._receiver: AsyncReceiver[ToWorker] = AsyncReceiver(context, run_dir.tokenizer, ToWorker, self._on_message)
+        self._receiver.start(asyncio.get_running_loop())
+
+    def tell_if_drained(self) -> None:
+        """Tells the parent, once, that all requests have ended and no more are taken."""
+        manager = self._manager
+        if manager is not None and manager.draining and not manager.num_unfinished and not self._has_drained:
+            self._has_drained = True
+            self._parent.send(WorkerDrained())
+
+    async def stop(self) -> None:
+        """Ends the connections. Responses under way have two seconds to end."""
+        if self._http is not None:
+            await self._http.stop()
+        self.close()
+
+    def close(self) -> None:
+        """Closes the links."""
+        self._receiver.close()
+        self._parent.close()
+
+    async def forward(self, question: Callable[[int], EndpointCall]) -> EndpointReply:
+        """The parent's answer to a request."""
+        return await self._calls.ask(self._parent, question, EndpointReply)
+
+    async def compile(self, spec: GrammarSpec) -> str | None:
+        """Why a grammar cannot be used; None if it can. The parent knows (see GrammarWorker)."""
+        verdict = await self._calls.ask(self._parent, lambda number: CheckGrammarReq(number, spec), GrammarVerdict)
+        error = error_of(verdict.failure)
+        if error is not None:
+            raise error
+        return verdict.reason
+
+    def _on_message(self, message: ToWorker | BrokenMessage) -> None:
+        if isinstance(message, EndpointReply | GrammarVerdict):
+            self._calls.on_reply(message)
+        elif isinstance(message, EngineNews):
+            self._hear(message)
+        elif self._manager is None:
+            raise TercetError("a message came before the first news of the engine")
+        elif isinstance(message, AbortCall):
+            self._parent.send(AbortReply(message.call_id, self._manager.abort_by_name(message.name)))
+        elif isinstance(message, Recoveries):
+            self._manager.hear_of_recoveries(message.by_key)
+        else:
+            assert isinstance(message, BatchTextOut | BrokenMessage)
+            self._manager.on_message(message)
+
+    def _hear(self, news: EngineNews) -> None:
+        if self._manager is not None:
+            self._manager.hear(news)
+            return
+        args = self._server_args
+        self._manager = WorkerManager(
+            args, self._model_config, self._tokenizer, news, self._parent, GrammarChecker(self), self._number
+        )
+        share = 1 / args.tokenizer_worker_num
+        server = dataclasses.replace(make_server(self._manager), share=share, started=news.started)
+        self._http = self._http or self._listen()
+        self._http.app = create_app(server, tracer=self._tracer, forward=self.forward)
+        self._parent.send(WorkerServes())
+
+
+def _load_tokenizer(server_args: ServerArgs) -> Tokenizer | None:
+    if server_args.skip_tokenizer_init:
+        return None
+    return load_tokenizer(server_args.model_path, server_args.tokenizer_path, server_args.chat_template)

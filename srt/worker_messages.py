@@ -1,0 +1,98 @@
+"""The messages between the HTTP workers of `--tokenizer-worker-num` and the process that started them, the parent.
+
+Each worker has a link of its own in each direction, in a RunDir whose `life` is the number of the worker. To a worker,
+the parent is the scheduler: it takes the same requests, and sends the same outputs.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .grammar_spec import CheckGrammarReq
+from .io_struct import AbortFinish, AbortReq, BatchTextOut, GenerateReq, RetainReq
+from .start_reports import SchedulerReady
+
+# Worker -> parent
+
+
+class EndpointCall(msgspec.Struct, frozen=True, tag="endpoint"):
+    """A request to an endpoint that only the parent can answer. The answer is an EndpointReply."""
+
+    call_id: int
+    method: str
+    path: str
+    query: bytes
+    """As in the URL."""
+    body: bytes
+
+
+class AbortReply(msgspec.Struct, frozen=True, tag="aborted"):
+    """The answer to an AbortCall. `found`: the worker had such a request."""
+
+    call_id: int
+    found: bool
+
+
+class WorkerServes(msgspec.Struct, frozen=True, tag="serves"):
+    """The worker has the first news of the engine, and takes requests."""
+
+
+class WorkerDrained(msgspec.Struct, frozen=True, tag="drained"):
+    """The worker was told to take no more requests, and all of its requests have ended."""
+
+
+FromWorker = (
+    GenerateReq | AbortReq | RetainReq | CheckGrammarReq | EndpointCall | AbortReply | WorkerServes | WorkerDrained
+)
+
+
+# Parent -> worker
+
+
+class EngineNews(msgspec.Struct, frozen=True, tag="news", kw_only=True):
+    """What a worker must know of the engine. Sent when it is ready, and at each change."""
+
+    facts: SchedulerReady
+    weight_version: str
+    stall: str | None
+    """As `TokenizerManager.stall`."""
+    failure: str | None
+    """Why the engine has ended for good; None: it has not."""
+    draining: bool
+    """The server is shutting down: running requests may finish, and new ones are refused."""
+    started: int
+    """When the server started, in seconds since 1970."""
+
+
+class EndpointReply(msgspec.Struct, frozen=True, tag="endpoint_reply"):
+    """The answer to an EndpointCall: an HTTP response."""
+
+    call_id: int
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+class GrammarVerdict(msgspec.Struct, frozen=True, tag="verdict"):
+    """The answer to a CheckGrammarReq. `failure`: it could not be checked."""
+
+    call_id: int
+    reason: str | None
+    """Why the grammar cannot be used; None if it can."""
+    failure: AbortFinish | None = None
+
+
+class AbortCall(msgspec.Struct, frozen=True, tag="abort_call"):
+    """Abort the request or prompt of exactly this name; None: all requests. The answer is an AbortReply."""
+
+    call_id: int
+    name: str | None
+
+
+class Recoveries(msgspec.Struct, frozen=True, tag="recoveries"):
+    """How often the engine was restarted while it worked on each of these samples. Sent before their outputs."""
+
+    by_key: dict[str, int]
+
+
+ToWorker = BatchTextOut | Recoveries | EngineNews | EndpointReply | GrammarVerdict | AbortCall

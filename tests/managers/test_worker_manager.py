@@ -1,0 +1,106 @@
+"""The TokenizerManager of an HTTP worker: a list is the link to the parent, and the test tells the news."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from fake_grammars import FakeGrammars
+from fake_http import FakeScheduler, make_manager
+
+from tercet.managers.request_registry import Prompt
+from tercet.managers.worker_manager import WorkerManager
+from tercet.srt.errors import EngineDead
+from tercet.srt.io_struct import AbortFinish, GenerateReq
+from tercet.srt.request_options import RequestOptions
+from tercet.srt.sampling_params import SamplingParams
+from tercet.srt.worker_messages import EngineNews
+
+
+class Parent:
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+def make_worker(number: int = 3) -> tuple[WorkerManager, Parent, EngineNews]:
+    pattern, parent = make_manager(FakeScheduler(), random_seed=5), Parent()
+    news = EngineNews(
+        facts=pattern.facts, weight_version="default", stall=None, failure=None, draining=False, started=1
+    )
+    args, config, tokenizer = pattern.server_args, pattern.model_config, pattern.inputs.tokenizer
+    return WorkerManager(args, config, tokenizer, news, parent, FakeGrammars(), number), parent, news
+
+
+def prompt(text: str = "hello", rid: str | None = None) -> Prompt:
+    return Prompt(content=text, options=RequestOptions(sampling=SamplingParams(max_new_tokens=4)), rid=rid)
+
+
+def test_no_two_workers_use_one_key_or_one_seed() -> None:
+    async def body() -> list[GenerateReq]:
+        sent = []
+        for number in (0, 1, 64):
+            worker, parent, _ = make_worker(number)
+            for _ in range(2):
+                await worker.submit("hello", prompt().options)
+            sent += parent.sent
+        return sent
+
+    sent = asyncio.run(body())
+    assert len({request.rid for request in sent}) == len({r.options.sampling.sampling_seed for r in sent}) == 6
+
+
+def test_news_changes_what_requests_see() -> None:
+    async def body() -> None:
+        worker, _, news = make_worker()
+        request = worker.open([prompt()])
+        stalls: list[str | None] = []
+        worker.on_stall.add(lambda: stalls.append(worker.stall))
+        facts = msgspec.structs.replace(news.facts, max_total_num_tokens=20, context_len=20, max_req_input_len=19)
+        worker.hear(msgspec.structs.replace(news, stall="restarting", weight_version="new", facts=facts))
+        worker.hear(msgspec.structs.replace(news, stall="paused", weight_version="new", facts=facts))
+        assert stalls == ["restarting"] and worker.stall == "paused"
+        assert request.prompts[0].generations[0].weight_version == "new"
+        assert worker.open([prompt()]).prompts[0].generations[0].weight_version == "new"
+        with pytest.raises(ValueError, match="20 tokens"):
+            await worker.submit("x" * 30, prompt().options)
+        worker.hear(news)
+        assert worker.stall is None
+
+    asyncio.run(body())
+
+
+def test_a_server_that_shuts_down_lets_requests_end() -> None:
+    async def body() -> None:
+        worker, parent, news = make_worker()
+        (running,) = await worker.submit("hello", prompt().options)
+        opened = worker.open([prompt()])
+        worker.hear(msgspec.structs.replace(news, draining=True))
+        with pytest.raises(EngineDead, match="shutting down"):
+            worker.open([prompt()])
+        await worker.start(opened.prompts[0])
+        assert len(parent.sent) == 2 and worker.num_unfinished == 2
+        worker.hear(msgspec.structs.replace(news, failure="it has died"))
+        finish = (await running.result()).finish
+        assert isinstance(finish, AbortFinish) and finish.message == "it has died"
+        with pytest.raises(EngineDead, match="it has died"):
+            worker.open([prompt()])
+
+    asyncio.run(body())
+
+
+def test_aborts_by_name() -> None:
+    async def body() -> None:
+        worker, _, _ = make_worker()
+        for name in ("a", "b", "c"):
+            worker.open([prompt(rid=name)])
+        assert worker.abort_by_name("b") and not worker.abort_by_name("b")
+        assert worker.num_unfinished == 2
+        assert worker.abort_by_name(None) and not worker.abort_by_name(None)
+        assert not worker.num_unfinished
+
+    asyncio.run(body())

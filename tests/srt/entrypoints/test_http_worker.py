@@ -1,0 +1,182 @@
+"""An HTTP worker and its side in the parent, in one event loop: real links and a real app, and a fake scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+from fake_http import FakeScheduler, make_manager, text_of
+
+from tercet.managers.tokenizer_manager import TokenizerManager
+from tercet.srt.entrypoints.forwarded import WHOLE_SERVER, ParentEndpoints
+from tercet.srt.entrypoints.http_server import ENDPOINTS, make_server
+from tercet.srt.entrypoints.http_worker import HttpWorker
+from tercet.srt.entrypoints.http_workers import Service, Worker
+from tercet.srt.entrypoints.page import SCRIPT_PATHS
+from tercet.srt.errors import EngineDead, InvalidRequest
+from tercet.srt.grammar_spec import GrammarSpec
+from tercet.srt.io_struct import BrokenMessage
+from tercet.srt.ipc import RunDir
+from tercet.srt.server_args import ServerArgs
+
+LOCAL = {
+    *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/score"),
+    *("/v1/rerank", "/v1/streams", "/v1/models", "/v1/models/{model:path}", "/tokenize", "/detokenize", "/version"),
+    *("/tokenizer_info", "/", "/web/style.css", SCRIPT_PATHS[0]),
+}
+"""The endpoints that each worker answers itself."""
+
+
+class Judge:
+    """Refuses the grammar "bad", and cannot check "dead"."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def check(self, spec: GrammarSpec) -> None:
+        self.asked.append(spec.text)
+        if spec.text == "bad":
+            raise InvalidRequest("this grammar is bad", param=spec.kind)
+        if spec.text == "dead":
+            raise EngineDead("no grammar worker")
+
+
+class Listener:
+    app: Any = None
+
+
+class Rig:
+    """A worker of two, with the number 1."""
+
+    def __init__(self, scheduler: FakeScheduler, manager: TokenizerManager, client: httpx.AsyncClient) -> None:
+        self.scheduler = scheduler
+        self.manager = manager
+        self.client = client
+        self.judge = Judge()
+        manager.grammars = self.judge
+
+    async def generate(self, **body: Any) -> httpx.Response:
+        return await self.client.post(
+            "/generate", json={"text": "hi", "sampling_params": {"max_new_tokens": 3}, **body}
+        )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
+    """Runs a test with a Rig."""
+
+    async def body(work: Callable[[Rig], Awaitable[None]]) -> None:
+        scheduler = FakeScheduler()
+        manager = make_manager(scheduler, tokenizer_worker_num=2, tool_call_parser="hermes")
+        context: zmq.Context[Any] = zmq.Context()
+        run_dir, listener = RunDir(tmp_path, 1), Listener()
+        parent = Worker(None, None, context, run_dir)  # type: ignore[arg-type]
+        make: Any = lambda: listener  # noqa: E731
+        worker = HttpWorker(
+            manager.server_args, manager.model_config, manager.inputs.tokenizer, make(), make, context, run_dir, None
+        )
+        server = make_server(manager)
+        service = Service(manager, server, ParentEndpoints(server, [e for e in ENDPOINTS if e.path in WHOLE_SERVER]))
+        parent.open(service, lambda: None)
+        parent.sender.send(service.news())
+        while listener.app is None:
+            await asyncio.sleep(0.001)
+        transport = httpx.ASGITransport(listener.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            await work(Rig(scheduler, manager, client))
+        parent.close()
+        worker.close()
+        context.destroy(linger=0)
+
+    return lambda work: asyncio.run(asyncio.wait_for(body(work), 30))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"resume_grace": 1.0},
+        {"resume_grace": 1.0, "resume_file": "f"},
+        {"max_concurrent_requests_per_key": 1},
+        {"requests_per_minute_per_key": 1},
+    ],
+)
+def test_what_needs_one_process_is_refused_with_more(flags: dict[str, Any]) -> None:
+    ServerArgs(model_path="m", **flags)
+    name = [*flags][-1].replace("_", "-")
+    with pytest.raises(ValueError, match=f"--{name} needs --tokenizer-worker-num 1, got 2"):
+        ServerArgs(model_path="m", tokenizer_worker_num=2, **flags)
+
+
+@pytest.mark.parametrize("number", [0, 65])
+def test_the_number_of_workers_has_bounds(number: int) -> None:
+    with pytest.raises(ValueError, match=f"--tokenizer-worker-num must be in .1, 64., got {number}"):
+        ServerArgs(model_path="m", tokenizer_worker_num=number)
+
+
+def test_each_endpoint_is_answered_in_one_place() -> None:
+    assert {endpoint.path for endpoint in ENDPOINTS} == WHOLE_SERVER | LOCAL
+    assert not WHOLE_SERVER & LOCAL
+    assert not [one.path for one in ENDPOINTS if one.path in WHOLE_SERVER and (one.streams or one.runs_model)]
+
+
+def test_a_worker_tokenises_and_renders(run: Any) -> None:
+    async def work(rig: Rig) -> None:
+        messages = [{"role": "user", "content": "hello"}]
+        assert (await rig.generate()).json()["text"] == text_of(3)
+        chat = await rig.client.post(
+            "/v1/chat/completions", json={"model": "tiny", "messages": messages, "max_tokens": 2}
+        )
+        assert chat.json()["choices"][0]["message"]["content"] == text_of(2)
+        assert rig.scheduler.prompt_texts() == ["hi", "<user>hello\n<assistant>"]
+        assert [request.rid for request in rig.scheduler.received] == ["1-0", "1-1"]
+        assert (await rig.client.post("/tokenize", json={"prompt": "hi"})).json()["count"] == 2
+
+    run(work)
+
+
+def test_the_parent_judges_grammars(run: Any) -> None:
+    async def work(rig: Rig) -> None:
+        answers = [
+            await rig.generate(sampling_params={"regex": text, "max_new_tokens": 1}) for text in ("a", "bad", "a")
+        ]
+        assert [answer.status_code for answer in answers] == [200, 400, 200]
+        assert answers[1].json()["error"]["message"] == "this grammar is bad"
+        assert answers[1].json()["error"]["param"] == "sampling_params.regex"
+        assert rig.judge.asked == ["a", "bad"]  # the worker keeps verdicts
+        for _ in range(2):  # but no failures
+            dead = await rig.generate(sampling_params={"regex": "dead", "max_new_tokens": 1})
+            assert dead.status_code == 503 and dead.json()["error"]["message"] == "no grammar worker"
+        assert rig.judge.asked == ["a", "bad", "dead", "dead"]
+
+    run(work)
+
+
+def test_a_tool_call_is_retained(run: Any) -> None:
+    async def work(rig: Rig) -> None:
+        rig.scheduler.say('<tool_call>{"name": "f", "arguments": {}}</tool_call>')
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+        body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "max_tokens": 9}
+        answer = await rig.client.post("/v1/chat/completions", json=body)
+        assert answer.json()["choices"][0]["finish_reason"] == "tool_calls"
+        while not rig.scheduler.retained:
+            await asyncio.sleep(0.001)
+
+    run(work)
+
+
+def test_an_error_of_the_engine_arrives_whole(run: Any) -> None:
+    async def work(rig: Rig) -> None:
+        rig.scheduler.mute = True
+        answer = asyncio.create_task(rig.generate())
+        while not rig.scheduler.received:
+            await asyncio.sleep(0.001)
+        rig.manager.on_message(BrokenMessage(["1-0"], "the message broke"))
+        assert (await answer).status_code == 500
+        assert (await answer).json()["error"]["message"] == "the message broke"
+
+    run(work)
