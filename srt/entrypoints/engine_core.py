@@ -134,21 +134,22 @@ class EngineCore:
         self._renew_spares()
 
     def _renew_spares(self) -> None:
-        """Ends fork servers with replaced weights. Starts a spare scheduler if there is none.
+        """Starts a spare scheduler if there is none: the next life need not wait for the import of torch."""
+        self._drop_old_spares()
+        if self._budget.limit and "scheduler" not in self._spares:
+            try:
+                self._spares["scheduler"] = ChildProcess("scheduler", self._child_module, may_fork=True)
+            except OSError as error:  # for example no memory, or too many open files
+                logger.warning("Could not start a spare process: %s", error.strerror or error)
 
-        It imports torch, which takes more than a second. The next life need not wait for that.
-        """
+    def _drop_old_spares(self) -> None:
+        """Drops spares that have died, and ends fork servers with replaced weights, whose memory they keep."""
         for spare in list(self._spares.values()):
             if spare.launched_with not in (None, self.tokenizer_manager.weights.server_args):
                 spare.kill()
                 del self._spares[spare.role]
             elif spare.ended.done():
                 del self._spares[spare.role]
-        if self._budget.limit and "scheduler" not in self._spares:
-            try:
-                self._spares["scheduler"] = ChildProcess("scheduler", self._child_module, may_fork=True)
-            except OSError as error:  # for example no memory, or too many open files
-                logger.warning("Could not start a spare process: %s", error.strerror or error)
 
     def _on_child_ended(self, child: ChildProcess, ended: asyncio.Future[str]) -> None:
         is_restarting = self._restart is not None and not self._restart.done()
@@ -189,9 +190,10 @@ class EngineCore:
         )
         self._life.disconnect()
         await self._life.kill()
+        ended = time.monotonic()
         self._report(death, journal, samples)
         run_dir = self._life.run_dir
-        self._renew_spares()
+        self._drop_old_spares()
         while True:
             run_dir = run_dir.next_life()
             try:
@@ -214,8 +216,14 @@ class EngineCore:
         life.listen(manager.on_message)
         self._begin(life)
         manager.resume(life.sender, life.facts)
+        now = time.monotonic()
         logger.info(
-            "The engine runs again after %.1f s; %d samples continue", time.monotonic() - began, manager.num_unfinished
+            "The engine runs again after %.1f s (%.2f s to end the old processes, %.2f s to start the new ones); "
+            "%d samples continue",
+            now - began,
+            ended - began,
+            now - ended,
+            manager.num_unfinished,
         )
 
     def _report(self, death: Death, journal: Journal, samples: list[Generation]) -> None:

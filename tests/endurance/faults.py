@@ -154,7 +154,7 @@ class Faults:
         self._server.hooks.set_clock(rng.choice([-1e9, -3600.0, -1.0, 1.0, 3600.0, 1e9, 0.0]))
 
     async def _corrupt_weight_cache(self, rng: random.Random) -> None:
-        """Changes a byte of an entry, or cuts it, and kills the scheduler, so that it is read again."""
+        """Changes a byte of an entry, or cuts it, and kills what has loaded it, so that it is read again."""
         entries = sorted(self._server.cache.rglob("*.safetensors"))
         if not entries:
             raise Skipped("the model needs no weight cache")
@@ -168,6 +168,8 @@ class Faults:
                 byte = file.read(1)
                 file.seek(-1, os.SEEK_CUR)
                 file.write(bytes([byte[0] ^ 0x55]))
+        with contextlib.suppress(Skipped):
+            await self._signal("spare", signal.SIGKILL)
         await self._signal("scheduler", signal.SIGKILL)
 
     async def _second_server(self) -> None:

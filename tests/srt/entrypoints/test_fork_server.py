@@ -6,15 +6,18 @@ import asyncio
 import dataclasses
 import os
 import signal
+import types
 from pathlib import Path
 from typing import Any
 
 import forking_child
 import psutil
 import pytest
+import torch
 from patience import PATIENCE_S
 from toy_engine import is_gone, text_of, toy_args
 
+from tercet.managers.scheduler_process import LoadedModel
 from tercet.srt.entrypoints import forks
 from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.request_options import RequestOptions
@@ -132,3 +135,18 @@ def test_without_restarts_nothing_is_forked(tmp_path: Path) -> None:
         await core.stop()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("device", "compiled", "host_kv", "may_fork"),
+    [("cpu", True, None, True), ("cuda", True, None, False), ("cpu", False, None, False), ("cpu", True, "1 GB", False)],
+)
+def test_only_a_compiled_model_of_a_cpu_is_forked(
+    tmp_path: Path, device: str, compiled: bool, host_kv: object, may_fork: bool
+) -> None:
+    settings = types.SimpleNamespace(device=torch.device(device))
+    runner: Any = types.SimpleNamespace(
+        settings=settings, model=types.SimpleNamespace(compiled=compiled), host_kv=host_kv
+    )
+    config: Any = None
+    assert LoadedModel(toy_args(tmp_path), config, None, runner).may_fork == may_fork
