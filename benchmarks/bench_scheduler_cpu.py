@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from ..managers.engine_view import StepLog
 from ..managers.schedule_recorder import ScheduleRecorder, SchedulerEnds
 from ..managers.scheduler_io import SchedulerIO
 from ..managers.scheduler_process import build_scheduler
@@ -219,7 +220,7 @@ def _scheduler(
         is_asynchronous=profile.is_asynchronous,
         timer=links.timer,
     )
-    ends = SchedulerEnds(links.inbox, links.outbox, device)
+    ends = SchedulerEnds(links.inbox, links.outbox, StepLog(time.monotonic))
     if server_args.record_schedule is not None:
         recorder = ScheduleRecorder(Path(server_args.record_schedule), server_args, config, device, time.monotonic)
         stack.callback(recorder.close)
@@ -228,10 +229,11 @@ def _scheduler(
     scheduler = build_scheduler(
         server_args,
         config,
-        ends.runner,
+        device,
         load_tokenizer(server_args.model_path, None) if case.needs_tokenizer else None,
         SchedulerIO(ends.inbox, ends.outbox, links.replies, time.monotonic),
         time.monotonic,
+        step_log=ends.step_log,
         journal=open_journal(links.run_dir.journal, settings.max_running_requests),
     )
     return TimedScheduler(scheduler, device)
