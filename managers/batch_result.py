@@ -37,7 +37,7 @@ class ResultProcessor:
         """
         for req in batch.reqs:
             req.num_steps_in_flight -= 1
-        rows = output.rows()
+        rows, put = output.rows(), self._io.put
         if batch.num_drafts is not None:
             self._free_rejected(batch.sampled, batch.num_drafts, rows)
         if output.logprobs or batch.scored:
@@ -49,13 +49,13 @@ class ResultProcessor:
                 self._on_invalid_logits(req, tokens[:-1])
                 continue
             # It ended while these tokens were computed, or `finish_aborted` will end it.
-            if req.stage is Stage.FINISHED or req.pending_abort is not None:
+            if req.finish is not None or req.pending_abort is not None:
                 continue
             finish = self._accept(req, tokens)
             if finish is not None:
                 self.finish(req, finish)
-            elif req.has_output:
-                self._io.put(req.take_output())
+            elif len(req.output_ids) >= req.next_output_len:
+                put(req.take_output())
         self._metrics.on_result(len(output.tokens))
 
     def _free_rejected(self, reqs: Sequence[Req], num_drafts: Sequence[int], rows: Sequence[Sequence[int]]) -> None:

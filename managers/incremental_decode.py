@@ -6,7 +6,7 @@ The text continues a prompt, so a leading space stays. Sentencepiece decoders dr
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ..srt.text.token_bytes import TokenBytes
@@ -32,20 +32,16 @@ class IncrementalDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._stream: _Stream
+        stream: _Stream
         if tokenizer.token_bytes is not None:
             hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
-            self._stream = _ByteStream(tokenizer.token_bytes, hidden)
+            stream = _ByteStream(tokenizer.token_bytes, hidden)
         else:
-            self._stream = _WindowStream(tokenizer, skip_special_tokens)
-
-    def push(self, ids: Iterable[int]) -> str:
+            stream = _WindowStream(tokenizer, skip_special_tokens)
+        self.push: Callable[[Iterable[int]], str] = stream.push
         """The text that later ids cannot change. Raises OverflowError for an id that no vocabulary can have."""
-        return self._stream.push(ids)
-
-    def finish(self) -> str:
+        self.finish: Callable[[], str] = stream.finish
         """The text that was held back. Call it when no more ids will come."""
-        return self._stream.finish()
 
 
 class _ByteStream:
@@ -54,11 +50,16 @@ class _ByteStream:
     def __init__(self, token_bytes: TokenBytes, hidden: frozenset[int]) -> None:
         self._token_bytes = token_bytes
         self._hidden = hidden
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        assert isinstance(utf8, codecs.BufferedIncrementalDecoder)
+        self._utf8 = utf8
 
     def push(self, ids: Iterable[int]) -> str:
-        spell, hidden = self._token_bytes, self._hidden
-        return self._utf8.decode(b"".join([spell[token] for token in ids if token not in hidden]))
+        spell, hidden, utf8 = self._token_bytes, self._hidden, self._utf8
+        new = b"".join([spell[token] for token in ids if token not in hidden])
+        if new.isascii() and not utf8.buffer:  # the usual case, three times as fast
+            return new.decode("ascii")
+        return utf8.decode(new)
 
     def finish(self) -> str:
         return self._utf8.decode(b"", True)

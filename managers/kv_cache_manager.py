@@ -168,13 +168,19 @@ class KVCacheManager:
         """Tokens that are missing for a decode step of these requests, even after evicting all; <= 0: they fit."""
         return self.decode_demand(reqs, num_new) - self.num_available
 
+    def has_room_for_decode(self, reqs: Sequence[Req]) -> bool:
+        """Whether a decode step of one token for each of these requests fits, after evictions if necessary."""
+        # A token takes at most one page, so only a nearly full pool needs the exact number.
+        return len(reqs) * self.page_size <= self.num_available or self.decode_shortfall(reqs) <= 0
+
     def decode(self, rows: Int32Array, kv_lens: Int32Array) -> Int32Array:
-        """Allocates one more slot for each row. Evicts if necessary. `decode_shortfall` must be at most 0.
+        """Allocates one more slot for each row. Evicts if necessary. The rows must have room (`has_room_for_decode`).
 
         Writes the table. The caller increments `kv_len` of the requests. Returns int32 [B]. Steps with drafts use
         `extend`, which allocates any number of slots for each request.
         """
-        self._make_room(self.allocator.tokens_needed(kv_lens, kv_lens + 1))
+        if len(rows) * self.page_size > self.allocator.num_free:  # a row takes at most one page
+            self._make_room(self.allocator.tokens_needed(kv_lens, kv_lens + 1))
         slots = self.allocator.alloc_decode(kv_lens + 1, self._last_slots(rows, kv_lens))
         assert slots is not None, "decode without room"
         self.req_to_token_pool.write_next(rows, kv_lens, slots)
@@ -191,7 +197,9 @@ class KVCacheManager:
         req.kv_len = kv_len
 
     def _last_slots(self, rows: Int32Array, lens: Int32Array) -> Int32Array:
-        """[B], slot of position lens - 1 of each row; 0 for an empty row."""
+        """[B], slot of position lens - 1 of each row; 0 for an empty row, and with pages of one token."""
+        if self.page_size == 1:  # no page has room after a slot, so the allocator does not ask
+            return np.zeros_like(lens)
         slots: Int32Array = np.where(lens > 0, self._table[rows, np.maximum(lens - 1, 0)], 0).astype(np.int32)
         return slots
 

@@ -93,12 +93,19 @@ class Planner:
         self._share_last_extends()
         if self._limits.preemption_threshold is not None and not self._num_decodes_due:
             self._preempt(self._limits.preemption_threshold)
-        decodes = [req for req in self.queues.running if not req.awaits_results and req.pending_abort is None]
+        decodes = self._ready()
         if not (decodes and self._num_decodes_due):
             batch = self._plan_extend(decodes)
             if batch is not None:
                 return batch
         return self._plan_decode(decodes) or build_copies(self.kv)
+
+    def _ready(self) -> list[Req]:
+        """The running requests that may take part in a step (see `Req.awaits_results`)."""
+        running = self.queues.running
+        if self._propose is None:  # at most one token of each is in flight
+            return [req for req in running if req.kv_len < req.max_kv_len and req.pending_abort is None]
+        return [req for req in running if not req.awaits_results and req.pending_abort is None]
 
     def on_pause(self) -> None:
         """There will be no plan before generation continues."""
@@ -265,7 +272,7 @@ class Planner:
 
     def _make_room_for(self, decodes: list[Req]) -> list[Req]:
         """The requests of `decodes` that get their next slot. As few as possible are retracted; at least one stays."""
-        if not decodes or self.kv.decode_shortfall(decodes) <= 0:
+        if not decodes or self.kv.has_room_for_decode(decodes):
             return decodes
         if len(decodes) < len(self.queues.running):
             return []  # some requests may end with the step in flight and release their KV: wait for that

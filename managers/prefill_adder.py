@@ -88,7 +88,7 @@ class PrefillAdder:
         self._expected = expected
         self._engine_empty = engine_empty
         self._time = time
-        self._num_charged = kv.decode_demand(joining)
+        self._num_charged = kv.decode_demand(joining) if joining else 0
         """Tokens, in whole pages, that the step will allocate."""
         self._num_ending = 0
         """Tokens of prompts that end in this step."""

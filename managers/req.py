@@ -68,6 +68,8 @@ class Req:
         "logprobs",
         "matched_len",
         "max_kv_len",
+        "max_new_tokens",
+        "next_output_len",
         "node",
         "num_retractions",
         "num_sent",
@@ -116,6 +118,7 @@ class Req:
         self.urgency = urgency
         """Its priority, turned so that higher goes first. 0 without priorities."""
         self.tenant = options.tenant
+        self.max_new_tokens = sampling.max_new_tokens
         # A request of 0 tokens ends by length, whatever token its prefill samples.
         stops = sampling.max_new_tokens > 0
         own_ids = frozenset(sampling.stop_token_ids or ()) | (frozenset() if sampling.ignore_eos else eos_ids)
@@ -153,6 +156,9 @@ class Req:
         self.matched_len = 0
         """Tokens found in the prefix cache by the last look-up while it waited, or in any tier by its admission."""
         self.num_sent = 0
+        self.next_output_len = 1
+        """Output tokens at which the next output is due, unless the request ends before: the first token, and then
+        every `stream_interval` tokens."""
         self.is_announced = False
         """Whether the detokenizer knows this request."""
         self.logprobs = None if options.logprobs is None else ReqLogprobs(options.logprobs, prompt_ids)
@@ -184,18 +190,9 @@ class Req:
         return (-self.urgency, self.arrival)
 
     @property
-    def max_new_tokens(self) -> int:
-        assert self.sampling.max_new_tokens is not None
-        return self.sampling.max_new_tokens
-
-    @property
     def num_tokens(self) -> int:
         """The number of tokens that the host knows."""
         return len(self.prompt_ids) + len(self.output_ids)
-
-    @property
-    def num_new_tokens(self) -> int:
-        return len(self.output_ids)
 
     @property
     def reusable_len(self) -> int:
@@ -230,7 +227,7 @@ class Req:
         KV is planned to the end: the step in flight may return its last token. It also waits when more than one token
         may be in flight: its next position depends on how many are accepted.
         """
-        return self.kv_len >= self.max_kv_len or self.kv_len > self.num_tokens
+        return self.kv_len >= self.max_kv_len or self.kv_len > len(self.prompt_ids) + len(self.output_ids)
 
     def token_ids(self) -> Int32Array:
         """[num_tokens], prompt and output."""
@@ -256,8 +253,9 @@ class Req:
 
         A request of 0 tokens drops the token that its prefill has sampled. `tokens`: valid ids. Raises GrammarFailed.
         """
+        output_ids = self.output_ids
         for token in tokens:
-            self.output_ids.append(token)
+            output_ids.append(token)
             if self.grammar is not None:
                 self.grammar.accept(token)
             if self.stop_checker is not None:
@@ -266,9 +264,9 @@ class Req:
                     return StopFinish(matched)
             if token in self.stop_ids:
                 return StopFinish(token)
-            if len(self.output_ids) >= self.max_new_tokens:
-                del self.output_ids[self.max_new_tokens :]
-                return LengthFinish(len(self.output_ids))
+            if len(output_ids) >= self.max_new_tokens:
+                del output_ids[self.max_new_tokens :]
+                return LengthFinish(len(output_ids))
             if self.grammar is not None and self.grammar.is_over:
                 return StopFinish(token)
         return None
@@ -287,13 +285,8 @@ class Req:
                 self.logprobs.resume()
             if self.hidden is not None:
                 self.hidden.resume(len(resumed.output_ids))
-        self.num_sent = len(self.output_ids)
-
-    @property
-    def has_output(self) -> bool:
-        """Whether an output is due: the first token, `stream_interval` tokens, or the end."""
-        unsent = len(self.output_ids) - self.num_sent
-        return self.finish is not None or unsent >= self.stream_interval or (unsent > 0 and self.num_sent == 0)
+            self.num_sent = len(self.output_ids)
+            self.next_output_len = self.num_sent + self.stream_interval
 
     @property
     def _is_complete(self) -> bool:
@@ -302,16 +295,19 @@ class Req:
     def take_output(self) -> TokenOut:
         """The output that was not sent yet."""
         options = None
+        num_sent, num_tokens = self.num_sent, len(self.output_ids)
         if not self.is_announced:
-            options = decode_options(self.sampling, self.output_ids[: self.num_sent])
+            options = decode_options(self.sampling, self.output_ids[:num_sent])
             self.is_announced = True
-        output = TokenOut(
+        self.num_sent = num_tokens
+        self.next_output_len = num_tokens + self.stream_interval
+        return TokenOut(
             rid=self.rid,
-            token_ids=self.output_ids[self.num_sent :],
+            token_ids=self.output_ids[num_sent:],
             finish=self.finish,
             counts=Counts(
                 len(self.prompt_ids),
-                len(self.output_ids),
+                num_tokens,
                 self.cached_tokens or 0,
                 self.num_retractions,
                 None if self.finish is None else self.queue_time_s,
@@ -319,12 +315,10 @@ class Req:
                 self.storage_tokens,
             ),
             options=options,
-            logprobs=None if self.logprobs is None else self.logprobs.take(len(self.output_ids) - self.num_sent),
-            hidden_states=None if self.hidden is None else self.hidden.take(len(self.output_ids)),
+            logprobs=None if self.logprobs is None else self.logprobs.take(num_tokens - num_sent),
+            hidden_states=None if self.hidden is None else self.hidden.take(num_tokens),
             embedding=self.pooling.take() if self.pooling is not None and self._is_complete else None,
         )
-        self.num_sent = len(self.output_ids)
-        return output
 
 
 def decode_options(params: SamplingParams, resumed_ids: Sequence[int] = ()) -> DecodeOptions:

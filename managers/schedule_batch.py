@@ -47,7 +47,7 @@ class ScheduleBatch:
 
 
 def build_decode(kv: KVCacheManager, reqs: list[Req]) -> ScheduleBatch:
-    """A decode step of one token for each request. They have room (`kv.decode_shortfall`)."""
+    """A decode step of one token for each request. They have room (`kv.has_room_for_decode`)."""
     rows = np.fromiter((req.row for req in reqs), np.int32, len(reqs))
     kv_lens = np.fromiter((req.kv_len for req in reqs), np.int32, len(reqs))
     slots = kv.decode(rows, kv_lens)

@@ -140,7 +140,8 @@ class SchedulePolicy:
 
 def expected_growth(req: Req) -> int:
     """The number of tokens that a request may still generate, at most CLIP_MAX_NEW_TOKENS."""
-    return min(req.num_new_left, CLIP_MAX_NEW_TOKENS)
+    left = req.max_new_tokens - len(req.output_ids)
+    return left if left < CLIP_MAX_NEW_TOKENS else CLIP_MAX_NEW_TOKENS
 
 
 class NewTokenRatio:
@@ -170,13 +171,11 @@ class NewTokenRatio:
     def on_idle(self) -> None:
         self.value = self._start
 
-    def reserved_by(self, running: Iterable[Req]) -> float:
+    def reserved_by(self, running: Collection[Req]) -> float:
         """The number of tokens that running requests are expected to need in addition to those that they hold."""
-        total = 0.0
-        for req in running:
-            left = expected_growth(req)
-            total += left if req.sampling.ignore_eos else left * self.value
-        return total
+        likely = sum(map(expected_growth, running))
+        sure = sum([expected_growth(req) for req in running if req.options.sampling.ignore_eos])
+        return likely * self.value + sure * (1 - self.value)
 
 
 def retraction_order(running: Sequence[Req]) -> list[Req]:

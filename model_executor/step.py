@@ -186,13 +186,13 @@ class StepOutput:
     hidden_states: list[Float32Array] = field(default_factory=list)
     """One for each of `StepInputs.hidden_states`: [length, hidden_size]."""
 
-    def rows(self) -> list[list[int]]:
-        """The new tokens of each row: R lists."""
+    def rows(self) -> list[tuple[int, ...]]:
+        """The new tokens of each of the R rows."""
         tokens = self.tokens.tolist()
         if self.num_tokens is None:
-            return [[token] for token in tokens]
+            return list(zip(tokens, strict=True))
         ends = np.cumsum(self.num_tokens).tolist()
-        return [tokens[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        return [tuple(tokens[start:end]) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 @dataclass(slots=True, frozen=True)

@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -45,10 +45,10 @@ class JournaledReq(Protocol):
     num_steps_in_flight: int
 
     @property
-    def num_tokens(self) -> int: ...
+    def prompt_ids(self) -> Sized: ...
 
     @property
-    def num_new_tokens(self) -> int: ...
+    def output_ids(self) -> Sized: ...
 
 
 class StepJournal:
@@ -84,9 +84,7 @@ class StepJournal:
         self._map[_IN_STEP] = 0
 
     def _write_rows(self, reqs: Sequence[JournaledReq]) -> None:
-        rows = [
-            (req.rid, req.num_tokens - req.num_new_tokens, req.num_new_tokens + req.num_steps_in_flight) for req in reqs
-        ]
+        rows = [(req.rid, len(req.prompt_ids), len(req.output_ids) + req.num_steps_in_flight) for req in reqs]
         data = msgspec.msgpack.encode(rows)
         if len(data) > len(self._map) - _ROWS:
             data = b""  # the reader sees that the rows are unknown

@@ -161,7 +161,7 @@ def test_the_next_tokens_may_be_chosen_later() -> None:
 
 
 def test_rows_of_an_output() -> None:
-    assert StepOutput(np.array([4, -1, 6], np.int32)).rows() == [[4], [-1], [6]]
+    assert StepOutput(np.array([4, -1, 6], np.int32)).rows() == [(4,), (-1,), (6,)]
     ragged = StepOutput(np.array([4, 5, 6, 7], np.int32), np.array([1, 3], np.int32))
-    assert ragged.rows() == [[4], [5, 6, 7]]
+    assert ragged.rows() == [(4,), (5, 6, 7)]
     assert StepOutput(np.empty(0, np.int32)).rows() == []
