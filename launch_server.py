@@ -24,6 +24,7 @@ _BENCHMARKS = {
     "one-batch": "bench_one_batch",
     "prefix": "bench_prefix_cache",
     "scheduler": "bench_scheduler",
+    "scheduler-cpu": "bench_scheduler_cpu",
     "simulation": "bench_simulation",
     "kernels": "bench_kernels",
     "linears": "bench_linears",

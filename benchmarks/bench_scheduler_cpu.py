@@ -1,0 +1,336 @@
+"""Measure the processor time that the scheduler needs for a step, by phase. No model is loaded.
+
+    python -m tercet.benchmarks.bench_scheduler_cpu --num-running 256
+    python -m tercet.benchmarks.bench_scheduler_cpu --cases plain,logprobs --cost smollm2-135m-2-cores --page-size 32
+
+The scheduler and its links are those of `tercet serve`. The device computes nothing, and its tokens are random. A new
+request is sent whenever one ends. Prompts share nothing. Only the processor time of the scheduler's thread counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from ..managers.schedule_recorder import ScheduleRecorder, SchedulerEnds
+from ..managers.scheduler_io import SchedulerIO
+from ..managers.scheduler_process import build_scheduler
+from ..srt.io_struct import GenerateReq, ToDetokenizer, ToScheduler, ToTokenizer
+from ..srt.ipc import Receiver, RunDir, Sender
+from ..srt.logprobs import LogprobOptions
+from ..srt.model_files.default_model import find_default_model
+from ..srt.model_files.model_config import ModelConfig
+from ..srt.request_options import RequestOptions
+from ..srt.sampling_params import SamplingParams
+from ..srt.server_args import ServerArgs
+from ..srt.step_journal import open_journal
+from ..srt.text.tokenizer import load_tokenizer
+from .argument_types import positive
+from .engine_args import add_engine_arguments
+from .metrics_cpu import metrics_ms
+from .offline_workloads import Span
+from .results import Result, add_results_arguments, finish, number
+from .scheduler_cpu import RECORDER_CALLS, NullDevice, Phase, PhaseTimer, TimedInbox, TimedOutbox, TimedScheduler, Turn
+from .simulator.arguments import engine_of
+from .simulator.cost import PROFILES, DeviceProfile, load_profile
+from .simulator.simulation import device_settings
+
+_DEFAULT_COST = "llama-3.1-8b-h100-estimate"
+_STOP_STRINGS = ["\n\nUser:", "\n\nSystem:"]
+_FIGURES = ("p50", "p99", "mean")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What the requests ask for, and what is switched on in the server."""
+
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    needs_tokenizer: bool = False
+    is_observed: bool = False
+
+
+CASES = {
+    "plain": Case(),
+    "not-streamed": Case({"stream": False}),
+    "stop-strings": Case(sampling={"stop": _STOP_STRINGS}, needs_tokenizer=True),
+    "logprobs": Case({"logprobs": LogprobOptions(top_logprobs_num=5)}),
+    "observed": Case(is_observed=True),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the cases. Returns the exit code."""
+    program = "python -m tercet.benchmarks.bench_scheduler_cpu"
+    parser = _parser(program)
+    options = parser.parse_args(argv)
+    names = options.cases.split(",")
+    unknown = [name for name in names if name not in CASES]
+    if unknown:
+        parser.error(f"--cases: {unknown[0]!r} is none of {', '.join(CASES)}")
+    try:
+        profile = load_profile(options.cost)
+        server_args, config = _engine(parser, options, profile)
+        result = Result("scheduler-cpu", "Processor time of the scheduler", program, argv, None)
+        for name in names:
+            turns = _run(CASES[name], server_args, config, profile, options)
+            result.values[name] = _report(result, name, turns, profile)
+            if CASES[name].is_observed:
+                _add_metrics(result, result.values[name], turns, profile, options.num_running)
+    except ValueError as error:
+        parser.error(str(error))
+    finish(result, options)
+    return 0
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage="%(prog)s [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--num-running", type=positive, default=256, help="running requests (default: %(default)s)")
+    parser.add_argument("--num-steps", type=positive, default=1_000, help="steps to measure (default: %(default)s)")
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        default=5,
+        help="runs of the same schedule. The least time of a step counts, because other processes use the same caches "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--input-len", type=Span.parse, default=Span(512, 512), help="tokens of a prompt, N or A-B")
+    parser.add_argument("--output-len", type=Span.parse, default=Span(128, 1024), help="tokens of an answer, N or A-B")
+    parser.add_argument(
+        "--cases",
+        metavar="A,B",
+        default=",".join(CASES),
+        help="plain: greedy and streamed; not-streamed; stop-strings; logprobs: five for each token; observed: with "
+        "--record-schedule and --explain-schedule (default: all)",
+    )
+    parser.add_argument(
+        "--cost",
+        metavar="NAME|FILE",
+        default=_DEFAULT_COST,
+        help=f"how long steps take on the device: a JSON file, or one of {', '.join(PROFILES)} (default: %(default)s)",
+    )
+    add_results_arguments(parser)
+    add_engine_arguments(parser)
+    return parser
+
+
+def _engine(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, profile: DeviceProfile
+) -> tuple[ServerArgs, ModelConfig]:
+    """The settings of the scheduler. By default all requests fit into the KV pool at once."""
+    installed = find_default_model()
+    if not hasattr(options, "model_path") and options.config is None and installed is not None:
+        options.model_path = str(installed)
+    if not hasattr(options, "max_running_requests"):
+        options.max_running_requests = options.num_running
+    if not hasattr(options, "max_total_tokens"):
+        longest = options.input_len.high + options.output_len.high + 64
+        options.max_total_tokens = options.num_running * longest
+    return engine_of(parser, options, profile)
+
+
+def _run(
+    case: Case, server_args: ServerArgs, config: ModelConfig, profile: DeviceProfile, options: argparse.Namespace
+) -> list[Turn]:
+    """The measured turns, each with the least time of all rounds. Raises ValueError."""
+    rounds = [_round(case, server_args, config, profile, options) for _ in range(options.rounds)]
+    turns = []
+    for same in zip(*rounds, strict=True):
+        assert len({turn.shape for turn in same}) == 1, "the rounds had different schedules"
+        turns.append(min(same, key=lambda turn: sum(turn.spent_ns[1:])))
+    return turns
+
+
+def _round(
+    case: Case, server_args: ServerArgs, config: ModelConfig, profile: DeviceProfile, options: argparse.Namespace
+) -> list[Turn]:
+    requests = _requests(case, config.vocab_size, options.input_len, options.output_len)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tercet-cpu-")))
+        if case.is_observed:
+            server_args = dataclasses.replace(
+                server_args, record_schedule=str(folder / "schedule"), explain_schedule=1.0
+            )
+        links = stack.enter_context(_Links.open())
+        scheduler = _scheduler(case, server_args, config, profile, links, stack)
+        gc.collect()
+        gc.freeze()  # as the process of a server does before its first request
+        stack.callback(gc.unfreeze)
+        links.send(requests, options.num_running)
+        turns = scheduler.turns()
+        num_ended = 0
+        while num_ended < options.num_running // 2:  # all have begun, and half have been followed by others
+            next(turns)
+            num_ended += links.replace_ended(requests)
+        measured: list[Turn] = []
+        while len(measured) < options.num_steps:
+            measured.append(next(turns))
+            links.replace_ended(requests)
+    return measured
+
+
+def _requests(case: Case, vocab_size: int, inputs: Span, outputs: Span) -> Iterator[GenerateReq]:
+    rng = np.random.default_rng(1)
+    for arrival in itertools.count():
+        ids = rng.integers(vocab_size, size=rng.integers(*inputs, endpoint=True), dtype=np.int32)
+        sampling = SamplingParams(
+            max_new_tokens=int(rng.integers(*outputs, endpoint=True)),
+            temperature=0.0,
+            sampling_seed=arrival,
+            **case.sampling,
+        )
+        request_options: dict[str, Any] = {"stream": True, **case.options, "sampling": sampling}
+        yield GenerateReq(str(arrival), ids.tobytes(), RequestOptions(**request_options))
+
+
+def _scheduler(
+    case: Case,
+    server_args: ServerArgs,
+    config: ModelConfig,
+    profile: DeviceProfile,
+    links: _Links,
+    stack: contextlib.ExitStack,
+) -> TimedScheduler:
+    """Raises ValueError."""
+    settings = device_settings(server_args)
+    assert server_args.max_total_tokens is not None
+    device = NullDevice(
+        settings,
+        max_total_num_tokens=server_args.max_total_tokens // settings.page_size * settings.page_size,
+        vocab_size=config.vocab_size,
+        excluded_ids=config.eos_token_ids,
+        is_asynchronous=profile.is_asynchronous,
+        timer=links.timer,
+    )
+    ends = SchedulerEnds(links.inbox, links.outbox, device)
+    if server_args.record_schedule is not None:
+        recorder = ScheduleRecorder(Path(server_args.record_schedule), server_args, config, device, time.monotonic)
+        stack.callback(recorder.close)
+        links.timer.wrap(recorder, RECORDER_CALLS, Phase.OBSERVE)
+        ends = recorder.wrap(ends)
+    scheduler = build_scheduler(
+        server_args,
+        config,
+        ends.runner,
+        load_tokenizer(server_args.model_path, None) if case.needs_tokenizer else None,
+        SchedulerIO(ends.inbox, ends.outbox, links.replies, time.monotonic),
+        time.monotonic,
+        journal=open_journal(links.run_dir.journal, settings.max_running_requests),
+    )
+    return TimedScheduler(scheduler, device)
+
+
+class _Links:
+    """Both ends of the scheduler's links. The ends of the scheduler are timed."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run_dir: RunDir) -> None:
+        self.timer = PhaseTimer()
+        inbox: Receiver[ToScheduler] = Receiver(context, run_dir.scheduler, ToScheduler)
+        self._heard: Receiver[ToDetokenizer] = Receiver(context, run_dir.detokenizer, ToDetokenizer)
+        self._nobody: Receiver[ToTokenizer] = Receiver(context, run_dir.tokenizer, ToTokenizer)
+        self._requests: Sender[ToScheduler] = Sender(context, run_dir.scheduler)
+        outputs: Sender[ToDetokenizer] = Sender(context, run_dir.detokenizer)
+        self.run_dir = run_dir
+        self.inbox = TimedInbox(inbox, self.timer)
+        self.outbox = TimedOutbox(outputs, self.timer)
+        self.replies: Sender[ToTokenizer] = Sender(context, run_dir.tokenizer)
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls) -> Iterator[_Links]:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        run_dir = RunDir.create()
+        try:
+            yield cls(context, run_dir)
+        finally:
+            context.destroy(linger=0)
+            run_dir.remove()
+
+    def send(self, requests: Iterator[GenerateReq], count: int) -> None:
+        """Sends the next `count` requests."""
+        for _ in range(count):
+            self._requests.send(next(requests))
+        self.inbox.num_sent += count
+
+    def replace_ended(self, requests: Iterator[GenerateReq]) -> int:
+        """Sends a new request for each one that has ended. Returns their number."""
+        self._nobody.drain()
+        self._heard.drain()
+        num_ended, self.outbox.num_ended = self.outbox.num_ended, 0
+        self.send(requests, num_ended)
+        return num_ended
+
+
+def _report(result: Result, name: str, turns: Sequence[Turn], profile: DeviceProfile) -> dict[str, Any]:
+    """Adds the table of a case. Returns its values for programs."""
+    kinds = {
+        "decode": [turn for turn in turns if not turn.shape.is_extend],
+        "extend": [turn for turn in turns if turn.shape.is_extend],
+    }
+    table = result.table(
+        f"{name}: milliseconds of processor time per step",
+        ["phase", *(f"{kind}, {figure}" for kind in kinds for figure in _FIGURES)],
+    )
+    spent_ms = {
+        kind: np.array([turn.spent_ns for turn in some]).reshape(-1, len(Phase)) / 1e6 for kind, some in kinds.items()
+    }
+    phases = {phase.name.lower(): [phase] for phase in Phase if phase is not Phase.OUTSIDE}
+    phases["total"] = [phase for phase in Phase if phase is not Phase.OUTSIDE]
+    values: dict[str, Any] = {}
+    for label, summed in phases.items():
+        values[label] = {kind: _figures(ms[:, summed].sum(axis=1)) for kind, ms in spent_ms.items()}
+        table.row(label, *(number(one) for figures in values[label].values() for one in figures.values()))
+    device_ns = 1e9 * sum(profile.cost.seconds(turn.shape) for turn in turns)
+    for what, phase in (("prefix cache", Phase.CACHE), ("observability", Phase.OBSERVE)):
+        values[f"{phase.name.lower()}_share"] = share = sum(turn.spent_ns[phase] for turn in turns) / device_ns
+        table.notes.append(f"{what}: {100 * share:.2f} % of the time of the device ({profile.name})")
+    num_rows = _mean([turn.shape.num_rows for turn in kinds["decode"]])
+    num_prompt_tokens = _mean([turn.shape.num_prompt_tokens for turn in kinds["extend"]])
+    table.notes.append(
+        f"{len(kinds['decode'])} decode steps of {num_rows:.0f} rows, and {len(kinds['extend'])} extend steps of "
+        f"{num_prompt_tokens:.0f} prompt tokens, on average"
+    )
+    return values
+
+
+def _add_metrics(
+    result: Result, values: dict[str, Any], turns: Sequence[Turn], profile: DeviceProfile, num_running: int
+) -> None:
+    """Adds what `--enable-metrics` costs in the HTTP process."""
+    values["metrics_ms"] = added_ms = metrics_ms(num_running)
+    step_s = _mean([profile.cost.seconds(turn.shape) for turn in turns])
+    values["metrics_share"] = share = added_ms / 1000 / step_s
+    result.tables[-1].notes.append(
+        f"HTTP process: counting {num_running} tokens takes {number(added_ms)} ms, {100 * share:.2f} % of such a step"
+    )
+
+
+def _figures(ms: np.ndarray) -> dict[str, float | None]:
+    if not len(ms):
+        return dict.fromkeys(_FIGURES)
+    return dict(zip(_FIGURES, [*np.percentile(ms, [50, 99]).tolist(), float(ms.mean())], strict=True))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(len(values), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
