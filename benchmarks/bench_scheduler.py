@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import resource
 import shutil
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -67,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     add_tables(result, runs, _traffic_text(options), _engine_text(case))
+    max_resident_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    result.tables[-1].notes.append(f"Resident memory of this process: {max_resident_mib:.0f} MiB at most")
     result.values.update(
+        max_resident_mib=max_resident_mib,
         traffic=options.traffic,
         seed=options.seed,
         profile=msgspec.structs.asdict(case.profile),

@@ -27,6 +27,7 @@ def test_each_policy_has_its_figures(capsys: pytest.CaptureFixture[str]) -> None
     assert isinstance(runs, dict) and list(runs) == ["lpm", "fcfs"]
     assert all(one["completed"] == 30 and one["request_goodput"] > 0 for one in runs.values())
     assert all(0 < one["optimum"]["hit_rate"] <= one["optimum"]["best_hit_rate"] for one in runs.values())
+    assert first["max_resident_mib"] > 10  # type: ignore[operator]
     for one in (first, second):
         for figures in one["runs"].values():  # type: ignore[attr-defined]
             figures.pop("cpu_s")
