@@ -1,6 +1,8 @@
 // Linear layers: x @ weight.T + bias, with the weight packed into panels. README.md has a picture of a packed weight.
 #pragma once
 
+#include <limits>
+
 #include "dot.h"
 #include "norm.h"
 #include "thread_pool.h"
@@ -27,9 +29,21 @@ struct Packed {
   /// sums[r] += row (first + r) of x times a panel
   template <int kRows>
   void multiply(const T* x, int64_t first, int64_t panel, Floats (&sums)[kRows][2], Prefetch prefetch) const {
+    const T* row = x + first * k;
     const T* weights = panels + panel * kPanel * k;
-    multiply_panel<T, kRows>(x + first * k, k, weights, kPanel * Dot<T>::kPerWord, words(), sums, prefetch);
+    for (int64_t word = 0; word < words(); word += kWordsOfSum) {
+      Floats part[kRows][2] = {};
+      const int64_t count = std::min(kWordsOfSum, words() - word), at = word * Dot<T>::kPerWord;
+      multiply_panel<T, kRows>(row + at, k, weights + at * kPanel, kPanel * Dot<T>::kPerWord, count, part, prefetch);
+      for (int r = 0; r < kRows; ++r)
+        for (int side = 0; side < 2; ++side) sums[r][side] += part[r][side];
+    }
   }
+
+ private:
+  /// Words whose products are summed before they are added to the other sums. A sum of floats loses more bits the longer
+  /// it is. With 16-bit numbers, their own rounding is far larger than that of the sum.
+  static constexpr int64_t kWordsOfSum = std::is_same_v<T, float> ? 64 : std::numeric_limits<int64_t>::max();
 };
 
 /// Multiplies rows of x with all panels. Calls store(row, panel, left sums, right sums) for every row and panel. X is
