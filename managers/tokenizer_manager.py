@@ -66,7 +66,6 @@ class TokenizerManager:
         grammars: GrammarChecks | None = None,
     ) -> None:
         """`grammars`: None refuses every request with a grammar."""
-        self.server_args = server_args
         self.model_config = model_config
         self.facts = facts
         self.draining = False
@@ -93,6 +92,11 @@ class TokenizerManager:
         self.weights = WeightControl(server_args, self._calls, self._link, self.pause, self._requests, self._send_held)
         self._last_state: SchedulerState | None = None
         self._last_state_at = 0.0
+
+    @property
+    def server_args(self) -> ServerArgs:
+        """The settings, with those of the weights in use. They change with an update of the weights."""
+        return self.weights.server_args
 
     # Requests
 
@@ -170,11 +174,7 @@ class TokenizerManager:
             generation.fail(QueueFull(f"the waiting queue is full ({self._num_held} requests); try again later"))
 
     async def submit(
-        self,
-        content: str | Sequence[int],
-        options: RequestOptions,
-        *,
-        rid: str | None = None,
+        self, content: str | Sequence[int], options: RequestOptions, *, rid: str | None = None
     ) -> list[Generation]:
         """Opens and starts a request with one prompt. Returns `sampling.n` Generations. Raises as those do."""
         request = self.open([Prompt(content=content, options=options, rid=rid)])
@@ -388,10 +388,8 @@ class TokenizerManager:
         if callable(content):
             content = await content()
         if isinstance(content, str):
-            ids: Sequence[int] = await self.encode(content, prompt.add_special_tokens)
-        else:
-            ids = content
-        return self.inputs.check_ids(ids, is_text=isinstance(content, str))
+            return self.inputs.check_ids(await self.encode(content, prompt.add_special_tokens), is_text=True)
+        return self.inputs.check_ids(content, is_text=False)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text. Raises what `InputProcessor.encode` raises."""
