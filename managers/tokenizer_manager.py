@@ -67,7 +67,6 @@ class TokenizerManager:
         key_prefix: str = "",
     ) -> None:
         """`grammars`: None refuses every request with a grammar. `key_prefix`: begins the keys of samples."""
-        self.server_args = server_args
         self.model_config = model_config
         self.facts = facts
         self.draining = False
@@ -94,6 +93,11 @@ class TokenizerManager:
         self.weights = WeightControl(server_args, self._calls, self._link, self.pause, self._requests, self._send_held)
         self._last_state: SchedulerState | None = None
         self._last_state_at = 0.0
+
+    @property
+    def server_args(self) -> ServerArgs:
+        """The settings, with those of the weights in use. They change with an update of the weights."""
+        return self.weights.server_args
 
     # Requests
 
@@ -180,11 +184,7 @@ class TokenizerManager:
             generation.fail(QueueFull(f"the waiting queue is full ({self._num_held} requests); try again later"))
 
     async def submit(
-        self,
-        content: str | Sequence[int],
-        options: RequestOptions,
-        *,
-        rid: str | None = None,
+        self, content: str | Sequence[int], options: RequestOptions, *, rid: str | None = None
     ) -> list[Generation]:
         """Opens and starts a request with one prompt. Returns `sampling.n` Generations. Raises as those do."""
         request = self.open([Prompt(content=content, options=options, rid=rid)])

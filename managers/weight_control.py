@@ -21,6 +21,8 @@ from .request_registry import RequestRegistry
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
+DRAIN_TIMEOUT_S = 60.0
+"""How long an update waits for running requests by default."""
 
 
 class WeightControl:
@@ -54,13 +56,21 @@ class WeightControl:
         return self.server_args.weight_version
 
     async def update(
-        self, model_path: str, load_format: str, version: str | None, *, dtype: str, abort_all: bool
+        self,
+        model_path: str,
+        load_format: str,
+        version: str | None,
+        *,
+        dtype: str,
+        abort_all: bool,
+        drain_timeout_s: float = DRAIN_TIMEOUT_S,
     ) -> int:
         """Loads other weights of the same model. Returns the number of requests that wait and go on with them.
 
         If generation is not paused, running requests end first, and new ones wait. `version`: None: a name that no
         other weights have. `dtype`: of the engine. Raises InvalidRequest for weights that do not suit the engine,
-        EngineBusy, EngineDead, EngineRestarting and TercetError. After an error the old weights are in use.
+        EngineBusy during another update and if requests still run after `drain_timeout_s`, EngineDead, EngineRestarting
+        and TercetError. After an error the old weights are in use.
         """
         if self._is_updating:
             raise EngineBusy("the weights are being updated already")
@@ -70,7 +80,7 @@ class WeightControl:
         try:
             if abort_all:
                 self._requests.abort_all()
-            await self._drain()
+            await self._drain(drain_timeout_s)
             change = asyncio.create_task(self._change(model_path, load_format, version, dtype))
         finally:
             if change is None:
@@ -97,13 +107,23 @@ class WeightControl:
             self.is_holding = False
             self._release()
 
-    async def _drain(self) -> None:
-        """Returns when every sample that the engine has is at its end, or when generation is paused."""
+    async def _drain(self, timeout_s: float) -> None:
+        """Returns when every sample that the engine has is at its end, or when generation is paused.
+
+        Raises EngineBusy after `timeout_s`, because new samples wait all this time.
+        """
+        deadline = time.monotonic() + timeout_s
         while not self._pause.is_on:
             self._link()
             self.is_holding = True
-            if not any(generation.is_sent for generation in self._requests.live()):
+            num_running = sum(generation.is_sent for generation in self._requests.live())
+            if not num_running:
                 return
+            if time.monotonic() >= deadline:
+                raise EngineBusy(
+                    f"the weights were not updated: {num_running} samples still ran after {timeout_s:g} s; pause "
+                    "generation first, set abort_all_requests, or allow a longer drain_timeout"
+                )
             await asyncio.sleep(_POLL_S)
 
     async def _load(self, model_path: str, load_format: str, version: str) -> UpdateWeightsReply:

@@ -1,6 +1,9 @@
 // Linear layers: x @ weight.T + bias, with the weight packed into panels. README.md has a picture of a packed weight.
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
 #include "dot.h"
 #include "norm.h"
 #include "thread_pool.h"
@@ -9,6 +12,36 @@ namespace tercet {
 
 /// Bytes of a block of rows of x. It stays in a core's L2 cache while panels pass by.
 constexpr int64_t kBlockBytes = 80 * 1024;
+
+/// Products of floats that are summed before they are added to the other sums of a row. A sum of floats loses more bits
+/// the longer it is. With 16-bit numbers, their own rounding is far larger than that of the sum.
+constexpr int64_t kProductsOfSum = 64;
+
+template <int kRows>
+inline void add_sums(Floats (&sums)[kRows][2], const Floats (&part)[kRows][2]) {
+  for (int r = 0; r < kRows; ++r)
+    for (int side = 0; side < 2; ++side) sums[r][side] += part[r][side];
+}
+
+/// sums[r] += row r of x [kRows, k] times a panel, which lies in one piece
+template <typename D, int kRows, typename P>
+inline void multiply_in_parts(
+    const typename D::Row* x, int64_t k, const typename D::Panel* panel, Floats (&sums)[kRows][2], P&& prefetch) {
+  constexpr int64_t kPanelStride = kPanel * D::kPerWord;
+  const int64_t words = k / D::kPerWord;
+  if constexpr (!std::is_same_v<typename D::Row, float>) {
+    multiply_panel<D, kRows>(x, k, panel, kPanelStride, words, sums, prefetch);
+  } else {
+    constexpr int64_t kWords = kProductsOfSum / D::kPerWord;
+    for (int64_t word = 0; word < words; word += kWords) {
+      Floats part[kRows][2] = {};
+      const int64_t count = std::min(kWords, words - word);
+      multiply_panel<D, kRows>(
+          x + word * D::kPerWord, k, panel + word * kPanelStride, kPanelStride, count, part, prefetch);
+      add_sums(sums, part);
+    }
+  }
+}
 
 /// A packed weight: [panels, k / kPerWord, kPanel, kPerWord], with zeros beyond the last column. k is a multiple of
 /// kPerWord. X is the type of the numbers of x.
@@ -33,7 +66,7 @@ struct Packed {
   /// sums[r] += row (first + r) of x times an opened panel
   template <int kRows>
   void multiply(const X* x, int64_t first, const T* panel, Floats (&sums)[kRows][2], Prefetch prefetch) const {
-    multiply_panel<D, kRows>(x + first * k, k, panel, kPanel * D::kPerWord, words(), sums, prefetch);
+    multiply_in_parts<D, kRows>(x + first * k, k, panel, sums, prefetch);
   }
 };
 

@@ -78,18 +78,26 @@ struct WidenedPacked {
   void multiply(const float* x, int64_t first, Opened panel, Floats (&sums)[kRows][2], Prefetch prefetch) const {
     x += first * k;
     if (panel.floats) {
-      multiply_panel<Dot<float>, kRows>(x, k, panel.floats, kPanel, k, sums);
+      multiply_in_parts<Dot<float>, kRows>(x, k, panel.floats, sums, NoPrefetch());
       return;
     }
-    for (int64_t g = 0; g < k / kGroup; ++g, x += kGroup)
-      widen_group<Weights>(panel.groups + g * kGroupBytes, prefetch, [&](int64_t i, Floats left, Floats right) {
+    // The parts are those of `multiply_in_parts`.
+    constexpr int64_t kGroups = kProductsOfSum / kGroup;
+    static_assert(kGroups * kGroup == kProductsOfSum);
+    for (int64_t first_group = 0; first_group < k / kGroup; first_group += kGroups) {
+      Floats part[kRows][2] = {};
+      const int64_t end = std::min(first_group + kGroups, k / kGroup);
+      for (int64_t g = first_group; g < end; ++g, x += kGroup)
+        widen_group<Weights>(panel.groups + g * kGroupBytes, prefetch, [&](int64_t i, Floats left, Floats right) {
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-          const Floats number = broadcast_float(x[r * k + i]);
-          sums[r][0] += number * left;
-          sums[r][1] += number * right;
-        }
-      });
+          for (int r = 0; r < kRows; ++r) {
+            const Floats number = broadcast_float(x[r * k + i]);
+            part[r][0] += number * left;
+            part[r][1] += number * right;
+          }
+        });
+      add_sums(sums, part);
+    }
   }
 };
 

@@ -123,7 +123,7 @@ async def health_generate(server: Server, request: Request, body: None) -> ASGIA
 
 async def model_info(server: Server, request: Request, body: None) -> ASGIApp:
     manager = server.manager
-    args, config = manager.weights.server_args, manager.model_config
+    args, config = manager.server_args, manager.model_config
     return json_response(
         ModelInfo(
             model_path=args.model_path,
@@ -150,7 +150,7 @@ async def collect_server_info(server: Server) -> dict[str, Any]:
     """The response of /server_info."""
     manager = server.manager
     state, age_s = await manager.scheduler_state(server.state_timeout_s)
-    settings = manager.weights.server_args.without_secrets()
+    settings = manager.server_args.without_secrets()
     facts = manager.facts
     # Settings that were "auto" show their resolved values.
     settings |= {

@@ -62,10 +62,14 @@ class Engine:
         args = engine_settings(model_path, server_args, settings, refused=refused)
         self._thread = EngineThread(args, self._child_module)
         self._server = Server(self._thread.core.tokenizer_manager, __version__)
-        self.server_args = self._server.manager.server_args
         self._sample_limit = make_sample_limit(self.server_args)
         # Runs once: at shutdown(), when this object is garbage-collected, or before the interpreter exits.
         self._finalizer = weakref.finalize(self, self._thread.stop)
+
+    @property
+    def server_args(self) -> ServerArgs:
+        """The settings, with those of the weights in use."""
+        return self._server.manager.server_args
 
     @overload
     def generate(
@@ -177,12 +181,14 @@ class Engine:
         *,
         abort_all_requests: bool = False,
         weight_version: str | None = None,
+        drain_timeout: float | None = None,
     ) -> dict[str, Any]:
         """Loads other weights of the same model, from a folder or a .gguf file. Returns the answer of
         /update_weights_from_disk.
 
         Running requests end first, unless generation is paused. Raises InvalidRequest for weights that do not suit the
-        engine. After an error the old weights are in use.
+        engine, and EngineBusy if requests still run after `drain_timeout` seconds (default 60). After an error the old
+        weights are in use.
         """
         path = str(Path(model_path).resolve())
         body = {
@@ -190,6 +196,7 @@ class Engine:
             "load_format": load_format,
             "abort_all_requests": abort_all_requests,
             "weight_version": weight_version,
+            "drain_timeout": drain_timeout,
         }
         wanted = weights.UPDATE_WEIGHTS_CODEC.convert(body)
         answer: dict[str, Any] = msgspec.structs.asdict(

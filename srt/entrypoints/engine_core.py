@@ -59,7 +59,6 @@ class EngineCore:
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when a child process has died and is not started again. The result says how it died. By then, every
         waiting client has its error."""
-        self._server_args = server_args
         self._context = context
         self._child_module = child_module
         self._grammars = grammars
@@ -199,7 +198,7 @@ class EngineCore:
             try:
                 spares, self._spares = self._spares, {}
                 life = await EngineLife.start(
-                    manager.weights.server_args, run_dir, self._context, self._child_module, spares=spares
+                    manager.server_args, run_dir, self._context, self._child_module, spares=spares
                 )
                 break
             except DiedAtStart as error:
@@ -230,7 +229,7 @@ class EngineCore:
         manager = self.tokenizer_manager
         num_earlier = manager.recovery.num_restarts - 1
         last = None if manager.last_state is None else manager.last_state.state
-        report = crash_report(death, journal, self._server_args, last, samples, num_earlier)
+        report = crash_report(death, journal, manager.server_args, last, samples, num_earlier)
         try:
             logger.error("Wrote a report about this to %s", write_report(report))
         except OSError as error:
@@ -238,7 +237,8 @@ class EngineCore:
 
     async def _watch(self) -> None:
         """Reports a process whose loop does not turn, and kills it, so that the engine is restarted."""
-        manager, args = self.tokenizer_manager, self._server_args
+        manager = self.tokenizer_manager
+        args = manager.server_args
         detectors = {
             role: HangDetector(args.watchdog_timeout, args.soft_watchdog_timeout)
             for role in ("scheduler", "detokenizer")
@@ -259,7 +259,7 @@ class EngineCore:
         what = "killing the process" if verdict is Verdict.END else "it goes on"
         threads = f"the stacks of its threads:\n{stacks}" if stacks else "it does not tell the stacks of its threads"
         logger.error("The %s's loop has not turned for %.1f s; %s; %s", child.role, silent_s, what, threads)
-        is_still_silent = heartbeats.silent_s(child.role) > self._server_args.watchdog_timeout
+        is_still_silent = heartbeats.silent_s(child.role) > self.tokenizer_manager.server_args.watchdog_timeout
         if verdict is Verdict.END and life is self._life and is_still_silent:
             self._hung, self._stacks = child, stacks
             child.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -9,6 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ...managers.tokenizer_manager import TokenizerManager
+from ...managers.weight_control import DRAIN_TIMEOUT_S
 from ..errors import InvalidRequest, NotAllowed
 from .allowed_paths import path_inside
 from .routing import Server, json_response
@@ -27,6 +29,10 @@ class UpdateWeightsBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=T
     abort_all_requests: Annotated[
         bool | None,
         doc("End all requests first, with what they have; default false: requests run to their end"),
+    ] = None
+    drain_timeout: Annotated[
+        float | None,
+        doc("Seconds in which running requests must end, or the update is refused; default 60"),
     ] = None
     weight_version: Annotated[
         str | None, doc("Name of the weights, at most 128 characters; default: a name that no other weights have")
@@ -67,11 +73,15 @@ async def load_weights(manager: TokenizerManager, path: str, body: UpdateWeights
             f"weight_version must have 1 to {_MAX_VERSION_CHARS} printable characters, got {shown(version)}",
             param="weight_version",
         )
+    timeout_s = DRAIN_TIMEOUT_S if body.drain_timeout is None else body.drain_timeout
+    if not 0 <= timeout_s < math.inf:
+        raise InvalidRequest(f"drain_timeout must be 0 or more, got {timeout_s:g}", param="drain_timeout")
     num_waiting = await manager.weights.update(
         path,
         body.load_format or "auto",
         version,
         dtype=manager.facts.dtype,
         abort_all=bool(body.abort_all_requests),
+        drain_timeout_s=timeout_s,
     )
     return UpdateWeightsAnswer(True, "the new weights are in use", num_waiting, manager.weights.version)

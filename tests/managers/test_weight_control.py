@@ -38,8 +38,10 @@ class Engine:
         self.updates.append(message)
         return UpdateWeightsReply(message.call_id, 0, self.refusal, self.failure)
 
-    def update(self, version: str | None = "2", *, abort_all: bool = False) -> Coroutine[Any, Any, int]:
-        return self.manager.weights.update("/w/2", "auto", version, dtype="float32", abort_all=abort_all)
+    def update(
+        self, version: str | None = "2", *, abort_all: bool = False, **timeout: float
+    ) -> Coroutine[Any, Any, int]:
+        return self.manager.weights.update("/w/2", "auto", version, dtype="float32", abort_all=abort_all, **timeout)
 
     async def submit(self) -> Generation:
         (generation,) = await self.manager.submit("hi", OPTIONS)
@@ -54,7 +56,8 @@ def test_an_update_pauses_loads_and_continues() -> None:
         assert [type(one) for one in engine.scheduler.pauses] == [PauseReq, ContinueReq]
         (message,) = engine.updates
         assert (message.model_path, message.load_format, message.weight_version) == ("/w/2", "auto", "2")
-        args = engine.manager.weights.server_args
+        args = engine.manager.server_args
+        assert args is engine.manager.weights.server_args
         assert (args.model_path, args.weight_version, args.dtype) == ("/w/2", "2", "float32")
         assert (args.tokenizer_path, args.model_name) == ("/models/tiny-1", "tiny")
         generation = await engine.submit()
@@ -92,6 +95,30 @@ def test_running_requests_end_with_the_old_weights_and_new_ones_wait() -> None:
         await updating
         assert (await waiting.result()).finish == LengthFinish(4)
         assert (running.weight_version, waiting.weight_version) == ("default", "2")
+
+    asyncio.run(work())
+
+
+def test_requests_that_run_too_long_keep_the_old_weights() -> None:
+    async def work() -> None:
+        engine = Engine()
+        engine.scheduler.gate = True
+        running = await engine.submit()
+        updating = asyncio.create_task(engine.update(drain_timeout_s=0.01))
+        await asyncio.sleep(0)
+        waiting = await engine.submit()
+        assert len(engine.scheduler.received) == 1
+        with pytest.raises(EngineBusy, match=r"1 samples still ran after 0\.01 s"):
+            await updating
+        assert not engine.updates and not engine.scheduler.pauses and not engine.manager.weights.is_holding
+        assert len(engine.scheduler.received) == 2
+        engine.scheduler.gate = False
+        for held in engine.scheduler.held:
+            engine.scheduler._write(*held)
+        for generation in (running, waiting):
+            assert (await generation.result()).finish == LengthFinish(4) and generation.weight_version == "default"
+        await engine.update()
+        assert engine.manager.weights.version == "2"
 
     asyncio.run(work())
 

@@ -124,6 +124,7 @@ HONOURED: dict[str, Any] = {
     "load_format": "gguf",
     "abort_all_requests": True,
     "weight_version": "v2",
+    "drain_timeout": 5,
     "num_steps": 5,
     "activities": ["CPU"],
     "record_shapes": True,

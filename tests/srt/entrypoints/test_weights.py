@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import pytest
 from fake_http import Site, error_of
 
+from tercet.srt.request_options import RequestOptions
+from tercet.srt.sampling_params import SamplingParams
 from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
 
 PATH = "/update_weights_from_disk"
@@ -77,6 +80,28 @@ def test_answers_tell_the_version_and_the_served_name_stays(updatable: WeightSit
     assert updatable.get("/v1/models").json()["data"][0]["id"] == name
 
 
+def test_the_old_path_names_the_model_no_more(tmp_path: Path) -> None:
+    """The name that clients use stays. A path is accepted as a name only while its weights are in use."""
+    with contextlib.closing(WeightSite(tmp_path)) as site:
+        old = site.get("/model_info").json()["model_path"]
+        name = site.get("/v1/models").json()["data"][0]["id"]
+        assert name != old
+        new = str(tmp_path / "a")
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        site.good(PATH, {"model_path": "a"})
+        for model in (name, new):
+            site.good("/v1/chat/completions", {**chat, "model": model})
+        assert site.refused("/v1/chat/completions", {**chat, "model": old}, 404)["param"] == "model"
+        assert site.get("/v1/models").json()["data"][0]["root"] == "a"
+
+
+def test_an_update_over_its_drain_timeout_is_refused(updatable: WeightSite) -> None:
+    updatable.scheduler.mute = True
+    updatable.run(updatable.manager.submit("hi", RequestOptions(sampling=SamplingParams())))
+    error = updatable.refused(PATH, {"model_path": "a", "drain_timeout": 0})
+    assert error["type"] == "engine_busy" and "drain_timeout" in error["message"] and not updatable.updates
+
+
 @pytest.mark.parametrize("path", ["..", "/etc", "a/../..", "link"])
 def test_a_client_loads_nothing_outside(updatable: WeightSite, path: str, tmp_path_factory: Any) -> None:
     (updatable.folder / "link").symlink_to(tmp_path_factory.mktemp("outside"))
@@ -94,6 +119,8 @@ def test_a_client_loads_nothing_outside(updatable: WeightSite, path: str, tmp_pa
         ("weight_version", ""),
         ("weight_version", "x" * 129),
         ("weight_version", "a\nb"),
+        ("drain_timeout", -1),
+        ("drain_timeout", "soon"),
         ("flush_cache", False),
         ("is_async", True),
         ("keep_pause", True),
