@@ -21,6 +21,8 @@ from .request_registry import RequestRegistry
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
+_ABORT_TIMEOUT_S = 10.0
+"""Aborted requests may need this time to end, because a step that is under way ends first."""
 DRAIN_TIMEOUT_S = 60.0
 """How long an update waits for running requests by default."""
 
@@ -41,6 +43,8 @@ class WeightControl:
         that were held."""
         self.server_args = server_args
         """The settings, with those of the weights in use."""
+        self.num_updates = 0
+        """How often other weights have been loaded. Their settings may be the same."""
         self.is_holding = False
         """New samples wait, because running ones shall end before the weights change."""
         self._calls = calls
@@ -80,6 +84,7 @@ class WeightControl:
         try:
             if abort_all:
                 self._requests.abort_all()
+                drain_timeout_s = max(drain_timeout_s, _ABORT_TIMEOUT_S)
             await self._drain(drain_timeout_s)
             change = asyncio.create_task(self._change(model_path, load_format, version, dtype))
         finally:
@@ -95,7 +100,7 @@ class WeightControl:
                 raise InvalidRequest(reply.refusal, param="model_path")
             if reply.failure is not None:
                 raise TercetError(reply.failure)
-            self._use(model_path, load_format, version, dtype)
+            self.use(model_path, load_format, version, dtype)
             return reply.num_waiting
         finally:
             self._end()
@@ -141,7 +146,7 @@ class WeightControl:
                 with contextlib.suppress(EngineDead):  # a new engine is not paused
                     await self._calls.ask(self._link(), ContinueReq, PauseReply)
 
-    def _use(self, model_path: str, load_format: str, version: str, dtype: str) -> None:
+    def use(self, model_path: str, load_format: str, version: str, dtype: str) -> None:
         """The engine has these weights. What was taken from the old files, such as the tokenizer, stays."""
         args = self.server_args
         changes: dict[str, Any] = {
@@ -150,13 +155,10 @@ class WeightControl:
             "tokenizer_path": args.tokenizer_path or args.model_path,
             "served_model_name": args.model_name,
             "dtype": dtype,
+            "weight_version": version,
         }
         self.server_args = dataclasses.replace(args, **changes)
-        self.rename(version)
-        logger.info("The engine uses the weights in %s, version %s", model_path, version)
-
-    def rename(self, version: str) -> None:
-        """The weights in use have this name, and from now on compute the tokens of all samples."""
-        self.server_args = dataclasses.replace(self.server_args, weight_version=version)
+        self.num_updates += 1
         for generation in self._requests.live():
-            generation.weight_version = version
+            generation.weight_version = version  # these weights compute its tokens from now on
+        logger.info("The engine uses the weights in %s, version %s", model_path, version)

@@ -46,8 +46,10 @@ class WorkerManager(TokenizerManager):
         if news.facts != self.facts:
             self.facts = news.facts
             self.inputs.update(news.facts)
-        if news.weight_version != self.weights.version:
-            self.weights.rename(news.weight_version)
+        args = self.server_args
+        weights = (news.model_path, news.load_format, news.weight_version, news.dtype)
+        if weights != (args.model_path, args.load_format, args.weight_version, args.dtype):
+            self.weights.use(*weights)
         self.draining = news.draining
         began, self._stall = self._stall is None and news.stall is not None, news.stall
         if began:

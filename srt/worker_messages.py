@@ -53,6 +53,10 @@ class EngineNews(msgspec.Struct, frozen=True, tag="news", kw_only=True):
     """What a worker must know of the engine. Sent when it is ready, and at each change."""
 
     facts: SchedulerReady
+    model_path: str
+    """With the next three: the weights in use."""
+    load_format: str
+    dtype: str
     weight_version: str
     stall: str | None
     """As `TokenizerManager.stall`."""

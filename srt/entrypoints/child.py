@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,7 @@ Its arguments are ServerArgs, RunDir, OnReady and ShouldStop. An HTTP worker als
 
 _STDIN = 0
 _PARENT_POLL_S = 0.5
+_PARENT_END_S = 1.0
 _LOWEST_PRIORITY = 19
 _MODULES = {"scheduler": "...managers.scheduler_process"}
 """What a spare process of a role imports."""
@@ -315,7 +317,7 @@ def _watch_parent(run_dir: RunDir, stop: _StopRequest, parent: _Parent) -> None:
     """Forwards the parent's stop request, and ends this process when the parent dies.
 
     Both are read from stdin. A fork of the parent may keep that pipe open after the parent's death, so the parent is
-    looked at as well, twice a second.
+    looked at as well, twice a second. If the parent only closes the pipe, it does not need this process, and goes on.
     """
     while not parent.is_gone():
         readable, _, _ = select.select([_STDIN], [], [], _PARENT_POLL_S)
@@ -324,7 +326,11 @@ def _watch_parent(run_dir: RunDir, stop: _StopRequest, parent: _Parent) -> None:
         if os.read(_STDIN, len(STOP)) != STOP:
             break
         stop.set()
-    run_dir.remove()
+    deadline = time.monotonic() + _PARENT_END_S
+    while not parent.is_gone() and time.monotonic() < deadline:
+        time.sleep(0.01)  # a process that ends closes its pipes a moment before
+    if parent.is_gone():
+        run_dir.remove()
     os._exit(1)  # the main thread may be busy for seconds, in a kernel for example
 
 

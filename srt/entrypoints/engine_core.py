@@ -130,6 +130,7 @@ class EngineCore:
         for child in life.children:
             child.ended.add_done_callback(functools.partial(self._on_child_ended, child))
         self._spares = {server.role: server for server in life.fork_servers}
+        self._num_updates = self.tokenizer_manager.weights.num_updates
         self._renew_spares()
 
     def _renew_spares(self) -> None:
@@ -144,11 +145,17 @@ class EngineCore:
     def _drop_old_spares(self) -> None:
         """Drops spares that have died, and ends fork servers with replaced weights, whose memory they keep."""
         for spare in list(self._spares.values()):
-            if spare.launched_with not in (None, self.tokenizer_manager.weights.server_args):
+            if spare.launched_with is not None and self._are_replaced(spare):
                 spare.kill()
                 del self._spares[spare.role]
             elif spare.ended.done():
                 del self._spares[spare.role]
+
+    def _are_replaced(self, fork_server: ChildProcess) -> bool:
+        """Whether other weights are in use than those that it holds. A path may hold other weights than before, so
+        equal settings do not suffice."""
+        weights = self.tokenizer_manager.weights
+        return fork_server.launched_with != weights.server_args or self._num_updates != weights.num_updates
 
     def _on_child_ended(self, child: ChildProcess, ended: asyncio.Future[str]) -> None:
         is_restarting = self._restart is not None and not self._restart.done()
@@ -162,8 +169,15 @@ class EngineCore:
         self._oom_kills = oom_kills
         if self._budget.take():
             self._restart = asyncio.create_task(self._restart_after(death))
+            self._restart.add_done_callback(self._on_restart_ended)
         else:
             self._give_up(death.message)
+
+    def _on_restart_ended(self, restart: asyncio.Task[None]) -> None:
+        """After a defect of the restart, no client waits for ever."""
+        if not restart.cancelled() and restart.exception() is not None and not self.died.done():
+            logger.error("The restart has failed", exc_info=restart.exception())
+            self._die(f"the engine could not be restarted: {restart.exception()}")
 
     def _give_up(self, message: str) -> None:
         if self._budget.limit:
@@ -193,6 +207,9 @@ class EngineCore:
         self._report(death, journal, samples)
         run_dir = self._life.run_dir
         self._drop_old_spares()
+        if death.was_oom and "scheduler" in self._spares:
+            # A fork would have a KV pool of the same size. A new process plans with the memory of now.
+            self._spares.pop("scheduler").kill()
         while True:
             run_dir = run_dir.next_life()
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import os
 import select
@@ -38,8 +39,8 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """The exit code, once the fork server has told it, or has died."""
-        if self.returncode is None and self._server_is_gone() and select.select([self._pidfd], [], [], 0)[0]:
-            self.on_end(UNKNOWN_EXIT)
+        if self.returncode is None and self._server_is_gone() and self._has_ended():
+            self.on_end(_exit_code_of_orphan(self.pid))
         return self.returncode
 
     def send_signal(self, signum: signal.Signals) -> None:
@@ -49,9 +50,24 @@ class ForkedProcess:
 
     def kill(self) -> None:
         """If the process has ended already, and the fork server does not say how, its exit code stays unknown."""
-        if self.returncode is None and select.select([self._pidfd], [], [], 0)[0]:
+        if self.returncode is None and self._has_ended():
             self.on_end(UNKNOWN_EXIT)
         self.send_signal(signal.SIGKILL)
+
+    def _has_ended(self) -> bool:
+        poll = select.poll()  # select.select takes no file descriptor from 1024 on
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+def _exit_code_of_orphan(pid: int) -> int:
+    """The exit code of an ended process that its fork server did not wait for. It is known only if this process has
+    inherited it, as process 1 of a container does."""
+    try:
+        waited_pid, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return UNKNOWN_EXIT
+    return os.waitstatus_to_exitcode(status) if waited_pid else UNKNOWN_EXIT
 
 
 class ForkLink:
@@ -69,7 +85,12 @@ class ForkLink:
     async def fork(self, spec: LaunchSpec) -> tuple[ForkedProcess, int]:
         """A new process, and the end of its pipe for reports. Raises OSError if there is none."""
         childs_stdin, stdin = os.pipe()
-        ready_fd, childs_ready_fd = os.pipe()
+        try:
+            ready_fd, childs_ready_fd = os.pipe()
+        except BaseException:
+            os.close(childs_stdin)
+            os.close(stdin)
+            raise
         try:
             self._answer = self._loop.create_future()
             socket.send_fds(self._socket, [msgspec.msgpack.encode(spec)], [childs_stdin, childs_ready_fd])
@@ -113,6 +134,8 @@ class ForkLink:
         elif self._answer is None or self._answer.done():
             for fd in fds:
                 os.close(fd)  # nobody waits for it any more; it ends, because its stdin is closed
+        elif isinstance(message, Forked) and not fds:  # the kernel drops one that this process has no room for
+            self._answer.set_exception(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
         elif isinstance(message, Forked):
             self._answer.set_result((message, fds[0]))
         else:

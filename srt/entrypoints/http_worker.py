@@ -86,6 +86,8 @@ async def _serve(
     while not should_stop():
         await asyncio.sleep(_POLL_S)
         worker.tell_if_drained()
+        if worker.error is not None:
+            raise worker.error
     await worker.stop()
     context.destroy()
 
@@ -111,6 +113,8 @@ class HttpWorker:
         self._listen = listen
         self._number = run_dir.life
         self._tracer = tracer
+        self.error: Exception | None = None
+        """Why it cannot take requests; None: it can, or has no news yet."""
         self._manager: WorkerManager | None = None
         self._calls = Calls()
         self._has_drained = False
@@ -168,6 +172,13 @@ class HttpWorker:
         if self._manager is not None:
             self._manager.hear(news)
             return
+        try:
+            self._begin(news)
+        except Exception as error:
+            self.error = error
+
+    def _begin(self, news: EngineNews) -> None:
+        """Takes requests from now on."""
         args = self._server_args
         self._manager = WorkerManager(
             args, self._model_config, self._tokenizer, news, self._parent, GrammarChecker(self), self._number

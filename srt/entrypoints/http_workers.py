@@ -105,9 +105,11 @@ class HttpWorkers:
         """Aborts the requests of this name in all workers; None: all requests. Returns whether there was one."""
         assert self._service is not None
         manager = self._service.manager
+        had_any = name is None and manager.num_unfinished > 0
         if name is None:
-            manager.abort_all()  # its own probes
-        return any(await asyncio.gather(*(worker.abort(name) for worker in self._workers)))
+            manager.abort_all()
+        found = await asyncio.gather(*(worker.abort(name) for worker in self._workers))
+        return had_any or any(found)
 
     async def stop(self) -> None:
         """Ends the workers. Responses under way have two seconds to end. A second call does nothing."""
@@ -203,10 +205,13 @@ class Service:
         self._started = server.started
 
     def news(self) -> EngineNews:
-        manager = self.manager
+        manager, args = self.manager, self.manager.server_args
         return EngineNews(
             facts=manager.facts,
-            weight_version=manager.weights.version,
+            model_path=args.model_path,
+            load_format=args.load_format,
+            dtype=args.dtype,
+            weight_version=args.weight_version,
             stall=manager.stall,
             failure=None if manager.failure is None else manager.failure.message,
             draining=manager.draining,
@@ -271,8 +276,13 @@ class Worker:
         return 0 if relay is None else relay.close()
 
     def _send_outputs(self, outputs: ToWorker) -> None:
-        self._tell_news()
+        assert self._service is not None
+        has_failed = self._service.manager.failure is not None
+        if not has_failed:
+            self._tell_news()
         self.sender.send(outputs)
+        if has_failed:  # the worker ends all samples when it hears of it
+            self._tell_news()
 
     def _on_message(self, message: FromWorker | BrokenMessage) -> None:
         service, relay = self._service, self._relay
@@ -316,6 +326,10 @@ class Worker:
             reason = error.message
         except TercetError as error:
             failure = AbortFinish.of(error)
+        except Exception:
+            # Without a verdict, the request would wait for ever.
+            logger.exception("A grammar could not be checked")
+            failure = AbortFinish.of(TercetError("the grammar could not be checked"))
         self.sender.send(GrammarVerdict(question.call_id, reason, failure))
 
 

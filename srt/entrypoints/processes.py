@@ -58,10 +58,11 @@ class ChildProcess:
         ready_fd, childs_fd = os.pipe()
         self._report_fd = childs_fd
         """The number of the pipe's other end in the child."""
-        forks = ForkLink() if may_fork else None
-        self._fork_fd = None if forks is None else forks.childs_end.fileno()
+        forks: ForkLink | None = None
         self._listener_fd = None if listener is None else listener.fileno()
         try:
+            forks = ForkLink() if may_fork else None
+            self._fork_fd = None if forks is None else forks.childs_end.fileno()
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, role],
                 stdin=subprocess.PIPE,

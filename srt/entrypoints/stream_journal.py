@@ -11,7 +11,6 @@ records of other streams.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import struct
 import time
@@ -112,7 +111,7 @@ class StreamJournal:
                 logger.warning(
                     "%s: %d places were damaged; the streams continue as far as they are whole", path, num_lost
                 )
-            file.adopt(file.write_new([*_all_of(records)]), b"")
+            file.adopt(file.write_new(_joined(records.values())), b"")
         except BaseException:
             file.close()
             raise
@@ -167,7 +166,7 @@ class StreamJournal:
             self._rewrite.cancel()
         if self._retry_at is not None:
             try:
-                self._file.adopt(self._file.write_new([*_all_of(self._records)]), b"")
+                self._file.adopt(self._file.write_new(_joined(self._records.values())), b"")
             except OSError as error:
                 logger.error("%s lacks the last records: %s", self._file.path, error.strerror or error)
         self._file.close()
@@ -200,11 +199,11 @@ class StreamJournal:
 
     def _begin_rewrite(self) -> None:
         self._since.clear()
-        self._rewrite = asyncio.create_task(self._write_anew([*_all_of(self._records)]))
+        self._rewrite = asyncio.create_task(self._write_anew([[*one] for one in self._records.values()]))
 
-    async def _write_anew(self, parts: list[bytes]) -> None:
+    async def _write_anew(self, records: list[list[bytes]]) -> None:
         try:
-            file = await asyncio.to_thread(self._file.write_new, parts)
+            file = await asyncio.to_thread(lambda: self._file.write_new(_joined(records)))
             self._file.adopt(file, self._since + self._unwritten)
         except OSError as error:
             self._fail(error)
@@ -222,8 +221,9 @@ class StreamJournal:
         self._retry_at = time.monotonic() + _RETRY_S
 
 
-def _all_of(records: dict[str, list[bytes]]) -> Iterable[bytes]:
-    return itertools.chain.from_iterable(records.values())
+def _joined(records: Iterable[list[bytes]]) -> list[bytes]:
+    """The records of each stream in one piece, which takes one call of the system."""
+    return [b"".join(one) for one in records]
 
 
 def _read(data: bytes, mark: bytes) -> tuple[dict[str, list[bytes]], int]:

@@ -128,7 +128,7 @@ def test_requests_may_be_aborted_instead() -> None:
         engine = Engine()
         engine.scheduler.mute = True
         running = await engine.submit()
-        await engine.update(abort_all=True)
+        await engine.update(abort_all=True, drain_timeout_s=0.0)  # they have the time that they need to end
         finish = (await running.result()).finish
         assert isinstance(finish, AbortFinish) and finish.status_code is None
 

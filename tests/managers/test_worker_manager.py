@@ -30,7 +30,15 @@ class Parent:
 def make_worker(number: int = 3) -> tuple[WorkerManager, Parent, EngineNews]:
     pattern, parent = make_manager(FakeScheduler(), random_seed=5), Parent()
     news = EngineNews(
-        facts=pattern.facts, weight_version="default", stall=None, failure=None, draining=False, started=1
+        facts=pattern.facts,
+        model_path=pattern.server_args.model_path,
+        load_format=pattern.server_args.load_format,
+        dtype=pattern.server_args.dtype,
+        weight_version="default",
+        stall=None,
+        failure=None,
+        draining=False,
+        started=1,
     )
     args, config, tokenizer = pattern.server_args, pattern.model_config, pattern.inputs.tokenizer
     return WorkerManager(args, config, tokenizer, news, parent, FakeGrammars(), number), parent, news
@@ -52,6 +60,17 @@ def test_no_two_workers_use_one_key_or_one_seed() -> None:
 
     sent = asyncio.run(body())
     assert len({request.rid for request in sent}) == len({r.options.sampling.sampling_seed for r in sent}) == 6
+
+
+def test_a_worker_hears_which_weights_are_in_use() -> None:
+    worker, _, news = make_worker()
+    before = worker.server_args
+    worker.hear(news)
+    assert worker.server_args is before and worker.weights.num_updates == 0
+    worker.hear(msgspec.structs.replace(news, model_path="/new", weight_version="2", dtype="float32"))
+    args = worker.server_args
+    assert (args.model_path, args.weight_version, args.dtype) == ("/new", "2", "float32")
+    assert (args.random_seed, args.model_name) == (before.random_seed, before.model_name)
 
 
 def test_news_changes_what_requests_see() -> None:

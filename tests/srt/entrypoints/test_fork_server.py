@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
 import os
+import resource
 import signal
+import subprocess
+import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -112,11 +117,15 @@ def test_a_fork_server_that_does_not_answer_is_replaced(tmp_path: Path, monkeypa
     asyncio.run(scenario())
 
 
-def test_replaced_weights_end_the_fork_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{"weight_version": "2"}, {}])
+def test_replaced_weights_end_the_fork_server(tmp_path: Path, changes: dict[str, str]) -> None:
+    """Even if they come from the same path and have the same name."""
+
     async def scenario() -> None:
         core = await start(tmp_path)
         server, weights = core._spares["scheduler"], core.tokenizer_manager.weights
-        weights.server_args = dataclasses.replace(weights.server_args, weight_version="2")
+        weights.server_args = dataclasses.replace(weights.server_args, **changes)
+        weights.num_updates += 1
         core._renew_spares()
         await asyncio.wait_for(server.ended, PATIENCE_S)
         assert core._spares["scheduler"].launched_with is None
@@ -125,6 +134,56 @@ def test_replaced_weights_end_the_fork_server(tmp_path: Path) -> None:
         await core.stop()
 
     asyncio.run(scenario())
+
+
+def test_a_fork_that_nobody_needs_leaves_the_engine_its_folder(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        core = await start(tmp_path)
+        fork = await core._spares["detokenizer"].fork(core._life.run_dir.next_life())
+        await asyncio.wait_for(asyncio.shield(fork.ready), PATIENCE_S)
+        fork._process.stdin.close()
+        await asyncio.wait_for(asyncio.shield(fork.ended), PATIENCE_S)
+        assert core._life.run_dir.path.exists()
+        await core.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_restart_that_raises_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        core = await start(tmp_path)
+
+        async def kill() -> None:
+            raise ValueError("a defect")
+
+        monkeypatch.setattr(core._life, "kill", kill)
+        os.kill(core.child_pids["scheduler"], signal.SIGKILL)
+        message = await asyncio.wait_for(asyncio.shield(core.died), PATIENCE_S)
+        assert message == "the engine could not be restarted: a defect"
+        assert core.tokenizer_manager.failure is not None
+        await core.stop()
+
+    asyncio.run(scenario())
+
+
+def test_the_number_of_open_files_does_not_matter() -> None:
+    """select.select takes no file descriptor from 1024 on."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 1200:
+        pytest.skip("few open files are allowed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    pidfd = os.pidfd_open(child.pid)
+    high = fcntl.fcntl(pidfd, fcntl.F_DUPFD_CLOEXEC, 1100)
+    os.close(pidfd)
+    fork = forks.ForkedProcess(child.pid, high, child.stdin, lambda: True)
+    assert fork.poll() is None
+    fork.kill()
+    while fork.poll() is None:
+        time.sleep(0.01)
+    assert fork.returncode == -signal.SIGKILL, "it is a child of this process, as orphans of process 1 are"
+    child.stdin.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_without_restarts_nothing_is_forked(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ LOCAL = {
 
 
 class Judge:
-    """Refuses the grammar "bad", and cannot check "dead"."""
+    """Refuses the grammar "bad", and cannot check "dead" and "lost"."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -44,6 +44,8 @@ class Judge:
             raise InvalidRequest("this grammar is bad", param=spec.kind)
         if spec.text == "dead":
             raise EngineDead("no grammar worker")
+        if spec.text == "lost":
+            raise OSError("too many open files")
 
 
 class Listener:
@@ -151,7 +153,9 @@ def test_the_parent_judges_grammars(run: Any) -> None:
         for _ in range(2):  # but no failures
             dead = await rig.generate(sampling_params={"regex": "dead", "max_new_tokens": 1})
             assert dead.status_code == 503 and dead.json()["error"]["message"] == "no grammar worker"
-        assert rig.judge.asked == ["a", "bad", "dead", "dead"]
+        lost = await rig.generate(sampling_params={"regex": "lost", "max_new_tokens": 1})
+        assert lost.status_code == 500 and lost.json()["error"]["message"] == "the grammar could not be checked"
+        assert rig.judge.asked == ["a", "bad", "dead", "dead", "lost"]
 
     run(work)
 
