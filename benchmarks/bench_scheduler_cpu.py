@@ -25,9 +25,11 @@ import numpy as np
 import zmq
 
 from ..managers.engine_view import StepLog
+from ..managers.schedule_batch import ScheduleBatch
 from ..managers.schedule_recorder import ScheduleRecorder, SchedulerEnds
 from ..managers.scheduler_io import SchedulerIO
 from ..managers.scheduler_process import build_scheduler
+from ..managers.step_cost import StepShape
 from ..srt.io_struct import GenerateReq, ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.logprobs import LogprobOptions
@@ -226,6 +228,7 @@ def _scheduler(
         stack.callback(recorder.close)
         links.timer.wrap(recorder, RECORDER_CALLS, Phase.OBSERVE)
         ends = recorder.wrap(ends)
+    _tell_planner(ends.step_log, profile)
     scheduler = build_scheduler(
         server_args,
         config,
@@ -237,6 +240,17 @@ def _scheduler(
         journal=open_journal(links.run_dir.journal, settings.max_running_requests),
     )
     return TimedScheduler(scheduler, device)
+
+
+def _tell_planner(step_log: StepLog, profile: DeviceProfile) -> None:
+    """From now on, the planner learns the times of the profile, so each round has the same schedule."""
+    measure = step_log.on_result
+
+    def on_result(batch: ScheduleBatch) -> float:
+        measure(batch)
+        return profile.cost.seconds(StepShape.of(batch.inputs, batch.num_decodes))
+
+    step_log.on_result = on_result  # type: ignore[method-assign]
 
 
 class _Links:

@@ -45,6 +45,8 @@ _NUM_PROBES = 5
 """Single requests of one token, whose time outside the scheduler is measured."""
 _SUBMIT_GAP_S = 1e-3
 """Time between two requests of one client in the simulation: what parsing one takes in the HTTP process, roughly."""
+_PAUSE_S = 60.0
+"""Simulated time for the requests before the workload to end."""
 _READY_TIMEOUT_S = 300.0
 _TIMEOUT_S = 600.0
 
@@ -86,11 +88,15 @@ class Figures:
 
 @dataclass
 class _ExactStatistics(RunStatistics):
-    """Keeps each TTFT. The median of few requests may be between two distant ones, as the client computes it."""
+    """Of the requests that arrive at `since_s` or later. Keeps each TTFT: the median of few requests may be between two
+    distant ones, as the client computes it."""
 
+    since_s: float = 0.0
     ttfts_s: list[float] = field(default_factory=list)
 
     def add(self, served: Served) -> None:
+        if served.arrival_s < self.since_s:
+            return
         super().add(served)
         if served.first_token_s is not None:
             self.ttfts_s.append(served.first_token_s - served.arrival_s)
@@ -177,14 +183,23 @@ def simulate(requests: Iterator[SimRequest], replay: Replay, round_trip_s: float
     profile = msgspec.structs.replace(
         replay.fit("fitted", since=first), wake_s=(_num_at_once(replay, first) - 1) * _SUBMIT_GAP_S
     )
-    statistics = _ExactStatistics()
-    traffic = Traffic(requests, _CONCURRENCY, _SUBMIT_GAP_S, round_trip_s)
+    # The planner has learned the times of steps from the requests before, so they are simulated, too.
+    earlier = list(itertools.islice(replay.requests(), first))
+    start_s = 2 * earlier[-1].arrival_s + _PAUSE_S
+    statistics = _ExactStatistics(since_s=start_s)
+    traffic = Traffic(itertools.chain(earlier, _later(requests, start_s)), _CONCURRENCY, _SUBMIT_GAP_S, round_trip_s)
     simulation = Simulation(replay.server_args(), replay.model_config(), profile, traffic, statistics)
     simulation.run()
     return Figures(
-        statistics.num_output_tokens / (statistics.last_end_s + round_trip_s),
+        statistics.num_output_tokens / (statistics.last_end_s - start_s + round_trip_s),
         float(np.median(statistics.ttfts_s)) + round_trip_s,
     )
+
+
+def _later(requests: Iterator[SimRequest], seconds: float) -> Iterator[SimRequest]:
+    for request in requests:
+        request.arrival_s += seconds
+        yield request
 
 
 def _num_at_once(replay: Replay, first: int) -> int:

@@ -45,7 +45,7 @@ class ResultProcessor:
         if batch.pooled or batch.shown:
             _keep_hidden(batch, output)
         num_new = len(output.tokens)
-        for req, length, tokens in zip(batch.sampled, batch.sampled_lens.tolist(), rows, strict=True):
+        for place, (req, tokens) in enumerate(zip(batch.sampled, rows, strict=True)):
             if tokens[-1] < 0:
                 self._on_invalid_logits(req, tokens[:-1])
                 continue
@@ -56,7 +56,7 @@ class ResultProcessor:
                 finish = self._accept(req, tokens)
             else:
                 num_known = req.num_tokens
-                finish = self._accept_constrained(req, length, tokens)
+                finish = self._accept_constrained(req, int(batch.sampled_lens[place]), tokens)
                 num_new += req.num_tokens - num_known - len(tokens)
             if finish is not None:
                 self.finish(req, finish)
@@ -80,20 +80,23 @@ class ResultProcessor:
         """As `_accept`, and then also the tokens that the grammar forces. `length`: of the request before `tokens`."""
         finish = None
         if length == req.num_tokens:  # otherwise the step has sampled a forced token, which was taken before
-            finish = self._accept(req, tokens, with_forced=req.takes_forced_tokens)
+            finish = self._accept(req, tokens)
+            if finish is None and req.takes_forced_tokens:
+                finish = self._accept_forced(req)
         req.num_unchecked = req.num_tokens - 1 - length
         return finish
 
-    def _accept(self, req: Req, tokens: Sequence[int], *, with_forced: bool = False) -> FinishReason | None:
+    def _accept(self, req: Req, tokens: Sequence[int]) -> FinishReason | None:
         try:
-            finish = req.accept(tokens)
-            return req.accept_forced() if with_forced and finish is None else finish
-        except GrammarFailed as error:
-            return AbortFinish.of(grammar_error(req, error))
-        except Exception:
-            # An error in the stop checker of one request must not end other requests.
-            logger.exception("Could not check the stop strings of request %s", req.rid)
-            return AbortFinish.of(TercetError("the stop strings of this request could not be checked"))
+            return req.accept(tokens)
+        except Exception as error:
+            return _failure_of(req, error)
+
+    def _accept_forced(self, req: Req) -> FinishReason | None:
+        try:
+            return req.accept_forced()
+        except Exception as error:
+            return _failure_of(req, error)
 
     def _on_invalid_logits(self, req: Req, tokens: Sequence[int]) -> None:
         """Ends the request, unless it has ended while this step was in flight. Everything that it computed leaves the
@@ -129,6 +132,14 @@ class ResultProcessor:
                 assert req.pending_abort is not None
                 self.finish(req, req.pending_abort)
         self._aborted = still_in_flight
+
+
+def _failure_of(req: Req, error: Exception) -> AbortFinish:
+    """Why a request ends whose new tokens could not be taken. Other requests go on."""
+    if isinstance(error, GrammarFailed):
+        return AbortFinish.of(grammar_error(req, error))
+    logger.error("Could not check the stop strings of request %s", req.rid, exc_info=error)
+    return AbortFinish.of(TercetError("the stop strings of this request could not be checked"))
 
 
 def _keep_hidden(batch: ScheduleBatch, output: StepOutput) -> None:
