@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(server_args: ServerArgs, requests: Sequence[Request], num_rounds: int) -> dict[str, list[Round]]:
+    server_args = server_args.with_seed()  # random weights must be the same in both engines
     with contextlib.ExitStack() as stack:
         sides: dict[str, Side] = {}
         for name, disabled in ((_ON, False), (_OFF, True)):
