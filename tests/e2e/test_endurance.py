@@ -53,8 +53,8 @@ def test_hostile_requests_change_nothing(toy: str) -> None:
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl program is not installed")
 @pytest.mark.timeout(300)
 def test_hostile_tls_changes_nothing(toy: str) -> None:
-    flags = ["--model", toy, "--requests", "160", "--clients", "2", "--seed", "3", "--tls"]
+    flags = ["--model", toy, "--requests", "100", "--clients", "2", "--seed", "3", "--tls"]
     report, wrong = fuzz.run(fuzz.parse(flags))
     assert not wrong
-    assert sum(count for status, count in report["statuses"].items() if status.startswith("tls: ")) > 10
+    assert sum(count for status, count in report["statuses"].items() if status.startswith("tls: ")) > 5
     assert report["neighbour"]["completed"]
