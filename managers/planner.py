@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -186,7 +187,7 @@ class Planner:
         if not queues.unfinished and not (queues.waiting and self.kv.req_to_token_pool.num_free):
             return None
         joins, time = self._limits.enable_mixed_chunk, None
-        if decodes and self._gap is not None:
+        if self._gap is not None and (decodes or self._has_interrupted()):
             time = self._gap.budget(decodes, always_join=joins)
             joins = time.joins
         joining = decodes if joins else []
@@ -203,6 +204,11 @@ class Planner:
         if decodes and not joining:
             self._num_decodes_due = self._decodes_after(batch)
         return batch
+
+    def _has_interrupted(self) -> bool:
+        """Whether a request without its KV has output: its engine has died, or it was retracted. The gap between two of
+        its tokens has begun."""
+        return any(req.output_ids for req in chain(self.queues.unfinished, self.queues.waiting))
 
     def _decodes_after(self, batch: ScheduleBatch) -> int:
         if self._gap is None:
