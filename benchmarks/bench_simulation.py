@@ -5,7 +5,8 @@
 For each workload, a server of the default model records its schedule while a client sends the requests, 16 at once.
 The cost of a step is fitted to the recorded steps, and the time outside the scheduler to single requests that are sent
 before. The same requests are simulated with both. The simulated planner begins with what the recorded one had learned,
-and simulated steps scatter around their cost as the recorded ones.
+simulated steps scatter around their cost as the recorded ones, and requests that the scheduler read at once arrive at
+once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from ..srt.model_files.default_model import default_model_settings
@@ -45,8 +45,8 @@ _CONCURRENCY = 16
 _NUM_WARMUPS = 16
 _NUM_PROBES = 5
 """Single requests of one token, whose time outside the scheduler is measured."""
-_SUBMIT_GAP_S = 1e-3
-"""Time between two requests of one client in the simulation: what parsing one takes in the HTTP process, roughly."""
+_LATE_S = 1e-3
+"""When the requests of the first burst arrive that the idle scheduler does not read at once: its first step runs."""
 _READY_TIMEOUT_S = 300.0
 _TIMEOUT_S = 600.0
 
@@ -192,11 +192,12 @@ def simulate(requests: Iterator[SimRequest], replay: Replay, round_trip_s: float
     """
     first = _NUM_WARMUPS + _NUM_PROBES
     fitted = replay.fit("fitted", since=first)
+    burst = _late(requests, _num_at_once(replay, first))
     simulation = Simulation(
         replay.server_args(),
         replay.model_config(),
-        msgspec.structs.replace(fitted, wake_s=(_num_at_once(replay, first) - 1) * _SUBMIT_GAP_S),
-        Traffic(requests, _CONCURRENCY, _SUBMIT_GAP_S, round_trip_s),
+        fitted,
+        Traffic(burst, _CONCURRENCY, _round_trips_s(replay, first, round_trip_s)),
         statistics := _ExactStatistics(),
         scatter=replay.scatter(fitted, since=first) if scatters else None,
         learned=learned(replay, first),
@@ -208,12 +209,30 @@ def simulate(requests: Iterator[SimRequest], replay: Replay, round_trip_s: float
     )
 
 
+def _late(requests: Iterator[SimRequest], num_at_once: int) -> Iterator[SimRequest]:
+    for place, request in enumerate(requests):
+        request.arrival_s = 0.0 if place < num_at_once else _LATE_S
+        yield request
+
+
 def _num_at_once(replay: Replay, first: int) -> int:
     """The requests from this number on that the scheduler read together. The client sends as many as it may at once.
     How many of them are there when the idle scheduler wakes up is up to the operating system, and the first step of the
     run depends on it."""
     arrivals = replay.arrivals()
     return sum(one.turn == arrivals[first].turn for one in arrivals.values())
+
+
+def _round_trips_s(replay: Replay, first: int, round_trip_s: float) -> Iterator[float]:
+    """The time from each end of a request, since that of this number arrived, to the arrival that follows from it.
+
+    0 if the scheduler read the next request in the turn after the end. Then the operating system had interrupted it for
+    longer than the client took. Else the next step has begun before, and it does not matter how long the client took.
+    """
+    turns = sorted(end.turn for number, end in replay.script.ends.items() if number >= first)
+    later = [arrival.turn for number, arrival in sorted(replay.arrivals().items()) if number >= first + _CONCURRENCY]
+    known = [0.0 if after == turn + 1 else round_trip_s for turn, after in zip(turns, later, strict=False)]
+    return itertools.chain(known, itertools.repeat(round_trip_s))
 
 
 def _round_trip_s(replay: Replay, probes_s: Sequence[float]) -> float:

@@ -29,6 +29,10 @@ from tercet.srt.schedule_record import Recording
 NUM_EARLIER = bench_simulation._NUM_WARMUPS + bench_simulation._NUM_PROBES
 START_S = 100.0
 ROUND_TRIP_S = 0.005
+NUM_AT_ONCE = 5
+"""Of the first requests. The idle scheduler reads them together."""
+SHARE_AT_ONCE = 0.3
+"""Of the requests that follow from the end of another one. The scheduler reads them in its next turn."""
 NOISE = 0.06
 """Standard deviation of the logarithms of the times of equal steps, as on an idle machine."""
 ARGS = settings(
@@ -58,8 +62,8 @@ def requests(name: str) -> Iterator[SimRequest]:
         yield warmup
     for number in range(bench_simulation._NUM_PROBES):
         yield SimRequest(60.0 + 2 * number, warmups[0].prompt_ids, 1)
-    for one in make(MODEL.vocab_size, 0):
-        one.arrival_s = START_S
+    for place, one in enumerate(make(MODEL.vocab_size, 0)):
+        one.arrival_s = START_S if place < NUM_AT_ONCE else START_S + 0.002
         yield one
 
 
@@ -77,8 +81,9 @@ def record(path: Path, name: str, seed: int, monkeypatch: pytest.MonkeyPatch) ->
 
     rng = Random(seed)
     noise = (rng.lognormvariate(0, NOISE) for _ in itertools.count())
+    round_trips_s = (0.0 if rng.random() < SHARE_AT_ONCE else ROUND_TRIP_S for _ in itertools.count())
     statistics = Statistics()
-    traffic = Traffic(requests(name), bench_simulation._CONCURRENCY, bench_simulation._SUBMIT_GAP_S, ROUND_TRIP_S)
+    traffic = Traffic(requests(name), bench_simulation._CONCURRENCY, round_trips_s)
     profile = msgspec.structs.replace(PROFILES["smollm2-135m-2-cores"], host_s=0.0)
     with monkeypatch.context() as patch:
         patch.setattr(simulation_module, "build_scheduler", build_recorded)
