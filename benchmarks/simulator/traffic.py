@@ -68,7 +68,8 @@ class Traffic:
         Its time then counts from its arrival. `round_trip_s`: from the end of a request in the scheduler until the one
         that was held back for it arrives there; or one time for each end."""
         self._requests = requests
-        self._round_trips_s = itertools.repeat(round_trip_s) if isinstance(round_trip_s, float) else iter(round_trip_s)
+        times_s = round_trip_s if isinstance(round_trip_s, Iterable) else itertools.repeat(round_trip_s)
+        self._round_trips_s = iter(times_s)
         self._slots_s = None if max_concurrency is None else [0.0] * max_concurrency
         """A heap: from when on each free place of `max_concurrency` can be used."""
         self._next = next(requests, None)
