@@ -66,6 +66,7 @@ class Req:
         "hidden",
         "host_tokens",
         "is_announced",
+        "is_streaming",
         "kv_len",
         "locked_len",
         "logprobs",
@@ -167,6 +168,8 @@ class Req:
         every `stream_interval` tokens."""
         self.is_announced = False
         """Whether the detokenizer knows this request."""
+        self.is_streaming = False
+        """Whether its next token may be sent in NextTokens: the detokenizer knows all that a TokenOut would add."""
         self.logprobs = None if options.logprobs is None else ReqLogprobs(options.logprobs, prompt_ids)
         self.pooling = None if options.pooling is None else ReqPooling(options.pooling, len(prompt_ids))
         self.hidden = ReqHidden(len(prompt_ids)) if options.return_hidden_states else None
@@ -307,6 +310,11 @@ class Req:
                 return finish
         return None
 
+    def on_retract(self) -> None:
+        """It has lost its row and its KV."""
+        self.num_retractions += 1
+        self.is_streaming = False
+
     def resume(self, resumed: Resumed) -> None:
         """Continues a request of an engine that has died, like a retracted one. It may turn out to have ended.
 
@@ -337,6 +345,7 @@ class Req:
             self.is_announced = True
         self.num_sent = num_tokens
         self.next_output_len = num_tokens + self.stream_interval
+        self.is_streaming = self.stream_interval == 1 and self.grammar is None and self.hidden is None
         return TokenOut(
             rid=self.rid,
             token_ids=self.output_ids[num_sent:],
