@@ -48,8 +48,8 @@ class Stage(Enum):
 class StopChecker(Protocol):
     """Watches the text of one request for its stop strings."""
 
-    def push(self, token_ids: Sequence[int]) -> str | None:
-        """The stop string that these tokens complete, if any."""
+    def push(self, token: int) -> str | None:
+        """The stop string that this token completes, if any."""
 
 
 class Req:
@@ -283,7 +283,7 @@ class Req:
             if self.grammar is not None:
                 self.grammar.accept(token)
             if self.stop_checker is not None:
-                matched = self.stop_checker.push((token,))
+                matched = self.stop_checker.push(token)
                 if matched is not None:
                     return StopFinish(matched)
             if token in self.stop_ids:

@@ -55,8 +55,8 @@ class StopAfter:
         self._pattern = pattern
         self._seen: list[int] = []
 
-    def push(self, token_ids: tuple[int, ...]) -> str | None:
-        self._seen.extend(token_ids)
+    def push(self, token: int) -> str | None:
+        self._seen.append(token)
         return "stop" if tuple(self._seen[-len(self._pattern) :]) == self._pattern else None
 
 
