@@ -55,7 +55,10 @@ class ResultProcessor:
             if req.finish is not None or req.pending_abort is not None:
                 continue
             if req.grammar is None:
-                finish = self._accept(req, tokens)
+                try:
+                    finish = req.accept(tokens)
+                except Exception as error:
+                    finish = _failure_of(req, error)
             else:
                 num_known = req.num_tokens
                 finish = self._accept_constrained(req, int(batch.sampled_lens[place]), tokens)
