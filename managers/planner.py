@@ -333,5 +333,5 @@ class Planner:
     def _retract(self, req: Req) -> None:
         """Release the KV of a request, which keeps its output. The cache keeps the KV until it is evicted."""
         self.kv.release(req)
-        req.num_retractions += 1
+        req.on_retract()
         self.num_retractions += 1

@@ -19,6 +19,7 @@ from ...managers.scheduler_io import SchedulerIO
 from ...managers.scheduler_process import build_scheduler
 from ...managers.step_cost import StepShape
 from ...managers.token_gap import TokenGapBound
+from ...managers.token_out_reader import TokenOutReader
 from ...managers.tool_call_retention import tool_call_retention_s
 from ...srt.io_struct import (
     AbortReq,
@@ -300,9 +301,10 @@ class _Outputs:
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
+        self._reader = TokenOutReader()
 
     def send(self, message: ToDetokenizer, /) -> None:
-        for out in message.outs:
+        for out in self._reader.read(message):
             self._simulation.on_output(out)
 
 

@@ -18,6 +18,7 @@ from tercet.benchmarks.simulator.replay import Replay
 from tercet.benchmarks.simulator.simulation import Simulation
 from tercet.benchmarks.simulator.statistics import RunStatistics
 from tercet.benchmarks.simulator.traffic import Traffic
+from tercet.managers.token_out_reader import TokenOutReader
 from tercet.model_executor.step import StepInputs
 from tercet.srt.io_struct import GenerateReq
 from tercet.srt.schedule_record import Arrival, End, Recording, Retain, Step
@@ -167,8 +168,9 @@ def test_a_recording_has_all_requests_with_their_outputs(tmp_path: Path) -> None
     recorded = Recorded(path, 1)
     recorded.run(workload(2), num_turns=40)
     said: dict[str, list[int]] = {}
+    reader = TokenOutReader()
     for message in recorded.outbox.messages:
-        for out in message.outs:
+        for out in reader.read(message):
             said.setdefault(out.rid, []).extend(out.token_ids)
     recording = Recording(path)
     records = list(recording.records())
