@@ -33,8 +33,8 @@ _AUDIT_INTERVAL = 16
 """Turns between two runs of the scheduler's own audit, which is slower than `check_owners`."""
 _MAX_DRAIN_TURNS = 5_000
 _MAX_DELAYED = 16
-"""Passes in which a request that was passed over often enough may still be delayed by prompts in chunks, or by a prefix
-that a step computes."""
+"""Passes in which a request that was passed over often enough may still be delayed by a chunk that has begun, or by a
+prefix that a step computes. Earlier arrivals in chunks are not counted: each of them is computed only once."""
 
 
 class Listener:
@@ -66,6 +66,7 @@ class WaitingBound:
     def __init__(self, rig: Rig) -> None:
         self._queues = rig.scheduler.queues
         self._holders: set[Req] = set()
+        self._unfinished: list[Req] = []
         self._passes: defaultdict[Req, int] = defaultdict(int)
         self._has_priorities = rig.planner._limits.preemption_threshold is not None
         self._is_fair = isinstance(rig.planner._policy, FairPolicy)
@@ -73,7 +74,8 @@ class WaitingBound:
     def check(self) -> None:
         holders = set(self._queues.holders())
         admitted = holders - self._holders
-        self._holders = holders
+        in_chunks = [*self._unfinished, *self._queues.unfinished]
+        self._holders, self._unfinished = holders, list(self._queues.unfinished)
         if not admitted or self._has_priorities:
             return
         last: dict[str, int] = {}
@@ -82,6 +84,8 @@ class WaitingBound:
             last[group] = max(last.get(group, 0), req.arrival)
         for req in self._queues.waiting:
             if req.arrival < last.get(self._group(req), 0) and req.is_admissible:
+                if self._passes[req] >= MAX_PASSED_OVER and any(one.arrival < req.arrival for one in in_chunks):
+                    continue
                 self._passes[req] += 1
                 assert self._passes[req] <= MAX_PASSED_OVER + _MAX_DELAYED, f"{req.rid} is starved"
 
