@@ -57,6 +57,13 @@ class ServerArgs:
         str,
         Setting("Folder that caches dequantised GGUF weights for later starts; auto: ~/.cache/tercet; off: no cache"),
     ] = "auto"
+    cpu_kernels: Annotated[
+        str,
+        Setting(
+            "How the C++ kernels are tuned; auto: as measured on this machine at the first start, kept in the folder of "
+            "--weight-cache; fixed: nothing is measured; or a JSON file such as one that auto has kept"
+        ),
+    ] = "auto"
     chat_template: Annotated[str | None, Setting("Jinja chat template: a file or the template itself")] = None
     tool_call_parser: Annotated[
         Literal[
