@@ -103,6 +103,7 @@ class Client:
         scripts = f"{self.folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
         environ = {**os.environ, "TERCET_URL": url, "TERCET_MODEL": MODEL, "PATH": scripts}
         environ["TERCET_TOKENIZER"] = str(MODEL_FOLDER)
+        environ["TERCET_PYTHON"] = sys.executable
         environ.pop("PYTHONPATH", None)
         try:
             subprocess.run(command, env=environ, cwd=self.folder, timeout=CLIENT_TIMEOUT_S, check=False)
