@@ -25,6 +25,7 @@ import torch
 from ..srt import env
 from ..srt.machine.cores import usable_cores
 from . import cpu_extension
+from .layers.quantized_weight import GROUP
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ _BUDGET_S = 0.4
 """Processor time after which no further round starts."""
 _BLOCK_KIB = (96, 256, 640)
 _CHUNKS = (256, 1024)
+_NUM_OUT, _NUM_IN = 384, 1536
 _CPU_FACTS = ("vendor_id", "cpu family", "model", "model name", "stepping", "cache size", "flags", "Features")
 
 
@@ -163,7 +165,7 @@ def _measured(clock: Callable[[], float]) -> CpuTuning:
     tuning = default_tuning()
     # Sizes: many rows, longer than a chunk.
     sizes = [tuning._replace(block_kib=block, chunk=chunk) for block in _BLOCK_KIB for chunk in _CHUNKS]
-    tuning = fastest(tuning, sizes, _linears(torch.float32, (128,)), _BUDGET_S, clock)
+    tuning = fastest(tuning, sizes, [*_linears(torch.float32, (128,)), _quantized_linear(128)], _BUDGET_S, clock)
     if tuning.bfloat16 == "native":
         kinds = [tuning._replace(bfloat16="widened")]
         # Few rows and many: the kind is the same for all, because a row must have the same bits in every batch.
@@ -208,12 +210,21 @@ def fastest(
 
 def _linears(dtype: torch.dtype, rows: Sequence[int]) -> list[Callable[[], object]]:
     """Calls of a linear layer of 1,536 inputs and 384 outputs, one for each number of rows."""
-    num_out, num_in, width, per_word = 384, 1536, 2 * cpu_extension.lanes(), 4 // dtype.itemsize
+    width, per_word = 2 * cpu_extension.lanes(), 4 // dtype.itemsize
     generator = torch.Generator().manual_seed(0)
-    shape = (num_out // width, num_in // per_word, width, per_word)  # as `packing.pack` packs a weight
+    shape = (_NUM_OUT // width, _NUM_IN // per_word, width, per_word)  # as `packing.pack` packs a weight
     packed = torch.randn(shape, generator=generator).to(dtype)
-    inputs = [torch.randn(count, num_in, generator=generator).to(dtype) for count in rows]
-    return [functools.partial(torch.ops.tercet_cpu.linear, x, packed, None, num_out) for x in inputs]
+    inputs = [torch.randn(count, _NUM_IN, generator=generator).to(dtype) for count in rows]
+    return [functools.partial(torch.ops.tercet_cpu.linear, x, packed, None, _NUM_OUT) for x in inputs]
+
+
+def _quantized_linear(rows: int) -> Callable[[], object]:
+    """The same with weights of 8 bits that are widened to float32."""
+    width = 2 * cpu_extension.lanes()
+    bytes_of_group = width * (2 + GROUP)  # a float16 scale and the values of each column
+    packed = torch.zeros(_NUM_OUT // width, _NUM_IN // GROUP, bytes_of_group, dtype=torch.uint8)
+    x = torch.randn(rows, _NUM_IN, generator=torch.Generator().manual_seed(0))
+    return functools.partial(torch.ops.tercet_cpu.linear, x, packed, None, _NUM_OUT)
 
 
 def _parse(content: bytes) -> CpuTuning:

@@ -60,7 +60,7 @@ class ServerArgs:
     cpu_kernels: Annotated[
         str,
         Setting(
-            "How the C++ kernels are tuned; auto: as measured on this machine at the first start, kept in the folder of "
+            "How the C++ kernels of a CPU are tuned; auto: measured at the first start, and kept in the folder of "
             "--weight-cache; fixed: nothing is measured; or a JSON file such as one that auto has kept"
         ),
     ] = "auto"
