@@ -165,7 +165,10 @@ def _measured(clock: Callable[[], float]) -> CpuTuning:
     tuning = default_tuning()
     # Sizes: many rows, longer than a chunk.
     sizes = [tuning._replace(block_kib=block, chunk=chunk) for block in _BLOCK_KIB for chunk in _CHUNKS]
-    tuning = fastest(tuning, sizes, [*_linears(torch.float32, (128,)), _quantized_linear(128)], _BUDGET_S, clock)
+    calls = [*_linears(torch.float32, (128,)), _quantized_linear(128)]
+    if tuning.bfloat16 == "native":
+        calls += _linears(torch.bfloat16, (128,))
+    tuning = fastest(tuning, sizes, calls, _BUDGET_S, clock)
     if tuning.bfloat16 == "native":
         kinds = [tuning._replace(bfloat16="widened")]
         # Few rows and many: the kind is the same for all, because a row must have the same bits in every batch.

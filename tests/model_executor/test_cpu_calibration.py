@@ -137,16 +137,14 @@ def test_a_folder_that_cannot_be_written_is_logged(
     assert "could not be kept" in caplog.text
 
 
-def test_a_setting_overrides_the_measurement(
-    tmp_path: Path, other: CpuTuning, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_setting_overrides_the_measurement(tmp_path: Path, other: CpuTuning, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_calibration, "measure", lambda: pytest.fail("nothing is measured"))
     assert resolve_tuning("fixed", "off") == (default_tuning(), "default")
     path = tmp_path / "tuning.json"
     path.write_text(json.dumps({"chosen": other._asdict()}))
     settings = make_settings(TOY, attention_backend="cpu", dtype="float32", cpu_kernels=str(path))
     assert settings.cpu_kernels == (other, str(path))
-    with pytest.raises(ValueError, match="--cpu-kernels .* needs the attention backend cpu, but it is torch"):
+    with pytest.raises(ValueError, match=r"--cpu-kernels .* needs the attention backend cpu, but it is torch"):
         make_settings(TOY, attention_backend="torch", dtype="float32", cpu_kernels=str(path))
     with pytest.raises(ValueError, match="--cpu-kernels /missing cannot be read"):
         resolve_tuning("/missing", "off")
@@ -158,7 +156,9 @@ def test_a_setting_overrides_the_measurement(
 def test_the_kind_of_products_is_part_of_the_identity_of_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     def identity(**changes: Any) -> bytes:
         tuning = default_tuning()._replace(**changes)
-        monkeypatch.setattr("tercet.model_executor.runner.settings.resolve_tuning", lambda *_: ChosenTuning(tuning, "x"))
+        monkeypatch.setattr(
+            "tercet.model_executor.runner.settings.resolve_tuning", lambda *_: ChosenTuning(tuning, "x")
+        )
         settings = make_settings(TOY, attention_backend="cpu", dtype="bfloat16")
         return kv_identity(settings, TOY)
 
@@ -199,7 +199,10 @@ def test_a_row_has_the_same_bits_with_every_tuning_and_in_every_batch(
     if kind == "native" and default.bfloat16 != "native":
         kind = "widened"
     generator = torch.Generator().manual_seed(seed)
-    x, weight = torch.randn(rows, GROUP * groups, generator=generator), torch.randn(70, GROUP * groups, generator=generator)
+    x, weight = (
+        torch.randn(rows, GROUP * groups, generator=generator),
+        torch.randn(70, GROUP * groups, generator=generator),
+    )
     if form.startswith("int"):
         stored: Any = quantize(weight, form)
     else:
