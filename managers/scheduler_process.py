@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import zmq
 
 from ..mem_cache.allocator import BaseAllocator, make_allocator
@@ -19,11 +20,12 @@ from ..mem_cache.kv_files import KVFiles
 from ..mem_cache.kv_storage import KVStorage
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
+from ..model_executor import cpu_extension
 from ..model_executor.device.step_profiler import StepProfiler
 from ..model_executor.runner.kv_identity import kv_identity
 from ..model_executor.runner.load import load_runner
 from ..model_executor.runner.model_runner import ModelRunner
-from ..model_executor.runner.settings import resolve_settings
+from ..model_executor.runner.settings import RunnerSettings, resolve_settings
 from ..srt.io_struct import ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.kv_events import read_config
@@ -31,7 +33,7 @@ from ..srt.model_files.model_config import ModelConfig, load_model_config
 from ..srt.profile_messages import StartProfileReq
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
-from ..srt.start_reports import SchedulerReady
+from ..srt.start_reports import CpuKernels, SchedulerReady
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal, open_journal
 from ..srt.tenant_weights import parse_weights
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
@@ -328,6 +330,7 @@ def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> Scheduler
         weight_bytes=runner.num_bytes.weights,
         kv_bytes=runner.num_bytes.kv_pool,
         graph_bytes=runner.num_bytes.graphs,
+        cpu_kernels=_cpu_kernels(settings),
     )
     logger.info(
         "Model loaded: weights %s, activations %s on %s, %.0f MiB of weights, KV pool of %d tokens (%.0f MiB) in pages "
@@ -342,4 +345,17 @@ def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> Scheduler
         facts.context_len,
         facts.attention_backend,
     )
+    if facts.cpu_kernels is not None:
+        logger.info(
+            "CPU kernels: build %s, blocks of %d KiB, chunks of %d, bfloat16 %s (%s)",
+            *msgspec.structs.astuple(facts.cpu_kernels),
+        )
     return facts
+
+
+def _cpu_kernels(settings: RunnerSettings) -> CpuKernels | None:
+    variant = cpu_extension.load() if settings.cpu_kernels is not None else None
+    if settings.cpu_kernels is None or variant is None:
+        return None
+    tuning, source = settings.cpu_kernels
+    return CpuKernels(variant.name, *tuning, source)

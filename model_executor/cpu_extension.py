@@ -73,6 +73,11 @@ def has_fastest_build() -> bool:
     return load() == next((variant for variant in VARIANTS if variant.is_supported()), None)
 
 
+def stamp(variant: Variant) -> cpu_build.BuildStamp | None:
+    """What a build was made from. Raises OSError if its file cannot be read."""
+    return cpu_build.read_stamp(_FOLDER / cpu_build.file_name(variant.name))
+
+
 def build_hint() -> str:
     """Instructions for building the operations."""
     return cpu_build.build_hint(_ROOT)

@@ -5,6 +5,18 @@ from __future__ import annotations
 import msgspec
 
 
+class CpuKernels(msgspec.Struct, frozen=True):
+    """The compiled CPU operations that a server uses, and how they are tuned (model_executor/cpu_calibration.py)."""
+
+    build: str
+    block_kib: int
+    chunk: int
+    bfloat16: str
+    """Products of bfloat16: native or widened."""
+    source: str
+    """Where the tuning is from: default, measured, or a file."""
+
+
 class SchedulerReady(msgspec.Struct, frozen=True, kw_only=True, tag="scheduler_ready"):
     """The scheduler process is ready. The fields are facts that only a loaded model knows."""
 
@@ -27,6 +39,8 @@ class SchedulerReady(msgspec.Struct, frozen=True, kw_only=True, tag="scheduler_r
     kv_bytes: int
     graph_bytes: int = 0
     """Device memory of CUDA graphs; 0 without graphs."""
+    cpu_kernels: CpuKernels | None = None
+    """None: the server does not use them."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):

@@ -42,7 +42,7 @@ from tercet.srt.io_struct import (
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.pause_messages import ContinueReq, PauseReply, PauseReq
 from tercet.srt.server_args import ServerArgs
-from tercet.srt.start_reports import SchedulerReady
+from tercet.srt.start_reports import CpuKernels, SchedulerReady
 from tercet.srt.text.tokenizer import Tokenizer
 from tercet.srt.text.tokenizer_parts import TokenizerParts
 from tercet.srt.tier_state import TierState
@@ -275,6 +275,7 @@ def make_manager(
         weight_bytes=1 << 30,
         kv_bytes=1 << 29,
         graph_bytes=1 << 28,
+        cpu_kernels=CpuKernels("avx2", 256, 1024, "widened", "measured"),
     )
     if args.skip_tokenizer_init:
         tokenizer = None

@@ -31,6 +31,7 @@ EXECUTION_ORDER = [
     "models",
     "weights",
     "sampling",
+    "cpu_calibration",
     "runner",
 ]
 """Modules and folders of model_executor: each may import those before it."""

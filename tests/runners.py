@@ -11,7 +11,7 @@ from tercet.srt.server_args import ServerArgs
 
 def make_settings(config: ModelConfig, **settings) -> RunnerSettings:
     """The runner's settings. `settings`: fields of ServerArgs."""
-    defaults = {"device": "cpu", "page_size": 1, "weight_cache": "off", "random_seed": 0}
+    defaults = {"device": "cpu", "page_size": 1, "weight_cache": "off", "cpu_kernels": "fixed", "random_seed": 0}
     return resolve_settings(ServerArgs(model_path=config.model_path, **{**defaults, **settings}), config)
 
 

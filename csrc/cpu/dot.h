@@ -130,9 +130,10 @@ inline void multiply_panel(
     int64_t panel_stride,
     int64_t words,
     typename D::Sums (&sums)[kRows][2],
-    P&& prefetch = {}) {
+    P&& prefetch = P()) {
+  auto prefetch_word = prefetch;  // in registers
   for (int64_t k = 0; k < words; ++k) {
-    prefetch();
+    prefetch_word();
 #pragma GCC unroll 2
     for (int part = 0; part < D::kParts; ++part) {
       typename D::Words left, right;
@@ -145,6 +146,7 @@ inline void multiply_panel(
       }
     }
   }
+  prefetch = prefetch_word;
 }
 
 /// Divides [0, total) into the fewest pieces of at most kMax rows, of nearly equal size, and calls

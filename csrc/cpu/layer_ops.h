@@ -10,6 +10,15 @@
 
 namespace tercet {
 
+inline void set_tuning_op(int64_t block_bytes, int64_t chunk, bool widens_bfloat16) {
+  TORCH_CHECK(block_bytes > 0, "block_bytes must be positive, got ", block_bytes);
+  TORCH_CHECK(
+      0 < chunk && chunk <= Tuning::kMaxChunk && chunk % kProductsOfSum == 0,
+      "chunk must be a multiple of ", kProductsOfSum, " and at most ", Tuning::kMaxChunk, ", got ", chunk);
+  TORCH_CHECK(widens_bfloat16 || kMultipliesBFloat16, "this build can multiply bfloat16 only as float");
+  Tuning::get() = {block_bytes, chunk, widens_bfloat16};
+}
+
 template <typename T, typename X>
 Packed<T, X> packed_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns) {
   const int64_t k = x.size(1), per_word = Dot<T, X>::kPerWord, panels = ceil_div(columns, kPanel);
@@ -26,8 +35,18 @@ Weight quantized_weight(const Tensor& x, const Tensor& packed, const optional<Te
   return {packed.const_data_ptr<uint8_t>(), data_or_null<float>(bias), k};
 }
 
-/// Calls f(numbers of x, weight). The weight has the type of x; under an x of float it may also be bfloat16, or
-/// quantised, which its bytes per group tell.
+/// The rows of x as floats, in a tensor that this call may record.
+inline Tensor widened_rows(const Tensor& x) {
+  const int64_t k = x.size(1);
+  auto floats = empty_result({x.size(0), k}, x.options().dtype(at::kFloat));
+  run_or_record(x.size(0), [=, x = x.const_data_ptr<at::BFloat16>(), out = floats.data_ptr<float>()](int64_t rows) {
+    widen_rows(x, rows, k, out);
+  });
+  return floats;
+}
+
+/// Calls f(T(), numbers of x, weight) with the type of x, T. The weight has this type; under an x of float it may also
+/// be bfloat16, or quantised, which its bytes per group tell. Numbers of x may be widened to float.
 template <typename F>
 void with_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, const F& f) {
   check(x, "x", x.scalar_type(), {x.size(0), x.size(1)});
@@ -36,33 +55,37 @@ void with_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& 
     TORCH_CHECK(x.scalar_type() == at::kFloat, "x of quantised weights must be float, got ", x.scalar_type());
     TORCH_CHECK(x.size(1) % kGroup == 0, "rows of x must be whole groups");
     const auto call = [&]<typename Weight>() {
-      f(x.const_data_ptr<float>(), quantized_weight<Weight>(x, packed, bias, columns));
+      f(float(), x.const_data_ptr<float>(), quantized_weight<Weight>(x, packed, bias, columns));
     };
     using Int4 = WidenedPacked<Int4Weights>;
     packed.size(-1) == Int4::kGroupBytes ? call.template operator()<Int4>()
                                          : call.template operator()<WidenedPacked<Int8Weights>>();
+  } else if (x.scalar_type() == at::kBFloat16 && Tuning::get().widens_bfloat16) {
+    const auto weight = packed_weight<at::BFloat16, float>(x, packed, bias, columns);
+    f(at::BFloat16(), widened_rows(x).const_data_ptr<float>(), weight);
   } else {
     with_packed_types(x, packed, [&]<typename X, typename T>(X, T) {
-      f(x.const_data_ptr<X>(), packed_weight<T, X>(x, packed, bias, columns));
+      if constexpr (kMultipliesBFloat16 || std::is_same_v<X, float>)
+        f(X(), x.const_data_ptr<X>(), packed_weight<T, X>(x, packed, bias, columns));
     });
   }
 }
 
 inline Tensor linear_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, bool to_float) {
   const auto out = empty_result({x.size(0), n}, to_float ? x.options().dtype(at::kFloat) : x.options());
-  with_weight(x, packed, bias, n, [&]<typename X>(const X* numbers, const auto& weight) {
+  with_weight(x, packed, bias, n, [&]<typename T>(T, const auto* numbers, const auto& weight) {
     const auto to = [&](auto* out) {
       run_or_record(x.size(0), [=](int64_t rows) { linear(numbers, rows, weight, n, out); });
     };
-    to_float ? to(out.template data_ptr<float>()) : to(out.template data_ptr<X>());
+    to_float ? to(out.template data_ptr<float>()) : to(out.template data_ptr<T>());
   });
   return out;
 }
 
 inline Tensor linear_silu_mul_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n) {
   const auto out = empty_result({x.size(0), n}, x.options());
-  with_weight(x, packed, bias, 2 * round_up(n, kLanes), [&]<typename X>(const X* numbers, const auto& weight) {
-    run_or_record(x.size(0), [=, out = out.template data_ptr<X>()](int64_t rows) {
+  with_weight(x, packed, bias, 2 * round_up(n, kLanes), [&]<typename T>(T, const auto* numbers, const auto& weight) {
+    run_or_record(x.size(0), [=, out = out.template data_ptr<T>()](int64_t rows) {
       linear_silu_mul(numbers, rows, weight, n, out);
     });
   });

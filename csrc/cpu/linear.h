@@ -7,39 +7,65 @@
 #include "dot.h"
 #include "norm.h"
 #include "thread_pool.h"
+#include "tuning.h"
 
 namespace tercet {
 
-/// Bytes of a block of rows of x. It stays in a core's L2 cache while panels pass by.
-constexpr int64_t kBlockBytes = 80 * 1024;
+/// Most rows of a block. Their sums with a panel are on the stack.
+constexpr int64_t kMaxBlockRows = 128;
 
 /// Products of floats that are summed before they are added to the other sums of a row. A sum of floats loses more bits
 /// the longer it is. With 16-bit numbers, their own rounding is far larger than that of the sum.
 constexpr int64_t kProductsOfSum = 64;
 
-template <int kRows>
-inline void add_sums(Floats (&sums)[kRows][2], const Floats (&part)[kRows][2]) {
+/// Numbers [begin, end) of each row of x.
+struct Chunk {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
+/// The sums of a row with the columns of a panel.
+using RowSums = Floats[2];
+
+/// Adds sums of a piece to those in memory, or, without kAdd, overwrites them.
+template <bool kAdd, int kRows>
+inline void add_part(RowSums* sums, const Floats (&part)[kRows][2]) {
   for (int r = 0; r < kRows; ++r)
-    for (int side = 0; side < 2; ++side) sums[r][side] += part[r][side];
+    for (int side = 0; side < 2; ++side) sums[r][side] = kAdd ? sums[r][side] + part[r][side] : part[r][side];
+  // Sums of two kinds do not fit into the registers. GCC keeps those in memory only if it has to.
+  asm volatile("" ::: "memory");
 }
 
-/// sums[r] += row r of x [kRows, k] times a panel, which lies in one piece
+/// Memory of this thread for a chunk of a panel, widened to float.
+inline float* chunk_of_floats() {
+  alignas(64) static thread_local float floats[Tuning::kMaxChunk * kPanel];
+  return floats;
+}
+
+/// sums[r] += row r of x times a chunk of a panel. x: kRows rows, x_stride numbers apart. `numbers`: size of the chunk.
 template <typename D, int kRows, typename P>
-inline void multiply_in_parts(
-    const typename D::Row* x, int64_t k, const typename D::Panel* panel, Floats (&sums)[kRows][2], P&& prefetch) {
+inline void multiply_chunk(
+    const typename D::Row* x,
+    int64_t x_stride,
+    const typename D::Panel* panel,
+    int64_t numbers,
+    RowSums* sums,
+    P&& prefetch) {
   constexpr int64_t kPanelStride = kPanel * D::kPerWord;
-  const int64_t words = k / D::kPerWord;
-  if constexpr (!std::is_same_v<typename D::Row, float>) {
-    multiply_panel<D, kRows>(x, k, panel, kPanelStride, words, sums, prefetch);
-  } else {
-    constexpr int64_t kWords = kProductsOfSum / D::kPerWord;
-    for (int64_t word = 0; word < words; word += kWords) {
-      Floats part[kRows][2] = {};
-      const int64_t count = std::min(kWords, words - word);
-      multiply_panel<D, kRows>(
-          x + word * D::kPerWord, k, panel + word * kPanelStride, kPanelStride, count, part, prefetch);
-      add_sums(sums, part);
-    }
+  constexpr bool kInParts = std::is_same_v<typename D::Row, float>;
+  const int64_t words = numbers / D::kPerWord, step = kInParts ? kProductsOfSum / D::kPerWord : words;
+  for (int64_t word = 0; word < words; word += step) {
+    Floats part[kRows][2] = {};
+    if constexpr (!kInParts) std::memcpy(part, sums, sizeof(part));
+    multiply_panel<D, kRows>(
+        x + word * D::kPerWord,
+        x_stride,
+        panel + word * kPanelStride,
+        kPanelStride,
+        std::min(step, words - word),
+        part,
+        prefetch);
+    add_part<kInParts>(sums, part);
   }
 }
 
@@ -55,18 +81,23 @@ struct Packed {
   int64_t k;
 
   static constexpr int64_t kMaxRows = tercet::kMaxRows;
+  /// Most rows that multiply a whole panel at once. More multiply it in chunks.
+  static constexpr int64_t kWholeRows = kMaxRows;
   /// Bytes of a row of x.
   int64_t row_bytes() const { return k * sizeof(X); }
-  int64_t panel_bytes() const { return kPanel * k * sizeof(T); }
-  int64_t words() const { return k / D::kPerWord; }
+  /// Bytes of so many numbers of all columns of a panel.
+  static int64_t panel_bytes(int64_t numbers) { return kPanel * numbers * sizeof(T); }
+  static constexpr int64_t kPerWord = D::kPerWord;
 
   /// What `rows` rows of x are multiplied with.
-  const T* open(int64_t panel, [[maybe_unused]] int64_t rows) const { return panels + panel * kPanel * k; }
+  const T* open(int64_t panel, Chunk chunk, int64_t /*rows*/, const Prefetch&) const {
+    return panels + kPanel * (panel * k + chunk.begin);
+  }
 
-  /// sums[r] += row (first + r) of x times an opened panel
+  /// sums[r] += the chunk of row (first + r) of x times the same of a panel
   template <int kRows>
-  void multiply(const X* x, int64_t first, const T* panel, Floats (&sums)[kRows][2], Prefetch prefetch) const {
-    multiply_in_parts<D, kRows>(x + first * k, k, panel, sums, prefetch);
+  void multiply(const X* x, int64_t first, Chunk chunk, const T* opened, RowSums* sums, Prefetch prefetch) const {
+    multiply_chunk<D, kRows>(x + first * k + chunk.begin, k, opened, chunk.size(), sums, prefetch);
   }
 };
 
@@ -79,7 +110,9 @@ struct Packed {
 template <typename X, typename Weight, typename Store>
 void multiply(const X& x, int64_t rows, const Weight& weight, int64_t num_panels, const Store& store) {
   constexpr int64_t kRunsPerThread = 3, kMaxRunLength = 8;
-  const int64_t blocks = ceil_div(rows * weight.row_bytes(), kBlockBytes);
+  const Tuning tuning = Tuning::get();
+  const int64_t blocks =
+      std::max(ceil_div(rows * weight.row_bytes(), tuning.block_bytes), ceil_div(rows, kMaxBlockRows));
   const int64_t threads = ThreadPool::get().num_threads();
   const int64_t runs = std::min(num_panels, std::max(kRunsPerThread * threads, ceil_div(num_panels, kMaxRunLength)));
   const auto first_panel = [=](int64_t run) { return num_panels * run / runs; };
@@ -88,23 +121,28 @@ void multiply(const X& x, int64_t rows, const Weight& weight, int64_t num_panels
     const int64_t block = item % blocks, run = item / blocks;
     const int64_t first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
     const int64_t end = first_panel(run + 1), next_run = first_panel(std::min(runs - 1, (item + threads) / blocks));
+    RowSums sums[kMaxBlockRows];
     for (int64_t panel = first_panel(run); panel < end; ++panel) {
+      const int64_t next_panel = panel + 1 < end ? panel + 1 : next_run;
+      const char* next = reinterpret_cast<const char*>(weight.panels) + next_panel * Weight::panel_bytes(weight.k);
+      std::memset(sums, 0, count * sizeof(RowSums));
+      for (Chunk chunk{0, 0}; chunk.begin < weight.k; chunk.begin = chunk.end) {
+        chunk.end = count <= Weight::kWholeRows ? weight.k : std::min(chunk.begin + tuning.chunk, weight.k);
+        const char* next_chunk = next + Weight::panel_bytes(chunk.begin);
+        const int64_t chunk_bytes = Weight::panel_bytes(chunk.size()), words = chunk.size() / Weight::kPerWord;
+        const auto opened = weight.open(panel, chunk, count, Prefetch{next_chunk, chunk_bytes / words});
+        for_each_piece<Weight::kMaxRows>(count, [&](int64_t at, auto piece) {
+          const Prefetch prefetch{next_chunk + chunk_bytes * at / count, chunk_bytes / words * piece / count};
+          weight.template multiply<piece>(x, first + at, chunk, opened, sums + at, prefetch);
+        });
+      }
       Floats bias[2] = {};
       if (weight.bias) {
         bias[0] = load_floats(weight.bias + panel * kPanel);
         bias[1] = load_floats(weight.bias + panel * kPanel + kLanes);
       }
-      const auto opened = weight.open(panel, count);
-      const int64_t next_panel = panel + 1 < end ? panel + 1 : next_run;
-      const char* next = reinterpret_cast<const char*>(weight.panels) + next_panel * weight.panel_bytes();
-      for_each_piece<Weight::kMaxRows>(count, [&](int64_t at, auto piece) {
-        const int64_t bytes_per_word = weight.panel_bytes() / weight.words() * piece / count;
-        const Prefetch prefetch{next + weight.panel_bytes() * at / count, bytes_per_word};
-        Floats sums[piece][2] = {};
-        weight.template multiply<piece>(x, first + at, opened, sums, prefetch);
-        for (int r = 0; r < piece; ++r)
-          store(first + at + r, panel, to_vec(sums[r][0] + bias[0]), to_vec(sums[r][1] + bias[1]));
-      });
+      for (int64_t r = 0; r < count; ++r)
+        store(first + r, panel, to_vec(sums[r][0] + bias[0]), to_vec(sums[r][1] + bias[1]));
     }
   });
 }
@@ -125,6 +163,13 @@ void linear_silu_mul(const X& x, int64_t rows, const Weight& weight, int64_t n, 
     const int64_t column = panel * kLanes;
     const Vec silu = gate / (Vec(1.f) + exp_for<Out>(gate.neg()));
     store_pair(out + row * n + column, {silu * up, Vec(0.f)}, std::min(kLanes, n - column));
+  });
+}
+
+/// x [rows, k] as floats
+inline void widen_rows(const at::BFloat16* x, int64_t rows, int64_t k, float* out) {
+  for_each_row_block(rows, k, [=](int64_t first, int64_t end) {
+    for (int64_t i = first * k; i < end * k; i += kPanel) store_pair(out + i, load_pair(x + i, end * k - i), end * k - i);
   });
 }
 

@@ -25,6 +25,8 @@ TORCH_LIBRARY(tercet_cpu, m) {
     TORCH_CHECK(n >= 0, "the number of threads must not be negative, got ", n);
     ThreadPool::get().set_num_threads(n);
   });
+  m.def("multiplies_bfloat16() -> bool", [] { return kMultipliesBFloat16; });
+  m.def("set_tuning(int block_bytes, int chunk, bool widens_bfloat16) -> ()", &set_tuning_op);
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, bool to_float=False) -> Tensor", &linear_op);
   m.def("linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_silu_mul_op);
   m.def("embedding(Tensor ids, Tensor packed, ScalarType dtype) -> Tensor", &embedding_op);

@@ -148,25 +148,34 @@ struct QuantizedPacked {
   static constexpr int64_t kGroupBytes = D::kHeaderBytes + kGroup / D::kPerWord * D::kWordBytes;
   /// Rows have sums of integers and sums of floats, and both must fit into the registers.
   static constexpr int64_t kMaxRows = tercet::kMaxRows / 2;
+  static constexpr int64_t kWholeRows = kMaxRows;
 
   const uint8_t* panels;
   const float* bias;
   int64_t k;
 
   int64_t row_bytes() const { return QuantizedRows::row_bytes(k); }
-  int64_t panel_bytes() const { return k / kGroup * kGroupBytes; }
-  int64_t words() const { return k / D::kPerWord; }
+  static int64_t panel_bytes(int64_t numbers) { return numbers / kGroup * kGroupBytes; }
+  static constexpr int64_t kPerWord = D::kPerWord;
 
-  const uint8_t* open(int64_t panel, [[maybe_unused]] int64_t rows) const { return panels + panel * panel_bytes(); }
+  const uint8_t* open(int64_t panel, Chunk chunk, int64_t, const Prefetch&) const {
+    return panels + panel_bytes(panel * k + chunk.begin);
+  }
 
   template <int kRows>
   void multiply(
-      const QuantizedRows& x, int64_t first, const uint8_t* weights, Floats (&sums)[kRows][2], Prefetch prefetch)
-      const {
-    const int64_t groups = k / kGroup;
-    const int8_t* values = x.values(first);
+      const QuantizedRows& x,
+      int64_t first,
+      Chunk chunk,
+      const uint8_t* weights,
+      RowSums* row_sums,
+      Prefetch prefetch) const {
+    const int64_t groups = chunk.size() / kGroup;
+    const int8_t* values = x.values(first) + chunk.begin;
     const QuantizedRows::Group* row_groups[kRows];
-    for (int r = 0; r < kRows; ++r) row_groups[r] = x.groups(first + r);
+    for (int r = 0; r < kRows; ++r) row_groups[r] = x.groups(first + r) + chunk.begin / kGroup;
+    Floats sums[kRows][2];
+    std::memcpy(sums, row_sums, sizeof(sums));
     for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes) {
       Ints products[kRows][2];
       for (int r = 0; r < kRows; ++r)
@@ -190,6 +199,7 @@ struct QuantizedPacked {
           for (int side = 0; side < 2; ++side) sums[r][side] += minima[side] * row_groups[r][g].sum;
       }
     }
+    add_part<false>(row_sums, sums);
   }
 
  private:
@@ -208,7 +218,7 @@ void unpack_rows(const int64_t* ids, int64_t count, const QuantizedPacked<Int8We
   for_each_row_block(count, weight.k, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       const int64_t panel = ids[i] / kPanel, column = ids[i] % kPanel;
-      const uint8_t* group = weight.panels + panel * weight.panel_bytes();
+      const uint8_t* group = weight.panels + panel * weight.panel_bytes(weight.k);
       for (T* to = out + i * weight.k; to < out + (i + 1) * weight.k; group += weight.kGroupBytes) {
         const float scale = reinterpret_cast<const at::Half*>(group)[column];
         const uint8_t* word = group + D::kHeaderBytes + column * D::kPerWord;

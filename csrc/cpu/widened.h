@@ -3,15 +3,13 @@
 // bits of each weight.
 #pragma once
 
-#include <vector>
-
 #include "quantized.h"
 
 namespace tercet {
 
 /// Widens a group of a panel. Calls f(i, left, right) with the floats of all columns for number i of the group.
-template <typename Weights, typename P, typename F>
-inline void widen_group(const uint8_t* group, P&& prefetch, const F& f) {
+template <typename Weights, typename F>
+inline void widen_group(const uint8_t* group, Prefetch& prefetch, const F& f) {
   using D = Dot<Weights>;
   constexpr int kZero = D::kHasMin ? 0 : 128;
   const auto* header = reinterpret_cast<const at::Half*>(group);
@@ -25,8 +23,9 @@ inline void widen_group(const uint8_t* group, P&& prefetch, const F& f) {
     return floats;
   };
   const uint8_t* words = group + D::kHeaderBytes;
+  Prefetch prefetch_word = prefetch;  // in registers
   for (int64_t i = 0; i < kGroup; i += D::kPerWord, words += D::kWordBytes) {
-    prefetch();
+    prefetch_word();
     Bytes left, right;
     D::load(words, 0, left, right);
 #pragma GCC unroll 4
@@ -35,6 +34,7 @@ inline void widen_group(const uint8_t* group, P&& prefetch, const F& f) {
         widen(reinterpret_cast<Ints>(left) >> 8 * at & 255, scales.left, minima.left),
         widen(reinterpret_cast<Ints>(right) >> 8 * at & 255, scales.right, minima.right));
   }
+  prefetch = prefetch_word;
 }
 
 /// A packed weight as in `QuantizedPacked`, for rows of float.
@@ -43,52 +43,51 @@ struct WidenedPacked {
   using D = Dot<Weights>;
   static constexpr int64_t kGroupBytes = QuantizedPacked<Weights>::kGroupBytes;
   static constexpr int64_t kMaxRows = tercet::kMaxRows;
+  static constexpr int64_t kWholeRows = 2 * kMaxRows / 3;
 
   const uint8_t* panels;
   const float* bias;
   int64_t k;
 
-  /// A panel, and the same widened to floats [k, kPanel], or nullptr.
+  /// A chunk of a panel, and the same widened to float, or nullptr.
   struct Opened {
     const uint8_t* groups;
     const float* floats;
   };
 
   int64_t row_bytes() const { return k * sizeof(float); }
-  int64_t panel_bytes() const { return k / kGroup * kGroupBytes; }
-  int64_t words() const { return k / D::kPerWord; }
+  static int64_t panel_bytes(int64_t numbers) { return numbers / kGroup * kGroupBytes; }
+  static constexpr int64_t kPerWord = D::kPerWord;
 
-  /// If rows need several pieces, widens the panel once for all of them, into memory of this thread.
-  Opened open(int64_t panel, int64_t rows) const {
-    const uint8_t* groups = panels + panel * panel_bytes();
-    if (rows <= kMaxRows) return {groups, nullptr};
-    static thread_local std::vector<float> floats;
-    if (static_cast<int64_t>(floats.size()) < k * kPanel) floats.resize(k * kPanel);
-    for (int64_t g = 0; g < k / kGroup; ++g) {
-      float* to = floats.data() + g * kGroup * kPanel;
-      widen_group<Weights>(groups + g * kGroupBytes, NoPrefetch(), [=](int64_t i, Floats left, Floats right) {
+  Opened open(int64_t panel, Chunk chunk, int64_t rows, Prefetch prefetch) const {
+    const uint8_t* groups = panels + panel_bytes(panel * k + chunk.begin);
+    if (rows <= kWholeRows) return {groups, nullptr};
+    float* floats = chunk_of_floats();
+    for (int64_t g = 0; g < chunk.size() / kGroup; ++g) {
+      float* to = floats + g * kGroup * kPanel;
+      widen_group<Weights>(groups + g * kGroupBytes, prefetch, [=](int64_t i, Floats left, Floats right) {
         store_floats(to + i * kPanel, left);
         store_floats(to + i * kPanel + kLanes, right);
       });
     }
-    return {groups, floats.data()};
+    return {groups, floats};
   }
 
   template <int kRows>
-  void multiply(const float* x, int64_t first, Opened panel, Floats (&sums)[kRows][2], Prefetch prefetch) const {
-    x += first * k;
-    if (panel.floats) {
-      multiply_in_parts<Dot<float>, kRows>(x, k, panel.floats, sums, NoPrefetch());
+  void multiply(const float* x, int64_t first, Chunk chunk, Opened opened, RowSums* sums, Prefetch prefetch) const {
+    x += first * k + chunk.begin;
+    if (opened.floats) {
+      multiply_chunk<Dot<float>, kRows>(x, k, opened.floats, chunk.size(), sums, NoPrefetch());
       return;
     }
-    // The parts are those of `multiply_in_parts`.
+    // The parts are those of `multiply_chunk`.
     constexpr int64_t kGroups = kProductsOfSum / kGroup;
     static_assert(kGroups * kGroup == kProductsOfSum);
-    for (int64_t first_group = 0; first_group < k / kGroup; first_group += kGroups) {
+    for (int64_t first_group = 0; first_group < chunk.size() / kGroup; first_group += kGroups) {
       Floats part[kRows][2] = {};
-      const int64_t end = std::min(first_group + kGroups, k / kGroup);
+      const int64_t end = std::min(first_group + kGroups, chunk.size() / kGroup);
       for (int64_t g = first_group; g < end; ++g, x += kGroup)
-        widen_group<Weights>(panel.groups + g * kGroupBytes, prefetch, [&](int64_t i, Floats left, Floats right) {
+        widen_group<Weights>(opened.groups + g * kGroupBytes, prefetch, [&](int64_t i, Floats left, Floats right) {
 #pragma GCC unroll 16
           for (int r = 0; r < kRows; ++r) {
             const Floats number = broadcast_float(x[r * k + i]);
@@ -96,7 +95,7 @@ struct WidenedPacked {
             part[r][1] += number * right;
           }
         });
-      add_sums(sums, part);
+      add_part<true>(sums, part);
     }
   }
 };

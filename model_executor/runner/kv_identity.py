@@ -40,6 +40,7 @@ def kv_identity(settings: RunnerSettings, config: ModelConfig, weight_version: s
         "page_size": settings.page_size,
         "device": "cpu" if on_cpu else torch.cuda.get_device_name(settings.device),
         "build": None if variant is None else variant.name,
+        "bfloat16_products": None if settings.cpu_kernels is None else settings.cpu_kernels.tuning.bfloat16,
         "versions": [__version__, torch.__version__],
     }
     return json.dumps(described, sort_keys=True).encode()

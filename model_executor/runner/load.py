@@ -71,6 +71,8 @@ class _RunnerBuilder:
         self.settings = settings
         self.config = config
         self.accelerator = make_accelerator(settings.device)
+        if settings.cpu_kernels is not None:
+            settings.cpu_kernels.tuning.apply()  # before layers are recorded
         cache = open_weight_cache(settings.weight_cache)
         self.parameters: Parameters = load_parameters(
             config,

@@ -11,6 +11,7 @@ import torch
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.server_args import ServerArgs
 from ..attention.registry import default_page_size, resolve_attention_backend, resolve_kv_dtype
+from ..cpu_calibration import ChosenTuning, resolve_tuning
 from ..device.dtypes import resolve_dtype
 from ..weights.loader import checkpoint_dtype, stored_forms, stored_matrix_dtype
 from ..weights.quantization import check_quantization, parameter_bytes, quantized_forms
@@ -52,6 +53,8 @@ class RunnerSettings:
     """quantized form of parameters, by name"""
     kv_dtype: torch.dtype
     """type of the KV pool"""
+    cpu_kernels: ChosenTuning | None
+    """the tuning of the compiled CPU operations; None if they are not used"""
     attention_backend: str
     """one of attention.registry.BACKEND_NAMES"""
     quantization: str | None
@@ -92,6 +95,10 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
             f"--fuse-small-steps needs triton attention and bfloat16 or float32, got {backend} and "
             f"{str(dtype).removeprefix('torch.')}"
         )
+    if server_args.cpu_kernels not in ("auto", "fixed") and backend != "cpu":
+        raise ValueError(
+            f"--cpu-kernels {server_args.cpu_kernels} needs the attention backend cpu, but it is {backend}"
+        )
     context_len = server_args.context_length or config.context_len
     if context_len > config.context_len:
         raise ValueError(f"--context-length must be at most the model's {config.context_len}, got {context_len}")
@@ -101,6 +108,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         weight_dtype=weights.dtype,
         weight_forms=weights.forms,
         kv_dtype=resolve_kv_dtype(server_args.kv_cache_dtype, dtype, backend),
+        cpu_kernels=(resolve_tuning(server_args.cpu_kernels, server_args.weight_cache) if backend == "cpu" else None),
         attention_backend=backend,
         quantization=server_args.quantization,
         weight_cache=server_args.weight_cache,

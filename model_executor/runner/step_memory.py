@@ -37,7 +37,10 @@ def activation_bytes(
         attention += (2 * q_size + 2 * kv_size) * 2 * _FLOAT_BYTES  # rotated in float32
         feed_forward += 2 * inter * dtype.itemsize  # the outputs of the gate and up projections
     in_a_norm = 0 if compiled else 2 * hidden * _FLOAT_BYTES
-    scratch = max(hidden, q_size, inter) // GROUP * _SCRATCH_BYTES_OF_GROUP if quantized else 0
+    widest = max(hidden, q_size, inter)
+    scratch = widest // GROUP * _SCRATCH_BYTES_OF_GROUP if quantized else 0
+    if compiled and not quantized and dtype == torch.bfloat16:
+        scratch = widest * _FLOAT_BYTES  # a linear layer may widen its input
     per_logit = _FLOAT_BYTES if compiled else _FLOAT_BYTES + dtype.itemsize
     return tokens * (max(attention, feed_forward) + in_a_norm + scratch) + rows * config.vocab_size * per_logit
 

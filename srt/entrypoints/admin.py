@@ -158,6 +158,7 @@ async def collect_server_info(server: Server) -> dict[str, Any]:
         "weight_dtype": facts.weight_dtype,
         "device": facts.device,
         "attention_backend": facts.attention_backend,
+        "cpu_kernels": None if facts.cpu_kernels is None else msgspec.structs.asdict(facts.cpu_kernels),
         "page_size": facts.page_size,
         "context_length": facts.context_len,
         "chunked_prefill_size": facts.chunked_prefill_size,

@@ -30,6 +30,13 @@ class ModelSettings:
         str,
         Setting("Folder that caches dequantised GGUF weights for later starts; auto: ~/.cache/tercet; off: no cache"),
     ] = "auto"
+    cpu_kernels: Annotated[
+        str,
+        Setting(
+            "How the C++ kernels of a CPU are tuned; auto: measured at the first start, and kept in the folder of "
+            "--weight-cache; fixed: nothing is measured; or a JSON file such as one that auto has kept"
+        ),
+    ] = "auto"
     update_weights_dir: Annotated[
         str | None, _server("Folder whose models /update_weights_from_disk may load; default: it is refused")
     ] = None

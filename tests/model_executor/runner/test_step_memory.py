@@ -59,7 +59,7 @@ def test_the_largest_step_takes_what_is_kept_for_it(shape, dtype, quantization):
         quantized=quantization is not None,
     )
     kept += runner.sampler.max_choice_bytes
-    assert measured <= kept <= (2 if runner.model.compiled else 6) * measured
+    assert measured <= kept <= (2.25 if runner.model.compiled else 6) * measured
 
 
 @pytest.mark.parametrize("windows", [(None, None), (None, 70)])

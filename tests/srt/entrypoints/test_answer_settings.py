@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fake_child import FACTS
 from toy_engine import toy_args, write_toy_config
@@ -13,6 +14,7 @@ from toy_engine import toy_args, write_toy_config
 from tercet.srt.entrypoints.answer_settings import answer_settings, changed
 from tercet.srt.model_files.model_config import load_model_config
 from tercet.srt.server_args import ServerArgs
+from tercet.srt.start_reports import CpuKernels
 
 
 def settings_of(args: ServerArgs) -> dict[str, str]:
@@ -34,6 +36,18 @@ def settings_of(args: ServerArgs) -> dict[str, str]:
 def test_settings_that_decide_answers(tmp_path: Path, change: dict[str, Any], names: list[str]) -> None:
     args = dataclasses.replace(toy_args(tmp_path), random_seed=7, served_model_name="toy")
     assert changed(settings_of(args), settings_of(dataclasses.replace(args, **change))) == names
+
+
+def test_the_kind_of_products_decides_answers_but_sizes_do_not(tmp_path: Path) -> None:
+    args = dataclasses.replace(toy_args(tmp_path), random_seed=7)
+    config = load_model_config(args.model_path, args.load_format)
+
+    def of(tuning: CpuKernels) -> dict[str, str]:
+        return answer_settings(args, config, msgspec.structs.replace(FACTS, cpu_kernels=tuning))
+
+    before = of(CpuKernels("avx512_bf16", 256, 1024, "native", "measured"))
+    assert not changed(before, of(CpuKernels("avx512_bf16", 96, 256, "native", "default")))
+    assert changed(before, of(CpuKernels("avx512_bf16", 256, 1024, "widened", "measured"))) == ["bfloat16_products"]
 
 
 def test_files_that_decide_answers(tmp_path: Path) -> None:

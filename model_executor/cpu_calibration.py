@@ -1,0 +1,258 @@
+"""The choice of what differs between processors in the compiled CPU operations: by measurement, once for each machine.
+
+The choice is made before a model is loaded and never changes while it runs, so a token has the same bits in every
+batch. Sizes change no bit of a result. The kind of products of bfloat16 does, so it is part of the identity of KV and
+of what a stream can be continued with.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..srt import env
+from ..srt.machine.cores import usable_cores
+from . import cpu_extension
+from .layers.quantized_weight import GROUP
+
+logger = logging.getLogger(__name__)
+
+MIN_GAIN = 0.05
+"""The default stays unless another candidate takes this share less time: less is noise."""
+_ROUNDS = 7
+_MIN_ROUNDS = 2
+_BUDGET_S = 0.4
+"""Processor time after which no further round starts."""
+_BLOCK_KIB = (96, 256, 640)
+_CHUNKS = (256, 1024)
+_NUM_OUT, _NUM_IN = 384, 1536
+_CPU_FACTS = ("vendor_id", "cpu family", "model", "model name", "stepping", "cache size", "flags", "Features")
+
+
+class CpuTuning(NamedTuple):
+    """What csrc/cpu/tuning.h describes."""
+
+    block_kib: int
+    """KiB of activations that stay in the L2 cache"""
+    chunk: int
+    """numbers of a row that are multiplied before the next"""
+    bfloat16: str
+    """products of bfloat16 in linear layers: native, or widened to float32"""
+
+    def apply(self) -> None:
+        """Use it in this process from the next operation on. Raises ValueError if this build cannot."""
+        try:
+            torch.ops.tercet_cpu.set_tuning(self.block_kib << 10, self.chunk, self.bfloat16 == "widened")
+        except RuntimeError as error:
+            raise ValueError(str(error).splitlines()[0]) from None
+
+
+class ChosenTuning(NamedTuple):
+    tuning: CpuTuning
+    source: str
+    """default, measured, or the file that has it"""
+
+
+def default_tuning() -> CpuTuning:
+    return CpuTuning(256, 1024, "native" if torch.ops.tercet_cpu.multiplies_bfloat16() else "widened")
+
+
+def resolve_tuning(setting: str, weight_cache: str) -> ChosenTuning:
+    """The tuning for the setting --cpu-kernels: auto, fixed, or a file. The compiled operations must be loaded.
+
+    `weight_cache`: the setting of this name; its folder keeps what was measured. Raises ValueError for a file that
+    cannot be read or used.
+    """
+    if setting == "fixed":
+        return ChosenTuning(default_tuning(), "default")
+    if setting != "auto":
+        try:
+            tuning = _parse(Path(setting).read_bytes())
+            tuning.apply()
+        except OSError as error:
+            raise ValueError(f"--cpu-kernels {setting} cannot be read: {error.strerror or error}") from None
+        except ValueError as error:
+            raise ValueError(f"--cpu-kernels {setting}: {error}") from None
+        return ChosenTuning(tuning, setting)
+    folder = None if weight_cache == "off" else env.cache_folder() if weight_cache == "auto" else Path(weight_cache)
+    return _calibrated(folder)
+
+
+@functools.cache
+def _calibrated(folder: Path | None) -> ChosenTuning:
+    return kept_or_measured(folder, machine_key(), measure)
+
+
+def kept_or_measured(folder: Path | None, key: Mapping[str, Any], measure: Callable[[], CpuTuning]) -> ChosenTuning:
+    """What a file in `folder` keeps for `key`, or else the result of `measure()`, which is then kept.
+
+    A damaged file, or one of another key, is written again. None: nothing is kept.
+    """
+    if folder is None:
+        return ChosenTuning(measure(), "measured")
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    path = folder / f"tercet-cpu-kernels-{digest}.json"
+    try:
+        content = path.read_bytes()
+        tuning = _parse(content)
+        if json.loads(content).get("key") == key:
+            tuning.apply()
+            return ChosenTuning(tuning, str(path))
+        logger.warning("Measuring again: %s is for another machine or build", path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        logger.warning("Measuring again, because of %s: %s", path, error)
+    tuning = measure()
+    try:
+        _keep(path, {"key": key, "chosen": tuning._asdict()})
+    except OSError as error:
+        logger.warning("The measurement could not be kept in %s: %s", path, error.strerror or error)
+    return ChosenTuning(tuning, "measured")
+
+
+def machine_key() -> dict[str, Any]:
+    """What a measurement depends on: the processor, its cores, the compiled operations and torch."""
+    variant = cpu_extension.load()
+    assert variant is not None
+    stamp = cpu_extension.stamp(variant)
+    return {
+        "processor": processor(),
+        "cores": usable_cores(),
+        "build": variant.name,
+        "sources": None if stamp is None else stamp.sources,
+        "torch": torch.__version__,
+    }
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """A description of the processor's model and instructions."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return "; ".join(f"{name} {facts[name]}" for name in _CPU_FACTS if name in facts)
+
+
+def measure(clock: Callable[[], float] = time.thread_time) -> CpuTuning:
+    """Measure the linear layers of this build with one thread, on random data. Leaves the choice applied.
+
+    `clock`: processor time of this thread, so that other processes count little.
+    """
+    threads = torch.ops.tercet_cpu.num_threads()
+    torch.ops.tercet_cpu.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            return _measured(clock)
+    finally:
+        torch.ops.tercet_cpu.set_num_threads(threads)
+
+
+def _measured(clock: Callable[[], float]) -> CpuTuning:
+    tuning = default_tuning()
+    # Sizes: many rows, longer than a chunk.
+    sizes = [tuning._replace(block_kib=block, chunk=chunk) for block in _BLOCK_KIB for chunk in _CHUNKS]
+    calls = [*_linears(torch.float32, (128,)), _quantized_linear(128)]
+    if tuning.bfloat16 == "native":
+        calls += _linears(torch.bfloat16, (128,))
+    tuning = fastest(tuning, sizes, calls, _BUDGET_S, clock)
+    if tuning.bfloat16 == "native":
+        kinds = [tuning._replace(bfloat16="widened")]
+        # Few rows and many: the kind is the same for all, because a row must have the same bits in every batch.
+        tuning = fastest(tuning, kinds, _linears(torch.bfloat16, (4, 128)), _BUDGET_S, clock)
+    tuning.apply()
+    return tuning
+
+
+def fastest(
+    default: CpuTuning,
+    others: Iterable[CpuTuning],
+    calls: Sequence[Callable[[], object]],
+    budget_s: float,
+    clock: Callable[[], float],
+) -> CpuTuning:
+    """The candidate whose `calls` take the least time, or the default unless that is clearly slower.
+
+    The candidates take turns, and the least time of each call counts. A call counts as its share of the default's time.
+    """
+    candidates = [default, *(other for other in others if other != default)]
+    times = {(candidate, index): float("inf") for candidate in candidates for index in range(len(calls))}
+    start = clock()
+    for turn in range(_ROUNDS):
+        if turn >= _MIN_ROUNDS and clock() - start > budget_s:
+            break
+        for candidate in candidates:
+            candidate.apply()
+            for index, call in enumerate(calls):
+                before = clock()
+                call()
+                times[candidate, index] = min(times[candidate, index], clock() - before)
+    cost = {
+        candidate: sum(times[candidate, index] / max(times[default, index], 1e-9) for index in range(len(calls)))
+        for candidate in candidates
+    }
+    best = min(candidates, key=cost.__getitem__)
+    chosen = best if cost[best] < (1 - MIN_GAIN) * cost[default] else default
+    shares = ", ".join(f"{one.block_kib}/{one.chunk}/{one.bfloat16} {cost[one] / len(calls):.2f}" for one in candidates)
+    logger.debug("CPU kernels, time relative to the default: %s", shares)
+    return chosen
+
+
+def _linears(dtype: torch.dtype, rows: Sequence[int]) -> list[Callable[[], object]]:
+    """Calls of a linear layer of 1,536 inputs and 384 outputs, one for each number of rows."""
+    width, per_word = 2 * cpu_extension.lanes(), 4 // dtype.itemsize
+    generator = torch.Generator().manual_seed(0)
+    shape = (_NUM_OUT // width, _NUM_IN // per_word, width, per_word)  # as `packing.pack` packs a weight
+    packed = torch.randn(shape, generator=generator).to(dtype)
+    inputs = [torch.randn(count, _NUM_IN, generator=generator).to(dtype) for count in rows]
+    return [functools.partial(torch.ops.tercet_cpu.linear, x, packed, None, _NUM_OUT) for x in inputs]
+
+
+def _quantized_linear(rows: int) -> Callable[[], object]:
+    """The same with weights of 8 bits that are widened to float32."""
+    width = 2 * cpu_extension.lanes()
+    bytes_of_group = width * (2 + GROUP)  # a float16 scale and the values of each column
+    packed = torch.zeros(_NUM_OUT // width, _NUM_IN // GROUP, bytes_of_group, dtype=torch.uint8)
+    x = torch.randn(rows, _NUM_IN, generator=torch.Generator().manual_seed(0))
+    return functools.partial(torch.ops.tercet_cpu.linear, x, packed, None, _NUM_OUT)
+
+
+def _parse(content: bytes) -> CpuTuning:
+    """Raises ValueError."""
+    try:
+        chosen = json.loads(content)["chosen"]
+        tuning = CpuTuning(**chosen)
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f'the file must be JSON with "chosen": {{{", ".join(CpuTuning._fields)}}}') from None
+    if not all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in tuning[:2]):
+        raise ValueError("block_kib and chunk must be positive whole numbers")
+    if tuning.bfloat16 not in ("native", "widened"):
+        raise ValueError(f"bfloat16 must be native or widened, got {tuning.bfloat16!r}")
+    return tuning
+
+
+def _keep(path: Path, content: Mapping[str, Any]) -> None:
+    """The file appears only when it is complete. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, unfinished = tempfile.mkstemp(".tmp", "tercet-", path.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+        os.replace(unfinished, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(unfinished)
+        raise
