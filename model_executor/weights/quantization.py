@@ -7,13 +7,15 @@ from collections.abc import Mapping
 
 import torch
 
+from ...srt.model_files.fp8_config import Fp8Config
 from ...srt.model_files.model_config import ModelConfig
+from ..layers.fp8_weight import FP8_FORMS, fp8_bytes
 from ..layers.quantized_weight import GROUP
 from ..models.family import family_of
-from ..models.parameters import WHOLE, Shard
+from ..models.parameters import WHOLE, Parameter, Shard
 
 BITS_PER_WEIGHT = {"int8": 8 + 16 / GROUP, "int4": 4 + 2 * 16 / GROUP}
-"""Bits per weight, including the float16 scale and minimum of its group."""
+"""Bits per weight of a CPU's forms, including the float16 scale and minimum of its group."""
 HEAD_FORM = "int8"
 """The form of the output head for every setting, because its errors go directly into the logits."""
 
@@ -55,6 +57,16 @@ def quantized_forms(config: ModelConfig, quantization: str | None, shard: Shard 
     return forms
 
 
+def is_linear(parameter: Parameter) -> bool:
+    """Whether a parameter is the matrix of a linear layer inside the decoder: neither embedding nor output head."""
+    return len(parameter.shape) == 2 and parameter.name not in ("embed_tokens.weight", "lm_head.weight")
+
+
+def fp8_form(config: Fp8Config) -> str:
+    """The form of a checkpoint's 8-bit matrices."""
+    return "fp8_block" if config.by_block else "fp8"
+
+
 def parameter_bytes(
     config: ModelConfig,
     dtype_bytes: int,
@@ -71,12 +83,12 @@ def parameter_bytes(
     if forms is None:
         forms = quantized_forms(config, quantization)
 
-    def bytes_per_value(name: str, shape: tuple[int, ...]) -> float:
-        if name in forms:
-            return BITS_PER_WEIGHT[forms[name]] / 8
-        return (matrix_bytes or dtype_bytes) if len(shape) == 2 else dtype_bytes
+    def num_bytes(name: str, shape: tuple[int, ...]) -> int:
+        form = forms.get(name)
+        if form in FP8_FORMS:
+            return fp8_bytes(shape, form)
+        if form is not None:
+            return int(math.prod(shape) * BITS_PER_WEIGHT[form] / 8)
+        return math.prod(shape) * ((matrix_bytes or dtype_bytes) if len(shape) == 2 else dtype_bytes)
 
-    return {
-        name: int(math.prod(shape) * bytes_per_value(name, shape))
-        for name, shape, *_ in family_of(config).parameters(config)
-    }
+    return {name: num_bytes(name, shape) for name, shape, *_ in family_of(config).parameters(config)}
