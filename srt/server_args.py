@@ -50,8 +50,11 @@ class ServerArgs:
         Setting("Data type of the KV cache; auto: --dtype; fp8_e4m3: 8 bits, scale 1, with --attention-backend triton"),
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "int4"] | None,
-        Setting("CPU only: 8-bit or 4-bit weights, multiplied with 8-bit activations; default: weights in --dtype"),
+        Literal["int8", "int4", "fp8"] | None,
+        Setting(
+            "8-bit or 4-bit weights, multiplied with 8-bit activations: int8 and int4 on a CPU, fp8 with "
+            "--attention-backend triton; default: weights in --dtype, or fp8 as a checkpoint stores them"
+        ),
     ] = None
     weight_cache: Annotated[
         str,

@@ -77,9 +77,9 @@ def rounded(tensor: torch.Tensor, kind: str) -> tuple[Fp8Weight, torch.Tensor]:
     if kind == "tensors":
         scale = tensor.float().abs().max() / 448
         values = (tensor.float() / scale).to(torch.float8_e4m3fn)
-        return Fp8Weight(values, scale.expand(len(tensor), 1).contiguous()), scale
+        return Fp8Weight(values, scale.expand(1, len(tensor)).contiguous()), scale
     weight = quantize_fp8(tensor, "fp8_block" if kind == "blocks" else "fp8")
-    return weight, weight.scales[::128].contiguous() if kind == "blocks" else weight.scales
+    return weight, weight.scales.t()[:: 128 if kind == "blocks" else 1].contiguous()
 
 
 def change_config(folder: Path, **changes: object) -> None:

@@ -1,8 +1,8 @@
 """Weights of 8-bit floating point (float8_e4m3fn): their scales and their rounding.
 
-A weight stands for its value times a scale in float32. A row has one scale, or one for each BLOCK weights. Checkpoints
-with scales of whole matrices or of blocks of 128 x 128 are brought to this form: each row gets its own copy. So rows
-can be stacked and divided among ranks as those of any matrix.
+A weight stands for its value times a scale in float32. A row has one scale, or one for each FP8_BLOCK weights.
+Checkpoints with scales of whole matrices or of blocks of 128 x 128 are brought to this form: each row gets its own
+copy. So rows can be stacked and divided among ranks as those of any matrix.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-BLOCK = 128
-"""Weights along a row that share a scale, if a row has several."""
-FP8_MAX = 448.0
-"""The largest number of e4m3fn."""
-FP8_FORMS = ("fp8", "fp8_block")
-"""The forms of a parameter: one scale for a row, or one for each BLOCK weights of a row."""
+from ..kernels.fp8_layout import FP8_BLOCK, FP8_MAX
+
+FP8_FORMS = frozenset({"fp8", "fp8_block"})
+"""The forms of a parameter: one scale for a row, or one for each FP8_BLOCK weights of a row."""
 _CHUNK_ROWS = 4096
 """Rows that are rounded at once. The intermediate tensors take several times the memory of these rows."""
 
@@ -28,7 +26,7 @@ class Fp8Weight(NamedTuple):
     values: torch.Tensor
     """float8_e4m3fn [n, k]"""
     scales: torch.Tensor
-    """float32 [n, 1] or [n, ceil(k / BLOCK)]"""
+    """float32 [1, n] or [ceil(k / FP8_BLOCK), n]"""
 
     @property
     def shape(self) -> torch.Size:
@@ -43,14 +41,14 @@ class Fp8Weight(NamedTuple):
     def dequantize(self) -> torch.Tensor:
         """The matrix as float32 [n, k]."""
         k = self.shape[1]
-        scales = self.scales if self.scales.shape[1] == 1 else self.scales.repeat_interleave(BLOCK, 1)[:, :k]
-        return self.values.float() * scales
+        scales = self.scales if len(self.scales) == 1 else self.scales.repeat_interleave(FP8_BLOCK, 0)[:k]
+        return self.values.float() * scales.t()
 
 
 def fp8_bytes(shape: tuple[int, ...], form: str) -> int:
     """The size of a matrix in bytes, with its scales."""
     num_rows, num_columns = shape
-    num_scales = 1 if form == "fp8" else -(-num_columns // BLOCK)
+    num_scales = 1 if form == "fp8" else -(-num_columns // FP8_BLOCK)
     return num_rows * (num_columns + 4 * num_scales)
 
 
@@ -64,14 +62,12 @@ def quantize_fp8(weight: torch.Tensor, form: str) -> Fp8Weight:
 
 
 def _quantize(rows: torch.Tensor, form: str) -> Fp8Weight:
-    num_rows = len(rows)
-    most = rows.abs()
     if form == "fp8":
-        most = most.amax(1, keepdim=True)
+        most = rows.abs().amax(1)[None]
     else:
-        most = torch.stack([part.amax(1) for part in most.split(BLOCK, 1)], 1)
-        blocks = torch.stack([part.amax(0) for part in most.split(BLOCK)])
-        most = blocks.repeat_interleave(BLOCK, 0)[:num_rows]
+        columns = torch.stack([part.abs().amax(1) for part in rows.split(FP8_BLOCK, 1)])
+        blocks = torch.stack([part.amax(1) for part in columns.split(FP8_BLOCK, 1)], 1)
+        most = blocks.repeat_interleave(FP8_BLOCK, 1)[:, : len(rows)]
     scales = most / FP8_MAX
     scales = torch.where(scales > 0, scales, 1)  # of zeros, and of numbers too small for a scale
     wide = Fp8Weight(torch.ones_like(rows), scales).dequantize()
@@ -81,7 +77,7 @@ def _quantize(rows: torch.Tensor, form: str) -> Fp8Weight:
 def stack_fp8(weights: Iterable[Fp8Weight]) -> Fp8Weight:
     """Concatenate the rows of several weights of the same form."""
     values, scales = zip(*weights, strict=True)
-    return Fp8Weight(_cat(values), torch.cat(scales))
+    return Fp8Weight(_cat(values), torch.cat(scales, 1))
 
 
 def _cat(values: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ...srt.model_files.fp8_config import Fp8Config
-from ..layers.fp8_weight import BLOCK, Fp8Weight
+from ..kernels.fp8_layout import FP8_BLOCK
+from ..layers.fp8_weight import Fp8Weight
 from ..models.parameters import Region
 from .safetensors_checkpoint import SafetensorsCheckpoint
 
@@ -59,7 +60,7 @@ class Fp8Checkpoint:
             raise ValueError(f"tensor {name!r} is float8_e4m3fn and must have one tensor of scales, got {found}")
         n, k = shape
         given = self.shape(found[0])
-        allowed = [(-(-n // BLOCK), -(-k // BLOCK))] if config.by_block else [(n, 1), (n,), (1, 1), (1,), ()]
+        allowed = [(-(-n // FP8_BLOCK), -(-k // FP8_BLOCK))] if config.by_block else [(n, 1), (n,), (1, 1), (1,), ()]
         if given not in allowed:
             raise ValueError(f"tensor {found[0]!r} has shape {given}, expected {' or '.join(map(str, allowed))}")
         return found[0]
@@ -69,12 +70,12 @@ class Fp8Checkpoint:
         rows, columns = region or (slice(0, shape[0]), slice(0, shape[1]))
         scales = self._files.tensor(self._scales[name]).float()
         if self._by_block:
-            if columns.start % BLOCK:
+            if columns.start % FP8_BLOCK:
                 raise ValueError(
-                    f"a rank's columns of {name!r} begin at {columns.start}, which is no multiple of {BLOCK}"
+                    f"a rank's columns of {name!r} begin at {columns.start}, which is no multiple of {FP8_BLOCK}"
                 )
-            scales = scales[:, columns.start // BLOCK : -(-columns.stop // BLOCK)]
-            scales = scales[torch.arange(rows.start, rows.stop) // BLOCK]
+            scales = scales[:, columns.start // FP8_BLOCK : -(-columns.stop // FP8_BLOCK)]
+            scales = scales[torch.arange(rows.start, rows.stop) // FP8_BLOCK].t().contiguous()
         else:
-            scales = scales.reshape(-1, 1).expand(shape[0], 1)[rows].contiguous()
+            scales = scales.reshape(1, -1).expand(1, shape[0])[:, rows].contiguous()
         return Fp8Weight(self._files.tensor(name, (rows, columns)), scales)

@@ -17,7 +17,8 @@ from tiny_models import BASE
 from transformers import LlamaConfig
 
 from tercet.model_executor import cpu_extension
-from tercet.model_executor.layers.fp8_weight import BLOCK, FP8_MAX, Fp8Weight, quantize_fp8
+from tercet.model_executor.kernels.fp8_layout import FP8_BLOCK, FP8_MAX
+from tercet.model_executor.layers.fp8_weight import Fp8Weight, quantize_fp8
 from tercet.model_executor.models.parameters import Shard
 from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.weights.loader import checkpoint_dtype, load_parameters, stored_fp8_forms
@@ -106,7 +107,7 @@ def test_rounding_is_half_a_step(form: str, seed: int, exponent: int, k: int) ->
     weight = torch.randn(150, k, generator=generator) * 2.0**exponent
     weight[3] = 0
     made = quantize_fp8(weight, form)
-    assert made.scales.shape == (150, 1 if form == "fp8" else -(-k // BLOCK))
+    assert made.scales.shape == (1 if form == "fp8" else -(-k // FP8_BLOCK), 150)
     unit = Fp8Weight(torch.ones_like(made.values), made.scales).dequantize()
     # 4 bits of a normal number, a fixed step below 2**-6, and float32's own rounding
     allowed = torch.maximum(weight.abs() * 2**-4, unit * 2**-10) * (1 + 1e-5)
@@ -117,8 +118,8 @@ def test_rounding_is_half_a_step(form: str, seed: int, exponent: int, k: int) ->
 def test_scales_of_blocks_are_those_of_squares() -> None:
     weight = torch.randn(260, 200)
     made = quantize_fp8(weight, "fp8_block")
-    assert torch.equal(made.scales[0], made.scales[127]) and not torch.equal(made.scales[127], made.scales[128])
-    assert made.scales[128, 1] == weight[128:256, 128:].abs().max() / FP8_MAX
+    assert (made.scales[:, :128] == made.scales[:, :1]).all() and (made.scales[:, 127] != made.scales[:, 128]).all()
+    assert made.scales[1, 128] == weight[128:256, 128:].abs().max() / FP8_MAX
     again, scales = rounded(weight, "blocks")
     assert scales.shape == (3, 2) and torch.equal(again.scales, made.scales)
 
