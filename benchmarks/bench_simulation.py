@@ -4,7 +4,9 @@
 
 For each workload, a server of the default model records its schedule while a client sends the requests, 16 at once.
 The cost of a step is fitted to the recorded steps, and the time outside the scheduler to single requests that are sent
-before. The same requests are simulated with both.
+before. The same requests are simulated with both. The simulated planner begins with what the recorded one had learned,
+simulated steps scatter around their cost as the recorded ones, and requests that the scheduler read at once arrive at
+once.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from ..srt.model_files.default_model import default_model_settings
 from ..srt.model_files.model_config import load_model_config
 from ..srt.schedule_record import Recording
+from .argument_types import positive
 from .backends import BACKENDS, Output, RequestSettings
 from .http_client import HttpClient
 from .offline_workloads import Span
 from .results import Result, add_results_arguments, finish, number, percent
 from .server_process import Server, ServerFailed, free_port
-from .simulator.comparison import compare
+from .simulator.comparison import compare, learned
 from .simulator.replay import Replay
 from .simulator.replay_report import fit_errors
 from .simulator.simulation import Simulation
@@ -43,10 +45,8 @@ _CONCURRENCY = 16
 _NUM_WARMUPS = 16
 _NUM_PROBES = 5
 """Single requests of one token, whose time outside the scheduler is measured."""
-_SUBMIT_GAP_S = 1e-3
-"""Time between two requests of one client in the simulation: what parsing one takes in the HTTP process, roughly."""
-_PAUSE_S = 60.0
-"""Simulated time for the requests before the workload to end."""
+_LATE_S = 1e-3
+"""When the requests of the first burst arrive that the idle scheduler does not read at once: its first step runs."""
 _READY_TIMEOUT_S = 300.0
 _TIMEOUT_S = 600.0
 
@@ -88,15 +88,11 @@ class Figures:
 
 @dataclass
 class _ExactStatistics(RunStatistics):
-    """Of the requests that arrive at `since_s` or later. Keeps each TTFT: the median of few requests may be between two
-    distant ones, as the client computes it."""
+    """Keeps each TTFT: the median of few requests may be between two distant ones, as the client computes it."""
 
-    since_s: float = 0.0
     ttfts_s: list[float] = field(default_factory=list)
 
     def add(self, served: Served) -> None:
-        if served.arrival_s < self.since_s:
-            return
         super().add(served)
         if served.first_token_s is not None:
             self.ttfts_s.append(served.first_token_s - served.arrival_s)
@@ -110,6 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model-path", metavar="PATH", help="model (default: the installed default model)")
     parser.add_argument("--workloads", metavar="A,B", default="W1,W2,tree", help="workloads (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=positive, default=1, metavar="N", help="runs of each workload, in turns (default: 1)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: 0)")
     add_results_arguments(parser)
     options = parser.parse_args(argv)
@@ -125,34 +124,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = Result("simulation", "The simulator against the server", program, argv, None)
     table = result.table(
         "Measured by the client, and simulated",
-        ["workload", "output tok/s", "simulated", "error", "TTFT p50, ms", "simulated", "error", "steps", "step error"],
-    )
-    for name in names:
+        [
+            "workload", "output tok/s", "simulated", "error", "TTFT p50, ms", "simulated", "error", "without scatter",
+            "steps", "step error",
+        ],
+    )  # fmt: skip
+    for round_number, name in itertools.product(range(1, options.rounds + 1), names):
         try:
             with tempfile.TemporaryDirectory(prefix="tercet-check-") as folder:
-                measured, simulated, replay = check(WORKLOADS[name], Path(folder), model_path, vocab_size, options.seed)
-        except ServerFailed as error:
+                measured, simulated, smooth, replay = check(
+                    WORKLOADS[name], Path(folder), model_path, vocab_size, options.seed
+                )
+        except (ServerFailed, ValueError) as error:
             sys.stderr.write(f"{name}: {error}\n")
             return 1
         found = compare(replay)
         if found.difference is not None:
             table.notes.append(f"{name}: {found.num_equal} of {found.num_recorded} steps equal. {found.difference}")
-        errors = [
-            getattr(simulated, key) / getattr(measured, key) - 1 for key in ("output_throughput", "median_ttft_s")
-        ]
         sys.stderr.write(f"{name}: measured {measured}, simulated {simulated}\n")  # a long run may be cut short
         step_error, _ = fit_errors(replay, replay.fit(name))
         table.row(
             name,
-            number(measured.output_throughput), number(simulated.output_throughput), percent(errors[0]),
-            number(measured.median_ttft_s * 1000), number(simulated.median_ttft_s * 1000), percent(errors[1]),
+            number(measured.output_throughput), number(simulated.output_throughput),
+            percent(simulated.output_throughput / measured.output_throughput - 1),
+            *(number(figures.median_ttft_s * 1000) for figures in (measured, simulated)),
+            *(percent(figures.median_ttft_s / measured.median_ttft_s - 1) for figures in (simulated, smooth)),
             str(len(replay.script.steps)), percent(step_error),
         )  # fmt: skip
-        result.values[name] = {
+        result.values[name if options.rounds == 1 else f"{name}, round {round_number}"] = {
             "output_throughput": measured.output_throughput,
             "simulated_output_throughput": simulated.output_throughput,
             "median_ttft_ms": measured.median_ttft_s * 1000,
             "simulated_median_ttft_ms": simulated.median_ttft_s * 1000,
+            "median_ttft_ms_without_scatter": smooth.median_ttft_s * 1000,
             "equal_steps": found.num_equal,
             "steps": found.num_recorded,
             "median_step_error": step_error,
@@ -161,8 +165,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check(make: _Make, folder: Path, model_path: str, vocab_size: int, seed: int) -> tuple[Figures, Figures, Replay]:
-    """Measures and simulates one workload. Raises ServerFailed."""
+def check(
+    make: _Make, folder: Path, model_path: str, vocab_size: int, seed: int
+) -> tuple[Figures, Figures, Figures, Replay]:
+    """One workload: measured, simulated, and simulated without scatter. Raises ServerFailed, and ValueError as
+    `simulate`."""
     path = folder / "schedule"
     port = free_port()
     argv = [sys.executable, "-m", "tercet", "serve", model_path, "--skip-tokenizer-init", "--log-level", "warning"]
@@ -170,35 +177,41 @@ def check(make: _Make, folder: Path, model_path: str, vocab_size: int, seed: int
     with Server(argv, {}, folder / "log") as server:
         measured, probes_s = asyncio.run(_measure(server, port, make, vocab_size, seed))
     replay = Replay(Recording(path))
-    simulated = simulate(make(vocab_size, seed), replay, _round_trip_s(replay, probes_s))
-    return measured, simulated, replay
+    round_trip_s = _round_trip_s(replay, probes_s)
+    simulated, smooth = (
+        simulate(make(vocab_size, seed), replay, round_trip_s, scatters=scatters) for scatters in (True, False)
+    )
+    return measured, simulated, smooth, replay
 
 
-def simulate(requests: Iterator[SimRequest], replay: Replay, round_trip_s: float) -> Figures:
+def simulate(requests: Iterator[SimRequest], replay: Replay, round_trip_s: float, *, scatters: bool = True) -> Figures:
     """The figures that a client would measure, with the recorded settings and step times.
 
-    `round_trip_s`: the time of a request outside the scheduler.
+    `round_trip_s`: the time of a request outside the scheduler. `scatters`: whether steps scatter around their cost.
+    Raises ValueError if this scheduler does not decide as recorded before the workload begins.
     """
     first = _NUM_WARMUPS + _NUM_PROBES
-    profile = msgspec.structs.replace(
-        replay.fit("fitted", since=first), wake_s=(_num_at_once(replay, first) - 1) * _SUBMIT_GAP_S
+    fitted = replay.fit("fitted", since=first)
+    burst = _late(requests, _num_at_once(replay, first))
+    simulation = Simulation(
+        replay.server_args(),
+        replay.model_config(),
+        fitted,
+        Traffic(burst, _CONCURRENCY, _round_trips_s(replay, first, round_trip_s)),
+        statistics := _ExactStatistics(),
+        scatter=replay.scatter(fitted, since=first) if scatters else None,
+        learned=learned(replay, first),
     )
-    # The planner has learned the times of steps from the requests before, so they are simulated, too.
-    earlier = list(itertools.islice(replay.requests(), first))
-    start_s = 2 * earlier[-1].arrival_s + _PAUSE_S
-    statistics = _ExactStatistics(since_s=start_s)
-    traffic = Traffic(itertools.chain(earlier, _later(requests, start_s)), _CONCURRENCY, _SUBMIT_GAP_S, round_trip_s)
-    simulation = Simulation(replay.server_args(), replay.model_config(), profile, traffic, statistics)
     simulation.run()
     return Figures(
-        statistics.num_output_tokens / (statistics.last_end_s - start_s + round_trip_s),
+        statistics.num_output_tokens / (statistics.last_end_s + round_trip_s),
         float(np.median(statistics.ttfts_s)) + round_trip_s,
     )
 
 
-def _later(requests: Iterator[SimRequest], seconds: float) -> Iterator[SimRequest]:
-    for request in requests:
-        request.arrival_s += seconds
+def _late(requests: Iterator[SimRequest], num_at_once: int) -> Iterator[SimRequest]:
+    for place, request in enumerate(requests):
+        request.arrival_s = 0.0 if place < num_at_once else _LATE_S
         yield request
 
 
@@ -208,6 +221,18 @@ def _num_at_once(replay: Replay, first: int) -> int:
     run depends on it."""
     arrivals = replay.arrivals()
     return sum(one.turn == arrivals[first].turn for one in arrivals.values())
+
+
+def _round_trips_s(replay: Replay, first: int, round_trip_s: float) -> Iterator[float]:
+    """The time from each end of a request, since that of this number arrived, to the arrival that follows from it.
+
+    0 if the scheduler read the next request in the turn after the end. Then the operating system had interrupted it for
+    longer than the client took. Else the next step has begun before, and it does not matter how long the client took.
+    """
+    turns = sorted(end.turn for number, end in replay.script.ends.items() if number >= first)
+    later = [arrival.turn for number, arrival in sorted(replay.arrivals().items()) if number >= first + _CONCURRENCY]
+    known = [0.0 if after == turn + 1 else round_trip_s for turn, after in zip(turns, later, strict=False)]
+    return itertools.chain(known, itertools.repeat(round_trip_s))
 
 
 def _round_trip_s(replay: Replay, probes_s: Sequence[float]) -> float:

@@ -7,22 +7,20 @@ a config.json gets random weights.
 from __future__ import annotations
 
 import argparse
-import typing
 
 from ..srt import command_line as settings
+from ..srt.engine_settings import http_settings
 from ..srt.server_args import ServerArgs
-from ..srt.setting import Setting
 from .presets import model_path
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine", "the settings of `tercet serve`; --model-path may name a preset")
-    settings.add_arguments(group)  # type: ignore[arg-type]  # an argument group has the same methods as a parser
+    settings.add_arguments(parser)
 
 
 def engine_args(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> ServerArgs:
     """The engine's settings. Exits through `parser.error` for invalid settings."""
-    for name in sorted(_http_settings() & set(vars(namespace))):
+    for name in sorted(http_settings().keys() & set(vars(namespace))):
         parser.error(f"{name} is a setting of the HTTP server, which this benchmark does not start")
     if not hasattr(namespace, "model_path") and namespace.config is None:
         parser.error("--model-path is required: a model or the name of a preset")
@@ -41,9 +39,3 @@ def engine_args(parser: argparse.ArgumentParser, namespace: argparse.Namespace) 
 def _missing(namespace: argparse.Namespace, defaults: dict[str, object]) -> dict[str, object]:
     """The default settings that the command line does not give, and the path in place of a preset's name."""
     return {name: value for name, value in defaults.items() if name == "model_path" or not hasattr(namespace, name)}
-
-
-def _http_settings() -> set[str]:
-    hints = typing.get_type_hints(ServerArgs, include_extras=True)
-    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return {name for name, note in notes.items() if any(isinstance(n, Setting) and n.server_only for n in note)}

@@ -38,6 +38,8 @@ class ResultProcessor:
         for req in batch.reqs:
             req.num_steps_in_flight -= 1
         rows, put = output.rows(), self._io.put
+        new = self._io.next_tokens
+        add_rid, add_id = new.rids.append, new.token_ids.append
         if batch.num_drafts is not None:
             self._free_rejected(batch.sampled, batch.num_drafts, rows)
         if output.logprobs or batch.scored:
@@ -53,13 +55,22 @@ class ResultProcessor:
             if req.finish is not None or req.pending_abort is not None:
                 continue
             if req.grammar is None:
-                finish = self._accept(req, tokens)
+                try:
+                    finish = req.accept(tokens)
+                except Exception as error:
+                    finish = _failure_of(req, error)
             else:
                 num_known = req.num_tokens
                 finish = self._accept_constrained(req, int(batch.sampled_lens[place]), tokens)
                 num_new += req.num_tokens - num_known - len(tokens)
             if finish is not None:
                 self.finish(req, finish)
+            elif req.is_streaming and len(tokens) == 1:
+                req.num_sent += 1
+                add_rid(req.rid)
+                add_id(tokens[0])
+                if output.logprobs:
+                    new.logprobs.append(None if req.logprobs is None else req.logprobs.take_newest())
             elif len(req.output_ids) >= req.next_output_len:
                 put(req.take_output())
         self._metrics.on_result(num_new)

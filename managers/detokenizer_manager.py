@@ -28,6 +28,7 @@ from ..srt.io_struct import (
 from ..srt.ipc import Receiver, Sender
 from ..srt.text.tokenizer import Tokenizer
 from .text_stream import TextStream
+from .token_out_reader import TokenOutReader
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.5
@@ -38,6 +39,7 @@ class DetokenizerManager:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+        self._reader = TokenOutReader()
         self._requests: dict[str, _Request] = {}
         # Requests that failed here while the scheduler continues them. Their end was sent.
         self._failed: set[str] = set()
@@ -48,8 +50,9 @@ class DetokenizerManager:
         return len(self._requests) + len(self._failed)
 
     def process(self, batch: BatchTokenOut) -> BatchTextOut:
-        """A TextOut for each TokenOut, in order. None for a request that failed before."""
-        return BatchTextOut([text for out in batch.outs if (text := self._process_one(out)) is not None])
+        """A TextOut for each output, in order. None for a request that failed before."""
+        outs = self._reader.read(batch)
+        return BatchTextOut([text for out in outs if (text := self._process_one(out)) is not None])
 
     def _process_one(self, out: TokenOut) -> TextOut | None:
         if out.rid in self._failed:
@@ -79,6 +82,7 @@ class DetokenizerManager:
         """Ends the requests that a broken message names."""
         for rid in message.rids:
             self._requests.pop(rid, None)
+            self._reader.forget(rid)
         finish = AbortFinish.of(TercetError(message.reason))
         ends = [TokenOut(rid=rid, token_ids=[], finish=finish, counts=Counts(0)) for rid in message.rids]
         return BatchTextOut([TextOut(tokens=end, text="") for end in ends])

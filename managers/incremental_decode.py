@@ -21,6 +21,8 @@ _MAX_CONTEXT = 6
 class _Stream(Protocol):
     def push(self, ids: Iterable[int]) -> str: ...
 
+    def holds_back(self) -> bool: ...
+
     def finish(self) -> str: ...
 
 
@@ -40,6 +42,8 @@ class IncrementalDecoder:
             stream = _WindowStream(tokenizer, skip_special_tokens)
         self.push: Callable[[Iterable[int]], str] = stream.push
         """The text that later ids cannot change. Raises OverflowError for an id that no vocabulary can have."""
+        self.holds_back: Callable[[], bool] = stream.holds_back
+        """Whether the last tokens end inside a character, as far as is known."""
         self.finish: Callable[[], str] = stream.finish
         """The text that was held back. Call it when no more ids will come."""
 
@@ -60,6 +64,9 @@ class _ByteStream:
         if new.isascii() and not utf8.buffer:  # the usual case, three times as fast
             return new.decode("ascii")
         return utf8.decode(new)
+
+    def holds_back(self) -> bool:
+        return bool(self._utf8.buffer)
 
     def finish(self) -> str:
         return self._utf8.decode(b"", True)
@@ -95,6 +102,9 @@ class _WindowStream:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special_tokens)
+
+    def holds_back(self) -> bool:
+        return len(self._window) > self._num_shown
 
     def finish(self) -> str:
         text = self._new_text()

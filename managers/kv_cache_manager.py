@@ -143,12 +143,9 @@ class KVCacheManager:
         slots = self.allocator.alloc_extend(starts, ends, self._last_slots(rows, starts))
         if slots is None:
             return None
-        offset = 0
-        for req, start, end in zip(reqs, starts.tolist(), ends.tolist(), strict=True):
-            count = end - start
-            self.req_to_token_pool.write_new(req.row, start, slots[offset : offset + count])
+        self.req_to_token_pool.write_new(rows, starts, ends - starts, slots)
+        for req, end in zip(reqs, ends.tolist(), strict=True):
             req.kv_len = end
-            offset += count
         return slots
 
     def growth(self, start: int, end: int) -> int:

@@ -25,6 +25,7 @@ from .input_processor import InputProcessor
 from .scheduler import InFlight
 from .scheduler_io import SchedulerIO
 from .scheduler_process import build_scheduler, scheduler_facts
+from .token_out_reader import TokenOutReader
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class LocalEngine:
             )
         self.runner = load_runner(resolve_settings(self.server_args, self.model_config), self.model_config)
         self._inbox, self._outbox = _Inbox(), _Outbox()
+        self._reader = TokenOutReader()
         io = SchedulerIO(self._inbox, self._outbox, _Nobody(), time.monotonic)
         self.scheduler = build_scheduler(
             self.server_args,
@@ -185,7 +187,7 @@ class LocalEngine:
         self._in_flight = self.scheduler.turn(self._in_flight)
         result = StepResult()
         for message in self._outbox.take():
-            for out in message.outs:
+            for out in self._reader.read(message):
                 if out.token_ids:
                     result.new_tokens.setdefault(out.rid, []).extend(out.token_ids)
                 if out.logprobs is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -83,7 +84,8 @@ class Planner:
         )
         queues.observer = self._policy if isinstance(self._policy, FairPolicy) else None
         self._watermark = int(limits.admission_watermark * kv.allocator.size)
-        self._gap = None if limits.max_itl_s is None else TokenGapBound(limits.max_itl_s)
+        self.gap = None if limits.max_itl_s is None else TokenGapBound(limits.max_itl_s)
+        """The bound on token gaps, with the costs that it has learned. None: there is no bound."""
         self._propose = propose
         self._unshared: list[Req] = []
         self._num_decodes_due = 0
@@ -114,8 +116,8 @@ class Planner:
 
     def on_result(self, batch: ScheduleBatch, seconds: float) -> None:
         """The step of `batch` took so long."""
-        if self._gap is not None and batch.reqs:
-            self._gap.observe(batch.inputs, batch.num_decodes, seconds)
+        if self.gap is not None and batch.reqs:
+            self.gap.observe(batch.inputs, batch.num_decodes, seconds)
 
     def _share_last_extends(self) -> None:
         """Put the prompt KV of the last step into the prefix cache. The step may be in flight, but later steps run
@@ -186,8 +188,8 @@ class Planner:
         if not queues.unfinished and not (queues.waiting and self.kv.req_to_token_pool.num_free):
             return None
         joins, time = self._limits.enable_mixed_chunk, None
-        if decodes and self._gap is not None:
-            time = self._gap.budget(decodes, always_join=joins)
+        if self.gap is not None and (decodes or self._has_interrupted()):
+            time = self.gap.budget(decodes, always_join=joins)
             joins = time.joins
         joining = decodes if joins else []
         extends = self._admit(joining, time)
@@ -204,10 +206,15 @@ class Planner:
             self._num_decodes_due = self._decodes_after(batch)
         return batch
 
+    def _has_interrupted(self) -> bool:
+        """Whether a request without its KV has output: its engine has died, or it was retracted. The gap between two of
+        its tokens has begun."""
+        return any(req.output_ids for req in chain(self.queues.unfinished, self.queues.waiting))
+
     def _decodes_after(self, batch: ScheduleBatch) -> int:
-        if self._gap is None:
+        if self.gap is None:
             return DECODES_PER_EXTEND
-        return self._gap.decodes_due(batch.num_prompt_tokens, self._limits.max_prefill_tokens)
+        return self.gap.decodes_due(batch.num_prompt_tokens, self._limits.max_prefill_tokens)
 
     def _admit(self, joining: list[Req], time: TimeBudget | None) -> list[Extend]:
         queues = self.queues
@@ -326,5 +333,5 @@ class Planner:
     def _retract(self, req: Req) -> None:
         """Release the KV of a request, which keeps its output. The cache keeps the KV until it is evicted."""
         self.kv.release(req)
-        req.num_retractions += 1
+        req.on_retract()
         self.num_retractions += 1

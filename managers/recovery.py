@@ -8,6 +8,7 @@ again at once.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -76,9 +77,12 @@ class Recovery:
             self._suspects.appendleft(trial)
 
     def take_innocent(self, waiting: Iterable[Generation]) -> list[Generation]:
-        """Those of the waiting samples that are no suspects."""
+        """Those of the waiting samples that are no suspects, in the order in which they are sent.
+
+        Streams that have begun come first, the shortest one first: so the median stream waits for few tokens.
+        """
         suspects = {one.generation.key for one in self._suspects}
-        return [one for one in waiting if one.key not in suspects]
+        return sorted((one for one in waiting if one.key not in suspects), key=_num_tokens_if_begun)
 
     def next_trial(self) -> Generation | None:
         """The next suspect to be sent, if the last one is cleared."""
@@ -104,6 +108,13 @@ class Recovery:
             if one.key not in known:
                 position = max(positions.get(one.key, 0), len(one.output_ids))
                 self._suspects.append(_Suspect(one, position + 1 + _MARGIN))
+
+
+def _num_tokens_if_begun(generation: Generation) -> float:
+    """The tokens that an engine without a cache has to compute; infinite before the first output."""
+    if generation.request is None or not generation.output_ids:
+        return math.inf
+    return len(generation.request.input_ids) // 4 + len(generation.output_ids)
 
 
 def watched(request: GenerateReq) -> GenerateReq:

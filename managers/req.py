@@ -48,8 +48,8 @@ class Stage(Enum):
 class StopChecker(Protocol):
     """Watches the text of one request for its stop strings."""
 
-    def push(self, token_ids: Sequence[int]) -> str | None:
-        """The stop string that these tokens complete, if any."""
+    def push(self, token: int) -> str | None:
+        """The stop string that this token completes, if any."""
 
 
 class Req:
@@ -66,6 +66,7 @@ class Req:
         "hidden",
         "host_tokens",
         "is_announced",
+        "is_streaming",
         "kv_len",
         "locked_len",
         "logprobs",
@@ -167,6 +168,8 @@ class Req:
         every `stream_interval` tokens."""
         self.is_announced = False
         """Whether the detokenizer knows this request."""
+        self.is_streaming = False
+        """Whether its next token may be sent in NextTokens: the detokenizer knows all that a TokenOut would add."""
         self.logprobs = None if options.logprobs is None else ReqLogprobs(options.logprobs, prompt_ids)
         self.pooling = None if options.pooling is None else ReqPooling(options.pooling, len(prompt_ids))
         self.hidden = ReqHidden(len(prompt_ids)) if options.return_hidden_states else None
@@ -280,7 +283,7 @@ class Req:
             if self.grammar is not None:
                 self.grammar.accept(token)
             if self.stop_checker is not None:
-                matched = self.stop_checker.push((token,))
+                matched = self.stop_checker.push(token)
                 if matched is not None:
                     return StopFinish(matched)
             if token in self.stop_ids:
@@ -306,6 +309,11 @@ class Req:
             if finish is not None:
                 return finish
         return None
+
+    def on_retract(self) -> None:
+        """It has lost its row and its KV."""
+        self.num_retractions += 1
+        self.is_streaming = False
 
     def resume(self, resumed: Resumed) -> None:
         """Continues a request of an engine that has died, like a retracted one. It may turn out to have ended.
@@ -337,6 +345,7 @@ class Req:
             self.is_announced = True
         self.num_sent = num_tokens
         self.next_output_len = num_tokens + self.stream_interval
+        self.is_streaming = self.stream_interval == 1 and self.grammar is None and self.hidden is None
         return TokenOut(
             rid=self.rid,
             token_ids=self.output_ids[num_sent:],

@@ -52,6 +52,10 @@ class ReqLogprobs:
         """Keep those of a step's new tokens."""
         self._output.append(found)
 
+    def take_newest(self) -> Logprobs:
+        """Those of one output token. All others were sent before."""
+        return self._output.pop()
+
     def take(self, num_tokens: int) -> NewLogprobs:
         """What was not sent yet: those of `num_tokens` output tokens and, once, those of the prompt.
 

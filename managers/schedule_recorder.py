@@ -18,12 +18,12 @@ from ..mem_cache.evict_policy import equal_cost_depth
 from ..model_executor.step import Int32Array
 from ..srt.io_struct import (
     AbortReq,
+    BatchTokenOut,
     BrokenMessage,
     FlushCacheReq,
     GenerateReq,
     RetainReq,
     ToDetokenizer,
-    TokenOut,
     ToScheduler,
     unpack_ids,
 )
@@ -151,10 +151,13 @@ class ScheduleRecorder:
         self._last = rows, lens
         self._file.write(record, end_s)
 
-    def on_outputs(self, outs: Sequence[TokenOut]) -> None:
+    def on_outputs(self, batch: BatchTokenOut) -> None:
         now_s = self._clock()
-        for out in outs:
-            live = self._live.get(out.rid)
+        live_of = self._live
+        for rid, token in zip(batch.next.rids, batch.next.token_ids, strict=True):
+            live_of[rid].output_ids.append(token)
+        for out in batch.outs:
+            live = live_of.get(out.rid)
             if live is None:
                 continue
             if out.token_ids and live.first_token_s is None:
@@ -199,7 +202,7 @@ class _RecordingOutbox:
 
     def send(self, message: ToDetokenizer, /) -> None:
         self._outbox.send(message)
-        self._recorder.on_outputs(message.outs)
+        self._recorder.on_outputs(message)
 
 
 class _RecordingStepLog(StepLog):

@@ -109,7 +109,7 @@ class Scheduler:
         self._enable_overlap = enable_overlap
         self._journal = journal
         self._kv_events = kv_events
-        self._planner = planner
+        self.planner = planner
         self._results = ResultProcessor(self.kv, self.queues, io, metrics)
         self._idle_work = IdleWork(IdleAudit(self.kv, clock), touch_ahead)
         self._step_log = step_log or StepLog(clock)
@@ -136,7 +136,7 @@ class Scheduler:
         if self._timeouts.is_armed:
             for req, reason in self._timeouts.take_late():
                 self._results.abort(req, reason)
-        batch = None if self._pause.is_on else self._planner.plan()
+        batch = None if self._pause.is_on else self.planner.plan()
         launched = self._launch(batch) if batch is not None else None
         if in_flight is not None:
             self._process(in_flight)
@@ -162,8 +162,8 @@ class Scheduler:
         return self._metrics.state(
             self.kv,
             self.queues,
-            new_token_ratio=self._planner.ratio.value,
-            num_retractions=self._planner.num_retractions,
+            new_token_ratio=self.planner.ratio.value,
+            num_retractions=self.planner.num_retractions,
             num_kv_repairs=self._idle_work.num_kv_repairs,
             is_paused=self._pause.is_on,
         )
@@ -285,7 +285,7 @@ class Scheduler:
         output = in_flight.step.wait()
         if in_flight.batch.inputs.kv_copies is not None:
             self.kv.on_copied()
-        self._planner.on_result(in_flight.batch, self._step_log.on_result(in_flight.batch))
+        self.planner.on_result(in_flight.batch, self._step_log.on_result(in_flight.batch))
         self._results.process(in_flight.batch, output)
 
     def _watch_idle(self, *, has_worked: bool, is_idle: bool) -> None:
@@ -293,7 +293,7 @@ class Scheduler:
         if has_worked or not is_idle:
             self._idle_work.restart()
         if is_idle:
-            self._planner.ratio.on_idle()
+            self.planner.ratio.on_idle()
             self._metrics.on_idle()
             self._idle_work.on_idle_turn()
         elif not has_worked:

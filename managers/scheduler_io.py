@@ -12,6 +12,7 @@ from ..srt.io_struct import (
     BrokenMessage,
     Counts,
     Heartbeat,
+    NextTokens,
     SchedulerState,
     ToDetokenizer,
     TokenOut,
@@ -54,6 +55,8 @@ class SchedulerIO:
         self._tokenizer = tokenizer
         self._clock = clock
         self._outs: list[TokenOut] = []
+        self.next_tokens = NextTokens([], [], [])
+        """What ResultProcessor adds here is sent before all other outputs of the turn."""
         self._next_heartbeat = clock()
 
     def receive(self, *, may_sleep: bool) -> Sequence[ToScheduler | BrokenMessage]:
@@ -74,9 +77,9 @@ class SchedulerIO:
 
     def flush(self, state: Callable[[], SchedulerState]) -> None:
         """Sends the outputs of this turn, and a heartbeat with the state if one is due."""
-        if self._outs:
-            self._detokenizer.send(BatchTokenOut(self._outs))
-            self._outs = []
+        if self._outs or self.next_tokens.rids:
+            self._detokenizer.send(BatchTokenOut(self._outs, self.next_tokens))
+            self._outs, self.next_tokens = [], NextTokens([], [], [])
         now = self._clock()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + _HEARTBEAT_S

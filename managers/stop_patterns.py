@@ -34,6 +34,11 @@ class StopPatternMatcher:
         self._keep = keep
         self._held = ""
 
+    @property
+    def is_idle(self) -> bool:
+        """Never: a regular expression may look at the character before its match."""
+        return False
+
     def push(self, text: str) -> str:
         """The text that is safe to show now; none once there is a match."""
         if self.matched is not None:

@@ -27,6 +27,11 @@ class StopStringMatcher:
         self._num_partial = 0  # the longest start of a stop string that the text ends with
         self._held = ""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the text ends with no start of a stop string, and none was found."""
+        return self._num_partial == 0 and self.matched is None
+
     def push(self, text: str) -> str:
         """The text that may be shown now. Empty after a match."""
         if self.matched is not None:

@@ -1,7 +1,7 @@
 """The visible text of one answer, token by token: decoding and stop strings together.
 
-The scheduler uses it to detect a complete stop string, and the detokenizer to show the text before it. Both push the
-same tokens through the same class, so they cannot disagree.
+The scheduler uses it to detect a complete stop string, and the detokenizer to show the text before it. Both push
+tokens through the same class, so they cannot disagree. The scheduler leaves out tokens that cannot matter.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ class TextStream:
         """The stop string that the text has reached, if any. No text after it is shown."""
         return self._stops.matched
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the text ends inside no character and inside no possible stop string, and has reached none."""
+        return self._stops.is_idle and not self._decoder.holds_back()
+
     def finish(self) -> str:
         """The rest of the text. Empty if the answer ended by a stop string."""
         if self.matched is not None:
@@ -40,12 +45,26 @@ class TextStream:
 
 
 class StopStringChecker:
-    """Detects stop strings for the scheduler."""
+    """Detects stop strings for the scheduler.
+
+    A stop string begins with a byte that begins a character. In UTF-8 such a byte is never a part of another character,
+    whatever comes before it. So while the stream is idle, a token without the first byte of any stop string changes
+    nothing, and its text is not needed.
+    """
 
     def __init__(self, tokenizer: Tokenizer, options: DecodeOptions) -> None:
         self._stream = TextStream(tokenizer, options)
+        starts = {stop[0] for stop in options.stop_strings}
+        self._first_bytes = frozenset(start.encode(errors="surrogatepass")[0] for start in starts)
+        # Many different bytes become U+FFFD, so a stop string that begins with it has no first byte.
+        self._can_skip = tokenizer.token_bytes is not None and "\ufffd" not in starts
+        self._token_bytes = {} if tokenizer.token_bytes is None else tokenizer.token_bytes
+        self._is_idle = self._can_skip and self._stream.is_idle
 
-    def push(self, token_ids: Iterable[int]) -> str | None:
-        """The stop string that the text has reached with these tokens or before, if any."""
-        self._stream.push(token_ids)
+    def push(self, token: int) -> str | None:
+        """The stop string that the text has reached with this token or before, if any."""
+        if self._is_idle and self._first_bytes.isdisjoint(self._token_bytes[token]):
+            return None
+        self._stream.push((token,))
+        self._is_idle = self._can_skip and self._stream.is_idle
         return self._stream.matched

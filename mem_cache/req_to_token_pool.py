@@ -72,9 +72,15 @@ class ReqToTokenPool:
             self.req_to_token[row, start : start + len(slots)] = slots
             self._dirty.append((row, start, start + len(slots)))
 
-    def write_new(self, row: int, start: int, slots: Int32Array) -> None:
-        """Set the slots of tokens that the next EXTEND step computes. Records nothing: the step names these slots."""
-        self.req_to_token[row, start : start + len(slots)] = slots
+    def write_new(self, rows: Int32Array, starts: Int32Array, lens: Int32Array, slots: Int32Array) -> None:
+        """Set the slots of tokens that the next EXTEND step computes. Records nothing: the step names these slots.
+
+        Row i gets `lens[i]` of them, from position `starts[i]` on. `slots`: int32 [sum(lens)], the others int32 [B].
+        """
+        first = np.cumsum(lens) - lens
+        positions = np.repeat(starts - first, lens)
+        positions += np.arange(len(slots))
+        self.req_to_token[np.repeat(rows, lens), positions] = slots
 
     def write_next(self, rows: Int32Array, positions: Int32Array, slots: Int32Array) -> None:
         """Set the slot of one new token of each row, for a DECODE step. All arguments are int32 [B]."""

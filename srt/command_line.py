@@ -1,4 +1,4 @@
-"""The command line of an engine: flags, YAML file and docs table. All are made from the fields of ServerArgs."""
+"""The command line of an engine: flags, YAML file and docs tables. All are made from the fields of ServerArgs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 
 from . import env
 from .server_args import ServerArgs
-from .setting import Setting, flag_name
+from .settings.setting import Setting, flag_name
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,15 @@ class _Flag:
     setting: Setting
 
 
-def _flags() -> list[_Flag]:
-    hints = typing.get_type_hints(ServerArgs, include_extras=True)
+def _groups() -> dict[str, list[_Flag]]:
+    """The flags of each base of ServerArgs, by its title."""
+    return {vars(group)["TITLE"]: _flags(group) for group in ServerArgs.__bases__}
+
+
+def _flags(group: type) -> list[_Flag]:
+    hints = typing.get_type_hints(group, include_extras=True)
     flags = []
-    for field in dataclasses.fields(ServerArgs):
+    for field in dataclasses.fields(group):
         annotated = hints[field.name]
         base, setting = get_args(annotated)
         optional, words = False, ()
@@ -52,27 +57,27 @@ def _flags() -> list[_Flag]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each setting, and `--config FILE`: a YAML file of settings, which flags override."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings; the command line overrides it")
-    for flag in _flags():
-        if flag.type is bool:
-            parser.add_argument(
-                flag_name(flag.name), action="store_true", default=argparse.SUPPRESS, help=flag.setting.help
-            )
-            continue
-        if flag.setting.repeatable:
-            name = flag.type.__name__.upper()
-            parser.add_argument(
-                flag_name(flag.name), action="append", default=argparse.SUPPRESS, metavar=name, help=flag.setting.help
-            )
-            continue
-        shown = "" if flag.default is None else f" (default: {flag.default})"
-        parser.add_argument(
-            flag_name(flag.name),
-            type=_parser(flag),
-            choices=flag.choices,
-            default=argparse.SUPPRESS,
-            metavar=None if flag.choices else "|".join((flag.type.__name__.upper(), *flag.words)),
-            help=(flag.setting.help + shown).replace("%", "%%"),
-        )
+    for title, flags in _groups().items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            group.add_argument(flag_name(flag.name), default=argparse.SUPPRESS, **_argument(flag))
+
+
+def _argument(flag: _Flag) -> dict[str, Any]:
+    """The keywords for `add_argument`."""
+    text = flag.setting.help.replace("%", "%%")
+    if flag.type is bool:
+        return {"action": "store_true", "help": text}
+    name = flag.type.__name__.upper()
+    if flag.setting.repeatable:
+        return {"action": "append", "metavar": name, "help": text}
+    shown = "" if flag.default is None else f" (default: {flag.default})"
+    return {
+        "type": _parser(flag),
+        "choices": flag.choices,
+        "metavar": None if flag.choices else "|".join((name, *flag.words)),
+        "help": text + shown,
+    }
 
 
 def _parser(flag: _Flag) -> Callable[[str], Any]:
@@ -95,7 +100,7 @@ def _parser(flag: _Flag) -> Callable[[str], Any]:
 
 def from_namespace(namespace: argparse.Namespace) -> ServerArgs:
     """Make settings from parsed arguments. Raises ValueError as ServerArgs does."""
-    known = {flag.name for flag in _flags()}
+    known = {field.name for field in dataclasses.fields(ServerArgs)}
     values: dict[str, Any] = {}
     if getattr(namespace, "config", None):
         values.update(_read_config(namespace.config))
@@ -132,10 +137,14 @@ def _read_config(path: str) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in content.items()}
 
 
-def docs_table() -> str:
-    """The table of docs/server_args.md."""
+def docs_tables() -> str:
+    """The tables of docs/server_args.md, one for each group of settings."""
+    return "\n".join(f"## {title}\n\n{_docs_table(flags)}" for title, flags in _groups().items())
+
+
+def _docs_table(flags: Sequence[_Flag]) -> str:
     rows = ["| flag | default | what it does |", "|---|---|---|"]
-    for flag in _flags():
+    for flag in flags:
         values = " \\| ".join(flag.choices or (flag.type.__name__, *flag.words))
         default = "required" if flag.name == "model_path" else "-" if flag.default is None else f"`{flag.default}`"
         kind = "" if flag.type is bool else f" {values}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping
 from typing import Any
 
 from .model_files.default_model import default_model_settings
-from .server_args import ServerArgs
-from .setting import Setting
+from .server_args import ServerArgs, declarations
 
 
 def engine_settings(
@@ -35,7 +33,5 @@ def engine_settings(
 
 def http_settings() -> dict[str, str]:
     """The settings that only the HTTP server reads, as an argument `refused` of `engine_settings`."""
-    hints = typing.get_type_hints(ServerArgs, include_extras=True)
-    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    names = [name for name, note in notes.items() if any(isinstance(n, Setting) and n.server_only for n in note)]
+    names = [name for name, setting in declarations().items() if setting.server_only]
     return dict.fromkeys(names, "the HTTP server")

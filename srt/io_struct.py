@@ -20,7 +20,7 @@ import numpy.typing as npt
 from msgspec import UNSET, Meta, UnsetType
 
 from .errors import TercetError
-from .logprobs import NewLogprobs
+from .logprobs import Logprobs, NewLogprobs
 from .pause_messages import ContinueReq, PauseReply, PauseReq
 from .profile_messages import ProfileReply, StartProfileReq, StopProfileReq
 from .request_options import RequestOptions
@@ -190,10 +190,21 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=Fa
     """float32 [hidden_size], in the last TokenOut of a request with `pooling`."""
 
 
+class NextTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One more token for each of some running requests, in columns: most outputs say nothing else."""
+
+    rids: list[str] = []
+    token_ids: list[int] = []
+    logprobs: list[Logprobs | None] = []
+    """Of each token; None: the request has not asked. Empty if no request has."""
+
+
 class BatchTokenOut(msgspec.Struct, frozen=True, tag="tokens"):
-    """The TokenOuts of one turn of the scheduler."""
+    """The outputs of one turn of the scheduler. `TokenOutReader` returns all of them as TokenOuts."""
 
     outs: list[TokenOut]
+    next: NextTokens = NextTokens()
+    """They come before `outs`."""
 
 
 ToDetokenizer = BatchTokenOut
@@ -358,8 +369,10 @@ def request_ids(message: Any) -> list[str]:
     """The ids of the requests that a decoded message names. It may be invalid in any way."""
     if not isinstance(message, dict):
         return []
-    outs = message.get("outs")
+    outs, columns = message.get("outs"), message.get("next")
     named = [message.get("rid")]
+    if isinstance(columns, list) and columns and isinstance(columns[0], list):
+        named += columns[0]
     named += [_rid_of(out) for out in outs] if isinstance(outs, list) else []
     return [rid for rid in named if isinstance(rid, str)]
 

@@ -18,7 +18,7 @@ import msgspec
 from .errors import InvalidRequest
 from .logprobs import LogprobOptions
 from .sampling_params import SamplingParams
-from .setting_checks import MAX_RETENTION_S
+from .settings.checks import MAX_RETENTION_S
 
 MAX_SALT_CHARS = 256
 MAX_SESSION_CHARS = 256

@@ -45,9 +45,6 @@ class JournaledReq(Protocol):
     num_steps_in_flight: int
 
     @property
-    def prompt_ids(self) -> Sized: ...
-
-    @property
     def output_ids(self) -> Sized: ...
 
 
@@ -84,8 +81,8 @@ class StepJournal:
         self._map[_IN_STEP] = 0
 
     def _write_rows(self, reqs: Sequence[JournaledReq]) -> None:
-        rows = [(req.rid, len(req.prompt_ids), len(req.output_ids) + req.num_steps_in_flight) for req in reqs]
-        data = msgspec.msgpack.encode(rows)
+        keys, positions = [req.rid for req in reqs], [len(req.output_ids) + req.num_steps_in_flight for req in reqs]
+        data = msgspec.msgpack.encode((keys, positions))
         if len(data) > len(self._map) - _ROWS:
             data = b""  # the reader sees that the rows are unknown
         self._map[_ROWS : _ROWS + len(data)] = data
@@ -109,7 +106,6 @@ class JournalRow(NamedTuple):
     """A request in the last step. `position`: its output tokens before that step, or a few more."""
 
     key: str
-    prompt_tokens: int
     position: int
 
 
@@ -144,8 +140,9 @@ def read_journal(path: Path) -> Journal:
     if not in_step or not rows_bytes:
         return Journal(None, last)
     try:
-        rows = msgspec.msgpack.decode(data[_ROWS : _ROWS + rows_bytes], type=list[tuple[str, int, int]])
+        keys, positions = msgspec.msgpack.decode(data[_ROWS : _ROWS + rows_bytes], type=tuple[list[str], list[int]])
     except msgspec.DecodeError:
         return Journal(None, last)
     behind = num_steps - rows_since
-    return Journal([JournalRow(key, prompt, position + behind) for key, prompt, position in rows], last)
+    rows = [JournalRow(key, position + behind) for key, position in zip(keys, positions, strict=False)]
+    return Journal(rows, last)

@@ -18,6 +18,7 @@ from tercet.managers.engine_view import StepLog
 from tercet.managers.schedule_recorder import ScheduleRecorder, SchedulerEnds
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_process import build_scheduler
+from tercet.managers.token_out_reader import TokenOutReader
 from tercet.model_executor.step import LaunchedStep, StepInputs
 from tercet.srt.io_struct import AbortReq, FlushCacheReq, GenerateReq, RetainReq, pack_ids
 from tercet.srt.request_options import RequestOptions
@@ -115,13 +116,14 @@ class Recorded:
         requests: dict[str, GenerateReq] = {}
         answers: dict[str, list[int]] = defaultdict(list)
         num_read = 0
+        reader = TokenOutReader()
         for turn in range(100_000):
             if turn >= num_turns and in_flight is None and not self.scheduler.queues.is_busy:
                 break
             self.inbox.messages.extend(messages_of(turn) if turn < num_turns else [])
             requests |= {one.rid: one for one in self.inbox.messages if isinstance(one, GenerateReq)}
             in_flight = self.scheduler.turn(in_flight)
-            outs = [out for message in self.outbox.messages[num_read:] for out in message.outs]
+            outs = [out for message in self.outbox.messages[num_read:] for out in reader.read(message)]
             num_read = len(self.outbox.messages)
             for out in outs:
                 answers[out.rid] += out.token_ids

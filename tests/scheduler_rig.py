@@ -24,6 +24,7 @@ from tercet.managers.scheduler import InFlight, Scheduler
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_metrics import SchedulerMetrics
 from tercet.managers.timeouts import Timeouts
+from tercet.managers.token_out_reader import TokenOutReader
 from tercet.managers.weight_updates import LoadWeights
 from tercet.mem_cache.allocator import make_allocator
 from tercet.mem_cache.chunk_cache import ChunkCache
@@ -54,8 +55,8 @@ class StopAfter:
         self._pattern = pattern
         self._seen: list[int] = []
 
-    def push(self, token_ids: tuple[int, ...]) -> str | None:
-        self._seen.extend(token_ids)
+    def push(self, token: int) -> str | None:
+        self._seen.append(token)
         return "stop" if tuple(self._seen[-len(self._pattern) :]) == self._pattern else None
 
 
@@ -129,6 +130,7 @@ class Rig:
         self.tokenizer = FakeOutbox()
         self.eos_ids = eos_ids
         self.heard: dict[str, Heard] = defaultdict(Heard)
+        self._outs = TokenOutReader()
         self._audit = audit
         limits = PlanLimits(
             max_prefill_tokens=max_prefill_tokens,
@@ -216,7 +218,7 @@ class Rig:
         if self._audit:
             self.kv.audit(self.scheduler.queues.holders())
         for batch in self.detokenizer.messages:
-            for out in batch.outs:
+            for out in self._outs.read(batch):
                 heard = self.heard[out.rid]
                 assert heard.finish is None, f"{out.rid}: an output after its end"
                 heard.ids.extend(out.token_ids)

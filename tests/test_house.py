@@ -346,4 +346,4 @@ def test_links_in_the_documents_lead_somewhere() -> None:
 
 def test_the_documented_settings_are_the_settings() -> None:
     text = (ROOT / "docs/server_args.md").read_text(encoding="utf-8")
-    assert text.endswith("\n" + command_line.docs_table()), "out of date: scripts/check --fix rewrites it"
+    assert text.endswith("\n" + command_line.docs_tables()), "out of date: scripts/check --fix rewrites it"

@@ -14,6 +14,7 @@ from ...managers.scheduler import InFlight
 from ...managers.scheduler_io import SchedulerIO
 from ...managers.scheduler_process import build_scheduler
 from ...managers.step_cost import StepCost, StepShape
+from ...managers.token_gap import TokenGapBound
 from ...model_executor.step import StepInputs
 from ...srt.io_struct import (
     AbortReq,
@@ -68,6 +69,19 @@ def compare(replay: Replay) -> Comparison:
     return _Comparing(replay).run()
 
 
+def learned(replay: Replay, number: int) -> TokenGapBound | None:
+    """What the recorded planner had learned about the times of steps when the request of this number arrived.
+
+    None if its settings have no bound on token gaps. Raises ValueError if this scheduler decides otherwise before that.
+    """
+    comparing = _Comparing(replay)
+    try:
+        comparing.run_until(replay.arrivals()[number].turn)
+    except _Different as different:
+        raise ValueError(f"the scheduler does not decide as recorded: {different}") from None
+    return comparing.gap
+
+
 class _Comparing:
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
@@ -90,25 +104,35 @@ class _Comparing:
             step_log=_RecordedTimes(replay, self._clock),
         )
 
+    @property
+    def gap(self) -> TokenGapBound | None:
+        return self._scheduler.planner.gap
+
     def run(self) -> Comparison:
         script = self._replay.script
         result = Comparison(len(script.steps))
-        turns = sorted(script.messages)
-        last_turn = max(script.steps[-1].turn, turns[-1]) + 1
-        in_flight: InFlight | None = None
         try:
-            while self._turn < last_turn and self._device.num_steps < len(script.steps):
-                if in_flight is None and not self._scheduler.queues.is_busy:
-                    self._turn = next((turn for turn in turns if turn > self._turn), last_turn)
-                else:
-                    self._turn += 1
-                in_flight = self._scheduler.turn(in_flight)
+            self.run_until(max(script.steps[-1].turn, *script.messages) + 2)
         except _Different as different:
             result.difference = str(different)
         result.num_equal = self._device.num_equal
         if result.num_equal < result.num_recorded and result.difference is None:
             result.difference = f"the replay ended after {result.num_equal} steps"
         return result
+
+    def run_until(self, end: int) -> None:
+        """Runs the turns before `end`, as far as steps are recorded. Raises _Different."""
+        script = self._replay.script
+        turns = sorted(script.messages)
+        in_flight: InFlight | None = None
+        while self._device.num_steps < len(script.steps):
+            if in_flight is None and not self._scheduler.queues.is_busy:
+                self._turn = next((turn for turn in turns if turn > self._turn), end)
+            else:
+                self._turn += 1
+            if self._turn >= end:
+                return
+            in_flight = self._scheduler.turn(in_flight)
 
     # The inbox
 

@@ -11,6 +11,7 @@ import numpy as np
 from ...managers.step_cost import StepShape
 from ...model_executor.step import FROM_DEVICE, Int32Array, StepInputs, StepOutput, TokenMasks
 from .cost import DeviceProfile
+from .scatter import Scatter
 
 _NEVER = np.nan
 
@@ -88,19 +89,24 @@ class SimDevice:
         clock: SimClock,
         requests: Mapping[int, DeviceRequest],
         watcher: Watcher,
+        scatter: Scatter | None = None,
     ) -> None:
-        """`requests`: the live requests by number."""
+        """`requests`: the live requests by number. `scatter`: of the times of steps; None: equal steps take equally
+        long."""
         self.settings = settings
         self.max_total_num_tokens = max_total_num_tokens
         self.is_asynchronous = profile.is_asynchronous
         self.num_steps = 0
         self.busy_s = 0.0
+        self.last_step_s = 0.0
+        """Seconds for which it worked on the last step that has ended."""
         self._vocab_size = vocab_size
         self._cost = profile.cost
         self._host_s = profile.host_s
         self._clock = clock
         self._requests = requests
         self._watcher = watcher
+        self._scatter = scatter
         self._free_at_s = 0.0
         num_rows = settings.max_running_requests + 1
         self._number = np.full(num_rows, -1, dtype=np.int64)
@@ -130,12 +136,16 @@ class SimDevice:
         """When the device begins and ends a step that is launched now. The host's part passes at once."""
         self._clock.advance_to(self._clock.now_s + self._host_s)
         start_s = max(self._clock.now_s, self._free_at_s)
-        self._free_at_s = start_s + self._cost.seconds(shape)
+        seconds = self._cost.seconds(shape)
+        if self._scatter is not None:
+            seconds *= self._scatter.next(is_extend=shape.is_extend)
+        self._free_at_s = start_s + seconds
         return start_s, self._free_at_s
 
     def finish(self, step: SimStep) -> StepOutput:
         """The tokens of a step, at its end."""
         self._clock.advance_to(step.end_s)
+        self.last_step_s = step.end_s - step.start_s
         self._watcher.on_step(step.shape, step.start_s, step.end_s)
         rows, lens = step.rows, step.seq_lens
         last_lens = self._last_len[rows]

@@ -18,6 +18,7 @@ from ...srt.schedule_record import Abort, Arrival, End, Flush, Record, Recording
 from ...srt.server_args import ServerArgs
 from ..presets import load_shape
 from .cost import DeviceProfile
+from .scatter import Scatter
 from .traffic import SimRequest
 from .whole_fit import fit_cost
 
@@ -124,10 +125,7 @@ class Replay:
     def fit(self, name: str, since: int = 0) -> DeviceProfile:
         """The cost of steps that fits the recorded times best. `since`: the number of a request; earlier steps than its
         arrival are left out."""
-        start_s = next(
-            (one.at_s for batch in self.script.messages.values() for one in batch
-             if isinstance(one, Arrival) and one.number == since), 0.0,
-        )  # fmt: skip
+        start_s = self._start_s(since)
         shapes, seconds = [], []
         is_new = {ForwardMode.EXTEND: True, ForwardMode.DECODE: True}
         for step, step_s in self.timed():
@@ -138,6 +136,19 @@ class Replay:
                 seconds.append(step_s)
         cost = fit_cost(shapes, seconds) if shapes else PRIOR
         return DeviceProfile.of(name, cost, host_s=self.host_s(start_s), is_asynchronous=self.start.is_asynchronous)
+
+    def scatter(self, profile: DeviceProfile, since: int = 0) -> Scatter:
+        """The scatter of the steps after the arrival of the request of this number, around the cost of `profile`."""
+        start_s, ratios = self._start_s(since), {ForwardMode.EXTEND: list[float](), ForwardMode.DECODE: list[float]()}
+        for step, step_s in self.timed():
+            cost_s = profile.cost.seconds(step.shape)
+            if step.start_s >= start_s and cost_s > 0:
+                ratios[step.mode].append(step_s / cost_s)
+        return Scatter(ratios[ForwardMode.EXTEND], ratios[ForwardMode.DECODE])
+
+    def _start_s(self, number: int) -> float:
+        """When a request arrived; 0 for one that is not recorded."""
+        return self.arrivals()[number].at_s if number in self.arrivals() else 0.0
 
     def timed(self) -> Iterator[tuple[RecordedStep, float]]:
         """Each step, with the seconds that the device worked on it."""

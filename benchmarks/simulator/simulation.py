@@ -11,11 +11,15 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from ...managers.engine_view import StepLog
 from ...managers.planner import Planner
+from ...managers.schedule_batch import ScheduleBatch
 from ...managers.scheduler import InFlight
 from ...managers.scheduler_io import SchedulerIO
 from ...managers.scheduler_process import build_scheduler
 from ...managers.step_cost import StepShape
+from ...managers.token_gap import TokenGapBound
+from ...managers.token_out_reader import TokenOutReader
 from ...managers.tool_call_retention import tool_call_retention_s
 from ...srt.io_struct import (
     AbortReq,
@@ -34,6 +38,7 @@ from ...srt.server_args import ServerArgs
 from .cost import DeviceProfile
 from .device import DeviceSettings, SimClock, SimDevice, eos_id
 from .optimum import PrefixTrace
+from .scatter import Scatter
 from .statistics import RunStatistics, Served
 from .traffic import SimRequest, Traffic
 
@@ -79,9 +84,13 @@ class Simulation:
         statistics: RunStatistics,
         num_traced: int = 0,
         planner_type: type[Planner] | None = None,
+        *,
+        scatter: Scatter | None = None,
+        learned: TokenGapBound | None = None,
     ) -> None:
         """`server_args`: page size, context length and limits must be set. `num_traced`: requests for `hit_rates`.
-        `planner_type`: None: the planner of the settings.
+        `planner_type`: None: the planner of the settings. `scatter`: of the times of steps. `learned`: the bound on
+        token gaps with which the planner begins; it is changed. None: nothing is learned yet.
 
         Raises ValueError for settings that do not fit together.
         """
@@ -110,6 +119,7 @@ class Simulation:
             clock=self.clock,
             requests=self.live,
             watcher=self,
+            scatter=scatter,
         )
         self.scheduler = build_scheduler(
             server_args,
@@ -120,7 +130,10 @@ class Simulation:
             self.clock,
             compile_grammars_here=True,
             planner_type=planner_type,
+            step_log=_DeviceTimes(self.clock, self.device),
         )
+        if learned is not None:
+            self.scheduler.planner.gap = learned
 
     def run(self) -> None:
         """Runs until all requests have ended. Raises RuntimeError if the scheduler can never go on."""
@@ -288,10 +301,23 @@ class _Outputs:
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
+        self._reader = TokenOutReader()
 
     def send(self, message: ToDetokenizer, /) -> None:
-        for out in message.outs:
+        for out in self._reader.read(message):
             self._simulation.on_output(out)
+
+
+class _DeviceTimes(StepLog):
+    """Gives the planner the time of a step without the host's part before it, as in a server."""
+
+    def __init__(self, clock: SimClock, device: SimDevice) -> None:
+        super().__init__(clock)
+        self._device = device
+
+    def on_result(self, batch: ScheduleBatch) -> float:
+        super().on_result(batch)
+        return self._device.last_step_s
 
 
 class _Nobody:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,22 +62,20 @@ class Traffic:
         self,
         requests: Iterator[SimRequest],
         max_concurrency: int | None = None,
-        submit_gap_s: float = 0.0,
-        round_trip_s: float = 0.0,
+        round_trip_s: float | Iterable[float] = 0.0,
     ) -> None:
         """`requests`: with times that do not decrease. `max_concurrency`: a request is held back while so many run.
-        Its time then counts from its arrival. `submit_gap_s`: least seconds between two arrivals. `round_trip_s`: from
-        the end of a request in the scheduler until the one that was held back for it arrives there."""
+        Its time then counts from its arrival. `round_trip_s`: from the end of a request in the scheduler until the one
+        that was held back for it arrives there; or one time for each end."""
         self._requests = requests
-        self._submit_gap_s = submit_gap_s
-        self._round_trip_s = round_trip_s
+        times_s = round_trip_s if isinstance(round_trip_s, Iterable) else itertools.repeat(round_trip_s)
+        self._round_trips_s = iter(times_s)
         self._slots_s = None if max_concurrency is None else [0.0] * max_concurrency
         """A heap: from when on each free place of `max_concurrency` can be used."""
         self._next = next(requests, None)
         self._later: list[_Due] = []
         self._places = itertools.count()
         self._num_taken = 0
-        self._last_s = -submit_gap_s
 
     @property
     def next_s(self) -> float | None:
@@ -90,7 +88,7 @@ class Traffic:
             at_s = self._next.arrival_s
         else:
             return None
-        return max(at_s, self._slots_s[0] if self._slots_s else 0.0, self._last_s + self._submit_gap_s)
+        return max(at_s, self._slots_s[0] if self._slots_s else 0.0)
 
     @property
     def _is_later_first(self) -> bool:
@@ -107,7 +105,7 @@ class Traffic:
                 self._next = next(self._requests, None)
                 if self._next is not None and self._next.arrival_s < request.arrival_s:
                     raise ValueError("the times of requests must not decrease")
-            request.arrival_s = self._last_s = at_s
+            request.arrival_s = at_s
             request.number = self._num_taken
             self._num_taken += 1
             if self._slots_s is not None:
@@ -117,7 +115,7 @@ class Traffic:
     def on_end(self, request: SimRequest, now_s: float, output_ids: list[int]) -> None:
         """A request has ended in any way. `output_ids`: empty without a session."""
         if self._slots_s is not None:
-            heapq.heappush(self._slots_s, now_s + self._round_trip_s)
+            heapq.heappush(self._slots_s, now_s + next(self._round_trips_s))
         if request.session is not None:
             following = request.session.next(request, now_s, output_ids)
             if following is not None:

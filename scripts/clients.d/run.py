@@ -79,10 +79,10 @@ class Client:
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.in_python:
             subprocess.run([sys.executable, "-m", "venv", self.folder], check=True)
-            pip = [self.folder / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
-            subprocess.run([*pip, "install", *self.requires], check=True)
+            python = self.folder / "bin" / "python"
+            subprocess.run([*pip(python, "install"), *self.requires], check=True)
             if self.excludes:
-                subprocess.run([*pip, "uninstall", "--yes", *self.excludes], check=True)
+                subprocess.run([*pip(python, "uninstall"), *self.excludes], check=True)
         else:
             self.folder.mkdir(parents=True)
             (self.folder / "package.json").write_text("{}\n", encoding="utf-8")
@@ -103,6 +103,7 @@ class Client:
         scripts = f"{self.folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
         environ = {**os.environ, "TERCET_URL": url, "TERCET_MODEL": MODEL, "PATH": scripts}
         environ["TERCET_TOKENIZER"] = str(MODEL_FOLDER)
+        environ["TERCET_PYTHON"] = sys.executable
         environ.pop("PYTHONPATH", None)
         try:
             subprocess.run(command, env=environ, cwd=self.folder, timeout=CLIENT_TIMEOUT_S, check=False)
@@ -111,6 +112,15 @@ class Client:
         if not report.exists():
             return Outcome(self.name, failed={"all": "the checks did not run; see their output"})
         return read_report(self.name, report)
+
+
+def pip(python: Path, command: str) -> list[str | Path]:
+    """The start of a command that changes the packages of `python`, with uv where it is installed: it is quicker."""
+    uv = shutil.which("uv")
+    if uv is not None:
+        return [uv, "pip", command, "--quiet", "--python", python]
+    yes = ["--yes"] if command == "uninstall" else []
+    return [python, "-m", "pip", "--quiet", "--disable-pip-version-check", command, *yes]
 
 
 def read_report(client: str, report: Path) -> Outcome:

@@ -30,13 +30,16 @@ def byte_level_alphabet() -> dict[str, int]:
     return alphabet
 
 
-class TokenBytes:
-    """The bytes of each token of a vocabulary. They are computed on first access and kept."""
+class TokenBytes(dict[int, bytes]):
+    """The bytes of each token of a vocabulary; empty for an unknown id. They are computed on first access and kept.
+
+    Raises OverflowError for an id outside [0, 2**32).
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, byte_level: bool) -> None:
+        super().__init__()
         self._backend = backend
         self._alphabet = byte_level_alphabet() if byte_level else None
-        self._known: dict[int, bytes] = {}
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBytes | None:
@@ -54,12 +57,9 @@ class TokenBytes:
             return cls(backend, byte_level=False)
         return None
 
-    def __getitem__(self, token_id: int) -> bytes:
-        """The bytes of a token; empty for an unknown id. Raises OverflowError for an id outside [0, 2**32)."""
-        known = self._known.get(token_id)
-        if known is None:
-            known = self._known[token_id] = self._spell(self._backend.id_to_token(token_id))
-        return known
+    def __missing__(self, token_id: int) -> bytes:
+        spelled = self[token_id] = self._spell(self._backend.id_to_token(token_id))
+        return spelled
 
     def _spell(self, token: str | None) -> bytes:
         if token is None:

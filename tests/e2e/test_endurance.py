@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from endurance import chaos, fuzz, soak
 from endurance.models import model_flags
@@ -45,4 +47,14 @@ def test_hostile_requests_change_nothing(toy: str) -> None:
     report, wrong = fuzz.run(fuzz.parse(["--model", toy, "--requests", "200", "--clients", "2"]))
     assert not wrong
     assert {"200", "400", "raw: 400"} <= report["statuses"].keys()
+    assert report["neighbour"]["completed"]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl program is not installed")
+@pytest.mark.timeout(300)
+def test_hostile_tls_changes_nothing(toy: str) -> None:
+    flags = ["--model", toy, "--requests", "100", "--clients", "2", "--seed", "3", "--tls"]
+    report, wrong = fuzz.run(fuzz.parse(flags))
+    assert not wrong
+    assert sum(count for status, count in report["statuses"].items() if status.startswith("tls: ")) > 5
     assert report["neighbour"]["completed"]

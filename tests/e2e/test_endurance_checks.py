@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
+import shutil
+import ssl
 import time
 from pathlib import Path
 
@@ -13,9 +16,14 @@ import uvloop
 from endurance.answers import Failed, Incomplete, difference, recoveries, streamed_answer, whole_answer
 from endurance.cases import make_cases
 from endurance.clients import Wait
+from endurance.findings import Findings
+from endurance.fuzz import Pace
 from endurance.hooks import STALL_S, Hooks
 from endurance.hostile_bodies import BodyMaker
-from endurance.hostile_http import make_raw
+from endurance.hostile_http import RawRequest, make_raw
+from endurance.hostile_tls import TlsRequest, client_hello, make_tls
+from endurance.pipes import make_certificate
+from endurance.raw_clients import send_raw, send_tls
 from endurance.report import finish, silence_beyond
 from endurance.resources import Use, slopes
 from endurance.server_under_test import wrong_state
@@ -100,7 +108,8 @@ def test_the_same_seed_gives_the_same_run() -> None:
         rng = random.Random(5)
         cases = make_cases(rng, 10)
         bodies = BodyMaker(document, cases)
-        return [cases, [bodies.make(rng) for _ in range(200)], [make_raw(rng) for _ in range(200)]]
+        hostile = [[make(rng) for _ in range(200)] for make in (make_raw, make_tls)]
+        return [cases, [bodies.make(rng) for _ in range(200)], hostile]
 
     first = drawn()
     assert first == drawn()
@@ -127,3 +136,50 @@ def test_a_fault_hits_one_step_and_stalls_are_noted(tmp_path: Path) -> None:
     loop.run_forever()
     loop.close()
     assert any(stall.is_own_fault for stall in hooks.stalls())
+
+
+def test_wrong_answers_to_raw_requests_are_seen() -> None:
+    """A server that answers everything, also a ClientHello, by two answers."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nHTTP/1.1 500 Oops\r\n\r\n")
+        writer.close()
+
+    async def ask() -> Findings:
+        findings = Findings()
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            await send_raw(url, RawRequest("raw", b"GET"), findings)
+            await send_tls(url, TlsRequest("bare", b"\x16"), findings)
+            await send_tls(url, TlsRequest("inside", inside=(b"GET",)), findings)
+        return findings
+
+    wrong = asyncio.run(ask()).wrong
+    expected = ["raw: status 500", "raw: 2 answers", "bare: the answer is not TLS", "inside: no handshake"]
+    assert [text for one, text in zip(wrong, expected, strict=True) if not one.startswith(text)] == []
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl program is not installed")
+def test_a_server_goes_on_with_the_handshake_of_a_hostile_client(tmp_path: Path) -> None:
+    """Otherwise nothing after its first bytes would be tested."""
+    _, certificate, _, key = make_certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    for seed in range(20):
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        server = context.wrap_bio(incoming, outgoing, server_side=True)
+        incoming.write(client_hello(random.Random(seed)))
+        with pytest.raises(ssl.SSLWantReadError):
+            server.do_handshake()
+        assert outgoing.read()[0] == 22, "the type of a record of a handshake"
+
+
+def test_requests_begin_at_a_rate() -> None:
+    async def wait(pace: Pace) -> float:
+        began = time.monotonic()
+        await asyncio.gather(*(pace.wait() for _ in range(21)))
+        return time.monotonic() - began
+
+    assert asyncio.run(wait(Pace(200.0))) >= 0.1
+    assert Pace(None).interval_s == 0

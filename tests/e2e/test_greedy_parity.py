@@ -14,6 +14,7 @@ from fakes import FakeInbox, FakeOutbox
 from tercet.managers.scheduler import InFlight
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_process import build_scheduler
+from tercet.managers.token_out_reader import TokenOutReader
 from tercet.srt.io_struct import GenerateReq, pack_ids
 from tercet.srt.model_files.model_config import load_model_config
 from tercet.srt.request_options import RequestOptions
@@ -58,11 +59,12 @@ class InProcessEngine:
         outputs: list[list[int]] = [[] for _ in batch]
         self.num_retractions = 0
         in_flight: InFlight | None = None
+        reader = TokenOutReader()
         while self.inbox.messages or in_flight or self.scheduler.queues.is_busy:
             in_flight = self.scheduler.turn(in_flight)
             self.scheduler.kv.audit(self.scheduler.queues.holders())
             for message in self.outbox.messages:
-                for out in message.outs:
+                for out in reader.read(message):
                     outputs[int(out.rid)].extend(out.token_ids)
                     self.num_retractions += out.counts.num_retractions
             self.outbox.messages.clear()

@@ -1,4 +1,4 @@
-"""`scripts/fuzz`: hostile bodies and raw HTTP against a real server, beside a well-behaved client.
+"""`scripts/fuzz`: hostile bodies, raw HTTP and raw TLS against a real server, beside a well-behaved client.
 
 No process may exit, no status may be 5xx, every error must say why, a body must never be read as a further request, and
 the neighbour's answers must stay right. Stalls of the server's event loop are counted, with what ran then. `--seed`
@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
-import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
-from endurance.answers import Failed, Incomplete, events_of
+from endurance.answers import Failed, Incomplete
 from endurance.cases import make_cases
 from endurance.clients import Client, Tally
+from endurance.findings import Findings, check
 from endurance.hostile_bodies import BodyMaker
-from endurance.hostile_http import RawRequest, make_raw
+from endurance.hostile_http import make_raw
+from endurance.hostile_tls import make_tls
 from endurance.models import model_flags
 from endurance.options import parser_of
+from endurance.pipes import make_certificate, trusted
+from endurance.raw_clients import send_raw, send_tls
 from endurance.report import finish, tally_report
 from endurance.resources import processes_of
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
@@ -33,32 +35,25 @@ from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
 from tercet.benchmarks.http_client import HttpClient, HttpError
 
 _RAW_SHARE = 0.25
-_RAW_PATIENCE_S = 0.3
-"""How long a raw client waits for more; then it leaves."""
+"""Of the requests. With TLS, half of them are raw TLS."""
+_RAW_CLIENTS = 32
+"""They spend their time waiting for answers that do not come, beside the clients that send bodies."""
 _HANG_S = 600.0
 _NEIGHBOUR_INTERVAL_S = 0.1
 _LONG_WAIT_S = 3.0
-_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3}) ")
-_EXPLAINED = {503: "queue_full"}
 _STALLS_SHOWN = 10
 
 
-class _Findings:
-    def __init__(self) -> None:
-        self.statuses: Counter[str] = Counter()
-        self.wrong: list[str] = []
-        self.in_flight: set[bytes] = set()
-        """The hostile bodies that have no answer yet."""
-
-    def add(self, what: str, sent: bytes) -> None:
-        self.wrong.append(f"{what}; sent: {sent[:1500]!r}{' ...' if len(sent) > 1500 else ''}")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = parser_of("fuzz", __doc__, model="toy", clients=4)
+    parser = parser_of("fuzz", __doc__, model="toy", clients=8)
     parser.add_argument("--requests", type=int, default=10_000, help="number of hostile requests (default 10000)")
+    parser.add_argument("--rate", type=float, help="most hostile requests per second (default: no limit)")
+    parser.add_argument("--tls", action="store_true", help="the server uses TLS, which is attacked, too")
     parser.add_argument("--context-length", type=int, default=256, help="bounds the longest answer (default 256)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.rate is not None and args.rate <= 0:
+        parser.error("--rate must be more than 0")
+    return args
 
 
 def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -66,30 +61,47 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     with Workplace() as folder:
         flags = [*model_flags(args.model, folder), "--port", "0", "--incremental-streaming-output"]
         flags += ["--max-total-tokens", "16384", "--context-length", str(args.context_length), "--engine-restarts", "0"]
-        with ServerUnderTest(folder, flags) as server:
+        with contextlib.ExitStack() as stack:
+            if args.tls:
+                certificate = make_certificate(folder)
+                stack.enter_context(trusted(certificate[1]))
+                flags += certificate
+            server = stack.enter_context(ServerUnderTest(folder, flags))
             return asyncio.run(_fuzz(server.ready(300), args))
 
 
 async def _fuzz(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     rng = random.Random(args.seed)
     cases = make_cases(rng, 16)
-    findings = _Findings()
+    findings = Findings()
     neighbour = _Neighbour(server.url, cases, findings.in_flight)
-    alone = await neighbour.latencies(30)
+    alone = await neighbour.latencies(min(max(args.requests // 50, 30), 300))
     http = HttpClient(server.url)
     bodies = BodyMaker(json.loads((await http.request("GET", "/openapi.json")).body), cases)
     await http.close()
     before = processes_of(server.pid)
     began, began_at = time.monotonic(), time.time()
     beside = asyncio.create_task(neighbour.latencies(None))
-    shares = [args.requests // args.clients + (index < args.requests % args.clients) for index in range(args.clients)]
-    seeds = [rng.randrange(1 << 62) for _ in shares]
-    await asyncio.gather(
-        *(
-            _attack(server, bodies, random.Random(seed), share, findings)
-            for seed, share in zip(seeds, shares, strict=True)
-        )
-    )
+    pace = Pace(args.rate)
+    num_raw = int(args.requests * _RAW_SHARE)
+
+    async def attack(seed: int, count: int, *, is_raw: bool) -> None:
+        own_rng, client = random.Random(seed), HttpClient(server.url)
+        for _ in range(count):
+            await pace.wait()
+            if not server.is_alive:
+                break
+            if not is_raw:
+                await _send_body(client, *bodies.make(own_rng), findings)
+            elif args.tls and own_rng.random() < 0.5:
+                await send_tls(server.url, make_tls(own_rng), findings)
+            else:
+                await send_raw(server.url, make_raw(own_rng), findings)
+        await client.close()
+
+    shares = [(count, False) for count in _shares(args.requests - num_raw, args.clients)]
+    shares += [(count, True) for count in _shares(num_raw, _RAW_CLIENTS)]
+    await asyncio.gather(*(attack(rng.randrange(1 << 62), count, is_raw=is_raw) for count, is_raw in shares))
     lasted_s = time.monotonic() - began
     neighbour.is_over = True
     together = await beside
@@ -108,11 +120,13 @@ async def _fuzz(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dict
     report = {
         "seed": args.seed,
         "lasted_s": round(lasted_s, 1),
+        "limit_of_requests_per_s": args.rate,
         "requests_per_s": round(args.requests / lasted_s, 1),
         "statuses": dict(findings.statuses.most_common()),
         "neighbour": tally_report(neighbour.tally),
         "neighbour_latency_alone": _quantiles(alone),
         "neighbour_latency_beside": _quantiles(together),
+        "neighbour_p99_ratio": round(_quantiles(together)["p99_s"] / _quantiles(alone)["p99_s"], 2),
         "neighbour_waited_for": neighbour.waited_for[:_STALLS_SHOWN],
         "loop_stalls": len(own),
         "loop_without_a_core": len(stalls) - len(own),
@@ -153,21 +167,25 @@ class _Neighbour:
         return found
 
 
-async def _attack(
-    server: ServerUnderTest, bodies: BodyMaker, rng: random.Random, count: int, findings: _Findings
-) -> None:
-    http = HttpClient(server.url)
-    for _ in range(count):
-        if not server.is_alive:
-            break
-        if rng.random() < _RAW_SHARE:
-            await _send_raw(server.url, make_raw(rng), findings)
-        else:
-            await _send_body(http, *bodies.make(rng), findings)
-    await http.close()
+class Pace:
+    """Lets the requests of all clients begin at a rate."""
+
+    def __init__(self, per_s: float | None) -> None:
+        self.interval_s = 0.0 if per_s is None else 1 / per_s
+        self._next_s = 0.0
+
+    async def wait(self) -> None:
+        if self.interval_s:
+            now = time.monotonic()
+            self._next_s = max(self._next_s + self.interval_s, now)
+            await asyncio.sleep(self._next_s - now)
 
 
-async def _send_body(http: HttpClient, path: str, body: bytes, findings: _Findings) -> None:
+def _shares(total: int, num_clients: int) -> list[int]:
+    return [total // num_clients + (index < total % num_clients) for index in range(num_clients)]
+
+
+async def _send_body(http: HttpClient, path: str, body: bytes, findings: Findings) -> None:
     data = bytearray()
     sent = path.encode() + b" " + body
     findings.in_flight.add(sent)
@@ -184,67 +202,9 @@ async def _send_body(http: HttpClient, path: str, body: bytes, findings: _Findin
         findings.in_flight.discard(sent)
     findings.statuses[f"{response.status}"] += 1
     try:
-        _check(response.status, bytes(data) or response.body)
+        check(response.status, bytes(data) or response.body)
     except (Failed, Incomplete) as error:
         findings.add(str(error), sent)
-
-
-def _check(status: int, body: bytes) -> None:
-    """Raises Incomplete for an answer that is wrong in form, and Failed for one that must not be."""
-    if status == 200 and body.startswith((b"data: ", b"event: ", b":")):
-        events = events_of(body)
-        if not events or events[-1] != "[DONE]":
-            raise Incomplete(f"the stream ended after {len(events)} events, without [DONE]")
-        errors = [json.loads(event).get("error") for event in events[:-1]]
-        answer: Any = {"error": next((error for error in errors if error), None)}
-        if answer["error"] is None:
-            return
-        status = 500 if answer["error"].get("type") in ("server_error", "internal_error") else 400
-    else:
-        try:
-            answer = json.loads(body)
-        except ValueError:
-            raise Incomplete(f"status {status} with a body that is not JSON: {body[:200]!r}") from None
-        if status == 200:
-            return
-    error = answer.get("error") if isinstance(answer, dict) else None
-    if not isinstance(error, dict) or not error.get("message"):
-        raise Incomplete(f"status {status} without a reason")
-    if status >= 500 and _EXPLAINED.get(status) != error.get("code"):
-        raise Failed(f"status {status}: {error['message']}")
-
-
-async def _send_raw(url: str, raw: RawRequest, findings: _Findings) -> None:
-    place = urlsplit(url)
-    answer = b""
-    try:
-        reader, writer = await asyncio.open_connection(place.hostname, place.port)
-    except OSError as error:
-        findings.add(f"{raw.name}: could not connect: {error}", raw.data)
-        return
-    try:
-        writer.write(raw.data)
-        if raw.ends_early:
-            writer.write_eof()
-        while True:
-            async with asyncio.timeout(_RAW_PATIENCE_S if answer else 4 * _RAW_PATIENCE_S):
-                piece = await reader.read(1 << 16)
-            if not piece:
-                break
-            answer += piece
-    except (TimeoutError, OSError):
-        pass  # the server waits for more, or has reset the connection: both are answers
-    finally:
-        writer.transport.abort()
-    statuses = [int(status) for status in _STATUS.findall(answer)]
-    final = [status for status in statuses if status >= 200]
-    findings.statuses[f"raw: {', '.join(map(str, sorted(set(final)))) or 'no answer'}"] += 1
-    if answer and not statuses:
-        findings.add(f"{raw.name}: the answer is not HTTP: {answer[:200]!r}", raw.data)
-    if any(status >= 500 for status in final):
-        findings.add(f"{raw.name}: status {max(final)}: {answer[-300:]!r}", raw.data)
-    if raw.max_answers is not None and len(final) > raw.max_answers:
-        findings.add(f"{raw.name}: {len(final)} answers, so a body was read as a request", raw.data)
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float]:

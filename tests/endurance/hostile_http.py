@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-_HOST = b"Host: 127.0.0.1\r\n"
-_SMUGGLED = b"GET /version HTTP/1.1\r\n" + _HOST + b"\r\n"
+HOST = b"Host: 127.0.0.1\r\n"
+_SMUGGLED = b"GET /version HTTP/1.1\r\n" + HOST + b"\r\n"
 _BODY = b'{"prompt": "a"}'
 
 
@@ -28,7 +28,7 @@ def make_raw(rng: random.Random) -> RawRequest:
 
 
 def _post(head: bytes, body: bytes) -> bytes:
-    return b"POST /tokenize HTTP/1.1\r\n" + _HOST + head + b"\r\n" + body
+    return b"POST /tokenize HTTP/1.1\r\n" + HOST + head + b"\r\n" + body
 
 
 def _both_lengths(name: str, rng: random.Random) -> RawRequest:
@@ -75,7 +75,7 @@ def _odd_chunks(name: str, rng: random.Random) -> RawRequest:
 
 
 def _huge_head(name: str, rng: random.Random) -> RawRequest:
-    line = b"GET /health HTTP/1.1\r\n" + _HOST
+    line = b"GET /health HTTP/1.1\r\n" + HOST
     data = rng.choice(
         [
             b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n",
@@ -90,7 +90,7 @@ def _huge_head(name: str, rng: random.Random) -> RawRequest:
 
 
 def _odd_head(name: str, rng: random.Random) -> RawRequest:
-    good = b"GET /health HTTP/1.1\r\n" + _HOST
+    good = b"GET /health HTTP/1.1\r\n" + HOST
     data = rng.choice(
         [
             b"GET /health\r\n\r\n",
@@ -109,12 +109,12 @@ def _odd_head(name: str, rng: random.Random) -> RawRequest:
             good + b"Expect: 100-continue\r\nContent-Length: 5\r\n\r\n",
             good + b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n\r\n",
             good + b"Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABk\r\n\r\n",
-            b"GET http://other.example/health HTTP/1.1\r\n" + _HOST + b"\r\n",
-            b"GET /%00/%ff/../../etc HTTP/1.1\r\n" + _HOST + b"\r\n",
-            b"GET /health?%zz=%&&&=&api-version=\xff HTTP/1.1\r\n" + _HOST + b"\r\n",
-            b"CONNECT a:1 HTTP/1.1\r\n" + _HOST + b"\r\n",
-            b"OPTIONS * HTTP/1.1\r\n" + _HOST + b"\r\n",
-            b"HEAD /health HTTP/1.1\r\n" + _HOST + b"\r\n",
+            b"GET http://other.example/health HTTP/1.1\r\n" + HOST + b"\r\n",
+            b"GET /%00/%ff/../../etc HTTP/1.1\r\n" + HOST + b"\r\n",
+            b"GET /health?%zz=%&&&=&api-version=\xff HTTP/1.1\r\n" + HOST + b"\r\n",
+            b"CONNECT a:1 HTTP/1.1\r\n" + HOST + b"\r\n",
+            b"OPTIONS * HTTP/1.1\r\n" + HOST + b"\r\n",
+            b"HEAD /health HTTP/1.1\r\n" + HOST + b"\r\n",
             b"\r\n\r\n\r\n" + good + b"\r\n",
             bytes(rng.randrange(256) for _ in range(300)),
         ]

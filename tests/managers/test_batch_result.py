@@ -16,6 +16,7 @@ from tercet.managers.request_queues import RequestQueues
 from tercet.managers.schedule_batch import build_decode
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_metrics import SchedulerMetrics
+from tercet.managers.token_out_reader import TokenOutReader
 from tercet.model_executor.step import StepOutput
 from tercet.srt.io_struct import AbortFinish, LengthFinish, StopFinish, TokenOut
 
@@ -29,6 +30,7 @@ class Bench:
         self.kv = make_kv(1, 256)
         self.queues = RequestQueues()
         self._detokenizer = FakeOutbox()
+        self._reader = TokenOutReader()
         self._io = SchedulerIO(FakeInbox(), self._detokenizer, FakeOutbox(), FakeClock())
         self.metrics = SchedulerMetrics(1_000, FakeClock())
         self.results = ResultProcessor(self.kv, self.queues, self._io, self.metrics)
@@ -58,7 +60,7 @@ class Bench:
     def told(self) -> list[TokenOut]:
         self._io.flush(lambda: None)
         messages, self._detokenizer.messages = self._detokenizer.messages, []
-        return [out for message in messages for out in message.outs]
+        return [out for message in messages for out in self._reader.read(message)]
 
     def is_over(self, req: Req) -> bool:
         """It has left every place, and holds nothing."""
@@ -275,7 +277,7 @@ def test_a_stream_interval_holds_tokens_back_but_for_the_first_and_the_end(bench
 
 def test_a_stop_checker_that_fails_ends_its_request_alone(bench: Bench) -> None:
     class Broken:
-        def push(self, token_ids: Sequence[int]) -> str | None:
+        def push(self, token: int) -> str | None:
             raise RuntimeError("no text")
 
     bad, good = bench.add(0, stop_checker=Broken()), bench.add(1)

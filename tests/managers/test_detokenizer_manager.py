@@ -12,7 +12,7 @@ from patience import PATIENCE_S
 from tokenizer_samples import byte_level_tokenizer, default_tokenizer, texts
 
 from tercet.managers.detokenizer_manager import DetokenizerManager, run_detokenizer
-from tercet.managers.text_stream import StopStringChecker
+from tercet.managers.text_stream import StopStringChecker, TextStream
 from tercet.srt.io_struct import (
     AbortFinish,
     BatchTokenOut,
@@ -109,6 +109,28 @@ def test_the_message_is_not_changed_by_trimming():
     assert out.text == "" and out.token_ids == ids == [period]
 
 
+@given(
+    data=st.data(),
+    stops=st.lists(st.text("aé€😀\n\ufffd", min_size=1, max_size=3), min_size=1, max_size=3),
+    skip=st.booleans(),
+)
+def test_the_scheduler_finds_each_stop_string_among_tokens_that_it_leaves_out(data, stops, skip):
+    """Tokens of single bytes: characters are cut anywhere, and some bytes are no text."""
+    tokenizer = default_tokenizer()
+    single = {
+        spelled: token for token in range(tokenizer.vocab_size) if len(spelled := tokenizer.token_bytes[token]) == 1
+    }
+    pieces = st.sampled_from([*"".join(stops).encode(), *"b€é".encode()]).map(lambda byte: bytes([byte]))
+    whole = st.sampled_from(stops).map(str.encode)
+    data = b"".join(data.draw(st.lists(st.one_of(pieces, whole), max_size=30)))
+    options = DecodeOptions(skip, False, stops)
+    checker, stream = StopStringChecker(tokenizer, options), TextStream(tokenizer, options)
+    for byte in data:
+        token = single[bytes([byte])]
+        stream.push([token])
+        assert checker.push(token) == stream.matched
+
+
 @given(data=st.data(), text=texts, keep=st.booleans())
 def test_scheduler_and_detokenizer_agree_on_stop_strings(data, text, keep):
     """The scheduler ends the answer with the token that completes a stop string; the text ends at the same place."""
@@ -133,7 +155,7 @@ def test_scheduler_and_detokenizer_agree_on_stop_strings(data, text, keep):
     produced, matched = [], None
     for token in ids:
         produced.append(token)
-        matched = checker.push([token])
+        matched = checker.push(token)
         if matched is not None:
             break
     manager = DetokenizerManager(default_tokenizer())

@@ -76,12 +76,13 @@ async def test_after_a_fault_from_outside_all_samples_go_on_at_once(engine: Engi
     for num_deaths in range(1, 4):
         engine.die(None)
         engine.restart()
-        assert engine.sent() == [one.key for one in [*samples, *late]]
+        in_order = [*samples, *late] if num_deaths == 1 else [*late, *samples]  # at first, the last one has no output
+        assert engine.sent() == [one.key for one in in_order]
         engine.step(2)
         assert [one.num_recoveries for one in samples] == [num_deaths] * 3
     resumed = [request.resumed for request in engine.scheduler.received]
-    assert [one.output_ids for one in resumed if one] == [list(range(9))] * 3 + [list(range(4))]
-    assert resumed[0] is not None and (resumed[0].cached_tokens, resumed[0].num_retractions) == (1, 0)
+    assert [one.output_ids for one in resumed if one] == [list(range(4))] + [list(range(9))] * 3
+    assert resumed[1] is not None and (resumed[1].cached_tokens, resumed[1].num_retractions) == (1, 0)
     engine.step(40)
     for one in [*samples, *late]:
         out = await one.result()
@@ -96,6 +97,21 @@ async def test_a_sample_without_an_output_counts_its_cached_prompt_again(engine:
     engine.restart()
     (request,) = engine.scheduler.received
     assert request.resumed is not None and request.resumed.cached_tokens is None
+
+
+@scenario
+async def test_the_shortest_streams_go_on_first_and_those_that_have_not_begun_last(engine: Engine) -> None:
+    """So the median stream waits for few tokens. Those that have not begun keep their order."""
+    waits = await engine.submit(1)
+    engine.scheduler.held.clear()
+    samples = []
+    for num_steps in (5, 3, 2):
+        samples += await engine.submit(1)
+        engine.step(num_steps)
+    waits += await engine.submit(1)
+    engine.die(None)
+    engine.restart()
+    assert engine.sent() == [one.key for one in [*reversed(samples), *waits]]
 
 
 @scenario

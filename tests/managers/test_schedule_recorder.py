@@ -13,12 +13,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from recorded_schedules import Recorded, workload
 
-from tercet.benchmarks.simulator.comparison import Comparison, compare
+from tercet.benchmarks.simulator.comparison import Comparison, compare, learned
 from tercet.benchmarks.simulator.replay import Replay
 from tercet.benchmarks.simulator.simulation import Simulation
 from tercet.benchmarks.simulator.statistics import RunStatistics
 from tercet.benchmarks.simulator.traffic import Traffic
+from tercet.managers.token_out_reader import TokenOutReader
 from tercet.model_executor.step import StepInputs
+from tercet.srt.io_struct import GenerateReq
 from tercet.srt.schedule_record import Arrival, End, Recording, Retain, Step
 
 
@@ -102,6 +104,27 @@ def test_a_replay_decides_as_recorded(
     assert found.difference is None and found.num_equal == found.num_recorded > 0
 
 
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_what_the_planner_had_learned_at_an_arrival_is_found_again(tmp_path: Path, is_asynchronous: bool) -> None:
+    path = tmp_path / "record"
+    recorded = Recorded(path, 1, is_asynchronous=is_asynchronous, seconds_of=noisy_s(3))
+    messages_of, gap = workload(3), recorded.scheduler.planner.gap
+    assert gap is not None
+    costs: list[object] = []
+
+    def watched(turn: int) -> list[object]:
+        messages = messages_of(turn)
+        costs.extend(gap.model.cost for message in messages if isinstance(message, GenerateReq))
+        return messages
+
+    recorded.run(watched, num_turns=60)
+    replay = Replay(Recording(path))
+    for number in (0, 1, len(costs) // 2, len(costs) - 1):
+        found = learned(replay, number)
+        assert found is not None and found.model.cost == costs[number]
+    assert len(set(costs)) > 3
+
+
 def test_other_times_give_other_decisions(tmp_path: Path) -> None:
     """So the times of a recording matter, and the test above can fail."""
     path = tmp_path / "record"
@@ -145,8 +168,9 @@ def test_a_recording_has_all_requests_with_their_outputs(tmp_path: Path) -> None
     recorded = Recorded(path, 1)
     recorded.run(workload(2), num_turns=40)
     said: dict[str, list[int]] = {}
+    reader = TokenOutReader()
     for message in recorded.outbox.messages:
-        for out in message.outs:
+        for out in reader.read(message):
             said.setdefault(out.rid, []).extend(out.token_ids)
     recording = Recording(path)
     records = list(recording.records())

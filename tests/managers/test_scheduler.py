@@ -305,7 +305,7 @@ def test_abort_all() -> None:
 
 
 class BrokenStopChecker:
-    def push(self, token_ids: tuple[int, ...]) -> str | None:
+    def push(self, token: int) -> str | None:
         raise ZeroDivisionError
 
 

@@ -54,13 +54,15 @@ def test_a_runner_hears_of_every_write_but_those_of_new_tokens() -> None:
     theirs = np.zeros_like(pool.req_to_token)
     pool.write(1, 0, np.array([5, 6, 7], np.int32))
     pool.write(2, 2, np.array([], np.int32))
-    pool.write_new(1, 3, np.array([8], np.int32))
+    rows, starts, lens = np.array([[1, 3, 2], [3, 0, 5], [1, 2, 3]], np.int32)
+    pool.write_new(rows, starts, lens, np.array([8, 11, 12, 13, 14, 15], np.int32))
     pool.write_next(np.array([1, 2], np.int32), np.array([4, 0], np.int32), np.array([9, 10], np.int32))
     updates = pool.take_updates()
     assert [(update.row, update.start, update.slots.tolist()) for update in updates] == [(1, 0, [5, 6, 7])]
     for row, start, slots in updates:
         theirs[row, start : start + len(slots)] = slots
-    theirs[1, 3:5], theirs[2, 0] = (8, 9), 10  # which the step itself names
+    # Those that the steps themselves name.
+    theirs[1, 3:5], theirs[2, 0], theirs[3, :2], theirs[2, 5:] = (8, 9), 10, (11, 12), (13, 14, 15)
     assert np.array_equal(theirs, pool.req_to_token)
     assert pool.take_updates() == []
 

@@ -17,7 +17,6 @@ from tercet.srt.step_journal import NO_JOURNAL, JournalRow, StepJournal, open_jo
 @dataclass
 class FakeReq:
     rid: str
-    prompt_ids: range
     output_ids: range
     num_steps_in_flight: int = 0
 
@@ -29,14 +28,14 @@ def path(tmp_path: Path) -> Path:
 
 def test_the_rows_of_a_step_and_their_positions(path: Path) -> None:
     journal = StepJournal(path, max_rows=8)
-    reqs = [FakeReq("1", range(10), range(0)), FakeReq("2", range(20), range(5), num_steps_in_flight=1)]
+    reqs = [FakeReq("1", range(0)), FakeReq("2", range(5), num_steps_in_flight=1)]
     for _ in range(20):
         journal.begin(reqs, 3)
-    assert read_journal(path).rows == [JournalRow("1", 10, 19), JournalRow("2", 20, 25)]
+    assert read_journal(path).rows == [JournalRow("1", 19), JournalRow("2", 25)]
     reqs = [reqs[1]]
     journal.begin(reqs, 0)
     seen = read_journal(path)
-    assert seen.rows == [JournalRow("2", 20, 6)]
+    assert seen.rows == [JournalRow("2", 6)]
     assert [step.number for step in seen.last_steps] == list(range(6, 22))
     assert (seen.last_steps[-1].num_requests, seen.last_steps[-2].num_prompt_tokens) == (1, 3)
     assert seen.last_steps[0].age_s >= seen.last_steps[-1].age_s == 0
@@ -53,7 +52,7 @@ def test_a_full_disk_does_not_end_the_scheduler(path: Path, caplog: pytest.LogCa
 
 def test_a_step_without_requests_does_not_hide_the_step_in_flight(path: Path) -> None:
     journal = StepJournal(path, max_rows=8)
-    journal.begin([FakeReq("1", range(10), range(0))], 10)
+    journal.begin([FakeReq("1", range(0))], 10)
     journal.begin([], 0)  # with overlap: only copies KV
     seen = read_journal(path)
     assert seen.rows is not None and [row.key for row in seen.rows] == ["1"]
@@ -63,11 +62,11 @@ def test_a_step_without_requests_does_not_hide_the_step_in_flight(path: Path) ->
 def test_between_steps_nobody_is_named(path: Path) -> None:
     journal = StepJournal(path, max_rows=8)
     assert read_journal(path).rows is None and read_journal(path).last_steps == []
-    journal.begin([FakeReq("1", range(1), range(0))], 1)
+    journal.begin([FakeReq("1", range(0))], 1)
     journal.end()
     assert read_journal(path).rows is None and len(read_journal(path).last_steps) == 1
     journal.begin([], 0)
-    journal.begin([FakeReq("x" * 10_000, range(1), range(0))], 1)
+    journal.begin([FakeReq("x" * 10_000, range(0))], 1)
     assert read_journal(path).rows is None
 
 
@@ -82,8 +81,8 @@ def test_no_file_and_no_journal(path: Path) -> None:
 def test_a_killed_process_leaves_it(path: Path, tmp_path: Path) -> None:
     script = (
         "import os, signal, sys; from pathlib import Path; from tercet.srt.step_journal import StepJournal\n"
-        "class R: rid, prompt_ids, output_ids, num_steps_in_flight = '7', range(3), range(1), 0\n"
+        "class R: rid, output_ids, num_steps_in_flight = '7', range(1), 0\n"
         "StepJournal(Path(sys.argv[1]), 4).begin([R()], 4); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", script, str(path)], env=environment(tmp_path), timeout=PATIENCE_S)
-    assert read_journal(path).rows == [JournalRow("7", 3, 1)]
+    assert read_journal(path).rows == [JournalRow("7", 1)]

@@ -70,7 +70,7 @@ def test_no_window_has_more_restarts_than_allowed(limit: int, gaps: list[float])
 )
 def test_who_is_to_blame(returncode: int, was_hung: bool, was_oom: bool, is_from_outside: bool) -> None:
     death = Death("scheduler", "died", returncode, was_hung, was_oom)
-    journal = Journal([JournalRow("a", 3, 5)], [])
+    journal = Journal([JournalRow("a", 5)], [])
     assert death.blame(journal) == (None if is_from_outside else Blame({"a": 5}))
     unknown = None if is_from_outside else Blame(None)
     assert death.blame(Journal(None, [])) == death._replace(role="detokenizer").blame(journal) == unknown

@@ -6,13 +6,13 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from .kv_events import read_config
-from .origins import parse_origins
+from ..kv_events import read_config
+from ..origins import parse_origins
+from ..tenant_weights import parse_weights
 from .setting import flag_name
-from .tenant_weights import parse_weights
 
 if TYPE_CHECKING:
-    from .server_args import ServerArgs
+    from ..server_args import ServerArgs
 
 MAX_RETENTION_S = 86_400.0
 """A day: more than any prefix stays in a KV pool."""

@@ -1,0 +1,53 @@
+"""Settings: the device and its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from .setting import Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSettings:
+    """The settings of the device and its memory."""
+
+    TITLE: ClassVar[str] = "The device and its memory"
+
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Setting("Device of the model; auto: a GPU if there is one, else the CPU")
+    ] = "auto"
+    attention_backend: Annotated[
+        Literal["auto", "cpu", "torch", "triton"],
+        Setting("Implementation of attention and layers; auto: triton on a GPU; cpu (C++) or else torch on a CPU"),
+    ] = "auto"
+    mem_fraction_static: Annotated[
+        float | None,
+        Setting("Fraction of memory for weights and KV; default: on a GPU all that steps leave, on a CPU a small pool"),
+    ] = None
+    max_total_tokens: Annotated[
+        int | None, Setting("Size of the KV pool in tokens; default: computed from the memory")
+    ] = None
+    page_size: Annotated[
+        int | None, Setting("Tokens in a KV page; default: 1, or 32 on a CPU whose C++ kernels support the model")
+    ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8_e4m3"],
+        Setting("Data type of the KV cache; auto: --dtype; fp8_e4m3: 8 bits, scale 1, with --attention-backend triton"),
+    ] = "auto"
+    disable_overlap_schedule: Annotated[
+        bool, Setting("Plan a step only after the tokens of the last step are known, as is always done on a CPU")
+    ] = False
+    disable_cuda_graph: Annotated[
+        bool, Setting("Do not record decode steps: launch each kernel or operation separately")
+    ] = False
+    cuda_graph_max_bs: Annotated[
+        int | None, Setting("Batch size of the largest recorded decode step; default: 256")
+    ] = None
+    fuse_small_steps: Annotated[
+        bool,
+        Setting(
+            "With Triton attention, compute steps of at most 8 tokens with fewer kernels: norms, sums and activations "
+            "inside the linear layers. Tokens have other bits than without the flag. Not measured on a GPU yet"
+        ),
+    ] = False

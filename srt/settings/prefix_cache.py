@@ -1,0 +1,58 @@
+"""Settings: the prefix cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from .setting import Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixCacheSettings:
+    """The settings of the prefix cache."""
+
+    TITLE: ClassVar[str] = "The prefix cache"
+
+    radix_eviction_policy: Annotated[
+        Literal["value", "lru", "lfu", "fifo", "mru", "filo"],
+        Setting(
+            "Order in which cached prefixes are evicted; value: by the last use, the cost of computing them again and "
+            "retention; lru: least recently used first; lfu: least often used first; fifo: oldest first; mru: most "
+            "recently used first; filo: newest first"
+        ),
+    ] = "value"
+    max_retention_s: Annotated[
+        float, Setting("Maximum of a request's retention_seconds; 0: only requests without retention")
+    ] = 3600.0
+    tool_call_retention_s: Annotated[
+        float,
+        Setting(
+            "Seconds of retention for a request that ends in a tool call, at most --max-retention-s; 0: none. It needs "
+            "--radix-eviction-policy value"
+        ),
+    ] = 60.0
+    max_retained_share: Annotated[
+        float, Setting("Share of the KV pool that retention may cover; beyond it, the oldest retentions end")
+    ] = 0.5
+    disable_radix_cache: Annotated[bool, Setting("Cache and share no prefixes")] = False
+    kv_events_config: Annotated[
+        str | None,
+        Setting(
+            "Publishes what the prefix cache stores and drops, for routers. JSON with the names of vLLM and SGLang: "
+            '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": ""}'
+        ),
+    ] = None
+    enable_hierarchical_cache: Annotated[
+        bool, Setting("Keep the KV of prefixes that leave the KV pool in host memory, in files, or in both")
+    ] = False
+    hicache_size: Annotated[
+        float | None,
+        Setting("GB (2**30 bytes) of host memory for KV; default: none, or 1 with --hicache-storage-dir"),
+    ] = None
+    hicache_storage_dir: Annotated[
+        str | None, Setting("Folder for files with KV, which survive a restart and which several servers may share")
+    ] = None
+    hicache_storage_size: Annotated[
+        float, Setting("GB (2**30 bytes) of all files in --hicache-storage-dir; the least recently used ones go first")
+    ] = 16.0
