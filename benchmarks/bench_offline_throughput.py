@@ -57,8 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     title = f"{args.num_prompts} requests at once: {name}"
     result = Result(f"offline-{name}-{args.num_prompts}x{args.output_len.high}", title, parser.prog, argv, device)
-    multiplied = dtype if server_args.quantization is None else torch.int8
-    result.ceilings = measure_ceilings(device, multiplied, small=args.small_ceilings)
+    result.ceilings = measure_ceilings(device, resolved.multiplied_dtype, small=args.small_ceilings)
     limit_s = workload_s(
         ModelCost.of_runner(config, resolved),
         [request.prompt_len for request in requests],

@@ -52,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         use_server_threads()
         result = Result(f"one-batch-{name}", f"One batch: {name}", parser.prog, argv, device)
         # Ceilings come first, while memory is free: the KV pool later takes all free memory.
-        multiplied = dtype if server_args.quantization is None else torch.int8
-        result.ceilings = measure_ceilings(device, multiplied, small=args.small_ceilings)
+        result.ceilings = measure_ceilings(device, resolved.multiplied_dtype, small=args.small_ceilings)
         bench = _Bench(args, result, ModelCost.of_runner(config, resolved))
         result.values.update(model=name, dtype=str(dtype).removeprefix("torch."))
         for graphs in _graph_settings(args, server_args):

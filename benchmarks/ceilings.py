@@ -43,12 +43,17 @@ def _copy_bytes_per_s(device: torch.device, num_bytes: int) -> float:
 
 
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """Operations per second of a product of two square matrices, of a floating-point type or of int8."""
+    """Operations per second of a product of two square matrices, of a floating-point type, of int8 or of e4m3."""
     # The data is random: with zeros, a GPU draws less power and keeps a higher clock.
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     if dtype == torch.int8:
         a, b = (x.mul(40).clamp(-127, 127) for x in (a, b))
     a, b = a.to(dtype), b.to(dtype)
+    if dtype == torch.float8_e4m3fn:
+        one = torch.ones((), device=device)
+        columns = b.t().contiguous().t()  # cuBLAS multiplies fp8 in this order only
+        seconds = median_s([lambda: torch._scaled_mm(a, columns, one, one, out_dtype=torch.bfloat16)], device)
+        return 2 * size**3 / seconds
     multiply, sums = (torch._int_mm, torch.int32) if dtype == torch.int8 else (torch.mm, dtype)
     out = torch.empty(size, size, device=device, dtype=sums)
     seconds = median_s([lambda: multiply(a, b, out=out)], device)

@@ -1,6 +1,7 @@
 """The attention kernels' launches for the shapes of serving, and what a Triton makes of them for sm_90.
 
-As a program it compiles CASES with the Triton that it finds, and prints {case: [resources of each kernel]} as JSON.
+As a program it compiles CASES, and those of compiled_fp8.py, with the Triton that it finds, and prints
+{case: [resources of each kernel]} as JSON.
 `compiled_with` runs it with a Triton that `scripts/setup --tritons` has installed beside the environment's own.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import compiled_fp8
 import triton
 from sass import InstructionCounts
 from serving_shapes import BATCH, CONTEXT, SHAPES, TOKENS, Shape, meta, operands, options
@@ -130,7 +132,7 @@ def _resources(fields: dict[str, Any]) -> Resources:
 
 def main() -> None:
     found: dict[str, object] = {"version": triton.__version__}
-    for name, launches in CASES.items():
+    for name, launches in (CASES | compiled_fp8.CASES).items():
         compiled = [dataclasses.replace(compile_launch(launch, "sm_90"), assembly="") for launch in launches()]
         found[name] = [dataclasses.asdict(resources) for resources in compiled]
     sys.stdout.write(json.dumps(found) + "\n")

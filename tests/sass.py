@@ -19,7 +19,7 @@ class InstructionCounts:
     """Counts of the instructions that tests compare: in the code, not in an execution."""
 
     wgmma: int
-    """Products of a warp group (HGMMA), which run asynchronously."""
+    """Products of a warp group (HGMMA, QGMMA of fp8), which run asynchronously."""
     wgmma_batches: int
     """WARPGROUP.ARRIVE: before each batch of products. One for each product means that products are serialised."""
     wgmma_waits: int
@@ -42,7 +42,7 @@ def count_instructions(sass: str) -> InstructionCounts:
 
     wide = sum(count for name, count in found.items() if re.match(r"LDGSTS\..*\.128", name))
     return InstructionCounts(
-        number("HGMMA"),
+        number("HGMMA") + number("QGMMA"),
         number("WARPGROUP.ARRIVE"),
         number("WARPGROUP.DEPBAR"),
         number("HMMA"),
@@ -54,7 +54,7 @@ def count_instructions(sass: str) -> InstructionCounts:
 
 def _spills_in_loops(sass: str) -> int:
     found = [(int(at, 16), name, rest) for at, name, rest in _ADDRESSED.findall(sass)]
-    products = [at for at, name, _ in found if name.startswith(("HGMMA", "HMMA"))]
+    products = [at for at, name, _ in found if name.startswith(("HGMMA", "QGMMA", "HMMA"))]
     jumps = [(_TARGET.search(rest), at) for at, name, rest in found if name == "BRA"]
     jumps_back = [(int(to.group(1), 16), at) for to, at in jumps if to and int(to.group(1), 16) < at]
     loops = [(first, last) for first, last in jumps_back if any(first <= at <= last for at in products)]

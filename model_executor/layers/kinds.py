@@ -39,7 +39,7 @@ class AttentionLayer(Protocol):
 class LayerKinds(Protocol):
     """A factory of layers of one kind. Layers of different kinds give the same results, except for rounding.
 
-    A weight is a tensor, or a QuantizedWeight for a kind with quantized layers.
+    A weight is a tensor, a QuantizedWeight for a kind with quantized layers, or an Fp8Weight for Triton layers.
     """
 
     compiled: bool
@@ -117,10 +117,10 @@ def layers_for(
     widths: Iterable[int] = (),
     fuse_small_steps: bool = False,
 ) -> LayerKinds:
-    """The kind of layers that goes with an attention backend. Only `cpu` has quantized layers.
+    """The kind of layers that goes with an attention backend.
 
-    `widths`: lengths of the vectors that linear layers multiply. `fuse_small_steps`: see FusedTritonLayers; other
-    backends have no such layers.
+    `quantized`: whether weights are QuantizedWeights, which only `cpu` has. `widths`: lengths of the vectors that
+    linear layers multiply. `fuse_small_steps`: see FusedTritonLayers; other backends have no such layers.
     """
     assert not quantized or attention_backend == "cpu"
     match attention_backend:

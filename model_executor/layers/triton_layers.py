@@ -13,6 +13,8 @@ from ..kernels.activation import act_and_mul
 from ..kernels.rmsnorm import rmsnorm
 from ..kernels.rotary import rotary
 from .attention import QKNorm
+from .fp8_layers import Fp8GatedLinear, Fp8Linear
+from .fp8_weight import Fp8Weight
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
 from .linear import GatedLinear
@@ -63,7 +65,7 @@ class TritonAttention:
 
 
 class TritonLayers(TorchLayers):
-    """Norms, rotation, attention and activations on Triton kernels; matrix products on torch's (cuBLAS)."""
+    """Norms, rotation, attention, activations and fp8 products on Triton kernels; other products on cuBLAS."""
 
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
         return TritonRMSNorm(weight, eps)
@@ -74,5 +76,10 @@ class TritonLayers(TorchLayers):
     def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer:
         return TritonAttention(layer_id, backend, qk_norm)
 
+    def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
+        return Fp8Linear(weight, bias) if isinstance(weight, Fp8Weight) else super().linear(weight, bias)
+
     def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
+        if isinstance(weight, Fp8Weight):
+            return Fp8GatedLinear(weight, bias)
         return GatedLinear(weight, bias, activation=act_and_mul)

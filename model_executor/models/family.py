@@ -20,7 +20,7 @@ from ..layers.kinds import Layer, LayerKinds, Rotary
 from .parameters import Parameter
 
 Parameters = Mapping[str, Any]
-"""Tensors, or QuantizedWeights for quantized layers, by the names of `ModelFamily.parameters`."""
+"""Tensors, or QuantizedWeights and Fp8Weights for quantized layers, by the names of `ModelFamily.parameters`."""
 
 
 class Model(Protocol):

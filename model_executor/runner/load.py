@@ -19,6 +19,7 @@ from ..device.accelerator import Accelerator, make_accelerator
 from ..device.device_buffers import Uploads
 from ..device.heap import keep_freed_memory, trim_heap
 from ..device.memory import Memory, host_memory
+from ..kernels.fp8_layout import FP8_LOW_TILE
 from ..kernels.host_compiler import needs_c_compiler
 from ..layers.kinds import LayerKinds, layers_for
 from ..models.family import Model, Parameters, family_of
@@ -131,7 +132,7 @@ class _RunnerBuilder:
         settings, config = self.settings, self.config
         num_rows = settings.max_running_requests
         compiled = self._layers(settings.attention_backend).compiled
-        quantized = settings.quantization is not None
+        quantized = settings.rounds_to_integers
         step_bytes = partial(activation_bytes, config, settings.dtype, compiled=compiled, quantized=quantized)
         reserve = step_bytes(tokens=settings.max_prefill_tokens + num_rows, rows=num_rows)
         reserve += self.sampler.max_edit_bytes + self.sampler.max_choice_bytes
@@ -159,7 +160,7 @@ class _RunnerBuilder:
         return layers_for(
             attention_backend,
             self.settings.dtype,
-            quantized=self.settings.quantization is not None,
+            quantized=self.settings.rounds_to_integers,
             # Only the widths that may be odd: head_dim is even, so the width of all heads is, too.
             widths=(self.config.hidden_size, self.config.intermediate_size),
             fuse_small_steps=self.settings.fuse_small_steps,
@@ -243,7 +244,10 @@ class _RunnerBuilder:
         """Measure the largest steps. Returns the batch sizes of recorded decode steps, and the bytes to keep free."""
         settings = self.settings
         step_bytes = 0
-        steps = warmup_steps(settings.max_running_requests, settings.context_len, settings.max_prefill_tokens)
+        tile_tokens = FP8_LOW_TILE if settings.has_fp8_weights else 0
+        steps = warmup_steps(
+            settings.max_running_requests, settings.context_len, settings.max_prefill_tokens, tile_tokens
+        )
         for step in steps:
             # Greedy tokens without masks have kernels of their own.
             run = partial(_run, runner, step, masked=step is not steps[-1])

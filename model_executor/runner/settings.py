@@ -13,8 +13,9 @@ from ...srt.server_args import ServerArgs
 from ..attention.registry import default_page_size, resolve_attention_backend, resolve_kv_dtype
 from ..cpu_calibration import ChosenTuning, resolve_tuning
 from ..device.dtypes import resolve_dtype
-from ..weights.loader import checkpoint_dtype, stored_forms, stored_matrix_dtype
-from ..weights.quantization import check_quantization, parameter_bytes, quantized_forms
+from ..layers.fp8_weight import FP8_FORMS
+from ..weights.loader import checkpoint_dtype, stored_forms, stored_fp8_forms, stored_matrix_dtype
+from ..weights.quantization import BITS_PER_WEIGHT, FP8, check_quantization, parameter_bytes, quantized_forms
 
 _DEFAULT_RECORDED_ROWS = 256
 _DEFAULT_HOST_GB = 1.0
@@ -81,6 +82,23 @@ class RunnerSettings:
     seed: int
     """seed of dummy weights; 0 by default"""
 
+    @property
+    def rounds_to_integers(self) -> bool:
+        """Whether weights and activations are rounded to integers, which only a CPU's layers do."""
+        return self.quantization in BITS_PER_WEIGHT
+
+    @property
+    def has_fp8_weights(self) -> bool:
+        """Whether linear layers multiply in fp8."""
+        return not FP8_FORMS.isdisjoint(self.weight_forms.values())
+
+    @property
+    def multiplied_dtype(self) -> torch.dtype:
+        """The type of the numbers that linear layers multiply."""
+        if self.has_fp8_weights:
+            return torch.float8_e4m3fn
+        return torch.int8 if self.rounds_to_integers else self.dtype
+
 
 def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSettings:
     """Resolve the server's settings for a model. Raises ValueError if they do not suit the model or the machine."""
@@ -99,6 +117,8 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         raise ValueError(
             f"--cpu-kernels {server_args.cpu_kernels} needs the attention backend cpu, but it is {backend}"
         )
+    if server_args.fuse_small_steps and weights.forms:
+        raise ValueError("--fuse-small-steps has no kernels for fp8 weights: leave it out")
     context_len = server_args.context_length or config.context_len
     if context_len > config.context_len:
         raise ValueError(f"--context-length must be at most the model's {config.context_len}, got {context_len}")
@@ -136,8 +156,12 @@ def resolve_weights(dtype: torch.dtype, config: ModelConfig, backend: str, quant
     operations can widen all of them to float32 when they multiply. That changes no bit of a result. Otherwise matrices
     have the type of the activations, `dtype`, or the form of the setting `quantization`.
 
+    With the backend triton, fp8 weights stay as their file stores them. Elsewhere they are widened to `dtype`.
+
     Raises ValueError and OSError for a checkpoint that cannot be read.
     """
+    if config.fp8 is not None and backend == "triton" and quantization in (None, FP8):
+        return WeightTypes(dtype, stored_fp8_forms(config))
     if quantization is not None:
         return WeightTypes(dtype, quantized_forms(config, quantization))
     if dtype != torch.float32 or backend != "cpu":

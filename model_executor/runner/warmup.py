@@ -15,7 +15,7 @@ LONG_TOKENS = 4096
 """More than a split of extend attention (`ExtendTile.split`) on any GPU."""
 
 
-def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int) -> list[StepInputs]:
+def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int, tile_tokens: int = 0) -> list[StepInputs]:
     """The warm-up steps, all prefills:
 
     - the largest step: `max_prefill_tokens` in as many requests as possible, sampled in the way that takes most memory,
@@ -24,7 +24,9 @@ def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int) -> li
     - a small greedy step of a request with one token and a request with two, and one of the latter alone, for servers
       with one row,
     - long requests, with `max_prefill_tokens` new tokens in as many as possible, and with two in one: attention splits
-      their KV in two ways.
+      their KV in two ways,
+    - if `max_prefill_tokens` is at most `tile_tokens`, a step of more tokens, as decode rows and prompts together may
+      have: linear layers with kernels of their own then use larger tiles.
 
     The small steps compile the remaining kernels. All steps write to the dummy slot, so the rows of the table must be
     zeros. The next owner of a row overwrites the row's state.
@@ -34,9 +36,12 @@ def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int) -> li
     long = np.full(max(1, min(num_rows, max_prefill_tokens // 2)), min(context_len, LONG_TOKENS), np.int32)
     new = min(context_len, max_prefill_tokens // len(long))
     mixed = np.array([1, min(2, context_len)][:num_rows], np.int32)
+    more = min(num_rows, tile_tokens + 1) if max_prefill_tokens <= tile_tokens else 0
+    tall = np.full(more, min(context_len, -(-(tile_tokens + 1) // max(more, 1))), np.int32)
     return [
         _prefill(lens, SamplingParams(temperature=1.0, top_p=0.9)),
         _prefill(lens, SamplingParams(temperature=0.0), LogprobOptions(top_logprobs_num=MAX_TOP_LOGPROBS)),
+        *([_prefill(tall, SamplingParams(temperature=0.0))] if more else []),
         _prefill(mixed[:1], SamplingParams(temperature=1.0)),
         _prefill(mixed, SamplingParams(temperature=0.0)),
         _prefill(np.array([min(2, context_len)], np.int32), SamplingParams(temperature=0.0)),

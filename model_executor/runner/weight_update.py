@@ -23,7 +23,7 @@ from .settings import RunnerSettings, resolve_weights, weight_bytes
 
 logger = logging.getLogger(__name__)
 
-_MAY_DIFFER = frozenset({"model_path", "load_format", "dtype", "generation"})
+_MAY_DIFFER = frozenset({"model_path", "load_format", "dtype", "fp8", "generation"})
 """Fields of a config that a running model does not depend on. The dtype of the engine stays."""
 _MARGIN_BYTES = 64 << 20
 """Memory for what is read and packed at a time."""
@@ -77,7 +77,7 @@ class WeightUpdater:
         host_memory: Callable[[], Memory],
         build: Callable[[Parameters], BuiltModel],
         use: Callable[[BuiltModel], None],
-        in_place: Mapping[str, torch.Tensor] | None,
+        in_place: Parameters | None,
         accelerator: Accelerator | None,
     ) -> None:
         """`build`: makes a model of the same kind from parameters on the runner's device. `use`: puts it in the place
@@ -128,13 +128,26 @@ class WeightUpdater:
         dtype, forms = resolve_weights(settings.dtype, config, settings.attention_backend, settings.quantization)
         return dataclasses.replace(settings, weight_dtype=dtype, weight_forms=forms)
 
-    def _overwrite(self, targets: Mapping[str, torch.Tensor], stored: Parameters) -> None:
+    def _overwrite(self, targets: Parameters, stored: Parameters) -> None:
         """Read all new weights to the host, and only then write the first one to the device."""
         sources = {name: stored[name].clone() for name in targets}
         for name, target in targets.items():
-            if sources[name].shape != target.shape or sources[name].dtype != target.dtype:
-                raise ValueError(f"{name} has shape {tuple(sources[name].shape)}, expected {tuple(target.shape)}")
+            found, wanted = _described(sources[name]), _described(target)
+            if found != wanted:
+                raise ValueError(f"{name} is {found}, but graphs that are recorded read {wanted}")
         for name, target in targets.items():
-            target.copy_(sources[name])
+            for to, new in zip(_tensors(target), _tensors(sources[name]), strict=True):
+                to.copy_(new)
         if self._accelerator is not None:
             self._accelerator.record_event().synchronize()
+
+
+def _tensors(parameter: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors of a parameter: itself, or the values and scales of a quantized one."""
+    return (parameter,) if isinstance(parameter, torch.Tensor) else tuple(parameter)
+
+
+def _described(parameter: Any) -> str:
+    """The types and shapes of a parameter's tensors."""
+    tensors = _tensors(parameter)
+    return " with ".join(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in tensors)

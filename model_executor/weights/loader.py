@@ -13,6 +13,7 @@ import torch
 
 from ...srt.model_files.model_config import ModelConfig
 from ..device.dtypes import DTYPES
+from ..layers.fp8_weight import FP8_FORMS, Fp8Weight, quantize_fp8, stack_fp8
 from ..layers.quantized_weight import GROUP, QuantizedWeight, quantize, stacked
 from ..models.family import family_of
 from ..models.parameters import (
@@ -27,7 +28,8 @@ from ..models.parameters import (
     Split,
     check_shard,
 )
-from .quantization import quantized_forms
+from .fp8_checkpoint import Fp8Checkpoint
+from .quantization import fp8_form, is_linear, quantized_forms
 from .safetensors_checkpoint import SafetensorsCheckpoint
 from .weight_cache import WeightCache
 
@@ -52,7 +54,7 @@ class Checkpoint(Protocol):
     def has_form(self, name: str, form: str) -> bool:
         """Whether `quantized` returns the tensor in this form."""
 
-    def quantized(self, name: str, form: str, region: Region | None = None) -> QuantizedWeight | None:
+    def quantized(self, name: str, form: str, region: Region | None = None) -> QuantizedWeight | Fp8Weight | None:
         """Read a matrix, or a region of whole groups of it, in the quantized `form`, with the stored values.
 
         Returns None if the matrix is stored in another form.
@@ -63,8 +65,9 @@ def checkpoint_dtype(config: ModelConfig) -> str | None:
     """The dtype in the config, or else that of the stored embedding. None without files (dummy weights)."""
     if config.dtype is not None or config.load_format != "safetensors":
         return config.dtype
-    checkpoint = SafetensorsCheckpoint(config.model_path)
-    return str(checkpoint.dtype(EMBEDDING)).removeprefix("torch.") if EMBEDDING in checkpoint.names else None
+    checkpoint = _open(config)
+    dtype = checkpoint.dtype(EMBEDDING) if EMBEDDING in checkpoint.names else None
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def stored_matrix_dtype(config: ModelConfig) -> torch.dtype | None:
@@ -106,6 +109,22 @@ def stored_forms(config: ModelConfig) -> dict[str, str]:
     return forms
 
 
+def stored_fp8_forms(config: ModelConfig) -> dict[str, str]:
+    """The form of each linear layer whose matrices are all 8 bits wide in the checkpoint, by parameter.
+
+    Dummy weights have the forms that the config describes. Raises as `load_parameters` does.
+    """
+    assert config.fp8 is not None
+    form = fp8_form(config.fp8)
+    parameters = [parameter for parameter in family_of(config).parameters(config) if is_linear(parameter)]
+    if config.load_format == "dummy":
+        modules = {p.name: [part.name.removesuffix(".weight") for part in p.parts] for p in parameters}
+        return {name: form for name, parts in modules.items() if not any(map(config.fp8.excludes, parts))}
+    checkpoint = _open(config)
+    _refuse("missing", {part.name for parameter in parameters for part in parameter.parts} - checkpoint.names)
+    return {p.name: form for p in parameters if all(checkpoint.has_form(part.name, form) for part in p.parts)}
+
+
 def load_parameters(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -118,7 +137,7 @@ def load_parameters(
     weight_dtype: torch.dtype | None = None,
     forms: Mapping[str, str] | None = None,
 ) -> Mapping[str, Any]:
-    """Load the family's parameters, by name: tensors, or QuantizedWeights for the names in `forms`.
+    """Load the family's parameters, by name: tensors, or QuantizedWeights and Fp8Weights for the names in `forms`.
 
     `seed`: seed of dummy weights. `cache`: cache of dequantised weights. `shard`: the rank whose part of each parameter
     is loaded. `weight_dtype`: the type of matrices that are not quantized, `dtype` by default. `forms`: the quantized
@@ -147,6 +166,8 @@ def load_parameters(
 
 
 def _open(config: ModelConfig) -> Checkpoint:
+    if config.fp8 is not None:
+        return Fp8Checkpoint(config.model_path, config.fp8)
     if config.load_format != "gguf":
         return SafetensorsCheckpoint(config.model_path)
     from .gguf_checkpoint import GGUFCheckpoint  # importing gguf takes a tenth of a second
@@ -194,7 +215,7 @@ class StoredParameters(Mapping[str, Any]):
         for part, _ in parts:
             _check_shape(part, self._checkpoint.shape(part.name))
         if name in self._forms:
-            return stacked(self._quantized(part, region, self._forms[name]) for part, region in parts)
+            return _stacked([self._quantized(part, region, self._forms[name]) for part, region in parts])
         if len(parts) == 1:
             part, region = parts[0]
             return self._checkpoint.tensor(part.name, region).to(dtype).contiguous()
@@ -206,15 +227,23 @@ class StoredParameters(Mapping[str, Any]):
             row += len(tensor)
         return found
 
-    def _quantized(self, part: Part, region: Region, form: str) -> QuantizedWeight:
+    def _quantized(self, part: Part, region: Region, form: str) -> QuantizedWeight | Fp8Weight:
         as_stored = self._checkpoint.quantized(part.name, form, region)
-        return quantize(self._checkpoint.tensor(part.name, region), form) if as_stored is None else as_stored
+        return _rounded(self._checkpoint.tensor(part.name, region), form) if as_stored is None else as_stored
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
 
     def __len__(self) -> int:
         return len(self._parameters)
+
+
+def _rounded(weight: torch.Tensor, form: str) -> QuantizedWeight | Fp8Weight:
+    return quantize_fp8(weight, form) if form in FP8_FORMS else quantize(weight, form)
+
+
+def _stacked(weights: list[Any]) -> QuantizedWeight | Fp8Weight:
+    return stack_fp8(weights) if isinstance(weights[0], Fp8Weight) else stacked(weights)
 
 
 def _check_shape(part: Part, actual: tuple[int, ...]) -> None:
@@ -251,7 +280,7 @@ def _dummy(
         if shard != WHOLE:
             tensor = _part_of(tensor, parameter, shard)
         form = forms.get(parameter.name)
-        made[parameter.name] = tensor if form is None else quantize(tensor, form)
+        made[parameter.name] = tensor if form is None else _rounded(tensor, form)
     return made
 
 

@@ -7,13 +7,17 @@ from collections.abc import Mapping
 
 import torch
 
+from ...srt.model_files.fp8_config import Fp8Config
 from ...srt.model_files.model_config import ModelConfig
+from ..layers.fp8_weight import FP8_FORMS, fp8_bytes
 from ..layers.quantized_weight import GROUP
 from ..models.family import family_of
-from ..models.parameters import WHOLE, Shard
+from ..models.parameters import WHOLE, Parameter, Shard
 
 BITS_PER_WEIGHT = {"int8": 8 + 16 / GROUP, "int4": 4 + 2 * 16 / GROUP}
-"""Bits per weight, including the float16 scale and minimum of its group."""
+"""Bits per weight of a CPU's forms, including the float16 scale and minimum of its group."""
+FP8 = "fp8"
+"""The value for 8-bit floating-point weights, which Triton layers have."""
 HEAD_FORM = "int8"
 """The form of the output head for every setting, because its errors go directly into the logits."""
 
@@ -22,8 +26,17 @@ def check_quantization(quantization: str | None, attention_backend: str, device:
     """Check the setting. Raises ValueError for an unknown name, and if this backend has no quantized layers."""
     if quantization is None:
         return
-    if quantization not in BITS_PER_WEIGHT:
-        raise ValueError(f"quantization must be {', '.join(BITS_PER_WEIGHT)} or none, got {quantization!r}")
+    if quantization not in (*BITS_PER_WEIGHT, FP8):
+        raise ValueError(f"quantization must be {', '.join(BITS_PER_WEIGHT)}, {FP8} or none, got {quantization!r}")
+    if quantization == FP8:
+        if attention_backend != "triton":
+            raise ValueError(
+                "--quantization fp8 needs the attention backend triton, which a GPU has by default, but the device is "
+                f"{device.type} and the attention backend is {attention_backend}. Checkpoints with fp8 weights need no "
+                "--quantization; elsewhere their weights are widened to --dtype. A CPU has --quantization int8, with "
+                "smaller errors"
+            )
+        return
     if attention_backend != "cpu":
         raise ValueError(
             f"--quantization {quantization} needs a CPU and the attention backend cpu with the compiled C++ kernels "
@@ -33,13 +46,17 @@ def check_quantization(quantization: str | None, attention_backend: str, device:
 
 
 def quantized_forms(config: ModelConfig, quantization: str | None, shard: Shard = WHOLE) -> dict[str, str]:
-    """The form ("int8" or "int4") of each parameter that is quantized: all matrices of linear layers.
+    """The form ("int8", "int4" or "fp8") of each parameter that is quantized: all matrices of linear layers.
+
+    With fp8 the output head stays as it is.
 
     Raises ValueError if the length of a matrix's rows, or of the part of them that a rank has, is not a multiple of
-    GROUP.
+    GROUP. fp8 has no such limit.
     """
     if quantization is None:
         return {}
+    if quantization == FP8:
+        return {parameter.name: FP8 for parameter in family_of(config).parameters(config) if is_linear(parameter)}
     forms = {}
     for parameter in family_of(config).parameters(config):
         name, shape = parameter.name, shard.shape(parameter)
@@ -53,6 +70,16 @@ def quantized_forms(config: ModelConfig, quantization: str | None, shard: Shard 
                 f"{f' on each of {shard.size} ranks' if shard.size > 1 else ''}"
             )
     return forms
+
+
+def is_linear(parameter: Parameter) -> bool:
+    """Whether a parameter is the matrix of a linear layer inside the decoder: neither embedding nor output head."""
+    return len(parameter.shape) == 2 and parameter.name not in ("embed_tokens.weight", "lm_head.weight")
+
+
+def fp8_form(config: Fp8Config) -> str:
+    """The form of a checkpoint's 8-bit matrices."""
+    return "fp8_block" if config.by_block else FP8
 
 
 def parameter_bytes(
@@ -71,12 +98,12 @@ def parameter_bytes(
     if forms is None:
         forms = quantized_forms(config, quantization)
 
-    def bytes_per_value(name: str, shape: tuple[int, ...]) -> float:
-        if name in forms:
-            return BITS_PER_WEIGHT[forms[name]] / 8
-        return (matrix_bytes or dtype_bytes) if len(shape) == 2 else dtype_bytes
+    def num_bytes(name: str, shape: tuple[int, ...]) -> int:
+        form = forms.get(name)
+        if form in FP8_FORMS:
+            return fp8_bytes(shape, form)
+        if form is not None:
+            return int(math.prod(shape) * BITS_PER_WEIGHT[form] / 8)
+        return math.prod(shape) * ((matrix_bytes or dtype_bytes) if len(shape) == 2 else dtype_bytes)
 
-    return {
-        name: int(math.prod(shape) * bytes_per_value(name, shape))
-        for name, shape, *_ in family_of(config).parameters(config)
-    }
+    return {name: num_bytes(name, shape) for name, shape, *_ in family_of(config).parameters(config)}

@@ -18,7 +18,9 @@ _SINGLE = "model.safetensors"
 class SafetensorsCheckpoint:
     """A Checkpoint of safetensors files, whose tensors are mapped. Raises ValueError and FileNotFoundError."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, allow_fp8: bool = False) -> None:
+        """`allow_fp8`: whether tensors may be float8_e4m3fn. Without scales, they are refused."""
+        self._allow_fp8 = allow_fp8
         self._file_of: dict[str, SafetensorsFile] = {}
         index_path = os.path.join(folder, _INDEX)
         wanted = _weight_map(index_path) if os.path.exists(index_path) else None
@@ -39,6 +41,7 @@ class SafetensorsCheckpoint:
         return self._file_of[name].shape(name)
 
     def tensor(self, name: str, region: Region | None = None) -> torch.Tensor:
+        self.dtype(name)
         tensor = self._file_of[name][name]
         return tensor if region is None else tensor[region]
 
@@ -49,7 +52,10 @@ class SafetensorsCheckpoint:
         """None: safetensors files have no quantized form."""
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._file_of[name].dtype(name)
+        dtype = self._file_of[name].dtype(name)
+        if dtype == torch.float8_e4m3fn and not self._allow_fp8:
+            raise ValueError(f"tensor {name!r} is float8_e4m3fn, but config.json has no quantization_config")
+        return dtype
 
 
 def _weight_map(index_path: str) -> dict[str, str]:

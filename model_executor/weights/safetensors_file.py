@@ -20,6 +20,7 @@ _TYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
@@ -58,7 +59,7 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         """The dtype of a tensor. Raises ValueError for a type that is not supported."""
         stored = self._entries[name]["dtype"]
         if stored not in _TYPES:
-            raise ValueError(f"tensor {name!r} has dtype {stored}: quantized weights are not supported")
+            raise ValueError(f"tensor {name!r} has dtype {stored}, supported: {', '.join(_TYPES)}")
         return _TYPES[stored]
 
     def __getitem__(self, name: str) -> torch.Tensor:

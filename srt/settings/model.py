@@ -49,8 +49,11 @@ class ModelSettings:
         ),
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "int4"] | None,
-        Setting("CPU only: 8-bit or 4-bit weights, multiplied with 8-bit activations; default: weights in --dtype"),
+        Literal["int8", "int4", "fp8"] | None,
+        Setting(
+            "8-bit or 4-bit weights, multiplied with 8-bit activations: int8 and int4 on a CPU, fp8 with "
+            "--attention-backend triton; default: weights in --dtype, or fp8 as a checkpoint stores them"
+        ),
     ] = None
     chat_template: Annotated[str | None, Setting("Jinja chat template: a file or the template itself")] = None
     tool_call_parser: Annotated[

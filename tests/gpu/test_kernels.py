@@ -20,6 +20,7 @@ from attention_cases import (
 
 from tercet.model_executor.kernels.activation import act_and_mul, act_and_mul_ref
 from tercet.model_executor.kernels.argmax import argmax, argmax_ref
+from tercet.model_executor.kernels.fp8_linear import fp8_linear, fp8_linear_ref, quantize_rows, quantize_rows_ref
 from tercet.model_executor.kernels.logit_edits import EditTables
 from tercet.model_executor.kernels.rmsnorm import rmsnorm, rmsnorm_ref
 from tercet.model_executor.kernels.rotary import rotary, rotary_ref
@@ -29,6 +30,7 @@ from tercet.model_executor.kernels.sampling_ref import choose_tokens_ref
 from tercet.model_executor.kernels.skinny_linear import Norm, skinny_linear, skinny_linear_ref
 from tercet.model_executor.kernels.store_kv import store_kv, store_kv_ref
 from tercet.model_executor.kernels.tuning import DecodeTile, ExtendTile, arch_of, decode_tile, extend_tile
+from tercet.model_executor.layers.fp8_weight import quantize_fp8
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -231,3 +233,19 @@ def test_small_linear_layers(num_in: int, num_out: int, gated: bool, dtype: torc
     before = residual.double()
     assert skinny_linear(x, weight, residual=residual) is residual
     assert relative_error(residual, before + x.double() @ weight.double().T) < 3 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8_block"])
+@pytest.mark.parametrize(("num_in", "num_out"), [(2048, 3072), (4096, 14336), (576, 100)])
+def test_fp8_linear_layers(num_in: int, num_out: int, form: str) -> None:
+    g = torch.Generator(DEVICE).manual_seed(3)
+    x = torch.randn(300, num_in, generator=g, device=DEVICE).to(BF16)
+    weight = quantize_fp8(torch.randn(num_out, num_in, generator=g, device=DEVICE), form)
+    rounded, expected = quantize_rows(x), quantize_rows_ref(x)
+    assert torch.equal(rounded.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert torch.equal(rounded.scales, expected.scales)
+    out = fp8_linear(x, *weight)
+    # Matrix units add products of fp8 with fewer bits than fp32 has.
+    assert relative_error(out, fp8_linear_ref(x.double(), *weight)) < 3 * TOLERANCE[BF16]
+    for rows in (slice(0, 1), slice(7, 8), slice(3, 67), slice(299, 300), slice(100, 229)):
+        assert torch.equal(fp8_linear(x[rows], *weight), out[rows]), rows

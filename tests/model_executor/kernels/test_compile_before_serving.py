@@ -67,11 +67,15 @@ def test_the_long_requests_of_warming_up_have_several_splits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "disable_cuda_graph", "fuse_small_steps"),
-    [*((n, disabled, False) for n in (1, 37, 1100) for disabled in (False, True)), (37, False, True)],
+    ("num_rows", "disable_cuda_graph", "options"),
+    [
+        *((n, disabled, {}) for n in (1, 37, 1100) for disabled in (False, True)),
+        (37, False, {"fuse_small_steps": True}),
+        (37, True, {"quantization": "fp8"}),
+    ],
 )
 def test_no_step_waits_for_the_compiler(
-    num_rows: int, disable_cuda_graph: bool, fuse_small_steps: bool, monkeypatch: pytest.MonkeyPatch
+    num_rows: int, disable_cuda_graph: bool, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "empty", torch.zeros)
     accelerator = FakeAccelerator()
@@ -82,7 +86,7 @@ def test_no_step_waits_for_the_compiler(
         runner = make_runner(
             TWO_KINDS_OF_LAYER, dtype="bfloat16", attention_backend="triton", max_running_requests=num_rows,
             max_total_tokens=20 * num_rows, max_prefill_tokens=64, cuda_graph_max_bs=5,
-            disable_cuda_graph=disable_cuda_graph, fuse_small_steps=fuse_small_steps,
+            disable_cuda_graph=disable_cuda_graph, **options,
         )  # fmt: skip
         assert accelerator.measured_to_record is not disable_cuda_graph
         before = len(launches)

@@ -1,4 +1,4 @@
-"""Attention compiled for sm_90 by every Triton that a supported torch brings.
+"""Attention and fp8 products, compiled for sm_90 by every Triton that a supported torch brings.
 
 `scripts/setup --tritons` installs them beside the environment's own. The compilers differ: asynchronous products that
 one of them overlaps, another may serialise. So the machine code is read, not the assembly.
@@ -6,6 +6,7 @@ one of them overlaps, another may serialise. So the machine code is read, not th
 
 from __future__ import annotations
 
+import compiled_fp8
 import pytest
 import triton
 from compiled_attention import CASES, TRITONS, compiled_with, folder_of, shape_of
@@ -30,3 +31,11 @@ def test_products_and_copies_are_asynchronous(version: str, case: str) -> None:
         assert_fits(resources, "sm_90")
         assert_overlaps(resources)
         assert_plan_holds(resources, shape_of(case))
+
+
+@pytest.mark.parametrize("case", compiled_fp8.CASES)
+@pytest.mark.parametrize("version", OTHERS)
+def test_fp8_products_are_asynchronous(version: str, case: str) -> None:
+    for resources in compiled(version, case):
+        assert_fits(resources, "sm_90")
+        compiled_fp8.assert_multiplies_fp8(resources)

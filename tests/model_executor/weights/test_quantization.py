@@ -188,7 +188,7 @@ def test_where_nothing_computes_with_such_weights_it_is_refused(llama, tmp_path,
         make_runner(config, max_running_requests=1, quantization="int8", attention_backend="torch")
     with pytest.raises(ValueError, match="device is cuda and the attention backend is triton"):
         check_quantization("int4", "triton", torch.device("cuda"))
-    with pytest.raises(ValueError, match="must be int8, int4 or none, got 'int3'"):
+    with pytest.raises(ValueError, match="must be int8, int4, fp8 or none, got 'int3'"):
         check_quantization("int3", "cpu", CPU)
     monkeypatch.setattr(cpu_extension, "load", lambda: None)
     with pytest.raises(ValueError, match=r"compiled C\+\+ kernels"):
