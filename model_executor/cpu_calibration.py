@@ -99,9 +99,11 @@ def kept_or_measured(folder: Path | None, key: Mapping[str, Any], measure: Calla
     """What a file in `folder` keeps for `key`, or else the result of `measure()`, which is then kept.
 
     A damaged file, or one of another key, is written again. None: nothing is kept.
+
+    What is not kept changes no bit. Otherwise an engine that is started again could continue a stream with other bits.
     """
     if folder is None:
-        return ChosenTuning(measure(), "measured")
+        return ChosenTuning(_with_default_bits(measure()), "measured")
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = folder / f"tercet-cpu-kernels-{digest}.json"
     try:
@@ -120,7 +122,12 @@ def kept_or_measured(folder: Path | None, key: Mapping[str, Any], measure: Calla
         _keep(path, {"key": key, "chosen": tuning._asdict()})
     except OSError as error:
         logger.warning("The measurement could not be kept in %s: %s", path, error.strerror or error)
+        tuning = _with_default_bits(tuning)
     return ChosenTuning(tuning, "measured")
+
+
+def _with_default_bits(tuning: CpuTuning) -> CpuTuning:
+    return tuning._replace(bfloat16=default_tuning().bfloat16)
 
 
 def machine_key() -> dict[str, Any]:

@@ -104,6 +104,15 @@ def test_a_measurement_is_kept_for_its_machine(tmp_path: Path, other: CpuTuning)
     assert kept_or_measured(None, default) == (default, "measured")
 
 
+def test_what_is_not_kept_changes_no_bit(tmp_path: Path, other: CpuTuning) -> None:
+    """An engine that is started again must go on with the same bits, and might measure something else."""
+    (tmp_path / "file").touch()
+    measured = other._replace(bfloat16="widened" if other.bfloat16 == "native" else "native")
+    assert kept_or_measured(None, measured).tuning == other
+    assert kept_or_measured(tmp_path / "file" / "x", measured).tuning == other
+    assert kept_or_measured(tmp_path / "cache", measured).tuning == measured
+
+
 DAMAGES: list[Callable[[str], str]] = [
     lambda text: "",
     lambda text: text[: len(text) // 2],
