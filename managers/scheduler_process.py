@@ -25,7 +25,7 @@ from ..model_executor.device.step_profiler import StepProfiler
 from ..model_executor.runner.kv_identity import kv_identity
 from ..model_executor.runner.load import load_runner
 from ..model_executor.runner.model_runner import ModelRunner
-from ..model_executor.runner.settings import RunnerSettings, resolve_settings
+from ..model_executor.runner.settings import RunnerSettings, resolve_settings, weight_bytes
 from ..srt.io_struct import ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.kv_events import read_config
@@ -37,7 +37,7 @@ from ..srt.start_reports import CpuKernels, SchedulerReady
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal, open_journal
 from ..srt.tenant_weights import parse_weights
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
-from ..srt.weight_messages import UpdateWeightsReq
+from ..srt.weight_messages import UpdateWeightsReq, WeightFacts
 from .engine_runner import EngineRunner
 from .engine_view import StepLog
 from .explained_planner import ExplainedPlanner
@@ -58,7 +58,7 @@ from .scheduler_metrics import SchedulerMetrics
 from .text_stream import StopStringChecker
 from .timeouts import Timeouts
 from .touch_ahead import HostKVPool, TouchAhead
-from .weight_updates import LoadWeights
+from .weight_updates import LoadedWeights, LoadWeights
 
 logger = logging.getLogger(__name__)
 
@@ -207,15 +207,15 @@ def build_scheduler(
     )
 
 
-def _load_weights(runner: ModelRunner, wanted: UpdateWeightsReq) -> bytes:
-    """Loads weights into the runner. Returns the identity of their KV. Raises ValueError and OSError."""
+def _load_weights(runner: ModelRunner, wanted: UpdateWeightsReq) -> LoadedWeights:
+    """Loads weights into the runner. Raises ValueError and OSError."""
     load_format: Any = wanted.load_format
     config = load_model_config(wanted.model_path, load_format)
     # First, because it reads the files, and after the update nothing may fail.
     identity = kv_identity(runner.settings, config, wanted.weight_version)
     assert runner.weights is not None
-    runner.weights.update(config)
-    return identity
+    settings = runner.weights.update(config)
+    return LoadedWeights(identity, _weight_facts(settings, weight_bytes(settings, config)))
 
 
 def _start_trace(wanted: StartProfileReq) -> StepProfiler:
@@ -313,7 +313,6 @@ def _max_total_tokens(runner: EngineRunner) -> int:
 def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> SchedulerReady:
     """The facts about a loaded model that other processes need. Logs them."""
     settings = runner.settings
-    forms = set(settings.weight_forms.values())
     facts = SchedulerReady(
         max_total_num_tokens=runner.max_total_num_tokens,
         max_running_requests=settings.max_running_requests,
@@ -323,11 +322,10 @@ def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> Scheduler
         max_prefill_tokens=settings.max_prefill_tokens,
         vocab_size=model_config.vocab_size,
         dtype=str(settings.dtype).removeprefix("torch."),
-        weight_dtype=", ".join(sorted(forms)) if forms else str(settings.weight_dtype).removeprefix("torch."),
+        weights=_weight_facts(settings, runner.num_bytes.weights),
         device=str(settings.device),
         attention_backend=settings.attention_backend,
         page_size=settings.page_size,
-        weight_bytes=runner.num_bytes.weights,
         kv_bytes=runner.num_bytes.kv_pool,
         graph_bytes=runner.num_bytes.graphs,
         cpu_kernels=_cpu_kernels(settings),
@@ -335,10 +333,10 @@ def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> Scheduler
     logger.info(
         "Model loaded: weights %s, activations %s on %s, %.0f MiB of weights, KV pool of %d tokens (%.0f MiB) in pages "
         "of %d, context %d, %s attention",
-        facts.weight_dtype,
+        facts.weights.dtype,
         facts.dtype,
         facts.device,
-        facts.weight_bytes / 2**20,
+        facts.weights.num_bytes / 2**20,
         facts.max_total_num_tokens,
         facts.kv_bytes / 2**20,
         facts.page_size,
@@ -351,6 +349,12 @@ def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> Scheduler
             *msgspec.structs.astuple(facts.cpu_kernels),
         )
     return facts
+
+
+def _weight_facts(settings: RunnerSettings, num_bytes: int) -> WeightFacts:
+    forms = set(settings.weight_forms.values())
+    dtype = ", ".join(sorted(forms)) if forms else str(settings.weight_dtype).removeprefix("torch.")
+    return WeightFacts(dtype, num_bytes)
 
 
 def _cpu_kernels(settings: RunnerSettings) -> CpuKernels | None:

@@ -90,9 +90,10 @@ class TokenizerManager:
         self._requests = RequestRegistry(self._send_abort, self.inputs.draw_seed, make_generation, key_prefix)
         self.pause = PauseControl(self._calls, self._link, self.abort_all, self._tell_stall)
         self.profile = ProfileControl(self._calls, self._link)
-        self.weights = WeightControl(server_args, self._calls, self._link, self.pause, self._requests, self._send_held)
-        self._last_state: SchedulerState | None = None
-        self._last_state_at = 0.0
+        self.weights = WeightControl(
+            server_args, facts.weights, self._calls, self._link, self.pause, self._requests, self._send_held
+        )
+        self._last_state: tuple[SchedulerState, float] | None = None
 
     @property
     def server_args(self) -> ServerArgs:
@@ -197,10 +198,9 @@ class TokenizerManager:
         return prompt.generations
 
     def abort(self, name: str) -> bool:
-        """Aborts the request or prompt of exactly this name. Returns whether there is one.
+        """Aborts the request or prompt of exactly this name: its samples end with all tokens so far.
 
-        The last output of each sample has all tokens so far.
-        """
+        Returns whether there is one."""
         return self._requests.abort(name)
 
     def on_tool_call(self, generation: Generation) -> None:
@@ -266,8 +266,7 @@ class TokenizerManager:
             await asyncio.sleep(0.05)
 
     async def scheduler_state(self, timeout_s: float) -> KnownState:
-        """The scheduler's state. If it does not answer in time, for example in a long step or during a restart, its
-        last known state.
+        """The scheduler's state, or its last known one if it does not answer in time, as in a long step or a restart.
 
         Raises EngineDead if there is no known state, and if the engine is neither healthy nor being restarted.
         """
@@ -286,7 +285,8 @@ class TokenizerManager:
         """The last state that the scheduler told; None before it has told one."""
         if self._last_state is None:
             return None
-        return KnownState(self._last_state, time.monotonic() - self._last_state_at)
+        state, told_at = self._last_state
+        return KnownState(state, time.monotonic() - told_at)
 
     async def engine_view(self, after_step: int, timeout_s: float) -> EngineView:
         """The steps, requests and hottest prefixes of the engine. Raises EngineDead if there is no answer in time."""
@@ -339,7 +339,7 @@ class TokenizerManager:
                 if generation is not None:  # otherwise it was closed here before its last outputs arrived
                     generation.push(out)
         elif isinstance(message, Heartbeat | StateReply):
-            self._last_state, self._last_state_at = message.state, time.monotonic()
+            self._last_state = message.state, time.monotonic()
         if self.recovery.is_isolating:
             self._try_next()  # also without an output: the suspect may have been closed here
         if isinstance(message, Reply):

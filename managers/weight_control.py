@@ -13,7 +13,7 @@ from typing import Any
 from ..srt.errors import EngineBusy, EngineDead, InvalidRequest, TercetError
 from ..srt.pause_messages import ContinueReq, PauseReply, PauseReq
 from ..srt.server_args import ServerArgs
-from ..srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
+from ..srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq, WeightFacts
 from .calls import Calls, SchedulerLink
 from .pause_control import PauseControl
 from .request_registry import RequestRegistry
@@ -33,6 +33,7 @@ class WeightControl:
     def __init__(
         self,
         server_args: ServerArgs,
+        facts: WeightFacts,
         calls: Calls,
         link: Callable[[], SchedulerLink],
         pause: PauseControl,
@@ -43,6 +44,8 @@ class WeightControl:
         that were held."""
         self.server_args = server_args
         """The settings, with those of the weights in use."""
+        self.facts = facts
+        """What the weights in use are like."""
         self.num_updates = 0
         """How often other weights have been loaded. Their settings may be the same."""
         self.is_holding = False
@@ -101,6 +104,8 @@ class WeightControl:
             if reply.failure is not None:
                 raise TercetError(reply.failure)
             self.use(model_path, load_format, version, dtype)
+            assert reply.facts is not None
+            self.facts = reply.facts
             return reply.num_waiting
         finally:
             self._end()

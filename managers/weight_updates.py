@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
-from ..srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
+from ..srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq, WeightFacts
 from .kv_cache_manager import KVCacheManager
 from .request_queues import RequestQueues
 from .scheduler_io import SchedulerIO
 
 logger = logging.getLogger(__name__)
 
-LoadWeights = Callable[[UpdateWeightsReq], bytes]
-"""Loads weights into the runner. Returns the identity of their KV (`kv_identity`). If it raises an error, the old
-weights are in use as before; ValueError and OSError say what is wrong with the new ones."""
+
+class LoadedWeights(NamedTuple):
+    identity: bytes
+    """of their KV (`kv_identity`)"""
+    facts: WeightFacts
+
+
+LoadWeights = Callable[[UpdateWeightsReq], LoadedWeights]
+"""Loads weights into the runner. If it raises an error, the old weights are in use as before; ValueError and OSError say
+what is wrong with the new ones."""
 
 
 class WeightUpdates:
@@ -44,7 +52,7 @@ class WeightUpdates:
                 "abort",
             )
         try:
-            identity = self._load(message)
+            loaded = self._load(message)
         except (ValueError, OSError) as error:
             logger.warning("The weights in %s were refused: %s", message.model_path, error)
             return UpdateWeightsReply(message.call_id, refusal=str(error) or type(error).__name__)
@@ -53,8 +61,8 @@ class WeightUpdates:
             return UpdateWeightsReply(message.call_id, failure="the new weights could not be loaded")
         self._kv.flush()
         if self._kv.tiers is not None:
-            self._kv.tiers.change_identity(identity)
+            self._kv.tiers.change_identity(loaded.identity)
         for req in self._queues.live():
             req.tiers = None  # it names KV of the old weights
         logger.info("Loaded the weights in %s, version %s", message.model_path, message.weight_version)
-        return UpdateWeightsReply(message.call_id, len(self._queues))
+        return UpdateWeightsReply(message.call_id, len(self._queues), facts=loaded.facts)

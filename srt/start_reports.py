@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from .weight_messages import WeightFacts
+
 
 class CpuKernels(msgspec.Struct, frozen=True):
     """The compiled CPU operations that a server uses, and how they are tuned (model_executor/cpu_calibration.py)."""
@@ -30,12 +32,10 @@ class SchedulerReady(msgspec.Struct, frozen=True, kw_only=True, tag="scheduler_r
     vocab_size: int
     dtype: str
     """Type of the activations."""
-    weight_dtype: str
-    """Type of the matrices: a data type, or the forms of quantized ones."""
+    weights: WeightFacts
     device: str
     attention_backend: str
     page_size: int
-    weight_bytes: int
     kv_bytes: int
     graph_bytes: int = 0
     """Device memory of CUDA graphs; 0 without graphs."""

@@ -5,6 +5,14 @@ from __future__ import annotations
 import msgspec
 
 
+class WeightFacts(msgspec.Struct, frozen=True):
+    """What the weights in use are like."""
+
+    dtype: str
+    """Type of the matrices: a data type, or the forms of quantized ones."""
+    num_bytes: int
+
+
 class UpdateWeightsReq(msgspec.Struct, frozen=True, tag="update_weights"):
     """Load other weights of the same model. Generation must be paused. The answer is an UpdateWeightsReply."""
 
@@ -24,3 +32,5 @@ class UpdateWeightsReply(msgspec.Struct, frozen=True, tag="weights"):
     """Why the request cannot be met: the weights do not suit the engine, or it is busy."""
     failure: str | None = None
     """What failed in the engine."""
+    facts: WeightFacts | None = None
+    """About the new weights; None if the old ones are in use."""

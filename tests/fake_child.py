@@ -40,6 +40,7 @@ from tercet.srt.io_struct import (
 from tercet.srt.ipc import Receiver, RunDir, Sender
 from tercet.srt.pause_messages import ContinueReq, PauseReply, PauseReq
 from tercet.srt.start_reports import DetokenizerReady, SchedulerReady
+from tercet.srt.weight_messages import WeightFacts
 
 MODULE = "fake_child"
 HANG = 997
@@ -53,11 +54,10 @@ FACTS = SchedulerReady(
     max_prefill_tokens=128,
     vocab_size=1000,
     dtype="float32",
-    weight_dtype="float32",
+    weights=WeightFacts("float32", 1),
     device="cpu",
     attention_backend="torch",
     page_size=1,
-    weight_bytes=1,
     kv_bytes=2,
 )
 

@@ -47,6 +47,7 @@ from tercet.srt.text.tokenizer import Tokenizer
 from tercet.srt.text.tokenizer_parts import TokenizerParts
 from tercet.srt.tier_state import TierState
 from tercet.srt.view_parts import HotPrefix, StepRecord
+from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq, WeightFacts
 
 T = TypeVar("T")
 
@@ -268,11 +269,10 @@ def make_manager(
         max_prefill_tokens=128,
         vocab_size=VOCAB_SIZE,
         dtype="float32",
-        weight_dtype="int4, int8",
+        weights=WeightFacts("int4, int8", 1 << 30),
         device="cpu",
         attention_backend="torch",
         page_size=1,
-        weight_bytes=1 << 30,
         kv_bytes=1 << 29,
         graph_bytes=1 << 28,
         cpu_kernels=CpuKernels("avx2", 256, 1024, "widened", "measured"),
@@ -366,3 +366,8 @@ def events_of(content: bytes) -> list[Any]:
         events.append(json.loads(data[len("data: ") :]))
         assert names in ([], [f"event: {events[-1].get('type')}"])
     return events
+
+
+def loaded_weights(message: UpdateWeightsReq) -> UpdateWeightsReply:
+    """A scheduler's answer: the weights are in use."""
+    return UpdateWeightsReply(message.call_id, facts=WeightFacts("bfloat16", 7))

@@ -92,9 +92,10 @@ class WeightUpdater:
         self._accelerator = accelerator
 
     @torch.inference_mode()
-    def update(self, config: ModelConfig) -> None:
-        """Loads the weights that `config` names. No step may be in flight, and no KV of the old weights may be used
-        afterwards.
+    def update(self, config: ModelConfig) -> RunnerSettings:
+        """Loads the weights that `config` names. Returns the settings with the types of the new matrices.
+
+        No step may be in flight, and no KV of the old weights may be used afterwards.
 
         Raises ValueError and OSError for weights that cannot be used, and if the memory does not suffice. Then
         nothing has changed.
@@ -121,6 +122,7 @@ class WeightUpdater:
         else:
             self._overwrite(self._in_place, stored)
         trim_heap()
+        return settings
 
     def _settings_for(self, config: ModelConfig) -> RunnerSettings:
         """The settings with the types of the new matrices. Their file may store other types than the old one."""

@@ -155,7 +155,7 @@ async def collect_server_info(server: Server) -> dict[str, Any]:
     # Settings that were "auto" show their resolved values.
     settings |= {
         "dtype": facts.dtype,
-        "weight_dtype": facts.weight_dtype,
+        "weight_dtype": manager.weights.facts.dtype,
         "device": facts.device,
         "attention_backend": facts.attention_backend,
         "cpu_kernels": None if facts.cpu_kernels is None else msgspec.structs.asdict(facts.cpu_kernels),
@@ -192,7 +192,7 @@ def _status(manager: TokenizerManager) -> str:
 def _internal_state(server: Server, state: SchedulerState) -> dict[str, Any]:
     facts = server.manager.facts
     memory = {
-        "weight": round(facts.weight_bytes / _GIB, 3),
+        "weight": round(server.manager.weights.facts.num_bytes / _GIB, 3),
         "kvcache": round(facts.kv_bytes / _GIB, 3),
         "token_capacity": facts.max_total_num_tokens,
         "graph": round(facts.graph_bytes / _GIB, 3),
@@ -200,7 +200,7 @@ def _internal_state(server: Server, state: SchedulerState) -> dict[str, Any]:
     return {
         **msgspec.structs.asdict(state),
         "memory_usage": memory,
-        "weight_bytes": facts.weight_bytes,
+        "weight_bytes": server.manager.weights.facts.num_bytes,
         "kv_bytes": facts.kv_bytes,
         "graph_bytes": facts.graph_bytes,
         "effective_max_running_requests_per_dp": facts.max_running_requests,

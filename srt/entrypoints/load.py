@@ -88,7 +88,10 @@ async def loads(server: Server, request: Request, body: None) -> ASGIApp:
     memory: MemoryLoad | UnsetType = UNSET
     if sections & {"all", "memory"}:
         memory = MemoryLoad(
-            facts.weight_bytes / _GIB, facts.kv_bytes / _GIB, facts.graph_bytes / _GIB, facts.max_total_num_tokens
+            server.manager.weights.facts.num_bytes / _GIB,
+            facts.kv_bytes / _GIB,
+            facts.graph_bytes / _GIB,
+            facts.max_total_num_tokens,
         )
     load = LoadDetail(
         dp_rank=0,

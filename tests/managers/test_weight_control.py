@@ -17,8 +17,9 @@ from tercet.srt.io_struct import AbortFinish, LengthFinish
 from tercet.srt.pause_messages import ContinueReq, PauseReq
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
-from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
+from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq, WeightFacts
 
+NEW_WEIGHTS = WeightFacts("bfloat16", 7)
 OPTIONS = RequestOptions(sampling=SamplingParams(max_new_tokens=4), stream=True)
 
 
@@ -36,7 +37,7 @@ class Engine:
     def _answer(self, message: UpdateWeightsReq) -> UpdateWeightsReply:
         assert self.scheduler.is_paused
         self.updates.append(message)
-        return UpdateWeightsReply(message.call_id, 0, self.refusal, self.failure)
+        return UpdateWeightsReply(message.call_id, 0, self.refusal, self.failure, facts=NEW_WEIGHTS)
 
     def update(
         self, version: str | None = "2", *, abort_all: bool = False, **timeout: float
@@ -60,6 +61,7 @@ def test_an_update_pauses_loads_and_continues() -> None:
         assert args is engine.manager.weights.server_args
         assert (args.model_path, args.weight_version, args.dtype) == ("/w/2", "2", "float32")
         assert (args.tokenizer_path, args.model_name) == ("/models/tiny-1", "tiny")
+        assert engine.manager.weights.facts == NEW_WEIGHTS
         generation = await engine.submit()
         assert generation.weight_version == "2" and (await generation.result()).finish == LengthFinish(4)
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from scheduler_rig import Rig
 
-from tercet.managers.weight_updates import WeightUpdates
+from tercet.managers.weight_updates import LoadedWeights, WeightUpdates
 from tercet.srt.pause_messages import ContinueReq, PauseReq
-from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
+from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq, WeightFacts
 
 PROMPT = list(range(1, 42))
+FACTS = WeightFacts("bfloat16", 7)
 
 
 class Loader:
@@ -22,11 +23,11 @@ class Loader:
         self.loaded: list[str] = []
         self.error: Exception | None = None
 
-    def __call__(self, message: UpdateWeightsReq) -> bytes:
+    def __call__(self, message: UpdateWeightsReq) -> LoadedWeights:
         if self.error is not None:
             raise self.error
         self.loaded.append(message.model_path)
-        return message.weight_version.encode()
+        return LoadedWeights(message.weight_version.encode(), FACTS)
 
 
 def update(rig: Rig, version: str = "2") -> UpdateWeightsReply:
@@ -62,7 +63,7 @@ def test_all_kv_of_the_old_weights_is_forgotten(tmp_path: Path) -> None:
     assert ask("a") == (0, 0, 0) and ask("b")[0] == 40
     for number, version in enumerate(("2", "3")):
         pause(rig)
-        assert update(rig, version) == UpdateWeightsReply(9)
+        assert update(rig, version) == UpdateWeightsReply(9, facts=FACTS)
         rig.inbox.messages.append(ContinueReq(2))
         rig.turn()
         assert ask(f"new {number}") == (0, 0, 0)
@@ -76,7 +77,7 @@ def test_a_retracted_request_goes_on_without_kv_of_the_old_weights(tmp_path: Pat
     while len(rig.heard["a"].ids) < 10:
         rig.turn()
     pause(rig, retract=True)
-    assert update(rig) == UpdateWeightsReply(9, num_waiting=1)
+    assert update(rig) == UpdateWeightsReply(9, num_waiting=1, facts=FACTS)
     steps = len(rig.runner.steps)
     rig.inbox.messages.append(ContinueReq(2))
     rig.run()

@@ -51,7 +51,9 @@ def test_an_updated_runner_computes_as_a_fresh_one(tmp_path: Path, backend: str,
     runner, fresh = runner_of(first, backend, **settings), runner_of(second, backend, **settings)
     before, expected = logits(runner), logits(fresh)
     assert not torch.equal(before, expected)
-    runner.weights.update(second)
+    settings_then = runner.weights.update(second)
+    assert settings_then.weight_dtype == fresh.settings.weight_dtype
+    assert settings_then.weight_forms == fresh.settings.weight_forms
     assert torch.equal(logits(runner), expected)
     # The files may change now: nothing is mapped.
     for path in (tmp_path / "2").glob("*.safetensors"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_http import Site
+from fake_http import Site, loaded_weights
 
 from tercet.srt.entrypoints.http_server import ENDPOINTS
 from tercet.srt.entrypoints.native_protocol import NativeSampling
@@ -17,7 +17,7 @@ from tercet.srt.entrypoints.openai.protocol import StreamOptions
 from tercet.srt.entrypoints.openapi import body_types
 from tercet.srt.entrypoints.wire import fields_of
 from tercet.srt.profile_messages import ProfileReply, StartProfileReq
-from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
+from tercet.srt.weight_messages import UpdateWeightsReq
 
 HI = {"role": "user", "content": "hi"}
 VALID: dict[str, dict[str, Any]] = {
@@ -148,7 +148,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     site = Site(profile_dir=str(tmp_path), update_weights_dir=str(tmp_path))
     site.scheduler.answers = {
         StartProfileReq: lambda message: ProfileReply(message.call_id, message.path),
-        UpdateWeightsReq: lambda message: UpdateWeightsReply(message.call_id),
+        UpdateWeightsReq: loaded_weights,
     }
     yield site
     site.close()

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from breakable_http import Connection, events_in
-from fake_http import Site
+from fake_http import Site, loaded_weights
 
 from tercet.srt.entrypoints.saved_streams import SavedStreams
 from tercet.srt.entrypoints.stream_journal import StreamJournal
-from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
+from tercet.srt.weight_messages import UpdateWeightsReq
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -254,7 +254,7 @@ def test_repeated_events_name_their_weights(tmp_path: Path) -> None:
 
 def take_weights(site: Site) -> None:
     """The scheduler loads all weights at once."""
-    site.scheduler.answers[UpdateWeightsReq] = lambda message: UpdateWeightsReply(message.call_id)
+    site.scheduler.answers[UpdateWeightsReq] = loaded_weights
 
 
 def update_weights(site: Site, version: str) -> None:

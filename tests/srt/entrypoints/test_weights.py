@@ -10,7 +10,7 @@ from fake_http import Site, error_of
 
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
-from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq
+from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq, WeightFacts
 
 PATH = "/update_weights_from_disk"
 
@@ -25,7 +25,7 @@ class WeightSite(Site):
 
     def _answer(self, message: UpdateWeightsReq) -> UpdateWeightsReply:
         self.updates.append(message)
-        return UpdateWeightsReply(message.call_id, 3, self.refusal)
+        return UpdateWeightsReply(message.call_id, 3, self.refusal, facts=WeightFacts("bfloat16", 7))
 
 
 @pytest.fixture
@@ -76,7 +76,9 @@ def test_answers_tell_the_version_and_the_served_name_stays(updatable: WeightSit
     info = updatable.get("/model_info").json()
     assert info["weight_version"] == "v2" and info["model_path"] == str(updatable.folder / "a")
     assert info["tokenizer_path"] == "/models/tiny-1"
-    assert updatable.get("/server_info").json()["weight_version"] == "v2"
+    info = updatable.get("/server_info").json()
+    assert (info["weight_version"], info["weight_dtype"]) == ("v2", "bfloat16")
+    assert info["internal_states"][0]["weight_bytes"] == 7
     assert updatable.get("/v1/models").json()["data"][0]["id"] == name
 
 
