@@ -21,8 +21,8 @@ class LoadedWeights(NamedTuple):
 
 
 LoadWeights = Callable[[UpdateWeightsReq], LoadedWeights]
-"""Loads weights into the runner. If it raises an error, the old weights are in use as before; ValueError and OSError say
-what is wrong with the new ones."""
+"""Loads weights into the runner. If it raises an error, the old weights are in use as before; ValueError and OSError
+say what is wrong with the new ones."""
 
 
 class WeightUpdates:
