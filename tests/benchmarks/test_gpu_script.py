@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import signal
@@ -43,11 +43,9 @@ def test_without_time_nothing_is_started(tmp_path: Path) -> None:
     assert json.loads(ran.stdout.splitlines()[-1])["parts"]["one-batch"]["state"] == "not started: no time left"
 
 
-def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("gpu_session", SCRIPT.with_name("gpu_session.py"))
-    assert spec is not None and spec.loader is not None
-    session = sys.modules["gpu_session"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(session)
+def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    session = importlib.import_module("gpu_session")
     child = "import time; print('child', flush=True); time.sleep(600)"
     code = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
     part = session.Part("hangs", "", [sys.executable, "-c", code, "pytest"], needs_s=0, limit_s=3)
