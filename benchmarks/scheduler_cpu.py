@@ -53,7 +53,7 @@ _CALLS = {
     "_metrics": (Phase.OBSERVE, ("on_arrival", "on_launch", "on_result", "on_finish")),
     "_step_log": (Phase.OBSERVE, ("on_launch", "on_result")),
     "_journal": (Phase.OBSERVE, ("begin", "end")),
-    "_planner": (Phase.OBSERVE, ("_count_time", "_note_admissions", "_find_limit")),
+    "planner": (Phase.OBSERVE, ("_count_time", "_note_admissions", "_find_limit")),
 }
 """Methods of parts of a scheduler that are timed. The planner has its own only with `--explain-schedule`."""
 _NUM_CALIBRATIONS = 10_000
