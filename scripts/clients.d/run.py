@@ -80,9 +80,11 @@ class Client:
         if self.in_python:
             subprocess.run([sys.executable, "-m", "venv", self.folder], check=True)
             python = self.folder / "bin" / "python"
-            subprocess.run([*pip(python, "install"), *self.requires], check=True)
+            pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+            if not installed_with_uv(python, self.requires):
+                subprocess.run([*pip, "install", *self.requires], check=True)
             if self.excludes:
-                subprocess.run([*pip(python, "uninstall"), *self.excludes], check=True)
+                subprocess.run([*pip, "uninstall", "--yes", *self.excludes], check=True)
         else:
             self.folder.mkdir(parents=True)
             (self.folder / "package.json").write_text("{}\n", encoding="utf-8")
@@ -114,13 +116,12 @@ class Client:
         return read_report(self.name, report)
 
 
-def pip(python: Path, command: str) -> list[str | Path]:
-    """The start of a command that changes the packages of `python`, with uv where it is installed: it is quicker."""
+def installed_with_uv(python: Path, requires: list[str]) -> bool:
+    """Installs packages with uv, which is quicker than pip. False: uv is not here, or cannot, as with pip's settings."""
     uv = shutil.which("uv")
-    if uv is not None:
-        return [uv, "pip", command, "--quiet", "--python", python]
-    yes = ["--yes"] if command == "uninstall" else []
-    return [python, "-m", "pip", "--quiet", "--disable-pip-version-check", command, *yes]
+    if uv is None:
+        return False
+    return subprocess.run([uv, "pip", "install", "--quiet", "--python", python, *requires], check=False).returncode == 0
 
 
 def read_report(client: str, report: Path) -> Outcome:
