@@ -117,7 +117,7 @@ class Client:
 
 
 def installed_with_uv(python: Path, requires: list[str]) -> bool:
-    """Installs packages with uv, which is quicker than pip. False: uv is not here, or cannot, as with pip's settings."""
+    """Installs packages with uv, which is quicker than pip. False: uv is missing, or cannot, as with pip's settings."""
     uv = shutil.which("uv")
     if uv is None:
         return False
