@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+_TIMEOUT_S = 1200
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -51,7 +52,9 @@ class InterpretedRun(pytest.Item):
 
 class InterpretedFile(pytest.File):
     def collect(self) -> Iterator[pytest.Item]:
-        yield InterpretedRun.from_parent(self, name="interpreted")
+        item = InterpretedRun.from_parent(self, name="interpreted")
+        item.add_marker(pytest.mark.timeout(_TIMEOUT_S))  # many tests, one item: the limit of one test is too short
+        yield item
 
 
 def let_scalars_be_indices() -> None:
