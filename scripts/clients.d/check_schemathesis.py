@@ -7,8 +7,8 @@ import os
 import subprocess
 
 URL = os.environ["TERCET_URL"]
-WITHOUT = "/health_generate|/abort_request|/flush_cache|/v1/responses"
-"""Paths that change the server, and one that generates to the end of the context for many random bodies."""
+WITHOUT = "/health_generate|/abort_request|/flush_cache|/pause_generation|/continue_generation|/v1/responses"
+"""Paths that change the server or pause it, and one that generates to the end of the context for many random bodies."""
 
 
 def test_no_request_breaks_the_server() -> None:
