@@ -306,17 +306,20 @@ class Planner:
         return [(FROM_DEVICE, *ids) for ids in drafts]
 
     def _make_room_for(self, decodes: list[Req]) -> list[Req]:
-        """The requests of `decodes` that get their next slot. As few as possible are retracted; at least one stays."""
+        """The requests of `decodes` that get their next slot. As few as possible are retracted. At least one request
+        with KV stays."""
         if not decodes or self.kv.has_room_for_decode(decodes):
             return decodes
         if len(decodes) < len(self.queues.running):
             return []  # some requests may end with the step in flight and release their KV: wait for that
-        kept = retraction_order(decodes)
-        prompts = sorted(self.queues.unfinished, key=lambda req: req.place)
+        kept = list(decodes)
         retracted = []
+        victims = iter(retraction_order(decodes, self.queues.unfinished))
         while self.kv.decode_shortfall(kept) > 0:
-            # Alone, a request fits: ReqFactory accepts none that is longer than the pool.
-            victim = kept.pop(0) if len(kept) > 1 else prompts.pop()
+            # The last one is no victim. Alone, a request fits: ReqFactory accepts none that is longer than the pool.
+            victim = next(victims)
+            if victim.stage is Stage.DECODING:
+                kept.remove(victim)
             self._retract(victim)
             retracted.append(victim)
         self.queues.send_back(retracted)

@@ -164,6 +164,9 @@ class NewTokenRatio:
         self.value = max(self.value - self._decay, self._floor)
 
     def on_retract(self, kept: Sequence[Req]) -> None:
+        """`kept`: the decoding requests that stay. If there are none, nothing was learned."""
+        if not kept:
+            return
         decoded = sum(len(req.output_ids) + self._MARGIN_TOKENS for req in kept)
         wished = sum(req.max_new_tokens for req in kept)
         self.value = min(1.0, decoded / max(wished, 1))
@@ -178,6 +181,15 @@ class NewTokenRatio:
         return likely * self.value + sure * (1 - self.value)
 
 
-def retraction_order(running: Sequence[Req]) -> list[Req]:
-    """The requests, first to retract first: fewest output tokens, then longest prompt, then latest arrival."""
-    return sorted(running, key=lambda req: (len(req.output_ids), -len(req.prompt_ids), -req.arrival))
+def retraction_order(decodes: Sequence[Req], prompts: Collection[Req]) -> list[Req]:
+    """The requests with KV, first to retract first. The last one stays. `prompts`: those in chunks.
+
+    Less urgent ones go first. Of equally urgent ones, these go first: decoding requests with the fewest output tokens,
+    then the longest prompt, then the latest arrival. Prompts in chunks follow, the newest first. The decoding request
+    that would go last among its kind goes after them, so that something decodes.
+    """
+    *first, last = sorted(
+        decodes, key=lambda req: (req.urgency, len(req.output_ids), -len(req.prompt_ids), -req.arrival)
+    )
+    newest_first = sorted(prompts, key=lambda req: req.arrival, reverse=True)
+    return sorted([*first, *newest_first, last], key=lambda req: req.urgency)

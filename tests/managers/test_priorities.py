@@ -77,6 +77,38 @@ def test_nobody_is_preempted_if_that_is_not_enough() -> None:
     assert rig.heard["urgent"].ids == expected_output([7] * 60, 1, 2, 97)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_too_little_memory_the_least_urgent_is_retracted(overlap: bool) -> None:
+    """Whoever has more output. The difference is below the threshold, so nobody is preempted."""
+    rig = Rig(pool_size=128, conservativeness=0.01, preemption_threshold=10, overlap=overlap)
+    rig.add("low", [1] * 9, max_new_tokens=90)
+    for _ in range(30):
+        rig.turn()
+    rig.add("urgent", [2] * 9, priority=5, max_new_tokens=70)
+    rig.run()
+    assert rig.heard["low"].last.counts.num_retractions > 0
+    assert rig.heard["urgent"].last.counts.num_retractions == 0
+    assert rig.heard["low"].ids == expected_output([1] * 9, 1, 90, 97)
+    assert rig.heard["urgent"].ids == expected_output([2] * 9, 1, 70, 97)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_urgent_prompt_in_chunks_is_not_retracted_for_a_less_urgent_one_that_decodes(overlap: bool) -> None:
+    rig = Rig(
+        pool_size=100, conservativeness=0.01, preemption_threshold=10, overlap=overlap, max_prefill_tokens=8,
+        chunked_prefill_size=8,
+    )  # fmt: skip
+    rig.add("low", [1] * 4, max_new_tokens=60)
+    for _ in range(4):
+        rig.turn()
+    rig.planner.ratio.value = 0.0  # the outputs of "low" will be more than expected
+    rig.add("urgent", [2] * 80, priority=5, max_new_tokens=2)
+    rig.run()
+    assert rig.heard["low"].last.counts.num_retractions == 1
+    assert rig.heard["urgent"].last.counts.num_retractions == 0
+    assert rig.heard["low"].ids == expected_output([1] * 4, 1, 60, 97)
+
+
 def test_the_least_urgent_and_newest_leaves_a_full_queue() -> None:
     rig = Rig(max_queued=3, max_running=1, preemption_threshold=100)
     rig.add("runs", [0] * 5, max_new_tokens=20)

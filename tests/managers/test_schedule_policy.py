@@ -9,6 +9,7 @@ from kv_makers import make_kv, make_req, put_into_cache
 
 from fakes import FakeClock
 from tercet.managers.kv_cache_manager import KVCacheManager
+from tercet.managers.req import Req
 from tercet.managers.schedule_policy import (
     CLIP_MAX_NEW_TOKENS,
     MAX_PASSED_OVER,
@@ -202,7 +203,7 @@ def test_after_a_retraction_the_ratio_is_what_those_who_stay_have_used_and_20_to
     ratio.on_retract([make_req([1], output=[5] * 90, max_new_tokens=100)])
     assert ratio.value == 1.0
     ratio.on_retract([])
-    assert ratio.value == 0.0
+    assert ratio.value == 1.0
 
 
 def test_running_requests_reserve_their_share_and_those_that_ignore_eos_all() -> None:
@@ -229,5 +230,20 @@ def test_retraction_begins_with_the_fewest_outputs_then_the_longest_prompt_then_
         make_req([1] * 1, 4, output=[5] * 1),
         make_req([1] * 99, 5, output=[5] * 4),
     ]
-    assert names(retraction_order(running)) == [4, 3, 1, 2, 0, 5]
+    assert names(retraction_order(running, [])) == [4, 3, 1, 2, 0, 5]
     assert names(running) == [0, 1, 2, 3, 4, 5]
+    in_chunks = {make_req([1] * 9, 7): None, make_req([1] * 9, 6): None}
+    assert names(retraction_order(running, in_chunks)) == [4, 3, 1, 2, 0, 7, 6, 5]
+
+
+def test_the_least_urgent_are_retracted_first_whatever_they_have() -> None:
+    def of(urgency: int, arrival: int, num_outputs: int) -> Req:
+        req = make_req([1] * 9, arrival, output=[5] * num_outputs)
+        req.urgency = urgency
+        return req
+
+    decodes = [of(1, 0, 9), of(0, 1, 30), of(2, 2, 1), of(0, 3, 20), of(2, 4, 2)]
+    assert names(retraction_order(decodes, [])) == [3, 1, 0, 2, 4]
+    assert names(retraction_order(decodes, [of(2, 5, 0), of(0, 6, 0)])) == [3, 1, 6, 0, 2, 5, 4]
+    # An urgent prompt in chunks goes after the last one that decodes.
+    assert names(retraction_order(decodes[:2], [of(2, 5, 0)])) == [1, 0, 5]
