@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby, islice, zip_longest
+from itertools import chain, groupby
 from operator import attrgetter
 
 from .kv_cache_manager import KVCacheManager
-from .req import Req, Stage
+from .req import Req
 from .schedule_policy import MAX_PASSED_OVER, MAX_SORTED, SchedulePolicy
+from .tenant_queue import TenantQueue
 from .tenant_shares import TenantShares
 
 OUTPUT_TOKEN_COST = 2
 """An output token counts as so many prefill tokens. It occupies a row of a step of its own, and is priced so."""
 
+_place_of = attrgetter("place")
 _urgency_of = attrgetter("urgency")
 _tenant_of = attrgetter("tenant")
 
@@ -55,56 +56,42 @@ class FairPolicy(SchedulePolicy):
         """`clock`: that of `Req.arrived_s`. `weights`, `quantum`: those of TenantShares."""
         super().__init__("dlpm", kv, clock)
         self.shares = TenantShares(weights, quantum)
-        self._live: defaultdict[str, dict[Req, None]] = defaultdict(dict)
-        """The live requests of each tenant that has any, in the order of arrival."""
-        self._num_by_urgency: Counter[int] = Counter()
-        """Of live requests."""
+        self.waiting = TenantQueue(self.shares)
+        """The waiting queue of the engine."""
         self._num_charged: dict[Req, int] = {}
         """Admitted live requests, and how many of their output tokens are charged."""
-
-    def on_arrival(self, req: Req) -> None:
-        self._live[req.tenant][req] = None
-        self._num_by_urgency[req.urgency] += 1
-        self.shares.join(req.tenant)
 
     def on_end(self, req: Req) -> None:
         self._charge_output(req)
         self._num_charged.pop(req, None)
-        of_tenant = self._live[req.tenant]
-        del of_tenant[req]
-        if not of_tenant:
-            del self._live[req.tenant]
-        self._num_by_urgency[req.urgency] -= 1
-        if not self._num_by_urgency[req.urgency]:
-            del self._num_by_urgency[req.urgency]
 
     def order(self, waiting: Collection[Req]) -> Iterable[Req]:
-        """All of `waiting`, best first. Of a longer queue than MAX_SORTED, the first requests of each tenant are
-        sorted, or with several priorities the first requests of the queue."""
-        if len(self._live) < 2:
+        """All of `waiting`, best first. Of more than MAX_SORTED, only some are sorted: the most urgent ones, and of
+        equally urgent ones the first of each tenant."""
+        if not self.waiting.has_several_tenants:
             return super().order(waiting)
         for req in self._num_charged:
             self._charge_output(req)
         if len(waiting) <= MAX_SORTED:
             return self._by_credit(waiting)
-        found = islice(waiting if len(self._num_by_urgency) > 1 else self._in_turn(), MAX_SORTED)
-        first = dict.fromkeys(sorted(found, key=attrgetter("place")))
+        first = dict.fromkeys(sorted(self.waiting.in_turn(MAX_SORTED), key=_place_of))
         return chain(self._by_credit(first), (req for req in waiting if req not in first))
 
     def on_admitted(self, admitted: Sequence[Req], waiting: Iterable[Req]) -> None:
         """Charges the prompts, and ages the requests of the same tenants that were passed over."""
+        if not admitted:
+            return
         last: dict[str, tuple[int, int]] = {}
+        lowest = min(self.waiting.lowest_urgency, *map(_urgency_of, admitted))
         for req in admitted:
             num_tokens = req.num_tokens - req.matched_len
-            if req.urgency == min(self._num_by_urgency):
+            if req.urgency == lowest:
                 self.shares.charge_chosen(req.tenant, num_tokens)
             else:  # its urgency may have chosen it
                 self.shares.charge(req.tenant, num_tokens)
             self._charge_output(req)  # of the time before a retraction
             self._num_charged[req] = len(req.output_ids)
             last[req.tenant] = max(req.place, last.get(req.tenant, req.place))
-        if not last:
-            return
         end = max(last.values())
         for req in waiting:
             if req.place > end:
@@ -140,12 +127,6 @@ class FairPolicy(SchedulePolicy):
         """Those that were passed over too often come first, in the order of arrival, then the longest prefix."""
         is_young = req.passed_over < MAX_PASSED_OVER
         return is_young, -self._kv.match_len(req) if is_young else 0
-
-    def _in_turn(self) -> Iterator[Req]:
-        """The waiting requests, one of each tenant in turn. First those of the tenants that have had least."""
-        tenants = sorted(self._live, key=self.shares.position)[:MAX_SORTED]
-        waiting = [(req for req in self._live[name] if req.stage is Stage.WAITING) for name in tenants]
-        return (req for req in chain.from_iterable(zip_longest(*waiting)) if req is not None)
 
     def _charge_output(self, req: Req) -> None:
         """Charges the tokens that an admitted request has generated since the last call."""

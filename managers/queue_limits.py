@@ -2,7 +2,8 @@
 
 The wait is estimated when a request arrives: the tokens that requests ahead of it have to compute, divided by the rate
 at which such tokens left the queue in the last seconds. The rate is measured only while requests wait, so it includes
-everything that they wait for: prefill, decode steps between, free rows and free memory.
+everything that they wait for: prefill, decode steps between, free rows and free memory. The queue knows who is ahead,
+and who gives way.
 """
 
 from __future__ import annotations
@@ -138,25 +139,27 @@ class QueueLimits:
                 retry_after_s=retry_after_s,
             )
 
-    def check_room(self, req: Req) -> None:
-        """Raises QueueFull if the waiting queue is full."""
-        if not self._queues.is_full:
-            return
-        num_waiting = len(self._queues.waiting)
+    def make_room(self, req: Req) -> tuple[Req, QueueFull] | None:
+        """Who gets which error because the waiting queue is full: the new request, or one that gives way to it."""
+        queues = self._queues
+        if not queues.is_full:
+            return None
+        refused = queues.waiting.gives_way_to(req) or req
+        num_waiting = len(queues.waiting)
         rate = self._rate.tokens_per_s
         retry_after_s = None
         if rate is not None:
-            one_s = self._tokens_before(req) / num_waiting / rate
+            one_s = self._tokens_before(refused) / num_waiting / rate
             retry_after_s = self._retry_after_s(one_s, one_s)
-        raise QueueFull(
+        return refused, QueueFull(
             f"the waiting queue is full ({num_waiting} requests); try again later", retry_after_s=retry_after_s
         )
 
     def _tokens_before(self, req: Req) -> int:
-        """Tokens to compute before this request, in the order of arrival of equally urgent requests."""
+        """Tokens to compute before a new request, if equally urgent ones of its tenant keep the order of arrival."""
         queues = self._queues
-        num_tokens = sum(other.queued_tokens for other in queues.waiting if other.urgency >= req.urgency)
-        return num_tokens + sum(other.num_tokens - other.kv_len for other in queues.unfinished)
+        num_tokens = sum(other.num_tokens - other.kv_len for other in queues.unfinished)
+        return num_tokens + queues.waiting.num_tokens_before(req)
 
     def _retry_after_s(self, drained_s: float, service_s: float) -> int:
         """`drained_s`: until the queue will have a place for the refused request. `service_s`: its own share of it."""

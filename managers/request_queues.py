@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Protocol
 
 from .req import Req, Stage
+from .waiting_queue import WaitingQueue
 
 
 class QueueObserver(Protocol):
-    """A schedule policy that counts requests."""
-
-    def on_arrival(self, req: Req) -> None: ...
+    """Is told of each request that ends."""
 
     def on_end(self, req: Req) -> None: ...
 
@@ -19,13 +18,12 @@ class QueueObserver(Protocol):
 class RequestQueues:
     """Each live request is in exactly one of three places. `holders` are the requests with KV.
 
-    `waiting`, `unfinished` and `running` are ordered sets: dictionaries whose values mean nothing. The time to add,
-    find or remove a request does not depend on their number.
+    `unfinished` and `running` are ordered sets: dictionaries whose values mean nothing. The time to add, find or remove
+    a request does not depend on their number, except that retracted requests are sorted with waiting ones.
     """
 
     def __init__(self, max_waiting: int = 1 << 30) -> None:
-        self.waiting: dict[Req, None] = {}
-        """In the order of `Req.place`: most urgent first, then in the order of arrival."""
+        self.waiting = WaitingQueue()
         self._max_waiting = max_waiting
         self.unfinished: dict[Req, None] = {}
         """Prompts of which some chunks are computed, or will be by a launched step."""
@@ -59,28 +57,14 @@ class RequestQueues:
         """Adds a new request to the waiting queue. It arrived after all others, and no live request has its id."""
         assert req.rid not in self._live
         self._live[req.rid] = req
-        is_overtaking = bool(self.waiting) and req.urgency > next(reversed(self.waiting)).urgency
-        self.waiting[req] = None
+        self.waiting.add(req)
         self.num_constrained += req.sampling.grammar is not None
         self.num_with_hidden += req.hidden is not None
-        if is_overtaking:
-            self._sort()
-        if self.observer is not None:
-            self.observer.on_arrival(req)
 
     @property
     def is_full(self) -> bool:
         """The waiting queue has no place for another new request."""
         return len(self.waiting) >= self._max_waiting
-
-    def gives_way_to(self, urgency: int) -> Req | None:
-        """The last waiting request, if it is less urgent. Requests with output and aborted ones do not give way."""
-        for req in reversed(self.waiting):
-            if req.urgency >= urgency:
-                return None
-            if req.pending_abort is None and not req.output_ids and not req.num_steps_in_flight:
-                return req
-        return None
 
     def start(self, req: Req, *, whole: bool) -> None:
         """Moves a request whose extend is planned. `whole`: it runs from now on. Otherwise its prompt is in chunks."""
@@ -92,16 +76,12 @@ class RequestQueues:
             req.stage = Stage.EXTENDING
             self.unfinished[req] = None
 
-    def send_back(self, reqs: Iterable[Req]) -> None:
+    def send_back(self, reqs: Collection[Req]) -> None:
         """Moves retracted requests to their places in the waiting queue."""
         for req in reqs:
             self._leave(req)
             req.stage = Stage.WAITING
-            self.waiting[req] = None
-        self._sort()
-
-    def _sort(self) -> None:
-        self.waiting = dict.fromkeys(sorted(self.waiting, key=lambda req: req.place))
+        self.waiting.put_back(reqs)
 
     def finish(self, req: Req) -> None:
         self._leave(req)
@@ -115,7 +95,7 @@ class RequestQueues:
     def _leave(self, req: Req) -> None:
         """Removes a request from its place."""
         if req.stage is Stage.WAITING:
-            del self.waiting[req]
+            self.waiting.remove(req)
         elif req.stage is Stage.EXTENDING:
             del self.unfinished[req]
         else:

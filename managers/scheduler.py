@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..model_executor.step import LaunchedStep, Runner
-from ..srt.errors import QueueFull, TercetError
+from ..srt.errors import TercetError
 from ..srt.grammar_spec import GrammarSpec
 from ..srt.io_struct import (
     AbortFinish,
@@ -232,14 +232,14 @@ class Scheduler:
             self._fail(req, error)
 
     def _make_place_for(self, req: Req) -> None:
-        """Raises QueueFull if the waiting queue is full, unless a less urgent request gets that error instead."""
-        try:
-            self._queue_limits.check_room(req)
-        except QueueFull as error:
-            evicted = self.queues.gives_way_to(req.urgency)
-            if evicted is None:
-                raise
-            self._fail(evicted, error)
+        """Raises QueueFull if the waiting queue is full, unless a waiting request gets that error instead."""
+        refusal = self._queue_limits.make_room(req)
+        if refusal is None:
+            return
+        refused, error = refusal
+        if refused is req:
+            raise error
+        self._results.finish(refused, AbortFinish.of(error))
 
     def _fail_named(self, message: BrokenMessage) -> None:
         error = TercetError(message.reason)

@@ -47,9 +47,16 @@ class TenantShares:
         """In rounds. The tenant is in credit if this is below `round`."""
         return max(self._positions.get(tenant, self.round), self.round - 1)
 
+    def weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
     def rounds(self, tenant: str, num_tokens: int) -> float:
         """By how much service of so many tokens raises the position of a tenant."""
-        return num_tokens / (self._quantum * self._weights.get(tenant, 1.0))
+        return num_tokens / (self._quantum * self.weight(tenant))
+
+    def num_tokens_until(self, position: float, tenant: str) -> int:
+        """Tokens of service until the tenant is at a position; 0 if it is beyond."""
+        return math.ceil(max(position - self.position(tenant), 0.0) * self._quantum * self.weight(tenant))
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """The tenant has been served."""

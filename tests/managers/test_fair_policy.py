@@ -29,11 +29,11 @@ def of(tenant: str, arrival: int, prompt: list[int], urgency: int = 0) -> Req:
 
 
 def order(policy: FairPolicy, waiting: list[Req]) -> list[Req]:
-    """The order of these requests, which have arrived by now."""
-    for req in waiting:
-        if req not in policy._live.get(req.tenant, ()):
-            policy.on_arrival(req)
-    return list(policy.order(waiting))
+    """The order of these requests. No other ones wait."""
+    for req in list(policy.waiting):
+        policy.waiting.remove(req)
+    policy.waiting.put_back(waiting)
+    return list(policy.order(policy.waiting))
 
 
 def names(reqs) -> list[int]:
@@ -75,6 +75,7 @@ def test_an_urgent_request_does_not_pay_the_debt_of_its_tenant() -> None:
     policy.shares.charge("a", 100 * QUANTUM_TOKENS)
     urgent, other = of("a", 1, [1], urgency=5), of("b", 0, [1])
     order(policy, [urgent, other])
+    policy.waiting.remove(urgent)
     policy.on_admitted([urgent], [other])
     assert policy.shares.position("a") - policy.shares.round >= 100
 
@@ -88,13 +89,19 @@ def test_a_long_queue_is_sorted_for_every_tenant() -> None:
     assert {1000, 1001} <= set(ordered[: 2 + QUANTUM_TOKENS // 64])
 
 
-def test_a_long_queue_of_several_priorities_keeps_their_order() -> None:
+@pytest.mark.parametrize("num_urgent", [1, MAX_SORTED // 2, 2 * MAX_SORTED])
+def test_in_a_long_queue_of_several_priorities_the_tenants_take_turns_within_each(num_urgent: int) -> None:
     policy = make(make_kv(1))
-    waiting = [of("ab"[i % 2], i, [1] * 64, urgency=1) for i in range(MAX_SORTED // 2)]
-    waiting += [of("ab"[i % 2], i, [1] * 64) for i in range(MAX_SORTED // 2, 2 * MAX_SORTED)]
+    waiting = [of("flood", i, [1] * 64, urgency=int(i < num_urgent)) for i in range(4 * MAX_SORTED)]
+    waiting += [of("small", 1000, [1] * 64), of("small", 1001, [1] * 64, urgency=1)]
     ordered = order(policy, waiting)
     assert sorted(names(ordered)) == names(waiting)
-    assert [req.urgency for req in ordered] == [req.urgency for req in waiting]
+    urgencies = [req.urgency for req in ordered]
+    assert urgencies == sorted(urgencies, reverse=True)
+    in_turn = QUANTUM_TOKENS // 64
+    assert ordered.index(waiting[-1]) <= in_turn
+    if num_urgent < MAX_SORTED:
+        assert ordered.index(waiting[-2]) <= num_urgent + 1 + in_turn
 
 
 def test_a_request_ages_by_the_later_ones_of_its_own_tenant() -> None:
@@ -102,7 +109,7 @@ def test_a_request_ages_by_the_later_ones_of_its_own_tenant() -> None:
     policy = make(kv)
     waiting = [of("a", 0, [1]), of("b", 1, [1]), of("a", 2, [1]), of("b", 5, [1])]
     admitted = [of("a", 3, [1]), of("c", 9, [1])]
-    order(policy, [*waiting, *admitted])
+    order(policy, waiting)
     policy.on_admitted(admitted, waiting)
     assert [req.passed_over for req in waiting] == [1, 0, 1, 0]
 
@@ -122,8 +129,8 @@ def test_computed_prompt_tokens_and_output_tokens_are_charged_once() -> None:
     kv = make_kv(1)
     put_into_cache(kv, [1] * 30)
     policy = make(kv)
-    req, other = of("a", 0, [1] * 50), of("b", 9, [1])
-    order(policy, [req, other])
+    req, other = of("a", 0, [1] * 50), [of("b", 9, [1]), of("c", 9, [1])]
+    order(policy, [req, *other])
     admit(kv, req)
     policy.on_admitted([req], [])
     spent = 20
@@ -131,13 +138,13 @@ def test_computed_prompt_tokens_and_output_tokens_are_charged_once() -> None:
     for more in ([5] * 3, [], [5]):
         req.output_ids += more
         spent += OUTPUT_TOKEN_COST * len(more)
-        order(policy, [other])
+        order(policy, other)
         assert policy.shares.position("a") == spent / QUANTUM_TOKENS
     req.output_ids.append(5)
     policy.on_end(req)
     assert policy.shares.position("a") == (spent + OUTPUT_TOKEN_COST) / QUANTUM_TOKENS
-    policy.on_end(other)  # it has never run
-    assert not (policy._num_charged or policy._live or policy._num_by_urgency)
+    policy.on_end(other[0])  # it has never run
+    assert not policy._num_charged
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -173,4 +180,4 @@ def test_backlogged_tenants_get_service_by_their_weights(seed: int) -> None:
     rig.run()
     for rid, (prompt, max_new_tokens) in prompts.items():
         assert rig.heard[rid].ids == expected_output(prompt, 1, max_new_tokens, 97)
-    assert not (policy._num_charged or policy._live or policy._num_by_urgency)
+    assert not (policy._num_charged or policy.waiting)

@@ -5,6 +5,7 @@ The engine is the fake runner. As on a GPU, most of the time of a step does not 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
@@ -48,22 +49,24 @@ class Outcome:
     hit_rate: float
     num_left: int
     """Requests that wait at the end of the arrivals."""
+    num_refused: Counter[str]
+    """By tenant."""
 
     def p99(self, tenant: str) -> float:
         return float(np.quantile(self.ttft_s[tenant], 0.99))
 
 
-def simulate(policy: str, *traffic: list[Arrival]) -> Outcome:
+def simulate(policy: str, *traffic: list[Arrival], **settings: object) -> Outcome:
     rig = Rig(
         pool_size=3072, max_running=48, mixed=True, context_len=512, max_prefill_tokens=256, chunked_prefill_size=256,
-        policy=policy, audit=False, watermark=0.02, overlap=False,
+        policy=policy, audit=False, watermark=0.02, overlap=False, **settings,
     )  # fmt: skip
     rig.clock.now = 0.0
     queue = sorted((one for part in traffic for one in part), key=lambda one: one.at_s)
     sent: dict[str, Arrival] = {}
     num_sent = 0
     ttft_s: dict[str, list[float]] = {"small": [], "large": []}
-    outcome = Outcome(ttft_s, 0.0, -1)
+    outcome = Outcome(ttft_s, 0.0, -1, Counter())
     while queue:
         while queue and queue[0].at_s <= rig.clock.now:
             one = queue.pop(0)
@@ -79,9 +82,12 @@ def simulate(policy: str, *traffic: list[Arrival]) -> Outcome:
         for step in rig.runner.steps[num_steps:]:
             num_prompt = 0 if step.extend_lens is None else int(np.sum(step.extend_lens))
             rig.clock.now += STEP_S + PROMPT_TOKEN_S * num_prompt + DECODE_S * len(step.rows)
-        for rid in [rid for rid in sent if rig.heard[rid].ids]:
+        for rid in [rid for rid in sent if rig.heard[rid].ids or rig.heard[rid].finish is not None]:
             one = sent.pop(rid)
-            ttft_s[one.tenant].append(rig.clock.now - one.at_s)
+            if rig.heard[rid].ids:
+                ttft_s[one.tenant].append(rig.clock.now - one.at_s)
+            else:
+                outcome.num_refused[one.tenant] += 1
     for one in sent.values():  # they wait for at least so long
         ttft_s[one.tenant].append(rig.clock.now - one.at_s)
     outcome.num_left = len(rig.scheduler.queues.waiting)
@@ -102,6 +108,15 @@ def test_the_small_tenant_hardly_notices_the_large_one(outcomes: dict[str, Outco
     assert outcomes["lpm"].num_left > 100  # the engine has more to do than it can
     assert outcomes["dlpm"].p99("small") <= 1.5 * outcomes["alone"].p99("small")
     assert outcomes["lpm"].p99("small") > 10 * outcomes["alone"].p99("small")
+
+
+@pytest.mark.parametrize("limit", [{"max_queued": 64}, {"max_queue_time_s": 0.5}])
+def test_a_limited_queue_refuses_the_large_tenant_only(limit: dict[str, float], outcomes: dict[str, Outcome]) -> None:
+    traffic = [[one for one in part if one.at_s < 2.5] for part in (SMALL, LARGE)]
+    fair, unfair = (simulate(policy, *traffic, **limit) for policy in ("dlpm", "lpm"))
+    assert fair.num_refused["large"] > 50 and unfair.num_refused["small"] > 0  # the limit holds
+    assert fair.num_refused["small"] == 0
+    assert fair.p99("small") <= 1.5 * outcomes["alone"].p99("small")
 
 
 def test_fairness_costs_few_hits(outcomes: dict[str, Outcome]) -> None:

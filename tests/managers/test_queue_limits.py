@@ -184,6 +184,20 @@ def test_only_requests_ahead_count() -> None:
     assert refused(0) and not refused(1)
 
 
+def test_the_many_requests_of_another_tenant_are_not_all_ahead() -> None:
+    def refused(policy: str, tenant: str) -> bool:
+        rig = Rig(overlap=False, audit=False, policy=policy, max_queue_time_s=1.0, max_running=2)
+        Load(rig, returns=False).run(overload(60, 60.0, seed=4))
+        rig.heard.clear()
+        for index in range(40):
+            rig.add(f"x{index}", [index] * 90, max_new_tokens=1, tenant="large")
+        rig.add("new", [55] * 90, tenant=tenant)
+        rig.run()
+        return isinstance(rig.heard["new"].finish, AbortFinish)
+
+    assert refused("dlpm", "large") and refused("lpm", "small") and not refused("dlpm", "small")
+
+
 def test_what_leaves_the_queue_is_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate and the queue count the same tokens, also for prefixes that the cache gets while they wait."""
     came, left = [], []

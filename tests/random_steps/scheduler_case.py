@@ -193,7 +193,7 @@ class SchedulerCase:
         assert state.num_kv_repairs == 0 and state.num_running == state.num_waiting == 0
         policy = rig.planner._policy
         if isinstance(policy, FairPolicy):
-            assert not (policy._live or policy._num_by_urgency or policy._num_charged)
+            assert not (policy.waiting or policy._num_charged)
 
     def _check_answer(
         self, rid: str, prompt: list[int], max_new_tokens: int, regex: str | None = None, **_: object

@@ -1,0 +1,98 @@
+"""TenantQueue: the waiting queue of the policy `dlpm`. It knows the requests of each tenant.
+
+The tenants share the places of a full queue as they share the engine, and the estimate of a wait knows their shares. So
+the many requests of one tenant do not make the engine refuse those of another one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain, islice, zip_longest
+from typing import cast
+
+from .req import Req
+from .tenant_shares import TenantShares
+from .waiting_queue import Level, WaitingQueue
+
+
+class TenantLevel(Level):
+    """The waiting requests of one urgency, and of each tenant that has any here."""
+
+    def __init__(self, urgency: int, shares: TenantShares) -> None:
+        super().__init__(urgency)
+        self.tenants: dict[str, Level] = {}
+        self._shares = shares
+
+    def add(self, req: Req) -> None:
+        super().add(req)
+        self._shares.join(req.tenant)
+        self.tenants.setdefault(req.tenant, Level(self.urgency)).add(req)
+
+    def remove(self, req: Req) -> None:
+        super().remove(req)
+        own = self.tenants[req.tenant]
+        own.remove(req)
+        if not own.reqs:
+            del self.tenants[req.tenant]
+
+    def put_back(self, reqs: Collection[Req]) -> None:
+        super().put_back(reqs)
+        for tenant in {req.tenant for req in reqs}:
+            self.tenants[tenant].sort()
+
+    def num_tokens_before(self, req: Req) -> int:
+        """All of the same tenant, and of each other one as much as it may have until the request is in credit."""
+        shares, own = self._shares, self.tenants.get(req.tenant)
+        start = shares.position(req.tenant) + (0 if own is None else shares.rounds(req.tenant, own.num_tokens))
+        end = math.floor(start) + 1  # the others may spend the credit of that round, too
+        return sum(min(level.num_tokens, shares.num_tokens_until(end, name)) for name, level in self.tenants.items())
+
+    def gives_way_to(self, req: Req) -> Req | None:
+        """The newest request of the tenant with the most places, for its weight. It needs more than that of `req`
+        would have, unless `req` is more urgent. Of equals, the tenant that has had most, and then the newest request.
+        """
+        shares = self._shares
+        places = {name: len(level.reqs) / shares.weight(name) for name, level in self.tenants.items()}
+        enough = 0.0
+        if req.urgency == self.urgency:
+            enough = places.get(req.tenant, 0.0) + 1 / shares.weight(req.tenant)
+        too_many = [name for name in places if places[name] > enough]
+        too_many.sort(key=lambda name: (-places[name], -shares.position(name), -self.tenants[name].last_arrival))
+        found = (self.tenants[name].newest() for name in too_many)
+        return next((one for one in found if one is not None), None)
+
+    def in_turn(self, count: int) -> Iterator[Req]:
+        """At most `count` requests, one of each tenant in turn. First those of the tenants that have had least."""
+        names = heapq.nsmallest(count, self.tenants, key=self._shares.position)
+        turns = zip_longest(*(self.tenants[name].reqs for name in names))
+        return islice((req for req in chain.from_iterable(turns) if req is not None), count)
+
+
+class TenantQueue(WaitingQueue):
+    """A waiting queue whose tenants have shares."""
+
+    def __init__(self, shares: TenantShares) -> None:
+        super().__init__()
+        self._shares = shares
+
+    @property
+    def has_several_tenants(self) -> bool:
+        return len({name for level in self._tenant_levels() for name in islice(level.tenants, 2)}) > 1
+
+    def in_turn(self, count: int) -> list[Req]:
+        """The first `count` requests in the order of the queue, where equally urgent ones take turns by tenants."""
+        found: list[Req] = []
+        for level in self._tenant_levels():
+            found += level.in_turn(count - len(found))
+            if len(found) == count:
+                break
+        return found
+
+    def _make_level(self, urgency: int) -> TenantLevel:
+        return TenantLevel(urgency, self._shares)
+
+    def _tenant_levels(self) -> Iterable[TenantLevel]:
+        """Most urgent first."""
+        return cast("Iterable[TenantLevel]", self._levels.values())

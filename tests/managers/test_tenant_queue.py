@@ -1,0 +1,158 @@
+"""The waiting queue of several tenants: whose turn it is, who gives way, and how much is ahead of a request."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_makers import make_kv, make_req
+from scheduler_rig import Rig
+
+from fakes import FakeClock
+from tercet.managers.fair_policy import FairPolicy, make_policy
+from tercet.managers.req import Req
+from tercet.managers.tenant_queue import TenantQueue
+from tercet.managers.tenant_shares import TenantShares
+from tercet.srt.errors import QueueFull
+from tercet.srt.io_struct import AbortFinish
+
+QUANTUM = 100
+
+
+def of(tenant: str, arrival: int, urgency: int = 0, *, num_tokens: int = 50) -> Req:
+    req = make_req([1] * num_tokens, arrival)
+    req.tenant, req.urgency, req.queued_tokens = tenant, urgency, num_tokens
+    return req
+
+
+def filled(tenants: str, urgency: int = 0, weights: dict[str, float] | None = None) -> TenantQueue:
+    """A letter for each request, in the order of arrival."""
+    queue = TenantQueue(TenantShares(weights or {}, QUANTUM))
+    for arrival, tenant in enumerate(tenants):
+        queue.add(of(tenant, arrival, urgency))
+    return queue
+
+
+def refused(queue: TenantQueue, req: Req) -> int | None:
+    found = queue.gives_way_to(req)
+    return None if found is None else found.arrival
+
+
+def test_tenants_take_turns_and_those_that_have_had_least_begin() -> None:
+    queue = filled("aaabbc")
+    queue._shares.charge("a", 10)
+    assert [req.arrival for req in queue.in_turn(9)] == [3, 5, 0, 4, 1, 2]
+    assert [req.arrival for req in queue.in_turn(4)] == [3, 5, 0, 4]
+    queue.put_back([of("c", -1), of("d", -2, urgency=1)])
+    assert [req.arrival for req in queue.in_turn(9)] == [-2, 3, -1, 0, 4, 5, 1, 2]
+    assert list(queue) == sorted(queue, key=lambda req: req.place)
+
+
+def test_it_knows_whether_several_tenants_wait() -> None:
+    queue = filled("aa")
+    assert not queue.has_several_tenants
+    queue.add(other := of("b", 9, urgency=3))
+    assert queue.has_several_tenants
+    queue.remove(other)
+    assert not queue.has_several_tenants
+
+
+@pytest.mark.parametrize(
+    ("waiting", "arrives", "gives_way"),
+    [
+        ("aaaab", "b", 3),  # the newest of a, which has 4 places; b would have 2
+        ("aaaab", "c", 3),
+        ("aaaab", "a", None),
+        ("aabb", "b", None),
+        ("aaabb", "b", None),  # 3 places each would be no better
+        ("abc", "d", None),
+        ("aabc", "d", 1),
+    ],
+)
+def test_of_a_full_queue_the_tenant_with_the_most_places_gives_way(
+    waiting: str, arrives: str, gives_way: int | None
+) -> None:
+    assert refused(filled(waiting), of(arrives, 99)) == gives_way
+
+
+def test_places_count_by_weight_and_of_equals_who_has_had_most_gives_way() -> None:
+    assert refused(filled("aaaabb", weights={"a": 4.0}), of("c", 99)) == 5
+    queue = filled("aabb")
+    queue._shares.charge("a", 10)
+    assert refused(queue, of("c", 99)) == 1
+
+
+def test_urgency_goes_before_shares() -> None:
+    queue = filled("ab")
+    queue.put_back([of("a", 10 + number, urgency=1) for number in range(3)])
+    assert refused(queue, of("a", 99, urgency=1)) == 1  # a less urgent one, and a has had no less
+    for req in list(queue):
+        if req.urgency == 0:
+            queue.remove(req)
+    assert refused(queue, of("a", 99, urgency=1)) is None
+    assert refused(queue, of("b", 99, urgency=1)) == 12
+    assert refused(queue, of("b", 99)) is None
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 300)), min_size=1, max_size=30),
+    st.sampled_from("abcd"),
+    st.tuples(*[st.integers(0, 500)] * 3),
+    st.sampled_from([1.0, 2.0]),
+)
+@settings(deadline=None)
+def test_at_least_what_is_served_before_a_new_request_is_ahead_of_it(
+    backlog: list[tuple[str, int]], tenant: str, charged: tuple[int, ...], weight: float
+) -> None:
+    """The policy serves the queue up to the new request. Beyond the estimate is at most the last request of each."""
+    policy = make_policy(
+        "dlpm", make_kv(1, radix=False), FakeClock(), tenant_weights={"a": weight}, max_prefill_tokens=4 * QUANTUM
+    )
+    assert isinstance(policy, FairPolicy)
+    for name, num_tokens in zip("abc", charged, strict=True):
+        policy.shares.charge(name, num_tokens)
+    for arrival, (name, num_tokens) in enumerate(backlog):
+        policy.waiting.add(of(name, arrival, num_tokens=num_tokens))
+    new = of(tenant, 99)
+    estimate = policy.waiting.num_tokens_before(new)
+    policy.waiting.add(new)
+    ordered = list(policy.order(policy.waiting))
+    before = ordered[: ordered.index(new)]
+    last = {req.tenant: req.queued_tokens for req in before}
+    assert sum(req.queued_tokens for req in before) - sum(last.values()) <= estimate
+    assert estimate <= sum(num_tokens for _, num_tokens in backlog)
+    own = sum(num_tokens for name, num_tokens in backlog if name == tenant)
+    assert own <= estimate
+
+
+def test_a_flood_of_one_tenant_does_not_refuse_the_requests_of_another() -> None:
+    rig = Rig(policy="dlpm", max_queued=16, max_running=2, audit=False)
+    for number in range(60):
+        rig.add(f"large{number}", [number] * 20, tenant="large")
+    rig.turn()
+    for number in range(60):
+        rig.add(f"large-again{number}", [number] * 20, tenant="large")
+        if number % 10 == 0:
+            rig.add(f"small{number}", [number] * 20, tenant="small")
+        rig.turn()
+    rig.run()
+    refusals = {rid for rid, heard in rig.heard.items() if isinstance(heard.finish, AbortFinish)}
+    assert len(refusals) > 60 and not any(rid.startswith("small") for rid in refusals)
+    assert all(rig.heard[rid].finish.err_type == QueueFull.__name__ for rid in refusals)
+
+
+def test_a_request_that_gives_way_leaves_the_queue_at_once() -> None:
+    """Of many that arrive in one turn, each finds the places as they are."""
+    rig = Rig(policy="dlpm", max_queued=8, max_running=1, audit=False)
+    rig.add("runs", [1] * 5, max_new_tokens=50)
+    rig.turn()
+    for number in range(8):
+        rig.add(f"a{number}", [1] * 5, tenant="a")
+    rig.turn()
+    for number in range(8):
+        rig.add(f"b{number}", [1] * 5, tenant="b")
+    rig.turn()
+    assert sorted(req.rid for req in rig.scheduler.queues.waiting) == sorted(
+        f"{name}{i}" for name in "ab" for i in range(4)
+    )
+    rig.run()
