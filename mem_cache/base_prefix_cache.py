@@ -129,7 +129,8 @@ class BasePrefixCache(ABC):
         """Keep what is cached of tokens: int32 [n] for `seconds` longer than its last access would keep it.
 
         It can still be evicted. It takes the place of the last retention of the same session. 0 seconds only end that
-        one. This is no access. Only for a cache whose eviction policy honours retention.
+        one. Of a prefix that is longer than may be retained, only the beginning is. This is no access. Only for a cache
+        whose eviction policy honours retention.
         """
         raise AssertionError("this cache retains nothing")
 

@@ -35,7 +35,8 @@ conversations that are over displace those of conversations that go on (docs/log
 class Value:
     """What is lost least first: the policy that honours retention.
 
-    What is retained goes last, and of that what would lapse first. The rest goes by a virtual time of the last access:
+    Unretained prefixes go before all retained ones. Of retained prefixes, the one that lapses first goes first. The
+    unretained ones go by a virtual time of the last access:
 
         last access + (cost - 1) * lead
 

@@ -124,8 +124,12 @@ class RadixCache(BasePrefixCache):
     def retain(self, tokens: npt.NDArray[np.int32], seconds: float, owner: RetentionOwner, namespace: str = "") -> None:
         assert self.retentions is not None, "the eviction policy honours no retention"
         self._tick = self.retentions.lapse(self._tick)
-        path, _ = self._descend(tokens, namespace)
-        self.retentions.retain(path[-1] if path else None, seconds, owner, namespace)
+        excess, length = 0, self.retentions.max_tokens
+        while True:  # of a prefix that is too long, its beginning
+            path, length = self._descend(tokens[: length - excess], namespace)
+            excess = self.retentions.retain(path[-1] if path else None, seconds, owner, namespace)
+            if not excess:
+                return
 
     def _find(self, tokens: npt.NDArray[np.int32], namespace: str) -> tuple[list[RadixNode], int, int]:
         """Walk down as far as the tokens match. Has no effect on the tree.

@@ -5,7 +5,8 @@ uses can still be evicted.
 
 A retention belongs to the node where its request ended, because eviction begins at leaves. When that node is evicted,
 the retention moves to the node's parent, which has become the end of what is left. Each node counts the retentions at
-and below it, as it counts locks. So the number of retained tokens is exact, and can be limited.
+and below it, as it counts locks. So the number of retained tokens is exact, and can be limited. Of a prefix that is
+longer than the limit, or than what other tenants leave of it, the radix cache retains the beginning.
 """
 
 from __future__ import annotations
@@ -85,21 +86,28 @@ class Retentions:
 
     # Retaining
 
-    def retain(self, node: RadixNode | None, seconds: float, owner: RetentionOwner, namespace: str) -> None:
+    def retain(self, node: RadixNode | None, seconds: float, owner: RetentionOwner, namespace: str) -> int:
         """Retain the prefix that ends at `node`, in place of the last one of the same session. `lapse` goes before.
 
         `node` None, or 0 seconds: only end that one. Over a limit, the tenant with the most retained tokens or
         retentions loses its oldest ones. So a long retention displaces none of another tenant, and none that is newer.
+
+        Returns by how many tokens the prefix is too long; it is not retained then. 0: it is not too long.
         """
         key = (namespace, owner) if owner.session else None
         if key is not None and key in self._sessions:
             self._end(self._sessions[key])
-        if node is None or seconds <= 0 or node.end > self.max_tokens:
-            return
+        if node is None or seconds <= 0:
+            return 0
         retention = Retention(node, self._clock() + seconds, owner.tenant, key)
         self._add(retention, node)
         while self.num_tokens > self.max_tokens or self.num_live > MAX_RETENTIONS:
-            self._end(self._largest_tenant().oldest())
+            oldest = self._largest_tenant().oldest()
+            excess = max(self.num_tokens - self.max_tokens, 0)
+            self._end(oldest)
+            if oldest is retention:
+                return excess
+        return 0
 
     def _largest_tenant(self) -> _Tenant:
         """The tenant with the most of what is limited: retentions, if these are too many, else retained tokens."""

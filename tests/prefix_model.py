@@ -165,9 +165,23 @@ class PrefixModel:
         key = (namespace, tenant, session) if session else None
         for retention in [one for one in self.retentions if key is not None and one.session == key]:
             self.end(retention)
-        path = self.path(namespace, tokens)
-        if not path or seconds <= 0 or path[-1].end > self.max_retained:
-            return
+        path = self.path(namespace, tokens[: self.max_retained])
+        while path and seconds > 0:
+            excess = self.try_to_retain(namespace, tokens, seconds, tenant, key, path)
+            if not excess:
+                return
+            path = self.path(namespace, tokens[: path[-1].end - excess])
+
+    def try_to_retain(
+        self,
+        namespace: str,
+        tokens: list[int],
+        seconds: float,
+        tenant: str,
+        key: tuple[str, str, str] | None,
+        path: list[Page],
+    ) -> int:
+        """Returns by how many tokens it is too long."""
         place = (namespace, tuple(tokens[: path[-1].end]))
         retention = ModelRetention(self.clock() + seconds, tenant, key, path[-1].end, place)
         self.retentions.append(retention)
@@ -177,7 +191,11 @@ class PrefixModel:
             for one in self.retentions:
                 totals[one.tenant] = totals.get(one.tenant, 0) + one.num_tokens
             _, payer = max((total, name) for name, total in totals.items())
-            self.end(next(one for one in self.retentions if one.tenant == payer))
+            excess = self.num_retained - self.max_retained
+            self.end(oldest := next(one for one in self.retentions if one.tenant == payer))
+            if oldest is retention:
+                return excess
+        return 0
 
     @property
     def num_retained(self) -> int:

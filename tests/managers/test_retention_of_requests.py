@@ -101,7 +101,7 @@ def test_what_is_retained_never_keeps_a_request_waiting() -> None:
     for number in range(12):
         rig.add(str(number), prompt(number, 12), tenant=str(number), retention_seconds=3600.0, max_new_tokens=2)
         rig.run()
-    assert 0 < rig.scheduler.state().num_retained_tokens == rig.kv.cache.retentions.max_tokens // 13 * 13
+    assert 0 < rig.scheduler.state().num_retained_tokens == rig.kv.cache.retentions.max_tokens
     rig.add("large", prompt(60, POOL - 20), max_new_tokens=19)
     num_turns = rig.run()
     assert isinstance(rig.heard["large"].finish, StopFinish) or len(rig.heard["large"].ids) == 19

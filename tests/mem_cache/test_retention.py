@@ -62,8 +62,8 @@ def test_a_retained_prefix_outlives_those_that_are_used_later() -> None:
 
 
 @pytest.mark.parametrize(("later_s", "order"), [(29, [2, 3, 1]), (31, [2, 1, 3])])
-def test_retention_decays(later_s: float, order: list[int]) -> None:
-    """Its lead over a prefix that is used now is the time that is left. Then it ages like all others."""
+def test_a_retention_lapses(later_s: float, order: list[int]) -> None:
+    """Until then it goes after all that are not retained. Then it ages like all others."""
     rig = Rig()
     old, middle = rig.put(1), rig.put(2)
     rig.retain(old, 30)
@@ -187,12 +187,41 @@ def test_a_tenant_pays_only_for_what_is_still_cached() -> None:
     assert not rig.retentions._tenants
 
 
-def test_a_prefix_longer_than_the_limit_is_not_retained() -> None:
+def test_of_a_prefix_longer_than_the_limit_the_beginning_is_retained() -> None:
     rig = Rig()
-    kept, long = rig.put(1), rig.put(2, 51)
-    rig.retain(kept, 30)
+    kept, long = rig.put(1), rig.put(2, 70)
     rig.retain(long, 30)
-    assert rig.retentions.num_tokens == 10
+    assert (rig.retentions.num_tokens, rig.retentions.num_live) == (50, 1)
+    new = rig.put(3)
+    assert rig.cache.evict(40) == 40  # `kept`, 20 tokens of `long` that are not retained, and `new`
+    assert [rig.cache.match_len(prompt) for prompt in (kept, long, new)] == [0, 50, 0]
+    assert rig.cache.evict(20) == 20  # it is still no pin
+    assert (rig.cache.match_len(long), rig.retentions.num_tokens) == (30, 30)
+    check(rig.cache, rig.allocator)
+
+
+def test_a_long_prefix_gets_what_other_tenants_have_left_of_the_limit() -> None:
+    rig = Rig()
+    other, own, long = rig.put(1, 15), rig.put(2), rig.put(3, 60)
+    rig.retain(other, 3600, tenant="other")
+    rig.retain(own, 3600, tenant="agent")
+    rig.retain(long, 5, tenant="agent")
+    assert (rig.retentions.num_tokens, rig.retentions.num_live) == (50, 2)
+    rig.cache.evict(10 + 60 - 35)
+    assert [rig.cache.match_len(prompt) for prompt in (other, own, long)] == [15, 0, 35]
+    check(rig.cache, rig.allocator)
+
+
+def test_a_long_prefix_of_a_session_replaces_the_last_one_of_it() -> None:
+    rig = Rig()
+    for length in (60, 80, 100):
+        if rig.allocator.num_free < length:
+            rig.cache.evict(100)
+        long = rig.put(1, length)
+        rig.retain(long, 30, session="s")
+        assert (rig.retentions.num_tokens, rig.retentions.num_live) == (50, 1)
+    rig.retain(long, 0, session="s")
+    assert (rig.retentions.num_tokens, rig.retentions.num_live) == (0, 0)
 
 
 def test_many_retentions_of_the_same_tokens_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
