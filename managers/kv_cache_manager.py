@@ -235,6 +235,15 @@ class KVCacheManager:
         req.row = req.kv_len = req.locked_len = 0
         req.node = None
 
+    def freed_by_release(self, reqs: Sequence[Req]) -> Iterator[int]:
+        """Tokens by which `num_available` would grow with the release of each request in turn. Has no effect.
+
+        KV that several of them share counts for the last one, and not at all if others share it, too.
+        """
+        shared = self.cache.freed_by_unlock(req.node for req in reqs if req.node is not None)
+        for req, num_shared in zip(reqs, shared, strict=True):
+            yield self.num_private([req]) + num_shared
+
     def retain(self, token_ids: Int32Array, seconds: float, options: RequestOptions) -> None:
         """Retains what the cache has of a request that has ended. `options`: of the request."""
         owner = RetentionOwner(options.tenant, options.session_id)

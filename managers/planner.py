@@ -159,21 +159,19 @@ class Planner:
             queues.send_back(preempted)
 
     def _enough_for(self, candidate: Req, victims: list[Req]) -> list[Req]:
-        """The first of `victims` whose rows and KV let the candidate start. None of them if all are not enough.
-
-        KV that several requests share is counted for each of them. If that was too much, the next plan takes more.
-        """
+        """The first of `victims` whose rows and KV let the candidate start. None of them if all are not enough."""
         kv, queues = self.kv, self.queues
         match = kv.match(candidate)
         with kv.locked(match):
             reserved = self.ratio.reserved_by(queues.running) + sum(map(self._left_of, queues.unfinished))
             free = kv.num_available - reserved - self._watermark
+            num_freed = list(kv.freed_by_release(victims))  # what the candidate would share with them is not freed
         missing = candidate.num_tokens - len(match.slots) + expected_growth(candidate) + kv.page_size - free
         num_rows = kv.req_to_token_pool.num_free
         for count, victim in enumerate(victims):
             if missing < 0 and count + num_rows > 0:
                 return victims[:count]
-            missing -= victim.kv_len
+            missing -= num_freed[count]
             missing -= self._left_of(victim) if victim in queues.unfinished else self.ratio.reserved_by([victim])
         return victims if missing < 0 or len(victims) == len(queues.holders()) else []
 

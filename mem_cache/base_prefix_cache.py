@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -100,6 +100,10 @@ class BasePrefixCache(ABC):
     @abstractmethod
     def unlock(self, node: CacheNode) -> None:
         """Undo one `lock` of the same node."""
+
+    @abstractmethod
+    def freed_by_unlock(self, nodes: Iterable[CacheNode]) -> Iterator[int]:
+        """Tokens that would no longer be locked after one `unlock` of each node in turn. Has no effect on the cache."""
 
     @abstractmethod
     def move_lock(self, held: CacheNode, node: CacheNode) -> None:

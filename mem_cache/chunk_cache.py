@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,9 @@ class ChunkCache(BasePrefixCache):
 
     def unlock(self, node: CacheNode) -> None:
         """Does nothing: there is no KV to protect."""
+
+    def freed_by_unlock(self, nodes: Iterable[CacheNode]) -> Iterator[int]:
+        return (0 for _ in nodes)
 
     def move_lock(self, held: CacheNode, node: CacheNode) -> None:
         """Does nothing: there is no KV to protect."""

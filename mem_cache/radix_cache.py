@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ from .block_events import CacheListener
 from .evict_policy import Value, get_evict_policy
 from .radix_audit import audit_slices
 from .radix_heat import hottest
-from .radix_node import EMPTY, NO_TICKET, RadixNode
+from .radix_node import EMPTY, NO_TICKET, RadixNode, common_len, freed_by_unlock
 from .retention import Retentions
 
 # Added to the limit of the heap's length, so that small trees do not rebuild their heap all the time.
@@ -149,7 +149,7 @@ class RadixCache(BasePrefixCache):
                 break
             path.append(node)
             # Never 0: the key is the whole first page.
-            matched_in_last = _common_len(node.tokens, tokens[pos:end]) // page_size * page_size
+            matched_in_last = common_len(node.tokens, tokens[pos:end]) // page_size * page_size
             pos += matched_in_last
             if matched_in_last < len(node.tokens):
                 break
@@ -242,6 +242,9 @@ class RadixCache(BasePrefixCache):
                         self._push(current)
             assert parent is not None
             current = parent
+
+    def freed_by_unlock(self, nodes: Iterable[CacheNode]) -> Iterator[int]:
+        return freed_by_unlock(map(self._attached, nodes))
 
     def move_lock(self, held: CacheNode, node: CacheNode) -> None:
         # The shared path up to the root keeps the lock that it has from `held`.
@@ -394,11 +397,3 @@ class RadixCache(BasePrefixCache):
 def _namespace_key(namespace: str) -> bytes:
     # surrogatepass: every str is a valid namespace, and different strings give different bytes.
     return namespace.encode("utf-8", "surrogatepass")
-
-
-def _common_len(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
-    """The length of the longest common prefix of two arrays."""
-    shorter = min(len(a), len(b))
-    differs = a[:shorter] != b[:shorter]
-    first = int(differs.argmax()) if shorter else 0
-    return first if shorter and differs[first] else shorter

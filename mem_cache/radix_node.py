@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,8 +77,30 @@ class RadixNode(CacheNode):
         self.slots = shortened(self.slots, kept_len)
 
 
+def freed_by_unlock(nodes: Iterable[RadixNode]) -> Iterator[int]:
+    """See BasePrefixCache."""
+    num_unlocks: Counter[RadixNode] = Counter()
+    for end in nodes:
+        num_freed = 0
+        node, parent = end, end.parent
+        while parent is not None:  # the root has no locks
+            num_unlocks[node] += 1
+            if num_unlocks[node] == node.lock_count:
+                num_freed += len(node.tokens)
+            node, parent = parent, parent.parent
+        yield num_freed
+
+
 def shortened(array: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.int32]:
     """The first `length` elements. A copy, if a view would keep an array of more than twice that length in memory."""
     base = array if array.base is None else array.base
     assert isinstance(base, np.ndarray)
     return array[:length].copy() if 2 * length < len(base) else array[:length]
+
+
+def common_len(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
+    """The length of the longest common prefix of two arrays."""
+    shorter = min(len(a), len(b))
+    differs = a[:shorter] != b[:shorter]
+    first = int(differs.argmax()) if shorter else 0
+    return first if shorter and differs[first] else shorter

@@ -77,6 +77,27 @@ def test_nobody_is_preempted_if_that_is_not_enough() -> None:
     assert rig.heard["urgent"].ids == expected_output([7] * 60, 1, 2, 97)
 
 
+@pytest.mark.parametrize(("other_shares", "num_preempted"), [(True, 0), (False, 2)])
+def test_kv_that_others_share_is_not_counted_as_freed(other_shares: bool, num_preempted: int) -> None:
+    """The two less urgent requests hold a prefix together, and perhaps an equally urgent one holds it, too."""
+    rig = Rig(pool_size=128, preemption_threshold=0, overlap=False, conservativeness=0.01)
+    prefix = [1] * 40
+    rig.add("equal", [*(prefix if other_shares else []), 2], priority=9, max_new_tokens=20)
+    rig.turn()
+    for rid, tail in (("a", 3), ("b", 4)):
+        rig.add(rid, [*prefix, tail], max_new_tokens=20)
+        for _ in range(4):
+            rig.turn()
+    assert len(rig.scheduler.queues.running) == 3
+    rig.add("urgent", [7] * 90, priority=9, max_new_tokens=2)
+    for _ in range(3):
+        rig.turn()
+    assert rig.planner.num_retractions == num_preempted
+    assert bool(rig.scheduler.queues.find("urgent").row) == (num_preempted > 0)
+    rig.run()
+    assert rig.heard["a"].ids == expected_output([*prefix, 3], 1, 20, 97)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_too_little_memory_the_least_urgent_is_retracted(overlap: bool) -> None:
     """Whoever has more output. The difference is below the threshold, so nobody is preempted."""

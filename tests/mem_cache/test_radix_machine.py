@@ -6,6 +6,7 @@ The machine plays the KV manager: it does with slots what docs/memory.md says th
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from inspect import signature
@@ -258,6 +259,16 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.retentions.num_live == len(self.model.retentions)
 
     @invariant()
+    def it_knows_what_the_ends_of_requests_would_unlock(self) -> None:
+        num_unlocks: Counter[int] = Counter()
+        expected = []
+        for request in self.requests:
+            num_unlocks.update(map(id, request.pages))
+            last = [page for page in request.pages if num_unlocks[id(page)] == page.num_locks]
+            expected.append(len(last) * self.page_size)
+        assert list(self.cache.freed_by_unlock(request.node for request in self.requests)) == expected
+
+    @invariant()
     def a_running_request_sees_its_own_kv(self) -> None:
         for request in self.requests:
             assert [slot for page in request.pages for slot in page.slots] == request.slots[: request.locked_len]
@@ -320,6 +331,7 @@ def _play(rng: Random) -> None:
         machine.every_slot_has_one_owner()
         machine.the_cache_is_the_model()
         machine.retained_tokens_are_counted_and_limited()
+        machine.it_knows_what_the_ends_of_requests_would_unlock()
         machine.a_running_request_sees_its_own_kv()
 
 
