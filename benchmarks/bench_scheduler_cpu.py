@@ -4,7 +4,8 @@
     python -m tercet.benchmarks.bench_scheduler_cpu --cases plain,logprobs --cost smollm2-135m-2-cores --page-size 32
 
 The scheduler and its links are those of `tercet serve`. The device computes nothing, and its tokens are random. A new
-request is sent whenever one ends. Prompts share nothing. Only the processor time of the scheduler's thread counts.
+request is sent whenever one ends, so nobody waits, except in the case `waiting`. Prompts share nothing. Only the
+processor time of the scheduler's thread counts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import zmq
 
 from ..managers.engine_view import StepLog
 from ..managers.schedule_batch import ScheduleBatch
+from ..managers.schedule_policy import MAX_SORTED
 from ..managers.schedule_recorder import ScheduleRecorder, SchedulerEnds
 from ..managers.scheduler_io import SchedulerIO
 from ..managers.scheduler_process import build_scheduler
@@ -63,6 +65,8 @@ class Case:
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
     needs_tokenizer: bool = False
     is_observed: bool = False
+    num_waiting: int = 0
+    """Requests that wait for memory, while rows are free."""
 
 
 CASES = {
@@ -71,6 +75,7 @@ CASES = {
     "stop-strings": Case(sampling={"stop": _STOP_STRINGS}, needs_tokenizer=True),
     "logprobs": Case({"logprobs": LogprobOptions(top_logprobs_num=5)}),
     "observed": Case(is_observed=True),
+    "waiting": Case(num_waiting=MAX_SORTED),
 }
 
 
@@ -85,9 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--cases: {unknown[0]!r} is none of {', '.join(CASES)}")
     try:
         profile = load_profile(options.cost)
-        server_args, config = _engine(parser, options, profile)
         result = Result("scheduler-cpu", "Processor time of the scheduler", program, argv, None)
         for name in names:
+            server_args, config = _engine(parser, options, profile, CASES[name])
             turns = _run(CASES[name], server_args, config, profile, options)
             result.values[name] = _report(result, name, turns, profile)
             if CASES[name].is_observed:
@@ -121,7 +126,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="A,B",
         default=",".join(CASES),
         help="plain: greedy and streamed; not-streamed; stop-strings; logprobs: five for each token; observed: with "
-        "--record-schedule and --explain-schedule (default: all)",
+        "--record-schedule and --explain-schedule; waiting: while 128 requests wait for memory (default: all)",
     )
     parser.add_argument(
         "--cost",
@@ -135,17 +140,20 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _engine(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, profile: DeviceProfile
+    parser: argparse.ArgumentParser, given: argparse.Namespace, profile: DeviceProfile, case: Case
 ) -> tuple[ServerArgs, ModelConfig]:
-    """The settings of the scheduler. By default all requests fit into the KV pool at once."""
+    """The settings of the scheduler. By default all requests fit into the KV pool at once. If requests shall wait,
+    there are twice as many rows, and memory for about `--num-running` of average length."""
+    options = argparse.Namespace(**vars(given))
     installed = find_default_model()
     if not hasattr(options, "model_path") and options.config is None and installed is not None:
         options.model_path = str(installed)
     if not hasattr(options, "max_running_requests"):
-        options.max_running_requests = options.num_running
+        options.max_running_requests = options.num_running * (2 if case.num_waiting else 1)
     if not hasattr(options, "max_total_tokens"):
-        longest = options.input_len.high + options.output_len.high + 64
-        options.max_total_tokens = options.num_running * longest
+        lens = (options.input_len, options.output_len)
+        each = sum(span.low + span.high for span in lens) // 2 if case.num_waiting else sum(span.high for span in lens)
+        options.max_total_tokens = options.num_running * (each + 64)
     return engine_of(parser, options, profile)
 
 
@@ -176,16 +184,18 @@ def _round(
         gc.collect()
         gc.freeze()  # as the process of a server does before its first request
         stack.callback(gc.unfreeze)
-        links.send(requests, options.num_running)
+        waiting = scheduler.scheduler.queues.waiting
+        links.send(requests, options.num_running + case.num_waiting)
         turns = scheduler.turns()
         num_ended = 0
-        while num_ended < options.num_running // 2:  # all have begun, and half have been followed by others
-            next(turns)
-            num_ended += links.replace_ended(requests)
         measured: list[Turn] = []
         while len(measured) < options.num_steps:
-            measured.append(next(turns))
-            links.replace_ended(requests)
+            turn = next(turns)
+            if num_ended >= options.num_running // 2:  # all have begun, and half have been followed by others
+                measured.append(turn)
+            num_new = links.take_ended()
+            num_ended += num_new
+            links.send(requests, max(case.num_waiting - len(waiting), 0) if case.num_waiting else num_new)
     return measured
 
 
@@ -285,12 +295,11 @@ class _Links:
             self._requests.send(next(requests))
         self.inbox.num_sent += count
 
-    def replace_ended(self, requests: Iterator[GenerateReq]) -> int:
-        """Sends a new request for each one that has ended. Returns their number."""
+    def take_ended(self) -> int:
+        """Reads all outputs. Returns the number of requests that have ended since the last call."""
         self._nobody.drain()
         self._heard.drain()
         num_ended, self.outbox.num_ended = self.outbox.num_ended, 0
-        self.send(requests, num_ended)
         return num_ended
 
 

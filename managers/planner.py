@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import ClassVar, Literal
+from itertools import chain, islice
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,14 @@ class PlanLimits:
     """Of the policy `dlpm`. None: all tenants have the weight 1."""
 
 
+class _Shortage(NamedTuple):
+    """The last pass of admissions ended at the first waiting request, because there was no memory for it."""
+
+    num_needed: int
+    num_changes: int
+    """Those of the waiting queue until then."""
+
+
 class Planner:
     """Plans the next step. `plan` moves requests between the queues and allocates KV, but launches and ends nothing."""
 
@@ -88,6 +96,7 @@ class Planner:
         self.gap = None if limits.max_itl_s is None else TokenGapBound(limits.max_itl_s)
         """The bound on token gaps, with the costs that it has learned. None: there is no bound."""
         self._propose = propose
+        self._shortage: _Shortage | None = None
         self._unshared: list[Req] = []
         self._num_decodes_due = 0
         self._num_held_back = 0
@@ -227,12 +236,27 @@ class Planner:
             time=time,
             engine_empty=not queues.running and not queues.unfinished,
         )
-        if adder.num_left < 0:
+        if adder.num_left < 0 or self._is_in_vain(adder):
             return []
-        ordered = self._policy.order(queues.waiting)
-        return adder.fill(
-            (req for req in ordered if req.is_admissible and not self.kv.awaits_storage(req)), due=self._due()
-        )
+        ordered = iter(self._policy.order(queues.waiting))
+        first = list(islice(ordered, 1))
+        ready = (req for req in chain(first, ordered) if req.is_admissible and not self.kv.awaits_storage(req))
+        extends = adder.fill(ready, due=self._due())
+        self._shortage = None
+        if not extends and adder.refused is not None and adder.refused[0] in first:
+            self._shortage = _Shortage(adder.refused[1], queues.waiting.num_changes)
+        return extends
+
+    def _is_in_vain(self, adder: PrefillAdder) -> bool:
+        """Whether a pass would end as the last one did, at a first request without memory.
+
+        Evictions and time may change the order of some policies meanwhile. They do not count as a change: the request
+        keeps its turn until it fits or the queue changes.
+        """
+        queues, shortage = self.queues, self._shortage
+        if shortage is None or queues.unfinished or not queues.running:
+            return False
+        return shortage.num_changes == queues.waiting.num_changes and not adder.has_memory_for(shortage.num_needed)
 
     def _oldest_unfinished(self) -> Req | None:
         going_on = (req for req in self.queues.unfinished if req.pending_abort is None)

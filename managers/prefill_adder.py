@@ -81,6 +81,8 @@ class PrefillAdder:
         to need later, and the watermark. `unfinished`: prompts in chunks that go on. `time`: of the step, if running
         requests wait for it and that is bounded."""
         self.extends: list[Extend] = []
+        self.refused: tuple[Req, int] | None = None
+        """The request that did not fit into memory, if any, and how many tokens it needs beside its cached prefix."""
         self._kv = kv
         self._page = kv.page_size
         self._tokens_left = max_tokens
@@ -108,6 +110,10 @@ class PrefillAdder:
     def num_left(self) -> int:
         """The number of tokens that the step may still allocate. Negative if not even the joining decodes fit."""
         return self._kv.num_available - self._num_charged
+
+    def has_memory_for(self, num_needed: int) -> bool:
+        """Whether so many tokens are free beside those that others are expected to need."""
+        return num_needed < self.num_left - self._expected
 
     def fill(self, waiting: Iterable[Req], *, due: Req | None = None) -> list[Extend]:
         """Fills the step. `waiting`: best first. `due`: an unfinished prompt that gets a chunk before all others."""
@@ -167,7 +173,11 @@ class PrefillAdder:
         """Whether a request fits into memory with `num_new` tokens beside its cached prefix, which is locked."""
         if self._engine_empty:
             return self._pages_to(num_new) <= self.num_left
-        return num_new + expected_growth(req) + self._page < self.num_left - self._expected
+        num_needed = num_new + expected_growth(req) + self._page
+        if self.has_memory_for(num_needed):
+            return True
+        self.refused = req, num_needed
+        return False
 
     # Unfinished prompts
 

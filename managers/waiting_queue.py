@@ -64,6 +64,8 @@ class WaitingQueue(Collection[Req]):
         self._levels: dict[int, Level] = {}
         """By urgency, most urgent first. None is empty."""
         self._len = 0
+        self.num_changes = 0
+        """How often requests have come or left."""
 
     def __len__(self) -> int:
         return self._len
@@ -78,11 +80,13 @@ class WaitingQueue(Collection[Req]):
         """Adds a request that arrived after all others."""
         self._level(req.urgency).add(req)
         self._len += 1
+        self.num_changes += 1
 
     def remove(self, req: Req) -> None:
         level = self._levels[req.urgency]
         level.remove(req)
         self._len -= 1
+        self.num_changes += 1
         if not level.reqs:
             del self._levels[req.urgency]
 
@@ -91,6 +95,7 @@ class WaitingQueue(Collection[Req]):
         for urgency in {req.urgency for req in reqs}:
             self._level(urgency).put_back([req for req in reqs if req.urgency == urgency])
         self._len += len(reqs)
+        self.num_changes += 1
 
     @property
     def lowest_urgency(self) -> float:
