@@ -13,7 +13,7 @@ from typing import Protocol
 
 STACKS_SIGNAL = signal.SIGUSR1
 """A child process answers it with the stacks of all its threads."""
-_LONGEST_INTERVAL_S = 1.0
+_LONGEST_INTERVAL_S = 0.5
 _POLL_S = 0.02
 _ANSWER_S = 1.0
 """How long to wait for the first line of the stacks. A stopped process writes none."""
