@@ -76,15 +76,16 @@ class Recovery:
         if blame is None:
             return
         fatal = [one for one in lost if blame.positions is None or one.key in blame.positions]
-        culprit = _culprit(fatal, None if trial is None else trial.generation, is_step_known=blame.positions is not None)
+        culprit = _culprit(
+            fatal, None if trial is None else trial.generation, is_step_known=blame.positions is not None
+        )
         if culprit is None:
             self._suspect(fatal, blame.positions or {})
         else:
             self._convict(culprit)
 
     def take_innocent(self, waiting: Iterable[Generation]) -> list[Generation]:
-        """Those of the waiting samples that may be sent now, in this order: neither suspects nor, during trials, samples
-        that have not begun.
+        """The waiting samples that may be sent now, in order. Suspects may not, nor new samples during trials.
 
         Streams that have begun come first, the shortest one first: so the median stream waits for few tokens.
         """
