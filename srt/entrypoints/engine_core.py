@@ -30,7 +30,7 @@ from .engine_life import EngineLife
 from .grammar_process import GrammarProcess
 from .processes import CHILD_MODULE, ChildProcess, DiedAtStart, Role, stop_children
 from .restarts import Death, RestartBudget, crash_report, write_report
-from .watchdog import HangDetector, Verdict, stacks_of
+from .watchdog import HangDetector, Verdict, report_hang
 
 logger = logging.getLogger(__name__)
 
@@ -299,10 +299,7 @@ class EngineCore:
 
     async def _on_hang(self, child: ChildProcess, verdict: Verdict, silent_s: float) -> None:
         life, heartbeats = self._life, self.tokenizer_manager.heartbeats
-        stacks = await stacks_of(child, life.run_dir.stacks(child.role))
-        what = "killing the process" if verdict is Verdict.END else "it goes on"
-        threads = f"the stacks of its threads:\n{stacks}" if stacks else "it does not tell the stacks of its threads"
-        logger.error("The %s's loop has not turned for %.1f s; %s; %s", child.role, silent_s, what, threads)
+        stacks = await report_hang(child, life.run_dir.stacks(child.role), silent_s, verdict)
         is_still_silent = heartbeats.silent_s(child.role) > self.tokenizer_manager.server_args.watchdog_timeout
         if verdict is Verdict.END and life is self._life and is_still_silent:
             self._hung, self._stacks = child, stacks
