@@ -88,7 +88,9 @@ def crash_report(
     samples: list[Generation],
     num_restarts: int,
 ) -> dict[str, Any]:
-    """The facts about a death, for a developer. It has lengths and settings of requests, but no prompt and no text."""
+    """The facts about a death, for a developer. It has the lengths of what clients have sent, and no text of theirs,
+    unless the setting `crash_report_requests` asks for all.
+    """
     positions = {row.key: row.position for row in journal.rows or ()}
     described = sorted(samples, key=lambda one: one.key not in positions)[:_MOST_REQUESTS]
     return {
@@ -105,14 +107,16 @@ def crash_report(
         "last_steps": [step._asdict() for step in journal.last_steps],
         "fatal_step_is_known": journal.rows is not None,
         "num_requests": len(samples),
-        "requests": [_described(one, positions) for one in described],
+        "requests": [_described(one, positions, whole=server_args.crash_report_requests) for one in described],
     }
 
 
-def _described(sample: Generation, positions: dict[str, int]) -> dict[str, Any]:
+def _described(sample: Generation, positions: dict[str, int], *, whole: bool) -> dict[str, Any]:
     assert sample.request is not None
     sampling = msgspec.to_builtins(sample.request.options.sampling)
-    return {
+    if not whole:
+        sampling = {name: _without_text(value) for name, value in sampling.items()}
+    described = {
         "id": sample.rid,
         "sample": sample.index,
         "in_fatal_step": sample.key in positions,
@@ -120,8 +124,9 @@ def _described(sample: Generation, positions: dict[str, int]) -> dict[str, Any]:
         "output_tokens": positions.get(sample.key, len(sample.output_ids)),
         "num_recoveries": sample.num_recoveries,
         "stream": sample.request.options.stream,
-        "sampling": {name: _without_text(value) for name, value in sampling.items()},
+        "sampling": sampling,
     }
+    return described | ({"prompt_ids": list(sample.prompt_ids), "output_ids": sample.output_ids} if whole else {})
 
 
 def _without_text(value: Any) -> Any:

@@ -346,6 +346,10 @@ def test_a_report_has_no_text_of_a_client_and_the_fatal_step_first() -> None:
     assert (first["id"], first["in_fatal_step"], first["output_tokens"], first["prompt_tokens"]) == ("r299", True, 5, 3)
     assert (first["sampling"]["temperature"], first["sampling"]["stop"]) == (0.5, "6 characters")
 
+    args = ServerArgs(model_path="m", crash_report_requests=True)
+    first = crash_report(death, Journal(None, []), args, None, samples, 0)["requests"][0]
+    assert (first["sampling"]["stop"], first["prompt_ids"], first["output_ids"]) == ("SECRET", [1, 2, 3], [4])
+
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
 def test_the_watchdog_ends_a_hung_process(run_dirs: Path, tmp_path: Path, role: str) -> None:
