@@ -94,14 +94,21 @@ async def run_chat(
         kwargs=kwargs,
     )
     prompt = Prompt(
-        content=response_format.noting_prompt(render),
+        content=response_format.noting_prompt(render, _continued(body)),
         options=options_of(body, sampling, logprobs),
         rid=name,
         add_special_tokens=False,  # the chat template writes them
         param="messages",
         grammar_param=plan.constrained_by if plan.constraint is not None else grammar_field(body),
+        reasoning=lambda: response_format.reasoning,
     )
     return await answer(server, request, [prompt], response_format=response_format, name=name)
+
+
+def _continued(body: ChatBody) -> str:
+    """The text of the last message if the answer continues it, else ""."""
+    content = body.messages[-1].content if body.continue_final_message and body.messages else None
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content or ())
 
 
 def _max_tokens(body: ChatBody) -> tuple[int | None, str]:

@@ -10,6 +10,7 @@ import msgspec
 
 from ....managers.tokenizer_manager import TokenizerManager
 from ...errors import InvalidRequest, UnsupportedField
+from ...grammar_spec import ReasoningSpan
 from ...sampling_params import SamplingParams
 from ...text.answer.answer_parser import AnswerFormat
 from ...text.answer.constraint import format_under_grammar, may_call, must_call
@@ -34,7 +35,9 @@ class AnswerPlan(NamedTuple):
     tools: for the chat template; None if the model must not call any. form: None if an answer is content and nothing
     else. in_one_piece: reasoning is streamed as one piece. content_only: reasoning is content. reasoning_ends: the
     tokens that end reasoning; empty if no single token does, so that its tokens cannot be counted. constraint: the
-    structural tag that the answer must match, and constrained_by: the field that asks for it.
+    structural tag that the answer must match, and constrained_by: the field that asks for it. calls_only: the answer
+    is calls and no other text. before_grammar: the reasoning before the text of the grammar; None if the grammar
+    begins with the first token, or if there is none.
     """
 
     tools: list[Mapping[str, Any]] | None = None
@@ -44,6 +47,8 @@ class AnswerPlan(NamedTuple):
     reasoning_ends: frozenset[int] = frozenset()
     constraint: dict[str, Any] | None = None
     constrained_by: str = ""
+    calls_only: bool = False
+    before_grammar: ReasoningSpan | None = None
 
 
 def plan_answer(
@@ -90,10 +95,12 @@ def plan_answer(
         constraint = may_call(written, form.functions, strict, several=several)
     else:
         constraint = must_call(written, form.functions, names, several=several)
-    if mode != "auto" or HARMONY in (tool_format, reasoning):
-        form = form._replace(reasoning=None)  # a required call comes at once; the Hermes format has no channels
+    if HARMONY in (tool_format, reasoning):
+        form = form._replace(reasoning=None)  # the Hermes format has no channels
     by = param if mode == "auto" and not excludes else "tool_choice"
-    return plan._replace(form=form._replace(tools=written), constraint=constraint, constrained_by=by)
+    return plan._replace(
+        form=form._replace(tools=written), constraint=constraint, constrained_by=by, calls_only=mode != "auto"
+    )
 
 
 def constrained(body: ChatBody, plan: AnswerPlan) -> ChatBody:
@@ -128,6 +135,9 @@ def see_marks(
         return plan, sampling
     ends = map(tokenizer.token_to_id, form.reasoning_ends())
     plan = plan._replace(reasoning_ends=frozenset(token for token in ends if token is not None))
+    if sampling.grammar is not None:
+        form, span = _under_grammar(plan, form, sampling, tokenizer)
+        plan = plan._replace(form=form, before_grammar=span)
     if not sampling.skip_special_tokens:
         return plan, sampling
     marks = form.marks()
@@ -135,6 +145,24 @@ def see_marks(
         return plan, sampling
     form = form._replace(dropped=tuple(sorted(tokenizer.special_texts - marks)))
     return plan._replace(form=form), msgspec.structs.replace(sampling, skip_special_tokens=False)
+
+
+def _under_grammar(
+    plan: AnswerPlan, form: AnswerFormat, sampling: SamplingParams, tokenizer: Tokenizer
+) -> tuple[AnswerFormat, ReasoningSpan | None]:
+    """How an answer with a grammar is read, and the reasoning before the text of the grammar.
+
+    The scheduler sees the end of the reasoning only if that is a token. Otherwise there is no reasoning, unless the
+    grammar has room for it, as a structural tag has.
+    """
+    starts, ends = (
+        tuple(map(tokenizer.token_to_id, marks)) for marks in (form.reasoning_starts(), form.reasoning_ends())
+    )
+    known = tuple(token for token in ends if token is not None)
+    if known and len(known) == len(ends):
+        return form, ReasoningSpan(tuple(token for token in starts if token is not None), known)
+    has_room = sampling.structural_tag is not None and not plan.calls_only
+    return (form if has_room else form._replace(reasoning=None)), None
 
 
 def tool_format_of(manager: TokenizerManager, param: str) -> str:
