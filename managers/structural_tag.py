@@ -219,6 +219,8 @@ class _Lark:
         """The members of an object as `<parameter=NAME>`, value, `</parameter>`, on lines of their own."""
         properties = schema.get("properties")
         end = "\n</parameter>"
+        if properties == {} and schema.get("additionalProperties") is False:
+            return '""'
         if not isinstance(properties, dict) or not properties:
             rest = f'/[^<>\\n]+/ ">\\n" {self._until([end])}'
             return self._add(f'"" | "<parameter=" {rest} ("\\n<parameter=" {rest})*')

@@ -108,7 +108,11 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_fields=True
         ),
     ] = None
     parallel_tool_calls: Annotated[
-        bool | None, doc("Allow several calls in one answer, default true; false: the answer ends with the first")
+        bool | None,
+        doc(
+            "Allow several calls in one answer, default true, but false for a required call; false: the answer ends "
+            "with the first"
+        ),
     ] = None
     functions: Annotated[Any, only(_NO_FUNCTIONS, [])] = None
     function_call: Annotated[Any, only(_NO_FUNCTIONS, "none", "auto")] = None

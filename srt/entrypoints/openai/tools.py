@@ -82,12 +82,19 @@ def plan_answer(
     plan = AnswerPlan(tools, form, stream_reasoning is False, content_only)
     if tool_format is None:
         return plan
-    written = format_under_grammar(tool_format)
     strict = [name for name in names if offered[name].strict]
+    written = format_under_grammar(tool_format, form.functions, strict if mode == "auto" else names)
     # Without a grammar for the model's own calls, calls of functions that are not allowed are content.
     excludes = len(names) < len(offered) and written == tool_format
     if mode == "auto" and not strict and not excludes:
         return plan
+    if mode == "auto" and strict and (written != tool_format or reasoning == HARMONY):
+        raise UnsupportedField(
+            f"strict: true of the function {shown(strict[0])} is not supported, unless the call is required "
+            f"(tool_choice): no grammar enforces its schema in the format of this model's calls ({tool_format}); send "
+            "strict: false",
+            param=param,
+        )
     # A small model that must call goes on calling, so several required calls have to be asked for.
     one_function = isinstance(choice, ToolChoice) and choice.function is not None
     several = parallel is not False if mode == "auto" else parallel is True and not one_function
