@@ -51,8 +51,22 @@ def _is_free_text_or_json(schema: Mapping[str, Any]) -> bool:
 def must_call(tool_format: str, functions: Functions, names: Iterable[str], *, several: bool) -> dict[str, Any]:
     """The answer is one call or several calls of the named functions, and nothing else."""
     grammar = _grammar(tool_format)
-    calls = _calls(grammar, functions, names, several)
-    return _tag(_block(grammar, calls) if grammar.opening else calls)
+    return _tag(_only_calls(grammar, _calls(grammar, functions, names, several)))
+
+
+def may_stand_beside_calls(tool_format: str) -> bool:
+    """Whether `calls_or` can tell the calls of a format from other text."""
+    grammar = TOOL_FORMATS[tool_format].grammar
+    return grammar is not None and not grammar.like_json
+
+
+def calls_or(
+    tool_format: str, functions: Functions, strict: Iterable[str], other: dict[str, Any], *, several: bool
+) -> dict[str, Any]:
+    """The answer is calls and nothing else, or it has the form `other`. The `strict` calls follow their schemas."""
+    grammar = _grammar(tool_format)
+    calls = _only_calls(grammar, _calls(grammar, _loosened(functions, strict), functions, several))
+    return _tag({"type": "or", "elements": [calls, other]})
 
 
 def may_call(tool_format: str, functions: Functions, strict: Iterable[str], *, several: bool) -> dict[str, Any]:
@@ -61,9 +75,7 @@ def may_call(tool_format: str, functions: Functions, strict: Iterable[str], *, s
     trigger = grammar.trigger or grammar.begin.partition("NAME")[0]
     if not grammar.opening:  # what stands before the trigger is free text
         grammar = grammar._replace(begin=grammar.begin[grammar.begin.index(trigger) :])
-    followed = set(strict)
-    loose = Functions({name: functions.schema(name) if name in followed else _ANY_OBJECT for name in functions})
-    calls = _calls(grammar, loose, functions, several)
+    calls = _calls(grammar, _loosened(functions, strict), functions, several)
     if not grammar.opening:
         return _tag(
             {"type": "triggered_tags", "triggers": [trigger], "tags": calls["tags"], "stop_after_first": not several}
@@ -76,6 +88,16 @@ def _grammar(tool_format: str) -> CallGrammar:
     grammar = TOOL_FORMATS[tool_format].grammar
     assert grammar is not None
     return grammar
+
+
+def _loosened(functions: Functions, strict: Iterable[str]) -> Functions:
+    """The functions. Those that are not strict take any object."""
+    followed = set(strict)
+    return Functions({name: functions.schema(name) if name in followed else _ANY_OBJECT for name in functions})
+
+
+def _only_calls(grammar: CallGrammar, calls: dict[str, Any]) -> dict[str, Any]:
+    return _block(grammar, calls) if grammar.opening else calls
 
 
 def _calls(grammar: CallGrammar, functions: Functions, names: Iterable[str], several: bool) -> dict[str, Any]:

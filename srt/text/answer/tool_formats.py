@@ -15,7 +15,7 @@ class CallGrammar(NamedTuple):
 
     opening, separator, closing: the text before, between and after all calls. trigger: the part of `begin` that shows
     that a call follows; "": all before NAME. The text before the trigger may be missing. style: of the arguments, as
-    in structural tags.
+    in structural tags. like_json: a call begins as other JSON may begin, so no grammar can tell them apart in time.
     """
 
     begin: str
@@ -25,6 +25,7 @@ class CallGrammar(NamedTuple):
     closing: str = ""
     trigger: str = ""
     style: Literal["json", "qwen_xml"] = "json"
+    like_json: bool = False
 
 
 class ToolFormat(NamedTuple):
@@ -78,7 +79,7 @@ TOOL_FORMATS = {
         llama3_json.read_llama3_json,
         (llama3_json.START, '"parameters": dictionary of argument name'),
         (llama3_json.START,),
-        CallGrammar('{"name": "NAME", "parameters": ', "}", separator="; "),
+        CallGrammar('{"name": "NAME", "parameters": ', "}", separator="; ", like_json=True),
     ),
     "hermes": ToolFormat(
         hermes.read_hermes,

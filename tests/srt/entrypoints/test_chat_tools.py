@@ -304,8 +304,8 @@ def test_harmony_has_no_strict_functions() -> None:
 def test_a_required_call_sets_the_bodys_structural_tag(field: dict[str, Any]) -> None:
     plan = AnswerPlan(constraint={"type": "structural_tag"}, constrained_by="tool_choice")
     body = CHAT_CODEC.convert({"messages": HI, **field})
-    assert constrained(body, plan).structural_tag == plan.constraint
-    assert constrained(body, AnswerPlan()) is body
+    assert constrained(body, plan)[0].structural_tag == plan.constraint
+    assert constrained(body, AnswerPlan())[0] is body
 
 
 THOUGHT = ("<think>\nI ", "think", "</th", "ink>\n\nHi", " there")

@@ -13,7 +13,13 @@ from tercet.managers.grammar import Grammar
 from tercet.managers.grammar_backends import make_compiler
 from tercet.srt.text.answer.answer_parser import AnswerFormat, parse_answer
 from tercet.srt.text.answer.answer_text import CallStart
-from tercet.srt.text.answer.constraint import format_under_grammar, may_call, must_call
+from tercet.srt.text.answer.constraint import (
+    calls_or,
+    format_under_grammar,
+    may_call,
+    may_stand_beside_calls,
+    must_call,
+)
 from tercet.srt.text.answer.tool_formats import TOOL_FORMATS
 from tercet.srt.text.answer.tools import Functions
 
@@ -130,6 +136,21 @@ def test_llguidance_takes_the_same_calls(name: str) -> None:
     assert takes(must, ONE[name]) and takes(must, TWO[name]) and not takes(must, wrong)
     may = compile_exact(may_call(name, FUNCTIONS, ["f"], several=True))
     assert takes(may, f"Hello {ONE[name]}") and takes(may, "Hello") and not takes(may, f"Hello {wrong}")
+
+
+@pytest.mark.parametrize("name", sorted(name for name in ONE if may_stand_beside_calls(name)))
+def test_calls_or_json(name: str) -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    form = {"type": "json_schema", "json_schema": schema}
+    several = calls_or(name, FUNCTIONS, ["f"], form, several=True)
+    single = calls_or(name, FUNCTIONS, [], form, several=False)
+    wrong, answer = ONE[name].replace("city", "town"), '{"name": "x"}'
+    for tag in (several, single):
+        grammar = compile_exact(tag)
+        assert takes(grammar, answer) and takes(grammar, ONE[name]) and accepts(tag, ONE[name])
+        assert not takes(grammar, "Hello") and not takes(grammar, f"{answer}{ONE[name]}")
+        assert takes(grammar, wrong) == (tag is single), "f is strict in the other one"
+        assert takes(grammar, TWO[name]) == (tag is several)
 
 
 @pytest.mark.parametrize(
