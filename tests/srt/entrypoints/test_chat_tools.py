@@ -265,41 +265,6 @@ def test_a_format_without_a_grammar_is_constrained_to_another_one() -> None:
     site.close()
 
 
-@pytest.mark.parametrize("parser", ["gpt-oss", "pythonic", "gemma", "qwen3_coder"])
-def test_a_strict_function_that_no_grammar_can_enforce_is_refused(parser: str) -> None:
-    site = Site(tool_call_parser=parser)
-    bounded = {"type": "object", "properties": {"x": {"type": "string", "maxLength": 3}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": bounded, "strict": True}}
-    error = site.refused(PATH, {"messages": HI, "tools": [tool]})
-    assert error["param"] == "tools" and "strict: true of the function 'f'" in error["message"]
-    assert site.scheduler.received == []
-    site.good(PATH, {"messages": HI, "tools": [tool], "tool_choice": "required"})
-    tag = site.scheduler.received[-1].options.sampling.structural_tag or ""
-    assert "</tool_call>" in tag and "<function=" not in tag, "the format of Hermes"
-    site.good(PATH, {"messages": HI, "tools": [{**tool, "function": {**tool["function"], "strict": False}}]})
-    assert site.scheduler.received[-1].options.sampling.structural_tag is None
-    site.close()
-
-
-def test_a_strict_call_is_read_in_the_format_that_the_prompt_teaches() -> None:
-    site = Site(tool_call_parser="qwen3_coder")
-    tool = {**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}
-    site.scheduler.say("<tool_call>\n<function=f>\n<parameter=x>\ny\n</parameter>\n</function>\n</tool_call>")
-    for choice in ("auto", "required"):
-        message = site.good(PATH, {"messages": HI, "tools": [tool], "tool_choice": choice})["choices"][0]["message"]
-        assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": "y"}'}
-        assert "<function=" in (site.scheduler.received[-1].options.sampling.structural_tag or "")
-    site.close()
-
-
-def test_harmony_has_no_strict_functions() -> None:
-    """With its channels, text is not free, and Hermes has none."""
-    site = Site(tool_call_parser="hermes", reasoning_parser="gpt-oss")
-    tool = {"type": "function", "function": {"name": "f", "strict": True}}
-    assert "hermes" in site.refused(PATH, {"messages": HI, "tools": [tool]})["message"]
-    site.close()
-
-
 @pytest.mark.parametrize("field", [{"response_format": {"type": "text"}}, {}])
 def test_a_required_call_sets_the_bodys_structural_tag(field: dict[str, Any]) -> None:
     plan = AnswerPlan(constraint={"type": "structural_tag"}, constrained_by="tool_choice")
@@ -380,6 +345,19 @@ def test_harmony() -> None:
     site.scheduler.say("<|channel|>commentary to=functions.f <|constrain|>json<|message|>", '{"x": "y"}')
     message = site.good(PATH, BODY)["choices"][0]["message"]
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": "y"}'}
+    site.close()
+
+
+def test_harmony_without_the_flag_has_its_analysis_in_the_content() -> None:
+    site = Site(tool_call_parser="gpt-oss")
+    call = '<|start|>assistant<|channel|>commentary to=functions.f<|message|>{"x": "y"}'
+    site.scheduler.say("<|channel|>analysis<|message|>Hm<|end|>", call)
+    message = site.good(PATH, BODY)["choices"][0]["message"]
+    assert message["content"] == "Hm" and "reasoning_content" not in message and len(message["tool_calls"]) == 1
+    streamed = joined(site.stream(PATH, BODY))
+    assert (streamed["content"], streamed["reasoning_content"], len(streamed["tool_calls"])) == ("Hm", "", 1)
+    output = site.good("/v1/responses", {"input": "hi", "tools": [{"type": "function", "name": "f"}]})["output"]
+    assert [item["type"] for item in output] == ["message", "function_call"]
     site.close()
 
 
