@@ -81,6 +81,13 @@ CALLS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", '<tool_call>{"id": 3, "name": "now", "arguments": null, "type": "function"}', "", [("now", {})]),
     (
         "hermes",
+        '<tool_call>{"name": "now", "x": [1], "arguments": {}, "y": {"z": "}"}, "w": 2}</tool_call> rest',
+        "rest",
+        [("now", {})],
+    ),
+    ("llama3_json", '{"x": 1, "name": "now"}', '{"x": 1, "name": "now"}', []),
+    (
+        "hermes",
         '<tool_call>{"name": "get_weather", "arguments": '
         '{"city": "a\n\\d\\n\\u00e9\\\\", "tags": [1, [], {"x": null}]}}',
         "",
