@@ -76,7 +76,13 @@ async def run_chat(
     )
     body, plan = constrained(body, plan)
     max_tokens, max_tokens_field = _max_tokens(body)
-    sampling = await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, max_tokens_field)
+    try:
+        sampling = await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, max_tokens_field)
+    except InvalidRequest as error:
+        if plan.constraint is None or error.param != "structural_tag":
+            raise
+        message = error.message.replace("structural_tag", plan.constrained_by)
+        raise InvalidRequest(message, param=plan.constrained_by) from None
     plan, sampling = see_marks(plan, sampling, server.manager.inputs.tokenizer)
     response_format = make_format(plan, sampling)
     # An answer with many log probabilities is written in a thread, and the manager belongs to the event loop.

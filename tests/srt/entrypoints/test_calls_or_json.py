@@ -96,6 +96,17 @@ def test_what_cannot_stand_beside_calls_is_refused(site: Site) -> None:
     assert site.scheduler.received == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"), [(FORMAT, "response_format"), ({"tool_choice": "required"}, "tool_choice"), ({}, "tools")]
+)
+def test_a_too_large_grammar_names_a_field_that_the_client_has_sent(
+    site: Site, fields: dict[str, Any], param: str
+) -> None:
+    large = {"type": "object", "properties": {f"x{i}": {"type": "string"} for i in range(10000)}}
+    error = site.refused(CHAT, {**ASK, "tools": [tool(strict=True, parameters=large)], **fields})
+    assert error["param"] == param and f"{param} must be at most 131072 bytes" in error["message"]
+
+
 @pytest.mark.parametrize("parser", ["llama3_json", "pythonic", "gemma", "gpt-oss"])
 def test_a_format_whose_calls_no_grammar_tells_from_json_is_refused(parser: str) -> None:
     site = Site(tool_call_parser=parser)
