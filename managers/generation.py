@@ -168,6 +168,11 @@ class Generation:
         """It has a request for the engine, and the engine does not have it."""
         return self.request is not None and not self._is_sent and not self.is_over
 
+    @property
+    def waits_to_begin(self) -> bool:
+        """It waits for the engine, and no engine has had it."""
+        return self.waits_for_engine and not self.num_recoveries
+
     def hold(self, request: GenerateReq, age_s: float = 0.0) -> None:
         """The engine shall get this request: now (`mark_sent`), or when it has been restarted.
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 from ..srt.io_struct import BatchTextOut, DetokenizerAlive, ToTokenizer
 
+LATE_S = 1.0
+"""A process that is silent for longer is late."""
+
 
 class Heartbeats:
     """Every message is a sign of life. A text comes from the detokenizer, which has it from the scheduler."""
@@ -28,6 +31,16 @@ class Heartbeats:
             self._detokenizer = now
         else:
             self._scheduler = now
+
+    @property
+    def longest_silence_s(self) -> float:
+        """That of the process that was last heard of first."""
+        return self._clock() - min(self._scheduler, self._detokenizer)
+
+    @property
+    def is_late(self) -> bool:
+        """A process has missed a sign of life. Idle processes give two in a second."""
+        return self.longest_silence_s > LATE_S
 
     def silent_s(self, role: str) -> float:
         """Seconds since the last sign of life of the process with this role."""

@@ -76,6 +76,7 @@ class LocalEngine:
                     "soft_watchdog_timeout",
                     "engine_restarts",
                     "engine_restart_window",
+                    "crash_report_requests",
                     "record_schedule",
                     "enable_return_hidden_states",
                     "weight_version",

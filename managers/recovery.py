@@ -2,15 +2,17 @@
 
 If the engine died by itself, a request may be the cause, and would kill the next engine, too. The requests of the fatal
 step are suspects. Suspects are sent again one after the other: the next one follows when the last one has passed the
-place where the engine died. So a second death names the culprit, which ends with an error. All other samples are sent
-again at once.
+place where the engine died. Beside them run only streams that had begun and were not in the fatal step. Requests that
+have not run yet wait for the end of the trials. So a second death names the culprit, which ends with an error. An equal
+request is refused for a while, because clients send a failed request again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -45,44 +47,51 @@ class _Suspect(NamedTuple):
 class Recovery:
     """The suspects of one engine, and the counts of its restarts."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`memory_s`: seconds for which requests that equal a culprit are refused."""
         self.num_restarts = 0
         self.num_resumed = 0
         """Samples that were sent again, once for each time."""
         self.num_fatal = 0
         """Samples that ended with FatalRequest."""
-        self._suspects: deque[_Suspect] = deque()
+        self._suspects: dict[str, _Suspect] = {}
+        """Those that wait for their trial, in this order."""
         self._on_trial: _Suspect | None = None
+        self._memory_s = memory_s
+        self._clock = clock
+        self._convicted: dict[bytes, float] = {}
+        """Digests of culprits, with the times at which they are forgotten."""
 
     @property
     def is_isolating(self) -> bool:
         """Whether samples wait for the trial of another one."""
-        return self._on_trial is not None
+        return self._on_trial is not None or bool(self._suspects)
 
     def on_death(self, lost: Sequence[Generation], blame: Blame | None) -> None:
         """`lost`: the samples that the engine had. `blame`: None if the cause was outside the engine."""
         self.num_restarts += 1
         trial, self._on_trial = self._on_trial, None
+        if trial is not None:
+            self._suspects = {trial.generation.key: trial, **self._suspects}
         if blame is None:
-            culprits: list[Generation] = []
+            return
+        fatal = [one for one in lost if blame.positions is None or one.key in blame.positions]
+        culprit = _culprit(
+            fatal, None if trial is None else trial.generation, is_step_known=blame.positions is not None
+        )
+        if culprit is None:
+            self._suspect(fatal, blame.positions or {})
         else:
-            fatal = [one for one in lost if blame.positions is None or one.key in blame.positions]
-            culprits = self._convict(fatal, trial)
-            if not culprits:
-                self._suspect(fatal, blame.positions or {})
-        for culprit in culprits:
-            self.num_fatal += 1
-            culprit.fail(FatalRequest("the engine died twice while it worked on this request; it is not tried again"))
-        if trial is not None and not trial.generation.is_over:
-            self._suspects.appendleft(trial)
+            self._convict(culprit)
 
     def take_innocent(self, waiting: Iterable[Generation]) -> list[Generation]:
-        """Those of the waiting samples that are no suspects, in the order in which they are sent.
+        """The waiting samples that may be sent now, in order. Suspects may not, nor new samples during trials.
 
         Streams that have begun come first, the shortest one first: so the median stream waits for few tokens.
         """
-        suspects = {one.generation.key for one in self._suspects}
-        return sorted((one for one in waiting if one.key not in suspects), key=_num_tokens_if_begun)
+        is_isolating = self.is_isolating
+        innocent = (one for one in waiting if one.key not in self._suspects and (one.output_ids or not is_isolating))
+        return sorted(innocent, key=_num_tokens_if_begun)
 
     def next_trial(self) -> Generation | None:
         """The next suspect to be sent, if the last one is cleared."""
@@ -90,24 +99,47 @@ class Recovery:
             return None
         self._on_trial = None
         while self._suspects and self._on_trial is None:
-            suspect = self._suspects.popleft()
+            suspect = self._suspects.pop(next(iter(self._suspects)))
             if not suspect.generation.is_over:
                 self._on_trial = suspect
         return None if self._on_trial is None else self._on_trial.generation
 
-    def _convict(self, fatal: Sequence[Generation], trial: _Suspect | None) -> list[Generation]:
-        """The culprit, if this death proves one."""
-        if trial is not None and trial.generation in fatal:
-            return [trial.generation]
-        return [one for one in fatal if len(fatal) == 1 and one.num_strikes]
+    def refusal(self, request: GenerateReq) -> FatalRequest | None:
+        """An error if an equal request has killed the engine twice. The seed does not count."""
+        if not self._convicted:
+            return None
+        now = self._clock()
+        self._convicted = {digest: until for digest, until in self._convicted.items() if until > now}
+        until = self._convicted.get(_digest(request))
+        if until is None:
+            return None
+        return FatalRequest(f"the engine died twice on an equal request; it is refused for {until - now:.0f} s more")
+
+    def _convict(self, culprit: Generation) -> None:
+        self.num_fatal += 1
+        self._suspects.pop(culprit.key, None)
+        if culprit.request is not None:
+            self._convicted[_digest(culprit.request)] = self._clock() + self._memory_s
+        culprit.fail(FatalRequest("the engine died twice while it worked on this request; it is not tried again"))
 
     def _suspect(self, fatal: Sequence[Generation], positions: Mapping[str, int]) -> None:
-        known = {one.generation.key for one in self._suspects}
         for one in fatal:
             one.num_strikes += 1
-            if one.key not in known:
-                position = max(positions.get(one.key, 0), len(one.output_ids))
-                self._suspects.append(_Suspect(one, position + 1 + _MARGIN))
+            position = max(positions.get(one.key, 0), len(one.output_ids))
+            self._suspects[one.key] = _Suspect(one, position + 1 + _MARGIN)
+
+
+def _culprit(fatal: Sequence[Generation], trial: Generation | None, *, is_step_known: bool) -> Generation | None:
+    """The culprit, if this death proves one. `fatal`: the samples of the fatal step, or all if it is not known."""
+    if trial is not None and trial in fatal and (is_step_known or all(one.num_strikes for one in fatal)):
+        return trial
+    return fatal[0] if len(fatal) == 1 and fatal[0].num_strikes else None
+
+
+def _digest(request: GenerateReq) -> bytes:
+    sampling = msgspec.structs.replace(request.options.sampling, sampling_seed=None)
+    options = msgspec.msgpack.encode(msgspec.structs.replace(request.options, sampling=sampling))
+    return hashlib.blake2b(options + request.input_ids, digest_size=16).digest()
 
 
 def _num_tokens_if_begun(generation: Generation) -> float:

@@ -71,14 +71,12 @@ class TokenizerManager:
         self.draining = False
         """True: running requests may finish, and new requests get status 503."""
         self.failure: EngineDead | None = None
-        self.recovery = Recovery()
+        self.recovery = Recovery(server_args.engine_restart_window)
         self.heartbeats = Heartbeats()
         self.on_stall: set[Callable[[], None]] = set()
         """Called when `stall` is set."""
         self._scheduler: SchedulerLink | None = scheduler
         """None: the engine is being restarted."""
-        self._num_held = 0
-        """Samples that were accepted since then."""
         self.grammars = grammars
         self._calls = Calls()
         self.inputs = InputProcessor(server_args, model_config, tokenizer, facts)
@@ -87,7 +85,7 @@ class TokenizerManager:
         """What /metrics tells about requests; None without --enable-metrics."""
         make_generation = Generation if self.metrics is None else self.metrics.generation
         self._requests = RequestRegistry(self._send_abort, self.inputs.draw_seed, make_generation, key_prefix)
-        self.pause = PauseControl(self._calls, self._link, self.abort_all, self._tell_stall)
+        self.pause = PauseControl(self._calls, self._link, self.abort_all, self.tell_stall)
         self.profile = ProfileControl(self._calls, self._link)
         self.weights = WeightControl(
             server_args, facts.weights, self._calls, self._link, self.pause, self._requests, self._send_held
@@ -173,14 +171,14 @@ class TokenizerManager:
         return generation
 
     def _send_or_hold(self, generation: Generation) -> None:
-        if self.failure is not None:
-            generation.fail(self.failure)
-        elif self._scheduler is not None and not self.weights.is_holding:
+        assert generation.request is not None
+        error = self.failure or self.recovery.refusal(generation.request)
+        if error is not None:
+            generation.fail(error)
+        elif not (self.is_recovering or self.weights.is_holding):
             self._resend(generation)
-        elif self._num_held < self.server_args.max_queued_requests:
-            self._num_held += 1
-        else:
-            generation.fail(QueueFull(f"the waiting queue is full ({self._num_held} requests); try again later"))
+        elif (num := sum(one.waits_to_begin for one in self._requests.live())) > self.server_args.max_queued_requests:
+            generation.fail(QueueFull(f"the waiting queue is full ({num - 1} requests); try again later"))
 
     async def submit(
         self, content: str | Sequence[int], options: RequestOptions, *, rid: str | None = None
@@ -196,9 +194,7 @@ class TokenizerManager:
         return prompt.generations
 
     def abort(self, name: str) -> bool:
-        """Aborts the request or prompt of exactly this name: its samples end with all tokens so far.
-
-        Returns whether there is one."""
+        """Aborts the request or prompt of exactly this name, which keeps its tokens. Returns whether there is one."""
         return self._requests.abort(name)
 
     def on_tool_call(self, generation: Generation) -> None:
@@ -235,10 +231,17 @@ class TokenizerManager:
 
     @property
     def stall(self) -> str | None:
-        """Why samples that have begun may get no tokens for a while: "restarting", "paused", or None."""
-        if self.is_recovering:
-            return "restarting"
-        return "paused" if self.pause.is_on and self.failure is None else None
+        """Why samples that have begun may get no tokens for a while: "restarting", "paused", "waiting", or None.
+
+        Waiting: a process has been silent for more than a second, because its step is long or because it hangs."""
+        if self.is_recovering or self.failure is not None:
+            return "restarting" if self.failure is None else None
+        return "paused" if self.pause.is_on else "waiting" if self.heartbeats.is_late else None
+
+    def tell_stall(self) -> None:
+        """Tells the streams that they have to wait. They learn from `stall` when that is over."""
+        for listener in list(self.on_stall):
+            listener()
 
     def check_accepting(self) -> None:
         """Raises EngineDead if the engine is gone for good or the server is shutting down."""
@@ -251,8 +254,7 @@ class TokenizerManager:
     def is_healthy(self) -> bool:
         """Whether all processes are alive, and have given a sign of life within `watchdog_timeout`."""
         is_up = self.failure is None and self._scheduler is not None
-        silent_s = max(self.heartbeats.silent_s(role) for role in ("scheduler", "detokenizer"))
-        return is_up and silent_s < self.server_args.watchdog_timeout
+        return is_up and self.heartbeats.longest_silence_s < self.server_args.watchdog_timeout
 
     async def flush_cache(self, timeout_s: float = 0.0) -> FlushCacheReply:
         """Empties the prefix cache. Waits up to `timeout_s` until the engine is idle."""
@@ -305,7 +307,7 @@ class TokenizerManager:
         self.recovery.on_death(lost, blame)
         self._calls.fail(EngineRestarting("the engine is being restarted; try again in a moment"))
         if was_up:
-            self._tell_stall()
+            self.tell_stall()
 
     def resume(self, scheduler: SchedulerLink, facts: SchedulerReady) -> None:
         """A new engine is ready: it gets every waiting sample, with the tokens that have come."""
@@ -338,8 +340,7 @@ class TokenizerManager:
                     generation.push(out)
         elif isinstance(message, Heartbeat | StateReply):
             self._last_state = message.state, time.monotonic()
-        if self.recovery.is_isolating:
-            self._try_next()  # also without an output: the suspect may have been closed here
+        self._try_next()  # also without an output: the suspect may have been closed here
         if isinstance(message, Reply):
             self._calls.on_reply(message)
 
@@ -349,15 +350,18 @@ class TokenizerManager:
         """Sends the samples that wait for the engine, except suspects."""
         if self._scheduler is None:
             return
-        self._num_held = 0
         waiting = [generation for generation in self._requests.live() if generation.waits_for_engine]
         for generation in self.recovery.take_innocent(waiting):
             self._resend(generation)
 
     def _try_next(self) -> None:
-        """Sends the next suspect, if it is its turn."""
-        if self._scheduler is not None and (generation := self.recovery.next_trial()) is not None:
+        """Sends the next suspect, if it is its turn. After the last trial, sends what has waited for its end."""
+        if self._scheduler is None or not self.recovery.is_isolating:
+            return
+        if (generation := self.recovery.next_trial()) is not None:
             self._resend(generation, is_suspect=True)
+        elif not (self.recovery.is_isolating or self.weights.is_holding):
+            self._send_held()
 
     def _resend(self, generation: Generation, *, is_suspect: bool = False) -> None:
         assert self._scheduler is not None
@@ -371,10 +375,6 @@ class TokenizerManager:
             generation = self._requests.generation(rid)
             if generation is not None:
                 generation.fail(TercetError(message.reason))
-
-    def _tell_stall(self) -> None:
-        for listener in list(self.on_stall):
-            listener()
 
     def _link(self) -> SchedulerLink:
         """The scheduler. Raises EngineDead, EngineRestarting."""

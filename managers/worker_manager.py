@@ -53,7 +53,7 @@ class WorkerManager(TokenizerManager):
         self.draining = news.draining
         began, self._stall = self._stall is None and news.stall is not None, news.stall
         if began:
-            self._tell_stall()
+            self.tell_stall()
         if news.failure is not None:
             self.fail(news.failure)
 

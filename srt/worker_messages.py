@@ -37,12 +37,24 @@ class WorkerServes(msgspec.Struct, frozen=True, tag="serves"):
     """The worker has the first news of the engine, and takes requests."""
 
 
+class WorkerAlive(msgspec.Struct, frozen=True, tag="alive"):
+    """The worker's event loop turns. Sent twice a second from `WorkerServes` on."""
+
+
 class WorkerDrained(msgspec.Struct, frozen=True, tag="drained"):
     """The worker was told to take no more requests, and all of its requests have ended."""
 
 
 FromWorker = (
-    GenerateReq | AbortReq | RetainReq | CheckGrammarReq | EndpointCall | AbortReply | WorkerServes | WorkerDrained
+    GenerateReq
+    | AbortReq
+    | RetainReq
+    | CheckGrammarReq
+    | EndpointCall
+    | AbortReply
+    | WorkerServes
+    | WorkerAlive
+    | WorkerDrained
 )
 
 

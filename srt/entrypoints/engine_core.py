@@ -19,6 +19,7 @@ from ...managers.generation import Generation
 from ...managers.grammar_backends import why_no_grammars
 from ...managers.grammar_checker import GrammarChecker
 from ...managers.tokenizer_manager import TokenizerManager
+from ..errors import EngineDead
 from ..ipc import RunDir
 from ..machine.oom import num_oom_kills
 from ..model_files.model_config import load_model_config
@@ -29,7 +30,7 @@ from .engine_life import EngineLife
 from .grammar_process import GrammarProcess
 from .processes import CHILD_MODULE, ChildProcess, DiedAtStart, Role, stop_children
 from .restarts import Death, RestartBudget, crash_report, write_report
-from .watchdog import HangDetector, Verdict, stacks_of
+from .watchdog import HangDetector, Verdict, report_hang
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,10 @@ T = TypeVar("T")
 
 _RETRY_S = 1.0
 """The pause after a restart that failed for a reason that may pass."""
+_MOST_NAMES = 20
+"""Requests that the log names after a death. The report has more."""
+_SLOWER_START = 5
+"""A restart may take so many times as long as the first start: weights may come from a disk instead of memory."""
 
 
 class EngineCore:
@@ -54,7 +59,9 @@ class EngineCore:
         context: zmq.Context[Any],
         child_module: str,
         grammars: GrammarProcess,
+        start_s: float,
     ) -> None:
+        """`start_s`: how long the start of the processes took."""
         self.tokenizer_manager = tokenizer_manager
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when a child process has died and is not started again. The result says how it died. By then, every
@@ -65,7 +72,10 @@ class EngineCore:
         self._budget = RestartBudget(server_args.engine_restarts, server_args.engine_restart_window)
         self._stopping = False
         self._restart: asyncio.Task[None] | None = None
-        self._oom_kills = num_oom_kills()
+        self._start_limit_s = max(server_args.watchdog_timeout, _SLOWER_START * start_s)
+        """Processes that are not ready by then are killed and started again."""
+        self._oom_kills = self._latest_oom_kills = num_oom_kills()
+        """The machine's count at the last but one look, and at the last. Older kills do not explain a death."""
         self._hung: ChildProcess | None = None
         self._stacks = ""
         """Those of the threads of `_hung`."""
@@ -86,9 +96,11 @@ class EngineCore:
         run_dir = RunDir.create()
         context: zmq.Context[Any] = zmq.Context()
         life: EngineLife | None = None
+        began = time.monotonic()
         try:
             tokenizer_loads = _in_daemon_thread(lambda: _load_tokenizer(server_args))
             life = await EngineLife.start(server_args, run_dir, context, child_module, meanwhile=tokenizer_loads)
+            start_s = time.monotonic() - began
             logger.info("The random seed is %d", server_args.random_seed)
             grammars = GrammarProcess(server_args, run_dir, context, child_module=child_module)
             checker = GrammarChecker(grammars, unusable=why_no_grammars(server_args.grammar_backend))
@@ -102,7 +114,7 @@ class EngineCore:
             context.destroy(linger=0)
             run_dir.remove()
             raise
-        return cls(server_args, manager, life, context, child_module, grammars)
+        return cls(server_args, manager, life, context, child_module, grammars, start_s)
 
     @property
     def child_pids(self) -> dict[str, int]:
@@ -161,12 +173,10 @@ class EngineCore:
         is_restarting = self._restart is not None and not self._restart.done()
         if self._stopping or self.died.done() or is_restarting or child not in self._life.children:
             return
-        oom_kills = num_oom_kills()
-        was_oom = oom_kills != self._oom_kills
+        was_oom = num_oom_kills() != self._oom_kills
         was_hung = child is self._hung
         stacks = self._stacks if was_hung else ""
         death = Death(child.role, ended.result(), child.returncode, was_hung, was_oom, stacks)
-        self._oom_kills = oom_kills
         if self._budget.take():
             self._restart = asyncio.create_task(self._restart_after(death))
             self._restart.add_done_callback(self._on_restart_ended)
@@ -214,9 +224,7 @@ class EngineCore:
             run_dir = run_dir.next_life()
             try:
                 spares, self._spares = self._spares, {}
-                life = await EngineLife.start(
-                    manager.server_args, run_dir, self._context, self._child_module, spares=spares
-                )
+                life = await self._start_life(run_dir, spares)
                 break
             except DiedAtStart as error:
                 if not self._budget.take():
@@ -242,15 +250,31 @@ class EngineCore:
             manager.num_unfinished,
         )
 
+    async def _start_life(self, run_dir: RunDir, spares: dict[Role, ChildProcess]) -> EngineLife:
+        """Raises as `EngineLife.start` does, and EngineDead when it takes too long."""
+        args = self.tokenizer_manager.server_args
+        deadline = asyncio.timeout(self._start_limit_s)
+        try:
+            async with deadline:
+                return await EngineLife.start(args, run_dir, self._context, self._child_module, spares=spares)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise EngineDead(f"its processes were not ready within {self._start_limit_s:.0f} s") from None
+
     def _report(self, death: Death, journal: Journal, samples: list[Generation]) -> None:
         manager = self.tokenizer_manager
         num_earlier = manager.recovery.num_restarts - 1
         last = None if manager.last_state is None else manager.last_state.state
-        report = crash_report(death, journal, manager.server_args, last, samples, num_earlier)
         try:
+            report = crash_report(death, journal, manager.server_args, last, samples, num_earlier)
+            fatal = [one["id"] for one in report["requests"] if one["in_fatal_step"]][:_MOST_NAMES]
+            logger.error("Requests in the fatal step: %s", ", ".join(fatal) or "none is known")
             logger.error("Wrote a report about this to %s", write_report(report))
         except OSError as error:
             logger.warning("Could not write a report about this: %s", error.strerror or error)
+        except Exception:
+            logger.exception("Could not write a report about this")
 
     async def _watch(self) -> None:
         """Reports a process whose loop does not turn, and kills it, so that the engine is restarted."""
@@ -264,6 +288,9 @@ class EngineCore:
             await asyncio.sleep(detectors["scheduler"].interval_s)
             if not manager.is_restarting:
                 self._renew_spares()
+                self._oom_kills, self._latest_oom_kills = self._latest_oom_kills, num_oom_kills()
+                if manager.stall == "waiting":
+                    manager.tell_stall()
             for child in self._life.children:
                 silent_s = 0.0 if manager.is_restarting else manager.heartbeats.silent_s(child.role)
                 verdict = detectors[child.role].look(silent_s)
@@ -272,10 +299,7 @@ class EngineCore:
 
     async def _on_hang(self, child: ChildProcess, verdict: Verdict, silent_s: float) -> None:
         life, heartbeats = self._life, self.tokenizer_manager.heartbeats
-        stacks = await stacks_of(child, life.run_dir.stacks(child.role))
-        what = "killing the process" if verdict is Verdict.END else "it goes on"
-        threads = f"the stacks of its threads:\n{stacks}" if stacks else "it does not tell the stacks of its threads"
-        logger.error("The %s's loop has not turned for %.1f s; %s; %s", child.role, silent_s, what, threads)
+        stacks = await report_hang(child, life.run_dir.stacks(child.role), silent_s, verdict)
         is_still_silent = heartbeats.silent_s(child.role) > self.tokenizer_manager.server_args.watchdog_timeout
         if verdict is Verdict.END and life is self._life and is_still_silent:
             self._hung, self._stacks = child, stacks

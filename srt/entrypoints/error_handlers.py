@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..errors import TercetError
+from ..errors import FatalRequest, TercetError
 from .wire import doc
 
 logger = logging.getLogger(__name__)
@@ -82,8 +82,8 @@ def internal_error() -> TercetError:
 def error_response(error: TercetError) -> Response:
     """The response of an error.
 
-    429 and 503 tell the client when to retry, and 401 how to authenticate. 413 closes the connection, because the rest
-    of the body is not read.
+    429 and 503 tell the client when to retry, and 401 how to authenticate. FatalRequest tells OpenAI's clients not to
+    retry. 413 closes the connection, because the rest of the body is not read.
     """
     headers = {}
     if error.status in (429, 503):
@@ -92,6 +92,8 @@ def error_response(error: TercetError) -> Response:
         headers["www-authenticate"] = "Bearer"
     elif error.status == 413:
         headers["connection"] = "close"
+    elif isinstance(error, FatalRequest):
+        headers["x-should-retry"] = "false"
     return Response(envelope(error), error.status, headers, "application/json")
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import logging
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,7 @@ from ..worker_messages import (
     GrammarVerdict,
     Recoveries,
     ToWorker,
+    WorkerAlive,
     WorkerDrained,
     WorkerServes,
 )
@@ -48,6 +50,7 @@ from .tracing import RequestTracer
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
+_ALIVE_S = 0.5
 
 
 def run_http_worker(
@@ -85,6 +88,7 @@ async def _serve(
     on_ready(HttpWorkerReady())
     while not should_stop():
         await asyncio.sleep(_POLL_S)
+        worker.tell_alive()
         worker.tell_if_drained()
         if worker.error is not None:
             raise worker.error
@@ -118,10 +122,18 @@ class HttpWorker:
         self._manager: WorkerManager | None = None
         self._calls = Calls()
         self._has_drained = False
+        self._next_sign = 0.0
         # It takes FromWorker, and of ToScheduler all but the Questions, which only forwarded endpoints ask.
         self._parent: Sender[Any] = Sender(context, run_dir.scheduler)
         self._receiver: AsyncReceiver[ToWorker] = AsyncReceiver(context, run_dir.tokenizer, ToWorker, self._on_message)
         self._receiver.start(asyncio.get_running_loop())
+
+    def tell_alive(self) -> None:
+        """Tells the parent twice a second that this process does not hang."""
+        now = time.monotonic()
+        if self._manager is not None and now >= self._next_sign:
+            self._next_sign = now + _ALIVE_S
+            self._parent.send(WorkerAlive())
 
     def tell_if_drained(self) -> None:
         """Tells the parent, once, that all requests have ended and no more are taken."""

@@ -2,7 +2,7 @@
 
 Each worker is a process that listens on the server's port. It sends tokenised requests here and gets outputs back
 (worker_relay.py), asks for what concerns the whole server (forwarded.py), and hears the news of the engine. A worker
-that dies is started again: its connections break, and its requests end. Those of the other workers go on.
+that dies or hangs is started again: its connections break, and its requests end. Those of the other workers go on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import socket
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -35,6 +36,7 @@ from ..worker_messages import (
     FromWorker,
     GrammarVerdict,
     ToWorker,
+    WorkerAlive,
     WorkerDrained,
     WorkerServes,
 )
@@ -44,6 +46,7 @@ from .http_server import ENDPOINTS, make_server
 from .processes import ChildProcess, stop_children
 from .restarts import RestartBudget
 from .routing import Endpoint, Server, json_response
+from .watchdog import HangDetector, Verdict, report_hang
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +73,8 @@ class HttpWorkers:
         self._news: EngineNews | None = None
         self._watching: asyncio.Task[None] | None = None
         self._is_stopping = False
-        self._starting: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Starts of workers, and reports about those that hang."""
         self._workers: list[Worker] = []
         for listener in listeners:
             self._start(listener)
@@ -125,7 +129,7 @@ class HttpWorkers:
         await stop_children([worker.child for worker in self._workers])
         for worker in self._workers:
             worker.close()
-        for task in self._starting:
+        for task in self._tasks:
             task.cancel()
         for listener in self._listeners:
             listener.close()
@@ -148,12 +152,18 @@ class HttpWorkers:
         while True:
             await asyncio.sleep(_NEWS_S)
             self.tell_news()
+            for worker in self._workers:
+                verdict = worker.hang.look(worker.silent_s)
+                if verdict is not None:
+                    self._run(worker.on_hang(verdict))
 
     def _start(self, listener: socket.socket) -> Worker:
         run_dir = RunDir(self._run_dir.path, self._num_started)
         self._num_started += 1
         child = ChildProcess("http_worker", self._child_module, listener=listener).launch(self._server_args, run_dir)
-        worker = Worker(child, listener, self._context, run_dir)
+        args = self._server_args
+        hang = HangDetector(args.watchdog_timeout, args.soft_watchdog_timeout)
+        worker = Worker(child, listener, self._context, run_dir, hang)
         child.ended.add_done_callback(functools.partial(self._on_end, worker))
         self._workers.append(worker)
         return worker
@@ -176,9 +186,12 @@ class HttpWorkers:
             self._budget.limit,
             num_lost,
         )
-        task = asyncio.create_task(self._replace(worker.listener))
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
+        self._run(self._replace(worker.listener))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _replace(self, listener: socket.socket) -> None:
         try:
@@ -223,9 +236,15 @@ class Worker:
     """One process, and the links to it."""
 
     def __init__(
-        self, child: ChildProcess, listener: socket.socket, context: zmq.Context[Any], run_dir: RunDir
+        self,
+        child: ChildProcess,
+        listener: socket.socket,
+        context: zmq.Context[Any],
+        run_dir: RunDir,
+        hang: HangDetector,
     ) -> None:
         self.child = child
+        self.hang = hang
         self.listener = listener
         self.serves: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when it takes requests."""
@@ -235,6 +254,9 @@ class Worker:
             context, run_dir.scheduler, FromWorker, self._on_message
         )
         self._receiver.start(asyncio.get_running_loop())
+        self._stacks = run_dir.stacks("http_worker")
+        self._heard: float | None = None
+        """When its last sign of life came; None before the first."""
         self._calls = Calls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._service: Service | None = None
@@ -244,6 +266,18 @@ class Worker:
     @property
     def is_open(self) -> bool:
         return self._relay is not None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since its last sign of life."""
+        return 0.0 if self._heard is None else time.monotonic() - self._heard
+
+    async def on_hang(self, verdict: Verdict) -> None:
+        """Its loop does not turn. Logs that, and kills it unless it has been heard of meanwhile."""
+        silent_s = self.silent_s
+        await report_hang(self.child, self._stacks, silent_s, verdict)
+        if verdict is Verdict.END and self.silent_s >= silent_s:
+            self.child.kill()
 
     def open(self, service: Service, tell_news: Callable[[], None]) -> None:
         """From now on its messages are served."""
@@ -301,6 +335,8 @@ class Worker:
             self._calls.on_reply(message)
         elif isinstance(message, WorkerServes):
             self.serves.set_result(None)
+        elif isinstance(message, WorkerAlive):
+            self._heard = time.monotonic()
         elif isinstance(message, WorkerDrained):
             self.has_drained = True
         else:

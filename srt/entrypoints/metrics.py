@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ...managers.calls import KnownState
+from ...managers.recovery import Recovery
 from ...managers.request_metrics import Histogram, RequestMetrics
 from ...managers.tokenizer_manager import TokenizerManager
 from ..tier_state import FileTierState, TierState
@@ -51,6 +52,7 @@ class MetricsPage(Collector):
         if known is not None:
             yield from self._of_scheduler(known)
         yield from self._of_requests(self._metrics)
+        yield from self._of_restarts(self._manager.recovery)
 
     def _of_scheduler(self, known: KnownState) -> Iterator[Metric]:
         state = known.state
@@ -120,6 +122,15 @@ class MetricsPage(Collector):
         )
         yield self._histogram("queue_time_seconds", "Time in the waiting queue", metrics.queue_time)
         yield from self._of_tenants(metrics)
+
+    def _of_restarts(self, recovery: Recovery) -> Iterator[Metric]:
+        own = (
+            ("engine_restarts", "Restarts of the engine", recovery.num_restarts),
+            ("resumed_samples", "Samples that went on after a restart, once for each time", recovery.num_resumed),
+            ("fatal_samples", "Samples that ended because the engine died twice on them", recovery.num_fatal),
+        )
+        for name, text, value in own:
+            yield self._counter(name, text, value, prefix="tercet")
 
     def _cached_tokens(self, metrics: RequestMetrics) -> Metric:
         text = "Prompt tokens that the prefix cache had"

@@ -22,6 +22,8 @@ from ..server_args import ServerArgs
 from ..step_journal import Journal
 
 _REPORTS_KEPT = 20
+_MOST_REQUESTS = 256
+"""Requests in a report. Those of the fatal step come first."""
 
 
 class RestartBudget:
@@ -86,8 +88,11 @@ def crash_report(
     samples: list[Generation],
     num_restarts: int,
 ) -> dict[str, Any]:
-    """The facts about a death, for a developer. It has lengths and settings of requests, but no prompt and no text."""
+    """The facts about a death, for a developer. It has the lengths of what clients have sent, and no text of theirs,
+    unless the setting `crash_report_requests` asks for all.
+    """
     positions = {row.key: row.position for row in journal.rows or ()}
+    described = sorted(samples, key=lambda one: one.key not in positions)[:_MOST_REQUESTS]
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "version": __version__,
@@ -101,15 +106,17 @@ def crash_report(
         "scheduler_state": msgspec.to_builtins(state),
         "last_steps": [step._asdict() for step in journal.last_steps],
         "fatal_step_is_known": journal.rows is not None,
-        "requests": [_described(one, positions) for one in samples],
+        "num_requests": len(samples),
+        "requests": [_described(one, positions, whole=server_args.crash_report_requests) for one in described],
     }
 
 
-def _described(sample: Generation, positions: dict[str, int]) -> dict[str, Any]:
+def _described(sample: Generation, positions: dict[str, int], *, whole: bool) -> dict[str, Any]:
     assert sample.request is not None
     sampling = msgspec.to_builtins(sample.request.options.sampling)
-    stop = sampling.pop("stop", None)
-    return {
+    if not whole:
+        sampling = {name: _without_text(value) for name, value in sampling.items()}
+    described = {
         "id": sample.rid,
         "sample": sample.index,
         "in_fatal_step": sample.key in positions,
@@ -117,9 +124,18 @@ def _described(sample: Generation, positions: dict[str, int]) -> dict[str, Any]:
         "output_tokens": positions.get(sample.key, len(sample.output_ids)),
         "num_recoveries": sample.num_recoveries,
         "stream": sample.request.options.stream,
-        "num_stop_strings": 0 if stop is None else 1 if isinstance(stop, str) else len(stop),
         "sampling": sampling,
     }
+    return described | ({"prompt_ids": list(sample.prompt_ids), "output_ids": sample.output_ids} if whole else {})
+
+
+def _without_text(value: Any) -> Any:
+    """Numbers and None. Of anything else the size: it may have text of the client, such as a grammar."""
+    if value is None or isinstance(value, int | float):
+        return value
+    if isinstance(value, str):
+        return f"{len(value)} characters"
+    return f"{len(value)} entries"
 
 
 def write_report(report: dict[str, Any], folder: Path | None = None) -> Path:

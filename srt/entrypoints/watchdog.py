@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import logging
 import signal
 import time
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
 
 STACKS_SIGNAL = signal.SIGUSR1
 """A child process answers it with the stacks of all its threads."""
-_LONGEST_INTERVAL_S = 1.0
+_LONGEST_INTERVAL_S = 0.5
 _POLL_S = 0.02
 _ANSWER_S = 1.0
 """How long to wait for the first line of the stacks. A stopped process writes none."""
@@ -57,7 +60,18 @@ class HangDetector:
 class Signalled(Protocol):
     """A ChildProcess."""
 
+    role: Any
+
     def send_signal(self, signum: signal.Signals) -> None: ...
+
+
+async def report_hang(process: Signalled, path: Path, silent_s: float, verdict: Verdict) -> str:
+    """Logs that the loop of a process does not turn, with the stacks of its threads. Returns these, as `stacks_of`."""
+    stacks = await stacks_of(process, path)
+    what = "killing the process" if verdict is Verdict.END else "it goes on"
+    threads = f"the stacks of its threads:\n{stacks}" if stacks else "it does not tell the stacks of its threads"
+    logger.error("The %s's loop has not turned for %.1f s; %s; %s", process.role, silent_s, what, threads)
+    return stacks
 
 
 def answer_with_stacks(path: Path) -> None:

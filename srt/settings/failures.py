@@ -24,3 +24,6 @@ class FailureSettings:
         int, Setting("Number of restarts within --engine-restart-window after a process of the engine died; 0: none")
     ] = 3
     engine_restart_window: Annotated[float, Setting("Seconds for which a restart counts")] = 600.0
+    crash_report_requests: Annotated[
+        bool, Setting("Reports about crashes have the whole requests: token ids and all parameters; default: lengths")
+    ] = False

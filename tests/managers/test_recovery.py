@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,6 +156,53 @@ async def test_the_culprit_ends_at_the_second_death_and_its_neighbours_go_on(eng
 
 
 @scenario
+async def test_new_requests_wait_until_the_trials_are_over(engine: Engine) -> None:
+    samples = await engine.submit(2)
+    engine.step(3)
+    (queued,) = await engine.submit(1)
+    engine.die(Blame({samples[1].key: 3}))
+    engine.restart()
+    (late,) = await engine.submit(1)
+    assert engine.sent() == [samples[0].key, samples[1].key]
+    engine.step(2)
+    assert engine.sent()[2:] == [] and engine.manager.is_recovering
+    engine.step(1)
+    assert engine.sent()[2:] == [queued.key, late.key] and not engine.manager.is_recovering
+    engine.step(40)
+    for one in (*samples, queued, late):
+        assert (await one.result()).text == text_of(40)
+
+
+@scenario
+async def test_a_request_that_equals_a_culprit_is_refused_for_a_while(engine: Engine) -> None:
+    """Clients send a request again after an error, and it would kill the engine again."""
+    (culprit,) = await engine.submit(1, temperature=0.5)
+    for _ in range(2):
+        engine.die(Blame({culprit.key: 0}))
+        engine.restart()
+    assert isinstance(error_of((await culprit.result()).finish), FatalRequest)
+    (again,) = await engine.submit(1, temperature=0.5)  # with another seed
+    error = error_of((await again.result()).finish)
+    assert isinstance(error, FatalRequest) and "600 s" in error.message and engine.sent() == []
+    (other,) = await engine.submit(1, temperature=0.6)
+    engine.manager.recovery._clock = lambda: time.monotonic() + 601
+    (late,) = await engine.submit(1, temperature=0.5)
+    assert engine.sent() == [other.key, late.key]
+
+
+@scenario
+async def test_an_unknown_step_convicts_nobody_if_others_ran_beside_the_trial(engine: Engine) -> None:
+    samples = await engine.submit(3)
+    engine.step(3)
+    engine.die(Blame({samples[0].key: 3}))
+    engine.restart()
+    assert engine.sent() == [one.key for one in [*samples[1:], samples[0]]]
+    engine.die(Blame(None))
+    engine.restart()
+    assert not any(one.is_over for one in samples) and engine.sent() == [samples[0].key]
+
+
+@scenario
 async def test_without_a_known_step_every_sample_is_a_suspect(engine: Engine) -> None:
     samples = await engine.submit(3)
     engine.die(Blame(None))
@@ -242,11 +290,15 @@ async def test_new_requests_wait_for_the_engine(engine: Engine) -> None:
 def test_waiting_for_the_engine_is_bounded() -> None:
     async def work() -> None:
         engine = Engine(max_queued_requests=2)
+        running = await engine.submit(3)
         engine.die(None)
         samples = await engine.submit(3)
         assert isinstance(error_of((await samples[2].result()).finish), QueueFull)
+        samples[0].close()  # a client that leaves makes room for another
+        samples += await engine.submit(2)
+        assert [one.is_over for one in samples] == [True, False, True, False, True]
         engine.restart()
-        assert engine.sent() == [one.key for one in samples[:2]]
+        assert engine.sent() == [one.key for one in [*running, samples[1], samples[3]]]
 
     asyncio.run(work())
 
@@ -287,57 +339,55 @@ class Owner:
 
 
 @given(
-    st.integers(0, 7),
+    st.sets(st.integers(0, 9), min_size=1, max_size=3),
     st.integers(1, 8),
     st.lists(st.sampled_from(["step", "kill", "new"]), max_size=30),
 )
-def test_one_poisonous_request_alone_is_convicted(poison: int, num: int, events: list[str]) -> None:
-    """Whatever else happens: it kills every step that it is in, its neighbours survive, and two deaths suffice."""
-    recovery = Recovery()
+def test_only_poisonous_requests_are_convicted(poisons: set[int], num: int, events: list[str]) -> None:
+    """They kill every step that they are in, whatever else happens. Each one ends at the second death that it has
+    caused at the latest, and all others survive."""
+    recovery = Recovery(600)
     samples: list[Generation] = []
     engine: dict[str, Generation] = {}
+    deaths = dict.fromkeys(map(str, poisons), 0)
 
-    def add() -> None:
-        one = Generation(Owner(), 0, str(len(samples)))
-        samples.append(one)
-        engine[one.key] = one
+    def send_held() -> None:
+        for one in recovery.take_innocent([one for one in samples if not one.is_over and one.key not in engine]):
+            engine[one.key] = one
 
-    def send_on() -> None:
-        if recovery.is_isolating or not engine:
+    def try_next() -> None:
+        if recovery.is_isolating:
             one = recovery.next_trial()
             if one is not None:
                 engine[one.key] = one
+            elif not recovery.is_isolating:
+                send_held()
 
     def death(blame: Blame | None) -> None:
         lost = list(engine.values())
         engine.clear()
         recovery.on_death(lost, blame)
-        for one in recovery.take_innocent([one for one in samples if not one.is_over]):
-            engine[one.key] = one
-        one = recovery.next_trial()
-        if one is not None:
-            engine[one.key] = one
+        send_held()
+        try_next()
 
-    def step() -> bool:
-        """Whether the poison was in it."""
-        if (culprit := engine.get(samples[poison % num].key)) is not None and not culprit.is_over:
-            death(Blame({one.key: len(one.output_ids) for one in engine.values()}))
-            return True
+    def step() -> None:
+        for one in list(engine.values()):
+            if one.key in deaths:
+                deaths[one.key] += 1
+                return death(Blame({one.key: len(one.output_ids) for one in engine.values()}))
         for one in engine.values():
             one.push(TextOut(tokens=TokenOut(rid=one.key, token_ids=[0], finish=None, counts=Counts(1)), text=""))
-        send_on()
-        return False
+        try_next()
 
-    for _ in range(num):
-        add()
-    num_own_deaths = 0
-    for event in [*events, *["step"] * 60]:
+    for event in [*["new"] * num, *events, *["step"] * 200]:
         if event == "new":
-            add()
+            samples.append(Generation(Owner(), 0, str(len(samples))))
+            if not recovery.is_isolating:
+                engine[samples[-1].key] = samples[-1]
         elif event == "kill":
             death(None)
         else:
-            num_own_deaths += step()
-    assert num_own_deaths == 2
-    assert [one.is_over for one in samples].count(True) == 1 and samples[poison % num].is_over
+            step()
+    assert {one.key for one in samples if one.is_over} == set(deaths) & {one.key for one in samples}
+    assert all(num_deaths <= 2 for num_deaths in deaths.values())
     assert {one.key for one in samples if not one.is_over} == set(engine)

@@ -10,7 +10,7 @@ import pytest
 from fake_http import Site, error_of, events_of
 
 from tercet.srt.entrypoints import admin, routing
-from tercet.srt.errors import BY_TYPE, TercetError
+from tercet.srt.errors import BY_TYPE, FatalRequest, TercetError
 from tercet.srt.io_struct import AbortFinish
 
 POSTS = ["/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request"]
@@ -151,6 +151,13 @@ def test_a_dead_engine_answers_503(site: Site) -> None:
         answer = site.post("/generate", {"text": "a", "stream": stream})
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert error_of(answer)["message"] == "the scheduler process is gone"
+
+
+def test_a_client_shall_not_send_a_fatal_request_again(site: Site) -> None:
+    """OpenAI's SDKs send a request again after a 500, unless this header is "false"."""
+    site.scheduler.fail = (0, AbortFinish.of(FatalRequest("the engine died twice")))
+    answer = site.post("/v1/completions", {"prompt": "a"})
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (500, "false")
 
 
 def test_query_parameters_are_declared(site: Site) -> None:

@@ -18,6 +18,7 @@ from tercet.srt.entrypoints.http_server import ENDPOINTS, make_server
 from tercet.srt.entrypoints.http_worker import HttpWorker
 from tercet.srt.entrypoints.http_workers import Service, Worker
 from tercet.srt.entrypoints.page import SCRIPT_PATHS
+from tercet.srt.entrypoints.watchdog import HangDetector
 from tercet.srt.errors import EngineDead, InvalidRequest
 from tercet.srt.grammar_spec import GrammarSpec
 from tercet.srt.io_struct import BrokenMessage
@@ -77,7 +78,7 @@ def run(tmp_path: Path) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
         manager = make_manager(scheduler, tokenizer_worker_num=2, tool_call_parser="hermes")
         context: zmq.Context[Any] = zmq.Context()
         run_dir, listener = RunDir(tmp_path, 1), Listener()
-        parent = Worker(None, None, context, run_dir)  # type: ignore[arg-type]
+        parent = Worker(None, None, context, run_dir, HangDetector(300.0, None))  # type: ignore[arg-type]
         make: Any = lambda: listener  # noqa: E731
         worker = HttpWorker(
             manager.server_args, manager.model_config, manager.inputs.tokenizer, make(), make, context, run_dir, None

@@ -184,6 +184,18 @@ def test_sigterm_drains_all_workers(pair: Pair, run_dirs: Path) -> None:
     assert "Traceback" not in pair.server.log
 
 
+def test_a_worker_that_hangs_is_started_again(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    flags = [*toy_flags(tmp_path), "--port", "0", "--tokenizer-worker-num", "2", "--watchdog-timeout", "2"]
+    with ServerProcess(tmp_path_factory.mktemp("r"), flags) as server:
+        pids = worker_pids(server.ready())
+        os.kill(pids[0], signal.SIGSTOP)
+        assert server.logged("The http_worker's loop has not turned for")
+        assert server.logged("the http_worker process died (signal 9); starting another (1 of 3)")
+        new = next(pid for pid in worker_pids(server) if pid != pids[1])
+        with client_of(server, new) as client:
+            assert client.get("/health").json() == {"status": "ok"}
+
+
 def test_a_worker_that_cannot_be_started_again_ends_the_server(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -91,6 +91,14 @@ def test_a_failed_request_is_counted(counted: Site) -> None:
     assert value(page, "sglang:generation_tokens", "sglang:generation_tokens_total") == 2
 
 
+def test_restarts_are_counted(counted: Site) -> None:
+    recovery = counted.manager.recovery
+    recovery.num_restarts, recovery.num_resumed, recovery.num_fatal = 3, 2, 1
+    page = scrape(counted)
+    for name, expected in (("engine_restarts", 3), ("resumed_samples", 2), ("fatal_samples", 1)):
+        assert value(page, f"tercet:{name}", f"tercet:{name}_total") == expected
+
+
 def test_a_scrape_does_not_wait_for_the_scheduler(counted: Site) -> None:
     counted.scheduler.dead = True
     page = scrape(counted)

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import signal
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ from tercet.managers.recovery import Blame
 from tercet.srt.entrypoints import engine_core, sse
 from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.entrypoints.engine_life import EngineLife
-from tercet.srt.entrypoints.restarts import Death, RestartBudget, write_report
+from tercet.srt.entrypoints.restarts import Death, RestartBudget, crash_report, write_report
 from tercet.srt.errors import EngineDead
-from tercet.srt.io_struct import LengthFinish
+from tercet.srt.io_struct import GenerateReq, LengthFinish
 from tercet.srt.machine.oom import num_oom_kills
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
+from tercet.srt.server_args import ServerArgs
 from tercet.srt.step_journal import Journal, JournalRow
 
 TOKENS = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 150}}
@@ -260,6 +262,93 @@ def test_a_process_that_is_killed_while_it_starts_is_started_again(run_dirs: Pat
 
     asyncio.run(scenario())
     assert os.listdir(run_dirs) == []
+
+
+def test_a_start_that_hangs_is_ended_and_tried_again(
+    run_dirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        core = await _start(tmp_path)
+        assert core._start_limit_s >= 300
+        monkeypatch.setattr(engine_core, "_RETRY_S", 0.0)
+        monkeypatch.setattr("tercet.srt.entrypoints.processes._STOP_TIMEOUT_S", 0.1)
+        core._start_limit_s = 0.5
+        (sample,) = await core.tokenizer_manager.submit([1], options(100))
+        os.kill(core._spares["scheduler"].pid, signal.SIGSTOP)  # it becomes the next scheduler, but never starts
+        os.kill(core.child_pids["scheduler"], signal.SIGKILL)
+        while core._budget.num_taken < 2:
+            await asyncio.sleep(0.01)
+        core._start_limit_s = PATIENCE_S
+        assert (await asyncio.wait_for(sample.result(), PATIENCE_S)).text == text_of(100)
+        await core.stop()
+
+    asyncio.run(scenario())
+    assert os.listdir(run_dirs) == []
+
+
+def test_an_old_kill_for_memory_explains_no_death(
+    run_dirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program of the machine was killed, some time before somebody kills the scheduler."""
+    counts = [7]
+    monkeypatch.setattr(engine_core, "num_oom_kills", lambda: counts[0])
+
+    async def scenario() -> None:
+        core = await _start(tmp_path)
+        (sample,) = await core.tokenizer_manager.submit([1], options(400))
+        counts[0] += 1
+        while core._oom_kills != counts[0]:
+            await asyncio.sleep(0.01)
+        os.kill(core.child_pids["scheduler"], signal.SIGKILL)
+        assert (await asyncio.wait_for(sample.result(), PATIENCE_S)).text == text_of(400)
+        assert (sample.num_recoveries, sample.num_strikes) == (1, 0)
+        await core.stop()
+
+    asyncio.run(scenario())
+
+
+def test_streams_show_life_while_a_process_is_stopped(run_dirs: Path, tmp_path: Path) -> None:
+    with ServerProcess(run_dirs, [*toy_flags(tmp_path), "--port", "0"]) as server:
+        stream = Stream(server.ready(), "/generate", TOKENS)
+        assert stream.begun.wait(PATIENCE_S)
+        os.kill(server.children["scheduler"], signal.SIGSTOP)
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while not stream.comments and time.monotonic() < deadline:
+                time.sleep(0.01)
+        finally:
+            os.kill(server.children["scheduler"], signal.SIGCONT)
+        assert stream.comments[0] == ": waiting"
+        assert json.loads(stream.wait().data[-2])["text"] == text_of(150)
+
+
+def test_a_report_has_no_text_of_a_client_and_the_fatal_step_first() -> None:
+    params = SamplingParams(
+        stop="SECRET", stop_regex="SECRET+", json_schema='{"const": "SECRET"}', logit_bias={"5": 1.0}, temperature=0.5
+    )
+    samples: list[Any] = [
+        types.SimpleNamespace(
+            key=str(i),
+            rid=f"r{i}",
+            index=0,
+            prompt_ids=[1, 2, 3],
+            output_ids=[4],
+            num_recoveries=0,
+            request=GenerateReq(str(i), b"", RequestOptions(sampling=params)),
+        )
+        for i in range(300)
+    ]
+    death = Death("scheduler", "died", 1, False, False)
+    report = crash_report(death, Journal([JournalRow("299", 5)], []), ServerArgs(model_path="m"), None, samples, 0)
+    assert "SECRET" not in json.dumps(report)
+    assert (report["num_requests"], len(report["requests"])) == (300, 256)
+    first = report["requests"][0]
+    assert (first["id"], first["in_fatal_step"], first["output_tokens"], first["prompt_tokens"]) == ("r299", True, 5, 3)
+    assert (first["sampling"]["temperature"], first["sampling"]["stop"]) == (0.5, "6 characters")
+
+    args = ServerArgs(model_path="m", crash_report_requests=True)
+    first = crash_report(death, Journal(None, []), args, None, samples, 0)["requests"][0]
+    assert (first["sampling"]["stop"], first["prompt_ids"], first["output_ids"]) == ("SECRET", [1, 2, 3], [4])
 
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])

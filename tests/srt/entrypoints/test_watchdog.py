@@ -38,7 +38,7 @@ def start(folder: Path, **settings: object) -> asyncio.Task[EngineCore]:
 
 def test_a_hang_is_ended_once_and_reported_once() -> None:
     detector = HangDetector(10.0, 4.0)
-    assert detector.interval_s == 1.0 and HangDetector(0.4, None).interval_s == 0.1
+    assert detector.interval_s == 0.5 and HangDetector(0.4, None).interval_s == 0.1
     seconds = [0.0, 3.9, 4.1, 0.0, 4.1, 5.0, 6.0, 9.0, 10.1, 11.0, 12.0, 0.0, 50.0, 51.0, 52.0]
     found = [detector.look(silent_s) for silent_s in seconds]
     assert found[5] is Verdict.REPORT and found[9] is Verdict.END and found[13] is Verdict.END
