@@ -74,7 +74,7 @@ async def run_chat(
         separate_reasoning=body.separate_reasoning,
         stream_reasoning=body.stream_reasoning,
     )
-    body, plan = constrained(body, plan)
+    body, plan = await in_thread_if_large(request, constrained, body, plan)
     max_tokens, max_tokens_field = _max_tokens(body)
     try:
         sampling = await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, max_tokens_field)

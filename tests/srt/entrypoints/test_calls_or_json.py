@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fake_http import Site
+
+from tercet.srt.entrypoints.openai import chat
+from tercet.srt.entrypoints.openai.tools import constrained
+from tercet.srt.entrypoints.routing import SMALL_BODY_BYTES
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -105,6 +110,20 @@ def test_a_too_large_grammar_names_a_field_that_the_client_has_sent(
     large = {"type": "object", "properties": {f"x{i}": {"type": "string"} for i in range(10000)}}
     error = site.refused(CHAT, {**ASK, "tools": [tool(strict=True, parameters=large)], **fields})
     assert error["param"] == param and f"{param} must be at most 131072 bytes" in error["message"]
+
+
+def test_a_large_schema_is_decoded_in_a_thread(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def noting(*given: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return constrained(*given)
+
+    monkeypatch.setattr(chat, "constrained", noting)
+    for size in (0, SMALL_BODY_BYTES):
+        text = json.dumps({**SCHEMA, "title": "x" * size})
+        site.post(CHAT, {**ASK, "tools": [tool()], "json_schema": text})
+    assert threads == [True, False]
 
 
 @pytest.mark.parametrize("parser", ["llama3_json", "pythonic", "gemma", "gpt-oss"])
