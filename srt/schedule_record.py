@@ -8,6 +8,7 @@ The file contains the token ids of prompts and answers. Only its owner may read 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -167,17 +168,30 @@ class RecordFile:
                 self._start = msgspec.structs.replace(self._start, part=self._start.part + 1)
                 self._open()
         except OSError as error:
-            logger.error("The recording of the schedule ends, because %s cannot be written: %s", self._path, error)
-            self._file = None
+            self._end(error)
 
     def flush(self) -> None:
         if self._file is not None:
-            self._file.flush()
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._end(error)
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            try:
+                self._file.close()
+                self._file = None
+            except OSError as error:
+                self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        """The disk has failed. What is still in the buffer is lost."""
+        logger.error("The recording of the schedule ends, because %s cannot be written: %s", self._path, error)
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _write(self, record: Record) -> None:
         assert self._file is not None
