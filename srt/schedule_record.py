@@ -106,7 +106,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """When its tokens were on the host."""
     num_decodes: int
     rows: bytes | None = None
-    """[B]. None: the step decodes the rows of the step before, each with one token more."""
+    """[B]. None: the step decodes the rows of the step before, each with one token more. The first step of a file has
+    rows."""
     seq_lens: bytes = b""
     extend_lens: bytes | None = None
     """None: a decode step."""
@@ -153,6 +154,11 @@ class RecordFile:
         self._size = 0
         self._file: IO[bytes] | None = None
         self._open()
+
+    @property
+    def part(self) -> int:
+        """The number of the file that is written. Older files may be dropped, so each must be readable alone."""
+        return self._start.part
 
     def write(self, record: Record, now_s: float) -> None:
         """`now_s`: seconds from any start. The file is at most a second behind."""
