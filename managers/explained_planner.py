@@ -50,8 +50,9 @@ class _Admission(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """What had been counted when a request came into the queue."""
+    """What had been counted when a request came into the queue, also by a retraction."""
 
+    at_s: float
     num_admitted: int
     limit_s: dict[Limit, float]
 
@@ -106,10 +107,12 @@ class ExplainedPlanner(Planner):
         waiting = self.queues.waiting
         for req in waiting:
             if req not in self._arrivals:
+                # A request in the queue that has had a row lost it in the last plan.
+                at_s = self._last_s if req.num_retractions else req.arrived_s
                 limit_s = dict(self._limit_s)
                 if self._limit is not None:
-                    limit_s[self._limit] += max(req.arrived_s - self._last_s, 0.0)
-                self._arrivals[req] = _Arrival(self._num_admitted, limit_s)
+                    limit_s[self._limit] += max(at_s - self._last_s, 0.0)
+                self._arrivals[req] = _Arrival(at_s, self._num_admitted, limit_s)
         if len(self._arrivals) > len(waiting):  # some have ended while they waited
             self._arrivals = {req: self._arrivals[req] for req in waiting}
 
@@ -118,7 +121,7 @@ class ExplainedPlanner(Planner):
         admitted = [req for req in batch.reqs if req.row in new_rows]
         for req in admitted:
             arrival = self._arrivals.pop(req, None)  # None: it was preempted in this plan
-            if arrival is not None and not req.num_retractions and now - req.arrived_s >= self._slow_s:
+            if arrival is not None and now - arrival.at_s >= self._slow_s:
                 self._explain(req, arrival, now)
         for req in admitted:
             self._admissions.append(_Admission(self._num_admitted, req.rid, req.num_tokens - req.matched_len))
@@ -131,7 +134,8 @@ class ExplainedPlanner(Planner):
         holders = sorted((one for one in self.queues.holders() if one is not req), key=lambda one: -one.kv_len)
         fields = {
             "sample": req.rid,
-            "queue_s": round(now - req.arrived_s, 3),
+            "queue_s": round(now - arrival.at_s, 3),
+            "num_retractions": req.num_retractions,
             "limits_s": {limit.value: round(seconds, 3) for limit, seconds in waits.items() if seconds > 0},
             "num_admitted_before": self._num_admitted - arrival.num_admitted,
             "tokens_admitted_before": sum(one.num_tokens for one in before),

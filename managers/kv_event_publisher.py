@@ -14,20 +14,26 @@ import zmq
 
 from ..mem_cache.block_events import BlockEvents
 from ..mem_cache.radix_cache import RadixCache
-from ..srt.kv_events import EventBatch, KVEventsConfig
+from ..srt.kv_events import EventBatch, KVEvent, KVEventsConfig
 
 logger = logging.getLogger(__name__)
 
 _LINGER_MS = 200
 _SEQ_BYTES = 8
+_REPEAT_S = 60.0
+"""How long after its start a publisher repeats everything for a new reader. ZeroMQ connects again after 0.1 s."""
 _END = (-1).to_bytes(_SEQ_BYTES, "big", signed=True)
 
 
 class KVEventPublisher:
     """The publishing socket, and a thread that answers requests for a replay.
 
-    A PUB socket never blocks: a reader that is too slow misses messages, which it sees by their sequence numbers. The
+    The socket never blocks: a reader that is too slow misses messages, which it sees by their sequence numbers. The
     last `buffer_steps` batches are kept. A replay has those from a given number on.
+
+    A reader may know the blocks of an engine that died, and its socket connects again when the new engine has already
+    published. So in the first minute, each subscription makes the next batch repeat all events since the start. The
+    first one is AllBlocksCleared, so a reader may apply that batch at any time.
     """
 
     def __init__(self, config: KVEventsConfig, clock: Callable[[], float] = time.time) -> None:
@@ -37,10 +43,14 @@ class KVEventPublisher:
         self._blocks: BlockEvents | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._next_seq = 0
+        self._since_start: list[KVEvent] | None = []
+        """All events; None after the first minute."""
+        self._start_s = clock()
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._replayer: threading.Thread | None = None
         self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = self._context.socket(zmq.PUB)
+        self._socket = self._context.socket(zmq.XPUB)  # a PUB socket whose subscriptions can be read
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # all of them, not only the first one to each topic
         self._socket.setsockopt(zmq.SNDHWM, config.hwm)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         try:
@@ -57,7 +67,7 @@ class KVEventPublisher:
             raise
 
     def watch(self, cache: RadixCache) -> None:
-        """Collects the events of this cache. The first one clears what readers know of an engine that died."""
+        """Collects the events of this cache, and publishes AllBlocksCleared."""
         if cache.page_size == 1:
             logger.warning("KV events of blocks of 1 token are of little use to routers; set --page-size")
         self._blocks = cache.listener = BlockEvents(cache.page_size)
@@ -67,6 +77,10 @@ class KVEventPublisher:
     def flush(self) -> None:
         """Publishes the events since the last call, if any. Never blocks."""
         events = self._blocks.take() if self._blocks is not None else []
+        if self._since_start is not None:
+            events = self._with_repetition(events, self._since_start)
+        elif events:
+            self._has_new_reader()  # frees the memory of what readers have sent
         if not events:
             return
         payload = self._encoder.encode(EventBatch(self._clock(), events))
@@ -79,6 +93,21 @@ class KVEventPublisher:
         self._context.term()  # ends the thread, too
         if self._replayer is not None:
             self._replayer.join()
+
+    def _with_repetition(self, events: list[KVEvent], since_start: list[KVEvent]) -> list[KVEvent]:
+        """These events, or all events since the start if a reader has subscribed."""
+        if self._clock() - self._start_s > _REPEAT_S:
+            self._since_start = None
+            return events
+        since_start += events
+        return list(since_start) if self._has_new_reader() else events
+
+    def _has_new_reader(self) -> bool:
+        """Whether a reader has subscribed since the last call."""
+        found = False
+        while self._socket.poll(0):
+            found |= self._socket.recv(zmq.NOBLOCK).startswith(b"\x01")  # 0: one that leaves
+        return found
 
     def _frames(self, seq: int, payload: bytes) -> Sequence[bytes]:
         return [self._topic, seq.to_bytes(_SEQ_BYTES, "big"), payload]

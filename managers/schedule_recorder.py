@@ -94,8 +94,8 @@ class ScheduleRecorder:
         """Live requests, by rid."""
         self._ended: OrderedDict[str, int] = OrderedDict()
         """Numbers of the last requests that have ended, by rid."""
-        self._last: tuple[Int32Array, Int32Array] | None = None
-        """Rows and lengths of the last step."""
+        self._last: tuple[int, Int32Array, Int32Array] | None = None
+        """Of the last step: the part of the recording that has it, its rows, and its lengths."""
 
     def wrap(self, ends: SchedulerEnds) -> SchedulerEnds:
         """The same ends, through the recorder. The step log is another one, which also measures by `clock`."""
@@ -148,7 +148,7 @@ class ScheduleRecorder:
         else:
             extend_lens = None if step.extend_lens is None else step.extend_lens.tobytes()
             record = Step(turn, start_s, end_s, batch.num_decodes, rows.tobytes(), lens.tobytes(), extend_lens)
-        self._last = rows, lens
+        self._last = self._file.part, rows, lens
         self._file.write(record, end_s)
 
     def on_outputs(self, batch: BatchTokenOut) -> None:
@@ -174,11 +174,11 @@ class ScheduleRecorder:
             self._file.flush()
 
     def _goes_on(self, rows: Int32Array, lens: Int32Array) -> bool:
-        """Whether a decode step has the rows of the step before, each with one token more."""
+        """Whether a decode step has the rows of the step before, each with one token more, and stands in its file."""
         if self._last is None:
             return False
-        last_rows, last_lens = self._last
-        return np.array_equal(rows, last_rows) and np.array_equal(lens, last_lens + 1)
+        last_part, last_rows, last_lens = self._last
+        return last_part == self._file.part and np.array_equal(rows, last_rows) and np.array_equal(lens, last_lens + 1)
 
 
 class _RecordingInbox:

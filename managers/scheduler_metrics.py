@@ -15,17 +15,21 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerMetrics:
-    """Counters since the start, and the throughput over the last `decode_log_interval` decode steps."""
+    """Counters since the start, and the throughput over the last `decode_log_interval` steps.
+
+    The throughput of an idle engine is 0. Until the first interval of a busy engine has ended, it is that so far.
+    """
 
     def __init__(self, decode_log_interval: int, clock: Callable[[], float]) -> None:
         """`clock`: seconds from any start."""
         self.num_finished = 0
         self.num_aborted = 0
         self._interval = decode_log_interval
-        self._gen_throughput = 0.0
+        self._gen_throughput: float | None = None
+        """Of the last interval; None if none has ended since the engine was idle."""
         self._cached_tokens = 0
         self._prompt_tokens = 0
-        self._decode_steps = 0
+        self._num_steps = 0
         self.generated_tokens = 0
         self._tokens_before = 0
         """Those that were generated before the interval."""
@@ -47,10 +51,10 @@ class SchedulerMetrics:
             self._busy_since = self._clock()
         if batch.num_prompt_tokens:
             self._on_extend(batch, kv, queues)
-        elif batch.reqs:
-            self._decode_steps += 1
-            if self._decode_steps % self._interval == 0:
-                self._log_decode(kv, queues)
+        if batch.reqs:
+            self._num_steps += 1
+            if self._num_steps % self._interval == 0:
+                self._end_interval(kv, queues)
 
     def on_result(self, num_tokens: int) -> None:
         """A step returned `num_tokens` tokens for all its requests together."""
@@ -61,6 +65,14 @@ class SchedulerMetrics:
         if self._busy_since is not None:
             self._interval_s += self._clock() - self._busy_since
             self._busy_since = None
+            self._gen_throughput = None
+
+    @property
+    def gen_throughput(self) -> float:
+        """Generated tokens per second."""
+        if self._busy_since is None:
+            return 0.0
+        return self._throughput_at(self._clock()) if self._gen_throughput is None else self._gen_throughput
 
     def on_finish(self, req: Req) -> None:
         self.num_finished += 1
@@ -84,7 +96,7 @@ class SchedulerMetrics:
             num_protected_tokens=kv.cache.protected_size,
             num_private_tokens=kv.num_private(queues.holders()),
             max_total_num_tokens=kv.allocator.size,
-            last_gen_throughput=self._gen_throughput,
+            last_gen_throughput=self.gen_throughput,
             cache_hit_rate=self.cache_hit_rate,
             num_retractions=num_retractions,
             num_aborted=self.num_aborted,
@@ -120,14 +132,21 @@ class SchedulerMetrics:
                 len(queues.waiting),
             )
 
-    def _log_decode(self, kv: KVCacheManager, queues: RequestQueues) -> None:
+    def _throughput_at(self, now: float) -> float:
+        """Of the interval that has not ended."""
         assert self._busy_since is not None
-        now = self._clock()
         num_tokens = self.generated_tokens - self._tokens_before
-        self._gen_throughput = num_tokens / max(self._interval_s + now - self._busy_since, 1e-9)
+        return num_tokens / max(self._interval_s + now - self._busy_since, 1e-9)
+
+    def _end_interval(self, kv: KVCacheManager, queues: RequestQueues) -> None:
+        now = self._clock()
+        generates = self.generated_tokens > self._tokens_before
+        self._gen_throughput = self._throughput_at(now)
         self._busy_since = now
         self._interval_s = 0.0
         self._tokens_before = self.generated_tokens
+        if not generates:  # for example, a server of embeddings
+            return
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f, "
             "#queue-req: %d",

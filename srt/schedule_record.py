@@ -8,6 +8,7 @@ The file contains the token ids of prompts and answers. Only its owner may read 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -105,7 +106,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """When its tokens were on the host."""
     num_decodes: int
     rows: bytes | None = None
-    """[B]. None: the step decodes the rows of the step before, each with one token more."""
+    """[B]. None: the step decodes the rows of the step before, each with one token more. The first step of a file has
+    rows."""
     seq_lens: bytes = b""
     extend_lens: bytes | None = None
     """None: a decode step."""
@@ -153,6 +155,11 @@ class RecordFile:
         self._file: IO[bytes] | None = None
         self._open()
 
+    @property
+    def part(self) -> int:
+        """The number of the file that is written. Older files may be dropped, so each must be readable alone."""
+        return self._start.part
+
     def write(self, record: Record, now_s: float) -> None:
         """`now_s`: seconds from any start. The file is at most a second behind."""
         if self._file is None:
@@ -167,17 +174,30 @@ class RecordFile:
                 self._start = msgspec.structs.replace(self._start, part=self._start.part + 1)
                 self._open()
         except OSError as error:
-            logger.error("The recording of the schedule ends, because %s cannot be written: %s", self._path, error)
-            self._file = None
+            self._end(error)
 
     def flush(self) -> None:
         if self._file is not None:
-            self._file.flush()
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._end(error)
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            try:
+                self._file.close()
+                self._file = None
+            except OSError as error:
+                self._end(error)
+
+    def _end(self, error: OSError) -> None:
+        """The disk has failed. What is still in the buffer is lost."""
+        logger.error("The recording of the schedule ends, because %s cannot be written: %s", self._path, error)
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _write(self, record: Record) -> None:
         assert self._file is not None

@@ -94,6 +94,7 @@ class FakeScheduler:
         self.pauses: list[PauseReq | ContinueReq] = []
         self.is_paused = False
         self.tiers: TierState | None = None
+        self.is_paused = False
         self.answers: dict[type, Callable[[Any], ToTokenizer]] = {}
         """The replies to further kinds of messages."""
         self.dead = False
@@ -206,6 +207,8 @@ class FakeScheduler:
             num_kv_repairs=0,
             new_token_ratio=0.5,
             num_waiting_uncached_tokens=70,
+            num_retained_tokens=30,
+            is_paused=self.is_paused,
             tiers=self.tiers,
         )
 

@@ -63,6 +63,8 @@ _TRAFFIC_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
     "document_rate": (_AGENTS, 1.0),
 }
 """Each flag's kinds of traffic and default. With another kind, the flag has no effect and is refused."""
+_NOT_SIMULATED = ("enable_hierarchical_cache", "hicache_", "kv_events_config")
+"""Beginnings of the engine's settings that a simulation would ignore: it has no lower tiers, and publishes nothing."""
 _DEFAULT_POOL_TOKENS = 65_536
 _DEFAULT_REQUESTS = 1_000
 _DEFAULT_ROUND_TRIP_MS = 2.0
@@ -192,6 +194,9 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
 
 def _complete(options: argparse.Namespace) -> None:
     """Fills in defaults and checks the flags of the traffic. Raises ValueError."""
+    for name in vars(options):
+        if name.startswith(_NOT_SIMULATED):
+            raise ValueError(f"--{name.replace('_', '-')} has no effect: the simulator has no tiers and no KV events")
     if options.replay is not None:
         if options.traffic or options.num_requests or options.max_concurrency or options.config:
             raise ValueError("--traffic, --num-requests, --max-concurrency and --config have no effect with --replay")

@@ -194,9 +194,9 @@ class Replay:
         return {one.number: one for batch in self.script.messages.values() for one in batch if isinstance(one, Arrival)}
 
     def measured(self) -> Measured:
-        """The figures of the recorded run itself."""
+        """The figures of the recorded run itself. Requests whose arrival is not recorded are left out."""
         arrivals = self.arrivals()
-        ends = self.script.ends.values()
+        ends = [end for end in self.script.ends.values() if end.number in arrivals]
         done = [end for end in ends if not isinstance(end.finish, AbortFinish) and end.first_token_s is not None]
         if not done:
             raise ValueError("the recording has no request that ended by itself")

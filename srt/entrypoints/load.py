@@ -57,7 +57,7 @@ class LoadDetail(msgspec.Struct, frozen=True, kw_only=True):
     max_total_num_tokens: Annotated[int, doc("KV slots of the pool")]
     max_running_requests: Annotated[int, doc("Most requests that run at once")]
     token_usage: Annotated[float, doc("num_used_tokens / max_total_num_tokens")]
-    gen_throughput: Annotated[float, doc("Tokens generated a second, lately")]
+    gen_throughput: Annotated[float, doc("Generated tokens per second, over the last steps; 0 if idle")]
     cache_hit_rate: Annotated[float, doc("Share of all prompt tokens whose KV the prefix cache had, since the start")]
     is_paused: Annotated[bool, doc("Generation is paused: no request gets tokens")]
     age_s: Annotated[float, doc("Seconds since the scheduler reported these numbers")]

@@ -63,7 +63,11 @@ class MetricsPage(Collector):
         yield self._gauge("max_total_num_tokens", "KV slots of the pool", state.max_total_num_tokens)
         yield self._gauge("token_usage", "Share of KV slots in use", used / max(state.max_total_num_tokens, 1))
         yield self._gauge("cache_hit_rate", "Share of prompt tokens that the prefix cache had", state.cache_hit_rate)
-        yield self._gauge("gen_throughput", "Generated tokens per second, lately", state.last_gen_throughput)
+        yield self._gauge(
+            "gen_throughput",
+            "Generated tokens per second, over the last --decode-log-interval steps; 0 if the engine is idle",
+            state.last_gen_throughput,
+        )
         yield self._gauge("new_token_ratio", "Share of max_new_tokens reserved", state.new_token_ratio)
         yield self._counter("num_retracted_requests", "Retractions of running requests", state.num_retractions)
         yield self._gauge(
@@ -72,6 +76,13 @@ class MetricsPage(Collector):
             state.num_waiting_uncached_tokens,
             prefix="tercet",
         )
+        yield self._gauge(
+            "retained_tokens",
+            "Tokens of the prefix cache that are retained",
+            state.num_retained_tokens,
+            prefix="tercet",
+        )
+        yield self._gauge("paused", "1 while generation is paused, else 0", state.is_paused, prefix="tercet")
         yield self._gauge(
             "state_age_seconds", "Age of the metrics of the scheduler's state", known.age_s, prefix="tercet"
         )

@@ -29,7 +29,7 @@ class ObservabilitySettings:
         int,
         _server("0: names, counts, times; 1: sampling parameters, too; 2: the start of texts, too; 3: whole texts"),
     ] = 0
-    decode_log_interval: Annotated[int, Setting("Number of decode steps between two log lines")] = 40
+    decode_log_interval: Annotated[int, Setting("Number of steps between two log lines of the throughput")] = 40
     enable_metrics: Annotated[
         bool, _server("Count requests for Prometheus: /metrics, and times in the meta_info of /generate")
     ] = False

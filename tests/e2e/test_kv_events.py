@@ -28,6 +28,12 @@ def test_a_router_knows_the_cache_of_a_server(tmp_path: Path) -> None:
     replay = context.socket(zmq.DEALER)
     replay.setsockopt(zmq.RCVTIMEO, 60_000)
     replay.connect(config["replay_endpoint"])
+    live = context.socket(zmq.SUB)
+    live.setsockopt(zmq.SUBSCRIBE, b"")
+    live.setsockopt(zmq.RCVTIMEO, 60_000)
+    live.connect(config["endpoint"])
+    router = KVEventReader()
+    """It has the socket that outlives the engine."""
     try:
         with ServerProcess(tmp_path, [*flags, "--kv-events-config", json.dumps(config)], module=REAL_SERVER) as server:
             server.ready()
@@ -52,10 +58,14 @@ def test_a_router_knows_the_cache_of_a_server(tmp_path: Path) -> None:
                 while read().prefixes:  # the answer may come a moment before the event
                     pass
                 client.post("/generate", json=body).raise_for_status()
+                while ("me", tuple(range(5, 29))) not in router.prefixes:
+                    router.apply(live.recv_multipart()[2])
                 os.kill(server.children["scheduler"], signal.SIGKILL)
                 assert server.logged("The engine runs again", 60)
                 reader = read()
                 assert reader.prefixes == set() and reader.next_seq >= 1
+                while router.prefixes:
+                    router.apply(live.recv_multipart()[2])
                 client.post("/generate", json=body).raise_for_status()
                 assert ("me", tuple(range(5, 29))) in read().prefixes
     finally:

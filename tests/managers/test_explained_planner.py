@@ -20,12 +20,13 @@ Lines = dict[str, dict[str, Any]]
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
-    """The logged fields, by the sample that they are about."""
+    """The logged fields, by the sample that they are about, with the number of its retractions if there are any."""
     lines: Lines = {}
 
     def keep(logger: object, level: int, name: str, fields: dict[str, Any]) -> None:
-        assert name == "Waited" and fields["sample"] not in lines
-        lines[fields["sample"]] = fields
+        key = " ".join(filter(None, [fields["sample"], str(fields["num_retractions"] or "")]))
+        assert name == "Waited" and key not in lines
+        lines[key] = fields
 
     monkeypatch.setattr(explained_planner.log, "event", keep)
     yield lines
@@ -92,13 +93,21 @@ def test_a_wait_for_decode_steps(lines: Lines) -> None:
     assert lines["r3"]["most_kv_now"][0] == "decoding"
 
 
-def test_the_second_wait_of_a_retracted_request_is_not_explained(lines: Lines) -> None:
+def test_each_wait_of_a_retracted_request_is_explained(lines: Lines) -> None:
     rig = make_rig(pool_size=24, max_running=4, conservativeness=0.01, explain_s=5.0)
     for name in "abc":
         rig.add(name, [ord(name), 2, 3], max_new_tokens=16)
     run(rig)
-    retracted = [name for name, heard in rig.heard.items() if heard.last and heard.last.counts.num_retractions]
-    assert retracted and not lines.keys() & retracted
+    retracted = {
+        name: heard.last.counts.num_retractions
+        for name, heard in rig.heard.items()
+        if heard.last and heard.last.counts.num_retractions
+    }
+    assert retracted
+    for name in retracted:
+        fields = lines[f"{name} 1"]
+        assert fields["queue_s"] >= 5.0 and only_limit(fields) is Limit.MEMORY
+    assert not lines.keys() & retracted.keys(), "their first waits were short"
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -53,7 +53,8 @@ class Server:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.endpoint, self.replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
         config = {"publisher": "zmq", "endpoint": self.endpoint, "replay_endpoint": self.replay, **settings}
-        self.publisher = KVEventPublisher(msgspec.convert(config, KVEventsConfig), clock=lambda: 7.5)
+        self.now_s = 7.5
+        self.publisher = KVEventPublisher(msgspec.convert(config, KVEventsConfig), clock=lambda: self.now_s)
         self.cache, self.allocator = make(2, 1 << 14)
         self.publisher.watch(self.cache)
         self._num_stored = 0
@@ -116,6 +117,47 @@ def test_a_replay_fills_the_gap_of_a_late_reader(server: Server, sockets: Callab
     server.publisher.flush()
     reader.on_message(live.recv_multipart())
     assert len(reader.prefixes) == num_cached(server.cache)
+
+
+@pytest.mark.parametrize("num_before", [0, 4])
+def test_a_reader_that_outlives_the_engine_forgets_its_blocks(
+    folder: Path, sockets: Callable[..., zmq.Socket[bytes]], num_before: int
+) -> None:
+    """Its socket connects again some time after the new engine has begun to publish (`num_before` batches)."""
+    dead = Server(folder)
+    live = sockets(zmq.SUB, dead.endpoint)
+    reader = KVEventReader()
+    connected(dead, live)
+    for frames in replay(sockets(zmq.DEALER, dead.replay), 0):
+        reader.apply(frames[2])
+    assert len(reader.prefixes) == num_cached(dead.cache) > 0
+    dead.publisher.close()
+    while live.poll(0):
+        live.recv_multipart()
+    server = Server(folder)
+    server.store(num_before)
+    while not live.poll(20):
+        server.publisher.flush()  # as each turn of the scheduler does, also without events
+    while live.poll(20):
+        reader.apply(live.recv_multipart()[2])
+    assert len(reader.prefixes) == num_cached(server.cache) == 2 * num_before
+    server.store(1)
+    reader.apply(live.recv_multipart()[2])
+    assert len(reader.prefixes) == num_cached(server.cache)
+    server.publisher.close()
+
+
+def test_a_reader_that_comes_late_gets_only_what_is_new(
+    folder: Path, sockets: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    server = Server(folder)
+    server.store(2)
+    server.now_s += 3600.0
+    server.store(1)
+    live = sockets(zmq.SUB, server.endpoint)
+    (event, *more) = msgspec.msgpack.decode(connected(server, live)[2])[1]
+    assert event["type"] == "BlockStored" and not more
+    server.publisher.close()
 
 
 def test_a_slow_reader_loses_messages_and_the_scheduler_loses_no_time(

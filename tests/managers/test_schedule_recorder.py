@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -13,15 +14,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from recorded_schedules import Recorded, workload
 
+from tercet.benchmarks.results import Result
 from tercet.benchmarks.simulator.comparison import Comparison, compare, learned
 from tercet.benchmarks.simulator.replay import Replay
+from tercet.benchmarks.simulator.replay_report import add_replay_table
 from tercet.benchmarks.simulator.simulation import Simulation
 from tercet.benchmarks.simulator.statistics import RunStatistics
 from tercet.benchmarks.simulator.traffic import Traffic
+from tercet.managers import schedule_recorder
 from tercet.managers.token_out_reader import TokenOutReader
 from tercet.model_executor.step import StepInputs
 from tercet.srt.io_struct import GenerateReq
-from tercet.srt.schedule_record import Arrival, End, Recording, Retain, Step
+from tercet.srt.schedule_record import Arrival, End, RecordFile, Recording, Retain, Step
 
 
 def replayed(path: Path) -> Comparison:
@@ -193,6 +197,31 @@ def test_the_profile_is_fitted_to_the_recorded_times(tmp_path: Path) -> None:
     errors = [abs(profile.cost.seconds(step.shape) / seconds - 1) for step, seconds in replay.timed()]
     assert sorted(errors)[len(errors) // 2] < 0.05 and 0 < profile.host_s < 0.05
     assert replay.measured().num_completed > 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_recording_whose_first_files_are_gone_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Each file begins with a complete step, and the ends of requests that arrived in a lost file are left out."""
+    path = tmp_path / "record"
+    small = functools.partial(RecordFile, max_bytes=3000, num_kept=1000)
+    monkeypatch.setattr(schedule_recorder, "RecordFile", small)
+    Recorded(path, 1).run(workload(seed, rate=0.1), num_turns=200)
+    whole = Replay(Recording(path))
+    assert compare(whole).difference is None
+    parts = [path, *(tmp_path / f"record.{number}" for number in range(1, len(list(tmp_path.iterdir()))))]
+    assert len(parts) > 4
+    orphans, num_left = 0, len(parts) // 2
+    while len(parts) > num_left:
+        parts.pop().unlink()
+        replay = Replay(Recording(path))
+        assert not replay.recording.is_whole
+        orphans += len(replay.script.ends.keys() - replay.arrivals().keys())
+        last, expected = replay.script.steps[-1], whole.script.steps[-1]
+        assert last.rows.tolist() == expected.rows.tolist() and last.seq_lens.tolist() == expected.seq_lens.tolist()
+        add_replay_table(Result("x", "x", "x", [], None), replay, None, replay.fit("x"))
+    assert orphans > 0
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -18,8 +18,34 @@ def test_the_throughput_counts_no_pause(overlap: bool) -> None:
         generate(20)
         rig.clock.now += 3600.0
         rig.turn()
-    # Half a second passes from one token of a request to the next.
-    assert 1.8 < rig.scheduler.state().last_gen_throughput < 2.2
+        assert rig.scheduler.state().last_gen_throughput == 0.0, "the engine is idle"
+    rig.add("last", [1, 2, 3], max_new_tokens=20)
+    for num_turns in range(15):
+        rig.clock.now += 0.5
+        rig.turn()
+        # Half a second passes from one token of a request to the next.
+        assert num_turns < 10 or 1.7 < rig.scheduler.state().last_gen_throughput < 2.6
+
+
+def test_steps_with_prompts_count() -> None:
+    """Requests of one token make no decode steps."""
+    rig = Rig(overlap=False, decode_log_interval=10, max_running=1)
+    for number in range(40):
+        rig.add(f"r{number}", [number, 2, 3], max_new_tokens=1)
+    for _ in range(25):
+        rig.clock.now += 0.5
+        rig.turn()
+    assert rig.scheduler.state().last_gen_throughput == pytest.approx(2.0)
+
+
+def test_steps_that_generate_nothing_log_no_decode_batch(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(overlap=False, decode_log_interval=2, chunked_prefill_size=4, max_prefill_tokens=4)
+    rig.add("long", list(range(40)), max_new_tokens=1)
+    with caplog.at_level("INFO"):
+        for _ in range(8):
+            rig.turn()
+    assert any("Prefill batch" in one.getMessage() for one in caplog.records)
+    assert not any("Decode batch" in one.getMessage() for one in caplog.records)
 
 
 def test_the_throughput_is_that_of_the_last_interval() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -63,6 +64,27 @@ def test_what_was_written_is_soon_readable(tmp_path: Path) -> None:
         file.write(Flush(turn, 0.5), now_s=10.0 + 2 * turn)
     assert turns(tmp_path / "record") == [0, 1, 2]
     file.close()
+
+
+@pytest.mark.parametrize("call", ["write", "flush", "close"])
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    file = RecordFile(tmp_path / "record", start())
+    assert file._file is not None
+    with open("/dev/full", "wb") as full:  # each write to it fails with ENOSPC
+        os.dup2(full.fileno(), file._file.fileno())
+    file.write(Flush(1, 0.5), now_s=0.5)  # less than a second after the last flush: it stays in the buffer
+    if call == "write":
+        file.write(Flush(2, 0.5), now_s=2.0)
+    else:
+        getattr(file, call)()
+    file.write(Flush(3, 0.5), now_s=4.0)
+    file.flush()
+    file.close()
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and "The recording of the schedule ends" in record.getMessage()
+    assert "No space left on device" in record.getMessage()
 
 
 def test_a_folder_is_refused_and_stays(tmp_path: Path) -> None:

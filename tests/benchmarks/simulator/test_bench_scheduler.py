@@ -63,6 +63,9 @@ def test_a_profile_survives_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--goodput", "ttft:1", "ttft:2"], "twice"),
         (["--plot", "x.pdf"], "must name a .png file"),
         (["--host", "0.0.0.0"], "a setting of the HTTP server"),
+        (["--enable-hierarchical-cache"], "--enable-hierarchical-cache has no effect"),
+        (["--hicache-size", "1"], "--hicache-size has no effect"),
+        (["--kv-events-config", '{"publisher": "zmq"}'], "--kv-events-config has no effect"),
     ],
 )
 def test_what_has_no_meaning_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

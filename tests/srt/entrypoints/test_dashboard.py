@@ -89,3 +89,14 @@ def test_without_tiers_the_page_has_none() -> None:
     page = site.get("/metrics").text
     site.close()
     assert "hicache" not in page and "kv_files" not in page
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_the_page_tells_of_a_pause_and_of_retained_tokens(is_paused: bool) -> None:
+    site = Site(enable_metrics=True)
+    site.scheduler.is_paused = is_paused
+    site.get("/get_load")
+    families = text_string_to_metric_families(site.get("/metrics").text)
+    values = {sample.name: sample.value for family in families for sample in family.samples}
+    site.close()
+    assert values["tercet:paused"] == is_paused and values["tercet:retained_tokens"] == 30
