@@ -16,7 +16,7 @@ import uvloop
 from endurance.answers import Failed, Incomplete, difference, recoveries, streamed_answer, whole_answer
 from endurance.cases import make_cases
 from endurance.clients import Wait
-from endurance.findings import Findings
+from endurance.findings import Findings, check
 from endurance.fuzz import Pace
 from endurance.hooks import STALL_S, Hooks
 from endurance.hostile_bodies import BodyMaker
@@ -74,6 +74,22 @@ def test_what_is_wrong_about_an_answer() -> None:
     assert difference(one, other) == "a.0 is '1', and was '2'"
     assert whole_answer(200, b'{"id": 1}') == whole_answer(200, b'{"id": 2}')
     assert recoveries(stream(native("a", [1]), native("b", [2], num_recoveries=2))) == 2
+
+
+@pytest.mark.parametrize("kind", [None, "internal_server_error", "service_unavailable", "invalid_logits", "a_new_one"])
+def test_a_server_error_inside_a_stream_is_seen(kind: str | None) -> None:
+    with pytest.raises(Failed, match="status 500: no"):
+        check(200, stream(native("a", [1]), {"error": {"message": "no", "type": kind, "code": "engine_dead"}}))
+    failed = {"error": {"message": "no", "code": "server_error"}}
+    with pytest.raises(Failed, match="status 500: no"):
+        check(200, stream({"type": "response.created"}, {"type": "response.failed", "response": failed}))
+
+
+def test_a_mistake_of_the_client_inside_a_stream_is_no_server_error() -> None:
+    check(200, stream(native("a", [1]), {"error": {"message": "no", "type": "invalid_request_error"}}))
+    check(200, stream({"error": {"message": "no", "type": "service_unavailable", "code": "queue_full"}}))
+    with pytest.raises(Incomplete, match="without a reason"):
+        check(200, stream({"error": {"type": "internal_server_error"}}))
 
 
 def test_silence_is_counted_without_the_faults() -> None:
