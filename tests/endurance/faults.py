@@ -23,6 +23,11 @@ from endurance.server_under_test import ServerUnderTest
 _TAKEN_WITHIN_S = 5.0
 """A step fault that no step has taken by then is withdrawn: nothing runs."""
 _SECOND_SERVER_S = 60.0
+_SHORT_STOP_S = 2.0
+_LONG_STOP_S = 10.0
+"""Of a process other than HTTP. The watchdog must be more patient."""
+_LONG_STOPS = 0.25
+"""Share of the stops that may be that long."""
 
 
 @dataclass
@@ -61,7 +66,7 @@ class Faults:
             "stop the grammar worker": (1, lambda rng: self._pause("grammar", rng)),
             "stop the spare": (1, lambda rng: self._pause("spare", rng)),
             "stop the detokenizer spare": (1, lambda rng: self._pause("detokenizer spare", rng)),
-            "stop the HTTP process": (2, lambda rng: self._pause("http", rng)),
+            "stop the HTTP process": (2, self._pause_http),
             "invalid logits": (3, lambda _: self._in_a_step("nan", 0.0)),
             "failed allocation": (2, lambda _: self._in_a_step("allocation", 0.0)),
             "hanging step": (1, lambda _: self._in_a_step("hang", self._hang_s)),
@@ -101,10 +106,20 @@ class Faults:
         psutil.Process(self._pid(role)).send_signal(signum)
 
     async def _pause(self, role: str, rng: random.Random) -> None:
-        process = psutil.Process(self._pid(role))
+        longest_s = _LONG_STOP_S if rng.random() < _LONG_STOPS else _SHORT_STOP_S
+        await self._stop(self._pid(role), rng.uniform(0.1, longest_s))
+
+    async def _pause_http(self, rng: random.Random) -> None:
+        """The server's process, or one of its HTTP workers."""
+        found = processes_of(self._server.pid)
+        pids = [pid for pid, role in found.items() if role in ("http", "http_worker")]
+        await self._stop(rng.choice(pids), rng.uniform(0.1, _SHORT_STOP_S))
+
+    async def _stop(self, pid: int, for_s: float) -> None:
+        process = psutil.Process(pid)
         process.send_signal(signal.SIGSTOP)
         try:
-            await asyncio.sleep(rng.uniform(0.1, 2.0))
+            await asyncio.sleep(for_s)
         finally:
             process.send_signal(signal.SIGCONT)
 

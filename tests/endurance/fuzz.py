@@ -19,7 +19,7 @@ from typing import Any
 
 from endurance.answers import Failed, Incomplete
 from endurance.cases import make_cases
-from endurance.clients import Client, Tally
+from endurance.clients import Client
 from endurance.findings import Findings, check
 from endurance.hostile_bodies import BodyMaker
 from endurance.hostile_http import make_raw
@@ -31,6 +31,7 @@ from endurance.raw_clients import send_raw, send_tls
 from endurance.report import finish, tally_report
 from endurance.resources import processes_of
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
+from endurance.tally import Tally
 
 from tercet.benchmarks.http_client import HttpClient, HttpError
 

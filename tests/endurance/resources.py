@@ -25,8 +25,8 @@ class Use:
 def processes_of(pid: int) -> dict[int, str]:
     """The processes of a server by their ids: `http`, and the roles of its children.
 
-    `spare`: the fork server of the scheduler, or a process that will become it. `detokenizer spare`: that of the
-    detokenizer.
+    `http_worker`: one of --tokenizer-worker-num. `spare`: the fork server of the scheduler, or a process that will
+    become it. `detokenizer spare`: that of the detokenizer.
     """
     found = {pid: "http"}
     try:
@@ -39,7 +39,7 @@ def processes_of(pid: int) -> dict[int, str]:
             command, parents[child.pid] = child.cmdline(), child.ppid()
         except psutil.Error:
             continue
-        roles[child.pid] = command[-1] if command and command[-1] in ROLES else "other"
+        roles[child.pid] = command[-1] if command and command[-1] in (*ROLES, "http_worker") else "other"
     for child_pid, role in roles.items():
         peers = [one for one in roles if roles[one] == role]
         forked = [one for one in peers if roles.get(parents[one]) == role]

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from endurance.cases import make_cases
-from endurance.clients import Client, Tally, population
+from endurance.clients import Client, population
 from endurance.models import model_flags
 from endurance.options import parser_of
 from endurance.report import finish, tally_report
 from endurance.resources import Use, slopes, use_by_role
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
+from endurance.tally import Tally
 
 _WARM_UP = 0.2
 """Share of the requests before the first snapshot that the last one is compared with."""
