@@ -19,8 +19,8 @@ from endurance.cases import make_cases
 from endurance.excuses import by_fault, silent_times, unexcused
 from endurance.faults import Event
 from endurance.findings import Findings, check
-from endurance.fuzz import Pace
-from endurance.hooks import STALL_S, Hooks
+from endurance.fuzz import Pace, parse, slow
+from endurance.hooks import STALL_S, Hooks, Stall
 from endurance.hostile_bodies import BodyMaker
 from endurance.hostile_http import RawRequest, make_raw
 from endurance.hostile_tls import TlsRequest, client_hello, make_tls
@@ -118,28 +118,32 @@ def failure(error: str, *, lost: bool = True, began: float = 10.0, ended: float 
     return Failure("a", f"{error}: no", lost, began, ended)
 
 
+NOT_FINITE = "server_error: the model's logits for this request are not finite"
+INTERNAL = "internal_server_error: internal error; the server's log has the details"
+
+
 def test_a_fault_allows_only_its_own_errors() -> None:
     def wrong(error: str, *kinds: str, **more: Any) -> list[str]:
         return unexcused([failure(error, **more)], [Event(kind, 12.0, 13.0) for kind in kinds])
 
     for kind in ("kill the scheduler", "stop the detokenizer", "full disk", "clock jumps", "second server"):
-        for error in ("engine_dead", "fatal_request", "internal_server_error", "invalid_logits"):
+        for error in ("engine_dead", "fatal_request", INTERNAL, NOT_FINITE):
             assert wrong(error, kind) and wrong(error, kind, lost=False), (kind, error)
-    assert not wrong("invalid_logits", "invalid logits", "kill the scheduler")
-    assert not wrong("internal_server_error", "short memory")
+    assert not wrong(NOT_FINITE, "invalid logits", "kill the scheduler")
+    assert not wrong(INTERNAL, "short memory")
     assert wrong("fatal_request", "hanging step"), "one death convicts nobody"
     assert not wrong("fatal_request", "hanging step", "failed allocation")
     assert wrong("fatal_request", "hanging step", "failed allocation", ended=11.0), "they came after its end"
     assert "kill the scheduler" in wrong("engine_dead", "kill the scheduler")[0]
     skipped = [Event("invalid logits", 12.0, 13.0, "no step was computed")]
-    assert unexcused([failure("invalid_logits")], skipped)
+    assert unexcused([failure(NOT_FINITE)], skipped)
 
 
 def test_invalid_logits_lose_one_request_each() -> None:
     events = [Event("invalid logits", 12.0, 13.0), Event("invalid logits", 14.0, 15.0)]
-    lost = [failure("invalid_logits")] * 2
+    lost = [failure(NOT_FINITE)] * 2
     assert unexcused(lost, events) == []
-    assert "3 requests failed" in unexcused([*lost, failure("invalid_logits")], events)[0]
+    assert "3 requests failed" in unexcused([*lost, failure(NOT_FINITE)], events)[0]
     assert by_fault(lost, events) == {"invalid logits": {"lost": 2}}
 
 
@@ -251,6 +255,13 @@ def test_a_server_goes_on_with_the_handshake_of_a_hostile_client(tmp_path: Path)
         with pytest.raises(ssl.SSLWantReadError):
             server.do_handshake()
         assert outgoing.read()[0] == 22, "the type of a record of a handshake"
+
+
+def test_what_is_slow_fails_a_fuzz_run() -> None:
+    stalls = [Stall(0.0, 1.0, busy_s, "here") for busy_s in (0.1, 0.3)]
+    assert slow(stalls, 3.0, parse([])) == ["the loop was busy for 0.3 s: here"], "without --rate, no ratio is wrong"
+    assert len(slow(stalls, 3.0, parse(["--rate", "20"]))) == 2
+    assert slow(stalls, 1.9, parse(["--rate", "20", "--max-stall", "1"])) == []
 
 
 def test_requests_begin_at_a_rate() -> None:

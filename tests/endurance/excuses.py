@@ -18,8 +18,9 @@ REFUSED_AGAIN = "on an equal request"
 """In the message for a later request that equals a fatal one."""
 OWN_DEATHS = frozenset(("failed allocation", "hanging step", "short memory"))
 """The engine dies by itself, so its requests are suspects. Two such deaths may convict one."""
-_ERRORS = {"invalid logits": "invalid_logits", "short memory": "internal_server_error"}
-"""The errors besides FATAL, by the fault that allows them."""
+_NOT_FINITE = "logits for this request are not finite"
+_ERRORS = {"invalid logits": _NOT_FINITE, "short memory": "internal error; the server's log has the details"}
+"""The errors besides FATAL, by the fault that allows them: a part of the message. The codes differ between APIs."""
 _SILENT = frozenset(("stop the HTTP process",))
 """Nobody else could send the comments that show life."""
 _LATER_S = 5.0
@@ -49,7 +50,7 @@ def cause(failure: Failure, events: Sequence[Event]) -> str | None:
             active = [event for event in events if not event.skipped and event.began <= failure.ended]
         deadly = [event.kind for event in active if event.kind in OWN_DEATHS]
         return deadly[-1] if len(deadly) >= 2 else None
-    return next((event.kind for event in active if _ERRORS.get(event.kind) == code), None)
+    return next((one.kind for one in active if one.kind in _ERRORS and _ERRORS[one.kind] in failure.error), None)
 
 
 def unexcused(failures: Sequence[Failure], events: Sequence[Event]) -> list[str]:
@@ -60,11 +61,10 @@ def unexcused(failures: Sequence[Failure], events: Sequence[Event]) -> list[str]
             kinds = sorted({event.kind for event in faults_during(one, events)})
             fate = "lost" if one.had_begun else "refused"
             wrong.append(f"{one.name}: {fate}: {one.error[:300]}; no fault allows this: {', '.join(kinds) or 'none'}")
-    done = Counter(event.kind for event in events if not event.skipped)
-    for kind, code in (("invalid logits", "invalid_logits"),):
-        hit = sum(one.error.startswith(f"{code}:") for one in failures)
-        if hit > done[kind]:
-            wrong.append(f"{hit} requests failed with {code}, and only {done[kind]} had the fault")
+    num_hit = sum(_NOT_FINITE in one.error for one in failures)
+    num_done = sum(event.kind == "invalid logits" and not event.skipped for event in events)
+    if num_hit > num_done:
+        wrong.append(f"{num_hit} requests failed because of invalid logits, and only {num_done} had them")
     return wrong
 
 

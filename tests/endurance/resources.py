@@ -30,7 +30,8 @@ def processes_of(pid: int) -> dict[int, str]:
     """
     found = {pid: "http"}
     try:
-        children = sorted(psutil.Process(pid).children(recursive=True), key=lambda child: child.create_time())
+        children = psutil.Process(pid).children(recursive=True)
+        children = sorted(children + _orphans(pid, children), key=lambda child: child.create_time())
     except psutil.NoSuchProcess:
         return found
     roles, parents = {}, {}
@@ -46,6 +47,29 @@ def processes_of(pid: int) -> dict[int, str]:
         is_spare = role in _SPARES and child_pid != (forked or peers)[0]
         found[child_pid] = _SPARES[role] if is_spare else role
     return found
+
+
+def _orphans(pid: int, known: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Processes of a server whose fork server has died, so that they have another parent. They have its TMPDIR."""
+    folder, found = _folder_of(psutil.Process(pid)), []
+    pids = {pid, *(child.pid for child in known)}
+    for process in psutil.process_iter():
+        try:
+            if process.pid in pids or process.cmdline()[-1:] not in [[role] for role in ROLES]:
+                continue
+            parent = process.parent()
+            if folder is not None and _folder_of(process) == folder != (_folder_of(parent) if parent else None):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _folder_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("TMPDIR")
+    except psutil.AccessDenied:
+        return None
 
 
 def use_by_role(pid: int) -> dict[str, Use]:
