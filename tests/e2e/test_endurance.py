@@ -10,7 +10,7 @@ from endurance.models import model_flags
 
 pytestmark = pytest.mark.e2e
 
-PATIENT = ["--max-silence", "1000000", "--watchdog", "300"]
+PATIENT = ["--max-silence", "1000000", "--watchdog", "300", "--max-stop", "0.5"]
 NO_LIMIT = ["--max-stall", "1000000"]
 """A busy machine is no fault."""
 

@@ -33,7 +33,10 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A server whose only process does nothing: its role is `http`."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "hooks"))
     hooks = Hooks(tmp_path / "hooks").create()
-    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+    code = "import sys; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it has started, so it needs no more memory
         yield types.SimpleNamespace(
             pid=process.pid, hooks=hooks, folder=tmp_path, cache=tmp_path / "cache", on_tmpfs=False, is_restarting=False
         )

@@ -27,6 +27,8 @@ _VOLATILE = frozenset(
         "sequence_number",
         "queue_time",
         "time_to_first_token",
+        "first_token_latency",
+        "decode_throughput",
     ]
 )
 _TEXTS = frozenset(("text", "content", "arguments", "reasoning_content", "refusal", "delta"))

@@ -46,6 +46,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=100, help="length of the longest answers (default 100)")
     parser.add_argument("--only", action="append", default=[], help="only faults of this kind; may be repeated")
     parser.add_argument("--watchdog", type=float, default=12, help="--watchdog-timeout of the server (default 12)")
+    parser.add_argument("--max-stop", type=float, default=10, help="seconds of the longest SIGSTOP (default 10)")
     parser.add_argument("--max-silence", type=float, default=2.0, help="seconds of a stream without a byte (default 2)")
     parser.add_argument("--tls", action="store_true", help="the server and its clients use TLS")
     parser.add_argument("--http-workers", type=int, default=1, help="--tokenizer-worker-num of the server (default 1)")
@@ -86,7 +87,7 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
     await teacher.close()
     await server.wait_until_quiet()
     before = use_by_role(server.pid)
-    faults = Faults(server, args.watchdog * 1.5)
+    faults = Faults(server, args.watchdog * 1.5, args.max_stop)
     is_over = False
     fault_rng = random.Random(rng.randrange(1 << 62))
     clients = asyncio.create_task(

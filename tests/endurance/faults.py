@@ -24,8 +24,6 @@ _TAKEN_WITHIN_S = 5.0
 """A step fault that no step has taken by then is withdrawn: nothing runs."""
 _SECOND_SERVER_S = 60.0
 _SHORT_STOP_S = 2.0
-_LONG_STOP_S = 10.0
-"""Of a process other than HTTP. The watchdog must be more patient."""
 _LONG_STOPS = 0.25
 """Share of the stops that may be that long."""
 
@@ -48,13 +46,15 @@ class Skipped(Exception):
 class Faults:
     """The faults by their kinds. `rng` is used by nothing else, so that a seed gives the same faults."""
 
-    def __init__(self, server: ServerUnderTest, hang_s: float) -> None:
-        """`hang_s`: how long a hanging step hangs, that is, until the watchdog kills it."""
+    def __init__(self, server: ServerUnderTest, hang_s: float, max_stop_s: float = 10.0) -> None:
+        """`hang_s`: how long a hanging step hangs, that is, until the watchdog kills it. `max_stop_s`: the longest stop
+        of a process other than HTTP, which must be shorter than the watchdog's time."""
         self.events: list[Event] = []
         self.wrong: list[str] = []
         """What a fault has shown about the server that must not be."""
         self._server = server
         self._hang_s = hang_s
+        self._max_stop_s = max_stop_s
         self._kinds: dict[str, tuple[int, Callable[[random.Random], Awaitable[None]]]] = {
             "kill the scheduler": (3, lambda _: self._signal("scheduler", signal.SIGKILL)),
             "kill the detokenizer": (3, lambda _: self._signal("detokenizer", signal.SIGKILL)),
@@ -106,7 +106,7 @@ class Faults:
         psutil.Process(self._pid(role)).send_signal(signum)
 
     async def _pause(self, role: str, rng: random.Random) -> None:
-        longest_s = _LONG_STOP_S if rng.random() < _LONG_STOPS else _SHORT_STOP_S
+        longest_s = self._max_stop_s if rng.random() < _LONG_STOPS else min(self._max_stop_s, _SHORT_STOP_S)
         await self._stop(self._pid(role), rng.uniform(0.1, longest_s))
 
     async def _pause_http(self, rng: random.Random) -> None:
