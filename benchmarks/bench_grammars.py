@@ -31,11 +31,11 @@ from ..managers.grammar_loader import MAX_CACHED
 from ..model_executor.runner.settings import resolve_device
 from ..srt.entrypoints.engine import Engine
 from ..srt.model_files.default_model import default_model_settings
+from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
 from .engine_args import add_engine_arguments, engine_args
 from .grammar_workload import Case, random_case
 from .linux_processes import family
-from .presets import model_name
 from .results import Result, add_results_arguments, finish, number, percent
 
 NEW, KNOWN, NONE = "new grammars", "known grammars", "no grammars"

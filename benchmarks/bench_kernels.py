@@ -20,11 +20,12 @@ import torch
 
 from ..model_executor.runner.settings import resolve_device
 from ..srt.env import triton_interpreted
+from ..srt.model_files.model_name import model_name
 from .attention_cases import Heads, decode_cases, extend_cases
 from .ceilings import measure_ceilings
 from .kernel_case import Case, CaseMaker
 from .limits import Ceilings
-from .presets import PRESETS, load_shape, model_name
+from .presets import PRESETS, load_shape
 from .results import Result, Table, add_results_arguments, finish, number, percent
 from .small_kernel_cases import Sizes, linear_cases, small_cases
 from .timing import Call, median_s, synchronize

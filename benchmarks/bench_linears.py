@@ -31,9 +31,10 @@ from ..model_executor.layers.quantized_weight import GROUP, quantize
 from ..model_executor.models.family import family_of
 from ..model_executor.weights.quantization import BITS_PER_WEIGHT, HEAD_FORM
 from ..srt.model_files.model_config import ModelConfig
+from ..srt.model_files.model_name import model_name
 from .ceilings import matmul_flops_per_s
 from .kernel_case import relative_error
-from .presets import PRESETS, load_shape, model_name
+from .presets import PRESETS, load_shape
 from .results import Result, add_results_arguments, finish, number, percent
 from .timing import median_s
 

@@ -23,13 +23,13 @@ import torch
 from ..model_executor.runner.settings import resolve_settings
 from ..srt.entrypoints.engine import Engine
 from ..srt.model_files.model_config import load_model_config
+from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
 from .ceilings import measure_ceilings
 from .compare import NEEDS_CHECKOUT, has_peers
 from .engine_args import add_engine_arguments, engine_args
 from .limits import ModelCost, workload_s
 from .offline_workloads import Span, random_requests
-from .presets import model_name
 from .results import Result, add_results_arguments, finish, number, percent
 from .rounds import Round, Side, TercetSide, median_seconds, run_alternating, warmups
 from .workloads import Request

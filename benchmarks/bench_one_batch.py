@@ -25,12 +25,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..model_executor.runner.settings import resolve_settings
 from ..srt.model_files.model_config import load_model_config
+from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
 from .ceilings import measure_ceilings
 from .engine_args import add_engine_arguments, engine_args
 from .limits import ModelCost, decode_step_s, prefill_s
 from .local_engine import DirectBatch, TimedEngine
-from .presets import model_name
 from .results import Result, add_results_arguments, finish, number, percent
 from .timing import use_server_threads
 from .trace import HOST_GAP_US, device_activity, read_events

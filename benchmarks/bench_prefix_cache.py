@@ -17,10 +17,10 @@ from ..model_executor.attention.registry import PAGE_OF_PANELS
 from ..model_executor.runner.settings import resolve_device
 from ..srt.entrypoints.engine import Engine
 from ..srt.model_files.model_config import load_model_config
+from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
 from .engine_args import add_engine_arguments, engine_args
 from .offline_workloads import shared_prefix_requests
-from .presets import model_name
 from .results import Result, add_results_arguments, finish, number, percent
 from .rounds import Round, Side, TercetSide, median_seconds, run_alternating, warmups
 from .workloads import Request

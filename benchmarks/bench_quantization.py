@@ -29,9 +29,9 @@ from ..model_executor.step import ForwardMode
 from ..model_executor.weights.quantization import BITS_PER_WEIGHT
 from ..srt.model_files.default_model import find_default_model
 from ..srt.model_files.model_config import ModelConfig, load_model_config
+from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
 from ..srt.text.tokenizer import load_tokenizer
-from .presets import model_name
 from .results import Result, add_results_arguments, finish, number, percent
 from .workloads import BUNDLED_TEXT
 

@@ -26,14 +26,6 @@ def model_path(model: str) -> str:
     return model
 
 
-def model_name(model: str) -> str:
-    """The model's name in tables and file names."""
-    path = Path(model)
-    if path.name == "config.json":
-        return path.parent.name
-    return path.stem if path.suffix in (".json", ".gguf") else path.name
-
-
 def load_shape(model: str) -> ModelConfig:
     """The model's configuration, for random weights. Raises ValueError or FileNotFoundError."""
     return load_model_config(model_path(model), "dummy")

@@ -54,18 +54,27 @@ class StepLog:
         return self._clock()
 
     def after(self, number: int) -> list[StepRecord]:
-        """The remembered steps with a higher number, oldest first."""
+        """The remembered steps with a higher number, oldest first. All of them if there is no step of this number yet:
+        the client knows it from an engine before a restart."""
+        if number > self._num_steps:
+            number = 0
         return [step for step in self._steps if step.number > number]
 
 
 def view_engine(
-    state: SchedulerState, step_log: StepLog, after_step: int, queues: RequestQueues, cache: BasePrefixCache
+    state: SchedulerState,
+    generated_tokens: int,
+    step_log: StepLog,
+    after_step: int,
+    queues: RequestQueues,
+    cache: BasePrefixCache,
 ) -> EngineView:
-    """The engine between two steps."""
+    """The engine between two steps. `generated_tokens`: since its start."""
     unfinished = chain(queues.holders(), queues.waiting)
     return EngineView(
         now_s=step_log.now_s,
         state=state,
+        generated_tokens=generated_tokens,
         steps=step_log.after(after_step),
         requests=[_view_request(req) for req in islice(unfinished, MAX_REQUESTS)],
         prefixes=cache.hottest(MAX_PREFIXES, MAX_PREFIX_TOKENS),

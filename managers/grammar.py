@@ -8,6 +8,7 @@ chosen. This module imports no library; grammar_backends.py does.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -89,6 +90,12 @@ class Vocabulary:
         """The words of a mask."""
         return num_mask_words(len(self.tokens))
 
+    @functools.cached_property
+    def text_mask(self) -> Int32Array:
+        """The mask of all tokens that are text."""
+        texts = [token for token, text in enumerate(self.tokens) if text and token not in self.special_ids]
+        return mask_of_all(texts, self.num_words)
+
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> Vocabulary:
     """The vocabulary of a model whose logits have `vocab_size` columns.
@@ -151,10 +158,10 @@ class GrammarState:
         self._bars: list[tuple[int, Int32Array]] = []
         """Until which number of output tokens which tokens are allowed."""
         if sampling.min_new_tokens:
-            stops = _all_but([*eos_ids, *(sampling.stop_token_ids or ())], num_words)
+            stops = ~mask_of_all([*eos_ids, *(sampling.stop_token_ids or ())], num_words)
             self._bars.append((sampling.min_new_tokens, stops))
         if sampling.ignore_eos:
-            self._bars.append((_FOREVER, _all_but(eos_ids, num_words)))
+            self._bars.append((_FOREVER, ~mask_of_all(eos_ids, num_words)))
         self.is_over = False
         """EOS was accepted."""
         self._next = np.empty((1, num_words), np.int32)
@@ -221,11 +228,10 @@ def mask_of(token: int, num_words: int) -> Int32Array:
     return words
 
 
-def _all_but(token_ids: Iterable[int], num_words: int) -> Int32Array:
-    """The mask of all tokens except these."""
-    barred = np.zeros(num_words, np.uint32)
-    for token in token_ids:
-        if token < num_words * NUM_BITS:
-            barred[token // NUM_BITS] |= np.uint32(1 << token % NUM_BITS)
-    mask: Int32Array = (~barred).view(np.int32)
-    return mask
+def mask_of_all(token_ids: Iterable[int], num_words: int) -> Int32Array:
+    """The mask [num_words] that allows these tokens, as far as it has a bit for them."""
+    allowed = np.zeros(num_words * NUM_BITS, np.uint8)
+    ids = np.fromiter(token_ids, np.int64)
+    allowed[ids[ids < len(allowed)]] = 1
+    words: Int32Array = np.packbits(allowed, bitorder="little").view(np.int32)
+    return words

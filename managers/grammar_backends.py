@@ -17,8 +17,8 @@ from typing import Any, Literal
 from ..srt.errors import InvalidRequest
 from ..srt.grammar_spec import GrammarSpec
 from .grammar import Grammar, GrammarCompiler, GrammarFailed, Int32Array, Matcher, Vocabulary, invalid
-from .json_schema import closed, is_plain, load_schema, with_real_days
-from .structural_tag import lark_of
+from .json_schema import closed, is_any, is_plain, load_schema, with_real_days
+from .structural_tag import form_of, lark_of, schemas_in
 
 Backend = Literal["auto", "xgrammar", "llguidance", "none"]
 EXTRA = "tercet[grammar]"
@@ -101,6 +101,20 @@ def _schema(spec: GrammarSpec) -> Any:
         return load_schema(spec.text)
     except ValueError as error:
         raise invalid(spec, str(error)) from None
+
+
+def _with_schemas(spec: GrammarSpec) -> tuple[GrammarSpec, list[Any]]:
+    """The spec, with a structural tag in its newer form, and its JSON schemas. Raises InvalidRequest."""
+    if spec.kind == "json_schema":
+        return spec, [_schema(spec)]
+    if spec.kind != "structural_tag":
+        return spec, []
+    try:
+        form = form_of(spec.text)
+        schemas = list(schemas_in(form))
+    except (ValueError, RecursionError) as error:
+        raise invalid(spec, str(error)) from None
+    return GrammarSpec(spec.kind, json.dumps({"type": "structural_tag", "format": form})), schemas
 
 
 class LLGuidanceCompiler:
@@ -225,7 +239,7 @@ def _reason(error: str) -> str:
 
 
 class XGrammarCompiler:
-    """Grammars of xgrammar (GrammarCompiler). Refuses JSON schemas that are not plain."""
+    """Grammars of xgrammar (GrammarCompiler). Refuses JSON schemas that are neither plain nor for any value."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         import xgrammar  # on first use, as the module's docstring says
@@ -238,7 +252,8 @@ class XGrammarCompiler:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        if spec.kind == "json_schema" and not is_plain(_schema(spec), spec.text):
+        spec, schemas = _with_schemas(spec)
+        if not all(is_any(schema) or is_plain(schema, json.dumps(schema)) for schema in schemas):
             raise invalid(spec, "xgrammar does not enforce all of it; --grammar-backend auto or llguidance may")
         try:
             return _XGrammar(self._library, self._compile(spec))

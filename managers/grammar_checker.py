@@ -1,7 +1,9 @@
 """Checks the grammars of requests before the scheduler sees them. Lives in the event loop of the TokenizerManager.
 
-Each grammar is compiled once, in a grammar worker, and its verdict is kept. Equal grammars that arrive together wait
-for one compilation. A request waits here, outside the scheduler's queue, so its grammar delays no other request.
+Each grammar is compiled once, in a grammar worker, and its verdict is kept. Grammars are compiled one at a time, in the
+order of their first requests. Equal grammars that arrive together wait for one compilation. A request waits here,
+outside the scheduler's queue, so its grammar delays no request that has none. A grammar whose clients have all gone
+leaves the queue.
 """
 
 from __future__ import annotations
@@ -11,20 +13,27 @@ import logging
 from collections import OrderedDict
 from typing import Protocol
 
-from ..srt.errors import InvalidRequest
+from ..srt.errors import InvalidRequest, QueueFull
 from ..srt.grammar_spec import GrammarSpec
 
 logger = logging.getLogger(__name__)
 
 MAX_VERDICT_BYTES = 16 << 20
-"""Size of the descriptions whose verdicts are kept."""
+"""Size of all verdicts that are kept, with the descriptions of their grammars."""
+MAX_WAITING = 256
+"""Grammars that wait for their compilation, with the one that is compiled. Together they have at most 32 MiB."""
+_ENTRY_BYTES = 512
+"""What a verdict takes beside its texts."""
 
 
 class GrammarWorker(Protocol):
     """Where grammars are compiled: `srt/entrypoints/grammar_process.py`, or a test's fake."""
 
     async def compile(self, spec: GrammarSpec) -> str | None:
-        """Why the grammar cannot be used; None if it can. Raises nothing that depends on the grammar."""
+        """Why the grammar cannot be used; None if it can. Called for one grammar at a time.
+
+        What it raises is no verdict: the grammar could not be checked.
+        """
 
 
 class GrammarChecks(Protocol):
@@ -52,40 +61,87 @@ class GrammarChecker:
     """The judge of grammars (GrammarChecks)."""
 
     def __init__(
-        self, worker: GrammarWorker, *, unusable: str | None = None, max_bytes: int = MAX_VERDICT_BYTES
+        self,
+        worker: GrammarWorker,
+        *,
+        unusable: str | None = None,
+        max_bytes: int = MAX_VERDICT_BYTES,
+        max_waiting: int = MAX_WAITING,
     ) -> None:
         """`unusable`: why this engine can use no grammar at all; None: it can."""
         self._worker = worker
         self._unusable = unusable
         self._max_bytes = max_bytes
+        self._max_waiting = max_waiting
         self._verdicts: OrderedDict[GrammarSpec, str | None] = OrderedDict()
         self._num_bytes = 0
-        self._running: dict[GrammarSpec, asyncio.Task[str | None]] = {}
+        self._compilations: dict[GrammarSpec, _Compilation] = {}
+        """Oldest first. Only the first one may have begun."""
+        self._working: asyncio.Task[None] | None = None
 
     async def check(self, spec: GrammarSpec) -> None:
-        """Returns if the scheduler can compile the grammar. Raises InvalidRequest."""
+        """Returns if the scheduler can compile the grammar.
+
+        Raises InvalidRequest, QueueFull if too many other grammars wait, and what the worker raises.
+        """
         if self._unusable is not None:
             raise InvalidRequest(self._unusable, param=spec.kind)
         if spec in self._verdicts:
             self._verdicts.move_to_end(spec)
             verdict = self._verdicts[spec]
         else:
-            task = self._running.get(spec)
-            if task is None:
-                task = self._running[spec] = asyncio.create_task(self._compile(spec))
-            # A client that goes away must not cancel the compilation that others wait for.
-            verdict = await asyncio.shield(task)
+            verdict = await self._wait_for(spec)
         if verdict is not None:
             raise InvalidRequest(verdict, param=spec.kind)
 
-    async def _compile(self, spec: GrammarSpec) -> str | None:
+    async def _wait_for(self, spec: GrammarSpec) -> str | None:
+        compilation = self._compilations.get(spec)
+        if compilation is None:
+            if len(self._compilations) >= self._max_waiting:
+                raise QueueFull(f"{self._max_waiting} grammars wait for their compilation; try again later")
+            compilation = self._compilations[spec] = _Compilation()
+            if self._working is None or self._working.done():
+                self._working = asyncio.create_task(self._work())
+        compilation.num_requests += 1
         try:
-            verdict = await self._worker.compile(spec)
+            # A client that goes away must not cancel what others wait for.
+            return await asyncio.shield(compilation.verdict)
         finally:
-            del self._running[spec]
+            compilation.num_requests -= 1
+            if not compilation.num_requests and not compilation.has_begun:
+                del self._compilations[spec]
+
+    async def _work(self) -> None:
+        """Compiles until no grammar waits."""
+        while self._compilations:
+            spec, compilation = next(iter(self._compilations.items()))
+            compilation.has_begun = True
+            try:
+                verdict = await self._worker.compile(spec)
+            except Exception as error:
+                compilation.verdict.set_exception(error)
+                compilation.verdict.exception()  # marks it as retrieved: all clients may have gone
+            else:
+                compilation.verdict.set_result(verdict)
+                self._keep(spec, verdict)
+            finally:
+                del self._compilations[spec]
+
+    def _keep(self, spec: GrammarSpec, verdict: str | None) -> None:
         self._verdicts[spec] = verdict
-        self._num_bytes += len(spec.text)
+        self._num_bytes += _size(spec, verdict)
         while self._num_bytes > self._max_bytes:
-            oldest, _ = self._verdicts.popitem(last=False)
-            self._num_bytes -= len(oldest.text)
-        return verdict
+            self._num_bytes -= _size(*self._verdicts.popitem(last=False))
+
+
+class _Compilation:
+    """One that waits for its turn or runs, and the number of requests that wait for it."""
+
+    def __init__(self) -> None:
+        self.verdict: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self.num_requests = 0
+        self.has_begun = False
+
+
+def _size(spec: GrammarSpec, verdict: str | None) -> int:
+    return _ENTRY_BYTES + len(spec.text) + len(verdict or "")

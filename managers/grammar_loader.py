@@ -16,6 +16,7 @@ from collections.abc import Callable
 from ..srt.errors import InvalidRequest, TercetError
 from ..srt.grammar_spec import GrammarSpec
 from .grammar import Grammar, GrammarCompiler, GrammarFailed, GrammarState, Vocabulary, compile_and_check, invalid
+from .reasoned_grammar import ReasonedGrammar
 from .req import Req
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,8 @@ class GrammarLoader:
 
     def _give(self, req: Req, spec: GrammarSpec, grammar: Grammar) -> None:
         assert self._vocabulary is not None
+        if req.options.reasoning is not None:
+            grammar = ReasonedGrammar(grammar, req.options.reasoning, self._vocabulary)
         req.grammar = GrammarState(grammar, self._vocabulary.eos_ids, req.sampling, self.num_words)
         try:
             for token in req.output_ids:  # of a request of an engine that has died

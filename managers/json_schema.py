@@ -104,6 +104,14 @@ def is_plain(schema: Any, text: str) -> bool:
     return "$ref" not in schema and all(_is_plain(part, places, 0) for part in parts)
 
 
+def is_any(schema: Any) -> bool:
+    """Whether the schema takes any value or any object: that of JSON mode, and of a function without parameters."""
+    if not isinstance(schema, dict):
+        return False
+    limits = {name: value for name, value in schema.items() if name not in _LABELS}
+    return limits in ({}, {"type": "object"})
+
+
 def _is_plain(schema: Any, places: set[str], depth: int) -> bool:
     if not isinstance(schema, dict) or depth > _MAX_PLAIN_DEPTH or not schema.keys() <= _PLAIN or "$defs" in schema:
         return False

@@ -14,8 +14,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+import msgspec
+
 from ..srt.errors import InvalidRequest, TercetError
-from ..srt.io_struct import GenerateReq, unpack_ids
+from ..srt.grammar_spec import ReasoningSpan
+from ..srt.io_struct import GenerateReq, pack_ids, unpack_ids
 from ..srt.request_options import RequestOptions
 from .generation import Generation, GenerationOwner
 
@@ -36,6 +39,8 @@ class Prompt:
     """The field of the request's body that has the prompt, for error messages."""
     grammar_param: str | None = None
     """The field of the request's body that has the grammar, for error messages; None: the kind of the grammar."""
+    reasoning: Callable[[], ReasoningSpan | None] = lambda: None
+    """The reasoning before the text of the grammar. Called when the text is rendered."""
 
 
 class PromptSamples:
@@ -51,6 +56,7 @@ class PromptSamples:
         """Empty until the prompt is tokenised. It stays empty if all samples end before that."""
         self.packed_ids = b""
         """The ids in the form of a GenerateReq (`pack_ids`)."""
+        self.options = prompt.options
         self._registry = request.registry
         self.generations = [
             self._registry.make_generation(self, i, self._registry.next_key()) for i in range(prompt.options.sampling.n)
@@ -61,6 +67,14 @@ class PromptSamples:
     @property
     def is_over(self) -> bool:
         return self._num_unfinished == 0
+
+    def on_prepared(self, ids: Sequence[int]) -> None:
+        """The prompt is rendered, tokenised and checked. Its end says which reasoning comes before a grammar."""
+        self.prompt_ids = ids
+        self.packed_ids = pack_ids(ids)
+        span = self.prompt.reasoning()
+        if span is not None:
+            self.options = msgspec.structs.replace(self.options, reasoning=span)
 
     def abort(self) -> None:
         """Asks the engine to stop; every sample still has its last output. See Generation.abort."""

@@ -23,6 +23,7 @@ from ..srt.io_struct import (
     AbortFinish,
     AbortReq,
     BrokenMessage,
+    EngineView,
     FlushCacheReply,
     FlushCacheReq,
     GenerateReq,
@@ -200,10 +201,13 @@ class Scheduler:
             case StateReq():
                 self._io.reply(StateReply(message.call_id, self.state()))
             case ViewReq():
-                view = view_engine(self.state(), self._step_log, message.after_step, self.queues, self.kv.cache)
-                self._io.reply(ViewReply(message.call_id, view))
+                self._io.reply(ViewReply(message.call_id, self._view(message.after_step)))
             case BrokenMessage():
                 self._fail_named(message)
+
+    def _view(self, after_step: int) -> EngineView:
+        generated = self._metrics.generated_tokens
+        return view_engine(self.state(), generated, self._step_log, after_step, self.queues, self.kv.cache)
 
     def _start(self, message: GenerateReq) -> None:
         try:

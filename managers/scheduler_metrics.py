@@ -26,7 +26,9 @@ class SchedulerMetrics:
         self._cached_tokens = 0
         self._prompt_tokens = 0
         self._decode_steps = 0
-        self._interval_tokens = 0
+        self.generated_tokens = 0
+        self._tokens_before = 0
+        """Those that were generated before the interval."""
         self._interval_s = 0.0
         """Seconds of work in the interval, up to `_busy_since`."""
         self._busy_since: float | None = None
@@ -52,7 +54,7 @@ class SchedulerMetrics:
 
     def on_result(self, num_tokens: int) -> None:
         """A step returned `num_tokens` tokens for all its requests together."""
-        self._interval_tokens += num_tokens
+        self.generated_tokens += num_tokens
 
     def on_idle(self) -> None:
         """Nothing runs from now until the next launch."""
@@ -121,10 +123,11 @@ class SchedulerMetrics:
     def _log_decode(self, kv: KVCacheManager, queues: RequestQueues) -> None:
         assert self._busy_since is not None
         now = self._clock()
-        self._gen_throughput = self._interval_tokens / max(self._interval_s + now - self._busy_since, 1e-9)
+        num_tokens = self.generated_tokens - self._tokens_before
+        self._gen_throughput = num_tokens / max(self._interval_s + now - self._busy_since, 1e-9)
         self._busy_since = now
         self._interval_s = 0.0
-        self._interval_tokens = 0
+        self._tokens_before = self.generated_tokens
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f, "
             "#queue-req: %d",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .json_schema import closed, with_real_days
@@ -55,6 +55,11 @@ def lark_of(text: str, special_texts: Mapping[str, int], json_options: Mapping[s
     `special_texts`: text -> id of each special token. `json_options`: how the library writes JSON (`x-guidance`).
     Raises ValueError.
     """
+    return _Lark(special_texts, json_options).render(form_of(text))
+
+
+def form_of(text: str) -> Any:
+    """The format of a structural tag. The older form is translated. Raises ValueError."""
     given = json.loads(text)
     if not isinstance(given, dict):
         raise ValueError(f"a structural tag must be an object, got {type(given).__name__}")
@@ -63,8 +68,20 @@ def lark_of(text: str, special_texts: Mapping[str, int], json_options: Mapping[s
         raise ValueError(f"unknown field {min(unknown)!r}")
     if ("format" in given) == ("structures" in given):
         raise ValueError("exactly one of format and structures is required")
-    form = given["format"] if "format" in given else _newer_form(given)
-    return _Lark(special_texts, json_options).render(form)
+    return given["format"] if "format" in given else _newer_form(given)
+
+
+def schemas_in(form: Any, depth: int = 0) -> Iterator[Any]:
+    """The JSON schemas in a format. Raises ValueError for a format that is not valid."""
+    kind = _kind(form, depth)
+    if kind == "json_schema":
+        yield form["json_schema"]
+    parts = [form["content"]] if "content" in _KEYS[kind] else []
+    for name in ("elements", "tags"):
+        if name in _KEYS[kind]:
+            parts += _list(form, name)
+    for part in parts:
+        yield from schemas_in(part, depth + 1)
 
 
 def _newer_form(given: dict[str, Any]) -> dict[str, Any]:
@@ -219,6 +236,8 @@ class _Lark:
         """The members of an object as `<parameter=NAME>`, value, `</parameter>`, on lines of their own."""
         properties = schema.get("properties")
         end = "\n</parameter>"
+        if properties == {} and schema.get("additionalProperties") is False:
+            return '""'
         if not isinstance(properties, dict) or not properties:
             rest = f'/[^<>\\n]+/ ">\\n" {self._until([end])}'
             return self._add(f'"" | "<parameter=" {rest} ("\\n<parameter=" {rest})*')

@@ -29,7 +29,6 @@ from ..srt.io_struct import (
     ToTokenizer,
     ViewReply,
     ViewReq,
-    pack_ids,
 )
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.request_options import RequestOptions
@@ -136,8 +135,7 @@ class TokenizerManager:
                 self.inputs.check_options(prompt.prompt.options)
                 self.inputs.check_logprobs(prompt.prompt.options, len(ids))
                 self.inputs.check_hidden_states(prompt.prompt.options, len(ids), prompt.request.num_samples)
-                prompt.prompt_ids = ids
-                prompt.packed_ids = pack_ids(prompt.prompt_ids)
+                prompt.on_prepared(ids)
         except InvalidRequest as error:
             if error.param in ("prompt", "input_ids", None):
                 error.param = prompt.prompt.param
@@ -151,7 +149,7 @@ class TokenizerManager:
         if generation.is_over:
             return
         seed = prompt.first_seed + generation.index
-        generation.hold(self.inputs.generate_req(generation.key, prompt.packed_ids, prompt.prompt.options, seed))
+        generation.hold(self.inputs.generate_req(generation.key, prompt.packed_ids, prompt.options, seed))
         self._send_or_hold(generation)
 
     def restore(self, generation: Generation, packed_ids: bytes, options: RequestOptions, age_s: float) -> None:

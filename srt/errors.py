@@ -9,6 +9,7 @@
     |-- RequestAborted               499  the client aborted the request or closed the connection
     |-- QueueFull                    503  the waiting queue is full, or the wait would be too long: try again later
     |-- WaitingTimeout               503  the request has waited too long for its first step
+    |-- GrammarNotChecked            503  the grammar worker ended twice, and the grammar need not be the cause
     |-- EnginePaused                 503  the probe needs an engine that is not paused
     |-- EngineBusy                   400  the call (flush) needs an idle engine
     |-- MetricsOff                   404  the server runs without --enable-metrics
@@ -98,6 +99,12 @@ class WaitingTimeout(TercetError):
     code = "waiting_timeout"
 
 
+class GrammarNotChecked(TercetError):
+    status = 503
+    err_type = "service_unavailable"
+    code = "grammar_not_checked"
+
+
 class EnginePaused(TercetError):
     status = 503
     err_type = "service_unavailable"
@@ -170,6 +177,7 @@ BY_TYPE: dict[str, type[TercetError]] = {
         RequestAborted,
         QueueFull,
         WaitingTimeout,
+        GrammarNotChecked,
         InvalidLogits,
         EngineDead,
         FatalRequest,

@@ -23,6 +23,18 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     """A JSON schema or a structural tag as JSON, a regular expression, or a grammar in EBNF."""
 
 
+class ReasoningSpan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The reasoning that comes before the text of a grammar. Each mark is one token.
+
+    starts, ends: ids of the tokens that begin and end reasoning. inside: the output begins within reasoning; otherwise
+    its first token may begin it.
+    """
+
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    inside: bool = False
+
+
 class CheckGrammarReq(msgspec.Struct, frozen=True, tag="check_grammar"):
     """Compile a grammar. The answer is a CheckGrammarReply."""
 

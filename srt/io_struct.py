@@ -335,6 +335,8 @@ class EngineView(msgspec.Struct, frozen=True):
     now_s: float
     """Time on the scheduler's clock, in seconds."""
     state: SchedulerState
+    generated_tokens: int
+    """Since the engine's start."""
     steps: list[StepRecord]
     """The newest finished steps, oldest first."""
     requests: list[RequestView]

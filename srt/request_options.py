@@ -6,7 +6,7 @@ It is passed unchanged from the decoded body to the scheduler:
 
 A body declares an option as a field of the same name, and `tenant` as `user` (srt/entrypoints/options.py). So a new
 option is a field here, a field of the bodies that offer it, and the code that reads it. `sampling` and `logprobs` are
-objects, which each API makes from fields of its own.
+objects, which each API makes from fields of its own. `reasoning` follows from the rendered prompt.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from .errors import InvalidRequest
+from .grammar_spec import ReasoningSpan
 from .logprobs import LogprobOptions
 from .sampling_params import SamplingParams
 from .settings.checks import MAX_RETENTION_S
@@ -56,6 +57,9 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The outputs have the final hidden states of prompt and output."""
     pooling: Pooling | None = None
     """None: no embedding is computed. Otherwise the last output has the embedding, if nothing failed."""
+
+    reasoning: ReasoningSpan | None = None
+    """The reasoning before the text of the grammar. None: the grammar begins with the first token."""
 
     def __post_init__(self) -> None:
         if len(self.cache_salt) > MAX_SALT_CHARS:

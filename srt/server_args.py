@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
+from .model_files.model_name import model_name
 from .origins import parse_origins
 from .settings.checks import check_settings
 from .settings.device import DeviceSettings
@@ -59,7 +60,8 @@ class ServerArgs(
 
     @property
     def model_name(self) -> str:
-        return self.served_model_name or self.model_path
+        """The model's name in the API. It tells nothing of the server's folders."""
+        return self.served_model_name or model_name(self.model_path)
 
     @property
     def api_keys(self) -> tuple[str, ...]:

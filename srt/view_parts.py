@@ -15,7 +15,7 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     start_s: Annotated[float, Meta(description="When the step began, in seconds on the scheduler's clock")]
     duration_s: Annotated[float, Meta(description="How long the step took, in seconds")]
     prompt_tokens: Annotated[int, Meta(description="Prompt tokens that the step computed")]
-    decodes: Annotated[int, Meta(description="Running requests that got their next token")]
+    decodes: Annotated[int, Meta(description="Tokens of running requests that the step computed, drafts included")]
 
 
 class RequestView(msgspec.Struct, frozen=True, gc=False):

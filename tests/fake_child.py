@@ -2,12 +2,14 @@
 
 Run as `python -m fake_child ROLE` in place of `tercet.srt.entrypoints.child`. Token i of an answer is 100 + i, with the
 text "<i> ". Tokens are 10 ms apart. The environment variable `FAKE_CHILD` chooses how the scheduler fails.
+The grammar worker does what the text of a grammar says: "endless", "killed" or "crash". All others are right.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 import zmq
 
 from tercet.srt.entrypoints import child
+from tercet.srt.grammar_spec import CheckGrammarReply, CheckGrammarReq
 from tercet.srt.io_struct import (
     AbortFinish,
     AbortReq,
@@ -39,7 +42,7 @@ from tercet.srt.io_struct import (
 )
 from tercet.srt.ipc import Receiver, RunDir, Sender
 from tercet.srt.pause_messages import ContinueReq, PauseReply, PauseReq
-from tercet.srt.start_reports import DetokenizerReady, SchedulerReady
+from tercet.srt.start_reports import DetokenizerReady, GrammarWorkerReady, SchedulerReady
 from tercet.srt.weight_messages import WeightFacts
 
 MODULE = "fake_child"
@@ -181,13 +184,35 @@ def _text(out: TokenOut) -> TextOut:
     return TextOut(tokens=out, text=text)
 
 
+def run_grammar_worker(server_args, run_dir: RunDir, on_ready, should_stop) -> None:
+    if os.environ.get("FAKE_CHILD") == "slow start":
+        time.sleep(60)
+    context = zmq.Context()
+    receiver: Receiver = Receiver(context, run_dir.grammar, CheckGrammarReq)
+    sender: Sender = Sender(context, run_dir.grammar_replies)
+    on_ready(GrammarWorkerReady())
+    while not should_stop():
+        receiver.wait(0.05)
+        for message in receiver.drain():
+            if message.spec.text in ("killed", "crash"):
+                os.kill(os.getpid(), signal.SIGKILL if message.spec.text == "killed" else signal.SIGABRT)
+            while message.spec.text == "endless":
+                pass
+            sender.send(CheckGrammarReply(message.call_id, None))
+
+
 def run_http_worker(server_args, run_dir: RunDir, on_ready, should_stop, listener) -> None:
     if os.environ.get("FAKE_CHILD") == "bad worker" and run_dir.life >= 2:  # it replaces another one
         raise ValueError("the tokenizer is of the wrong kind")
     child.run_http_worker_role(server_args, run_dir, on_ready, should_stop, listener)
 
 
-ROLES = {"scheduler": run_scheduler, "detokenizer": run_detokenizer, "http_worker": run_http_worker}
+ROLES = {
+    "scheduler": run_scheduler,
+    "detokenizer": run_detokenizer,
+    "grammar": run_grammar_worker,
+    "http_worker": run_http_worker,
+}
 
 if __name__ == "__main__":
     sys.exit(child.main(ROLES))

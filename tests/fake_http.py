@@ -211,7 +211,7 @@ class FakeScheduler:
 
     def view(self, after_step: int) -> EngineView:
         steps = [StepRecord(number, number / 10, 0.05, 0, 1) for number in (1, 2, 3) if number > after_step]
-        return EngineView(0.4, self.state(), steps, [], [HotPrefix(0, 0, 3, 9, False, list(b"hot"))])
+        return EngineView(0.4, self.state(), 70, steps, [], [HotPrefix(0, 0, 3, 9, False, list(b"hot"))])
 
     def prompts(self) -> list[list[int]]:
         return [unpack_ids(one.input_ids).tolist() for one in self.received]

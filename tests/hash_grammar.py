@@ -12,7 +12,7 @@ from fakes import choose, next_token, next_tokens
 from tercet.managers.grammar import GrammarFailed, Vocabulary
 from tercet.model_executor.step import num_mask_words
 from tercet.srt.errors import InvalidRequest
-from tercet.srt.grammar_spec import GrammarSpec
+from tercet.srt.grammar_spec import GrammarSpec, ReasoningSpan
 
 _KEPT_OF_8 = 3
 _ENDS_OF_8 = 1
@@ -49,11 +49,17 @@ def constrained_output(
     stop_ids: frozenset[int] = frozenset(),
     min_new_tokens: int = 0,
     ignore_eos: bool = False,
+    reasoning: ReasoningSpan | None = None,
 ) -> list[int]:
     """The output that a request with the grammar must get with any schedule."""
     output: list[int] = []
     while len(output) < max_new_tokens:
-        allowed = allowed_after(output, grammar, vocab_size, eos_ids)
+        thoughts = 0 if reasoning is None else num_thoughts(output, reasoning)
+        allowed = allowed_after(output[thoughts or 0 :], grammar, vocab_size, eos_ids)
+        if thoughts is None:
+            allowed = np.array([token not in eos_ids for token in range(vocab_size)])
+        elif reasoning is not None and not output and not reasoning.inside:
+            allowed[list(reasoning.starts)] = True
         bars = [(min_new_tokens, eos_ids | stop_ids), (max_new_tokens if ignore_eos else 0, eos_ids)]
         for until, barred in bars:
             kept = allowed.copy()
@@ -64,6 +70,14 @@ def constrained_output(
         if output[-1] in eos_ids | stop_ids:
             break
     return output
+
+
+def num_thoughts(output: Sequence[int], reasoning: ReasoningSpan) -> int | None:
+    """The length of the reasoning, with its marks, at the start of an output. None: it has not ended."""
+    if not reasoning.inside and (not output or output[0] not in reasoning.starts):
+        return 0
+    first = 0 if reasoning.inside else 1
+    return next((i + 1 for i in range(first, len(output)) if output[i] in reasoning.ends), None)
 
 
 class HashGrammars:

@@ -31,7 +31,8 @@ from tercet.mem_cache.chunk_cache import ChunkCache
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
 from tercet.model_executor.step import Runner
-from tercet.srt.io_struct import AbortReq, FinishReason, GenerateReq, TokenOut, pack_ids
+from tercet.srt.grammar_spec import ReasoningSpan
+from tercet.srt.io_struct import AbortReq, FinishReason, GenerateReq, Resumed, TokenOut, pack_ids
 from tercet.srt.logprobs import LogprobOptions, NewLogprobs
 from tercet.srt.request_options import Pooling, RequestOptions
 from tercet.srt.sampling_params import SamplingParams
@@ -190,6 +191,8 @@ class Rig:
         running_timeout: float | None = None,
         session_id: str = "",
         retention_seconds: float | None = None,
+        reasoning: ReasoningSpan | None = None,
+        resumed: Resumed | None = None,
         **sampling: object,
     ) -> None:
         params = SamplingParams(**{"max_new_tokens": 8, "sampling_seed": 1, **sampling})
@@ -206,8 +209,11 @@ class Rig:
             running_timeout=running_timeout,
             session_id=session_id,
             retention_seconds=retention_seconds,
+            reasoning=reasoning,
         )
-        self.inbox.messages.append(GenerateReq(rid, pack_ids(prompt), options))
+        if resumed is not None:
+            self.heard[rid].ids = list(resumed.output_ids)
+        self.inbox.messages.append(GenerateReq(rid, pack_ids(prompt), options, resumed))
 
     def abort(self, rid: str | None) -> None:
         self.inbox.messages.append(AbortReq(rid))

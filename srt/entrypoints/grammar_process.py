@@ -2,6 +2,9 @@
 
 It compiles one grammar at a time, so a grammar at the limit makes other new grammars wait for that long, but no request
 that has none, and none whose grammar is known already.
+
+A grammar is refused for its processor time, which does not depend on what else the machine does. A worker that gets no
+processor time, or that somebody kills, tells nothing about its grammar.
 """
 
 from __future__ import annotations
@@ -14,19 +17,28 @@ from typing import Any
 
 import zmq
 
-from ..errors import EngineDead
+from ..errors import EngineDead, GrammarNotChecked
 from ..grammar_spec import CheckGrammarReply, CheckGrammarReq, GrammarSpec
 from ..io_struct import BrokenMessage
 from ..ipc import AsyncReceiver, RunDir, Sender
+from ..machine.processor_time import processor_time_s
 from ..server_args import ServerArgs
 from .processes import CHILD_MODULE, ChildProcess, stop_children
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
-"""Most time of one compilation."""
-_KILLED = "killed"
-"""The worker was killed by SIGKILL, which neither a library nor its limits send."""
+"""Most processor time of one compilation."""
+WAIT_S = 20.0
+"""Most time of one compilation. The worker has a low priority, so a busy machine gives it little processor time."""
+START_S = 60.0
+"""Most time of a worker's start."""
+_MIN_WAIT_S = 0.01
+"""About the resolution of a process's processor time."""
+
+
+class _NoVerdict(Exception):
+    """The worker has ended, and the grammar need not be the cause."""
 
 
 class GrammarProcess:
@@ -40,13 +52,16 @@ class GrammarProcess:
         *,
         child_module: str = CHILD_MODULE,
         timeout_s: float = TIMEOUT_S,
+        wait_s: float = WAIT_S,
+        start_s: float = START_S,
     ) -> None:
         self._server_args = server_args
         self._run_dir = run_dir
         self._context = context
         self._child_module = child_module
-        self._timeout_s = timeout_s
-        self._turn = asyncio.Lock()
+        self.timeout_s = timeout_s
+        self.wait_s = wait_s
+        self.start_s = start_s
         self._child: ChildProcess | None = None
         self._sender: Sender[CheckGrammarReq] | None = None
         self._receiver: AsyncReceiver[CheckGrammarReply] | None = None
@@ -60,33 +75,54 @@ class GrammarProcess:
         return None if self._child is None else self._child.pid
 
     async def compile(self, spec: GrammarSpec) -> str | None:
-        """Why the grammar cannot be used; None if it can. Raises EngineDead if no worker can be started."""
-        async with self._turn:
-            how = await self._attempt(spec)
-            if how is _KILLED:  # by somebody else, so the grammar need not be the cause
-                how = await self._attempt(spec)
-        if how is _KILLED:
-            return f"{spec.kind} cannot be used: its compilation was killed twice, as for too much memory"
-        return how
+        """Why the grammar cannot be used; None if it can. Must be called for one grammar at a time.
+
+        Raises EngineDead if no worker can be started, and GrammarNotChecked if two workers ended without a verdict.
+        """
+        try:
+            return await self._attempt(spec)
+        except _NoVerdict as error:
+            logger.warning("A grammar (%s) has no verdict: its worker %s; trying again", spec.kind, error)
+        try:
+            return await self._attempt(spec)
+        except _NoVerdict as error:
+            raise GrammarNotChecked(
+                f"{spec.kind} could not be checked: two grammar workers gave no verdict, and the last one {error}"
+            ) from None
 
     async def _attempt(self, spec: GrammarSpec) -> str | None:
-        """As `compile`, or _KILLED."""
+        """As `compile`. Raises _NoVerdict."""
         child, sender = await self._start()
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._answer = next(self._call_ids), answer
         sender.send(CheckGrammarReq(self._answer[0], spec))
-        either: set[asyncio.Future[Any]] = {answer, child.ended}
-        await asyncio.wait(either, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        used_s = await self._wait(child, answer)
         self._answer = None
         if answer.done():
             return answer.result()
-        is_slow = not child.ended.done()
-        await self._end_worker()
-        why = f"took more than {self._timeout_s:g} s" if is_slow else "took too much memory or crashed the compiler"
+        has_died = child.ended.done()
+        await self._end(child)
+        if has_died and (self._is_stopped or child.returncode == -signal.SIGKILL):
+            raise _NoVerdict("was killed")  # neither a library nor its limits send SIGKILL
+        if not has_died and used_s < self.timeout_s:
+            raise _NoVerdict(f"got only {used_s:.1f} s of processor time in {self.wait_s:g} s")
+        limit = f"took more than {self.timeout_s:g} s of processor time"
+        why = "took too much memory or crashed the compiler" if has_died else limit
         logger.warning("The compilation of a grammar (%s) %s; its worker has ended", spec.kind, why)
-        if not is_slow and child.returncode == -signal.SIGKILL:
-            return _KILLED
         return f"{spec.kind} cannot be used: its compilation {why}"
+
+    async def _wait(self, child: ChildProcess, answer: asyncio.Future[str | None]) -> float:
+        """Returns with the answer, at the end of the process, or at a limit: the processor time used, in seconds."""
+        clock = asyncio.get_running_loop().time
+        either: set[asyncio.Future[Any]] = {answer, child.ended}
+        until, used_before_s, used_s = clock() + self.wait_s, processor_time_s(child.pid), 0.0
+        while (left_s := min(self.timeout_s - used_s, until - clock())) > 0:
+            timeout_s = max(left_s, _MIN_WAIT_S)
+            done, _ = await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                break
+            used_s = processor_time_s(child.pid) - used_before_s
+        return used_s
 
     async def stop(self) -> None:
         """Ends the worker. Later calls of `compile` fail."""
@@ -112,7 +148,10 @@ class GrammarProcess:
             self._child = ChildProcess("grammar", self._child_module).launch(self._server_args, self._run_dir)
         child = self._child
         try:
-            await asyncio.shield(child.ready)
+            await asyncio.wait_for(asyncio.shield(child.ready), self.start_s)
+        except TimeoutError:
+            await self._end(child)
+            raise _NoVerdict(f"did not start within {self.start_s:g} s") from None
         except ValueError as error:
             raise EngineDead(f"the grammar worker could not start: {error}") from None
         if self._sender is None:
@@ -126,10 +165,9 @@ class GrammarProcess:
         if message.call_id == call_id and not answer.done():
             answer.set_result(message.reason)
 
-    async def _end_worker(self) -> None:
-        assert self._child is not None
-        self._child.kill()
-        await self._child.ended
+    async def _end(self, child: ChildProcess) -> None:
+        child.kill()
+        await child.ended
         self._forget_worker()
 
     def _forget_worker(self) -> None:

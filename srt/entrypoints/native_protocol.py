@@ -137,6 +137,7 @@ class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     background: Annotated[Any, only("a request runs while its client waits", False)] = None
     log_metrics: Annotated[Any, only("a request cannot leave the metrics", True)] = None
     no_logs: Annotated[Any, only("the server's flags decide what is logged", False)] = None
+    is_embedding: Annotated[Any, only("/v1/embeddings returns embeddings", False)] = None
     return_routed_experts: Annotated[Any, only("returning routed experts is not implemented", False)] = None
     lora_path: Annotated[Any, only("LoRA adapters are not implemented", "")] = None
     input_embeds: Annotated[Any, only("a prompt is text or token ids")] = None

@@ -5,6 +5,7 @@ All of it is made from the declarations of the endpoints and bodies, which also 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import html
 import re
@@ -35,13 +36,16 @@ _STYLE = (
 
 
 def endpoints(documented: tuple[Endpoint, ...]) -> tuple[Endpoint, ...]:
-    """The endpoints /openapi.json and /docs, which document the `documented` endpoints and themselves."""
+    """The endpoints /openapi.json and /docs, which document the `documented` endpoints and themselves.
+
+    A thread makes them at the first request, because that takes a tenth of a second.
+    """
 
     async def show_spec(server: Server, request: Request, body: None) -> ASGIApp:
-        return Response(_spec((*documented, *own)), media_type="application/json")
+        return Response(await asyncio.to_thread(_spec, (*documented, *own)), media_type="application/json")
 
     async def show_docs(server: Server, request: Request, body: None) -> ASGIApp:
-        page = docs_page((*documented, *own))
+        page = await asyncio.to_thread(docs_page, (*documented, *own))
         return Response(page, media_type="text/html; charset=utf-8", headers=_DOCS_HEADERS)
 
     own = (

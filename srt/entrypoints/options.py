@@ -12,7 +12,7 @@ from ..sampling_params import SamplingParams
 OPTION_FIELDS = {
     name: "user" if name == "tenant" else name
     for name in RequestOptions.__struct_fields__
-    if name not in ("sampling", "logprobs")
+    if name not in ("sampling", "logprobs", "reasoning")
 }
 """The options that are read from a field of a body, and the name of the field. Each API makes the other ones itself."""
 

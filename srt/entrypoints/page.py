@@ -47,7 +47,9 @@ class PrefixText(msgspec.Struct, frozen=True):
     num_tokens: Annotated[int, doc("Tokens of the edge")]
     num_uses: Annotated[int, doc("Number of requests that have used the edge")]
     is_locked: Annotated[bool, doc("Whether a running request uses the edge")]
-    text: Annotated[str, doc("The first tokens of the edge as text; empty without a tokenizer")]
+    text: Annotated[
+        str, doc("The first tokens of the edge as text; empty without a tokenizer, and if there are several API keys")
+    ]
 
 
 class EngineViewAnswer(msgspec.Struct, frozen=True):
@@ -59,6 +61,7 @@ class EngineViewAnswer(msgspec.Struct, frozen=True):
     context_len: Annotated[int, doc("Most tokens of a prompt and its answer together")]
     now_s: Annotated[float, doc("Time on the scheduler's clock, in seconds")]
     state: Annotated[dict[str, Any], doc("The scheduler's state, as in `internal_states` of /server_info")]
+    generated_tokens: Annotated[int, doc("Tokens generated since the engine's start, which a restart begins again")]
     steps: Annotated[list[StepRecord], doc("The newest finished steps, oldest first")]
     requests: Annotated[list[RequestView], doc("Unfinished requests, running ones first")]
     prefixes: Annotated[list[PrefixText], doc("The cached prefixes that saved the most computation")]
@@ -76,7 +79,8 @@ def _content(name: str) -> bytes:
 
 
 async def engine_view(server: Server, request: Request, body: None) -> ASGIApp:
-    """What the engine is doing now. `after_step` leaves out the steps that the client has."""
+    """What the engine is doing now. `after_step` leaves out the steps that the client has, unless they are of an engine
+    before a restart."""
     given = request.query_params.get("after_step", "0")
     if not (given.isascii() and given.isdecimal() and len(given) < 16):
         raise InvalidRequest(f"after_step must be the number of a step, got {shown(given)}", param="after_step")
@@ -87,6 +91,8 @@ async def engine_view(server: Server, request: Request, body: None) -> ASGIApp:
 
 def _answer(server: Server, view: EngineView) -> EngineViewAnswer:
     manager = server.manager
+    # Several keys are clients that must not read one another's prompts.
+    tokenizer = None if len(manager.server_args.api_keys) > 1 else manager.inputs.tokenizer
     return EngineViewAnswer(
         model=manager.server_args.model_name,
         version=server.version,
@@ -94,9 +100,10 @@ def _answer(server: Server, view: EngineView) -> EngineViewAnswer:
         context_len=manager.facts.context_len,
         now_s=view.now_s,
         state=msgspec.structs.asdict(view.state),
+        generated_tokens=view.generated_tokens,
         steps=view.steps,
         requests=view.requests,
-        prefixes=[_prefix_text(prefix, manager.inputs.tokenizer) for prefix in view.prefixes],
+        prefixes=[_prefix_text(prefix, tokenizer) for prefix in view.prefixes],
     )
 
 

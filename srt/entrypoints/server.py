@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -173,6 +174,8 @@ class _ServerRun:
                     return 1
                 ends.append(self._workers.failed)
             warn_of_few_connections(self._max_connections)
+            gc.collect()
+            gc.freeze()  # later collections skip what lives as long as the server
             logger.info("Tercet is ready: %s (model %s)", self._url(), self._server_args.model_name)
             await self._wait_for_signal_or(*ends)
             if core.died.done():

@@ -14,7 +14,9 @@ class HttpSettings:
 
     TITLE: ClassVar[str] = "The HTTP server"
 
-    served_model_name: Annotated[str | None, _server("Model name in the API; default: --model-path")] = None
+    served_model_name: Annotated[
+        str | None, _server("Model name in the API; default: the name of the model's folder or file")
+    ] = None
     host: Annotated[str, _server("Address to listen on")] = "127.0.0.1"
     port: Annotated[int, _server("TCP port to listen on; 0: any free port")] = 30000
     tokenizer_worker_num: Annotated[

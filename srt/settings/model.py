@@ -76,7 +76,10 @@ class ModelSettings:
     ] = None
     grammar_backend: Annotated[
         Literal["auto", "xgrammar", "llguidance", "none"],
-        Setting("Library for structured output; auto: xgrammar for plain JSON schemas, llguidance for everything else"),
+        Setting(
+            "Library for structured output; auto: xgrammar for plain JSON schemas, llguidance for everything else; "
+            "xgrammar refuses schemas that are not plain"
+        ),
     ] = "auto"
     sampling_defaults: Annotated[
         Literal["model", "openai"],

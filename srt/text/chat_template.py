@@ -104,6 +104,11 @@ class ChatTemplate:
         """
         if not messages:
             raise InvalidRequest("messages must contain at least one message", param="messages")
+        if continue_final_message and isinstance(messages[-1], Mapping) and messages[-1].get("tool_calls"):
+            raise InvalidRequest(
+                "continue_final_message is not possible after tool_calls: the last message must end with its content",
+                param="continue_final_message",
+            )
         if not self.knows_tools and (tools or uses_tools(messages)):
             messages, tools = without_tools(messages, tools, takes_system=self.takes_system), None
         elif uses_tools(messages):

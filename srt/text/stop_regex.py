@@ -81,9 +81,9 @@ class StopRegex:
         self.num_states += 1
         return self.num_states - 1
 
-    def _step(self, test: CharacterTest, flags: int, then: int) -> int:
+    def _step(self, test: CharacterTest, then: int) -> int:
         state = self._new_state()
-        self.steps[state] = (_any_case(test) if flags & re.IGNORECASE else test, then)
+        self.steps[state] = (test, then)
         return state
 
     def _branch(self, *then: int) -> int:
@@ -100,12 +100,12 @@ class StopRegex:
         """The state where the item begins. `then`: the state after it."""
         match kind:
             case op.LITERAL:
-                return self._step(chr(value).__eq__, flags, then)
+                return self._step(_literal_test(value, flags), then)
             case op.NOT_LITERAL | op.IN:
                 items = [(op.NEGATE, None), (op.LITERAL, value)] if kind is op.NOT_LITERAL else value
-                return self._step(_set_test(items, bool(flags & re.ASCII)), flags, then)
+                return self._step(_set_test(items, flags), then)
             case op.ANY:
-                return self._step((lambda _: True) if flags & re.DOTALL else "\n".__ne__, 0, then)
+                return self._step((lambda _: True) if flags & re.DOTALL else "\n".__ne__, then)
             case op.SUBPATTERN:
                 _, added, removed, items = value
                 return self._sequence(items, (flags | added) & ~removed, then)
@@ -152,6 +152,9 @@ def compile_stop_regex(pattern: str) -> StopRegex:
     return regex
 
 
+_ASCII = frozenset(map(chr, range(128)))
+
+
 class _NotSupported(ValueError):
     pass
 
@@ -166,28 +169,52 @@ _NAMES = {
 }
 
 
-def _any_case(test: CharacterTest) -> CharacterTest:
-    return lambda character: test(character) or test(character.lower()) or test(character.upper())
+def _literal_test(code_point: int, flags: int) -> CharacterTest:
+    if not flags & re.IGNORECASE:
+        return chr(code_point).__eq__
+    cases_of = _cases_of(flags)
+    cases = cases_of(chr(code_point))
+    return lambda character: not cases.isdisjoint(cases_of(character))
 
 
-def _set_test(items: Iterable[Any], is_ascii: bool) -> CharacterTest:
-    """The test of `[...]`, and of one category such as `\\d`."""
+def _cases_of(flags: int) -> Callable[[str], frozenset[str]]:
+    return _ascii_cases if flags & re.ASCII else _cases
+
+
+@functools.lru_cache(maxsize=4096)
+def _cases(character: str) -> frozenset[str]:
+    """The characters that differ from this one in their case only. `ß` has no upper case of one character."""
+    lower, upper = character.lower()[0], character.upper()  # only `İ` has a lower case of two, `i` and a dot
+    return frozenset(one for one in (character, lower, upper, upper.lower(), lower.upper()) if len(one) == 1)
+
+
+def _ascii_cases(character: str) -> frozenset[str]:
+    """As `_cases`, for the letters of ASCII alone."""
+    return _cases(character) & _ASCII if character.isascii() else frozenset(character)
+
+
+def _set_test(items: Iterable[Any], flags: int) -> CharacterTest:
+    """The test of `[...]`, and of one category such as `\\d`. With IGNORECASE, some case of the character is in the
+    set; a negated set has none."""
     is_negated = False
     tests: list[CharacterTest] = []
     for kind, value in items:
         if kind is op.NEGATE:
             is_negated = True
         elif kind is op.LITERAL:
-            tests.append(chr(value).__eq__)
+            tests.append(_literal_test(value, flags))
         elif kind is op.RANGE:
-            tests.append(functools.partial(_is_between, chr(value[0]), chr(value[1])))
+            tests.append(_range_test(chr(value[0]), chr(value[1]), flags))
         else:
-            tests.append(_category_test(value, is_ascii))
+            tests.append(_category_test(value, bool(flags & re.ASCII)))
     return lambda character: any(test(character) for test in tests) is not is_negated
 
 
-def _is_between(first: str, last: str, character: str) -> bool:
-    return first <= character <= last
+def _range_test(first: str, last: str, flags: int) -> CharacterTest:
+    if not flags & re.IGNORECASE:
+        return lambda character: first <= character <= last
+    cases_of = _cases_of(flags)
+    return lambda character: any(first <= case <= last for case in cases_of(character))
 
 
 _CATEGORIES: dict[Any, tuple[CharacterTest, bool]] = {

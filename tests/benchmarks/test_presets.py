@@ -40,13 +40,6 @@ def test_a_path_is_a_model_too_and_anything_else_is_refused(tmp_path: Path) -> N
         presets.model_path("llama-9")
 
 
-def test_what_tables_call_a_model() -> None:
-    assert presets.model_name(presets.model_path("qwen3-0.6b")) == "qwen3-0.6b"
-    assert presets.model_name("models/Qwen3-0.6B/config.json") == "Qwen3-0.6B"
-    assert presets.model_name("models/qwen3.gguf") == "qwen3"
-    assert presets.model_name("models/Qwen3-0.6B") == "Qwen3-0.6B"
-
-
 def test_the_command_writes_paths(capsys: pytest.CaptureFixture[str]) -> None:
     assert presets.main(["qwen3-14b"]) == 0
     assert load_model_config(capsys.readouterr().out.strip(), "dummy").num_layers == 40

@@ -5,10 +5,13 @@ pip install -e '.[browser]' && apt-get install chromium
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -82,9 +85,12 @@ class Visit:
 
     def wait(self, condition: str) -> None:
         """Waits until a JavaScript expression is true. The page's security policy forbids Playwright's own wait."""
+        self.until(lambda: self.page.evaluate(condition), condition)
+
+    def until(self, condition: Callable[[], bool], name: str = "") -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while not self.page.evaluate(condition):
-            assert time.monotonic() < deadline, condition
+        while not condition():
+            assert time.monotonic() < deadline, name
             self.page.wait_for_timeout(50)
 
     def finished(self) -> str:
@@ -108,6 +114,74 @@ def test_a_chat_streams_to_its_end(server: ServerProcess, browser: Any) -> None:
     page.click("#clear")
     assert page.locator(".message").count() == 0
     assert visit.problems == [] and visit.hosts == {server.url.split("/")[2]}
+    page.close()
+
+
+def test_a_new_chat_during_an_answer_begins_empty(server: ServerProcess, browser: Any) -> None:
+    visit = Visit(browser, server.url)
+    bodies: list[Any] = []
+    visit.page.on("request", lambda request: request.post_data and bodies.append(json.loads(request.post_data)))
+    visit.ask("Write a long story about a lighthouse.")
+    visit.wait("document.querySelector('.message.assistant .text')?.textContent.length > 20")
+    visit.page.click("#clear")
+    visit.page.wait_for_selector("#stop", state="hidden")
+    visit.page.click("summary")
+    visit.page.fill("#max-tokens", "4")
+    visit.ask("Hello")
+    visit.finished()
+    assert bodies[1]["messages"] == [{"role": "user", "content": "Hello"}]
+    assert visit.page.locator(".message").count() == 2 and visit.problems == []
+    visit.page.close()
+
+
+def test_tokens_have_colours_and_alternatives(server: ServerProcess, browser: Any) -> None:
+    visit = Visit(browser, server.url)
+    page = visit.page
+    page.click("summary")
+    page.fill("#temperature", "0")
+    page.check("#colours")
+    visit.ask("What is the capital of France?")
+    text = visit.finished()
+    assert "Paris" in text
+    tokens = page.locator(".message.assistant .token")
+    assert "".join(tokens.all_text_contents()) == text
+    assert page.locator("#legend").is_visible()
+    tokens.first.focus()
+    rows = page.locator(".tip tr")
+    assert rows.count() >= 5 and page.locator(".tip .chosen").count() == 1
+    assert visit.problems == []
+    page.close()
+
+
+EVENTS = [
+    ({}, ["<think>"]),
+    ({"reasoning_content": "Let me"}, ["\nLet", " me"]),
+    ({"reasoning_content": " see."}, [" see", ".\n"]),
+    ({}, ["</think>", "\n\n"]),
+    ({"content": "Paris"}, ["Paris"]),
+    ({"content": "!"}, ["! END"]),
+    ({}, ["X"]),
+]
+"""The deltas of an answer of a model that thinks, and the tokens of each."""
+
+
+@pytest.mark.parametrize("colours", [False, True])
+def test_reasoning_is_shown_apart_from_the_answer(server: ServerProcess, browser: Any, colours: bool) -> None:
+    def chunk(delta: dict[str, str], tokens: list[str]) -> str:
+        listed = [{"token": one, "bytes": [*one.encode()], "logprob": -1.0, "top_logprobs": []} for one in tokens]
+        choice = {"index": 0, "delta": delta, "logprobs": {"content": listed} if colours else None}
+        return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+    visit = Visit(browser, server.url)
+    page = visit.page
+    page.set_checked("#colours", colours)
+    body = "".join(chunk(*event) for event in EVENTS) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    visit.ask("What is the capital of France?")
+    assert visit.finished() == "Paris!"
+    assert page.locator(".thoughts").text_content() == "Let me see."
+    assert page.locator(".token").count() == (6 if colours else 0)
+    assert page.evaluate(CONTRAST) == []
     page.close()
 
 
@@ -187,3 +261,50 @@ def test_the_keyboard_reaches_every_control(server: ServerProcess, browser: Any)
     unlabelled = "[...document.querySelectorAll('input, textarea')].filter((e) => !e.labels.length).length"
     assert visit.page.evaluate(unlabelled) == 0
     visit.page.close()
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    flags = ["--port", "0", "--max-total-tokens", "4096", "--api-key", "one", "--api-key", "two"]
+    with ServerProcess(tmp_path_factory.mktemp("r"), flags, module=REAL_SERVER) as server:
+        yield server.ready()
+
+
+def test_with_a_key_the_page_works_and_shows_no_texts_of_other_keys(guarded: ServerProcess, browser: Any) -> None:
+    body = {"text": "A secret of the first key. " * 9, "sampling_params": {"max_new_tokens": 1}}
+    for _ in range(3):
+        httpx.post(f"{guarded.url}/generate", json=body, headers={"authorization": "Bearer one"}, timeout=PATIENCE_S)
+    visit = Visit(browser, guarded.url, http_credentials={"username": "me", "password": "two"})
+    visit.page.click("summary")
+    visit.page.fill("#max-tokens", "4")
+    visit.ask("Hello")
+    assert visit.finished()
+    visit.page.wait_for_selector("#prefixes code")
+    assert set(visit.page.locator("#prefixes code").all_text_contents()) == {"The text is not shown."}
+    assert visit.problems == []
+    visit.page.close()
+
+
+def test_the_live_view_goes_on_after_a_restart_of_the_engine(guarded: ServerProcess, browser: Any) -> None:
+    visit = Visit(browser, guarded.url, http_credentials={"username": "me", "password": "one"})
+    page = visit.page
+    polls: list[Any] = []
+    page.on("response", lambda answer: "after_step=" in answer.url and polls.append(answer))
+
+    def last_known() -> int:
+        return int(polls[-1].url.partition("after_step=")[2]) if polls else 0
+
+    page.click("summary")
+    page.fill("#max-tokens", "40")
+    visit.ask("Tell me about the sea.")
+    visit.finished()
+    visit.until(lambda: last_known() >= 10)
+    old = last_known()
+    os.kill(guarded.children["scheduler"], signal.SIGKILL)
+    assert guarded.logged("The engine runs again")
+    page.fill("#max-tokens", "4")
+    visit.ask("And again")
+    visit.finished()
+    visit.until(lambda: 0 < last_known() < old)  # it has got steps of the new engine, whose numbers begin again
+    page.wait_for_selector("#health.ok")
+    page.close()

@@ -40,6 +40,25 @@ def test_the_steps_of_a_request(overlap: bool) -> None:
     assert [step.number for step in view(rig, after_step=2).steps] == [3, 4]
 
 
+def test_a_client_that_knows_steps_of_an_engine_before_a_restart_gets_all() -> None:
+    rig = Rig()
+    rig.add("a", list(range(20)), max_new_tokens=3)
+    rig.run()
+    assert [step.number for step in view(rig, after_step=3).steps] == []
+    assert [step.number for step in view(rig, after_step=4).steps] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_first_tokens_and_accepted_drafts_are_generated_tokens(max_drafts: int) -> None:
+    rig = Rig(overlap=False, max_drafts=max_drafts)
+    assert view(rig).generated_tokens == 0
+    rig.add("a", list(range(20)), max_new_tokens=40)
+    rig.run()
+    seen = view(rig)
+    assert 40 <= seen.generated_tokens <= 40 + max_drafts  # drafts beyond the maximum length may be right, too
+    assert (len(seen.steps) < 40) is (max_drafts > 0)
+
+
 def test_the_requests_with_their_stages() -> None:
     rig = Rig(max_running=2, chunked_prefill_size=16, max_prefill_tokens=16)
     rig.add("short", list(range(8)), max_new_tokens=50)

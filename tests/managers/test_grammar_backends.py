@@ -184,6 +184,32 @@ def test_auto_gives_xgrammar_plain_schemas_alone(auto: GrammarCompiler) -> None:
         assert type(auto.compile(other)).__name__ == "_LLGrammar"
 
 
+@has_xgrammar
+def test_xgrammar_takes_json_mode_and_tags_with_schemas_that_it_enforces() -> None:
+    compiler = make_compiler("xgrammar", VOCABULARY)
+    mode = compiler.compile(spec_of(json_schema={"type": "object", "title": "any"}))
+    assert takes(mode, '{"a": [1, {}]}') and not takes(mode, "[]")
+    assert takes(compiler.compile(spec_of(json_schema={})), "[1]")
+    older = {"structures": [{"begin": "<a>", "schema": OBJECT, "end": "</a>"}], "triggers": ["<a>"]}
+    tags = compiler.compile(spec_of(structural_tag=older))
+    assert takes(tags, 'x<a>{"a": 1}</a>') and not takes(tags, '<a>{"b": 1}</a>')
+    for schema in (
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        {"type": "string", "maxLength": 2},
+    ):
+        inner = {
+            "type": "tag",
+            "begin": "<a>",
+            "content": {"type": "json_schema", "json_schema": schema},
+            "end": "</a>",
+        }
+        form = {"type": "sequence", "elements": [{"type": "optional", "content": inner}, {"type": "any_text"}]}
+        with pytest.raises(InvalidRequest, match="does not enforce all of it"):
+            compiler.compile(spec_of(structural_tag={"type": "structural_tag", "format": form}))
+    with pytest.raises(InvalidRequest, match="unknown field"):
+        compiler.compile(spec_of(structural_tag={"format": {"type": "any_text", "minimum": 1}}))
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tercet.managers.grammar_checker import GrammarChecker
-from tercet.srt.errors import EngineDead, InvalidRequest
+from tercet.srt.errors import EngineDead, InvalidRequest, QueueFull
 from tercet.srt.grammar_spec import GrammarSpec
 
 
@@ -18,10 +18,14 @@ class FakeWorker:
         self.compiled: list[str] = []
         self.go = asyncio.Event()
         self.go.set()
+        self.num_running = 0
 
     async def compile(self, spec: GrammarSpec) -> str | None:
+        assert not self.num_running, "one at a time"
         self.compiled.append(spec.text)
+        self.num_running += 1
         await self.go.wait()
+        self.num_running -= 1
         if spec.text == "dead":
             raise EngineDead("no worker")
         return f"{spec.text} is bad" if spec.text.startswith("bad") else None
@@ -66,10 +70,60 @@ def test_a_bad_grammar_is_remembered_too() -> None:
 def test_verdicts_take_bounded_memory_and_the_oldest_goes_first() -> None:
     async def work() -> None:
         worker = FakeWorker()
-        checker = GrammarChecker(worker, max_bytes=30)
-        for text in ("a" * 10, "b" * 10, "c" * 10, "a" * 10, "d" * 10, "a" * 10, "b" * 10):
-            await checker.check(spec(text))
+        checker = GrammarChecker(worker, max_bytes=300_000)
+        for text in ("a", "b", "c", "a", "d", "a", "b"):
+            await checker.check(spec(text * 99_000))
         assert [text[0] for text in worker.compiled] == ["a", "b", "c", "d", "b"]
+
+    asyncio.run(work())
+
+
+def test_verdicts_of_short_grammars_take_bounded_memory_too() -> None:
+    """The objects of a verdict take more than its texts."""
+
+    async def work() -> None:
+        worker = FakeWorker()
+        checker = GrammarChecker(worker, max_bytes=10_000)
+        for i in (*range(100), 0):
+            await checker.check(spec(f"{i:02}"))
+        assert worker.compiled[-1] == "00" and len(worker.compiled) == 101
+
+    asyncio.run(work())
+
+
+def test_a_grammar_whose_clients_have_gone_is_not_compiled() -> None:
+    async def work() -> None:
+        worker = FakeWorker()
+        worker.go.clear()
+        checker = GrammarChecker(worker)
+        requests = [asyncio.create_task(checker.check(spec(text))) for text in ("a", "b", "b", "c", "d", "d")]
+        await asyncio.sleep(0)
+        for gone in (0, 1, 2, 4):  # a has begun, nobody waits for b, and somebody still waits for d
+            requests[gone].cancel()
+        await asyncio.sleep(0)
+        worker.go.set()
+        await asyncio.gather(requests[3], requests[5])
+        assert worker.compiled == ["a", "c", "d"]
+        await checker.check(spec("a"))
+        await checker.check(spec("b"))
+        assert worker.compiled == ["a", "c", "d", "b"]
+
+    asyncio.run(work())
+
+
+def test_only_so_many_grammars_wait() -> None:
+    async def work() -> None:
+        worker = FakeWorker()
+        worker.go.clear()
+        checker = GrammarChecker(worker, max_waiting=2)
+        requests = [asyncio.create_task(checker.check(spec(text))) for text in ("a", "b", "c", "b")]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="2 grammars wait for their compilation"):
+            await requests[2]
+        worker.go.set()
+        await asyncio.gather(requests[0], requests[1], requests[3])
+        await checker.check(spec("c"))
+        assert worker.compiled == ["a", "b", "c"]
 
     asyncio.run(work())
 

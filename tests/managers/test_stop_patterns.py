@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tercet.managers.stop_patterns import MAX_HELD_CHARS, StopPatternMatcher
 from tercet.srt.text.stop_regex import MAX_STATES, compile_stop_regex
 
-atoms = st.sampled_from(["a", "b", "[ab]", "[^a]", ".", r"\w", r"\s", "(?i:A)", r"\d"])
+atoms = st.sampled_from(["a", "b", "[ab]", "[^a]", ".", r"\w", r"\s", "(?i:A)", "(?i:[^b1])", r"\d"])
 patterns = st.recursive(
     atoms,
     lambda inner: st.one_of(
@@ -67,6 +67,7 @@ def test_any_pieces_give_what_re_finds_in_the_whole_text(pieces, stops, regexes,
         ("(?m)foo$", "food foo\n", "foo", "food "),
         (r"\n\d+\.", "a\n1b\n22.", "\n22.", "a\n1b"),
         ("(?is)user.*:", "a USER\nx: b", "USER\nx:", "a "),
+        ("(?i)[^a-z ]", "Hello Bob!", "!", "Hello Bob"),
         ("(?a)é|x", "éx", "é", ""),
         (r"(?a)\w+", "éx", "x", "é"),
         (r"\w", "-é", "é", "-"),

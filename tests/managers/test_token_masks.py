@@ -16,6 +16,7 @@ from fakes import expected_output
 from tercet.managers.grammar import GrammarFailed, GrammarState
 from tercet.managers.token_masks import masked_lines
 from tercet.srt.errors import InvalidRequest
+from tercet.srt.grammar_spec import ReasoningSpan
 from tercet.srt.io_struct import AbortFinish, LengthFinish, StopFinish
 from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.sampling_params import SamplingParams
@@ -23,6 +24,7 @@ from tercet.srt.sampling_params import SamplingParams
 SCHEDULES = int(os.environ.get("TERCET_SCHEDULES", "40"))
 VOCAB = 40
 EOS = frozenset({7, 11})
+SPANS = [ReasoningSpan((20, 21), (5, 6, 13, 25), inside) for inside in (False, True)]
 
 rigs = st.fixed_dictionaries(
     {
@@ -53,6 +55,7 @@ def requests(draw: st.DrawFn) -> dict[str, tuple[list[int], dict[str, Any]]]:
             sampling["min_new_tokens"] = draw(st.sampled_from([0, 0, min(5, most)]))
             sampling["ignore_eos"] = draw(st.booleans())
             sampling["stop_token_ids"] = draw(st.sampled_from([[], [], [3]]))
+            sampling["reasoning"] = draw(st.sampled_from([None, None, *SPANS]))
         found[f"r{index}"] = family[: draw(st.integers(1, len(family)))], sampling
     return found
 
@@ -71,6 +74,7 @@ def expected(prompt: list[int], sampling: dict[str, Any]) -> list[int]:
         stop_ids=frozenset(sampling["stop_token_ids"]),
         min_new_tokens=sampling["min_new_tokens"],
         ignore_eos=sampling["ignore_eos"],
+        reasoning=sampling.get("reasoning"),
     )
 
 

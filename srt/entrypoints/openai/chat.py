@@ -74,9 +74,15 @@ async def run_chat(
         separate_reasoning=body.separate_reasoning,
         stream_reasoning=body.stream_reasoning,
     )
-    body = constrained(body, plan)
+    body, plan = await in_thread_if_large(request, constrained, body, plan)
     max_tokens, max_tokens_field = _max_tokens(body)
-    sampling = await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, max_tokens_field)
+    try:
+        sampling = await in_thread_if_large(request, sampling_of, server.manager, body, max_tokens, max_tokens_field)
+    except InvalidRequest as error:
+        if plan.constraint is None or error.param != "structural_tag":
+            raise
+        message = error.message.replace("structural_tag", plan.constrained_by)
+        raise InvalidRequest(message, param=plan.constrained_by) from None
     plan, sampling = see_marks(plan, sampling, server.manager.inputs.tokenizer)
     response_format = make_format(plan, sampling)
     # An answer with many log probabilities is written in a thread, and the manager belongs to the event loop.
@@ -94,14 +100,21 @@ async def run_chat(
         kwargs=kwargs,
     )
     prompt = Prompt(
-        content=response_format.noting_prompt(render),
+        content=response_format.noting_prompt(render, _continued(body)),
         options=options_of(body, sampling, logprobs),
         rid=name,
         add_special_tokens=False,  # the chat template writes them
         param="messages",
         grammar_param=plan.constrained_by if plan.constraint is not None else grammar_field(body),
+        reasoning=lambda: response_format.reasoning,
     )
     return await answer(server, request, [prompt], response_format=response_format, name=name)
+
+
+def _continued(body: ChatBody) -> str:
+    """The text of the last message if the answer continues it, else ""."""
+    content = body.messages[-1].content if body.continue_final_message and body.messages else None
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content or ())
 
 
 def _max_tokens(body: ChatBody) -> tuple[int | None, str]:

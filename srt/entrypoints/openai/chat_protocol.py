@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from ..wire import Int32, Int64, Wire, doc, only
 from .logprobs import ChatLogprobs
 from .protocol import Extension, OpenAIBody, Usage
-from .tool_protocol import GivenToolCall, Tool, ToolCall, ToolCallDelta, ToolChoice
+from .tool_protocol import CacheBreakpoint, CacheControl, GivenToolCall, Tool, ToolCall, ToolCallDelta, ToolChoice
 
 _NO_FUNCTIONS = "it is the older form of tools"
 
@@ -38,6 +38,8 @@ class TextPart(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     input_audio: Annotated[Any, only(_NO_MULTIMODAL)] = None
     file: Annotated[Any, only(_NO_MULTIMODAL)] = None
     refusal: Annotated[Any, only("a refusal is ordinary text in content")] = None
+    cache_control: CacheControl = None
+    prompt_cache_breakpoint: CacheBreakpoint = None
 
 
 class Message(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -71,6 +73,7 @@ class Message(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     parsed: Annotated[
         Any, doc("It has no effect: `parse` of the openai library adds it, and `content` has the same as text")
     ] = None
+    cache_control: CacheControl = None
 
 
 class ChatBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -89,7 +92,9 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_fields=True
         bool | None,
         doc("Open the assistant's turn after the messages, default true (with continue_final_message: false)"),
     ] = None
-    continue_final_message: Annotated[bool | None, doc("Continue the last message instead of answering it")] = None
+    continue_final_message: Annotated[
+        bool | None, doc("Continue the last message instead of answering it; refused if that message has calls")
+    ] = None
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, doc("Further variables for the chat template, such as `enable_thinking`")
     ] = None
@@ -108,7 +113,11 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_fields=True
         ),
     ] = None
     parallel_tool_calls: Annotated[
-        bool | None, doc("Allow several calls in one answer, default true; false: the answer ends with the first")
+        bool | None,
+        doc(
+            "Allow several calls in one answer, default true, but false for a required call; false: the answer ends "
+            "with the first"
+        ),
     ] = None
     functions: Annotated[Any, only(_NO_FUNCTIONS, [])] = None
     function_call: Annotated[Any, only(_NO_FUNCTIONS, "none", "auto")] = None

@@ -59,7 +59,7 @@ class MessageReader:
             self.has_calls = self.has_calls or isinstance(part, CallStart)
             self._thinks = self._thinks or isinstance(part, Reasoning)
             self._says = self._says or not isinstance(part, Reasoning)
-        if self._plan.content_only:
+        if self._plan.content_only or self._plan.form is None or self._plan.form.reasoning is None:
             return [Content(part.text) if isinstance(part, Reasoning) else part for part in parts]
         return self._with_whole_thoughts(parts, finished) if self._plan.in_one_piece else parts
 

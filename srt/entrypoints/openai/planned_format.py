@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
+
 from ....managers.generation import Generation
+from ...grammar_spec import ReasoningSpan
 from ...io_struct import StopFinish
 from ..job import Sample
 from ..request_names import RequestNames
@@ -22,15 +25,24 @@ class PlannedFormat(ResponseFormat):
         self._samples: Sequence[Sample] = ()
         self._readers: dict[int, MessageReader] = {}
         self._inside_reasoning = False
+        self.reasoning: ReasoningSpan | None = None
+        """The reasoning before the text of a grammar. Known when the prompt is rendered."""
         self.on_tool_call: Callable[[Generation], object] | None = None
         """Called with each sample that has ended in a tool call. None: no call."""
 
-    def noting_prompt(self, render: Callable[[], Awaitable[str]]) -> Callable[[], Awaitable[str]]:
-        """`render`, with a look at the prompt: its end says whether the answers begin with reasoning."""
+    def noting_prompt(self, render: Callable[[], Awaitable[str]], continued: str = "") -> Callable[[], Awaitable[str]]:
+        """`render`, with a look at the prompt: its end says whether the answers begin with reasoning.
+
+        `continued`: the text of the last message, if the answers continue it.
+        """
 
         async def rendered() -> str:
             prompt = await render()
-            self._inside_reasoning = self._plan.form is not None and self._plan.form.begins_inside(prompt)
+            form, span = self._plan.form, self._plan.before_grammar
+            place = "before" if form is None else form.place(prompt, continued)
+            self._inside_reasoning = place == "inside"
+            if span is not None and place != "after":
+                self.reasoning = msgspec.structs.replace(span, inside=self._inside_reasoning)
             return prompt
 
         return rendered

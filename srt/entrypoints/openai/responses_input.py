@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import InvalidRequest
+from ..wire import shown
 from .responses_protocol import InputItem, InputPart, ResponsesBody, ResponsesToolChoice
 
 _SAME = (
@@ -31,7 +32,13 @@ def chat_of(body: ResponsesBody) -> dict[str, Any]:
     chat["max_completion_tokens"] = body.max_output_tokens
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning is not None and body.reasoning.effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning.effort)
+        effort = body.reasoning.effort
+        if kwargs.setdefault("reasoning_effort", effort) != effort:
+            raise InvalidRequest(
+                "reasoning.effort and chat_template_kwargs.reasoning_effort must be equal if both are given, "
+                f"got {shown(effort)} and {shown(kwargs['reasoning_effort'])}",
+                param="reasoning.effort",
+            )
     chat["chat_template_kwargs"] = kwargs
     chat["tools"] = [
         {
@@ -74,6 +81,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         reader = _ItemReader()
         for i, item in enumerate(body.input):
             reader.read(item, f"input[{i}]")
+        reader.end()
         messages = reader.messages
     if body.instructions is None:
         return messages
@@ -84,11 +92,14 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
 
 
 class _ItemReader:
-    """Makes messages of items. Calls belong to the assistant's message before them, as does reasoning before it."""
+    """Makes messages of items. Calls belong to the assistant's message before them, as does reasoning before it.
+
+    Reasoning that nothing of the assistant follows is a message without content, as an answer that was cut has it.
+    """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._reasoning: str | None = None
+        self._reasoning: list[str] = []
         self._names: dict[str, str] = {}  # of the called functions, by call
 
     def read(self, item: InputItem, path: str) -> None:
@@ -103,7 +114,7 @@ class _ItemReader:
             assert item.role is not None
             self._add(item.role, _text(item.content))
         elif kind == "reasoning":
-            self._reasoning = _text(item.content) or _text(item.summary)
+            self._reasoning.append(_text(item.content) or _text(item.summary))
         elif kind == "function_call":
             self._call(item)
         else:
@@ -115,7 +126,7 @@ class _ItemReader:
 
     def _call(self, item: InputItem) -> None:
         assert item.call_id is not None and item.name is not None
-        if not self.messages or self.messages[-1]["role"] != "assistant" or self._reasoning is not None:
+        if not self.messages or self.messages[-1]["role"] != "assistant" or self._reasoning:
             self._add("assistant", None)
         call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
         self.messages[-1].setdefault("tool_calls", []).append(call)
@@ -123,10 +134,17 @@ class _ItemReader:
 
     def _add(self, role: str, content: str | None) -> None:
         message: dict[str, Any] = {"role": role, "content": content}
-        if role == "assistant" and self._reasoning is not None:
-            message["reasoning_content"] = self._reasoning
-        self._reasoning = None
+        if role != "assistant":
+            self.end()
+        elif self._reasoning:
+            message["reasoning_content"] = "\n".join(self._reasoning)
+            self._reasoning.clear()
         self.messages.append(message)
+
+    def end(self) -> None:
+        """Adds the reasoning that no message has."""
+        if self._reasoning:
+            self._add("assistant", "")
 
 
 def _text(content: str | Sequence[InputPart] | None) -> str:

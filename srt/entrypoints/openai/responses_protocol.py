@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from ..wire import Int64, Wire, doc, only
 from .protocol import RetentionSeconds, SessionId
-from .tool_protocol import check_choice_fields
+from .tool_protocol import CacheBreakpoint, CacheControl, check_choice_fields
 
 _NOT_STORED = "answers are not stored"
 _NO_MULTIMODAL = "multimodal models are not supported"
@@ -23,6 +23,8 @@ class InputPart(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     text: Annotated[str, doc("The text")]
     annotations: Annotated[Any, only("annotations are not supported", [])] = None
     logprobs: Annotated[Any, only(_NO_LOGPROBS, [])] = None
+    cache_control: CacheControl = None
+    prompt_cache_breakpoint: CacheBreakpoint = None
 
 
 class InputItem(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -9,7 +9,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ...errors import InvalidRequest
-from ..wire import Wire, doc
+from ..wire import Wire, doc, only
+
+_STAYS = "a prefix stays cached until its memory is needed"
+CacheControl = Annotated[Any, only(_STAYS, {"type": "ephemeral"})]
+"""Anthropic's mark for the end of a prefix that is to be cached. Libraries send it to every server."""
+CacheBreakpoint = Annotated[Any, only(_STAYS, {"mode": "explicit"})]
+"""OpenAI's mark for the same."""
 
 
 class Function(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -28,6 +34,7 @@ class Tool(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     type: Annotated[Literal["function"], doc("Always `function`")]
     function: Annotated[Function, doc("The function")]
+    cache_control: CacheControl = None
 
 
 class FunctionName(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):

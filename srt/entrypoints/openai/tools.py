@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -10,21 +11,21 @@ import msgspec
 
 from ....managers.tokenizer_manager import TokenizerManager
 from ...errors import InvalidRequest, UnsupportedField
+from ...grammar_spec import ReasoningSpan
 from ...sampling_params import SamplingParams
 from ...text.answer.answer_parser import AnswerFormat
-from ...text.answer.constraint import format_under_grammar, may_call, must_call
+from ...text.answer.constraint import calls_or, format_under_grammar, may_call, may_stand_beside_calls, must_call
 from ...text.answer.reasoning import HARMONY
 from ...text.answer.tool_formats import TOOL_FORMATS, detect_tool_format
 from ...text.answer.tools import Functions
 from ...text.tokenizer import Tokenizer
 from ..wire import shown
 from .chat_protocol import ChatBody
+from .structured import grammar_field, grammar_of
 from .tool_protocol import Function, ToolChoice
 
 Mode = Literal["none", "auto", "required"]
 MAX_NAME_CHARS = 128
-_GRAMMARS = ("response_format", "regex", "ebnf", "json_schema", "structural_tag", "structured_outputs")
-"""The fields of a body that constrain the answer."""
 _NAME = re.compile(r"[\w.\-]+", re.ASCII)
 
 
@@ -34,7 +35,9 @@ class AnswerPlan(NamedTuple):
     tools: for the chat template; None if the model must not call any. form: None if an answer is content and nothing
     else. in_one_piece: reasoning is streamed as one piece. content_only: reasoning is content. reasoning_ends: the
     tokens that end reasoning; empty if no single token does, so that its tokens cannot be counted. constraint: the
-    structural tag that the answer must match, and constrained_by: the field that asks for it.
+    structural tag that the answer must match, and constrained_by: the field that asks for it. strict: the functions
+    whose calls follow their schemas. is_closed: the constraint has no room for free text. before_grammar: the reasoning
+    before the text of the grammar; None if the grammar begins with the first token, or if there is none.
     """
 
     tools: list[Mapping[str, Any]] | None = None
@@ -44,6 +47,9 @@ class AnswerPlan(NamedTuple):
     reasoning_ends: frozenset[int] = frozenset()
     constraint: dict[str, Any] | None = None
     constrained_by: str = ""
+    strict: tuple[str, ...] = ()
+    is_closed: bool = False
+    before_grammar: ReasoningSpan | None = None
 
 
 def plan_answer(
@@ -74,15 +80,22 @@ def plan_answer(
         functions=Functions({name: offered[name].parameters for name in names} if tools else {}),
         most_calls=1 if parallel is False and tools else None,
     )
-    plan = AnswerPlan(tools, form, stream_reasoning is False, content_only)
+    strict = tuple(name for name in names if offered[name].strict)
+    plan = AnswerPlan(tools, form, stream_reasoning is False, content_only, strict=strict)
     if tool_format is None:
         return plan
-    written = format_under_grammar(tool_format)
-    strict = [name for name in names if offered[name].strict]
+    written = format_under_grammar(tool_format, form.functions, strict if mode == "auto" else names)
     # Without a grammar for the model's own calls, calls of functions that are not allowed are content.
     excludes = len(names) < len(offered) and written == tool_format
     if mode == "auto" and not strict and not excludes:
         return plan
+    if mode == "auto" and strict and (written != tool_format or reasoning == HARMONY):
+        raise UnsupportedField(
+            f"strict: true of the function {shown(strict[0])} is not supported, unless the call is required "
+            f"(tool_choice): no grammar enforces its schema in the format of this model's calls ({tool_format}); send "
+            "strict: false",
+            param=param,
+        )
     # A small model that must call goes on calling, so several required calls have to be asked for.
     one_function = isinstance(choice, ToolChoice) and choice.function is not None
     several = parallel is not False if mode == "auto" else parallel is True and not one_function
@@ -90,30 +103,52 @@ def plan_answer(
         constraint = may_call(written, form.functions, strict, several=several)
     else:
         constraint = must_call(written, form.functions, names, several=several)
-    if mode != "auto" or HARMONY in (tool_format, reasoning):
-        form = form._replace(reasoning=None)  # a required call comes at once; the Hermes format has no channels
+    if HARMONY in (tool_format, reasoning):
+        form = form._replace(reasoning=None)  # the Hermes format has no channels
     by = param if mode == "auto" and not excludes else "tool_choice"
-    return plan._replace(form=form._replace(tools=written), constraint=constraint, constrained_by=by)
+    return plan._replace(
+        form=form._replace(tools=written), constraint=constraint, constrained_by=by, is_closed=mode != "auto"
+    )
 
 
-def constrained(body: ChatBody, plan: AnswerPlan) -> ChatBody:
-    """The body with the constraint of the plan. Raises InvalidRequest if the body has another one."""
-    if plan.constraint is None:
-        return body
-    for name in _GRAMMARS:
-        given = getattr(body, name)
-        if given is not None and not (name == "response_format" and _is_text(given)):
-            raise InvalidRequest(
-                f"{name} is not possible beside a required call, strict functions or allowed_tools: both constrain the "
-                "answer",
-                param=name,
-            )
-    return msgspec.structs.replace(body, structural_tag=plan.constraint)
+def constrained(body: ChatBody, plan: AnswerPlan) -> tuple[ChatBody, AnswerPlan]:
+    """The body with one constraint: that of the plan, its own, or a choice between calls and its own.
+
+    Raises InvalidRequest if both exclude each other.
+    """
+    field = grammar_field(body)
+    if field is None:
+        return (
+            body if plan.constraint is None else msgspec.structs.replace(body, structural_tag=plan.constraint)
+        ), plan
+    if plan.tools is None:
+        return body, plan
+    ((kind, value),) = grammar_of(body).items()
+    if kind == "structural_tag" and plan.constraint is None:
+        return body, plan  # its tags may be the calls
+    if plan.is_closed or kind == "structural_tag":
+        beside = "a required call" if plan.is_closed else "strict functions or allowed_tools"
+        raise InvalidRequest(f"{field} is not possible beside {beside}: both constrain the answer", param=field)
+    assert plan.form is not None and plan.form.tools is not None
+    if kind == "ebnf" or not may_stand_beside_calls(plan.form.tools):
+        raise InvalidRequest(
+            f"{field} is not possible beside tools: no grammar has the choice between it and calls in the format of "
+            f"this model ({plan.form.tools}); send tool_choice none or no tools",
+            param=field,
+        )
+    other = {"type": "regex", "pattern": value} if kind == "regex" else _json_form(value, field)
+    tag = calls_or(plan.form.tools, plan.form.functions, plan.strict, other, several=plan.form.most_calls is None)
+    chosen = msgspec.structs.replace(body, **{field: None, "structural_tag": tag})
+    return chosen, plan._replace(constraint=tag, constrained_by=field, is_closed=True)
 
 
-def _is_text(response_format: Any) -> bool:
-    fields = msgspec.to_builtins(response_format)
-    return isinstance(fields, dict) and fields.get("type") == "text"
+def _json_form(schema: str | dict[str, Any], field: str) -> dict[str, Any]:
+    """The part of a structural tag for a JSON schema. Raises InvalidRequest."""
+    try:
+        decoded = json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{field} has a schema that is not JSON: {error}", param=field) from None
+    return {"type": "json_schema", "json_schema": decoded}
 
 
 def see_marks(
@@ -128,6 +163,9 @@ def see_marks(
         return plan, sampling
     ends = map(tokenizer.token_to_id, form.reasoning_ends())
     plan = plan._replace(reasoning_ends=frozenset(token for token in ends if token is not None))
+    if sampling.grammar is not None:
+        form, span = _under_grammar(plan, form, sampling, tokenizer)
+        plan = plan._replace(form=form, before_grammar=span)
     if not sampling.skip_special_tokens:
         return plan, sampling
     marks = form.marks()
@@ -135,6 +173,24 @@ def see_marks(
         return plan, sampling
     form = form._replace(dropped=tuple(sorted(tokenizer.special_texts - marks)))
     return plan._replace(form=form), msgspec.structs.replace(sampling, skip_special_tokens=False)
+
+
+def _under_grammar(
+    plan: AnswerPlan, form: AnswerFormat, sampling: SamplingParams, tokenizer: Tokenizer
+) -> tuple[AnswerFormat, ReasoningSpan | None]:
+    """How an answer with a grammar is read, and the reasoning before the text of the grammar.
+
+    The scheduler sees the end of the reasoning only if that is a token. Otherwise there is no reasoning, unless the
+    grammar has room for it, as a structural tag has.
+    """
+    starts, ends = (
+        tuple(map(tokenizer.token_to_id, marks)) for marks in (form.reasoning_starts(), form.reasoning_ends())
+    )
+    known = tuple(token for token in ends if token is not None)
+    if known and len(known) == len(ends):
+        return form, ReasoningSpan(tuple(token for token in starts if token is not None), known)
+    has_room = sampling.structural_tag is not None and not plan.is_closed
+    return (form if has_room else form._replace(reasoning=None)), None
 
 
 def tool_format_of(manager: TokenizerManager, param: str) -> str:

@@ -3,7 +3,7 @@
 import { $, count, element, eventsOf, problemOf } from "./common.js";
 
 const TOP_LOGPROBS = 5;
-const messages = []; // what is sent: {role, content}
+let messages = []; // what is sent: {role, content}; another array for each chat
 let running = null; // the AbortController of the answer that streams
 
 function number(id) {
@@ -44,13 +44,16 @@ function following(change) {
   if (follows) log.scrollTop = log.scrollHeight;
 }
 
+// Every text of an answer is in one of two boxes: what the model thinks, and what it says.
 class Answer {
   constructor() {
+    this.reasoning = "";
     this.content = "";
     this.usage = null;
     this.finish = null;
     this.decoder = new TextDecoder();
     this.tokens = [];
+    this.held = []; // tokens whose text has not come yet; that of a stop or of a mark never comes
     this.view = addMessage("assistant");
     this.begun = performance.now();
     this.firstToken = null;
@@ -62,14 +65,33 @@ class Answer {
     const choice = chunk.choices[0];
     if (!choice) return;
     if (choice.finish_reason) this.finish = choice.finish_reason;
-    const text = choice.delta.content ?? "";
+    const reasoning = choice.delta.reasoning_content ?? "";
+    const content = choice.delta.content ?? "";
     const tokens = choice.logprobs?.content ?? [];
-    if ((text || tokens.length) && this.firstToken === null) this.firstToken = performance.now();
-    this.content += text;
+    if ((reasoning || content || tokens.length) && this.firstToken === null) this.firstToken = performance.now();
+    this.reasoning += reasoning;
+    this.content += content;
+    for (const token of tokens) this.addToken(token);
     following(() => {
-      for (const token of tokens) this.addToken(token);
-      if (!this.tokens.length) this.view.text.append(text);
+      if (!this.tokens.length) {
+        if (reasoning) this.reasoningBox().append(reasoning);
+        this.view.text.append(content);
+      } else if (reasoning || content) {
+        (content ? this.view.text : this.reasoningBox()).append(...this.held);
+        this.held = [];
+      }
     });
+  }
+
+  reasoningBox() {
+    if (!this.thoughts) {
+      this.thoughts = element("div", "thoughts");
+      const details = element("details", "reasoning");
+      details.open = true;
+      details.append(element("summary", "", "Reasoning"), this.thoughts);
+      this.view.box.prepend(details);
+    }
+    return this.thoughts;
   }
 
   addToken(token) {
@@ -81,20 +103,33 @@ class Answer {
     span.tabIndex = 0;
     span.tercetToken = token;
     this.tokens.push(span);
-    this.view.text.append(span);
+    this.held.push(span);
   }
 
-  // The tokens after the end of the text belong to a stop, which the text leaves out.
-  hideStop() {
-    let length = 0;
+  // Puts each token into the box of its text, once all is known. The others are marks of the reasoning, or a stop.
+  sortTokens() {
+    const whole = this.tokens.map((span) => span.textContent).join("");
+    const thought = this.reasoning ? whole.indexOf(this.reasoning) : 0;
+    const said = whole.indexOf(this.content, thought + this.reasoning.length);
+    if (!this.tokens.length || thought < 0 || said < 0) return;
+    const show = (span, box, from, to) => {
+      span.textContent = whole.slice(from, to);
+      box.append(span);
+    };
+    let start = 0;
     for (const span of this.tokens) {
-      length += span.textContent.length;
-      span.hidden = length > this.content.length;
+      const end = start + span.textContent.length;
+      const thoughtEnd = Math.min(end, thought + this.reasoning.length);
+      const [saidStart, saidEnd] = [Math.max(start, said), Math.min(end, said + this.content.length)];
+      if (Math.max(start, thought) < thoughtEnd) show(span, this.reasoningBox(), Math.max(start, thought), thoughtEnd);
+      else if (saidStart < saidEnd) show(span, this.view.text, saidStart, saidEnd);
+      else span.remove();
+      start = end;
     }
   }
 
   showFacts(note) {
-    this.hideStop();
+    this.sortTokens();
     const facts = element("p", "facts");
     if (note) facts.append(element("span", "", note));
     if (this.finish === "length") facts.append(element("span", "", "stopped at the maximum number of tokens"));
@@ -124,7 +159,8 @@ class Answer {
 }
 
 async function send(text) {
-  messages.push({ role: "user", content: text });
+  const chat = messages; // New chat replaces `messages`, and what this answer adds belongs to the old one
+  chat.push({ role: "user", content: text });
   following(() => addMessage("user").text.append(text));
   $("messages").scrollTop = $("messages").scrollHeight;
   const answer = new Answer();
@@ -148,8 +184,8 @@ async function send(text) {
   running = null;
   $("send").hidden = false;
   $("stop").hidden = true;
-  if (answer.content) messages.push({ role: "assistant", content: answer.content });
-  else if (!note) messages.pop(); // the message that failed is not part of the conversation
+  if (answer.content) chat.push({ role: "assistant", content: answer.content });
+  else chat.pop(); // a message without an answer is not part of the conversation: templates want the roles in turn
   answer.showFacts(note);
   $("input").focus();
 }
@@ -175,7 +211,7 @@ function stop() {
 
 function clear() {
   stop();
-  messages.length = 0;
+  messages = [];
   for (const box of document.querySelectorAll(".message")) box.remove();
   $("empty").hidden = false;
   $("input").focus();

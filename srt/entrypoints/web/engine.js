@@ -9,6 +9,7 @@ const RATE_S = 2; // time over which tokens per second are averaged
 const MAX_ROWS = 24;
 
 let steps = [];
+let counts = []; // of generated tokens, at the times of the last polls
 
 async function poll() {
   try {
@@ -30,11 +31,11 @@ function setHealth(kind, text) {
 function show(view) {
   const { state } = view;
   $("model").textContent = `${view.model}, context of ${count(view.context_len)} tokens`;
-  if (view.steps.length && steps.length && view.steps[0].start_s < steps[steps.length - 1].start_s) steps = []; // restarted
+  if (steps.length && view.now_s < steps[steps.length - 1].start_s) steps = []; // the machine has started again
   steps = steps.concat(view.steps).slice(-MAX_STEPS);
   $("running").textContent = `${state.num_running}`;
   $("waiting").textContent = `${state.num_waiting}`;
-  $("throughput").textContent = rate(view.now_s).toFixed(0);
+  $("throughput").textContent = rate(view).toFixed(0);
   $("hit-rate").textContent = percent(state.cache_hit_rate);
   showKv(state);
   showRequests(view.requests, state);
@@ -42,11 +43,14 @@ function show(view) {
   drawTimeline(view.now_s);
 }
 
-// Generated tokens per second over the last steps.
-function rate(now) {
-  let tokens = 0;
-  for (const step of steps) if (step.start_s + step.duration_s > now - RATE_S) tokens += step.decodes;
-  return tokens / RATE_S;
+// Generated tokens per second since a poll about RATE_S ago.
+function rate(view) {
+  const newest = counts[counts.length - 1];
+  if (newest && (view.generated_tokens < newest.tokens || view.now_s <= newest.now_s)) counts = []; // restarted
+  counts.push({ now_s: view.now_s, tokens: view.generated_tokens });
+  while (counts.length > 2 && counts[1].now_s <= view.now_s - RATE_S) counts.shift();
+  const first = counts[0];
+  return counts.length > 1 ? (view.generated_tokens - first.tokens) / (view.now_s - first.now_s) : 0;
 }
 
 function showKv(state) {
@@ -96,7 +100,7 @@ function showPrefixes(prefixes) {
       facts.append(element("b", "", `${count(prefix.num_uses)} uses`));
       facts.append(` of ${count(prefix.num_tokens)} tokens`, prefix.start ? ` after ${count(prefix.start)}` : "");
       if (prefix.is_locked) facts.append(", in use");
-      item.append(facts, element("code", "", prefix.text));
+      item.append(facts, element("code", "", prefix.text || "The text is not shown."));
       return item;
     }),
   );
@@ -134,7 +138,8 @@ function drawTimeline(now) {
 
 async function watch() {
   for (;;) {
-    if (!document.hidden) await poll();
+    if (document.hidden) counts = [];
+    else await poll();
     await new Promise((resolve) => setTimeout(resolve, POLL_MS));
   }
 }

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .answer_text import AnswerText, Part, Reading
 from .harmony import read_harmony
-from .reasoning import HARMONY, REASONING_FORMATS, read_reasoning
+from .reasoning import HARMONY, REASONING_FORMATS, Place, read_reasoning
 from .tool_formats import TOOL_FORMATS
 from .tools import Functions
 
@@ -37,13 +37,21 @@ class AnswerFormat(NamedTuple):
             marks += TOOL_FORMATS[HARMONY].marks
         return frozenset(marks)
 
+    def reasoning_starts(self) -> tuple[str, ...]:
+        """The marks that begin reasoning; none if there is no reasoning, or if it begins otherwise."""
+        return REASONING_FORMATS[self.reasoning].starts if self.reasoning in REASONING_FORMATS else ()
+
     def reasoning_ends(self) -> tuple[str, ...]:
         """The marks that end reasoning; none if there is no reasoning, or if it ends otherwise."""
         return REASONING_FORMATS[self.reasoning].ends if self.reasoning in REASONING_FORMATS else ()
 
-    def begins_inside(self, prompt: str) -> bool:
-        """Whether an answer to this prompt begins within reasoning."""
-        return self.reasoning in REASONING_FORMATS and REASONING_FORMATS[self.reasoning].begins_inside(prompt)
+    def place(self, prompt: str, continued: str = "") -> Place:
+        """Where an answer to this prompt begins. `continued`: the text of the last message, if the answer continues it.
+
+        Without marks around the reasoning, it begins before the reasoning.
+        """
+        form = REASONING_FORMATS.get(self.reasoning or "")
+        return "before" if form is None else form.place(prompt, continued)
 
 
 class AnswerParser:

@@ -7,7 +7,7 @@ libraries read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .tool_formats import TOOL_FORMATS, CallGrammar
@@ -16,26 +16,67 @@ from .tools import Functions
 _ANY_OBJECT = {"type": "object"}
 
 
-def format_under_grammar(tool_format: str) -> str:
-    """The format in which a constrained model writes calls: its own, or Hermes where that has no grammar."""
-    return tool_format if TOOL_FORMATS[tool_format].grammar is not None else "hermes"
+_LABELS = {"title", "description", "default", "examples", "$comment", "$schema", "deprecated", "readOnly", "writeOnly"}
+
+
+def format_under_grammar(tool_format: str, functions: Functions, names: Iterable[str]) -> str:
+    """The format in which a constrained model writes calls: its own, or Hermes.
+
+    It is Hermes where the own format has no grammar that enforces the schemas of the named functions.
+    """
+    grammar = TOOL_FORMATS[tool_format].grammar
+    if grammar is None:
+        return "hermes"
+    fits = grammar.style == "json" or all(_fits_xml(functions.schema(name)) for name in names)
+    return tool_format if fits else "hermes"
+
+
+def _fits_xml(schema: Mapping[str, Any]) -> bool:
+    """Whether the XML style enforces all of a function's schema. It writes strings as they are, without bounds."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    return (
+        schema.keys() <= _LABELS | {"type", "properties", "required", "additionalProperties", "$defs"}
+        and isinstance(properties, Mapping)
+        and schema.get("additionalProperties", False) is False
+        and isinstance(required, list)
+        and all(name in properties for name in required)
+        and all(isinstance(value, Mapping) and _is_free_text_or_json(value) for value in properties.values())
+    )
+
+
+def _is_free_text_or_json(schema: Mapping[str, Any]) -> bool:
+    return schema.get("type") != "string" or schema.keys() <= _LABELS | {"type", "enum", "const"}
 
 
 def must_call(tool_format: str, functions: Functions, names: Iterable[str], *, several: bool) -> dict[str, Any]:
     """The answer is one call or several calls of the named functions, and nothing else."""
     grammar = _grammar(tool_format)
-    calls = _calls(grammar, functions, names, several)
-    return _tag(_block(grammar, calls) if grammar.opening else calls)
+    return _tag(_only_calls(grammar, _calls(grammar, functions, names, several)))
+
+
+def may_stand_beside_calls(tool_format: str) -> bool:
+    """Whether `calls_or` can tell the calls of a format from other text."""
+    grammar = TOOL_FORMATS[tool_format].grammar
+    return grammar is not None and not grammar.like_json
+
+
+def calls_or(
+    tool_format: str, functions: Functions, strict: Iterable[str], other: dict[str, Any], *, several: bool
+) -> dict[str, Any]:
+    """The answer is calls and nothing else, or it has the form `other`. The `strict` calls follow their schemas."""
+    grammar = _grammar(tool_format)
+    calls = _only_calls(grammar, _calls(grammar, _loosened(functions, strict), functions, several))
+    return _tag({"type": "or", "elements": [calls, other]})
 
 
 def may_call(tool_format: str, functions: Functions, strict: Iterable[str], *, several: bool) -> dict[str, Any]:
     """The answer is any text. Calls in it are of these functions, and the `strict` ones follow their schemas."""
     grammar = _grammar(tool_format)
-    followed = set(strict)
-    loose = Functions({name: functions.schema(name) if name in followed else _ANY_OBJECT for name in functions})
-    calls = _calls(grammar, loose, functions, several)
+    trigger = grammar.trigger or grammar.begin.partition("NAME")[0]
+    if not grammar.opening:  # what stands before the trigger is free text
+        grammar = grammar._replace(begin=grammar.begin[grammar.begin.index(trigger) :])
+    calls = _calls(grammar, _loosened(functions, strict), functions, several)
     if not grammar.opening:
-        trigger = grammar.begin.partition("NAME")[0]
         return _tag(
             {"type": "triggered_tags", "triggers": [trigger], "tags": calls["tags"], "stop_after_first": not several}
         )
@@ -44,9 +85,19 @@ def may_call(tool_format: str, functions: Functions, strict: Iterable[str], *, s
 
 
 def _grammar(tool_format: str) -> CallGrammar:
-    grammar = TOOL_FORMATS[format_under_grammar(tool_format)].grammar
+    grammar = TOOL_FORMATS[tool_format].grammar
     assert grammar is not None
     return grammar
+
+
+def _loosened(functions: Functions, strict: Iterable[str]) -> Functions:
+    """The functions. Those that are not strict take any object."""
+    followed = set(strict)
+    return Functions({name: functions.schema(name) if name in followed else _ANY_OBJECT for name in functions})
+
+
+def _only_calls(grammar: CallGrammar, calls: dict[str, Any]) -> dict[str, Any]:
+    return _block(grammar, calls) if grammar.opening else calls
 
 
 def _calls(grammar: CallGrammar, functions: Functions, names: Iterable[str], several: bool) -> dict[str, Any]:
@@ -54,7 +105,7 @@ def _calls(grammar: CallGrammar, functions: Functions, names: Iterable[str], sev
         {
             "type": "tag",
             "begin": grammar.begin.replace("NAME", name),
-            "content": {"type": "json_schema", "json_schema": dict(functions.schema(name))},
+            "content": _arguments(grammar, functions.schema(name)),
             "end": grammar.end,
         }
         for name in names
@@ -66,6 +117,11 @@ def _calls(grammar: CallGrammar, functions: Functions, names: Iterable[str], sev
         "at_least_one": True,
         "stop_after_first": not several,
     }
+
+
+def _arguments(grammar: CallGrammar, schema: Mapping[str, Any]) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": dict(schema)}
+    return form if grammar.style == "json" else {**form, "style": grammar.style}
 
 
 def _block(grammar: CallGrammar, calls: dict[str, Any]) -> dict[str, Any]:

@@ -158,7 +158,8 @@ def _object_in(value: str) -> str | None:
 def read_call(answer: AnswerText, names: Container[str]) -> Reading[bool]:
     """Reads a call such as `{"name": "f", "arguments": {...}}`. Returns False if it is none; the text stays held.
 
-    `parameters` is another name of `arguments`. `id` and `type` may be there. The arguments may come before the name.
+    `parameters` is another name of `arguments`. `id` and `type` may be there, and any key after the name. The arguments
+    may come before the name.
     """
     if not (yield from answer.accept("{")):
         return False
@@ -182,7 +183,11 @@ def read_call(answer: AnswerText, names: Container[str]) -> Reading[bool]:
         elif key in ("arguments", "parameters") and not early:
             if not (yield from copy_value(answer, early.append)):
                 break
-        elif key not in ("id", "type") or not (yield from copy_value(answer, _ignore)):
+        elif (
+            key in ("name", "arguments", "parameters")
+            or (name is None and key not in ("id", "type"))
+            or not (yield from copy_value(answer, _ignore))
+        ):
             break
         yield from answer.skip_space()
         if (yield from answer.accept(",")):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .answer_text import AnswerText, Reading
+
+Place = Literal["before", "inside", "after"]
+"""Where an answer begins: before reasoning that it may have, inside reasoning, or after it."""
 
 
 class ReasoningFormat(NamedTuple):
@@ -17,13 +20,18 @@ class ReasoningFormat(NamedTuple):
     ends: tuple[str, ...]
     assumed: bool = False
 
-    def begins_inside(self, prompt: str) -> bool:
-        """Whether an answer to this prompt begins within reasoning.
+    def place(self, prompt: str, continued: str = "") -> Place:
+        """Where an answer to this prompt begins. `continued`: the text of the last message, if the answer continues it.
 
         A chat template can open the reasoning, or open and close it, so that the model thinks or does not think.
         """
+        if continued:
+            opened, closed = (max(map(continued.rfind, marks)) for marks in (self.starts, self.ends))
+            return "inside" if opened > closed else "after"
         prompt = prompt.rstrip()
-        return prompt.endswith(self.starts) or (self.assumed and not prompt.endswith(self.ends))
+        if prompt.endswith(self.ends):
+            return "after"
+        return "inside" if self.assumed or prompt.endswith(self.starts) else "before"
 
 
 REASONING_FORMATS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from . import deepseek, gemma, harmony, hermes, llama3_json, mistral, pythonic, qwen3_coder
 from .answer_text import AnswerText, Reading
@@ -13,7 +13,9 @@ from .tools import Functions
 class CallGrammar(NamedTuple):
     """How a call is written, for a grammar. NAME stands for the function's name.
 
-    opening, separator, closing: the text before, between and after all calls.
+    opening, separator, closing: the text before, between and after all calls. trigger: the part of `begin` that shows
+    that a call follows; "": all before NAME. The text before the trigger may be missing. style: of the arguments, as
+    in structural tags. like_json: a call begins as other JSON may begin, so no grammar can tell them apart in time.
     """
 
     begin: str
@@ -21,10 +23,14 @@ class CallGrammar(NamedTuple):
     opening: str = ""
     separator: str = "\n"
     closing: str = ""
+    trigger: str = ""
+    style: Literal["json", "qwen_xml"] = "json"
+    like_json: bool = False
 
 
 class ToolFormat(NamedTuple):
-    """One format. `grammar` None: a call that is required is written in the Hermes format instead.
+    """One format. `grammar` None: a call that is required is written in the Hermes format instead, and no function can
+    be strict otherwise.
 
     signs: any of these texts in a chat template shows that its model writes this format. marks: special tokens of some
     tokenizers that the reader must see.
@@ -57,19 +63,29 @@ TOOL_FORMATS = {
         ),
     ),
     "gemma": ToolFormat(gemma.read_gemma, gemma.STARTS, (*gemma.STARTS, *gemma.QUOTES)),
-    "qwen3_coder": ToolFormat(qwen3_coder.read_qwen3_coder, (qwen3_coder.PARAMETER,), (qwen3_coder.START,)),
+    "qwen3_coder": ToolFormat(
+        qwen3_coder.read_qwen3_coder,
+        (qwen3_coder.PARAMETER,),
+        (qwen3_coder.START,),
+        CallGrammar(
+            "<tool_call>\n<function=NAME>\n",
+            "\n</function>\n</tool_call>",
+            trigger=qwen3_coder.FUNCTION,
+            style="qwen_xml",
+        ),
+    ),
     "pythonic": ToolFormat(pythonic.read_pythonic, (pythonic.START,), (pythonic.START,)),
     "llama3_json": ToolFormat(
         llama3_json.read_llama3_json,
         (llama3_json.START, '"parameters": dictionary of argument name'),
         (llama3_json.START,),
-        CallGrammar('{"name": "NAME", "parameters": ', "}", separator="; "),
+        CallGrammar('{"name": "NAME", "parameters": ', "}", separator="; ", like_json=True),
     ),
     "hermes": ToolFormat(
         hermes.read_hermes,
         (hermes.START,),
         (hermes.START, hermes.END),
-        CallGrammar('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
+        CallGrammar('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", trigger=hermes.START),
     ),
 }
 """The formats by name, in the order in which their signs are looked for."""

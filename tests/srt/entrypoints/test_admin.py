@@ -154,6 +154,13 @@ def test_models(site: Site) -> None:
     assert only == card
     assert site.get("/v1/models/tiny").json()["id"] == "tiny"
     assert site.get("/v1/models//models/tiny-1").json()["id"] == "tiny"
+    unnamed = Site(served_model_name=None)
+    assert unnamed.get("/v1/models").json()["data"][0]["id"] == "tiny-1"
+    for model in ("tiny-1", "/models/tiny-1", "default"):
+        body = {"model": model, "prompt": "a", "max_tokens": 1}
+        assert unnamed.good("/v1/completions", body)["model"] == "tiny-1"
+    assert "/models" not in unnamed.request("POST", "/v1/completions", {"model": "x", "prompt": "a"}).text
+    unnamed.close()
     answer = site.get("/v1/models/some/other")
     assert answer.status_code == 404
     assert error_of(answer)["code"] == "model_not_found" and "'tiny'" in answer.text

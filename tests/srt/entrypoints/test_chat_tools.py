@@ -269,8 +269,8 @@ def test_a_format_without_a_grammar_is_constrained_to_another_one() -> None:
 def test_a_required_call_sets_the_bodys_structural_tag(field: dict[str, Any]) -> None:
     plan = AnswerPlan(constraint={"type": "structural_tag"}, constrained_by="tool_choice")
     body = CHAT_CODEC.convert({"messages": HI, **field})
-    assert constrained(body, plan).structural_tag == plan.constraint
-    assert constrained(body, AnswerPlan()) is body
+    assert constrained(body, plan)[0].structural_tag == plan.constraint
+    assert constrained(body, AnswerPlan())[0] is body
 
 
 THOUGHT = ("<think>\nI ", "think", "</th", "ink>\n\nHi", " there")
@@ -345,6 +345,19 @@ def test_harmony() -> None:
     site.scheduler.say("<|channel|>commentary to=functions.f <|constrain|>json<|message|>", '{"x": "y"}')
     message = site.good(PATH, BODY)["choices"][0]["message"]
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": "y"}'}
+    site.close()
+
+
+def test_harmony_without_the_flag_has_its_analysis_in_the_content() -> None:
+    site = Site(tool_call_parser="gpt-oss")
+    call = '<|start|>assistant<|channel|>commentary to=functions.f<|message|>{"x": "y"}'
+    site.scheduler.say("<|channel|>analysis<|message|>Hm<|end|>", call)
+    message = site.good(PATH, BODY)["choices"][0]["message"]
+    assert message["content"] == "Hm" and "reasoning_content" not in message and len(message["tool_calls"]) == 1
+    streamed = joined(site.stream(PATH, BODY))
+    assert (streamed["content"], streamed["reasoning_content"], len(streamed["tool_calls"])) == ("Hm", "", 1)
+    output = site.good("/v1/responses", {"input": "hi", "tools": [{"type": "function", "name": "f"}]})["output"]
+    assert [item["type"] for item in output] == ["message", "function_call"]
     site.close()
 
 

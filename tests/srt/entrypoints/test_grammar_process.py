@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import fake_child
 import psutil
 import pytest
 import zmq
@@ -21,7 +22,7 @@ from toy_engine import is_gone
 
 from tercet.managers.grammar_worker import grammar_vocabulary, run_grammar_worker
 from tercet.srt.entrypoints.grammar_process import GrammarProcess
-from tercet.srt.errors import EngineDead
+from tercet.srt.errors import EngineDead, GrammarNotChecked
 from tercet.srt.grammar_spec import CheckGrammarReply, CheckGrammarReq, GrammarSpec
 from tercet.srt.io_struct import BrokenMessage
 from tercet.srt.ipc import RunDir
@@ -117,21 +118,60 @@ def test_a_worker_that_somebody_kills_is_no_verdict() -> None:
         answer, _ = await asyncio.gather(process.compile(spec('{"type": "string"}')), kill(process))
         assert answer is None
 
-    with_process(work, timeout_s=30.0)
+    with_process(work, wait_s=PATIENCE_S)
 
 
 def test_a_compilation_that_does_not_end_is_ended() -> None:
     async def work(process: GrammarProcess) -> None:
-        assert await process.compile(spec("{}")) is None
+        assert await process.compile(spec("true")) is None
+        pid = process.pid
+        slow = await process.compile(spec("endless"))
+        assert slow == "json_schema cannot be used: its compilation took more than 0.2 s of processor time"
+        assert pid is not None and is_gone(pid)
+        assert await process.compile(spec("true")) is None
+
+    with_process(work, child_module=fake_child.MODULE, timeout_s=0.2, wait_s=PATIENCE_S)
+
+
+def test_a_worker_that_gets_no_processor_time_is_no_verdict() -> None:
+    """A good grammar would be refused for ever, because the machine was busy for a moment."""
+
+    async def work(process: GrammarProcess) -> None:
+        assert await process.compile(spec("true")) is None
         pid = process.pid
         assert pid is not None
-        stop(pid)  # a library in an endless loop answers as little
-        slow, next_one = await asyncio.gather(process.compile(spec('{"a": 1}')), process.compile(spec("true")))
-        assert slow == "json_schema cannot be used: its compilation took more than 1 s"
-        assert next_one is None
+        stop(pid)
+        process.wait_s = 0.1
+        waiting = asyncio.create_task(process.compile(spec("false")))
+        while process.pid == pid:
+            await asyncio.sleep(0)
+        process.wait_s = PATIENCE_S
+        assert await waiting is None
         assert is_gone(pid)
 
-    with_process(work, timeout_s=1.0)
+    with_process(work, child_module=fake_child.MODULE)
+
+
+def test_a_grammar_whose_workers_are_killed_twice_has_no_verdict() -> None:
+    async def work(process: GrammarProcess) -> None:
+        with pytest.raises(GrammarNotChecked, match="two grammar workers gave no verdict, and the last one was killed"):
+            await process.compile(spec("killed"))
+        assert "crashed the compiler" in (await process.compile(spec("crash")) or "")
+
+    with_process(work, child_module=fake_child.MODULE)
+
+
+def test_a_worker_that_does_not_start_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(process: GrammarProcess) -> None:
+        monkeypatch.setenv("FAKE_CHILD", "slow start")
+        with pytest.raises(GrammarNotChecked, match="the last one did not start within"):
+            await process.compile(spec("true"))
+        assert process.pid is None
+        monkeypatch.delenv("FAKE_CHILD")
+        process.start_s = PATIENCE_S
+        assert await process.compile(spec("true")) is None
+
+    with_process(work, child_module=fake_child.MODULE, start_s=0.1)
 
 
 class Inbox:

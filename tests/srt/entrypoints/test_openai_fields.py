@@ -68,8 +68,6 @@ PARTS: list[tuple[type[Wire], Any]] = [
         for role in ("Assistant", "User", "System", "Developer", "Tool", "Function")
     ),
 ]
-NOT_TAKEN = {"prompt_cache_breakpoint"}
-"""Fields that are refused as unknown: OpenAI's instructions to its own cache."""
 
 
 def published(typed_dict: Any) -> set[str]:
@@ -81,7 +79,23 @@ def published(typed_dict: Any) -> set[str]:
 def test_every_published_field_is_declared(ours: type[Wire], theirs: Any) -> None:
     fields = published(theirs)
     assert fields, theirs
-    assert fields - {field.name for field in fields_of(ours)} <= NOT_TAKEN
+    assert fields <= {field.name for field in fields_of(ours)}
+
+
+def test_marks_of_prefixes_are_taken_because_prefixes_are_cached_anyway(site: Site) -> None:
+    marks: dict[str, Any] = {"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    tool = {"type": "function", "function": {"name": "f"}}
+    message = {**HI, "content": [{"type": "text", "text": "hi", **marks}], "cache_control": marks["cache_control"]}
+    body = {"messages": [message], "tools": [{**tool, "cache_control": marks["cache_control"]}], "max_tokens": 1}
+    site.good("/v1/chat/completions", body)
+    site.good("/v1/chat/completions", {"messages": [HI], "tools": [tool], "max_tokens": 1})
+    item = {"role": "user", "content": [{"type": "input_text", "text": "hi", **marks}]}
+    site.good("/v1/responses", {"input": [item], "max_output_tokens": 1})
+    first, plain, _ = site.scheduler.prompt_texts()
+    assert first == plain
+    asks_more = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    error = site.refused("/v1/chat/completions", {"messages": [{**HI, "content": [asks_more]}]})
+    assert "cache_control is not supported" in error["message"]
 
 
 @pytest.mark.parametrize(("ours", "theirs", "path", "base"), BODIES)

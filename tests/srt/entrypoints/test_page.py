@@ -58,6 +58,14 @@ def test_the_view_has_texts_for_prefixes(site: Site) -> None:
     assert prefix["text"] == "hot" and prefix["num_uses"] == 9
 
 
+@pytest.mark.parametrize(("keys", "text"), [(["a"], "hot"), (["a", "b"], "")])
+def test_no_key_reads_the_prompts_of_another_one(keys: list[str], text: str) -> None:
+    site = Site(api_key=keys)
+    (prefix,) = site.get("/engine_view", headers={"authorization": f"Bearer {keys[-1]}"}).json()["prefixes"]
+    assert prefix["text"] == text and prefix["num_tokens"] == 3
+    site.close()
+
+
 def test_the_view_after_a_step(site: Site) -> None:
     assert [step["number"] for step in site.get("/engine_view").json()["steps"]] == [1, 2, 3]
     assert [step["number"] for step in site.get("/engine_view?after_step=2").json()["steps"]] == [3]

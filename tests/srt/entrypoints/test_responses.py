@@ -86,11 +86,23 @@ CONVERSATION: list[dict[str, Any]] = [
             {"input": [CONVERSATION[0], CONVERSATION[3], CONVERSATION[5]]},
             "<user>a\n<assistant><tool_call>c1 f{}\n<tool>r1(f)(c1)\n<assistant>",
         ),
+        ({"input": [CONVERSATION[1], CONVERSATION[0]]}, "<assistant>[why]\n<user>a\n<assistant>"),
+        ({"input": [CONVERSATION[0], CONVERSATION[1]]}, "<user>a\n<assistant>[why]\n<assistant>"),
+        ({"input": [CONVERSATION[1], CONVERSATION[1], CONVERSATION[2]]}, "<assistant>b[why\nwhy]\n<assistant>"),
     ],
 )
 def test_items_become_a_prompt(site: Site, body: dict[str, Any], prompt: str) -> None:
     site.good(PATH, {**body, "max_output_tokens": 1})
     assert site.scheduler.prompt_texts() == [prompt]
+
+
+def test_two_efforts_must_be_equal(site: Site) -> None:
+    for effort, expected in (("low", 200), ("high", 400)):
+        body = {"input": "hi", "reasoning": {"effort": "low"}, "chat_template_kwargs": {"reasoning_effort": effort}}
+        answer = site.post(PATH, {**body, "max_output_tokens": 1})
+        assert answer.status_code == expected
+    error = answer.json()["error"]
+    assert error["param"] == "reasoning.effort" and "got 'low' and 'high'" in error["message"]
 
 
 def test_an_answer_can_be_sent_back(thinking: Site) -> None:

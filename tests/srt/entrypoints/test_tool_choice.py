@@ -112,5 +112,5 @@ def test_a_choice_that_cannot_be_is_refused(site: Site, path: str) -> None:
     form = (
         {"response_format": {"type": "json_object"}} if path == CHAT else {"text": {"format": {"type": "json_object"}}}
     )
-    assert "both constrain" in site.refused(path, body(path, allowed(path, "auto", "f"), **form))["message"]
+    assert "both constrain" in site.refused(path, body(path, allowed(path, "required", "f"), **form))["message"]
     assert site.scheduler.received == []

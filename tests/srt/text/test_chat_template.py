@@ -135,6 +135,15 @@ def test_refuses_by_name():
     refused("with content", [{"role": "assistant"}], continue_final_message=True, add_generation_prompt=False)
 
 
+@pytest.mark.parametrize("template", [CHATML, TOOLS])
+@pytest.mark.parametrize("content", [None, "", "Let me see"])
+def test_a_message_with_calls_cannot_be_continued(template: str, content: str | None) -> None:
+    chat = [CHATS[0][0], {**CHATS[3][1], "content": content}]
+    with pytest.raises(InvalidRequest, match="tool_calls") as caught:
+        ChatTemplate(template, SPECIAL).render(chat, add_generation_prompt=False, continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
 def test_a_template_that_drops_the_last_message_cannot_be_continued():
     template = ChatTemplate("{{ messages[0].content }}", SPECIAL)
     with pytest.raises(InvalidRequest, match="omits the last message"):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tercet.srt.errors import InvalidRequest
@@ -49,3 +51,15 @@ def test_limits_of_a_request():
 
 def test_a_pattern_is_compiled_once():
     assert compile_stop_regex("a|b") is compile_stop_regex("a|b")
+
+
+@pytest.mark.parametrize("flags", ["", "(?i)", "(?ai)"])
+@pytest.mark.parametrize(
+    "item",
+    ["a", "K", "ß", "µ", "[a-k]", "[A-K]", "[^a]", "[^a-k ]", "[^A-Kß]", r"[\Wa]", r"[^\Wa]", r"[^\da-c]", "[Α-Ω]"],
+)
+def test_a_character_is_tested_as_by_re(item, flags):
+    regex, python = compile_stop_regex(flags + item), re.compile(flags + item)
+    ((passes, _),) = regex.steps.values()
+    characters = [*map(chr, range(0x180)), *"ſẞμΜωΩΩK\u0345ϑﬁ"]
+    assert [one for one in characters if passes(one)] == [one for one in characters if python.fullmatch(one)]

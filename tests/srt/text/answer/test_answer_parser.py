@@ -81,6 +81,13 @@ CALLS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", '<tool_call>{"id": 3, "name": "now", "arguments": null, "type": "function"}', "", [("now", {})]),
     (
         "hermes",
+        '<tool_call>{"name": "now", "x": [1], "arguments": {}, "y": {"z": "}"}, "w": 2}</tool_call> rest',
+        "rest",
+        [("now", {})],
+    ),
+    ("llama3_json", '{"x": 1, "name": "now"}', '{"x": 1, "name": "now"}', []),
+    (
+        "hermes",
         '<tool_call>{"name": "get_weather", "arguments": '
         '{"city": "a\n\\d\\n\\u00e9\\\\", "tags": [1, [], {"x": null}]}}',
         "",
@@ -289,19 +296,22 @@ def test_reasoning_then_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "prompt", "inside"),
+    ("name", "prompt", "continued", "place"),
     [
-        ("qwen3", "<assistant>\n", False),
-        ("qwen3", "<assistant>\n<think>\n", True),
-        ("qwen3", "<assistant>\n<think>\n\n</think>\n\n", False),
-        ("deepseek-r1", "<assistant>\n", True),
-        ("deepseek-r1", "<assistant></think>", False),
+        ("qwen3", "<assistant>\n", "", "before"),
+        ("qwen3", "<assistant>\n<think>\n", "", "inside"),
+        ("qwen3", "<assistant>\n<think>\n\n</think>\n\n", "", "after"),
+        ("deepseek-r1", "<assistant>\n", "", "inside"),
+        ("deepseek-r1", "<assistant></think>", "", "after"),
+        ("deepseek-r1", "<user><think><assistant>It is", "It is", "after"),
+        ("qwen3", "<assistant>\n<think>\nI th", "<think>\nI th", "inside"),
+        ("qwen3", "<assistant>\n<think>\nI</think>It", "<think>\nI</think>It", "after"),
     ],
 )
-def test_the_prompt_says_whether_the_answer_begins_with_reasoning(name: str, prompt: str, inside: bool) -> None:
-    assert REASONING_FORMATS[name].begins_inside(prompt) == inside
-    assert AnswerFormat(name).begins_inside(prompt) == inside
-    assert not AnswerFormat().begins_inside(prompt)
+def test_the_prompt_says_where_the_answer_begins(name: str, prompt: str, continued: str, place: str) -> None:
+    assert REASONING_FORMATS[name].place(prompt, continued) == place
+    assert AnswerFormat(name).place(prompt, continued) == place
+    assert AnswerFormat().place(prompt, continued) == "before"
 
 
 def test_the_marks_that_must_be_seen() -> None:

@@ -7,10 +7,19 @@ import json
 from typing import Any
 
 import pytest
+from grammar_cases import VOCABULARY, spec_of, takes
 
+from tercet.managers.grammar import Grammar
+from tercet.managers.grammar_backends import make_compiler
 from tercet.srt.text.answer.answer_parser import AnswerFormat, parse_answer
 from tercet.srt.text.answer.answer_text import CallStart
-from tercet.srt.text.answer.constraint import format_under_grammar, may_call, must_call
+from tercet.srt.text.answer.constraint import (
+    calls_or,
+    format_under_grammar,
+    may_call,
+    may_stand_beside_calls,
+    must_call,
+)
 from tercet.srt.text.answer.tool_formats import TOOL_FORMATS
 from tercet.srt.text.answer.tools import Functions
 
@@ -29,6 +38,7 @@ FUNCTIONS = Functions(
 )
 ONE = {
     "hermes": '<tool_call>\n{"name": "f", "arguments": {"city": "P"}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=city>\nP\n</parameter>\n</function>\n</tool_call>",
     "llama3_json": '{"name": "f", "parameters": {"city": "P"}}',
     "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"city": "P"}}]',
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"
@@ -36,6 +46,8 @@ ONE = {
 }
 TWO = {
     "hermes": ONE["hermes"] + '\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+    "qwen3_coder": ONE["qwen3_coder"]
+    + "\n<tool_call>\n<function=g>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
     "llama3_json": ONE["llama3_json"] + '; {"name": "g", "parameters": {}}',
     "mistral": ONE["mistral"][:-1] + ', {"name": "g", "arguments": {}}]',
     "deepseek_v3": ONE["deepseek_v3"].replace(
@@ -58,6 +70,10 @@ def accepts(tag: dict[str, Any], text: str) -> bool:
     return bool(matcher.accept_string(text) and matcher.is_terminated())
 
 
+def compile_exact(tag: dict[str, Any]) -> Grammar:
+    return make_compiler("llguidance", VOCABULARY).compile(spec_of(structural_tag=tag))
+
+
 def num_calls(name: str, text: str) -> int:
     form = AnswerFormat(tools=name, functions=FUNCTIONS)
     return sum(isinstance(part, CallStart) for part in parse_answer(form, text))
@@ -65,7 +81,25 @@ def num_calls(name: str, text: str) -> int:
 
 def test_every_format_with_a_grammar_has_a_case() -> None:
     assert set(ONE) == {name for name, form in TOOL_FORMATS.items() if form.grammar is not None}
-    assert {format_under_grammar(name) for name in set(TOOL_FORMATS) - set(ONE)} == {"hermes"}
+    assert {format_under_grammar(name, FUNCTIONS, []) for name in set(TOOL_FORMATS) - set(ONE)} == {"hermes"}
+    assert all(format_under_grammar(name, FUNCTIONS, FUNCTIONS) == name for name in ONE)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"x": {"type": "string", "maxLength": 3}}},
+        {"properties": {"x": {"type": "string", "format": "date"}}},
+        {"properties": {"x": {}}, "additionalProperties": True},
+        {"properties": {"x": {}}, "required": ["y"]},
+        {"properties": {"x": {}}, "minProperties": 1},
+        {"properties": {"x": True}},
+    ],
+)
+def test_a_schema_that_a_format_cannot_enforce_is_written_as_in_hermes(schema: dict[str, Any]) -> None:
+    functions = Functions({"f": schema, "g": {"properties": {"x": {"type": ["string", "null"], "maxLength": 3}}}})
+    assert format_under_grammar("qwen3_coder", functions, ["f", "g"]) == "hermes"
+    assert format_under_grammar("qwen3_coder", functions, ["g"]) == "qwen3_coder"
 
 
 @pytest.mark.parametrize("name", sorted(ONE))
@@ -93,3 +127,48 @@ def test_strict_functions_follow_their_schema(name: str) -> None:
     tag = may_call(name, FUNCTIONS, ["f"], several=True)
     assert accepts(tag, "Hello") and accepts(tag, f"Hello {ONE[name]}") and not accepts(tag, f"Hello {wrong}")
     assert accepts(may_call(name, FUNCTIONS, ["g"], several=True), f"Hello {wrong}"), "f is not strict"
+
+
+@pytest.mark.parametrize("name", sorted(ONE))
+def test_llguidance_takes_the_same_calls(name: str) -> None:
+    wrong = ONE[name].replace("city", "town")
+    must = compile_exact(must_call(name, FUNCTIONS, FUNCTIONS, several=True))
+    assert takes(must, ONE[name]) and takes(must, TWO[name]) and not takes(must, wrong)
+    may = compile_exact(may_call(name, FUNCTIONS, ["f"], several=True))
+    assert takes(may, f"Hello {ONE[name]}") and takes(may, "Hello") and not takes(may, f"Hello {wrong}")
+
+
+@pytest.mark.parametrize("name", sorted(name for name in ONE if may_stand_beside_calls(name)))
+def test_calls_or_json(name: str) -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    form = {"type": "json_schema", "json_schema": schema}
+    several = calls_or(name, FUNCTIONS, ["f"], form, several=True)
+    single = calls_or(name, FUNCTIONS, [], form, several=False)
+    wrong, answer = ONE[name].replace("city", "town"), '{"name": "x"}'
+    for tag in (several, single):
+        grammar = compile_exact(tag)
+        assert takes(grammar, answer) and takes(grammar, ONE[name]) and accepts(tag, ONE[name])
+        assert not takes(grammar, "Hello") and not takes(grammar, f"{answer}{ONE[name]}")
+        assert takes(grammar, wrong) == (tag is single), "f is strict in the other one"
+        assert takes(grammar, TWO[name]) == (tag is several)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>\n{"arguments": {}, "name": "f"}\n</tool_call>'),
+        ("qwen3_coder", "<function=f>\n<parameter=town>\nP\n</parameter>\n</function>"),
+    ],
+)
+def test_a_strict_call_has_no_other_spelling(name: str, call: str) -> None:
+    assert num_calls(name, call) == 1
+    tag = may_call(name, FUNCTIONS, ["f"], several=True)
+    assert not accepts(tag, call) and not takes(compile_exact(tag), call)
+
+
+def test_a_function_without_parameters_gets_none() -> None:
+    functions = Functions({"f": {"type": "object", "properties": {}, "additionalProperties": False}})
+    grammar = compile_exact(must_call("qwen3_coder", functions, ["f"], several=False))
+    assert takes(grammar, "<tool_call>\n<function=f>\n\n</function>\n</tool_call>")
+    assert not takes(grammar, "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>")

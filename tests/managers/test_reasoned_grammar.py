@@ -1,0 +1,83 @@
+"""A grammar whose text comes after the model's reasoning."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from grammar_cases import EOS, SPECIAL, TOKENS, VOCABULARY, allowed, spec_of
+from hash_grammar import HashGrammar, constrained_output, hashed_vocabulary, num_thoughts
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduler_rig import Rig
+
+from tercet.managers.grammar import Matcher
+from tercet.managers.grammar_backends import make_compiler
+from tercet.managers.reasoned_grammar import ReasonedGrammar
+from tercet.srt.grammar_spec import ReasoningSpan
+from tercet.srt.io_struct import Resumed
+
+THINK, UNTHINK = 1, 2
+TEXT = frozenset(token for token, text in enumerate(TOKENS) if text and token not in (EOS, SPECIAL))
+
+
+def test_the_grammar_begins_after_the_reasoning() -> None:
+    grammar = make_compiler("llguidance", VOCABULARY).compile(spec_of(regex="a+"))
+    inside = ReasonedGrammar(grammar, ReasoningSpan((THINK,), (SPECIAL,), inside=True), VOCABULARY).start()
+    for token in (THINK, *b'{"a', TOKENS.index(b"abc")):
+        assert allowed(inside, special=True) == TEXT | {SPECIAL}, "any text and the end, which is a special token"
+        inside.accept(token)
+    inside.accept(SPECIAL)
+    assert allowed(inside) == {ord("a")}
+    inside.accept(ord("a"))
+    assert allowed(inside) == {ord("a"), EOS}
+
+    before = ReasonedGrammar(grammar, ReasoningSpan((THINK,), (UNTHINK,)), VOCABULARY).start()
+    assert allowed(before) == {ord("a"), THINK}, "the first token may begin the reasoning"
+    before.accept(ord("a"))
+    assert allowed(before) == {ord("a"), EOS}
+
+
+VOCAB, ENDS = 40, frozenset({7})
+SPANS = [ReasoningSpan((20,), (5, 6, 13, 25, 30, 31), inside) for inside in (False, True)]
+
+
+@given(st.sampled_from(SPANS), st.lists(st.integers(0, 1 << 16), max_size=12), st.integers(0, 12))
+def test_a_rollback_leads_back_to_the_same_masks(span: ReasoningSpan, choices: list[int], num_back: int) -> None:
+    matcher = ReasonedGrammar(
+        HashGrammar("3", hashed_vocabulary(VOCAB, ENDS)), span, hashed_vocabulary(VOCAB, ENDS)
+    ).start()
+    masks, accepted = [mask_after(matcher)], []
+    for choice in choices:
+        ways = [token for token in np.flatnonzero(masks[-1]).tolist() if token not in ENDS]
+        if not ways:
+            break
+        accepted.append(ways[choice % len(ways)])
+        matcher.accept(accepted[-1])
+        masks.append(mask_after(matcher))
+    num_back = min(num_back, len(accepted))
+    matcher.rollback(num_back)
+    for place in range(len(accepted) - num_back, len(masks)):
+        assert (mask_after(matcher) == masks[place]).all()
+        if place < len(accepted):
+            matcher.accept(accepted[place])
+
+
+def mask_after(matcher: Matcher) -> np.ndarray:
+    bits = np.zeros((1, hashed_vocabulary(VOCAB, ENDS).num_words), np.int32)
+    matcher.fill(bits, 0)
+    return np.unpackbits(bits.view(np.uint8), bitorder="little")[:VOCAB]
+
+
+@pytest.mark.parametrize("span", SPANS)
+def test_a_restarted_engine_goes_on_inside_and_after_the_reasoning(span: ReasoningSpan) -> None:
+    prompt, most, found = [1, 2, 3], 12, set()
+    for seed in range(2):
+        want = constrained_output(prompt, seed, most, VOCAB, grammar=2, eos_ids=ENDS, reasoning=span)
+        for num_known in range(0, len(want), 2):
+            rig = Rig(vocab_size=VOCAB, eos_ids=ENDS, audit=False)
+            resumed = Resumed(want[:num_known], 0, 0) if num_known else None
+            rig.add("r", prompt, max_new_tokens=most, sampling_seed=seed, regex="2", reasoning=span, resumed=resumed)
+            rig.run()
+            assert rig.heard["r"].ids == want
+            found.add(num_thoughts(want[:num_known], span) is None)
+    assert not span.inside or found == {True, False}
