@@ -10,7 +10,8 @@ from endurance.models import model_flags
 
 pytestmark = pytest.mark.e2e
 
-PATIENT = ["--max-silence", "1000000", "--watchdog", "300"]
+PATIENT = ["--max-silence", "1000000", "--watchdog", "300", "--max-stop", "0.5"]
+NO_LIMIT = ["--max-stall", "1000000"]
 """A busy machine is no fault."""
 
 
@@ -37,14 +38,15 @@ def test_answers_survive_faults(toy: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_many_requests_leave_nothing(toy: str) -> None:
-    report, wrong = soak.run(soak.parse(["--model", toy, "--requests", "150", "--clients", "4", "--max-tokens", "8"]))
+    flags = ["--requests", "150", "--clients", "4", "--max-tokens", "8", "--all-features"]
+    report, wrong = soak.run(soak.parse(["--model", toy, *flags]))
     assert not wrong
     assert report["requests"]["completed"] > 75
 
 
 @pytest.mark.timeout(300)
 def test_hostile_requests_change_nothing(toy: str) -> None:
-    report, wrong = fuzz.run(fuzz.parse(["--model", toy, "--requests", "200", "--clients", "2"]))
+    report, wrong = fuzz.run(fuzz.parse(["--model", toy, "--requests", "200", "--clients", "2", *NO_LIMIT]))
     assert not wrong
     assert {"200", "400", "raw: 400"} <= report["statuses"].keys()
     assert report["neighbour"]["completed"]
@@ -53,7 +55,7 @@ def test_hostile_requests_change_nothing(toy: str) -> None:
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl program is not installed")
 @pytest.mark.timeout(300)
 def test_hostile_tls_changes_nothing(toy: str) -> None:
-    flags = ["--model", toy, "--requests", "100", "--clients", "2", "--seed", "3", "--tls"]
+    flags = ["--model", toy, "--requests", "100", "--clients", "2", "--seed", "3", "--tls", *NO_LIMIT]
     report, wrong = fuzz.run(fuzz.parse(flags))
     assert not wrong
     assert sum(count for status, count in report["statuses"].items() if status.startswith("tls: ")) > 5

@@ -10,15 +10,17 @@ import shutil
 import ssl
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
 from endurance.answers import Failed, Incomplete, difference, recoveries, streamed_answer, whole_answer
 from endurance.cases import make_cases
-from endurance.clients import Wait
-from endurance.findings import Findings
-from endurance.fuzz import Pace
-from endurance.hooks import STALL_S, Hooks
+from endurance.excuses import by_fault, silent_times, unexcused
+from endurance.faults import Event
+from endurance.findings import Findings, check
+from endurance.fuzz import Pace, parse, slow
+from endurance.hooks import STALL_S, Hooks, Stall
 from endurance.hostile_bodies import BodyMaker
 from endurance.hostile_http import RawRequest, make_raw
 from endurance.hostile_tls import TlsRequest, client_hello, make_tls
@@ -28,6 +30,7 @@ from endurance.report import finish, silence_beyond
 from endurance.resources import Use, slopes
 from endurance.server_under_test import wrong_state
 from endurance.soak import changed
+from endurance.tally import Failure, StreamRecord, Tally, Wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,12 +77,91 @@ def test_what_is_wrong_about_an_answer() -> None:
     assert difference(one, other) == "a.0 is '1', and was '2'"
     assert whole_answer(200, b'{"id": 1}') == whole_answer(200, b'{"id": 2}')
     assert recoveries(stream(native("a", [1]), native("b", [2], num_recoveries=2))) == 2
+    assert recoveries(stream(native("a", [1]), native("b", [2]))) == 0, "/generate tells the number"
+    assert recoveries(stream({"choices": []}, {"choices": []})) == 1, "the others have only the comment"
+    assert recoveries(b'data: {"choices": []}\n\n: waiting\n\ndata: [DONE]\n\n') == 0
+
+
+@pytest.mark.parametrize("kind", [None, "internal_server_error", "service_unavailable", "invalid_logits", "a_new_one"])
+def test_a_server_error_inside_a_stream_is_seen(kind: str | None) -> None:
+    with pytest.raises(Failed, match="status 500: no"):
+        check(200, stream(native("a", [1]), {"error": {"message": "no", "type": kind, "code": "engine_dead"}}))
+    failed = {"error": {"message": "no", "code": "server_error"}}
+    with pytest.raises(Failed, match="status 500: no"):
+        check(200, stream({"type": "response.created"}, {"type": "response.failed", "response": failed}))
+
+
+def test_a_mistake_of_the_client_inside_a_stream_is_no_server_error() -> None:
+    check(200, stream(native("a", [1]), {"error": {"message": "no", "type": "invalid_request_error"}}))
+    check(200, stream({"error": {"message": "no", "type": "service_unavailable", "code": "queue_full"}}))
+    with pytest.raises(Incomplete, match="without a reason"):
+        check(200, stream({"error": {"type": "internal_server_error"}}))
 
 
 def test_silence_is_counted_without_the_faults() -> None:
     wait = Wait("a", 10.0, 20.0)
     assert silence_beyond(wait, []) == 10.0
     assert silence_beyond(wait, [(0.0, 11.0), (12.0, 14.0), (13.0, 15.0), (19.0, 99.0), (30.0, 40.0)]) == 5.0
+
+
+def test_the_silence_of_a_stream_that_fails_is_recorded() -> None:
+    times = iter([0.0, 5.0, 5.5, 505.5])
+    record = StreamRecord("a", clock=lambda: next(times))
+    record.on_data(b"data: 1\n\n")
+    record.on_data(b": waiting\n\n")
+    assert record.end() == 505.5
+    assert [wait.lasted_s for wait in record.waits.silences] == [500.0]
+    assert [wait.lasted_s for wait in record.waits.pauses] == [500.5]
+
+
+def failure(error: str, *, lost: bool = True, began: float = 10.0, ended: float = 20.0) -> Failure:
+    return Failure("a", f"{error}: no", lost, began, ended)
+
+
+NOT_FINITE = "server_error: the model's logits for this request are not finite"
+INTERNAL = "internal_server_error: internal error; the server's log has the details"
+
+
+def test_a_fault_allows_only_its_own_errors() -> None:
+    def wrong(error: str, *kinds: str, **more: Any) -> list[str]:
+        return unexcused([failure(error, **more)], [Event(kind, 12.0, 13.0) for kind in kinds])
+
+    for kind in ("kill the scheduler", "stop the detokenizer", "full disk", "clock jumps", "second server"):
+        for error in ("engine_dead", "fatal_request", INTERNAL, NOT_FINITE):
+            assert wrong(error, kind) and wrong(error, kind, lost=False), (kind, error)
+    assert not wrong(NOT_FINITE, "invalid logits", "kill the scheduler")
+    assert not wrong(INTERNAL, "short memory")
+    assert wrong("fatal_request", "hanging step"), "one death convicts nobody"
+    assert not wrong("fatal_request", "hanging step", "failed allocation")
+    assert wrong("fatal_request", "hanging step", "failed allocation", ended=11.0), "they came after its end"
+    assert "kill the scheduler" in wrong("engine_dead", "kill the scheduler")[0]
+    skipped = [Event("invalid logits", 12.0, 13.0, "no step was computed")]
+    assert unexcused([failure(NOT_FINITE)], skipped)
+
+
+def test_invalid_logits_lose_one_request_each() -> None:
+    events = [Event("invalid logits", 12.0, 13.0), Event("invalid logits", 14.0, 15.0)]
+    lost = [failure(NOT_FINITE)] * 2
+    assert unexcused(lost, events) == []
+    assert "3 requests failed" in unexcused([*lost, failure(NOT_FINITE)], events)[0]
+    assert by_fault(lost, events) == {"invalid logits": {"lost": 2}}
+
+
+def test_equal_requests_are_refused_after_a_conviction() -> None:
+    again = Failure("a", "fatal_request: the engine died twice on an equal request", False, 90.0, 90.1)
+    events = [Event("hanging step", 12.0, 13.0), Event("short memory", 14.0, 15.0)]
+    assert unexcused([again], events) == []
+    assert unexcused([again], events[:1])
+
+
+def test_only_a_stopped_http_process_excuses_silence() -> None:
+    events = [Event("stop the HTTP process", 1.0, 2.0), Event("stop the scheduler", 3.0, 9.0)]
+    assert silent_times(events) == [(1.0, 2.0)]
+
+
+def test_refused_and_lost_are_counted_by_their_texts() -> None:
+    tally = Tally(failures=[failure("a 1"), failure("a 2"), failure("b", lost=False)])
+    assert (tally.lost, tally.refused, tally.requests) == ({"a N: no": 2}, {"b: no": 1}, 3)
 
 
 def test_leaks_are_seen() -> None:
@@ -173,6 +255,13 @@ def test_a_server_goes_on_with_the_handshake_of_a_hostile_client(tmp_path: Path)
         with pytest.raises(ssl.SSLWantReadError):
             server.do_handshake()
         assert outgoing.read()[0] == 22, "the type of a record of a handshake"
+
+
+def test_what_is_slow_fails_a_fuzz_run() -> None:
+    stalls = [Stall(0.0, 1.0, busy_s, "here") for busy_s in (0.1, 0.3)]
+    assert slow(stalls, 3.0, parse([])) == ["the loop was busy for 0.3 s: here"], "without --rate, no ratio is wrong"
+    assert len(slow(stalls, 3.0, parse(["--rate", "20"]))) == 2
+    assert slow(stalls, 1.9, parse(["--rate", "20", "--max-stall", "1"])) == []
 
 
 def test_requests_begin_at_a_rate() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import resource
@@ -20,6 +21,7 @@ import pytest
 from endurance import faults as faults_module
 from endurance.faults import Faults
 from endurance.hooks import VARIABLE, Hooks
+from endurance.resources import processes_of
 from patience import PATIENCE_S
 
 FILE_BYTES = 4096
@@ -31,7 +33,10 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A server whose only process does nothing: its role is `http`."""
     monkeypatch.setenv(VARIABLE, str(tmp_path / "hooks"))
     hooks = Hooks(tmp_path / "hooks").create()
-    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+    code = "import sys; print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it has started, so it needs no more memory
         yield types.SimpleNamespace(
             pid=process.pid, hooks=hooks, folder=tmp_path, cache=tmp_path / "cache", on_tmpfs=False, is_restarting=False
         )
@@ -134,6 +139,25 @@ def test_the_clock_of_the_processes_jumps(server: Any) -> None:
             ).stdout
             assert abs(float(said) - wanted) < abs(wanted) / 2
             break
+
+
+def test_a_process_whose_fork_server_has_died_is_found(tmp_path: Path) -> None:
+    wait = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
+    start = 'exec 3<&0; "$0" -c "$1" detokenizer <&3 &'
+
+    def popen(*command: str, folder: str) -> subprocess.Popen[str]:
+        env = {**os.environ, "TMPDIR": str(tmp_path / folder)}
+        return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(popen(sys.executable, "-c", wait, folder="a"))
+        orphans = []
+        for folder in ("a", "b"):
+            fork_server = stack.enter_context(popen("sh", "-c", start, sys.executable, wait, folder=folder))
+            assert fork_server.stdout is not None
+            orphans.append(int(fork_server.stdout.readline()))
+            fork_server.wait()
+        assert processes_of(server.pid) == {server.pid: "http", orphans[0]: "detokenizer"}
 
 
 def test_the_same_seed_draws_the_same_faults(server: Any) -> None:

@@ -27,10 +27,13 @@ _VOLATILE = frozenset(
         "sequence_number",
         "queue_time",
         "time_to_first_token",
+        "first_token_latency",
+        "decode_throughput",
     ]
 )
 _TEXTS = frozenset(("text", "content", "arguments", "reasoning_content", "refusal", "delta"))
 _DONE = "[DONE]"
+_RESTARTING = b": restarting\n"
 _SHOWN = 300
 """The characters of a value that a difference shows: the last ones."""
 
@@ -89,9 +92,11 @@ def events_of(data: bytes) -> list[str]:
 
 
 def recoveries(data: bytes) -> int:
-    """The restarts that a stream of /generate tells of."""
+    """The restarts that a stream has outlived: what /generate tells, or at least one if the stream was told to wait."""
     events = [json.loads(text) for text in events_of(data) if text != _DONE]
-    return max((event.get("meta_info", {}).get("num_recoveries", 0) for event in events), default=0)
+    told = max((event.get("meta_info", {}).get("num_recoveries", 0) for event in events), default=0)
+    has_waited = _RESTARTING in data and not any("meta_info" in event for event in events)
+    return max(told, int(has_waited))
 
 
 def _reason(value: Any, status: int) -> str:

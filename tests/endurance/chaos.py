@@ -1,7 +1,8 @@
 """`scripts/chaos`: a real server, clients that check every byte, and a random fault about once a second.
 
-Every stream that ends normally must equal the undisturbed answer. Every other one must end with an error that says why.
-A stream that has begun must not be silent for longer than --max-silence, apart from the fault itself and the restart.
+Every stream that ends normally must equal the undisturbed answer. Every other one must end with an error that says why,
+and that one of the faults allows (see excuses.py). A stream that has begun must not be silent for longer than
+--max-silence, unless the HTTP process is stopped.
 At the end nothing may be left behind. `--seed` repeats the faults, their order and the requests of each client. Their
 times depend on the machine.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import sys
 import time
@@ -18,13 +20,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from endurance.cases import make_cases
-from endurance.clients import Client, Tally, population
+from endurance.clients import Client, population
+from endurance.excuses import by_fault, silent_times, unexcused
 from endurance.faults import Faults, tmpfs, unmount
 from endurance.models import model_flags
 from endurance.options import parser_of
+from endurance.pipes import make_certificate, trusted
 from endurance.report import finish, seconds, silence_beyond, tally_report
 from endurance.resources import use_by_role
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
+from endurance.tally import Tally
 
 _TMPFS_MIB = {"toy": 64}
 _OTHER_TMPFS_MIB = 2048
@@ -40,8 +45,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--interval", type=float, default=1.0, help="mean seconds between two faults (default 1)")
     parser.add_argument("--max-tokens", type=int, default=100, help="length of the longest answers (default 100)")
     parser.add_argument("--only", action="append", default=[], help="only faults of this kind; may be repeated")
-    parser.add_argument("--watchdog", type=float, default=10, help="--watchdog-timeout of the server (default 10)")
-    parser.add_argument("--max-silence", type=float, default=2.0, help="seconds without a fault (default 2)")
+    parser.add_argument("--watchdog", type=float, default=12, help="--watchdog-timeout of the server (default 12)")
+    parser.add_argument("--max-stop", type=float, default=10, help="seconds of the longest SIGSTOP (default 10)")
+    parser.add_argument("--max-silence", type=float, default=2.0, help="seconds of a stream without a byte (default 2)")
+    parser.add_argument("--tls", action="store_true", help="the server and its clients use TLS")
+    parser.add_argument("--http-workers", type=int, default=1, help="--tokenizer-worker-num of the server (default 1)")
     parser.add_argument("--time-limit", type=float, default=1e9, help="seconds after which no fault begins")
     return parser.parse_args(argv)
 
@@ -56,7 +64,13 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             flags = [*model_flags(args.model, folder), "--port", "0", "--incremental-streaming-output"]
             flags += ["--max-total-tokens", "16384", "--watchdog-timeout", str(args.watchdog)]
             flags += ["--engine-restarts", "1000", "--engine-restart-window", "60"]
-            with ServerUnderTest(place, flags, on_tmpfs=on_tmpfs) as server:
+            flags += ["--tokenizer-worker-num", str(args.http_workers)]
+            with contextlib.ExitStack() as stack:
+                if args.tls:
+                    certificate = make_certificate(folder)
+                    stack.enter_context(trusted(certificate[1]))
+                    flags += certificate
+                server = stack.enter_context(ServerUnderTest(place, flags, on_tmpfs=on_tmpfs))
                 return asyncio.run(_chaos(server.ready(300), args))
         finally:
             if on_tmpfs:
@@ -73,7 +87,7 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
     await teacher.close()
     await server.wait_until_quiet()
     before = use_by_role(server.pid)
-    faults = Faults(server, args.watchdog * 1.5)
+    faults = Faults(server, args.watchdog * 1.5, args.max_stop)
     is_over = False
     fault_rng = random.Random(rng.randrange(1 << 62))
     clients = asyncio.create_task(
@@ -116,11 +130,10 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
         if role in after and after[role].num_files > use.num_files + _EXTRA_FILES
     ]
     wrong += [f"left behind: {one}" for one in server.end()]
-    # A fault excuses silence while it lasts; so does the engine's restart after it, with its way to the log.
-    excuses = [(event.began, event.ended) for event in faults.events] + server.restarts
-    silences = [(silence_beyond(wait, excuses), wait) for wait in tally.waits.silences]
+    wrong += unexcused(tally.failures, faults.events)
+    silences = [(silence_beyond(wait, silent_times(faults.events)), wait) for wait in tally.waits.silences]
     wrong += [
-        f"{wait.case}: silent for {wait.lasted_s:.1f} s, {silence:.1f} s of them without a fault"
+        f"{wait.case}: silent for {wait.lasted_s:.1f} s, {silence:.1f} s of them while the HTTP process was not stopped"
         for silence, wait in silences
         if silence > args.max_silence
     ]
@@ -132,11 +145,12 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
         "faults": dict(done.most_common()),
         "skipped_faults": dict(skipped.most_common()),
         "requests": tally_report(tally),
+        "failures_by_fault": by_fault(tally.failures, faults.events),
         "engine": {name: info[name] for name in info if name.startswith("num_")},
         "restarts": seconds([ended - died for died, ended in server.restarts]),
         "pauses_of_a_second_or_more": seconds([wait.lasted_s for wait in tally.waits.pauses]),
         "silences_of_a_second_or_more": seconds([wait.lasted_s for wait in tally.waits.silences]),
-        "silence_beyond_faults": seconds([silence for silence, _ in silences]),
+        "silence_without_a_stop_of_http": seconds([silence for silence, _ in silences]),
         "rss_mib": {
             role: [use.rss_bytes >> 20, after[role].rss_bytes >> 20] for role, use in before.items() if role in after
         },

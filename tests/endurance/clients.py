@@ -5,69 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import ssl
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from endurance.answers import Failed, Incomplete, difference, recoveries, streamed_answer, whole_answer
 from endurance.cases import Case
+from endurance.tally import Failure, StreamRecord, Tally
 
 from tercet.benchmarks.http_client import HttpClient, HttpError, Response
 
 _NEVER_S = 600.0
 """A request that takes longer hangs. In a chaos run a request may meet many restarts."""
-_LONG_WAIT_S = 1.0
 _AT_ONCE = 16
-
-
-@dataclass(frozen=True)
-class Wait:
-    """A part of a stream that had begun. Times are of `time.monotonic`."""
-
-    case: str
-    began: float
-    ended: float
-
-    @property
-    def lasted_s(self) -> float:
-        return self.ended - self.began
-
-
-class Waits(NamedTuple):
-    """Waits of more than _LONG_WAIT_S."""
-
-    silences: list[Wait]
-    """For any byte: a comment is a sign of life."""
-    pauses: list[Wait]
-    """For an event."""
-
-
-@dataclass
-class Tally:
-    """What has happened to the requests of all clients."""
-
-    completed: int = 0
-    streams: int = 0
-    """Completed ones that were streamed."""
-    resumed: int = 0
-    """Streams of /generate that completed after a restart of the engine. Others do not tell."""
-    left: int = 0
-    """Requests whose client has left on purpose."""
-    refused: Counter[str] = field(default_factory=Counter)
-    """Errors that say why, before the answer began: by their text."""
-    lost: Counter[str] = field(default_factory=Counter)
-    """Errors that say why, in the middle of a stream: by their text."""
-    wrong: list[str] = field(default_factory=list)
-    """What must not happen: another answer, an end without a reason, a request that hangs."""
-    waits: Waits = field(default_factory=lambda: Waits([], []))
-    """Those of the streams that completed."""
-
-    @property
-    def requests(self) -> int:
-        return self.completed + self.left + self.refused.total() + self.lost.total() + len(self.wrong)
 
 
 class Client:
@@ -85,10 +37,11 @@ class Client:
         few = asyncio.Semaphore(_AT_ONCE)
 
         async def one(case: Case, streamed: bool) -> None:
+            record = StreamRecord(case.name)
             async with few:
-                response, data, _ = await self._exchange(case, streamed)
+                response = await self._exchange(case, streamed, record)
             with _named(case, streamed):
-                self._answers[case.name, streamed] = _answer_of(response, data)
+                self._answers[case.name, streamed] = _answer_of(response, record.data)
 
         both = [(case, streamed) for case in cases for streamed in (False, True) if case.can_stream or not streamed]
         await asyncio.gather(*(one(case, streamed) for case, streamed in both))
@@ -96,13 +49,14 @@ class Client:
     async def ask(self, case: Case, streamed: bool) -> None:
         """Sends the request, waits for its end, and notes what has come of it."""
         tally, name = self._tally, f"{case.name}{', streamed' if streamed else ''}"
-        data = bytearray()
+        record = StreamRecord(name)
+        data = record.data
         try:
             async with asyncio.timeout(_NEVER_S):
-                response, data, waits = await self._exchange(case, streamed, data)
+                response = await self._exchange(case, streamed, record)
             answer = _answer_of(response, data)
         except Failed as error:
-            (tally.lost if data else tally.refused)[_without_numbers(str(error))] += 1
+            self._note_failure(name, error, record)
         except (Incomplete, HttpError) as error:
             tally.wrong.append(f"{name}: {error}; after {bytes(data[-200:])!r}")
         except TimeoutError:
@@ -111,34 +65,34 @@ class Client:
             if answer != self._answers[case.name, streamed]:
                 what = difference(answer, self._answers[case.name, streamed])
                 tally.wrong.append(f"{name}: another answer than undisturbed: {what}")
-                return
-            tally.completed += 1
-            if streamed:
-                tally.streams += 1
-                tally.resumed += recoveries(data) > 0
-                tally.waits.silences.extend(waits.silences)
-                tally.waits.pauses.extend(waits.pauses)
+            else:
+                tally.completed += 1
+                if streamed:
+                    tally.streams += 1
+                    tally.resumed[case.path] += recoveries(data) > 0
+        tally.note_waits(record.waits)
 
     async def leave(self, case: Case, streamed: bool, after_s: float) -> None:
         """Breaks the connection after that time, in the middle of whatever is there then."""
         with contextlib.suppress(TimeoutError, HttpError):
             async with asyncio.timeout(after_s):
-                await self._exchange(case, streamed)
+                await self._exchange(case, streamed, StreamRecord(case.name))
         self._tally.left += 1
 
     async def abort(self, case: Case, after_s: float) -> None:
         """Ends a request of /generate by its name. The text must be the beginning of the undisturbed one."""
         rid = f"abort-{random.randrange(1 << 60)}"
-        task = asyncio.ensure_future(self._exchange(case, False, rid=rid))
+        record = StreamRecord(case.name)
+        task = asyncio.ensure_future(self._exchange(case, False, record, rid=rid))
         await asyncio.sleep(after_s)
         try:
             async with asyncio.timeout(_NEVER_S):
                 with contextlib.suppress(HttpError):  # then the request has failed, too
                     await self._http.request("POST", "/abort_request", f'{{"rid": "{rid}"}}'.encode())
-                response, _, _ = await task
+                response = await task
             text, wanted = whole_answer(response.status, response.body)["text"], self._answers[case.name, False]["text"]
         except Failed as error:
-            self._tally.refused[_without_numbers(str(error))] += 1
+            self._note_failure(f"{case.name}, aborted", error, record)
         except (Incomplete, HttpError, TimeoutError) as error:
             self._tally.wrong.append(f"{case.name}, aborted: {error!r}")
         else:
@@ -148,11 +102,10 @@ class Client:
 
     async def read_slowly(self, case: Case, for_s: float) -> None:
         """Reads a byte a second, and then goes away."""
-        url = urlsplit(self._url)
         body = case.encoded(streamed=True)
         head = f"POST {case.path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
         with contextlib.suppress(OSError):
-            reader, writer = await asyncio.open_connection(url.hostname, url.port, limit=1)
+            reader, writer = await self._connect(limit=1)
             writer.write(head.encode() + body)
             until = time.monotonic() + for_s
             while time.monotonic() < until and await reader.read(1):
@@ -162,12 +115,11 @@ class Client:
 
     async def drop_in_body(self, case: Case, rng: random.Random) -> None:
         """Breaks the connection in the middle of a chunk of the request's body."""
-        url = urlsplit(self._url)
         body = case.encoded(streamed=False)
         head = f"{case.method} {case.path} HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
         chunk = f"{len(body):x}\r\n".encode() + body
         with contextlib.suppress(OSError):
-            _, writer = await asyncio.open_connection(url.hostname, url.port)
+            _, writer = await self._connect()
             writer.write(head.encode() + chunk[: rng.randrange(len(chunk))])
             await writer.drain()
             writer.transport.abort()
@@ -176,33 +128,24 @@ class Client:
     async def close(self) -> None:
         await self._http.close()
 
-    async def _exchange(
-        self, case: Case, streamed: bool, data: bytearray | None = None, **more: Any
-    ) -> tuple[Response, bytearray, Waits]:
-        """The response, and the data and the long waits of a stream."""
-        data = bytearray() if data is None else data
-        waits = Waits([], [])
-        last_bytes = last_event = float("inf")
+    def _note_failure(self, name: str, error: Failed, record: StreamRecord) -> None:
+        failure = Failure(name, str(error), bool(record.data), record.began, record.end())
+        self._tally.failures.append(failure)
 
-        def on_data(piece: bytes, _: float) -> None:
-            nonlocal last_bytes, last_event
-            data.extend(piece)
-            now = time.monotonic()
-            if now - last_bytes > _LONG_WAIT_S:
-                waits.silences.append(Wait(case.name, last_bytes, now))
-            last_bytes = now
-            if b"data: " in piece:
-                if now - last_event > _LONG_WAIT_S:
-                    waits.pauses.append(Wait(case.name, last_event, now))
-                last_event = now
+    async def _connect(self, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection whose bytes the client chooses."""
+        url = urlsplit(self._url)
+        tls = ssl.create_default_context() if url.scheme == "https" else None
+        return await asyncio.open_connection(url.hostname, url.port, ssl=tls, **options)
 
-        if streamed:
-            response = await self._http.stream(case.path, case.encoded(True, **more), on_data)
-        else:
-            response = await self._http.request(
-                case.method, case.path, case.encoded(False, **more) if case.body else b""
-            )
-        return response, data, waits
+    async def _exchange(self, case: Case, streamed: bool, record: StreamRecord, **more: Any) -> Response:
+        """The response. `record` gets the data of a stream, and its end, whatever that is."""
+        try:
+            if streamed:
+                return await self._http.stream(case.path, case.encoded(True, **more), record.on_data)
+            return await self._http.request(case.method, case.path, case.encoded(False, **more) if case.body else b"")
+        finally:
+            record.end()
 
 
 def _answer_of(response: Response, data: bytearray) -> Any:
@@ -217,10 +160,6 @@ def _named(case: Case, streamed: bool):
         yield
     except (Failed, Incomplete) as error:
         raise type(error)(f"{case.name}{', streamed' if streamed else ''}: {error}") from None
-
-
-def _without_numbers(text: str) -> str:
-    return "".join("N" if char.isdigit() else char for char in text)[:300]
 
 
 async def population(

@@ -23,6 +23,9 @@ from endurance.server_under_test import ServerUnderTest
 _TAKEN_WITHIN_S = 5.0
 """A step fault that no step has taken by then is withdrawn: nothing runs."""
 _SECOND_SERVER_S = 60.0
+_SHORT_STOP_S = 2.0
+_LONG_STOPS = 0.25
+"""Share of the stops that may be that long."""
 
 
 @dataclass
@@ -43,13 +46,15 @@ class Skipped(Exception):
 class Faults:
     """The faults by their kinds. `rng` is used by nothing else, so that a seed gives the same faults."""
 
-    def __init__(self, server: ServerUnderTest, hang_s: float) -> None:
-        """`hang_s`: how long a hanging step hangs, that is, until the watchdog kills it."""
+    def __init__(self, server: ServerUnderTest, hang_s: float, max_stop_s: float = 10.0) -> None:
+        """`hang_s`: how long a hanging step hangs, that is, until the watchdog kills it. `max_stop_s`: the longest stop
+        of a process other than HTTP, which must be shorter than the watchdog's time."""
         self.events: list[Event] = []
         self.wrong: list[str] = []
         """What a fault has shown about the server that must not be."""
         self._server = server
         self._hang_s = hang_s
+        self._max_stop_s = max_stop_s
         self._kinds: dict[str, tuple[int, Callable[[random.Random], Awaitable[None]]]] = {
             "kill the scheduler": (3, lambda _: self._signal("scheduler", signal.SIGKILL)),
             "kill the detokenizer": (3, lambda _: self._signal("detokenizer", signal.SIGKILL)),
@@ -61,7 +66,7 @@ class Faults:
             "stop the grammar worker": (1, lambda rng: self._pause("grammar", rng)),
             "stop the spare": (1, lambda rng: self._pause("spare", rng)),
             "stop the detokenizer spare": (1, lambda rng: self._pause("detokenizer spare", rng)),
-            "stop the HTTP process": (2, lambda rng: self._pause("http", rng)),
+            "stop the HTTP process": (2, self._pause_http),
             "invalid logits": (3, lambda _: self._in_a_step("nan", 0.0)),
             "failed allocation": (2, lambda _: self._in_a_step("allocation", 0.0)),
             "hanging step": (1, lambda _: self._in_a_step("hang", self._hang_s)),
@@ -101,10 +106,20 @@ class Faults:
         psutil.Process(self._pid(role)).send_signal(signum)
 
     async def _pause(self, role: str, rng: random.Random) -> None:
-        process = psutil.Process(self._pid(role))
+        longest_s = self._max_stop_s if rng.random() < _LONG_STOPS else min(self._max_stop_s, _SHORT_STOP_S)
+        await self._stop(self._pid(role), rng.uniform(0.1, longest_s))
+
+    async def _pause_http(self, rng: random.Random) -> None:
+        """The server's process, or one of its HTTP workers."""
+        found = processes_of(self._server.pid)
+        pids = [pid for pid, role in found.items() if role in ("http", "http_worker")]
+        await self._stop(rng.choice(pids), rng.uniform(0.1, _SHORT_STOP_S))
+
+    async def _stop(self, pid: int, for_s: float) -> None:
+        process = psutil.Process(pid)
         process.send_signal(signal.SIGSTOP)
         try:
-            await asyncio.sleep(rng.uniform(0.1, 2.0))
+            await asyncio.sleep(for_s)
         finally:
             process.send_signal(signal.SIGCONT)
 

@@ -9,6 +9,8 @@ from typing import Any
 from endurance.answers import Failed, Incomplete, events_of
 
 _EXPLAINED = {503: "queue_full"}
+_MISTAKES = frozenset(("invalid_request_error", "permission_error", "request_aborted"))
+"""Types of the errors in a stream that the client has caused. Errors of /v1/responses have no type, but a code."""
 
 
 class Findings:
@@ -25,14 +27,10 @@ class Findings:
 def check(status: int, body: bytes) -> None:
     """Raises Incomplete for an answer that is wrong in form, and Failed for one that must not be."""
     if status == 200 and body.startswith((b"data: ", b"event: ", b":")):
-        events = events_of(body)
-        if not events or events[-1] != "[DONE]":
-            raise Incomplete(f"the stream ended after {len(events)} events, without [DONE]")
-        errors = [json.loads(event).get("error") for event in events[:-1]]
-        answer: Any = {"error": next((error for error in errors if error), None)}
-        if answer["error"] is None:
+        answer = _error_of_stream(body)
+        if answer is None:
             return
-        status = 500 if answer["error"].get("type") in ("server_error", "internal_error") else 400
+        status = _status_of(answer.get("error"))
     else:
         try:
             answer = json.loads(body)
@@ -45,3 +43,23 @@ def check(status: int, body: bytes) -> None:
         raise Incomplete(f"status {status} without a reason")
     if status >= 500 and _EXPLAINED.get(status) != error.get("code"):
         raise Failed(f"status {status}: {error['message']}")
+
+
+def _error_of_stream(body: bytes) -> dict[str, Any] | None:
+    """What has the error that ends a stream; None if it ends normally. Raises Incomplete."""
+    events = events_of(body)
+    if not events or events[-1] != "[DONE]":
+        raise Incomplete(f"the stream ended after {len(events)} events, without [DONE]")
+    for event in map(json.loads, events[:-1]):
+        if event.get("error") is not None:
+            return event
+        if event.get("type") == "response.failed":
+            return event["response"]
+    return None
+
+
+def _status_of(error: Any) -> int:
+    """The status that an error in a stream would have as an answer. Only known mistakes of clients are 4xx."""
+    if not isinstance(error, dict) or error.get("type") in _MISTAKES:
+        return 400
+    return 503 if error.get("code") in _EXPLAINED.values() else 500

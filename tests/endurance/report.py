@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from endurance.clients import Tally, Wait
+from endurance.tally import Tally, Wait
 
 _WRONG_SHOWN = 20
 
@@ -19,7 +19,8 @@ def tally_report(tally: Tally) -> dict[str, Any]:
         "requests": tally.requests,
         "completed": tally.completed,
         "completed_streams": tally.streams,
-        "resumed_streams": tally.resumed,
+        "resumed_streams": tally.resumed.total(),
+        "resumed_streams_by_path": dict(+tally.resumed),
         "left_on_purpose": tally.left,
         "refused": dict(tally.refused.most_common()),
         "lost_streams": dict(tally.lost.most_common()),

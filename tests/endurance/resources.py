@@ -25,12 +25,13 @@ class Use:
 def processes_of(pid: int) -> dict[int, str]:
     """The processes of a server by their ids: `http`, and the roles of its children.
 
-    `spare`: the fork server of the scheduler, or a process that will become it. `detokenizer spare`: that of the
-    detokenizer.
+    `http_worker`: one of --tokenizer-worker-num. `spare`: the fork server of the scheduler, or a process that will
+    become it. `detokenizer spare`: that of the detokenizer.
     """
     found = {pid: "http"}
     try:
-        children = sorted(psutil.Process(pid).children(recursive=True), key=lambda child: child.create_time())
+        children = psutil.Process(pid).children(recursive=True)
+        children = sorted(children + _orphans(pid, children), key=lambda child: child.create_time())
     except psutil.NoSuchProcess:
         return found
     roles, parents = {}, {}
@@ -39,13 +40,36 @@ def processes_of(pid: int) -> dict[int, str]:
             command, parents[child.pid] = child.cmdline(), child.ppid()
         except psutil.Error:
             continue
-        roles[child.pid] = command[-1] if command and command[-1] in ROLES else "other"
+        roles[child.pid] = command[-1] if command and command[-1] in (*ROLES, "http_worker") else "other"
     for child_pid, role in roles.items():
         peers = [one for one in roles if roles[one] == role]
         forked = [one for one in peers if roles.get(parents[one]) == role]
         is_spare = role in _SPARES and child_pid != (forked or peers)[0]
         found[child_pid] = _SPARES[role] if is_spare else role
     return found
+
+
+def _orphans(pid: int, known: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Processes of a server whose fork server has died, so that they have another parent. They have its TMPDIR."""
+    folder, found = _folder_of(psutil.Process(pid)), []
+    pids = {pid, *(child.pid for child in known)}
+    for process in psutil.process_iter():
+        try:
+            if process.pid in pids or process.cmdline()[-1:] not in [[role] for role in ROLES]:
+                continue
+            parent = process.parent()
+            if folder is not None and _folder_of(process) == folder != (_folder_of(parent) if parent else None):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _folder_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("TMPDIR")
+    except psutil.AccessDenied:
+        return None
 
 
 def use_by_role(pid: int) -> dict[str, Use]:

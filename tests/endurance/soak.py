@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from endurance.cases import make_cases
-from endurance.clients import Client, Tally, population
+from endurance.clients import Client, population
 from endurance.models import model_flags
 from endurance.options import parser_of
 from endurance.report import finish, tally_report
 from endurance.resources import Use, slopes, use_by_role
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
+from endurance.tally import Tally
 
 _WARM_UP = 0.2
 """Share of the requests before the first snapshot that the last one is compared with."""
@@ -41,14 +44,27 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("soak", __doc__, model="toy", clients=16)
     parser.add_argument("--requests", type=int, default=10_000, help="number of requests (default 10000)")
     parser.add_argument("--max-tokens", type=int, default=24, help="length of the longest answers (default 24)")
+    parser.add_argument("--all-features", action="store_true", help="switch on all features that can be on together")
     return parser.parse_args(argv)
+
+
+def feature_flags(folder: Path) -> list[str]:
+    """Flags of what is off by default. The limits are so high that no request exceeds them."""
+    flags = ["--enable-metrics", "--resume-grace", "2", "--resume-file", str(folder / "streams")]
+    flags += ["--enable-hierarchical-cache", "--hicache-size", "0.005"]
+    flags += ["--hicache-storage-dir", str(folder / "kv"), "--hicache-storage-size", "0.05"]
+    flags += ["--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": f"ipc://{folder / 'events'}"})]
+    flags += ["--max-concurrent-requests-per-key", "100000", "--requests-per-minute-per-key", "100000000"]
+    flags += ["--max-queue-time", "10000", "--waiting-timeout", "10000", "--running-timeout", "10000"]
+    flags += ["--schedule-policy", "dlpm", "--enable-mixed-chunk", "--enable-return-hidden-states"]
+    return [*flags, "--explain-schedule", "10000", "--soft-watchdog-timeout", "200", "--log-format", "json"]
 
 
 def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """The report, and what was wrong."""
     with Workplace() as folder:
         flags = [*model_flags(args.model, folder), "--port", "0", "--incremental-streaming-output"]
-        flags += ["--max-total-tokens", "16384"]
+        flags += ["--max-total-tokens", "16384", *(feature_flags(folder) if args.all_features else [])]
         with ServerUnderTest(folder, flags) as server:
             return asyncio.run(_soak(server.ready(300), args))
 
