@@ -22,6 +22,7 @@ from ...managers.tokenizer_manager import TokenizerManager
 from ..errors import EngineDead
 from ..ipc import RunDir
 from ..machine.oom import num_oom_kills
+from ..machine.process_state import is_stopped
 from ..model_files.model_config import load_model_config
 from ..server_args import ServerArgs
 from ..step_journal import Journal, read_journal
@@ -302,7 +303,8 @@ class EngineCore:
         stacks = await report_hang(child, life.run_dir.stacks(child.role), silent_s, verdict)
         is_still_silent = heartbeats.silent_s(child.role) > self.tokenizer_manager.server_args.watchdog_timeout
         if verdict is Verdict.END and life is self._life and is_still_silent:
-            self._hung, self._stacks = child, stacks
+            # Whoever has stopped a process (SIGSTOP) is to blame for its silence, and not a request.
+            self._hung, self._stacks = None if is_stopped(child.pid) else child, stacks
             child.kill()
 
 
