@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import has_dense_rows, tanh
 
 _CODES = {"silu": 0, "gelu_tanh": 1}
@@ -14,6 +15,7 @@ _CODES = {"silu": 0, "gelu_tanh": 1}
 _BLOCK = 1024
 
 
+@bound
 @triton.jit
 def _act_and_mul_kernel(x_ptr, out_ptr, stride_x, WIDTH: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

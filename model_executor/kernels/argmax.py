@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import has_dense_rows
 
 INVALID_TOKEN = -1
@@ -13,6 +14,7 @@ _CHUNK = 4096
 _NO_ID = tl.constexpr(2**31 - 1)
 
 
+@bound
 @triton.jit
 def _argmax_chunk_kernel(x_ptr, part_max_ptr, part_id_ptr, stride_x, vocab, num_chunks, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -28,6 +30,7 @@ def _argmax_chunk_kernel(x_ptr, part_max_ptr, part_id_ptr, stride_x, vocab, num_
     tl.store(part_id_ptr + row * num_chunks + chunk, tl.where(has_nan, -1, first))
 
 
+@bound
 @triton.jit
 def _argmax_merge_kernel(part_max_ptr, part_id_ptr, out_ptr, num_chunks, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

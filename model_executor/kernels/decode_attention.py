@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import as_kernel_operand, decode_kv, dot, is_interpreted, kv_format, score_scales, tanh
 from .tuning import DecodeTile, arch_of, decode_tile, num_multiprocessors, padded_head_dim, programs_that_fit
 from .work_map import WorkMap
@@ -28,6 +29,7 @@ _programs: dict[tuple[object, ...], int] = {}
 _INDICES = ["rows_ptr", "seq_lens_ptr", "q_loc_ptr", "work_starts_ptr", "work_rows_ptr"]
 
 
+@bound
 @triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=_INDICES)
 def _decode_split_kernel(
     q_ptr,
@@ -137,6 +139,7 @@ def _decode_split_kernel(
             tl.store(part_lse_ptr + part, top + tl.log2(total), mask=mask_h)
 
 
+@bound
 @triton.jit(do_not_specialize_on_alignment=["work_starts_ptr", "seq_lens_ptr", "q_loc_ptr"])
 def _decode_merge_kernel(
     part_o_ptr,

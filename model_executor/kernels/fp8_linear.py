@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .fp8_layout import FP8_BLOCK, FP8_LOW_TILE, FP8_MAX
 from .primitives import (
     KV_FP8_NATIVE,
@@ -55,6 +56,7 @@ class RoundedRows(NamedTuple):
     """float32 [ceil(in / FP8_BLOCK), T]"""
 
 
+@bound
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_rows_kernel(
     x_ptr, out_ptr, scales_ptr, stride_x, num_rows, K: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
@@ -71,6 +73,7 @@ def _quantize_rows_kernel(
     tl.store(scales_ptr + group * num_rows.to(tl.int64) + row, scale, mask=group * BLOCK < K)
 
 
+@bound
 @triton.jit(do_not_specialize=["num_rows"])
 def _fp8_linear_kernel(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, num_rows, N: tl.constexpr, K: tl.constexpr,

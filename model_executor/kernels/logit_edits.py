@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .sampling_layout import Column, Field
 
 CHUNK = 4096
@@ -79,6 +80,7 @@ def _edit(x, i, in_vocab, plan, table_ptr, counts_ptr, bias_ptr, stop_ids_ptr, m
     return x
 
 
+@bound
 @triton.jit
 def _edit_kernel(
     x_ptr,

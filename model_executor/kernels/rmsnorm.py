@@ -6,12 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import has_dense_rows
 from .tuning import row_warps
 
 _MAX_WIDTH = 2**15
 
 
+@bound
 @triton.jit
 def _rmsnorm_kernel(
     x_ptr,

@@ -10,11 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import FP8_E4M3_MAX, as_kernel_operand, encode_e4m3
 
 _HEADS_PER_PROGRAM = 8
 
 
+@bound
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a view with any alignment
 def _rotary_kernel(
     qkv_ptr,

@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .gap_search import WEIGHTLESS, bucket_end, bucket_of, draw_by_id, draw_by_rank, gaps_of, mass_of, weigh
 from .logit_edits import CHUNK, EditTables, edit_logits
 from .primitives import has_dense_rows
@@ -91,6 +92,7 @@ def _bucket_counts(buckets_ptr, line, BUCKETS: tl.constexpr):
     return buckets_ptr + line * 3 * BUCKETS + 2 * BUCKETS
 
 
+@bound
 @triton.jit
 def _weigh_kernel(
     x_ptr, table_ptr, plan_ptr, edited_ptr, peak_ptr, peak_id_ptr, sum_ptr, buckets_ptr, stride_x, vocab, num_chunks,
@@ -122,6 +124,7 @@ def _weigh_kernel(
                 tl.atomic_add(_bucket_counts(buckets_ptr, line, BUCKETS) + bucket, 1, mask=near, sem="relaxed")
 
 
+@bound
 @triton.jit
 def _limit_kernel(
     table_ptr, plan_ptr, peak_ptr, peak_id_ptr, sum_ptr, buckets_ptr, limit_ptr, found_ptr, vocab, num_chunks,
@@ -151,6 +154,7 @@ def _limit_kernel(
     tl.store(found_ptr + line, 0)
 
 
+@bound
 @triton.jit
 def _gather_kernel(
     x_ptr, table_ptr, plan_ptr, edited_ptr, peak_ptr, peak_id_ptr, limit_ptr, found_ptr, gap_ptr, id_ptr, stride_x,
@@ -176,6 +180,7 @@ def _gather_kernel(
             tl.store(id_ptr + line * CANDIDATES + place, i, mask=fits)
 
 
+@bound
 @triton.jit
 def _choose_kernel(
     x_ptr, table_ptr, plan_ptr, edited_ptr, token_counts_ptr, peak_ptr, peak_id_ptr, sum_ptr, limit_ptr, found_ptr,

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import dot, has_dense_rows, is_interpreted
 
 MAX_ROWS = 8
@@ -37,6 +38,7 @@ class Norm(NamedTuple):
     eps: float
 
 
+@bound
 @triton.jit(do_not_specialize=["num_rows"])
 def _skinny_linear_kernel(
     x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, N: tl.constexpr,

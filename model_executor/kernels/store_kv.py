@@ -6,10 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import FP8_E4M3_MAX, as_kernel_operand, encode_e4m3
 from .tuning import row_warps
 
 
+@bound
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a view with any alignment
 def _store_kv_kernel(
     k_ptr,

@@ -6,12 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import has_dense_rows
 
 _CHUNK = 4096
 _IDS = 128
 
 
+@bound
 @triton.jit(do_not_specialize_on_alignment=["lines_ptr"])  # a view with any alignment
 def _chunk_kernel(x_ptr, lines_ptr, part_max_ptr, part_sum_ptr, stride_x, vocab, num_chunks, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -27,6 +29,7 @@ def _chunk_kernel(x_ptr, lines_ptr, part_max_ptr, part_sum_ptr, stride_x, vocab,
     tl.store(part_sum_ptr + row * num_chunks + chunk, tl.where(has_nan, float("nan"), total))
 
 
+@bound
 @triton.jit(do_not_specialize=["num_ids"], do_not_specialize_on_alignment=["lines_ptr"])
 def _gather_kernel(
     x_ptr, lines_ptr, ids_ptr, part_max_ptr, part_sum_ptr, out_ptr, stride_x, num_ids, num_chunks, BLOCK: tl.constexpr,

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
+
 _FILL = 128
 _BATCH_BLOCK = 1024
 
@@ -41,6 +43,7 @@ class WorkMap:
 
 # The batch size and the alignment of these buffers vary from step to step. Specialising on them would compile kernels
 # while serving.
+@bound
 @triton.jit(
     do_not_specialize=["batch", "scale", "tile", "split", "capacity"],
     do_not_specialize_on_alignment=["lens_ptr", "extend_start_ptr", "starts_ptr", "rows_ptr"],
