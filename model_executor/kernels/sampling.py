@@ -32,6 +32,7 @@ from .gap_search import WEIGHTLESS, bucket_end, bucket_of, draw_by_id, draw_by_r
 from .logit_edits import CHUNK, EditTables, edit_logits
 from .primitives import has_dense_rows
 from .sampling_layout import Column, Field
+from .tuning import cdiv, next_power_of_2
 
 _BLOCK = 2048
 """Tokens that a program of the last kernel reads at a time."""
@@ -269,10 +270,10 @@ def choose_tokens(
     assert logits.dtype == torch.float32 and has_dense_rows(logits) and 0 < vocab <= 2**19
     assert plan.shape == (n, len(Field)) and plan.dtype == torch.int64 and plan.is_contiguous()
     assert table.shape[1] == len(Column) and table.dtype == torch.float64 and table.is_contiguous()
-    num_chunks = triton.cdiv(vocab, CHUNK)
+    num_chunks = cdiv(vocab, CHUNK)
     work = _allocate(n, num_chunks, n if any_sampled else 0, n if any_ranked else 0, num_candidates, logits.device)
     edited, *peaks = edit_logits(logits, table, plan, edits, num_edited, work.buckets)
-    parts = triton.next_power_of_2(num_chunks)
+    parts = next_power_of_2(num_chunks)
     if any_sampled:
         _weigh_kernel[(n, num_chunks)](
             logits, table, plan, edited, *peaks, work.sums, work.buckets, logits.stride(0), vocab, num_chunks,

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from .bound import bound
 from .primitives import has_dense_rows
+from .tuning import cdiv, next_power_of_2
 
 _CHUNK = 4096
 _IDS = 128
@@ -66,14 +67,14 @@ def token_logprobs(logits: torch.Tensor, lines: torch.Tensor, ids: torch.Tensor)
     out = torch.empty((n, num_ids), dtype=torch.float32, device=logits.device)
     if not n:
         return out
-    num_chunks = triton.cdiv(vocab, _CHUNK)
+    num_chunks = cdiv(vocab, _CHUNK)
     part_max = torch.empty((n, num_chunks), dtype=torch.float32, device=logits.device)
     part_sum = torch.empty_like(part_max)
     _chunk_kernel[(n, num_chunks)](
         logits, lines, part_max, part_sum, logits.stride(0), vocab, num_chunks, CHUNK=_CHUNK, num_warps=4
     )
-    block = triton.next_power_of_2(num_chunks)
-    _gather_kernel[(n, triton.cdiv(num_ids, _IDS))](
+    block = next_power_of_2(num_chunks)
+    _gather_kernel[(n, cdiv(num_ids, _IDS))](
         logits, lines, ids, part_max, part_sum, out, logits.stride(0), num_ids, num_chunks, BLOCK=block, IDS=_IDS,
         num_warps=1,
     )  # fmt: skip

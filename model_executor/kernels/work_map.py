@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .bound import bound
+from .tuning import cdiv
 
 _FILL = 128
 _BATCH_BLOCK = 1024
@@ -144,7 +145,7 @@ def query_tile_map(extend_start_loc: torch.Tensor, group: int, block_m: int, num
     them. The capacity is computed from the number of tokens, so the host's copy of the lengths is not needed.
     """
     batch = extend_start_loc.shape[0] - 1
-    capacity = triton.cdiv(num_tokens * group, block_m) + batch
+    capacity = cdiv(num_tokens * group, block_m) + batch
     return _launch(extend_start_loc[:-1], extend_start_loc, group, block_m, capacity, 2)
 
 
