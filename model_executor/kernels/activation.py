@@ -7,13 +7,16 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import has_dense_rows, tanh
+from .tuning import cdiv
 
 _CODES = {"silu": 0, "gelu_tanh": 1}
 """No family that is served has gelu_tanh yet: it is Gemma's."""
 _BLOCK = 1024
 
 
+@bound
 @triton.jit
 def _act_and_mul_kernel(x_ptr, out_ptr, stride_x, WIDTH: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -40,7 +43,7 @@ def act_and_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor
     width = doubled // 2
     out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:
-        _act_and_mul_kernel[(num_tokens, triton.cdiv(width, _BLOCK))](
+        _act_and_mul_kernel[(num_tokens, cdiv(width, _BLOCK))](
             gate_up, out, gate_up.stride(0), WIDTH=width, ACT=_CODES[activation], BLOCK=_BLOCK, num_warps=4
         )
     return out

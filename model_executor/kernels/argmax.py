@@ -6,13 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import has_dense_rows
+from .tuning import cdiv, next_power_of_2
 
 INVALID_TOKEN = -1
 _CHUNK = 4096
 _NO_ID = tl.constexpr(2**31 - 1)
 
 
+@bound
 @triton.jit
 def _argmax_chunk_kernel(x_ptr, part_max_ptr, part_id_ptr, stride_x, vocab, num_chunks, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -28,6 +31,7 @@ def _argmax_chunk_kernel(x_ptr, part_max_ptr, part_id_ptr, stride_x, vocab, num_
     tl.store(part_id_ptr + row * num_chunks + chunk, tl.where(has_nan, -1, first))
 
 
+@bound
 @triton.jit
 def _argmax_merge_kernel(part_max_ptr, part_id_ptr, out_ptr, num_chunks, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -48,7 +52,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     """
     n, vocab = logits.shape
     assert has_dense_rows(logits) and 0 < vocab < 2**31 - _CHUNK
-    num_chunks = triton.cdiv(vocab, _CHUNK)
+    num_chunks = cdiv(vocab, _CHUNK)
     out = torch.empty(n, dtype=torch.int64, device=logits.device)
     if not n:
         return out
@@ -57,7 +61,7 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     _argmax_chunk_kernel[(n, num_chunks)](
         logits, part_max, part_id, logits.stride(0), vocab, num_chunks, CHUNK=_CHUNK, num_warps=4
     )
-    block = triton.next_power_of_2(num_chunks)
+    block = next_power_of_2(num_chunks)
     _argmax_merge_kernel[(n,)](part_max, part_id, out, num_chunks, BLOCK=block, num_warps=1)
     return out
 

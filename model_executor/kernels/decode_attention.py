@@ -12,8 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import as_kernel_operand, decode_kv, dot, is_interpreted, kv_format, score_scales, tanh
-from .tuning import DecodeTile, arch_of, decode_tile, num_multiprocessors, padded_head_dim, programs_that_fit
+from .tuning import (
+    DecodeTile,
+    arch_of,
+    cdiv,
+    decode_tile,
+    next_power_of_2,
+    num_multiprocessors,
+    padded_head_dim,
+    programs_that_fit,
+)
 from .work_map import WorkMap
 
 _MERGE_BLOCK = 64
@@ -28,6 +38,7 @@ _programs: dict[tuple[object, ...], int] = {}
 _INDICES = ["rows_ptr", "seq_lens_ptr", "q_loc_ptr", "work_starts_ptr", "work_rows_ptr"]
 
 
+@bound
 @triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=_INDICES)
 def _decode_split_kernel(
     q_ptr,
@@ -137,6 +148,7 @@ def _decode_split_kernel(
             tl.store(part_lse_ptr + part, top + tl.log2(total), mask=mask_h)
 
 
+@bound
 @triton.jit(do_not_specialize_on_alignment=["work_starts_ptr", "seq_lens_ptr", "q_loc_ptr"])
 def _decode_merge_kernel(
     part_o_ptr,
@@ -237,9 +249,9 @@ def decode_attention(
     assert work.tile == tile.split and tile.split % tile.block_n == 0
     group = num_heads // num_kv_heads
     # tl.dot needs at least 16 rows.
-    block_h = min(max(16, triton.next_power_of_2(group)), _MAX_HEAD_BLOCK)
+    block_h = min(max(16, next_power_of_2(group)), _MAX_HEAD_BLOCK)
     block_d = padded_head_dim(head_dim)
-    head_blocks = num_kv_heads * triton.cdiv(group, block_h)
+    head_blocks = num_kv_heads * cdiv(group, block_h)
     kind = (arch, tile, q.dtype, fp8, head_dim, group, q_loc is None, soft_cap is None, window is None)
     programs = max(1, num_multiprocessors(q.device) * _programs.get(kind, tile.programs) // head_blocks)
     part_o = torch.empty(work.capacity, num_heads, head_dim, dtype=torch.float32, device=q.device)

@@ -18,11 +18,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
-import triton
 
 from .extend_kernels import BY_UNIT, IN_TURN, ONE_SPLIT, extend_kernel, extend_merge_kernel
 from .primitives import as_kernel_operand, is_interpreted, kv_format, score_scales
-from .tuning import ExtendTile, arch_of, extend_tile, num_multiprocessors, padded_head_dim
+from .tuning import ExtendTile, arch_of, cdiv, extend_tile, num_multiprocessors, padded_head_dim
 from .work_map import WorkMap, query_split_map, query_tile_map
 
 _MERGE_ROWS = 16
@@ -106,7 +105,7 @@ def extend_attention(
     block_d = padded_head_dim(head_dim)
     splits = BY_UNIT.value if work.split else IN_TURN.value if longest > tile.split else ONE_SPLIT.value
     num_parts = {ONE_SPLIT.value: 0, IN_TURN.value: 2, BY_UNIT.value: 1}[splits] * work.capacity * num_kv_heads
-    parts = max(1, num_parts * tile.block_m)
+    parts = max(4, num_parts * tile.block_m)  # so that part_total is aligned to 16 bytes, too
     part_top, part_total = torch.empty(2, parts, dtype=torch.float32, device=q.device)
     part_o = torch.empty(parts, block_d, dtype=torch.float32, device=q.device)
     extend_kernel[(work.capacity, num_kv_heads)](
@@ -149,7 +148,7 @@ def extend_attention(
     )
     if work.split is None:
         return
-    extend_merge_kernel[(work.capacity, num_kv_heads, triton.cdiv(tile.block_m, _MERGE_ROWS))](
+    extend_merge_kernel[(work.capacity, num_kv_heads, cdiv(tile.block_m, _MERGE_ROWS))](
         part_top,
         part_total,
         part_o,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import decode_kv, dot, tanh
 
 ONE_SPLIT = tl.constexpr(0)
@@ -197,6 +198,7 @@ def _kv_range(
 _INDICES = ["rows_ptr", "extend_start_ptr", "prefix_lens_ptr", "work_starts_ptr", "work_rows_ptr"]
 
 
+@bound
 @triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=_INDICES)
 def extend_kernel(
     q_ptr,
@@ -329,6 +331,7 @@ def extend_kernel(
         _store_part(part_top_ptr, part_total_ptr, part_o_ptr, part, top, total, acc, BLOCK_M, BLOCK_D)
 
 
+@bound
 @triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=_INDICES)
 def extend_merge_kernel(
     part_top_ptr,

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .fp8_layout import FP8_BLOCK, FP8_LOW_TILE, FP8_MAX
 from .primitives import (
     KV_FP8_NATIVE,
@@ -33,7 +34,7 @@ from .primitives import (
     has_dense_rows,
     kv_format,
 )
-from .tuning import arch_of
+from .tuning import arch_of, cdiv
 
 _HIGH_TILE = 128
 """Rows of the larger tile."""
@@ -55,6 +56,7 @@ class RoundedRows(NamedTuple):
     """float32 [ceil(in / FP8_BLOCK), T]"""
 
 
+@bound
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_rows_kernel(
     x_ptr, out_ptr, scales_ptr, stride_x, num_rows, K: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
@@ -71,6 +73,7 @@ def _quantize_rows_kernel(
     tl.store(scales_ptr + group * num_rows.to(tl.int64) + row, scale, mask=group * BLOCK < K)
 
 
+@bound
 @triton.jit(do_not_specialize=["num_rows"])
 def _fp8_linear_kernel(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, num_rows, N: tl.constexpr, K: tl.constexpr,
@@ -114,11 +117,11 @@ def quantize_rows(x: torch.Tensor) -> RoundedRows:
     """
     assert has_dense_rows(x)
     num_rows, num_in = x.shape
-    num_groups = triton.cdiv(num_in, FP8_BLOCK)
+    num_groups = cdiv(num_in, FP8_BLOCK)
     values = torch.empty((num_rows, num_in), dtype=torch.uint8, device=x.device)
     scales = torch.empty((num_groups, num_rows), dtype=torch.float32, device=x.device)
     if num_rows:
-        _quantize_rows_kernel[(num_rows, triton.cdiv(num_groups, _GROUPS))](
+        _quantize_rows_kernel[(num_rows, cdiv(num_groups, _GROUPS))](
             x, values, scales, x.stride(0), num_rows, K=num_in, BLOCK=FP8_BLOCK, GROUPS=_GROUPS, MAX=FP8_MAX,
             num_warps=4,
         )  # fmt: skip
@@ -150,7 +153,7 @@ def fp8_linear(
     operands = [rounded.values, values] if is_native else [as_kernel_operand(t) for t in (rounded.values, values)]
     height = FP8_LOW_TILE if num_rows <= FP8_LOW_TILE else _HIGH_TILE
     width = _WIDE if num_out >= _WIDE_FROM and is_native else _NARROW  # wide tiles of fp16 spill registers
-    _fp8_linear_kernel[(triton.cdiv(num_rows, height), triton.cdiv(num_out, width))](
+    _fp8_linear_kernel[(cdiv(num_rows, height), cdiv(num_out, width))](
         operands[0], rounded.scales, operands[1], scales, scales if bias is None else bias, out, num_rows,
         N=num_out, K=num_in, BY_BLOCK=by_block, HAS_BIAS=bias is not None,
         FORMAT=KV_FP8_NATIVE.value if is_native else KV_FP8_SOFT.value, BLOCK_M=height, BLOCK_N=width,

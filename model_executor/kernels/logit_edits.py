@@ -13,7 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .sampling_layout import Column, Field
+from .tuning import cdiv
 
 CHUNK = 4096
 """Logits of one program."""
@@ -79,6 +81,7 @@ def _edit(x, i, in_vocab, plan, table_ptr, counts_ptr, bias_ptr, stop_ids_ptr, m
     return x
 
 
+@bound
 @triton.jit
 def _edit_kernel(
     x_ptr,
@@ -131,14 +134,14 @@ def edit_logits(
     [n, fields], see Field. cleared: int32 [n, *], or empty. All but x are contiguous.
     """
     n, vocab = x.shape
-    num_chunks = triton.cdiv(vocab, CHUNK)
+    num_chunks = cdiv(vocab, CHUNK)
     out = EditedLogits(
         torch.empty((num_edited, vocab), dtype=torch.float32, device=x.device),
         torch.empty((n, num_chunks), dtype=torch.float32, device=x.device),
         torch.empty((n, num_chunks), dtype=torch.int32, device=x.device),
     )
     _edit_kernel[(n, num_chunks)](
-        x, table, plan, *edits, *out, cleared, x.stride(0), vocab, triton.cdiv(vocab, 32), num_chunks,
+        x, table, plan, *edits, *out, cleared, x.stride(0), vocab, cdiv(vocab, 32), num_chunks,
         cleared.shape[1] if len(cleared) else 0, CHUNK=CHUNK, CLEARED=1024, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return out

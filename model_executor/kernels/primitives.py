@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import Bound
+
 LOG2_E = 1.4426950408889634
 FP8_E4M3_MAX = 448.0
 
@@ -26,7 +28,7 @@ KV_FP8_SOFT = tl.constexpr(2)
 
 def is_interpreted(kernel: object) -> bool:
     """Whether `kernel` was decorated under TRITON_INTERPRET=1, and so runs in Triton's interpreter, on numpy."""
-    return not isinstance(kernel, triton.JITFunction)
+    return not isinstance(kernel, Bound)
 
 
 def kv_format(dtype: torch.dtype, arch: str) -> int:

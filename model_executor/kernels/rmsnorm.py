@@ -6,12 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import has_dense_rows
-from .tuning import row_warps
+from .tuning import next_power_of_2, row_warps
 
 _MAX_WIDTH = 2**15
 
 
+@bound
 @triton.jit
 def _rmsnorm_kernel(
     x_ptr,
@@ -49,7 +51,7 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.T
     assert has_dense_rows(x) and weight.shape == (width,) and weight.is_contiguous()
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous() and residual.dtype == x.dtype)
     assert width <= _MAX_WIDTH
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
     if num_tokens:
         _rmsnorm_kernel[(num_tokens,)](

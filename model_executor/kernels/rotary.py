@@ -10,11 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import FP8_E4M3_MAX, as_kernel_operand, encode_e4m3
+from .tuning import cdiv, next_power_of_2
 
 _HEADS_PER_PROGRAM = 8
 
 
+@bound
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a view with any alignment
 def _rotary_kernel(
     qkv_ptr,
@@ -149,7 +152,7 @@ def rotary(
     total_heads = num_heads + (2 if store else 1) * num_kv_heads
     if not num_tokens:
         return
-    _rotary_kernel[(num_tokens, triton.cdiv(total_heads, _HEADS_PER_PROGRAM))](
+    _rotary_kernel[(num_tokens, cdiv(total_heads, _HEADS_PER_PROGRAM))](
         qkv,
         cos,
         sin,
@@ -174,7 +177,7 @@ def rotary(
         STORE=store,
         FP8=fp8,
         BLOCK_H=_HEADS_PER_PROGRAM,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_HALF=next_power_of_2(head_dim // 2),
         num_warps=2,
     )
 

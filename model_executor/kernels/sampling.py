@@ -27,10 +27,12 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .gap_search import WEIGHTLESS, bucket_end, bucket_of, draw_by_id, draw_by_rank, gaps_of, mass_of, weigh
 from .logit_edits import CHUNK, EditTables, edit_logits
 from .primitives import has_dense_rows
 from .sampling_layout import Column, Field
+from .tuning import cdiv, next_power_of_2
 
 _BLOCK = 2048
 """Tokens that a program of the last kernel reads at a time."""
@@ -91,6 +93,7 @@ def _bucket_counts(buckets_ptr, line, BUCKETS: tl.constexpr):
     return buckets_ptr + line * 3 * BUCKETS + 2 * BUCKETS
 
 
+@bound
 @triton.jit
 def _weigh_kernel(
     x_ptr, table_ptr, plan_ptr, edited_ptr, peak_ptr, peak_id_ptr, sum_ptr, buckets_ptr, stride_x, vocab, num_chunks,
@@ -122,6 +125,7 @@ def _weigh_kernel(
                 tl.atomic_add(_bucket_counts(buckets_ptr, line, BUCKETS) + bucket, 1, mask=near, sem="relaxed")
 
 
+@bound
 @triton.jit
 def _limit_kernel(
     table_ptr, plan_ptr, peak_ptr, peak_id_ptr, sum_ptr, buckets_ptr, limit_ptr, found_ptr, vocab, num_chunks,
@@ -151,6 +155,7 @@ def _limit_kernel(
     tl.store(found_ptr + line, 0)
 
 
+@bound
 @triton.jit
 def _gather_kernel(
     x_ptr, table_ptr, plan_ptr, edited_ptr, peak_ptr, peak_id_ptr, limit_ptr, found_ptr, gap_ptr, id_ptr, stride_x,
@@ -176,6 +181,7 @@ def _gather_kernel(
             tl.store(id_ptr + line * CANDIDATES + place, i, mask=fits)
 
 
+@bound
 @triton.jit
 def _choose_kernel(
     x_ptr, table_ptr, plan_ptr, edited_ptr, token_counts_ptr, peak_ptr, peak_id_ptr, sum_ptr, limit_ptr, found_ptr,
@@ -264,10 +270,10 @@ def choose_tokens(
     assert logits.dtype == torch.float32 and has_dense_rows(logits) and 0 < vocab <= 2**19
     assert plan.shape == (n, len(Field)) and plan.dtype == torch.int64 and plan.is_contiguous()
     assert table.shape[1] == len(Column) and table.dtype == torch.float64 and table.is_contiguous()
-    num_chunks = triton.cdiv(vocab, CHUNK)
+    num_chunks = cdiv(vocab, CHUNK)
     work = _allocate(n, num_chunks, n if any_sampled else 0, n if any_ranked else 0, num_candidates, logits.device)
     edited, *peaks = edit_logits(logits, table, plan, edits, num_edited, work.buckets)
-    parts = triton.next_power_of_2(num_chunks)
+    parts = next_power_of_2(num_chunks)
     if any_sampled:
         _weigh_kernel[(n, num_chunks)](
             logits, table, plan, edited, *peaks, work.sums, work.buckets, logits.stride(0), vocab, num_chunks,

@@ -19,7 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import dot, has_dense_rows, is_interpreted
+from .tuning import cdiv, next_power_of_2
 
 MAX_ROWS = 8
 _ROWS = 16
@@ -37,6 +39,7 @@ class Norm(NamedTuple):
     eps: float
 
 
+@bound
 @triton.jit(do_not_specialize=["num_rows"])
 def _skinny_linear_kernel(
     x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, N: tl.constexpr,
@@ -108,11 +111,11 @@ def skinny_linear(
     assert residual is None or (residual.shape == (num_rows, num_out) and residual.is_contiguous())
     out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device) if residual is None else residual
     if num_rows:
-        _skinny_linear_kernel[(triton.cdiv(num_out, _BLOCK_N),)](
+        _skinny_linear_kernel[(cdiv(num_out, _BLOCK_N),)](
             x, weight if norm is None else norm.weight, weight, weight if bias is None else bias, out, out,
             x.stride(0), num_rows, 0.0 if norm is None else norm.eps, N=num_out, K=num_in, NORM=norm is not None,
             GATED=gated, ADD=residual is not None, HAS_BIAS=bias is not None, ROWS=_ROWS, BLOCK_N=_BLOCK_N,
-            BLOCK_K=min(_BLOCK_K[x.dtype], max(16, triton.next_power_of_2(num_in))),
+            BLOCK_K=min(_BLOCK_K[x.dtype], max(16, next_power_of_2(num_in))),
             WIDEN=is_interpreted(_skinny_linear_kernel) and x.dtype == torch.bfloat16, num_warps=4,
             num_stages=_NUM_STAGES,
         )  # fmt: skip

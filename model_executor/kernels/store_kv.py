@@ -6,10 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import FP8_E4M3_MAX, as_kernel_operand, encode_e4m3
-from .tuning import row_warps
+from .tuning import next_power_of_2, row_warps
 
 
+@bound
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a view with any alignment
 def _store_kv_kernel(
     k_ptr,
@@ -64,7 +66,7 @@ def store_kv(
     assert k_buffer.shape[1:] == k.shape[1:]
     fp8 = k_buffer.dtype == torch.float8_e4m3fn
     assert k_buffer.dtype == v_buffer.dtype and (fp8 or k_buffer.dtype == k.dtype == v.dtype)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     _store_kv_kernel[(num_tokens,)](
         k,
         v,

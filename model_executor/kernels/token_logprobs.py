@@ -6,12 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .primitives import has_dense_rows
+from .tuning import cdiv, next_power_of_2
 
 _CHUNK = 4096
 _IDS = 128
 
 
+@bound
 @triton.jit(do_not_specialize_on_alignment=["lines_ptr"])  # a view with any alignment
 def _chunk_kernel(x_ptr, lines_ptr, part_max_ptr, part_sum_ptr, stride_x, vocab, num_chunks, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -27,6 +30,7 @@ def _chunk_kernel(x_ptr, lines_ptr, part_max_ptr, part_sum_ptr, stride_x, vocab,
     tl.store(part_sum_ptr + row * num_chunks + chunk, tl.where(has_nan, float("nan"), total))
 
 
+@bound
 @triton.jit(do_not_specialize=["num_ids"], do_not_specialize_on_alignment=["lines_ptr"])
 def _gather_kernel(
     x_ptr, lines_ptr, ids_ptr, part_max_ptr, part_sum_ptr, out_ptr, stride_x, num_ids, num_chunks, BLOCK: tl.constexpr,
@@ -63,14 +67,14 @@ def token_logprobs(logits: torch.Tensor, lines: torch.Tensor, ids: torch.Tensor)
     out = torch.empty((n, num_ids), dtype=torch.float32, device=logits.device)
     if not n:
         return out
-    num_chunks = triton.cdiv(vocab, _CHUNK)
+    num_chunks = cdiv(vocab, _CHUNK)
     part_max = torch.empty((n, num_chunks), dtype=torch.float32, device=logits.device)
     part_sum = torch.empty_like(part_max)
     _chunk_kernel[(n, num_chunks)](
         logits, lines, part_max, part_sum, logits.stride(0), vocab, num_chunks, CHUNK=_CHUNK, num_warps=4
     )
-    block = triton.next_power_of_2(num_chunks)
-    _gather_kernel[(n, triton.cdiv(num_ids, _IDS))](
+    block = next_power_of_2(num_chunks)
+    _gather_kernel[(n, cdiv(num_ids, _IDS))](
         logits, lines, ids, part_max, part_sum, out, logits.stride(0), num_ids, num_chunks, BLOCK=block, IDS=_IDS,
         num_warps=1,
     )  # fmt: skip

@@ -15,6 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
+from .tuning import cdiv
+
 _FILL = 128
 _BATCH_BLOCK = 1024
 
@@ -41,6 +44,7 @@ class WorkMap:
 
 # The batch size and the alignment of these buffers vary from step to step. Specialising on them would compile kernels
 # while serving.
+@bound
 @triton.jit(
     do_not_specialize=["batch", "scale", "tile", "split", "capacity"],
     do_not_specialize_on_alignment=["lens_ptr", "extend_start_ptr", "starts_ptr", "rows_ptr"],
@@ -141,7 +145,7 @@ def query_tile_map(extend_start_loc: torch.Tensor, group: int, block_m: int, num
     them. The capacity is computed from the number of tokens, so the host's copy of the lengths is not needed.
     """
     batch = extend_start_loc.shape[0] - 1
-    capacity = triton.cdiv(num_tokens * group, block_m) + batch
+    capacity = cdiv(num_tokens * group, block_m) + batch
     return _launch(extend_start_loc[:-1], extend_start_loc, group, block_m, capacity, 2)
 
 
