@@ -63,7 +63,7 @@ def load() -> Variant | None:
         )
     else:
         logger.warning(
-            "On an x86 processor the C++ kernels need AVX2. The CPU runs on torch's operations, which are slower."
+            "The C++ kernels need AVX2 on an x86 processor. The CPU runs on torch's operations, which are slower."
         )
     return None
 
