@@ -38,7 +38,10 @@ _BUDGET_S = 0.4
 _BLOCK_KIB = (96, 256, 640)
 _CHUNKS = (256, 1024)
 _NUM_OUT, _NUM_IN = 384, 1536
-_CPU_FACTS = ("vendor_id", "cpu family", "model", "model name", "stepping", "cache size", "flags", "Features")
+_CPU_FACTS = (
+    *("vendor_id", "cpu family", "model", "model name", "stepping", "cache size", "flags"),
+    *("CPU implementer", "CPU part", "CPU variant", "CPU revision", "Features"),  # arm64
+)
 
 
 class CpuTuning(NamedTuple):

@@ -63,7 +63,7 @@ def load() -> Variant | None:
         )
     else:
         logger.warning(
-            "The C++ kernels need an x86 processor with AVX2. The CPU runs on torch's operations, which are slower."
+            "The C++ kernels need AVX2 on an x86 processor. The CPU runs on torch's operations, which are slower."
         )
     return None
 

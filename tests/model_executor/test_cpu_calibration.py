@@ -182,6 +182,8 @@ def test_the_key_has_what_a_measurement_depends_on(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nmodel name\t: X\ncpu MHz\t: 17.3\nflags\t: a b\n\nprocessor\t: 1\n")
     assert cpu_calibration.processor(cpuinfo) == "model name X; flags a b"
+    cpuinfo.write_text("processor\t: 0\nBogoMIPS\t: 50\nFeatures\t: fp asimd\nCPU part\t: 0xd0c\n")
+    assert cpu_calibration.processor(cpuinfo) == "CPU part 0xd0c; Features fp asimd"
     assert cpu_calibration.processor(tmp_path / "missing")
 
 
