@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from compiled_attention import decode_launches, launch_decode
+from compiled_attention import decode_launches, fused_launches, launch_decode
 from serving_shapes import SHAPES, Shape
 from triton.runtime.jit import JITFunction
 from triton_aot import TARGETS, assert_fits, assert_overlaps, assert_plan_holds, compile_launch
@@ -37,6 +37,49 @@ def test_decode(arch: str, shape: Shape) -> None:
 @pytest.mark.parametrize("arch", TARGETS)
 def test_decode_in_a_step_with_prompts(arch: str, shape: Shape) -> None:
     check(arch, shape, mixed=True)
+
+
+FUSED = [
+    shape
+    for shape in SHAPES
+    if str(shape)
+    in (
+        "9x3x64-bfloat16",
+        "32x8x128-bfloat16",
+        "40x8x128-bfloat16-window",
+        "32x32x80-bfloat16",
+        "32x8x192-bfloat16",
+        "9x3x64-float32",
+        "32x8x128-float32",
+        "32x8x64-fp8",
+        "32x8x128-fp8",
+    )
+]
+
+
+@pytest.mark.parametrize("shape", FUSED, ids=str)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_decode_in_one_kernel(arch: str, shape: Shape) -> None:
+    for norm in (False, True):
+        (launch,) = fused_launches(shape, arch, norm=norm)
+        resources = compile_launch(launch, arch)
+        assert_fits(resources, arch)
+        if arch == "sm_90" and not shape.fp32:
+            assert_overlaps(resources)
+            assert_plan_holds(resources, shape)
+
+
+def test_one_kernel_orders_what_its_threads_and_programs_share() -> None:
+    shape = next(shape for shape in SHAPES if str(shape) == "32x8x128-bfloat16")
+    (launch,) = fused_launches(shape, "sm_90", norm=False)
+    assembly = compile_launch(launch, "sm_90").assembly
+    # K and V of the new token are stored before a tile is read; partial results before they are counted; and they are
+    # counted before others are read.
+    stored, read, last = (assembly.index(name) for name in ("st.global", "cp.async.cg", "atom.global.gpu.acq_rel"))
+    assert stored < assembly.index("bar.sync", stored) < read
+    part = assembly.rindex("st.global", 0, last)
+    assert read < part < assembly.index("bar.sync", part) < last < assembly.index("bar.sync", last)
+    assert "ld.global" in assembly[assembly.index("bar.sync", last) :]
 
 
 def test_the_programs_of_a_multiprocessor_follow_from_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
