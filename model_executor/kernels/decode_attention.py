@@ -251,7 +251,8 @@ def _decode_merge_kernel(
     if HAS_WINDOW:
         seq_len = tl.load(seq_lens_ptr + b).to(tl.int32)
         begin += tl.maximum(seq_len - window, 0) // SPLIT
-    out = merge_splits(part_o_ptr, part_lse_ptr, begin, end, head, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS, 8)
+    UNROLL: tl.constexpr = 4 if BLOCK_D <= 128 else 1  # what the registers hold
+    out = merge_splits(part_o_ptr, part_lse_ptr, begin, end, head, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS, UNROLL)
     target = out_ptr + (out_token * NUM_HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=(offs_d < HEAD_DIM)[None, :])
 

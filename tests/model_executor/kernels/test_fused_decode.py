@@ -41,7 +41,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(8))
 @given(case=cases(), tile=st.sampled_from(TILES), norm=st.booleans(), order=st.integers(0, 2**31))
 @example(case=dataclasses.replace(PLAIN, lens=(300, 1), extend_lens=(1, 1)), tile=TILES[0], norm=True, order=0)
 @example(case=dataclasses.replace(PLAIN, lens=(300, 17), window=40), tile=TILES[0], norm=False, order=1)
