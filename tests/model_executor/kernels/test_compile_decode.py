@@ -66,13 +66,14 @@ def test_one_kernel_orders_what_its_threads_and_programs_share() -> None:
     shape = next(shape for shape in SHAPES if str(shape) == "32x8x128-bfloat16")
     (launch,) = fused_launches(shape, "sm_90", norm=False)
     assembly = compile_launch(launch, "sm_90").assembly
-    # K and V of the new token are stored before a tile is read; partial results before they are counted; and they are
-    # counted before others are read.
-    stored, read, last = (assembly.index(name) for name in ("st.global", "cp.async.cg", "atom.global.gpu.acq_rel"))
-    assert stored < assembly.index("bar.sync", stored) < read
-    part = assembly.rindex("st.global", 0, last)
-    assert read < part < assembly.index("bar.sync", part) < last < assembly.index("bar.sync", last)
-    assert "ld.global" in assembly[assembly.index("bar.sync", last) :]
+    read, counted = assembly.index("cp.async.cg"), assembly.index("atom.global.gpu.acq_rel")
+    # Threads wait for the stores of the new K and V before they go on to the queries and the pool.
+    stored = assembly.rindex("st.global", 0, read)
+    assert "ld.global" not in assembly[stored : assembly.index("bar.sync", stored)]
+    # They wait for the stores of the partial result before they are counted: our barrier, and Triton's for the count.
+    part = assembly.rindex("st.global", 0, counted)
+    assert read < part and assembly[part:counted].count("bar.sync") == 2
+    assert "ld.global" in assembly[assembly.index("bar.sync", counted) :]
 
 
 def test_the_programs_of_a_multiprocessor_follow_from_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
