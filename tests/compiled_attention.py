@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import compiled_fp8
+import torch
 import triton
 from sass import InstructionCounts
 from serving_shapes import BATCH, CONTEXT, SHAPES, TOKENS, Shape, meta, operands, options
@@ -26,6 +27,7 @@ from triton_aot import Launch, Resources, compile_launch, recorded
 
 from tercet.model_executor.kernels import decode_attention as decode_module
 from tercet.model_executor.kernels import extend_attention as extend_module
+from tercet.model_executor.kernels import fused_decode as fused_module
 from tercet.model_executor.kernels.tuning import ExtendTile, decode_tile, extend_tile
 from tercet.model_executor.kernels.work_map import query_split_map, query_tile_map, split_map
 
@@ -71,6 +73,23 @@ def launch_decode(shape: Shape, arch: str, *, mixed: bool) -> None:
         )  # fmt: skip
 
 
+def fused_launches(shape: Shape, arch: str, *, norm: bool) -> list[Launch]:
+    """Decode attention with the rotation, in one kernel. norm: with a norm of query and key heads."""
+    rows, width = 4, shape.head_dim
+    with patch.object(fused_module, "arch_of", lambda device: arch), recorded() as launches:
+        work = split_map(meta(rows), decode_tile(arch, width, fp32=shape.fp32).split, 1000)
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        angles = meta(rows, 2, width // 2, dtype=torch.float32)[:, 0]
+        weight = meta(width, dtype=shape.dtype) if norm else None
+        _, *pools, table = operands(shape, rows)
+        fused_module.fused_decode(
+            meta(rows, heads, width, dtype=shape.dtype), shape.num_heads, angles, angles, *pools, meta(rows), table,
+            meta(rows), meta(rows), work, meta(rows * shape.num_kv_heads, dtype=torch.int32), q_weight=weight,
+            k_weight=weight, eps=1e-6, **options(shape),
+        )  # fmt: skip
+    return launches[1:]
+
+
 def _cases() -> dict[str, Callable[[], list[Launch]]]:
     """A few shapes of each kind: the environment's own Triton compiles all of them (test_compile_*.py)."""
     by_name = {str(shape): shape for shape in SHAPES}
@@ -84,6 +103,7 @@ def _cases() -> dict[str, Callable[[], list[Launch]]]:
         False: ("32x8x128-bfloat16", "32x8x128-fp8"),
         True: ("40x8x128-bfloat16-window", "32x8x128-fp8"),
     }
+    fused = {False: ("32x8x64-bfloat16", "40x8x128-bfloat16-window"), True: ("16x8x128-bfloat16", "32x8x128-fp8")}
     cases: dict[str, Callable[[], list[Launch]]] = {}
     for splits, names in extend.items():
         for name in names:
@@ -92,6 +112,10 @@ def _cases() -> dict[str, Callable[[], list[Launch]]]:
         for name in names:
             kind = ", with prompts" if mixed else ""
             cases[f"decode-{name}{kind}"] = partial(decode_launches, by_name[name], "sm_90", mixed=mixed)
+    for norm, names in fused.items():
+        for name in names:
+            kind = ", with a norm" if norm else ""
+            cases[f"fused-{name}{kind}"] = partial(fused_launches, by_name[name], "sm_90", norm=norm)
     return cases
 
 

@@ -118,6 +118,8 @@ def assert_fits(resources: Resources, arch: str) -> None:
     assert resources.shared <= SHARED_LIMIT[arch], resources
     # What only merging splits needs may wait in memory while the loops over the KV run, but those loops spill nothing.
     waiting = 64 if resources.kernel == "extend_kernel" and arch == "sm_90" else 0
+    if resources.kernel == "_fused_decode_kernel":
+        waiting = 24  # compilers spill some where that makes room for a third program
     assert resources.spilled <= waiting, resources
     assert resources.counts is None or resources.counts.spills_in_loops == 0, resources
 
@@ -138,11 +140,16 @@ def assert_overlaps(resources: Resources) -> None:
 
 
 def assert_plan_holds(resources: Resources, shape: Shape) -> None:
-    """Checks that the registers suffice for the planned programs of decode attention; with fp8 for one less."""
+    """Checks that the registers suffice for the planned programs of decode attention; with fp8 for one less.
+
+    The fused kernel holds more, and serves few requests: two programs are enough to overlap.
+    """
     if resources.kernel == "_decode_split_kernel":
         planned = decode_tile("sm_90", shape.head_dim).programs
         fit = programs_that_fit(planned, resources.registers, resources.threads)
         assert fit >= planned - shape.fp8, resources
+    if resources.kernel == "_fused_decode_kernel":
+        assert programs_that_fit(2, resources.registers, resources.threads) == 2, resources
 
 
 def _nvidia(compiled: Any) -> tuple[int, int]:

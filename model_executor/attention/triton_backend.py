@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
 from ..forward_batch import ForwardBatch
 from ..kernels.decode_attention import decode_attention
 from ..kernels.extend_attention import extend_attention, extend_work
+from ..kernels.fused_decode import can_fuse_decode, fused_decode
+from ..kernels.skinny_linear import MAX_ROWS
 from ..kernels.store_kv import store_kv
 from ..kernels.tuning import arch_of, decode_tile, extend_tile
 from ..kernels.work_map import WorkMap, split_map
@@ -50,6 +53,8 @@ class TritonAttentionBackend(AttentionBackend):
         self._decode_tile = decode_tile(arch, self.head_dim, fp32=fp32)
         self._extend_tile = extend_tile(arch, self.head_dim, fp8, fp32=fp32)
         self._plan: _Plan | None = None
+        self._counts = torch.zeros(MAX_ROWS * self.num_kv_heads, dtype=torch.int32, device=kv_pool.k_buffer[0].device)
+        """zeros between launches (`fused_decode`)"""
 
     def num_splits(self, seq_lens: npt.NDArray[np.int32]) -> int:
         return int((-(-seq_lens // self._decode_tile.split)).sum())
@@ -99,3 +104,24 @@ class TritonAttentionBackend(AttentionBackend):
                 plan.extend, out, longest=plan.longest, sm_scale=scale, window=window, tile=self._extend_tile,
             )  # fmt: skip
         return out.view(q.shape[0], -1)
+
+    def can_fuse(self, batch: ForwardBatch, dtype: torch.dtype) -> bool:
+        """Whether `attend_fused` serves this step: one token for each of a few requests."""
+        is_small = batch.mode is ForwardMode.DECODE and len(batch.rows) <= MAX_ROWS
+        return is_small and can_fuse_decode(self.num_heads, self.num_kv_heads, self.head_dim, dtype)
+
+    def attend_fused(
+        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer_id: int, batch: ForwardBatch, **norm: Any
+    ) -> torch.Tensor:
+        """Normalise, rotate and store the new tokens, then `attend`, all in one launch.
+
+        qkv: [T, num_heads + 2 * num_kv_heads, head_dim]. norm: `q_weight`, `k_weight` and `eps`, or nothing.
+        """
+        plan = self._plan
+        assert plan is not None and plan.decode is not None, "plan() comes first"
+        out = fused_decode(
+            qkv, self.num_heads, cos, sin, self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id],
+            batch.out_cache_loc, batch.req_to_token, batch.rows, batch.seq_lens, plan.decode, self._counts,
+            sm_scale=self.scales[layer_id], window=self.sliding_windows[layer_id], tile=self._decode_tile, **norm,
+        )  # fmt: skip
+        return out.view(len(out), -1)

@@ -17,6 +17,88 @@ from .tuning import cdiv, next_power_of_2
 _HEADS_PER_PROGRAM = 8
 
 
+@triton.jit
+def head_scale(x, y, eps, HEAD_DIM: tl.constexpr):
+    """The factor of RMSNorm for each head, whose components are x and y: [heads, 1]."""
+    return tl.rsqrt((tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / HEAD_DIM + eps)[:, None]
+
+
+@triton.jit
+def turn(own, other, cos, sin):
+    """own * cos + other * sin, with one rounding of the sum, whatever a compiler would fuse."""
+    return tl.fma(own, cos, other * sin)
+
+
+@triton.jit
+def load_heads(
+    token_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, head, live, stride_h, eps, NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, NEOX: tl.constexpr,
+    HAS_NORM: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """Load heads of a token, and normalise and rotate those of queries and keys: x, y, a, b, mask.
+
+    x, y: float32 [heads, BLOCK_HALF], components a and b of each head: two that rotate together, or any two beyond
+    ROTARY_DIM. token_ptr, cos_ptr, sin_ptr: the token's rows.
+    """
+    pair = tl.arange(0, BLOCK_HALF)
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    turns = pair < HALF
+    if NEOX:
+        a = tl.where(turns, pair, pair + HALF)
+        b = tl.where(turns, pair + HALF, pair + HEAD_DIM // 2)
+    else:
+        a = 2 * pair
+        b = 2 * pair + 1
+    is_q = head < NUM_HEADS
+    is_v = head >= NUM_HEADS + NUM_KV_HEADS
+    mask = live[:, None] & (pair < HEAD_DIM // 2)[None, :]
+    source = token_ptr + head[:, None] * stride_h
+    x = tl.load(source + a[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(source + b[None, :], mask=mask, other=0.0).to(tl.float32)
+    plain_x = x
+    plain_y = y
+    if HAS_NORM:
+        inside = pair < HEAD_DIM // 2
+        scale = head_scale(x, y, eps, HEAD_DIM)
+        q_a = tl.load(q_weight_ptr + a, mask=inside, other=0.0).to(tl.float32)
+        q_b = tl.load(q_weight_ptr + b, mask=inside, other=0.0).to(tl.float32)
+        k_a = tl.load(k_weight_ptr + a, mask=inside, other=0.0).to(tl.float32)
+        k_b = tl.load(k_weight_ptr + b, mask=inside, other=0.0).to(tl.float32)
+        x = x * scale * tl.where(is_q[:, None], q_a[None, :], k_a[None, :])
+        y = y * scale * tl.where(is_q[:, None], q_b[None, :], k_b[None, :])
+    cos = tl.load(cos_ptr + pair, mask=turns, other=1.0)[None, :]
+    sin = tl.load(sin_ptr + pair, mask=turns, other=0.0)[None, :]
+    turned_x = tl.where(is_v[:, None], plain_x, turn(x, y, cos, -sin))
+    turned_y = tl.where(is_v[:, None], plain_y, turn(y, x, cos, sin))
+    return turned_x, turned_y, a, b, mask
+
+
+@triton.jit
+def store_heads(
+    x, y, a, b, mask, head, k_slot_ptr, v_slot_ptr, inv_k_scale, inv_v_scale, dtype: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Store those heads of `load_heads` that are keys or values, in `dtype` or in fp8. The pointers are those of the
+    token's slot."""
+    is_v = head >= NUM_HEADS + NUM_KV_HEADS
+    if FP8:
+        inverse = tl.where(is_v, inv_v_scale, inv_k_scale)[:, None]
+        # Round to the activations' dtype first, so that this store and `store_kv` write the same bytes.
+        x = encode_e4m3(x.to(dtype).to(tl.float32) * inverse)
+        y = encode_e4m3(y.to(dtype).to(tl.float32) * inverse)
+    else:
+        x = x.to(dtype)
+        y = y.to(dtype)
+    k_target = k_slot_ptr + (head - NUM_HEADS)[:, None] * HEAD_DIM
+    v_target = v_slot_ptr + (head - NUM_HEADS - NUM_KV_HEADS)[:, None] * HEAD_DIM
+    k_mask = mask & ((head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS))[:, None]
+    v_mask = mask & is_v[:, None]
+    tl.store(k_target + a[None, :], x, mask=k_mask)
+    tl.store(k_target + b[None, :], y, mask=k_mask)
+    tl.store(v_target + a[None, :], x, mask=v_mask)
+    tl.store(v_target + b[None, :], y, mask=v_mask)
+
+
 @bound
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])  # a view with any alignment
 def _rotary_kernel(
@@ -46,63 +128,26 @@ def _rotary_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Process components in pairs (a, b): two that rotate together, or any two beyond ROTARY_DIM."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    pair = tl.arange(0, BLOCK_HALF)
-    HALF: tl.constexpr = ROTARY_DIM // 2
-    turns = pair < HALF
-    if NEOX:
-        a = tl.where(turns, pair, pair + HALF)
-        b = tl.where(turns, pair + HALF, pair + HEAD_DIM // 2)
-    else:
-        a = 2 * pair
-        b = 2 * pair + 1
-    is_q = head < NUM_HEADS
-    is_v = head >= NUM_HEADS + NUM_KV_HEADS
     # Without a pool, values need no work.
     live = head < (NUM_HEADS + 2 * NUM_KV_HEADS if STORE else NUM_HEADS + NUM_KV_HEADS)
-    mask = live[:, None] & (pair < HEAD_DIM // 2)[None, :]
-    source = qkv_ptr + token * stride_t + head[:, None] * stride_h
-    x = tl.load(source + a[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(source + b[None, :], mask=mask, other=0.0).to(tl.float32)
-    plain_x = x
-    plain_y = y
-    if HAS_NORM:
-        inside = pair < HEAD_DIM // 2
-        scale = tl.rsqrt((tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)) / HEAD_DIM + eps)[:, None]
-        q_a = tl.load(q_weight_ptr + a, mask=inside, other=0.0).to(tl.float32)
-        q_b = tl.load(q_weight_ptr + b, mask=inside, other=0.0).to(tl.float32)
-        k_a = tl.load(k_weight_ptr + a, mask=inside, other=0.0).to(tl.float32)
-        k_b = tl.load(k_weight_ptr + b, mask=inside, other=0.0).to(tl.float32)
-        x = x * scale * tl.where(is_q[:, None], q_a[None, :], k_a[None, :])
-        y = y * scale * tl.where(is_q[:, None], q_b[None, :], k_b[None, :])
-    cos = tl.load(cos_ptr + token * stride_angle + pair, mask=turns, other=1.0)[None, :]
-    sin = tl.load(sin_ptr + token * stride_angle + pair, mask=turns, other=0.0)[None, :]
-    turned_x = tl.where(is_v[:, None], plain_x, x * cos - y * sin)
-    turned_y = tl.where(is_v[:, None], plain_y, y * cos + x * sin)
+    token_ptr = qkv_ptr + token * stride_t
+    x, y, a, b, mask = load_heads(
+        token_ptr, cos_ptr + token * stride_angle, sin_ptr + token * stride_angle, q_weight_ptr, k_weight_ptr, head,
+        live, stride_h, eps, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, NEOX, HAS_NORM, BLOCK_HALF,
+    )  # fmt: skip
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
-    in_place = mask & (is_q[:, None] if STORE else live[:, None])
-    tl.store(source + a[None, :], turned_x.to(dtype), mask=in_place)
-    tl.store(source + b[None, :], turned_y.to(dtype), mask=in_place)
+    in_place = mask & (head < NUM_HEADS)[:, None] if STORE else mask
+    target = token_ptr + head[:, None] * stride_h
+    tl.store(target + a[None, :], x.to(dtype), mask=in_place)
+    tl.store(target + b[None, :], y.to(dtype), mask=in_place)
     if STORE:
-        slot = tl.load(slots_ptr + token).to(tl.int64)
-        if FP8:
-            inverse = tl.where(is_v, inv_v_scale, inv_k_scale)[:, None]
-            # Round to the activations' dtype first, so that this store and `store_kv` write the same bytes.
-            stored_x = encode_e4m3(turned_x.to(dtype).to(tl.float32) * inverse)
-            stored_y = encode_e4m3(turned_y.to(dtype).to(tl.float32) * inverse)
-        else:
-            stored_x = turned_x.to(dtype)
-            stored_y = turned_y.to(dtype)
-        k_target = k_pool_ptr + slot * stride_slot + (head - NUM_HEADS)[:, None] * HEAD_DIM
-        v_target = v_pool_ptr + slot * stride_slot + (head - NUM_HEADS - NUM_KV_HEADS)[:, None] * HEAD_DIM
-        k_mask = mask & ((head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS))[:, None]
-        v_mask = mask & is_v[:, None]
-        tl.store(k_target + a[None, :], stored_x, mask=k_mask)
-        tl.store(k_target + b[None, :], stored_y, mask=k_mask)
-        tl.store(v_target + a[None, :], stored_x, mask=v_mask)
-        tl.store(v_target + b[None, :], stored_y, mask=v_mask)
+        slot = tl.load(slots_ptr + token).to(tl.int64) * stride_slot
+        store_heads(
+            x, y, a, b, mask, head, k_pool_ptr + slot, v_pool_ptr + slot, inv_k_scale, inv_v_scale, dtype, NUM_HEADS,
+            NUM_KV_HEADS, HEAD_DIM, FP8,
+        )  # fmt: skip
 
 
 def rotary(

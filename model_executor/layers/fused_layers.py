@@ -1,20 +1,25 @@
 """Triton layers whose small steps are a short chain of kernels: norm, sums and activation inside the linear layers.
 
-A step of at most 8 tokens is bound by the number of its dependent kernels. Here a layer has 7 of them instead of 10:
-norm + qkv; rotation and store; attention of the splits; their merge; o + sum; norm + gate and up + activation; down +
-sum.
+A step of at most 8 tokens is bound by the number of its dependent kernels. Here a layer has 5 of them instead of 10:
+norm + qkv; rotation, store and attention; o + sum; norm + gate and up + activation; down + sum. Attention takes one
+kernel if each request has one new token (`TritonAttentionBackend.can_fuse`), else three or more.
 """
 
 from __future__ import annotations
 
 import torch
 
+from ..attention.base import AttentionBackend
+from ..attention.triton_backend import TritonAttentionBackend
 from ..forward_batch import ForwardBatch
 from ..kernels.skinny_linear import MAX_ROWS, Norm, skinny_linear
+from .attention import QKNorm
+from .kinds import AttentionLayer
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
 from .residual import AfterNorm, BeforeSum, Layer, NormedLayer, SummedLayer
-from .triton_layers import TritonLayers
+from .rotary import CosSin
+from .triton_layers import TritonAttention, TritonLayers
 
 
 class FusedNormedLayer(NormedLayer):
@@ -54,8 +59,26 @@ class FusedSummedLayer(SummedLayer):
         return None
 
 
+class FusedTritonAttention(TritonAttention):
+    """The TritonAttention that is one kernel where its backend can fuse."""
+
+    def __init__(self, layer_id: int, backend: TritonAttentionBackend, qk_norm: QKNorm | None) -> None:
+        super().__init__(layer_id, backend, qk_norm)
+        self._triton = backend
+
+    def __call__(self, qkv: torch.Tensor, cos_sin: CosSin, batch: ForwardBatch) -> torch.Tensor:
+        if not self._triton.can_fuse(batch, qkv.dtype):
+            return super().__call__(qkv, cos_sin, batch)
+        qkv = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        return self._triton.attend_fused(qkv, *cos_sin, self.layer_id, batch, **self._norm)
+
+
 class FusedTritonLayers(TritonLayers):
     """TritonLayers with fused kernels for steps of at most MAX_ROWS tokens. Types other than float16."""
+
+    def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer:
+        assert isinstance(backend, TritonAttentionBackend)
+        return FusedTritonAttention(layer_id, backend, qk_norm)
 
     def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
         assert isinstance(layer, (Linear, GatedLinear))

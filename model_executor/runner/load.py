@@ -259,6 +259,12 @@ class _RunnerBuilder:
         max_tokens = accelerator.memory().available // self.bytes_per_token
         # Decode steps keep memory of their own: the logits, and in graphs the tensors of the largest graph.
         decode = partial(self._decode_padding, runner, sizes[-1], max_tokens)
+        if settings.fuse_small_steps:
+            from ..kernels.skinny_linear import MAX_ROWS  # importing Triton takes half a second
+
+            # Few rows and many have kernels of their own. Either kind may be absent from the recorded steps.
+            for num_rows in (1, min(settings.max_running_requests, MAX_ROWS + 1)):
+                self._decode_padding(runner, num_rows, max_tokens)
         reserve += accelerator.peak_bytes(decode, to_record=settings.record_decodes)
         return sizes, reserve + (len(sizes) * _BYTES_PER_GRAPH if settings.record_decodes else 0)
 

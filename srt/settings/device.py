@@ -48,6 +48,7 @@ class DeviceSettings:
         bool,
         Setting(
             "With Triton attention, compute steps of at most 8 tokens with fewer kernels: norms, sums and activations "
-            "inside the linear layers. Tokens have other bits than without the flag. Not measured on a GPU yet"
+            "inside the linear layers, and attention with its rotation in one kernel. Tokens have other bits than "
+            "without the flag. Not measured on a GPU yet"
         ),
     ] = False

@@ -17,10 +17,12 @@ from attention_cases import (
     run_decode,
     run_extend,
 )
+from fused_cases import make_step, same_bits
 
 from tercet.model_executor.kernels.activation import act_and_mul, act_and_mul_ref
 from tercet.model_executor.kernels.argmax import argmax, argmax_ref
 from tercet.model_executor.kernels.fp8_linear import fp8_linear, fp8_linear_ref, quantize_rows, quantize_rows_ref
+from tercet.model_executor.kernels.fused_decode import can_fuse_decode
 from tercet.model_executor.kernels.logit_edits import EditTables
 from tercet.model_executor.kernels.rmsnorm import rmsnorm, rmsnorm_ref
 from tercet.model_executor.kernels.rotary import rotary, rotary_ref
@@ -88,6 +90,21 @@ def extend(p: Problem, pick: list[int]) -> list[torch.Tensor]:
 
 def test_decode_agrees_with_the_float64_twin(problem: Problem) -> None:
     assert_close(run_decode(problem, tiles(problem)[0]), expected_decode(problem))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_decode_in_one_kernel_has_the_bits_of_three(name: str, norm: bool) -> None:
+    case, everyone = CASES[name], list(range(len(LENS)))
+    if not can_fuse_decode(case.num_heads, case.num_kv_heads, case.head_dim, case.dtype):
+        return
+    tile = decode_tile(arch_of(torch.device(DEVICE)), case.head_dim, fp32=case.dtype == F32)
+    step = make_step(case, tile, norm=norm, device=DEVICE)
+    wanted = step.apart()
+    for _ in range(20):  # programs come in any order
+        assert all(map(same_bits, step.fused(everyone), wanted))
+    for pick in ([4], [5, 3, 0]):
+        assert same_bits(step.fused(pick)[0], wanted[0][pick])
 
 
 def test_extend_agrees_with_the_float64_twin(problem: Problem) -> None:

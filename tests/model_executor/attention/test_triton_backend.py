@@ -19,6 +19,7 @@ from tercet.model_executor.forward_batch import ForwardBatch
 from tercet.model_executor.kernels import extend_attention
 from tercet.model_executor.kernels.rotary import rotary
 from tercet.model_executor.layers.attention import Attention, QKNorm
+from tercet.model_executor.layers.fused_layers import FusedTritonAttention
 from tercet.model_executor.layers.rotary import RotaryEmbedding
 from tercet.model_executor.layers.triton_layers import RotaryTable, TritonAttention
 from tercet.model_executor.models.family import family_of
@@ -156,8 +157,11 @@ def test_a_decoding_row_has_the_same_bits_beside_a_prompt() -> None:
     pool_dtype=st.sampled_from([None, torch.float8_e4m3fn]),
     norm=st.booleans(),
     extend_lens=st.sampled_from([[1, 1], [5, 1], [4, 7]]),
+    layer=st.sampled_from([TritonAttention, FusedTritonAttention]),
 )
-def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(seed, dtype, pool_dtype, norm, extend_lens) -> None:
+def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(
+    seed, dtype, pool_dtype, norm, extend_lens, layer
+) -> None:
     g = torch.Generator().manual_seed(seed)
     cfg, device = config(3, None), torch.device("cpu")
     table = (torch.randperm(NUM_SLOTS, generator=g)[: 3 * CONTEXT].reshape(3, CONTEXT) + 1).int()
@@ -176,7 +180,7 @@ def test_the_layer_leaves_the_bits_of_rotating_and_storing_apart(seed, dtype, po
 
     fused, apart, reference = map(backend, (TritonAttentionBackend, TritonAttentionBackend, TorchAttentionBackend))
     cos_sin = RotaryTable(RopeConfig(), 16, CONTEXT, device)(batch.positions)
-    out = TritonAttention(1, fused, qk_norm)(qkv.clone(), cos_sin, batch)
+    out = layer(1, fused, qk_norm)(qkv.clone(), cos_sin, batch)
     heads = qkv.clone().view(num_tokens, -1, 16)
     rotary(heads, cfg.num_heads, 2, *cos_sin, **({} if qk_norm is None else qk_norm._asdict()))
     assert torch.equal(out, apart.forward(*heads.split((cfg.num_heads, 2, 2), 1), 1, batch))

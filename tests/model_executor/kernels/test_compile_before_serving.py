@@ -71,6 +71,7 @@ def test_the_long_requests_of_warming_up_have_several_splits() -> None:
     [
         *((n, disabled, {}) for n in (1, 37, 1100) for disabled in (False, True)),
         (37, False, {"fuse_small_steps": True}),
+        (37, True, {"fuse_small_steps": True, "cuda_graph_max_bs": 16}),
         (37, True, {"quantization": "fp8"}),
     ],
 )
@@ -85,8 +86,8 @@ def test_no_step_waits_for_the_compiler(
     with recorded() as launches:
         runner = make_runner(
             TWO_KINDS_OF_LAYER, dtype="bfloat16", attention_backend="triton", max_running_requests=num_rows,
-            max_total_tokens=20 * num_rows, max_prefill_tokens=64, cuda_graph_max_bs=5,
-            disable_cuda_graph=disable_cuda_graph, **options,
+            max_total_tokens=20 * num_rows, max_prefill_tokens=64, disable_cuda_graph=disable_cuda_graph,
+            **{"cuda_graph_max_bs": 5} | options,
         )  # fmt: skip
         assert accelerator.measured_to_record is not disable_cuda_graph
         before = len(launches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from compiled_attention import decode_launches, launch_decode
+from compiled_attention import decode_launches, fused_launches, launch_decode
 from serving_shapes import SHAPES, Shape
 from triton.runtime.jit import JITFunction
 from triton_aot import TARGETS, assert_fits, assert_overlaps, assert_plan_holds, compile_launch
@@ -37,6 +37,43 @@ def test_decode(arch: str, shape: Shape) -> None:
 @pytest.mark.parametrize("arch", TARGETS)
 def test_decode_in_a_step_with_prompts(arch: str, shape: Shape) -> None:
     check(arch, shape, mixed=True)
+
+
+FUSED = {
+    "9x3x64-bfloat16": False,
+    "16x8x128-bfloat16": True,
+    "40x8x128-bfloat16-window": False,
+    "32x32x80-bfloat16": True,
+    "32x8x128-fp8": True,
+    "9x3x64-float32": False,
+}
+"""Shapes of decode attention in one kernel, with a norm of heads or without."""
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_decode_in_one_kernel(arch: str, name: str) -> None:
+    shape = next(shape for shape in SHAPES if str(shape) == name)
+    (launch,) = fused_launches(shape, arch, norm=FUSED[name])
+    resources = compile_launch(launch, arch)
+    assert_fits(resources, arch)
+    if arch == "sm_90" and not shape.fp32:
+        assert_overlaps(resources)
+        assert_plan_holds(resources, shape)
+
+
+def test_one_kernel_orders_what_its_threads_and_programs_share() -> None:
+    shape = next(shape for shape in SHAPES if str(shape) == "32x8x128-bfloat16")
+    (launch,) = fused_launches(shape, "sm_90", norm=False)
+    assembly = compile_launch(launch, "sm_90").assembly
+    read, counted = assembly.index("cp.async.cg"), assembly.index("atom.global.gpu.acq_rel")
+    # Threads wait for the stores of the new K and V before they go on to the queries and the pool.
+    stored = assembly.rindex("st.global", 0, read)
+    assert "ld.global" not in assembly[stored : assembly.index("bar.sync", stored)]
+    # They wait for the stores of the partial result before they are counted: our barrier, and Triton's for the count.
+    part = assembly.rindex("st.global", 0, counted)
+    assert read < part and assembly[part:counted].count("bar.sync") == 2
+    assert "ld.global" in assembly[assembly.index("bar.sync", counted) :]
 
 
 def test_the_programs_of_a_multiprocessor_follow_from_the_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,333 @@
+"""The attention of a decode step of few requests in one kernel: rotation, store of K and V, splits, and their merge.
+
+The kernel computes what `rotary` and `decode_attention` compute, with the same functions in the same order, so with the
+same bits.
+
+- Each program normalises and rotates the query heads of its work unit. Only one unit needs K and V of the new token:
+  the last split of its request and KV head. The program of that unit stores them before it reads its split.
+- The program that stores the last partial result of a request and KV head merges them. Programs count these results
+  with an atomic addition, which releases what they stored and acquires what others stored. The last one sets the count
+  back to zero for the next launch.
+
+NOT YET MEASURED ON A DEVICE.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .decode_attention import (
+    MERGE_CHAINS,
+    as_operand_of,
+    attend_to_split,
+    decode_attention_ref,
+    merge_splits,
+    note_registers,
+    num_programs,
+    split_bounds,
+)
+from .bound import bound
+from .primitives import as_kernel_operand, is_interpreted, kv_format, score_scales
+from .rotary import head_scale, load_heads, rotary_ref, store_heads, turn
+from .tuning import DecodeTile, arch_of, decode_tile, next_power_of_2, padded_head_dim
+from .work_map import WorkMap
+
+_MAX_GROUP = 16
+"""Query heads of a KV head: the rows of one tile."""
+_MERGED_COLUMNS, _MERGED_COLUMNS_FP32 = 256, 128
+"""Columns of a tile that merges. It has several heads if they are narrow. Wider tiles spill registers on sm_90."""
+
+
+def can_fuse_decode(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether `fused_decode` serves these heads.
+
+    More query heads for a KV head need several tiles, which would all have to wait for the new K and V. In float32,
+    wider heads spill registers.
+    """
+    return num_heads // num_kv_heads <= _MAX_GROUP and (dtype != torch.float32 or head_dim <= 128)
+
+
+@triton.jit
+def _load_queries(
+    token_ptr, cos_ptr, sin_ptr, weight_ptr, heads, mask_h, stride_h, eps, HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """Load, normalise and rotate query heads of a token as one tile, [heads, BLOCK_D]. They stay as they are."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    d = tl.arange(0, BLOCK_D)
+    is_upper = d >= HALF
+    angle = tl.where(is_upper, d - HALF, d)
+    partner = tl.where(is_upper, d - HALF, d + HALF)
+    inside = d < HEAD_DIM
+    mask = mask_h[:, None] & inside[None, :]
+    source = token_ptr + heads[:, None] * stride_h
+    own = tl.load(source + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(source + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        pair = tl.arange(0, BLOCK_HALF)
+        mask_pair = mask_h[:, None] & (pair < HALF)[None, :]
+        x = tl.load(source + pair[None, :], mask=mask_pair, other=0.0).to(tl.float32)
+        y = tl.load(source + pair[None, :] + HALF, mask=mask_pair, other=0.0).to(tl.float32)
+        scale = head_scale(x, y, eps, HEAD_DIM)
+        own = own * scale * tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
+        other = other * scale * tl.load(weight_ptr + partner, mask=inside, other=0.0).to(tl.float32)[None, :]
+    cos = tl.load(cos_ptr + angle, mask=inside, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
+    sin = tl.where(is_upper, sin, -sin)
+    return turn(own, other, cos[None, :], sin[None, :]).to(token_ptr.dtype.element_ty)
+
+
+# The batch size and the alignment of these buffers vary from step to step.
+@bound
+@triton.jit(
+    do_not_specialize=["batch"],
+    do_not_specialize_on_alignment=["slots_ptr", "rows_ptr", "seq_lens_ptr", "work_starts_ptr", "work_rows_ptr"],
+)
+def _fused_decode_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    table_ptr,
+    rows_ptr,
+    seq_lens_ptr,
+    work_starts_ptr,
+    work_rows_ptr,
+    part_o_ptr,
+    part_lse_ptr,
+    counts_ptr,
+    out_ptr,
+    batch,
+    stride_t,
+    stride_h,
+    stride_angle,
+    stride_slot,
+    stride_table,
+    eps,
+    inv_k_scale,
+    inv_v_scale,
+    scale,
+    cap_scale,
+    v_scale,
+    window,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    KV_FORMAT: tl.constexpr,
+    WIDEN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    CHAINS: tl.constexpr,
+):
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    kv_head = tl.program_id(0)
+    in_group = tl.arange(0, BLOCK_H)
+    heads = kv_head * GROUP + in_group
+    mask_h = in_group < GROUP
+    offs_g = tl.arange(0, BLOCK_G)
+    offs_d = tl.arange(0, BLOCK_D)
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    num_units = tl.load(work_starts_ptr + batch)
+    for unit in range(tl.program_id(1), num_units, tl.num_programs(1)):
+        b = tl.load(work_rows_ptr + unit)
+        seq_len = tl.load(seq_lens_ptr + b).to(tl.int32)
+        begin = tl.load(work_starts_ptr + b)
+        end = tl.load(work_starts_ptr + b + 1)
+        lo, hi, first = split_bounds(unit - begin, seq_len, window, HAS_WINDOW, SPLIT, BLOCK_N)
+        if lo < hi:
+            token = b.to(tl.int64)
+            token_ptr = qkv_ptr + token * stride_t
+            cos = cos_ptr + token * stride_angle
+            sin = sin_ptr + token * stride_angle
+            if hi == seq_len:
+                # Rows 0 and 1 of a tile: the new token's K and V.
+                new = NUM_HEADS + kv_head + in_group * NUM_KV_HEADS
+                x, y, x_at, y_at, mask = load_heads(
+                    token_ptr, cos, sin, q_weight_ptr, k_weight_ptr, new, in_group < 2, stride_h, eps, NUM_HEADS,
+                    NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, True, HAS_NORM, BLOCK_HALF,
+                )  # fmt: skip
+                slot = tl.load(slots_ptr + b).to(tl.int64) * stride_slot
+                store_heads(
+                    x, y, x_at, y_at, mask, new, k_ptr + slot, v_ptr + slot, inv_k_scale, inv_v_scale, dtype,
+                    NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, KV_FORMAT != 0,
+                )  # fmt: skip
+                tl.debug_barrier()  # other threads of this program read them
+            q = _load_queries(
+                token_ptr, cos, sin, q_weight_ptr, heads, mask_h, stride_h, eps, HEAD_DIM, HAS_NORM, BLOCK_D,
+                BLOCK_HALF,
+            )  # fmt: skip
+            row_ptr = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * stride_table
+            attend_to_split(
+                as_operand_of(q, KV_FORMAT), k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, row_ptr,
+                part_o_ptr, part_lse_ptr, unit, heads, mask_h, lo, hi, first, stride_slot, scale, cap_scale, v_scale,
+                NUM_HEADS, HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_N,
+            )  # fmt: skip
+            begin += first // SPLIT
+            count_ptr = counts_ptr + b * NUM_KV_HEADS + kv_head
+            tl.debug_barrier()  # all threads have stored their part
+            if tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == end - begin - 1:
+                tl.store(count_ptr, 0)
+                for g in tl.range(0, GROUP, BLOCK_G, num_stages=1):
+                    some = kv_head * GROUP + tl.minimum(g + offs_g, GROUP - 1)
+                    o = merge_splits(
+                        part_o_ptr, part_lse_ptr, begin, end, some, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS, 1
+                    )
+                    target = out_ptr + (token * NUM_HEADS + some)[:, None] * HEAD_DIM + offs_d[None, :]
+                    inside = (g + offs_g < GROUP)[:, None] & (offs_d < HEAD_DIM)[None, :]
+                    tl.store(target, o.to(dtype), mask=inside)
+
+
+def fused_decode(
+    qkv: torch.Tensor,
+    num_heads: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    slots: torch.Tensor,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    work: WorkMap,
+    counts: torch.Tensor,
+    *,
+    sm_scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    tile: DecodeTile | None = None,
+) -> torch.Tensor:
+    """`rotary` and `decode_attention` for one token of each request: the output, [B, num_heads, head_dim].
+
+    K and V of the tokens are stored at `slots`, which are also the last slots of the requests in `req_to_token`. qkv
+    does not change. The arguments are those of the two functions, with these limits: `can_fuse_decode`; cos and sin
+    have head_dim / 2 columns; every request has at least one token, the new one.
+    counts: int32 of at least B * num_kv_heads zeros, contiguous. They are zeros again when the kernel ends.
+    """
+    batch, num_qkv_heads, head_dim = qkv.shape
+    num_slots, num_kv_heads, _ = k_buffer.shape
+    assert qkv.stride(2) == 1 and num_qkv_heads == num_heads + 2 * num_kv_heads and num_heads % num_kv_heads == 0
+    assert can_fuse_decode(num_heads, num_kv_heads, head_dim, qkv.dtype)
+    assert cos.shape == sin.shape == (batch, head_dim // 2) and cos.stride() == sin.stride() and head_dim % 2 == 0
+    assert cos.stride(1) == 1 and cos.dtype == sin.dtype == torch.float32
+    assert (q_weight is None) == (k_weight is None)
+    assert k_buffer.is_contiguous() and v_buffer.is_contiguous()
+    assert k_buffer.shape == v_buffer.shape == (num_slots, num_kv_heads, head_dim)
+    assert req_to_token.stride(1) == 1 and req_to_token.dtype == torch.int32
+    assert rows.shape == seq_lens.shape == slots.shape == (batch,) and work.starts.shape == (batch + 1,)
+    assert slots.is_contiguous() and counts.is_contiguous()
+    assert counts.dtype == torch.int32 and counts.numel() >= batch * num_kv_heads
+    assert window is None or window > 0
+    fp8 = k_buffer.dtype == torch.float8_e4m3fn
+    assert k_buffer.dtype == v_buffer.dtype and (fp8 or k_buffer.dtype == qkv.dtype)
+
+    arch = arch_of(qkv.device)
+    tile = tile or decode_tile(arch, head_dim, fp32=qkv.dtype == torch.float32)
+    assert work.tile == tile.split and tile.split % tile.block_n == 0
+    block_d, group = padded_head_dim(head_dim), num_heads // num_kv_heads
+    columns = _MERGED_COLUMNS_FP32 if qkv.dtype == torch.float32 else _MERGED_COLUMNS
+    kind = ("fused", arch, tile, qkv.dtype, fp8, head_dim, group, q_weight is None, soft_cap is None, window is None)
+    programs = num_programs(kind, qkv.device, tile, num_kv_heads)
+    part_o = torch.empty(work.capacity, num_heads, head_dim, dtype=torch.float32, device=qkv.device)
+    part_lse = torch.empty(work.capacity, num_heads, dtype=torch.float32, device=qkv.device)
+    out = torch.empty(batch, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    compiled = _fused_decode_kernel[(num_kv_heads, min(programs, work.capacity))](
+        qkv,
+        cos,
+        sin,
+        cos if q_weight is None else q_weight,
+        cos if k_weight is None else k_weight,
+        as_kernel_operand(k_buffer),
+        as_kernel_operand(v_buffer),
+        slots,
+        req_to_token,
+        rows,
+        seq_lens,
+        work.starts,
+        work.rows,
+        part_o,
+        part_lse,
+        counts,
+        out,
+        batch,
+        qkv.stride(0),
+        qkv.stride(1),
+        cos.stride(0),
+        k_buffer.stride(0),
+        req_to_token.stride(0),
+        eps,
+        1.0 / k_scale,
+        1.0 / v_scale,
+        *score_scales(sm_scale * k_scale, soft_cap),
+        v_scale,
+        window or 0,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HAS_NORM=q_weight is not None,
+        HAS_CAP=soft_cap is not None,
+        HAS_WINDOW=window is not None,
+        KV_FORMAT=kv_format(k_buffer.dtype, arch),
+        WIDEN=is_interpreted(_fused_decode_kernel) and qkv.dtype == torch.bfloat16,
+        SPLIT=tile.split,
+        BLOCK_H=_MAX_GROUP,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=block_d,
+        BLOCK_HALF=next_power_of_2(head_dim // 2),
+        BLOCK_G=min(next_power_of_2(group), max(1, columns // block_d)),
+        CHAINS=MERGE_CHAINS,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    note_registers(kind, arch, tile, compiled)
+    return out
+
+
+def fused_decode_ref(
+    qkv: torch.Tensor,
+    num_heads: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    slots: torch.Tensor,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    sm_scale: float,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> torch.Tensor:
+    """`fused_decode` in plain torch."""
+    qkv = qkv.clone()
+    rotary_ref(
+        qkv, num_heads, k_buffer.shape[1], cos, sin, q_weight=q_weight, k_weight=k_weight, eps=eps, k_buffer=k_buffer,
+        v_buffer=v_buffer, slots=slots, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    return decode_attention_ref(
+        qkv[:, :num_heads], k_buffer, v_buffer, req_to_token, rows, seq_lens, sm_scale=sm_scale, soft_cap=soft_cap,
+        window=window, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
