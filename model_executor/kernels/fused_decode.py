@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .bound import bound
 from .decode_attention import (
     MERGE_CHAINS,
     as_operand_of,
@@ -28,7 +29,6 @@ from .decode_attention import (
     num_programs,
     split_bounds,
 )
-from .bound import bound
 from .primitives import as_kernel_operand, is_interpreted, kv_format, score_scales
 from .rotary import head_scale, load_heads, rotary_ref, store_heads, turn
 from .tuning import DecodeTile, arch_of, decode_tile, next_power_of_2, padded_head_dim
