@@ -29,6 +29,8 @@ class Timings(NamedTuple):
     """Seconds from submission to the first token."""
     decode_throughput: float | None
     """Tokens per second after the first token."""
+    prefill_time: float | None = None
+    """Seconds from the first admission to the first token."""
 
 
 class GenerationOwner(Protocol):

@@ -175,4 +175,8 @@ class ObservedGeneration(Generation):
         decode_s = self._last_token_at - self._first_token_at
         num_decoded = self._num_tokens - self._num_first_tokens
         throughput = num_decoded / decode_s if num_decoded and decode_s > 0 else None
-        self.timings = Timings(queue_time_s, self.first_token_s, throughput)
+        first_token_s = self.first_token_s
+        prefill_s = None
+        if first_token_s is not None and queue_time_s is not None:
+            prefill_s = max(first_token_s - queue_time_s, 0.0)
+        self.timings = Timings(queue_time_s, first_token_s, throughput, prefill_s)

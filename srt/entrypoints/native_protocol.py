@@ -179,6 +179,10 @@ class MetaInfo(msgspec.Struct, frozen=True):
         float | UnsetType,
         doc("Seconds from submission to the first token; with --enable-metrics, in a sample that has finished"),
     ] = UNSET
+    prefill_time: Annotated[
+        float | UnsetType,
+        doc("Seconds from the queue to the first token; with --enable-metrics, in a sample that has finished"),
+    ] = UNSET
     decode_throughput: Annotated[
         float | UnsetType,
         doc("Tokens per second after the first token; with --enable-metrics, in a sample that has finished"),

@@ -26,6 +26,7 @@ _VOLATILE = frozenset(
         "input_tokens_details",
         "sequence_number",
         "queue_time",
+        "prefill_time",
         "time_to_first_token",
         "first_token_latency",
         "decode_throughput",

@@ -121,6 +121,7 @@ def test_the_times_of_a_request(counted: Site) -> None:
     assert meta["queue_time"] == 0.25
     assert 0 < meta["first_token_latency"] < meta["e2e_latency"]
     assert meta["decode_throughput"] > 0
+    assert meta["prefill_time"] == max(meta["first_token_latency"] - 0.25, 0.0)
     events = counted.stream("/generate", {**BODY, "stream": True})
     assert "queue_time" in events[-1]["meta_info"] and "queue_time" not in events[0]["meta_info"]
 
