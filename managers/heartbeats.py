@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 from ..srt.io_struct import BatchTextOut, DetokenizerAlive, ToTokenizer
 
-LATE_S = 1.0
-"""A process that is silent for longer is late."""
+STOPPED_LATE_S = 1.0
+"""A stopped process that is silent for longer is late."""
+LATE_S = 10.0
+"""Any other process that is silent for longer is late. An ordinary step is shorter, even on a slow machine."""
 
 
 class Heartbeats:
@@ -17,6 +19,8 @@ class Heartbeats:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds from any start."""
         self._clock = clock
+        self.is_stopped = False
+        """A signal has stopped one of the processes."""
         self.reset()
 
     def reset(self) -> None:
@@ -39,8 +43,8 @@ class Heartbeats:
 
     @property
     def is_late(self) -> bool:
-        """A process has missed a sign of life. Idle processes give two in a second."""
-        return self.longest_silence_s > LATE_S
+        """A process is silent for so long that streams show a sign of life instead."""
+        return self.longest_silence_s > (STOPPED_LATE_S if self.is_stopped else LATE_S)
 
     def silent_s(self, role: str) -> float:
         """Seconds since the last sign of life of the process with this role."""

@@ -233,7 +233,7 @@ class TokenizerManager:
     def stall(self) -> str | None:
         """Why samples that have begun may get no tokens for a while: "restarting", "paused", "waiting", or None.
 
-        Waiting: a process has been silent for more than a second, because its step is long or because it hangs."""
+        Waiting: a process is stopped, or its step takes very long (`Heartbeats.is_late`)."""
         if self.is_recovering or self.failure is not None:
             return "restarting" if self.failure is None else None
         return "paused" if self.pause.is_on else "waiting" if self.heartbeats.is_late else None

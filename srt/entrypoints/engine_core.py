@@ -290,6 +290,7 @@ class EngineCore:
             if not manager.is_restarting:
                 self._renew_spares()
                 self._oom_kills, self._latest_oom_kills = self._latest_oom_kills, num_oom_kills()
+                manager.heartbeats.is_stopped = any(is_stopped(child.pid) for child in self._life.children)
                 if manager.stall == "waiting":
                     manager.tell_stall()
             for child in self._life.children:

@@ -154,9 +154,9 @@ def test_equal_requests_are_refused_after_a_conviction() -> None:
     assert unexcused([again], events[:1])
 
 
-def test_only_a_stopped_http_process_excuses_silence() -> None:
+def test_only_a_stopped_http_process_and_a_hanging_step_excuse_silence() -> None:
     events = [Event("stop the HTTP process", 1.0, 2.0), Event("stop the scheduler", 3.0, 9.0)]
-    assert silent_times(events) == [(1.0, 2.0)]
+    assert silent_times([*events, Event("hanging step", 10.0, 22.0)]) == [(1.0, 2.0), (10.0, 22.0)]
 
 
 def test_refused_and_lost_are_counted_by_their_texts() -> None:

@@ -68,6 +68,8 @@ async def stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> 
     lines = b"".join(events).decode().split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     for line in lines[:-2]:
+        if line.startswith(":"):  # a comment of a machine so slow that a step takes 10 s
+            continue
         text += text_of(path, json.loads(line.removeprefix("data: ")))
     return text
 

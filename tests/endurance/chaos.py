@@ -2,7 +2,7 @@
 
 Every stream that ends normally must equal the undisturbed answer. Every other one must end with an error that says why,
 and that one of the faults allows (see excuses.py). A stream that has begun must not be silent for longer than
---max-silence, unless the HTTP process is stopped.
+--max-silence, unless the HTTP process is stopped or a step hangs.
 At the end nothing may be left behind. `--seed` repeats the faults, their order and the requests of each client. Their
 times depend on the machine.
 """
@@ -133,7 +133,7 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
     wrong += unexcused(tally.failures, faults.events)
     silences = [(silence_beyond(wait, silent_times(faults.events)), wait) for wait in tally.waits.silences]
     wrong += [
-        f"{wait.case}: silent for {wait.lasted_s:.1f} s, {silence:.1f} s of them while the HTTP process was not stopped"
+        f"{wait.case}: silent for {wait.lasted_s:.1f} s, {silence:.1f} s of them without an excuse"
         for silence, wait in silences
         if silence > args.max_silence
     ]
@@ -150,7 +150,7 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
         "restarts": seconds([ended - died for died, ended in server.restarts]),
         "pauses_of_a_second_or_more": seconds([wait.lasted_s for wait in tally.waits.pauses]),
         "silences_of_a_second_or_more": seconds([wait.lasted_s for wait in tally.waits.silences]),
-        "silence_without_a_stop_of_http": seconds([silence for silence, _ in silences]),
+        "silence_without_an_excuse": seconds([silence for silence, _ in silences]),
         "rss_mib": {
             role: [use.rss_bytes >> 20, after[role].rss_bytes >> 20] for role, use in before.items() if role in after
         },

@@ -21,8 +21,8 @@ OWN_DEATHS = frozenset(("failed allocation", "hanging step", "short memory"))
 _NOT_FINITE = "logits for this request are not finite"
 _ERRORS = {"invalid logits": _NOT_FINITE, "short memory": "internal error; the server's log has the details"}
 """The errors besides FATAL, by the fault that allows them: a part of the message. The codes differ between APIs."""
-_SILENT = frozenset(("stop the HTTP process",))
-"""Nobody else could send the comments that show life."""
+_SILENT = frozenset(("stop the HTTP process", "hanging step"))
+"""Nobody else could send the comments that show life; and a step may take 10 s before there are comments."""
 _LATER_S = 5.0
 """A fault is over before all that it does is seen."""
 

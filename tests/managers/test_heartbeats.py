@@ -16,11 +16,15 @@ def test_each_process_speaks_for_itself() -> None:
     now = 7.0
     heartbeats.hear(FlushCacheReply(1, True, 0))
     assert [heartbeats.silent_s(role) for role in ("scheduler", "detokenizer")] == [0.0, 2.0]
-    assert heartbeats.longest_silence_s == 2.0 and heartbeats.is_late
+    assert heartbeats.longest_silence_s == 2.0 and not heartbeats.is_late
+    heartbeats.is_stopped = True
+    assert heartbeats.is_late
     now = 8.0
     heartbeats.hear(BatchTextOut([]))
     assert [heartbeats.silent_s(role) for role in ("scheduler", "detokenizer")] == [0.0, 0.0]
     assert heartbeats.longest_silence_s == 0.0 and not heartbeats.is_late
-    now = 9.0
+    heartbeats.is_stopped = False
+    now = 18.5
+    assert heartbeats.is_late
     heartbeats.reset()
     assert [heartbeats.silent_s(role) for role in ("scheduler", "detokenizer")] == [0.0, 0.0]
