@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+
+from .process_state import stat_fields
 
 
 def processor_time_s(pid: int) -> float:
@@ -12,8 +13,7 @@ def processor_time_s(pid: int) -> float:
     0 if there is no such process. Source: proc_pid_stat(5).
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        utime, stime = map(int, stat_fields(pid)[11:13])
     except OSError:
         return 0.0
-    utime, stime = int(fields[11]), int(fields[12])
     return (utime + stime) / os.sysconf("SC_CLK_TCK")
