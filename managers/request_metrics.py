@@ -132,6 +132,8 @@ class ObservedGeneration(Generation):
         self._opened = clock()
         self._first_token_at = self._last_token_at = 0.0
         self._num_tokens = self._num_first_tokens = 0
+        self._first_token_life: int | None = None
+        """`num_recoveries` at the first token. None: no token, or the first one came from another server."""
         self._is_prompt_counted = False
 
     def restore(self, out: TextOut, num_recoveries: int, first_token_s: float | None) -> None:
@@ -174,6 +176,7 @@ class ObservedGeneration(Generation):
             metrics.time_to_first_token.observe(now - self._opened)
             tenant.time_to_first_token.observe(now - self._opened)
             self._first_token_at = now
+            self._first_token_life = self.num_recoveries
             self._num_first_tokens = num_new
         else:
             metrics.inter_token_latency.observe((now - self._last_token_at) / num_new, num_new)
@@ -193,6 +196,7 @@ class ObservedGeneration(Generation):
         throughput = num_decoded / decode_s if num_decoded and decode_s > 0 else None
         first_token_s = self.first_token_s
         prefill_s = None
-        if first_token_s is not None and queue_time_s is not None:
+        # After a restart, `queue_time_s` is of the new engine.
+        if first_token_s is not None and queue_time_s is not None and self._first_token_life == self.num_recoveries:
             prefill_s = max(first_token_s - queue_time_s, 0.0)
         self.timings = Timings(queue_time_s, first_token_s, throughput, prefill_s)

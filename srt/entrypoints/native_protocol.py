@@ -184,7 +184,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     ] = UNSET
     prefill_time: Annotated[
         float | UnsetType,
-        doc("Seconds from the queue to the first token; with --enable-metrics, in a sample that has finished"),
+        doc("Time to the first token without `queue_time`; with --enable-metrics, in a sample that has finished"),
     ] = UNSET
     decode_throughput: Annotated[
         float | UnsetType,

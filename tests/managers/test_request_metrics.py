@@ -153,3 +153,16 @@ def test_a_tenant_is_known_before_the_engine_has_the_request() -> None:
     seen = Observed(tenant="ann")
     seen.generation.close()
     assert {name: one.num_aborted for name, one in seen.metrics.tenants.items()} == {"ann": 1}
+
+
+@pytest.mark.parametrize(("num_restarts", "prefill_s"), [(0, 1.5), (1, None)])
+def test_a_restart_after_the_first_token_hides_the_time_of_the_prefill(
+    num_restarts: int, prefill_s: float | None
+) -> None:
+    """The queue time at the end is that of the second engine."""
+    one = Observed()
+    one.generation.first_token_s = 2.0
+    one.push(2.0, 1)
+    one.generation.num_recoveries += num_restarts
+    one.push(1.0, 2, LengthFinish(length=2))
+    assert one.generation.timings is not None and one.generation.timings.prefill_time == prefill_s
