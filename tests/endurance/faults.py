@@ -20,6 +20,8 @@ from endurance.hooks import STEP_FAULTS, VARIABLE
 from endurance.resources import processes_of
 from endurance.server_under_test import ServerUnderTest
 
+from tercet.model_executor.weights.cache_folder import SUFFIXES
+
 _TAKEN_WITHIN_S = 5.0
 """A step fault that no step has taken by then is withdrawn: nothing runs."""
 _SECOND_SERVER_S = 60.0
@@ -171,20 +173,21 @@ class Faults:
         self._server.hooks.set_clock(rng.choice([-1e9, -3600.0, -1.0, 1.0, 3600.0, 1e9, 0.0]))
 
     async def _corrupt_weight_cache(self, rng: random.Random) -> None:
-        """Changes a byte of an entry, or cuts it, and kills what has loaded it, so that it is read again."""
-        entries = sorted(self._server.cache.rglob("*.safetensors"))
+        """Changes a byte of an entry, or cuts it, and kills what has loaded it, so that it is read again.
+
+        The damaged file is a new one: what has mapped the old one is not what is tested.
+        """
+        entries = sorted(path for path in self._server.cache.rglob("*") if path.suffix in SUFFIXES)
         if not entries:
             raise Skipped("the model needs no weight cache")
         entry = rng.choice(entries)
-        size = entry.stat().st_size
+        content = bytearray(entry.read_bytes())
         if rng.random() < 0.3:
-            os.truncate(entry, rng.randrange(size))
+            del content[rng.randrange(len(content)) :]
         else:
-            with entry.open("r+b") as file:
-                file.seek(rng.randrange(size))
-                byte = file.read(1)
-                file.seek(-1, os.SEEK_CUR)
-                file.write(bytes([byte[0] ^ 0x55]))
+            content[rng.randrange(len(content))] ^= 0x55
+        entry.unlink()
+        entry.write_bytes(content)
         with contextlib.suppress(Skipped):
             await self._signal("spare", signal.SIGKILL)
         await self._signal("scheduler", signal.SIGKILL)
