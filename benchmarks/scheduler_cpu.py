@@ -41,7 +41,7 @@ class Phase(IntEnum):
     CACHE = 8
     """Looks up, inserts, locks and evicts prefixes; orders the waiting queue."""
     OBSERVE = 9
-    """Counters, the step journal, the log of steps, the recording, and the explanation of waits."""
+    """Counters, the step journal, the log of steps, the recording, the explanation of waits, and KV events."""
 
 
 _CALLS = {
@@ -56,8 +56,11 @@ _CALLS = {
     "_step_log": (Phase.OBSERVE, ("on_launch", "on_result")),
     "_journal": (Phase.OBSERVE, ("begin", "end")),
     "planner": (Phase.OBSERVE, ("_count_time", "_note_admissions", "_find_limit")),
+    "kv._events": (Phase.OBSERVE, ("stored", "split", "removed")),
+    "_kv_events": (Phase.OBSERVE, ("flush",)),
 }
-"""Methods of parts of a scheduler that are timed. The planner has its own only with `--explain-schedule`."""
+"""Methods of parts of a scheduler that are timed. The planner has its own only with `--explain-schedule`, and the last
+two parts are None without KV events."""
 _NUM_CALIBRATIONS = 10_000
 RECORDER_CALLS = ("on_turn", "on_step", "on_outputs")
 
