@@ -39,7 +39,7 @@ class Phase(IntEnum):
     KV = 7
     """Allocates and frees slots and rows."""
     CACHE = 8
-    """Looks up, inserts, locks and evicts prefixes."""
+    """Looks up, inserts, locks and evicts prefixes, also in host memory."""
     OBSERVE = 9
     """Counters, the step journal, the log of steps, the recording, the explanation of waits, and KV events."""
 
@@ -50,6 +50,7 @@ _CALLS = {
         Phase.CACHE,
         ("match", "match_len", "match_path", "insert", "lock", "unlock", "move_lock", "evict", "is_discarded"),
     ),
+    "kv.tiers": (Phase.CACHE, ("expected_end", "end_of", "admit", "save", "take_copies", "on_copied")),
     "_metrics": (Phase.OBSERVE, ("on_arrival", "on_launch", "on_result", "on_finish")),
     "_step_log": (Phase.OBSERVE, ("on_launch", "on_result")),
     "_journal": (Phase.OBSERVE, ("begin", "end")),
@@ -57,8 +58,8 @@ _CALLS = {
     "kv._events": (Phase.OBSERVE, ("stored", "split", "removed")),
     "_kv_events": (Phase.OBSERVE, ("flush",)),
 }
-"""Methods of parts of a scheduler that are timed. The planner has its own only with `--explain-schedule`, and the last
-two parts are None without KV events."""
+"""Methods of parts of a scheduler that are timed. The planner has its own only with `--explain-schedule`.
+`kv.tiers` may be None, and the last two parts are None without KV events."""
 _NUM_CALIBRATIONS = 10_000
 RECORDER_CALLS = ("on_turn", "on_step", "on_outputs")
 
