@@ -39,7 +39,7 @@ class Phase(IntEnum):
     KV = 7
     """Allocates and frees slots and rows."""
     CACHE = 8
-    """Looks up, inserts, locks and evicts prefixes, also in host memory."""
+    """Looks up, inserts, locks and evicts prefixes, also in host memory, and orders the queue."""
     OBSERVE = 9
     """Counters, the step journal, the log of steps, the recording, the explanation of waits, and KV events."""
 
@@ -48,9 +48,11 @@ _CALLS = {
     "kv": (Phase.KV, ("decode", "has_room_for_decode", "extend", "admit", "share", "release")),
     "kv.cache": (
         Phase.CACHE,
-        ("match", "match_len", "match_path", "insert", "lock", "unlock", "move_lock", "evict", "is_discarded"),
+        ("match", "insert", "lock", "unlock", "move_lock", "evict", "is_discarded"),
     ),
-    "kv.tiers": (Phase.CACHE, ("expected_end", "end_of", "admit", "save", "take_copies", "on_copied")),
+    # It looks up each waiting request. To time each look-up would take longer than the look-ups.
+    "planner._policy": (Phase.CACHE, ("order",)),
+    "kv.tiers": (Phase.CACHE, ("end_of", "admit", "save", "take_copies", "on_copied")),
     "_metrics": (Phase.OBSERVE, ("on_arrival", "on_launch", "on_result", "on_finish")),
     "_step_log": (Phase.OBSERVE, ("on_launch", "on_result")),
     "_journal": (Phase.OBSERVE, ("begin", "end")),
