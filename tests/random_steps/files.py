@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from random import Random
 
 import numpy as np
@@ -17,7 +18,7 @@ class FakeStorage:
         """`memory`: uint8 [num_blocks, block_bytes]."""
         self.is_writing = True
         self.files = self
-        self.used_bytes = self.max_bytes = self.num_damaged = self.num_removed = 0
+        self.used_bytes = self.max_bytes = self.num_damaged = self.num_removed = self.num_forgotten = 0
         self._memory = memory
         self._rng = Random(seed)
         self._files: dict[bytes, np.ndarray] = {}
@@ -30,6 +31,13 @@ class FakeStorage:
 
     def has(self, key: bytes) -> bool:
         return key in self._files
+
+    @property
+    def index(self) -> Container[bytes]:
+        return self._files
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        pass
 
     def list_files(self) -> None:
         """In any order, as in a folder that was copied."""
@@ -78,6 +86,7 @@ class FakeStorage:
         for key, block in job.blocks:
             if self._rng.random() < 0.05:  # damaged: it is removed, and may have changed the memory
                 self._files.pop(key, None)
+                self.num_forgotten += 1
                 self._note(key, None)
                 self._memory[block] = 0xA5
             if key not in self._files:
