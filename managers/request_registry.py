@@ -109,6 +109,7 @@ class AdoptedSample:
 
     def __init__(self, registry: RequestRegistry, request: GenerateReq) -> None:
         self.rid = request.rid
+        self.options = request.options
         self.prompt_ids: Sequence[int] = unpack_ids(request.input_ids)  # type: ignore[assignment]
         self._registry = registry
 

@@ -19,8 +19,11 @@ REFUSED_AGAIN = "on an equal request"
 OWN_DEATHS = frozenset(("failed allocation", "hanging step", "short memory"))
 """The engine dies by itself, so its requests are suspects. Two such deaths may convict one."""
 _NOT_FINITE = "logits for this request are not finite"
-_ERRORS = {"invalid logits": _NOT_FINITE, "short memory": "internal error; the server's log has the details"}
-"""The errors besides FATAL, by the fault that allows them: a part of the message. The codes differ between APIs."""
+_ERRORS = {
+    "invalid logits": (_NOT_FINITE,),
+    "short memory": ("internal error; the server's log has the details", "could not create this request"),
+}
+"""The errors besides FATAL, by the fault that allows them: parts of messages. The codes differ between APIs."""
 _SILENT = frozenset(("stop the HTTP process", "hanging step"))
 """Nobody else could send the comments that show life; and a step may take 10 s before there are comments."""
 _LATER_S = 5.0
@@ -50,7 +53,8 @@ def cause(failure: Failure, events: Sequence[Event]) -> str | None:
             active = [event for event in events if not event.skipped and event.began <= failure.ended]
         deadly = [event.kind for event in active if event.kind in OWN_DEATHS]
         return deadly[-1] if len(deadly) >= 2 else None
-    return next((one.kind for one in active if one.kind in _ERRORS and _ERRORS[one.kind] in failure.error), None)
+    kinds = (one.kind for one in active if any(part in failure.error for part in _ERRORS.get(one.kind, ())))
+    return next(kinds, None)
 
 
 def unexcused(failures: Sequence[Failure], events: Sequence[Event]) -> list[str]:

@@ -55,8 +55,7 @@ def check_host_blocks(tiers: KVTiers, storage: FakeStorage | None) -> None:
     """
     uses: list[int] = []
     for copies in [tiers._next, *tiers._under_way]:
-        uses += copies.loaded
-        uses += [block for _, block in copies.filled]
+        uses += copies.blocks
     for job in [] if storage is None else storage.jobs:
         uses += [job.block] if isinstance(job, WriteJob) else [block for _, block in job.blocks]
     blocks = tiers.blocks

@@ -6,14 +6,15 @@ from random import Random
 
 import numpy as np
 
-from tercet.mem_cache.kv_storage import ReadJob, WriteJob
+from tercet.mem_cache.block_keys import BlockContent
+from tercet.mem_cache.kv_storage import FileChange, ReadJob, WriteJob
 
 
 class FakeStorage:
     """A KVStorage whose jobs take a random number of polls. Some reads find damaged files, and the disk may be full."""
 
-    def __init__(self, memory: np.ndarray, seed: str, saved: dict[bytes, np.ndarray]) -> None:
-        """`memory`: uint8 [num_blocks, block_bytes]. `saved`: the files, which outlive an engine."""
+    def __init__(self, memory: np.ndarray, seed: str, before: FakeStorage | None) -> None:
+        """`memory`: uint8 [num_blocks, block_bytes]. `before`: that of the last engine, whose files are still there."""
         self.is_writing = True
         self.files = self
         self.used_bytes = self.max_bytes = self.num_damaged = self.num_removed = self.num_read = 0
@@ -23,12 +24,41 @@ class FakeStorage:
         """Probability that a poll returns a job. A slow disk lets requests wait until they compute KV themselves."""
         self._full_share = self._rng.choice([0.005, 0.1])
         """Probability that a write finds a full disk."""
-        self._files = saved
+        self._files: dict[bytes, np.ndarray] = {} if before is None else before._files
+        self.contents: dict[bytes, BlockContent] = {} if before is None else before.contents
+        """What the key of each file stands for."""
         self.jobs: list[ReadJob | WriteJob] = []
         """Those that have not ended."""
+        self._changes: list[FileChange] | None = None
+        """Not reported yet; None: nobody asks."""
+        self._order = Random(seed)
 
     def has(self, key: bytes) -> bool:
         return key in self._files
+
+    def list_files(self) -> None:
+        """In any order, as in a folder that was copied."""
+        keys = list(self.contents)
+        self._order.shuffle(keys)
+        self._changes = [*(self._changes or ()), *((key, self.contents[key]) for key in keys)]
+
+    @property
+    def has_file_changes(self) -> bool:
+        return bool(self._changes)
+
+    def take_file_changes(self, limit: int) -> list[FileChange]:
+        changes = self._changes or []
+        if self._changes is not None:
+            self._changes = changes[limit:]
+        return changes[:limit]
+
+    def _note(self, key: bytes, content: BlockContent | None) -> None:
+        if content is None:
+            self.contents.pop(key, None)
+        else:
+            self.contents[key] = content
+        if self._changes is not None:
+            self._changes.append((key, content))
 
     def read(self, job: ReadJob) -> None:
         self.jobs.append(job)
@@ -46,12 +76,14 @@ class FakeStorage:
                 self.is_writing = job.is_written = self._rng.random() > self._full_share
                 if job.is_written:
                     self._files[job.key] = self._memory[job.block].copy()
+                    self._note(job.key, job.content)
         return done
 
     def _read(self, job: ReadJob) -> None:
         for key, block in job.blocks:
             if self._rng.random() < 0.05:  # damaged: it is removed, and may have changed the memory
                 self._files.pop(key, None)
+                self._note(key, None)
                 self._memory[block] = 0xA5
                 self.num_damaged += 1
             if key not in self._files:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-import msgspec
-import numpy as np
-from kv_event_reader import KVEventReader
+from kv_event_reader import DISK, HOST
 from random_steps.books import cached_slots, check_host_blocks, check_owners
 from random_steps.cases import BROKEN, CONTEXT_LEN, POISON, UNSUITABLE, Case, Happening
 from random_steps.clients import VOCAB, Clients
 from random_steps.files import FakeStorage
 from random_steps.retention import RetentionBooks
 from scheduler_rig import Rig
+from tier_reader import TierReader
 
 from fakes import FakeProposer
 from tercet.managers.fair_policy import FairPolicy
@@ -25,10 +24,8 @@ from tercet.managers.req import Req
 from tercet.managers.schedule_policy import MAX_PASSED_OVER
 from tercet.managers.weight_updates import LoadedWeights
 from tercet.mem_cache.base_prefix_cache import MatchResult
-from tercet.mem_cache.block_events import BlockEvents
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.srt.io_struct import FlushCacheReply, FlushCacheReq
-from tercet.srt.kv_events import EventBatch
 from tercet.srt.pause_messages import ContinueReq, PauseReply, PauseReq
 from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq, WeightFacts
 
@@ -44,19 +41,33 @@ prefix that a step computes. Earlier arrivals in chunks are not counted: each of
 
 
 class Listener:
-    """A reader of the cache's KV events."""
+    """A reader of the KV events."""
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
-        self._blocks = rig.kv.cache.listener = BlockEvents(rig.kv.page_size)
-        self._reader = KVEventReader()
+        self._known = TierReader(rig.kv)
 
     def check(self) -> None:
-        """The reader knows as many tokens as the tree has."""
-        found = self._blocks.take()
-        if found:
-            self._reader.apply(msgspec.msgpack.encode(EventBatch(0.0, found)))
-        num_listed = len(self._reader.prefixes) * self._rig.kv.page_size
+        """The reader knows as many tokens as the tree has, and the blocks of the lower tiers."""
+        self._known.read()
+        self._check_device()
+        if self._rig.kv.tiers is not None:
+            self._known.check_host()
+            if isinstance(self._rig.kv.tiers._storage, FakeStorage):
+                self._check_files(self._rig.kv.tiers._storage)
+
+    def _check_files(self, storage: FakeStorage) -> None:
+        """The reader knows all files, except those of which neither it nor the engine knows what is before them."""
+        identity = _identity(self._rig.runner.weights)
+        listed = self._known.keys_in(DISK)
+        assert listed <= storage.contents.keys(), "files that have gone"
+        known = listed | self._known.keys_in(HOST)
+        for key in storage.contents.keys() - listed:
+            content = storage.contents[key]
+            assert content.before not in known and not content.is_first(identity), "a file is not reported"
+
+    def _check_device(self) -> None:
+        num_listed = len(self._known.reader.prefixes) * self._rig.kv.page_size
         cache = self._rig.kv.cache
         assert num_listed <= cache.evictable_size + cache.protected_size
         if not self._rig.scheduler.queues.holders():  # no discarded node is locked
@@ -108,7 +119,7 @@ class SchedulerCase:
         self.seen: Counter[str] = Counter()
         self._case = case
         self._clients = Clients(self.seen)
-        self._files: dict[bytes, np.ndarray] = {}
+        self._storage: FakeStorage | None = None
         self._weights = 0
         self._start()
 
@@ -122,14 +133,13 @@ class SchedulerCase:
         self._num_loads = 0
         self._misled: list[Req] = []
         """Requests with KV of other weights than those in use. An error in `_load` would only fail the update."""
-        self._storage = None
         if rig.kv.tiers is not None:
             rig.kv.tiers.change_identity(_identity(self._weights))
         if case.has_files:
             assert rig.kv.tiers is not None
             memory = rig.runner.host.reshape(case.rig["host_blocks"], -1).view("uint8")
             seed = f"{case.seed} {self.seen['restarts']}"
-            self._storage = rig.kv.tiers._storage = FakeStorage(memory, seed, self._files)
+            self._storage = rig.kv.tiers._storage = FakeStorage(memory, seed, self._storage)
         self._use_weights(self._weights)
         self._listener = Listener(rig) if case.has_listener else None
         self._bound = WaitingBound(rig)
