@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -106,6 +106,16 @@ class InputProcessor:
         tokenizer = self._tokenizer_for(text)
         self._refuse_excess(tokenizer, text)
         return tokenizer.encode(text, add_special_tokens)
+
+    async def prompt_ids(
+        self, content: str | Sequence[int] | Callable[[], Awaitable[str]], add_special_tokens: bool
+    ) -> Sequence[int]:
+        """The checked token ids of a prompt. Raises as `encode` and `check_ids` do."""
+        if callable(content):
+            content = await content()
+        if isinstance(content, str):
+            return self.check_ids(await self.encode_off_loop(content, add_special_tokens), is_text=True)
+        return self.check_ids(content, is_text=False)
 
     async def encode_off_loop(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """As `encode`. A long text is tokenised in a thread, so that it delays no stream."""

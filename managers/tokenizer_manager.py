@@ -131,7 +131,7 @@ class TokenizerManager:
                 grammar = prompt.prompt.options.sampling.grammar
                 if grammar is not None:
                     await check_grammar(self.grammars, grammar, prompt.prompt.grammar_param or grammar.kind)
-                ids = await self._prompt_ids(prompt.prompt)
+                ids = await self.inputs.prompt_ids(prompt.prompt.content, prompt.prompt.add_special_tokens)
                 self.inputs.check_options(prompt.prompt.options)
                 self.inputs.check_logprobs(prompt.prompt.options, len(ids))
                 self.inputs.check_hidden_states(prompt.prompt.options, len(ids), prompt.request.num_samples)
@@ -297,17 +297,19 @@ class TokenizerManager:
             raise EngineDead(f"the scheduler did not answer within {timeout_s:g} s") from None
         return reply.view
 
-    def on_death(self, blame: Blame | None) -> None:
+    def on_death(self, blame: Blame | None) -> bool:
         """A process of the engine is gone, and a new engine will be given to `resume`.
 
-        Samples that are being aborted end now, and so does the request that is to blame. All others wait.
+        Samples that are being aborted end now. So do those of a request that is proved to be to blame; then it returns
+        True. All others wait.
         """
         was_up, self._scheduler = self._scheduler is not None, None
         lost = [generation for generation in self._requests.live() if generation.lose()]
-        self.recovery.on_death(lost, blame)
+        has_culprit = self.recovery.on_death(lost, blame, self._requests.live())
         self._calls.fail(EngineRestarting("the engine is being restarted; try again in a moment"))
         if was_up:
             self.tell_stall()
+        return has_culprit
 
     def resume(self, scheduler: SchedulerLink, facts: SchedulerReady) -> None:
         """A new engine is ready: it gets every waiting sample, with the tokens that have come."""
@@ -387,12 +389,3 @@ class TokenizerManager:
     def _send_abort(self, key: str) -> None:
         if self.failure is None and self._scheduler is not None:
             self._scheduler.send(AbortReq(key))
-
-    async def _prompt_ids(self, prompt: Prompt) -> Sequence[int]:
-        content = prompt.content
-        if callable(content):
-            content = await content()
-        if isinstance(content, str):
-            ids = await self.inputs.encode_off_loop(content, prompt.add_special_tokens)
-            return self.inputs.check_ids(ids, is_text=True)
-        return self.inputs.check_ids(content, is_text=False)

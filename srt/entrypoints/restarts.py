@@ -21,29 +21,46 @@ from ..io_struct import SchedulerState
 from ..server_args import ServerArgs
 from ..step_journal import Journal
 
+DEATHS_OF_CULPRIT = 2
 _REPORTS_KEPT = 20
 _MOST_REQUESTS = 256
 """Requests in a report. Those of the fatal step come first."""
 
 
 class RestartBudget:
-    """At most `limit` restarts within `window_s` seconds."""
+    """At most `limit` restarts within `window_s` seconds. Those of culprits do not count: at most `limit` culprits."""
 
     def __init__(self, limit: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
         self._window_s = window_s
         self._clock = clock
         self._taken: deque[float] = deque()
+        self._culprits: deque[float] = deque()
 
     def take(self) -> bool:
         """Takes one restart. Returns False if all are used up."""
         now = self._clock()
-        while self._taken and now - self._taken[0] >= self._window_s:
-            self._taken.popleft()
+        self._forget(self._taken, now)
         if len(self._taken) >= self.limit:
             return False
         self._taken.append(now)
         return True
+
+    def give_back(self) -> None:
+        """A request was proved to be to blame for the last two deaths, and has ended.
+
+        More than `limit` culprits within the window are no accident, so the restarts of further ones count.
+        """
+        now = self._clock()
+        self._forget(self._culprits, now)
+        if len(self._culprits) < self.limit:
+            self._culprits.append(now)
+            for _ in range(min(DEATHS_OF_CULPRIT, len(self._taken))):
+                self._taken.pop()
+
+    def _forget(self, times: deque[float], now: float) -> None:
+        while times and now - times[0] >= self._window_s:
+            times.popleft()
 
     @property
     def num_taken(self) -> int:

@@ -15,8 +15,6 @@ from typing import Any
 
 import fake_child
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from patience import PATIENCE_S
 from toy_engine import ServerProcess, Stream, is_gone, text_of, toy_args, toy_flags
 
@@ -24,7 +22,7 @@ from tercet.managers.recovery import Blame
 from tercet.srt.entrypoints import engine_core, sse
 from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.entrypoints.engine_life import EngineLife
-from tercet.srt.entrypoints.restarts import Death, RestartBudget, crash_report, write_report
+from tercet.srt.entrypoints.restarts import Death, crash_report, write_report
 from tercet.srt.errors import EngineDead
 from tercet.srt.io_struct import GenerateReq, LengthFinish
 from tercet.srt.machine.oom import num_oom_kills
@@ -51,18 +49,6 @@ def options(max_new_tokens: int) -> RequestOptions:
 
 async def _start(folder: Path, **settings: Any) -> EngineCore:
     return await EngineCore.start(dataclasses.replace(toy_args(folder), **settings), child_module=fake_child.MODULE)
-
-
-@given(st.integers(0, 4), st.lists(st.floats(0, 30), max_size=20))
-def test_no_window_has_more_restarts_than_allowed(limit: int, gaps: list[float]) -> None:
-    now = [0.0]
-    budget = RestartBudget(limit, 10.0, clock=lambda: now[0])
-    taken: list[float] = []
-    for gap in gaps:
-        now[0] += gap
-        free = sum(now[0] - at < 10.0 for at in taken) < limit
-        assert budget.take() == free
-        taken += [now[0]] * free
 
 
 @pytest.mark.parametrize(
