@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from fake_http import FakeScheduler, make_manager
 
 from tercet.managers.generation import Generation
@@ -48,10 +49,16 @@ class Engine:
         self.scheduler.dead = True
         return self.manager.on_death(blame)
 
-    def restart(self) -> None:
+    def restart(self, max_total_num_tokens: int | None = None) -> None:
+        """`max_total_num_tokens`: of the new engine's KV pool; None: as before."""
         self.scheduler = self._scheduler()
         self.scheduler.manager = self.manager
-        self.manager.resume(self.scheduler, self.manager.facts)
+        facts = self.manager.facts
+        if max_total_num_tokens is not None:
+            facts = msgspec.structs.replace(
+                facts, max_total_num_tokens=max_total_num_tokens, max_req_input_len=max_total_num_tokens - 1
+            )
+        self.manager.resume(self.scheduler, facts)
 
     def sent(self) -> list[str]:
         return [request.rid for request in self.scheduler.received]
