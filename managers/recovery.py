@@ -28,7 +28,8 @@ _MARGIN = 2
 class Blame(NamedTuple):
     """The engine died by itself. `positions`: the output tokens of each request in the fatal step, by key.
 
-    None: the step is unknown, or the engine died between two steps. Then every sample that it had is a suspect.
+    None: the step is unknown, or the engine died between two steps, for example while it planned one. Then every sample
+    that it had is a suspect.
     """
 
     positions: Mapping[str, int] | None

@@ -88,10 +88,12 @@ class Death(NamedTuple):
         killed = self.returncode in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
         return killed and not self.was_hung and not self.was_oom
 
-    def blame(self, journal: Journal) -> Blame | None:
-        """The requests that may have caused the death. None: none has."""
+    def blame(self, journal: Journal, *, is_paused: bool) -> Blame | None:
+        """The requests that may have caused the death. None: none has. `is_paused`: no step was planned."""
         if self.is_from_outside:
             return None
+        if self.role == "scheduler" and is_paused and journal.is_between_steps:
+            return None  # it did something else, such as an update of the weights
         if self.role != "scheduler" or journal.rows is None:
             return Blame(None)
         return Blame({row.key: row.position for row in journal.rows})
