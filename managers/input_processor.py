@@ -15,13 +15,14 @@ from typing import Any
 import msgspec
 
 from ..srt.errors import InvalidRequest, PromptTooLong
-from ..srt.io_struct import GenerateReq
+from ..srt.io_struct import DecodeOptions, GenerateReq
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.start_reports import SchedulerReady
 from ..srt.text.tokenizer import Tokenizer
+from .text_stream import TextStream
 
 logger = logging.getLogger(__name__)
 
@@ -267,6 +268,17 @@ class InputProcessor:
             retention_seconds=None if most_s is None or seconds is None else min(seconds, most_s),
         )
         return GenerateReq(rid, packed_ids, allowed)
+
+    def held_text(self, options: RequestOptions, output_ids: Sequence[int]) -> str:
+        """The end of the text of these tokens that the detokenizer holds back before the request ends.
+
+        That is an incomplete character, or the possible start of a stop string.
+        """
+        if self.tokenizer is None:
+            return ""
+        stream = TextStream(self.tokenizer, DecodeOptions.of(options.sampling))
+        stream.push(output_ids)
+        return stream.finish()
 
     def _overflow(self, problem: str) -> PromptTooLong:
         pool = self._facts.max_total_num_tokens

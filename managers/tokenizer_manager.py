@@ -84,7 +84,7 @@ class TokenizerManager:
         self.metrics = RequestMetrics() if server_args.enable_metrics else None
         """What /metrics tells about requests; None without --enable-metrics."""
         make_generation = Generation if self.metrics is None else self.metrics.generation
-        self._requests = RequestRegistry(self._send_abort, self.inputs.draw_seed, make_generation, key_prefix)
+        self._requests = RequestRegistry(self._send_abort, self.inputs, make_generation, key_prefix)
         self.pause = PauseControl(self._calls, self._link, self.abort_all, self.tell_stall)
         self.profile = ProfileControl(self._calls, self._link)
         self.weights = WeightControl(
@@ -163,9 +163,9 @@ class TokenizerManager:
         generation.num_recoveries += 1
         self._send_or_hold(generation)
 
-    def adopt(self, request: GenerateReq) -> Generation:
+    def adopt(self, request: GenerateReq, name: str, index: int) -> Generation:
         """Takes a sample that another process has checked and tokenised. The caller reads its outputs."""
-        generation = self._requests.adopt(request)
+        generation = self._requests.adopt(request, name, index)
         generation.hold(request)
         self._send_or_hold(generation)
         return generation

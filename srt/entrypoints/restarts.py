@@ -137,6 +137,7 @@ def _described(sample: Generation, positions: dict[str, int], *, whole: bool) ->
         sampling = {name: _without_text(value) for name, value in sampling.items()}
     described = {
         "id": sample.rid,
+        "key": sample.key,
         "sample": sample.index,
         "in_fatal_step": sample.key in positions,
         "prompt_tokens": len(sample.prompt_ids),
