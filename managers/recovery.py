@@ -58,6 +58,9 @@ class Recovery:
         self._suspects: dict[str, _Suspect] = {}
         """Those that wait for their trial, in this order."""
         self._on_trial: _Suspect | None = None
+        self._died_at: float | None = None
+        """When the engine died that is being restarted."""
+        self._last_restart_s: float | None = None
         self._memory_s = memory_s
         self._clock = clock
         self._convicted: dict[bytes, float] = {}
@@ -74,6 +77,7 @@ class Recovery:
         that equal it.
         """
         self.num_restarts += 1
+        self._died_at = self._clock() if self._died_at is None else self._died_at
         trial, self._on_trial = self._on_trial, None
         if trial is not None:
             self._suspects = {trial.generation.key: trial, **self._suspects}
@@ -88,6 +92,17 @@ class Recovery:
         else:
             self._convict(culprit, unfinished)
         return culprit is not None
+
+    def on_restart(self) -> None:
+        """The engine runs again."""
+        if self._died_at is not None:
+            self._last_restart_s, self._died_at = self._clock() - self._died_at, None
+
+    def restart_left_s(self) -> float | None:
+        """How long the restart that is under way will take if it takes as long as the last one. None: no one knows."""
+        if self._died_at is None or self._last_restart_s is None:
+            return None
+        return self._died_at + self._last_restart_s - self._clock()
 
     def take_innocent(self, waiting: Iterable[Generation]) -> list[Generation]:
         """The waiting samples that may be sent now, in order. Suspects may not, nor new samples during trials.

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from ..srt.errors import EngineDead, EngineRestarting, InvalidRequest, QueueFull, TercetError
+from ..srt.errors import EngineDead, EngineRestarting, InvalidRequest, TercetError
 from ..srt.io_struct import (
     AbortReq,
     BatchTextOut,
@@ -39,6 +39,7 @@ from .calls import Calls, KnownState, SchedulerLink
 from .generation import Generation
 from .grammar_checker import GrammarChecks, check_grammar
 from .heartbeats import Heartbeats
+from .held_requests import HeldRequests
 from .input_processor import InputProcessor
 from .pause_control import PauseControl
 from .profile_control import ProfileControl
@@ -86,6 +87,7 @@ class TokenizerManager:
         make_generation = Generation if self.metrics is None else self.metrics.generation
         self._requests = RequestRegistry(self._send_abort, self.inputs, make_generation, key_prefix)
         self.pause = PauseControl(self._calls, self._link, self.abort_all, self.tell_stall)
+        self._held = HeldRequests(server_args, self._requests.live, self.pause.now, self.recovery.restart_left_s)
         self.profile = ProfileControl(self._calls, self._link)
         self.weights = WeightControl(
             server_args, facts.weights, self._calls, self._link, self.pause, self._requests, self._send_held
@@ -172,13 +174,14 @@ class TokenizerManager:
 
     def _send_or_hold(self, generation: Generation) -> None:
         assert generation.request is not None
+        generation.waits_since = self.pause.now()
         error = self.failure or self.recovery.refusal(generation.request)
         if error is not None:
             generation.fail(error)
         elif not (self.is_recovering or self.weights.is_holding):
             self._resend(generation)
-        elif (num := sum(one.waits_to_begin for one in self._requests.live())) > self.server_args.max_queued_requests:
-            generation.fail(QueueFull(f"the waiting queue is full ({num - 1} requests); try again later"))
+        else:
+            self._held.add(generation)
 
     async def submit(
         self, content: str | Sequence[int], options: RequestOptions, *, rid: str | None = None
@@ -306,6 +309,7 @@ class TokenizerManager:
         was_up, self._scheduler = self._scheduler is not None, None
         lost = [generation for generation in self._requests.live() if generation.lose()]
         has_culprit = self.recovery.on_death(lost, blame, self._requests.live())
+        self._held.watch(lost)
         self._calls.fail(EngineRestarting("the engine is being restarted; try again in a moment"))
         if was_up:
             self.tell_stall()
@@ -316,6 +320,7 @@ class TokenizerManager:
         self.facts = facts
         self.inputs.update(facts)
         self._scheduler = scheduler
+        self.recovery.on_restart()
         self.pause.carry_over(scheduler)
         self.heartbeats.reset()
         self._send_held()
@@ -367,7 +372,7 @@ class TokenizerManager:
 
     def _resend(self, generation: Generation, *, is_suspect: bool = False) -> None:
         assert self._scheduler is not None
-        request = self.inputs.fitted(generation.resumption())
+        request = self._held.timed(generation, self.inputs.fitted(generation.resumption()))
         self.recovery.num_resumed += request.resumed is not None
         generation.mark_sent()
         self._scheduler.send(watched(request) if is_suspect else request)

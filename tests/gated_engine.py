@@ -15,6 +15,8 @@ from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
+_OPTIONS = {"priority", "tenant", "waiting_timeout"}
+
 
 def options(**sampling: Any) -> RequestOptions:
     return RequestOptions(sampling=SamplingParams(**{"max_new_tokens": 40, **sampling}), stream=True)
@@ -32,8 +34,11 @@ class Engine:
         scheduler.gate = True
         return scheduler
 
-    async def submit(self, num: int, text: str = "hi", **sampling: Any) -> list[Generation]:
-        return [one for _ in range(num) for one in await self.manager.submit(text, options(**sampling))]
+    async def submit(self, num: int, text: str = "hi", **given: Any) -> list[Generation]:
+        """`given`: sampling parameters, and options of the request."""
+        own = {name: given.pop(name) for name in _OPTIONS & given.keys()}
+        whole = msgspec.structs.replace(options(**given), **own)
+        return [one for _ in range(num) for one in await self.manager.submit(text, whole)]
 
     async def submit_different(self, num: int) -> list[Generation]:
         return [one for i in range(num) for one in await self.submit(1, f"{i}")]
