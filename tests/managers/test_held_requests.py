@@ -9,6 +9,7 @@ import pytest
 from gated_engine import Engine, scenario
 
 from tercet.managers.generation import Generation, error_of
+from tercet.managers.held_requests import HeldRequests
 from tercet.managers.recovery import Blame
 from tercet.srt.errors import QueueFull, WaitingTimeout
 
@@ -59,7 +60,8 @@ async def test_a_suspect_that_has_not_begun_does_not_wait_longer_either(engine: 
 @scenario
 async def test_the_scheduler_learns_how_long_a_request_has_waited(engine: Engine) -> None:
     manager, clock = engine.manager, [100.0]
-    manager._held._now = manager.pause.now = lambda: clock[0]  # type: ignore[method-assign]
+    held: HeldRequests = manager._held
+    held._now = manager.pause.now = lambda: clock[0]  # type: ignore[method-assign]
     samples = [await submit(engine, waiting_timeout=60.0), await submit(engine)]
     clock[0] += 9
     engine.die(None)
