@@ -99,7 +99,7 @@ class Recovery:
             self._last_restart_s, self._died_at = self._clock() - self._died_at, None
 
     def restart_left_s(self) -> float | None:
-        """How long the restart that is under way will take if it takes as long as the last one. None: no one knows."""
+        """How long the restart that is under way will take if it takes as long as the last one. None: unknown."""
         if self._died_at is None or self._last_restart_s is None:
             return None
         return self._died_at + self._last_restart_s - self._clock()

@@ -21,7 +21,7 @@ from ..io_struct import SchedulerState
 from ..server_args import ServerArgs
 from ..step_journal import Journal
 
-DEATHS_OF_CULPRIT = 2
+_DEATHS_OF_CULPRIT = 2
 _REPORTS_KEPT = 20
 _MOST_REQUESTS = 256
 """Requests in a report. Those of the fatal step come first."""
@@ -49,13 +49,13 @@ class RestartBudget:
     def give_back(self) -> None:
         """A request was proved to be to blame for the last two deaths, and has ended.
 
-        More than `limit` culprits within the window are no accident, so the restarts of further ones count.
+        At most `limit` times within the window. The restarts of further culprits count, so there is always an end.
         """
         now = self._clock()
         self._forget(self._culprits, now)
         if len(self._culprits) < self.limit:
             self._culprits.append(now)
-            for _ in range(min(DEATHS_OF_CULPRIT, len(self._taken))):
+            for _ in range(min(_DEATHS_OF_CULPRIT, len(self._taken))):
                 self._taken.pop()
 
     def _forget(self, times: deque[float], now: float) -> None:
