@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..managers.generation import Generation
 from ..managers.request_metrics import RequestMetrics
 from ..srt.io_struct import Counts, TextOut, TokenOut
+from ..srt.request_options import RequestOptions
+from ..srt.sampling_params import SamplingParams
 
 _NUM_STEPS = 200
 
@@ -20,6 +22,7 @@ class _Owner:
 
     rid: str = "request"
     prompt_ids: Sequence[int] = ()
+    options: RequestOptions = field(default_factory=lambda: RequestOptions(sampling=SamplingParams()))
 
     def on_end(self, generation: Generation) -> None:
         """No sample ends."""

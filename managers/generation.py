@@ -12,6 +12,7 @@ import msgspec
 
 from ..srt.errors import BY_TYPE, QueueFull, TercetError
 from ..srt.io_struct import AbortFinish, Counts, FinishReason, GenerateReq, Resumed, TextOut, TokenOut, joined
+from ..srt.request_options import RequestOptions
 
 ABORT_TIMEOUT_S = 30.0
 """The maximum wait for the last output of an aborted sample. A step may take seconds on a CPU."""
@@ -41,6 +42,7 @@ class GenerationOwner(Protocol):
 
     rid: str
     prompt_ids: Sequence[int]
+    options: RequestOptions
 
     def stop(self, generation: Generation) -> None:
         """Tells the engine to stop this sample."""

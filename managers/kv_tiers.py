@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,34 +19,22 @@ from ..mem_cache.block_keys import BlockKeys
 from ..mem_cache.host_blocks import HostBlocks
 from ..mem_cache.kv_files import KVFiles
 from ..mem_cache.kv_storage import KVStorage, ReadJob, WriteJob
+from ..mem_cache.tier_events import TierEvents
 from ..model_executor.step import Int32Array, KVCopies
 from ..srt.io_struct import AbortFinish
+from ..srt.kv_events import KVEvent
 from ..srt.tier_state import FileTierState, TierState
 from .req import Req
 from .req_tiers import ReqTiers
+from .tier_copies import TierCopies
 
 READ_TIMEOUT_S = 2.0
 """How long a request waits for its blocks to be read. What is not there by then is computed."""
 CLOSE_TIMEOUT_S = 3.0
 """How long a scheduler that stops goes on writing."""
 _WAIT_S = 0.001
-
-
-@dataclass(eq=False, slots=True)
-class _Copies:
-    """The copies of one step."""
-
-    out_pages: list[Int32Array] = field(default_factory=list)
-    out_host: list[Int32Array] = field(default_factory=list)
-    in_host: list[Int32Array] = field(default_factory=list)
-    in_pages: list[Int32Array] = field(default_factory=list)
-    filled: list[tuple[bytes, int]] = field(default_factory=list)
-    """Key and block of each copy out, pinned until the copy is made and written."""
-    loaded: list[int] = field(default_factory=list)
-    """The blocks of the copies in, pinned until these are made."""
-
-    def arrays(self) -> KVCopies:
-        return KVCopies(*map(_concatenated, (self.out_pages, self.out_host, self.in_host, self.in_pages)))
+_MAX_FILE_CHANGES = 16
+"""Files that one turn of the scheduler reports. Each takes about as long as hashing its tokens."""
 
 
 class KVTiers:
@@ -85,12 +72,13 @@ class KVTiers:
         self._identity = identity
         self._storage = storage
         self._clock = clock
-        self._next = _Copies()
+        self._next = TierCopies()
         """For the next step."""
-        self._under_way: deque[_Copies] = deque()
+        self._under_way: deque[TierCopies] = deque()
         """Of launched steps, oldest first."""
         self._reading: dict[bytes, ReadJob] = {}
         self._num_writing = 0
+        self._events: TierEvents | None = None
 
     # Loading
 
@@ -212,13 +200,17 @@ class KVTiers:
             return None
         job = ReadJob(taken, state.give_up_s)
         self._reading.update((key, job) for key, _ in taken)
+        if self._events is not None:
+            first = state.keys.keys.index(taken[0][0])
+            for index in range(first, first + len(taken)):
+                self._events.on_read_begins(state.keys.keys, index, req.token_ids(), req.namespace)
         self._storage.read(job)
         return job
 
     # Saving
 
     def save(self, req: Req, slots: Int32Array) -> None:
-        """Plan the copies of a request's blocks that no tier has, before its slots are freed.
+        """Plan the copies of a request's blocks that no tier has, before another step may write to its slots.
 
         `slots`: int32 [>= kv_len], of its positions. Only KV that is known to give finite logits is saved.
         """
@@ -227,7 +219,11 @@ class KVTiers:
         checked = self._num_checked(req, state)
         per_block = self._pages_per_block
         for index, key in enumerate(state.keys.cover(req.token_ids()[:checked])):
-            if self.blocks.touch(key) or (self._storage is not None and self._storage.has(key)):
+            if self.blocks.touch(key):
+                continue
+            if self._storage is not None and self._storage.has(key):
+                if self._events is not None:
+                    self._events.on_used_file(state.keys.keys, index, req.token_ids(), req.namespace)
                 continue
             block = self._take()
             if block is None:
@@ -236,8 +232,10 @@ class KVTiers:
             starts = slots[index * self._block_len : (index + 1) * self._block_len : self._page_size]
             self._next.out_pages.append(starts // self._page_size)
             self._next.out_host.append(np.arange(block * per_block, (block + 1) * per_block, dtype=np.int32))
-            self._next.filled.append((key, block))
+            self._next.filled.append(WriteJob(key, block, state.keys.content(req.token_ids(), index)))
             self.num_saved += 1
+            if self._events is not None:
+                self._events.on_saved(state.keys.keys, index, req.token_ids(), req.namespace)
 
     def _take(self) -> int | None:
         if self._num_writing and self._storage is not None:
@@ -263,7 +261,7 @@ class KVTiers:
         """The copies for the step that is built next."""
         if not self.has_copies:
             return None
-        copies, self._next = self._next, _Copies()
+        copies, self._next = self._next, TierCopies()
         self._under_way.append(copies)
         return copies.arrays()
 
@@ -272,12 +270,12 @@ class KVTiers:
         copies = self._under_way.popleft()
         for block in copies.loaded:
             self.blocks.unpin(block)
-        for key, block in copies.filled:
-            if self._storage is not None and self._storage.is_writing and not self._storage.has(key):
-                self._storage.write(WriteJob(key, block))
+        for job in copies.filled:
+            if self._storage is not None and self._storage.is_writing and not self._storage.has(job.key):
+                self._storage.write(job)
                 self._num_writing += 1
             else:
-                self.blocks.unpin(block)
+                self.blocks.unpin(job.block)
 
     def _collect(self, jobs: list[ReadJob | WriteJob]) -> None:
         for job in jobs:
@@ -288,10 +286,33 @@ class KVTiers:
                 continue
             self._num_read += job.num_read
             for index, (key, block) in enumerate(job.blocks):
-                if index < job.num_read:
+                is_kept = index < job.num_read and not job.is_void
+                if is_kept:
                     self.blocks.name(block, key)
                 self.blocks.unpin(block)
                 del self._reading[key]
+                if self._events is not None:
+                    self._events.on_read(key, is_kept=is_kept)
+
+    # KV events
+
+    def watch(self, add: Callable[[KVEvent], None]) -> None:
+        """Report to `add` what host memory and files have, and from now on each change. Host memory must be empty."""
+        self._events = TierEvents(self._page_size, self._block_len, self._identity, add)
+        self.blocks.on_drop = self._events.on_dropped
+        if self._storage is not None:
+            self._storage.list_files()
+
+    @property
+    def has_file_changes(self) -> bool:
+        """Whether `report_files` has something to do."""
+        return self._storage is not None and self._storage.has_file_changes
+
+    def report_files(self) -> None:
+        """Report some of the files that have come or gone. For each turn of a scheduler with KV events."""
+        if self._events is not None and self._storage is not None:
+            for key, content in self._storage.take_file_changes(_MAX_FILE_CHANGES):
+                self._events.on_file(key, content)
 
     # The whole
 
@@ -304,16 +325,24 @@ class KVTiers:
         if self._storage is None:
             self.drop_copies()
         self.blocks.clear()
+        for job in self._reading.values():
+            job.is_void = True
+        if self._events is not None:
+            self._events.clear(self._identity)
+            if self._storage is not None:
+                self._storage.list_files()
 
     def drop_copies(self) -> None:
         """Forget the copies that wait for a step."""
-        for block in [*self._next.loaded, *(block for _, block in self._next.filled)]:
+        for block in self._next.blocks:
             self.blocks.unpin(block)
-        self._next = _Copies()
+        self._next = TierCopies()
 
     def change_identity(self, identity: bytes) -> None:
         """From now on, KV is of this identity. `clear` has been called, and no request has ReqTiers."""
         self._identity = identity
+        if self._events is not None:
+            self._events.clear(identity)
 
     def close(self) -> None:
         """Write what is copied, for a bounded time, and stop the thread."""
@@ -351,7 +380,7 @@ class KVTiers:
             self._collect(self._storage.poll())
         self.blocks.audit()
         copies = [self._next, *self._under_way]
-        num_pins = sum(len(one.loaded) + len(one.filled) for one in copies) + len(self._reading) + self._num_writing
+        num_pins = sum(len(one.blocks) for one in copies) + len(self._reading) + self._num_writing
         if num_pins != self.blocks.num_pins:
             raise AssertionError(f"{self.blocks.num_pins} pins of host blocks, but {num_pins} reasons")
 
@@ -359,7 +388,3 @@ class KVTiers:
         if req.tiers is None:
             req.tiers = ReqTiers(BlockKeys(self._identity, req.namespace, self._block_len))
         return req.tiers
-
-
-def _concatenated(parts: list[Int32Array]) -> Int32Array:
-    return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)

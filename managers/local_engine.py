@@ -20,6 +20,7 @@ from ..srt.model_files.model_config import load_model_config
 from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
+from ..srt.tenant_names import tenant_name
 from ..srt.text.tokenizer import load_tokenizer
 from .input_processor import InputProcessor
 from .scheduler import InFlight
@@ -123,6 +124,7 @@ class LocalEngine:
         sampling_params: Mapping[str, Any] | SamplingParams | None = None,
         *,
         cache_salt: str = "",
+        tenant: str = "",
         priority: int = 0,
         waiting_timeout: float | None = None,
         running_timeout: float | None = None,
@@ -138,8 +140,9 @@ class LocalEngine:
 
         `prompt`: a text, or token ids. `sampling_params`: parameters that a mapping does not give have the model's
         defaults. `n` must be 1; add one request for each sample. `cache_salt`: only requests with the same salt share
-        cached prefixes. `priority` and the arguments after it are the fields of `/generate`; those of log probabilities
-        fill `StepResult.logprobs`.
+        cached prefixes. `tenant`: whose request it is; the tenants share the engine with `schedule_policy="dlpm"`.
+        `priority` and the arguments after it are the fields of `/generate`; those of log probabilities fill
+        `StepResult.logprobs`.
 
         A grammar is compiled in this call, without the limits on time and memory that a server has.
 
@@ -163,6 +166,7 @@ class LocalEngine:
         options = RequestOptions(
             sampling=sampling,
             cache_salt=cache_salt,
+            tenant=tenant_name(tenant),
             priority=priority,
             waiting_timeout=waiting_timeout,
             running_timeout=running_timeout,

@@ -105,7 +105,8 @@ class Planner:
     def plan(self) -> ScheduleBatch | None:
         """The next step. None: nothing can run before the step in flight is processed."""
         self._share_last_extends()
-        if self._limits.preemption_threshold is not None and not self._num_decodes_due:
+        are_decodes_due = self._num_decodes_due and self.queues.running
+        if self._limits.preemption_threshold is not None and not are_decodes_due:
             self._preempt(self._limits.preemption_threshold)
         decodes = self._ready()
         if not (decodes and self._num_decodes_due):
@@ -173,7 +174,8 @@ class Planner:
         match = kv.match(candidate)
         with kv.locked(match):
             reserved = self.ratio.reserved_by(queues.running) + sum(map(self._left_of, queues.unfinished))
-            free = kv.num_available - reserved - self._watermark
+            joining = self._ready() if self._limits.enable_mixed_chunk or self.gap is not None else []
+            free = kv.num_available - reserved - self._watermark - kv.decode_demand(joining)
             num_freed = list(kv.freed_by_release(victims))  # what the candidate would share with them is not freed
         missing = candidate.num_tokens - len(match.slots) + expected_growth(candidate) + kv.page_size - free
         num_rows = kv.req_to_token_pool.num_free

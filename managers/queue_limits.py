@@ -97,8 +97,8 @@ class QueueLimits:
         self._queues = queues
         self._clock = clock
         self._rate = DrainRate(clock)
-        self._next_return_s = -math.inf
-        """When the next refused client may come back, on the clock."""
+        self._next_return_s: dict[str, float] = {}
+        """When the next refused client may come back, on the clock. By the tenant, if tenants have shares."""
 
     def on_arrival(self, req: Req) -> None:
         """Called with each request, before `check_wait`."""
@@ -130,7 +130,7 @@ class QueueLimits:
             return
         wait_s = self._tokens_before(req) / rate
         if wait_s > limit_s:
-            retry_after_s = self._retry_after_s(wait_s - limit_s, req.queued_tokens / rate)
+            retry_after_s = self._retry_after_s(req, wait_s - limit_s, req.queued_tokens / rate)
             raise QueueFull(
                 f"the request would wait about {wait_s:.1f} s, and --max-queue-time is {limit_s:g} s; "
                 f"try again in {retry_after_s} s",
@@ -148,7 +148,7 @@ class QueueLimits:
         retry_after_s = None
         if rate is not None:
             one_s = self._tokens_before(refused) / num_waiting / rate
-            retry_after_s = self._retry_after_s(one_s, one_s)
+            retry_after_s = self._retry_after_s(refused, one_s, one_s)
         return refused, QueueFull(
             f"the waiting queue is full ({num_waiting} requests); try again later", retry_after_s=retry_after_s
         )
@@ -159,9 +159,12 @@ class QueueLimits:
         num_tokens = sum(other.num_tokens - other.kv_len for other in queues.unfinished)
         return num_tokens + queues.waiting.num_tokens_before(req)
 
-    def _retry_after_s(self, drained_s: float, service_s: float) -> int:
+    def _retry_after_s(self, req: Req, drained_s: float, service_s: float) -> int:
         """`drained_s`: until the queue will have a place for the refused request. `service_s`: its own share of it."""
-        now = self._clock()
-        return_s = min(max(now + drained_s, self._next_return_s), now + MAX_RETRY_AFTER_S)
-        self._next_return_s = return_s + service_s
+        now, returns = self._clock(), self._next_return_s
+        line = self._queues.waiting.line_of(req)
+        return_s = min(max(now + drained_s, returns.pop(line, now)), now + MAX_RETRY_AFTER_S)
+        while returns and returns[oldest := next(iter(returns))] <= now:
+            del returns[oldest]
+        returns[line] = return_s + service_s
         return min(max(math.ceil(return_s - now), 1), MAX_RETRY_AFTER_S)

@@ -26,6 +26,9 @@ _QUEUE_BOUNDS = (
     *(200, 300, 400, 500, 600, 700, 800, 900, 1000, 1200, 1400, 1600, 1800, 2000, 2500, 3000),
 )
 
+# A part of the bounds above: each tenant has a histogram.
+_TENANT_QUEUE_BOUNDS = (0, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 100, 200, 400, 600, 1000)
+
 
 class Histogram:
     """Counts values by bucket. A value belongs to the first bucket whose bound is not below it."""
@@ -51,28 +54,38 @@ class Histogram:
 
 
 MAX_TENANTS = 64
-"""The number of tenants with counts of their own. Each has two lines in /metrics."""
+"""The number of tenants with counts of their own. Each has 44 lines in /metrics."""
 OTHER_TENANTS = "other"
 """All tenants that came later."""
 
 
-class TenantService:
-    """The tokens that the engine has computed for one tenant."""
+class Service:
+    """What is counted in total and for each tenant. A sample (one of `n` of one prompt) counts as a request."""
 
-    def __init__(self) -> None:
-        self.prefill_tokens = 0
-        """Prompt tokens that the prefix cache did not have."""
-        self.generation_tokens = 0
-
-
-class RequestMetrics:
-    """Totals since the start of the server. A sample (one of `n` of one prompt) counts as a request."""
-
-    def __init__(self) -> None:
+    def __init__(self, queue_bounds: Sequence[float]) -> None:
         self.num_requests = 0
         """Requests that have ended in any way."""
         self.num_aborted = 0
         """Requests that the client aborted, and requests that ended with an error."""
+        self.generation_tokens = 0
+        self.time_to_first_token = Histogram(_TTFT_BOUNDS)
+        self.queue_time = Histogram(queue_bounds)
+
+
+class TenantService(Service):
+    """The counts of one tenant."""
+
+    def __init__(self) -> None:
+        super().__init__(_TENANT_QUEUE_BOUNDS)
+        self.prefill_tokens = 0
+        """Prompt tokens that the prefix cache did not have."""
+
+
+class RequestMetrics(Service):
+    """Totals since the start of the server."""
+
+    def __init__(self) -> None:
+        super().__init__(_QUEUE_BOUNDS)
         self.prompt_tokens = 0
         """Tokens of all prompts that were computed. Each sample of a prompt counts them."""
         self.cached_tokens = 0
@@ -81,20 +94,19 @@ class RequestMetrics:
         """Those of them that came from host memory."""
         self.storage_tokens = 0
         """Those of them that came from files."""
-        self.generation_tokens = 0
-        self.time_to_first_token = Histogram(_TTFT_BOUNDS)
         self.inter_token_latency = Histogram(_INTER_TOKEN_BOUNDS)
         self.e2e_request_latency = Histogram(_E2E_BOUNDS)
-        self.queue_time = Histogram(_QUEUE_BOUNDS)
         self.tenants: dict[str, TenantService] = {}
         """By the name of the tenant; "" for requests without one. At most MAX_TENANTS and OTHER_TENANTS."""
 
     def tenant(self, name: str) -> TenantService:
         """The counts of a tenant."""
         found = self.tenants.get(name)
+        if found is None and len(self.tenants) >= MAX_TENANTS:
+            name = OTHER_TENANTS
+            found = self.tenants.get(name)
         if found is None:
-            name = name if len(self.tenants) < MAX_TENANTS else OTHER_TENANTS
-            found = self.tenants.setdefault(name, TenantService())
+            found = self.tenants[name] = TenantService()
         return found
 
     def generation(self, owner: GenerationOwner, index: int, key: str) -> Generation:
@@ -120,6 +132,8 @@ class ObservedGeneration(Generation):
         self._opened = clock()
         self._first_token_at = self._last_token_at = 0.0
         self._num_tokens = self._num_first_tokens = 0
+        self._first_token_life: int | None = None
+        """`num_recoveries` at the first token. None: no token, or the first one came from another server."""
         self._is_prompt_counted = False
 
     def restore(self, out: TextOut, num_recoveries: int, first_token_s: float | None) -> None:
@@ -149,34 +163,40 @@ class ObservedGeneration(Generation):
             self._count_end(out)
 
     def _tenant(self) -> TenantService:
-        return self._metrics.tenant("" if self.request is None else self.request.options.tenant)
+        # The request of a continued stream has the tenant that began the stream.
+        options = self._owner.options if self.request is None else self.request.options
+        return self._metrics.tenant(options.tenant)
 
     def _count_tokens(self, num_new: int, now: float) -> None:
-        metrics = self._metrics
+        metrics, tenant = self._metrics, self._tenant()
         metrics.generation_tokens += num_new
-        self._tenant().generation_tokens += num_new
+        tenant.generation_tokens += num_new
         self._num_tokens += num_new
         if self._num_tokens == num_new:
             metrics.time_to_first_token.observe(now - self._opened)
+            tenant.time_to_first_token.observe(now - self._opened)
             self._first_token_at = now
+            self._first_token_life = self.num_recoveries
             self._num_first_tokens = num_new
         else:
             metrics.inter_token_latency.observe((now - self._last_token_at) / num_new, num_new)
         self._last_token_at = now
 
     def _count_end(self, out: TextOut) -> None:
-        metrics = self._metrics
-        metrics.num_requests += 1
-        metrics.num_aborted += isinstance(out.finish, AbortFinish)
-        metrics.e2e_request_latency.observe(self._clock() - self._opened)
         queue_time_s = out.counts.queue_time_s
-        if queue_time_s is not None:
-            metrics.queue_time.observe(queue_time_s)
+        counted: tuple[Service, ...] = (self._metrics, self._tenant())
+        for one in counted:
+            one.num_requests += 1
+            one.num_aborted += isinstance(out.finish, AbortFinish)
+            if queue_time_s is not None:
+                one.queue_time.observe(queue_time_s)
+        self._metrics.e2e_request_latency.observe(self._clock() - self._opened)
         decode_s = self._last_token_at - self._first_token_at
         num_decoded = self._num_tokens - self._num_first_tokens
         throughput = num_decoded / decode_s if num_decoded and decode_s > 0 else None
         first_token_s = self.first_token_s
         prefill_s = None
-        if first_token_s is not None and queue_time_s is not None:
+        # After a restart, `queue_time_s` is of the new engine.
+        if first_token_s is not None and queue_time_s is not None and self._first_token_life == self.num_recoveries:
             prefill_s = max(first_token_s - queue_time_s, 0.0)
         self.timings = Timings(queue_time_s, first_token_s, throughput, prefill_s)

@@ -113,8 +113,8 @@ class AdoptedSample:
 
     def __init__(self, registry: RequestRegistry, request: GenerateReq, name: str) -> None:
         self.rid = name
-        self.prompt_ids: Sequence[int] = unpack_ids(request.input_ids)  # type: ignore[assignment]
         self.options = request.options
+        self.prompt_ids: Sequence[int] = unpack_ids(request.input_ids)  # type: ignore[assignment]
         self._registry = registry
 
     def stop(self, generation: Generation) -> None:

@@ -112,7 +112,7 @@ class Scheduler:
         self._kv_events = kv_events
         self.planner = planner
         self._results = ResultProcessor(self.kv, self.queues, io, metrics)
-        self._idle_work = IdleWork(IdleAudit(self.kv, clock), touch_ahead)
+        self._idle_work = IdleWork(IdleAudit(self.kv, clock), touch_ahead, self.kv.tiers)
         self._step_log = step_log or StepLog(clock)
         self._queue_limits = QueueLimits(max_queue_time_s, self.kv, self.queues, clock)
         self._pause = Pause(planner, timeouts, self._queue_limits, io)

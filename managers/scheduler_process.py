@@ -171,10 +171,9 @@ def build_scheduler(
     """
     rows = ReqToTokenPool(runner.settings.max_running_requests, runner.settings.context_len)
     allocator, cache = _memory(server_args, cost_depth or equal_cost_depth(model_config), runner, clock)
-    if kv_events is not None:
-        assert isinstance(cache, RadixCache)  # ServerArgs refuses it without one
-        kv_events.watch(cache)
     kv = KVCacheManager(rows, allocator, cache, tiers)
+    if kv_events is not None:
+        kv_events.watch(kv)
     queues = RequestQueues(server_args.max_queued_requests)
     return Scheduler(
         _planner(server_args, runner, kv, queues, clock, planner_type),

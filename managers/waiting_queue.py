@@ -57,8 +57,8 @@ class Level:
 
 
 class WaitingQueue(Collection[Req]):
-    """The time to add a new request or to remove one does not depend on their number. To put retracted ones back sorts
-    those of their urgency."""
+    """The time to add a new request or to remove one does not depend on their number. It depends on the number of
+    priorities in use. To put retracted ones back sorts those of their urgency."""
 
     def __init__(self) -> None:
         self._levels: dict[int, Level] = {}
@@ -101,6 +101,10 @@ class WaitingQueue(Collection[Req]):
     def lowest_urgency(self) -> float:
         """Infinite if nobody waits."""
         return next(reversed(self._levels), inf)
+
+    def line_of(self, req: Req) -> str:
+        """Names those with whom a request waits in one line. Lines share the engine."""
+        return ""
 
     def num_tokens_before(self, req: Req) -> int:
         """Tokens of waiting requests that are computed before a new one."""

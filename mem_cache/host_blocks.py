@@ -10,6 +10,7 @@ A block is in exactly one of these states:
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 
 class HostBlocks:
@@ -26,6 +27,8 @@ class HostBlocks:
         self._pins = [0] * num_blocks
         self.num_dropped = 0
         """Kept blocks that were taken for something else."""
+        self.on_drop: Callable[[bytes], None] | None = None
+        """Told of the key of each of them."""
 
     @property
     def num_free(self) -> int:
@@ -117,3 +120,5 @@ class HostBlocks:
         assert key is not None
         del self._block_of[key]
         self._key_of[block] = None
+        if self.on_drop is not None:
+            self.on_drop(key)

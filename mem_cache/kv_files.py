@@ -1,8 +1,9 @@
 """KV blocks in files: a folder with one file for each block. Servers may share it, and it survives them.
 
-A file is named after the key of its block. It has a header (format, checksum, size, key) and then the bytes of the
-block. It appears complete, because it is written under another name and then renamed. A file is used only if its header
-and its checksum are right. Any other file is removed, with a line in the log.
+A file is named after the key of its block. It has a header (format, checksum, sizes, key), what the key stands for
+(BlockContent), and the bytes of the block. It appears complete, because it is written under another name and then
+renamed. A file is used only if its header and its checksum are right. Any other file is removed, with a line in the
+log.
 
 The total size is bounded: before a file is written, the least recently used files are removed. Reading a file sets its
 modification time, so the bound holds for all servers of a folder together.
@@ -17,12 +18,14 @@ import struct
 import tempfile
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .block_keys import KEY_BYTES
+from .block_keys import KEY_BYTES, BlockContent
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +37,13 @@ _UNFINISHED = ".tmp"
 _ABANDONED_S = 3600.0
 """An unfinished file of this age is abandoned: its writer has died."""
 _MAGIC = b"TERCETKV"
-_VERSION = 1
-_HEADER = struct.Struct(f"<8sIIQ{KEY_BYTES}s")
-"""Magic, version, CRC-32 of key and data, bytes of data, key."""
+_VERSION = 2
+_HEADER = struct.Struct(f"<8sIIQ{KEY_BYTES}sI")
+"""Magic, version, CRC-32 of key, content and data, bytes of data, key, bytes of the content."""
+_CONTENT = struct.Struct(f"<{KEY_BYTES}sI")
+"""The key before, bytes of the namespace. The namespace and the tokens follow."""
+_MAX_CONTENT_BYTES = 1 << 20
+"""A file that claims more is damaged."""
 _FILL_AFTER_TRIM = 0.9
 _TIME_GRAIN_NS = 2_000_000_000
 """Two changes of a folder within this time may have the same modification time."""
@@ -58,6 +65,8 @@ class KVFiles:
         self._known: set[str] = set()
         self._scanned: int | None = None
         """Modification time of the folder before the last scan, in ns. None: it may change without a new time."""
+        self._changes: list[tuple[bytes, bool]] | None = None
+        """What `take_changes` will return. None: nobody asks."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -77,7 +86,7 @@ class KVFiles:
         try:
             problem = _read(path, key, target)
         except FileNotFoundError:
-            self._known.discard(path.name)
+            self._forget(path.name)
             return False
         except OSError as error:
             problem = error.strerror or str(error)
@@ -87,31 +96,33 @@ class KVFiles:
             return True
         logger.warning("Removing %s, whose KV is computed anew: %s", path, problem)
         self.num_damaged += 1
-        self._known.discard(path.name)
+        self._forget(path.name)
         with contextlib.suppress(OSError):
             path.unlink()
         return False
 
-    def write(self, key: bytes, data: Bytes) -> bool:
+    def write(self, key: bytes, content: BlockContent, data: Bytes) -> bool:
         """Write the block of this key, unless there is a file. Returns whether it was written.
 
         The first failure switches writing off, with a line.
         """
         if not self.is_writing or self.has(key):
             return False
-        size = _HEADER.size + data.nbytes
+        packed = _pack(content)
+        size = _HEADER.size + len(packed) + data.nbytes
         if size > self.max_bytes:
             return False
         try:
             if self.used_bytes + size > self.max_bytes:
                 self._trim(size)
-            self._write(_name(key), _HEADER.pack(_MAGIC, _VERSION, _checksum(key, data), data.nbytes, key), data)
+            self._write(_name(key), _header(key, packed, data) + packed, data)
         except OSError as error:
             self.is_writing = False
             logger.warning("Writing no more KV to %s: %s", self._folder, error.strerror or error)
             return False
         self.used_bytes += size
         self._known.add(_name(key))
+        self._note(_name(key), is_there=True)
         return True
 
     def look(self) -> None:
@@ -119,6 +130,49 @@ class KVFiles:
         with contextlib.suppress(OSError):
             if os.stat(self._folder).st_mtime_ns != self._scanned:
                 self._scan()
+
+    # What the folder has, for KV events
+
+    def list_files(self) -> None:
+        """From now on, `take_changes` tells all: first the files that there are, in the order of their last use."""
+        self._changes = None
+        found: list[tuple[int, int, str]] = []
+        with contextlib.suppress(OSError):
+            found = self._scan()
+        self._changes = []
+        for *_, name in sorted(found):
+            self._note(name, is_there=True)
+
+    def take_changes(self) -> Sequence[tuple[bytes, bool]]:
+        """Keys of files that have come (True) or gone (False) since the last call, in order."""
+        changes = self._changes
+        if not changes:
+            return ()
+        self._changes = []
+        return changes
+
+    def content(self, key: bytes) -> BlockContent | None:
+        """What a file says about its key. Returns None if there is no file, or one that is damaged."""
+        try:
+            with open(self._folder / _name(key), "rb", buffering=0) as file:
+                magic, version, *_, length = _unpack_header(file.read(_HEADER.size))
+                packed = file.read(length)
+        except FileNotFoundError:
+            self._forget(_name(key))
+            return None
+        except (OSError, ValueError):
+            return None
+        content = _unpack(packed) if (magic, version) == (_MAGIC, _VERSION) else None
+        return content if content is not None and content.key == key else None
+
+    def _note(self, name: str, *, is_there: bool) -> None:
+        if self._changes is not None:
+            with contextlib.suppress(ValueError):  # a name of somebody else
+                self._changes.append((bytes.fromhex(name.removeprefix(_PREFIX).removesuffix(_SUFFIX)), is_there))
+
+    def _forget(self, name: str) -> None:
+        self._known.discard(name)
+        self._note(name, is_there=False)
 
     def _write(self, name: str, header: bytes, data: Bytes) -> None:
         descriptor, unfinished = tempfile.mkstemp(_UNFINISHED, _PREFIX, self._folder)
@@ -143,7 +197,12 @@ class KVFiles:
                     with contextlib.suppress(OSError):  # another server has removed it
                         stat = entry.stat(follow_symlinks=False)
                         found.append((stat.st_mtime_ns, stat.st_size, entry.name))
-        self._known = {name for *_, name in found}
+        before, self._known = self._known, {name for *_, name in found}
+        if self._changes is not None:
+            for name in before - self._known:
+                self._note(name, is_there=False)
+            for *_, name in sorted(one for one in found if one[-1] not in before):
+                self._note(name, is_there=True)
         self.used_bytes = sum(size for _, size, _ in found)
         self._scanned = scanned if time.time_ns() - scanned > _TIME_GRAIN_NS else None
         return found
@@ -158,7 +217,7 @@ class KVFiles:
             if self.used_bytes <= limit:
                 return
             (self._folder / name).unlink(missing_ok=True)
-            self._known.discard(name)
+            self._forget(name)
             self.used_bytes -= size
             self.num_removed += 1
 
@@ -173,14 +232,46 @@ def _name(key: bytes) -> str:
     return f"{_PREFIX}{key.hex()}{_SUFFIX}"
 
 
-def _checksum(key: bytes, data: Bytes) -> int:
-    return zlib.crc32(data.data, zlib.crc32(key))
+def _header(key: bytes, packed: bytes, data: Bytes) -> bytes:
+    checksum = zlib.crc32(data.data, zlib.crc32(packed, zlib.crc32(key)))
+    return _HEADER.pack(_MAGIC, _VERSION, checksum, data.nbytes, key, len(packed))
+
+
+def _unpack_header(header: bytes) -> tuple[Any, ...]:
+    """The fields of a header. Raises ValueError if they cannot be right."""
+    if len(header) < _HEADER.size:
+        raise ValueError("the file has no whole header")
+    fields = _HEADER.unpack(header)
+    if fields[-1] > _MAX_CONTENT_BYTES:
+        raise ValueError("the content is too long")
+    return fields
+
+
+def _pack(content: BlockContent) -> bytes:
+    namespace = content.namespace.encode("utf-8", "surrogatepass")
+    return _CONTENT.pack(content.before, len(namespace)) + namespace + content.tokens
+
+
+def _unpack(packed: bytes) -> BlockContent | None:
+    """Returns None if these are no bytes of `_pack`."""
+    if len(packed) < _CONTENT.size:
+        return None
+    before, length = _CONTENT.unpack_from(packed)
+    end = _CONTENT.size + length
+    try:
+        return BlockContent(before, packed[_CONTENT.size : end].decode("utf-8", "surrogatepass"), packed[end:])
+    except UnicodeDecodeError:
+        return None
 
 
 def _read(path: Path, key: bytes, target: Bytes) -> str | None:
     """Fill `target` from a file. Returns what is wrong with the file, if anything. Raises OSError."""
     with open(path, "rb", buffering=0) as file:
         header = file.read(_HEADER.size)
+        try:
+            packed = file.read(_unpack_header(header)[-1])
+        except ValueError:
+            return "its header is damaged"
         view = target.data
         while view:
             count = file.readinto(view)
@@ -189,6 +280,6 @@ def _read(path: Path, key: bytes, target: Bytes) -> str | None:
             view = view[count:]
         if file.read(1):
             return "it is too long"
-    if header != _HEADER.pack(_MAGIC, _VERSION, _checksum(key, target), target.nbytes, key):
+    if header != _header(key, packed, target):
         return "its content is damaged"
     return None

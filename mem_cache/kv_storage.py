@@ -2,6 +2,8 @@
 
 A job names a block of the host's KV memory. The thread has that block from `read` or `write` until `poll` returns the
 job. Reads go before writes. A read has a deadline: what is not read by then is not read.
+
+For KV events, the thread also tells which files there are, and what their keys stand for.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import numpy as np
 import numpy.typing as npt
 
+from .block_keys import BlockContent
 from .kv_files import KVFiles
 
 _LOOK_INTERVAL_S = 5.0
@@ -28,6 +32,8 @@ class ReadJob:
     """Key and host block of each."""
     deadline_s: float
     num_read: int = 0
+    is_void: bool = False
+    """Whether host memory was emptied since it began. What it has read is not kept."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,11 +42,21 @@ class WriteJob:
 
     key: bytes
     block: int
+    content: BlockContent
     is_written: bool = False
 
 
-class _Look:
+class _Other(Enum):
+    LOOK = auto()
     """Look for files of other servers."""
+    LIST = auto()
+    """List all files."""
+    DESCRIBE = auto()
+    """Read what the key of a file stands for."""
+
+
+FileChange = tuple[bytes, BlockContent | None]
+"""The key of a file that has come, and what it stands for. None: the file has gone."""
 
 
 class KVStorage:
@@ -58,7 +74,12 @@ class KVStorage:
         self._writes: deque[WriteJob] = deque()
         self._done: deque[ReadJob | WriteJob] = deque()
         self._is_busy = False
+        """Whether it reads or writes a block."""
         self._is_closed = False
+        self._must_list = False
+        self._undescribed: dict[bytes, None] = {}
+        """Keys of files that are not in `_file_changes` yet, in order. Only the thread uses it."""
+        self._file_changes: deque[FileChange] = deque()
         self._thread = threading.Thread(target=self._run, name="kv storage", daemon=True)
         self._thread.start()
 
@@ -90,6 +111,21 @@ class KVStorage:
             self._done.clear()
         return done
 
+    def list_files(self) -> None:
+        """From now on, `take_file_changes` tells all: first the files that there are."""
+        with self._changed:
+            self._must_list = True
+            self._changed.notify_all()
+
+    @property
+    def has_file_changes(self) -> bool:
+        return bool(self._file_changes)
+
+    def take_file_changes(self, limit: int) -> list[FileChange]:
+        """The first `limit` changes that were not taken yet, in order."""
+        changes = self._file_changes
+        return [changes.popleft() for _ in range(min(limit, len(changes)))]
+
     def close(self, timeout_s: float) -> None:
         """Write what is queued, for at most `timeout_s`, and end the thread after its present job."""
         with self._changed:
@@ -104,23 +140,55 @@ class KVStorage:
             if isinstance(job, ReadJob):
                 self._read(job)
             elif isinstance(job, WriteJob):
-                job.is_written = self.files.write(job.key, self._memory[job.block])
+                job.is_written = self.files.write(job.key, job.content, self._memory[job.block])
             else:
-                self.files.look()
-                continue
-            with self._changed:
-                self._done.append(job)
+                self._do_other(job)
+            self._note_file_changes(job)
+            if not isinstance(job, _Other):
+                with self._changed:
+                    self._done.append(job)
 
-    def _next_job(self) -> ReadJob | WriteJob | _Look | None:
+    def _do_other(self, job: _Other) -> None:
+        if job is _Other.LOOK:
+            self.files.look()
+        elif job is _Other.LIST:
+            self._undescribed.clear()
+            self.files.list_files()
+        else:
+            key = next(iter(self._undescribed))
+            del self._undescribed[key]
+            content = self.files.content(key)
+            if content is not None:
+                self._file_changes.append((key, content))
+
+    def _note_file_changes(self, job: ReadJob | WriteJob | _Other) -> None:
+        for key, is_there in self.files.take_changes():
+            if not is_there:
+                self._undescribed.pop(key, None)
+                self._file_changes.append((key, None))
+            elif isinstance(job, WriteJob) and job.key == key:
+                self._file_changes.append((key, job.content))
+            else:
+                self._undescribed[key] = None
+
+    def _next_job(self) -> ReadJob | WriteJob | _Other | None:
         """Waits for a job. Returns None at the end."""
         with self._changed:
             self._is_busy = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._reads or self._writes or self._is_closed, _LOOK_INTERVAL_S)
+            self._changed.wait_for(self._has_work, _LOOK_INTERVAL_S)
             if self._is_closed:
                 return None
-            self._is_busy = True
-            return self._reads.popleft() if self._reads else self._writes.popleft() if self._writes else _Look()
+            self._is_busy = bool(self._reads or self._writes)
+            if self._is_busy:
+                return self._reads.popleft() if self._reads else self._writes.popleft()
+            if self._must_list:
+                self._must_list = False
+                return _Other.LIST
+            return _Other.DESCRIBE if self._undescribed else _Other.LOOK
+
+    def _has_work(self) -> bool:
+        return bool(self._reads or self._writes or self._must_list or self._undescribed or self._is_closed)
 
     def _read(self, job: ReadJob) -> None:
         for key, block in job.blocks:

@@ -4,9 +4,10 @@ It is passed unchanged from the decoded body to the scheduler:
 
     body --options_of--> Prompt.options --> GenerateReq.options --> Req.options
 
-A body declares an option as a field of the same name, and `tenant` as `user` (srt/entrypoints/options.py). So a new
-option is a field here, a field of the bodies that offer it, and the code that reads it. `sampling` and `logprobs` are
-objects, which each API makes from fields of its own. `reasoning` follows from the rendered prompt.
+A body declares an option as a field of the same name; the OpenAI bodies call `tenant` `user`
+(srt/entrypoints/options.py). So a new option is a field here, a field of the bodies that offer it, and the code that
+reads it. `sampling` and `logprobs` are objects, which each API makes from fields of its own. `reasoning` follows from
+the rendered prompt.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Requests of higher priority go first; with `--schedule-low-priority-values-first`, those of lower priority."""
     tenant: str = ""
     """Whose request it is: the tenants share the engine (`--schedule-policy dlpm`), and /metrics counts for each. The
-    HTTP server sets it (srt/entrypoints/tenants.py)."""
+    key or header of an HTTP request goes before the field of its body (srt/entrypoints/tenants.py)."""
     waiting_timeout: float | None = None
     """Seconds that the request may wait for its first step. None: as long as `--waiting-timeout` allows."""
     running_timeout: float | None = None

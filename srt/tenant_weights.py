@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .tenant_names import tenant_name
+
 
 def parse_weights(given: str | None) -> dict[str, float]:
     """Weights by tenant, of a text such as `alice=2,bob=0.5`. Raises ValueError."""
@@ -10,7 +12,7 @@ def parse_weights(given: str | None) -> dict[str, float]:
         if not part.strip():
             continue
         name, _, value = part.rpartition("=")
-        name = name.strip()
+        name = tenant_name(name.strip())
         weight = _number(value)
         if not name or weight is None:
             raise ValueError(

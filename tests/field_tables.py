@@ -51,6 +51,11 @@ NATIVE_SAMPLING: Table = {
     "sampling_seed": sampling("sampling_seed", 4711),
 }
 USER: tuple[Any, Effect] = ("me", lambda seen: seen.req.options.tenant == "me")
+LIMITS: Table = {
+    "priority": (7, lambda seen: seen.req.options.priority == 7),
+    "waiting_timeout": (2.5, lambda seen: seen.req.options.waiting_timeout == 2.5),
+    "running_timeout": (2.5, lambda seen: seen.req.options.running_timeout == 2.5),
+}
 RETENTION: Table = {
     "session_id": ("agent 7", lambda seen: seen.req.options.session_id == "agent 7"),
     "retention_seconds": (45.5, lambda seen: seen.req.options.retention_seconds == 45.5),
@@ -63,12 +68,11 @@ GENERATE: Table = {
     "input_ids": ([99, 100], lambda seen: seen.prompt == "cd"),
     "stream": STREAM,
     "rid": ("me", lambda seen: seen.answer["meta_info"]["id"] == "me"),
-    "priority": (7, lambda seen: seen.req.options.priority == 7),
-    "waiting_timeout": (2.5, lambda seen: seen.req.options.waiting_timeout == 2.5),
-    "running_timeout": (2.5, lambda seen: seen.req.options.running_timeout == 2.5),
+    **LIMITS,
     **RETENTION,
     "cache_salt": SALT,
     "extra_key": SALT,
+    "tenant": USER,
     "return_logprob": (True, lambda seen: len(seen.answer["meta_info"]["output_token_logprobs"]) == 2),
     "logprob_start_len": logprobs("logprob_start_len", 0, "input_token_logprobs"),
     "top_logprobs_num": logprobs("top_logprobs_num", 2, "output_top_logprobs"),
@@ -88,9 +92,7 @@ OPENAI: Table = {
     "model": GENERATE["model"],
     "stream": STREAM,
     "rid": ("me", lambda seen: seen.answer["id"] == "me"),
-    "priority": (7, lambda seen: seen.req.options.priority == 7),
-    "waiting_timeout": (2.5, lambda seen: seen.req.options.waiting_timeout == 2.5),
-    "running_timeout": (2.5, lambda seen: seen.req.options.running_timeout == 2.5),
+    **LIMITS,
     **RETENTION,
     "cache_salt": SALT,
     "user": USER,
@@ -170,6 +172,7 @@ SCORE: Table = {
     "model": OPENAI["model"],
     "cache_salt": SALT,
     "user": USER,
+    **LIMITS,
 }
 EMBEDDINGS: Table = {
     "input": ([98], lambda seen: seen.ids == [98]),
@@ -180,6 +183,7 @@ EMBEDDINGS: Table = {
     "add_special_tokens": COMPLETIONS["add_special_tokens"],
     "cache_salt": SALT,
     "user": USER,
+    **LIMITS,
 }
 TOKENIZE: Table = {
     "model": OPENAI["model"],

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...srt.model_files.model_config import ModelConfig, load_model_config
 from ...srt.server_args import ServerArgs
+from ...srt.settings.setting import flag_name
 from ..argument_types import above_zero, not_negative, not_negative_int, positive, ratio, slo
 from ..engine_args import add_engine_arguments, engine_args
 from ..metrics import SLO_NAMES
@@ -63,8 +64,14 @@ _TRAFFIC_FLAGS: dict[str, tuple[tuple[str, ...], Any]] = {
     "document_rate": (_AGENTS, 1.0),
 }
 """Each flag's kinds of traffic and default. With another kind, the flag has no effect and is refused."""
-_NOT_SIMULATED = ("enable_hierarchical_cache", "hicache_", "kv_events_config")
-"""Beginnings of the engine's settings that a simulation would ignore: it has no lower tiers, and publishes nothing."""
+_NOT_SIMULATED = (
+    "enable_hierarchical_cache",
+    "hicache_size",
+    "hicache_storage_dir",
+    "hicache_storage_size",
+    "kv_events_config",
+)
+"""Settings of the engine that a simulation would ignore: it has no lower tiers, and publishes nothing."""
 _DEFAULT_POOL_TOKENS = 65_536
 _DEFAULT_REQUESTS = 1_000
 _DEFAULT_ROUND_TRIP_MS = 2.0
@@ -194,9 +201,7 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
 
 def _complete(options: argparse.Namespace) -> None:
     """Fills in defaults and checks the flags of the traffic. Raises ValueError."""
-    for name in vars(options):
-        if name.startswith(_NOT_SIMULATED):
-            raise ValueError(f"--{name.replace('_', '-')} has no effect: the simulator has no tiers and no KV events")
+    _refuse_not_simulated(vars(options))
     if options.replay is not None:
         if options.traffic or options.num_requests or options.max_concurrency or options.config:
             raise ValueError("--traffic, --num-requests, --max-concurrency and --config have no effect with --replay")
@@ -228,6 +233,13 @@ def _complete(options: argparse.Namespace) -> None:
             )
     if options.replay is None or options.cost is not None:
         options.profile = load_profile(options.cost or DEFAULT_PROFILE)
+
+
+def _refuse_not_simulated(given: Collection[str]) -> None:
+    """Raises ValueError if one of these settings would be ignored."""
+    for name in _NOT_SIMULATED:
+        if name in given:
+            raise ValueError(f"{flag_name(name)} has no effect: the simulator has no tiers and no KV events")
 
 
 def traffic_of(options: argparse.Namespace, vocab_size: int) -> Traffic:
@@ -292,6 +304,9 @@ def engine_of(
         options.model_path = "smollm2-135m"
     server_args = engine_args(parser, options)
     try:
+        _refuse_not_simulated(
+            [one.name for one in dataclasses.fields(server_args) if getattr(server_args, one.name) != one.default]
+        )
         config = load_model_config(server_args.model_path, server_args.load_format)
         return complete(server_args, config, profile), config
     except (OSError, ValueError) as error:

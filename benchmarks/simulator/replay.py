@@ -114,7 +114,14 @@ class Replay:
             "chunked_prefill_size": start.chunked_prefill_size,
             "max_total_tokens": start.max_total_num_tokens,
         }
-        return ServerArgs.from_dict({**given, **limits, "skip_tokenizer_init": True, "record_schedule": None})
+        without = {"skip_tokenizer_init": True, "record_schedule": None, "kv_events_config": None}
+        no_tiers = {"enable_hierarchical_cache": False, "hicache_size": None, "hicache_storage_dir": None}
+        return ServerArgs.from_dict({**given, **limits, **without, **no_tiers})
+
+    @property
+    def had_tiers(self) -> bool:
+        """The recorded server had host memory or files for KV. A replay has neither."""
+        return bool(self.start.server_args.get("enable_hierarchical_cache"))
 
     def model_config(self) -> ModelConfig:
         """The recorded model, as far as a scheduler knows it."""

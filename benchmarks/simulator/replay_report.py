@@ -39,6 +39,10 @@ def add_replay_table(result: Result, replay: Replay, comparison: Comparison | No
         f"host {number(fitted.host_s * 1e3)} ms. "
         f"Median error of a step {percent(median)}, error of the sum of all steps {percent(total)}.",
     ]
+    if replay.had_tiers:
+        table.notes.append(
+            "The recorded server had host memory or files for KV. The simulation has none, and computes their tokens."
+        )
     result.values["recording"] = {
         "num_requests": replay.num_requests,
         "num_steps": len(replay.script.steps),

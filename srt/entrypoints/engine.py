@@ -105,7 +105,8 @@ class Engine:
         whose text and token ids are cumulative (unless `incremental_streaming_output` is set). Closing the iterator
         aborts the request.
 
-        `request`: further fields of /generate's body, such as `input_ids` (instead of `prompt`), `rid`, `cache_salt`.
+        `request`: further fields of /generate's body, such as `input_ids` (instead of `prompt`), `rid`, `cache_salt`,
+        `tenant`.
         `progress`: whether to show a progress bar. By default, a terminal shows one for more than 16 samples.
 
         A list may have any length: at most `max_queued_requests` samples are in the scheduler at a time. An exception

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Annotated
 
@@ -127,5 +128,6 @@ async def metrics(server: Server, request: Request, body: None) -> ASGIApp:
     """Prometheus' page. Raises MetricsOff without --enable-metrics."""
     if server.metrics is None:
         raise MetricsOff("the server counts nothing; start it with --enable-metrics")
-    page, content_type = server.metrics.render()
+    # In a thread: 65 tenants make a page of 3,000 lines, which takes some 20 ms.
+    page, content_type = await asyncio.to_thread(server.metrics.render)
     return Response(page, headers={"content-type": content_type})

@@ -6,7 +6,7 @@ metrics that SGLang does not have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -16,16 +16,34 @@ from prometheus_client.registry import Collector
 
 from ...managers.calls import KnownState
 from ...managers.recovery import Recovery
-from ...managers.request_metrics import Histogram, RequestMetrics
+from ...managers.request_metrics import Histogram, RequestMetrics, TenantService
 from ...managers.tokenizer_manager import TokenizerManager
 from ..tier_state import FileTierState, TierState
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name",)
 
+_TENANT_COUNTERS: Sequence[tuple[str, str, Callable[[TenantService], float]]] = (
+    ("num_requests", "Requests that have ended", lambda tenant: tenant.num_requests),
+    ("num_aborted_requests", "Requests that were aborted or failed", lambda tenant: tenant.num_aborted),
+    ("prefill_tokens", "Prompt tokens computed", lambda tenant: tenant.prefill_tokens),
+    ("generation_tokens", "Generated tokens", lambda tenant: tenant.generation_tokens),
+)
+_TENANT_HISTOGRAMS: Sequence[tuple[str, str, Callable[[TenantService], Histogram]]] = (
+    (
+        "time_to_first_token_seconds",
+        "Time from the request to its first token",
+        lambda tenant: tenant.time_to_first_token,
+    ),
+    ("queue_time_seconds", "Time in the waiting queue", lambda tenant: tenant.queue_time),
+)
+
 
 class MetricsPage(Collector):
-    """Makes the page of one engine. Nothing is copied before a scrape: the counts are read when the page is made."""
+    """Makes the page of one engine. Nothing is copied before a scrape: the counts are read when the page is made.
+
+    Any thread may make it. The event loop may count between two metrics of a page.
+    """
 
     def __init__(self, manager: TokenizerManager, metrics: RequestMetrics) -> None:
         self._manager = manager
@@ -132,7 +150,7 @@ class MetricsPage(Collector):
             "e2e_request_latency_seconds", "Time from the request to its end", metrics.e2e_request_latency
         )
         yield self._histogram("queue_time_seconds", "Time in the waiting queue", metrics.queue_time)
-        yield from self._of_tenants(metrics)
+        yield from self._of_tenants(list(metrics.tenants.items()))
 
     def _of_restarts(self, recovery: Recovery) -> Iterator[Metric]:
         own = (
@@ -152,14 +170,19 @@ class MetricsPage(Collector):
             family.add_metric((*self._label_values, source), count)
         return family
 
-    def _of_tenants(self, metrics: RequestMetrics) -> Iterator[Metric]:
+    def _of_tenants(self, tenants: Sequence[tuple[str, TenantService]]) -> Iterator[Metric]:
         labels = (*_LABELS, "tenant")
-        prefill = CounterMetricFamily("tercet:tenant_prefill_tokens", "Prompt tokens computed", labels=labels)
-        generation = CounterMetricFamily("tercet:tenant_generation_tokens", "Generated tokens", labels=labels)
-        for name, service in metrics.tenants.items():
-            prefill.add_metric((*self._label_values, name), service.prefill_tokens)
-            generation.add_metric((*self._label_values, name), service.generation_tokens)
-        yield from (prefill, generation)
+        for name, text, count_of in _TENANT_COUNTERS:
+            counter = CounterMetricFamily(f"tercet:tenant_{name}", text, labels=labels)
+            for tenant, service in tenants:
+                counter.add_metric((*self._label_values, tenant), count_of(service))
+            yield counter
+        for name, text, histogram_of in _TENANT_HISTOGRAMS:
+            family = HistogramMetricFamily(f"tercet:tenant_{name}", text, labels=labels)
+            for tenant, service in tenants:
+                histogram = histogram_of(service)
+                family.add_metric((*self._label_values, tenant), histogram.cumulative(), histogram.total)
+            yield family
 
     def _gauge(self, name: str, text: str, value: float, *, prefix: str = "sglang") -> Metric:
         family = GaugeMetricFamily(f"{prefix}:{name}", text, labels=_LABELS)

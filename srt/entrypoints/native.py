@@ -85,7 +85,7 @@ def _options(server: Server, body: GenerateBody, count: int, is_list: bool) -> I
     if body.cache_salt is not None and body.extra_key is not None:
         raise InvalidRequest("cache_salt and extra_key are the same option; send only one of them", param="extra_key")
     salt_field = "extra_key" if body.cache_salt is None else "cache_salt"
-    fields = {**OPTION_FIELDS, "cache_salt": salt_field}
+    fields = {**OPTION_FIELDS, "cache_salt": salt_field, "tenant": "tenant"}
     columns = {name: _per_prompt(getattr(body, field, None), count, is_list, field) for name, field in fields.items()}
     samplings = _samplings(server, body.sampling_params, count, is_list)
     logprobs = _logprobs(body, count, is_list)

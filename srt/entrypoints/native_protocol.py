@@ -84,6 +84,9 @@ class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         str | list[str] | None, doc("Requests share cached prefixes only with requests of the same salt")
     ] = None
     extra_key: Annotated[str | list[str] | None, doc("Another name of cache_salt")] = None
+    tenant: Annotated[
+        str | list[str] | None, doc("Name of the tenant, unless several API keys or the header x-tenant name it")
+    ] = None
     model: Annotated[str | None, doc("As in /v1/completions; `unknown`, which the router smg sends, is any model")] = (
         None
     )
@@ -181,7 +184,7 @@ class MetaInfo(msgspec.Struct, frozen=True):
     ] = UNSET
     prefill_time: Annotated[
         float | UnsetType,
-        doc("Seconds from the queue to the first token; with --enable-metrics, in a sample that has finished"),
+        doc("Time to the first token without `queue_time`; with --enable-metrics, in a sample that has finished"),
     ] = UNSET
     decode_throughput: Annotated[
         float | UnsetType,

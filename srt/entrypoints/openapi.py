@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from ... import __version__
 from .error_handlers import ErrorEnvelope
+from .options import OPTION_FIELDS
 from .routing import Endpoint, Server
 from .wire import Wire, answer_fields_of, fields_of, structs_in, structs_of
 
@@ -185,6 +186,21 @@ def endpoint_table(documented: Iterable[Endpoint]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def options_table(documented: Iterable[Endpoint]) -> str:
+    """A Markdown table: which endpoints that run a model have a field for which option. A field of another name is
+    named."""
+    fields = {
+        endpoint.path: {field.name for field in fields_of(endpoint.body.type) if field.allowed is None}
+        for endpoint in documented
+        if endpoint.runs_model and endpoint.body is not None
+    }
+    lines = [f"| option | {' | '.join(fields)} |", "|---" * (len(fields) + 1) + "|"]
+    for option, other in OPTION_FIELDS.items():
+        cells = ["yes" if option in known else f"`{other}`" if other in known else "no" for known in fields.values()]
+        lines.append(f"| `{option}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def field_table(cls: type[Wire]) -> str:
     """A Markdown table of a body's fields."""
     return _table("what it does", _body_rows(cls))
@@ -219,13 +235,13 @@ def _answer_rows(cls: type[msgspec.Struct]) -> Iterator[_Row]:
 def render(text: str, documented: Iterable[Endpoint]) -> str:
     """The Markdown text with its generated blocks replaced.
 
-    A block starts with `<!-- generated: NAME -->`. NAME is `endpoints`, or the name of a body's, answer's or
-    error's type.
+    A block starts with `<!-- generated: NAME -->`. NAME is `endpoints`, `options`, or the name of a body's, answer's
+    or error's type.
     """
     documented = list(documented)
     tables = {cls.__name__: field_table(cls) for cls in body_types(documented)}
     tables |= {cls.__name__: answer_table(cls) for cls in (*answer_types(documented), *_with_parts([ErrorEnvelope]))}
-    tables["endpoints"] = endpoint_table(documented)
+    tables |= {"endpoints": endpoint_table(documented), "options": options_table(documented)}
     return _BLOCK.sub(lambda found: found.group(1) + "\n" + tables[found.group(2)] + "\n" + found.group(3), text)
 
 

@@ -8,18 +8,24 @@ from typing import Any
 from ..logprobs import LogprobOptions
 from ..request_options import RequestOptions
 from ..sampling_params import SamplingParams
+from ..tenant_names import tenant_name
 
 OPTION_FIELDS = {
     name: "user" if name == "tenant" else name
     for name in RequestOptions.__struct_fields__
     if name not in ("sampling", "logprobs", "reasoning")
 }
-"""The options that are read from a field of a body, and the name of the field. Each API makes the other ones itself."""
+"""The options that are read from a field of a body, and the name of the field. Each API makes the other ones itself.
+The tenant of /generate is its field `tenant` (native.py)."""
 
 
-def options_of(body: object, sampling: SamplingParams, logprobs: LogprobOptions | None = None) -> RequestOptions:
-    """The options of one request. Raises InvalidRequest for a value out of range."""
-    return make_options(sampling, {name: getattr(body, field, None) for name, field in OPTION_FIELDS.items()}, logprobs)
+def options_of(
+    body: object, sampling: SamplingParams, logprobs: LogprobOptions | None = None, **own: Any
+) -> RequestOptions:
+    """The options of one request. `own`: options that the API makes itself. Raises InvalidRequest for a value out of
+    range."""
+    given = {name: getattr(body, field, None) for name, field in OPTION_FIELDS.items()}
+    return make_options(sampling, {**given, **own}, logprobs)
 
 
 def make_options(
@@ -27,4 +33,6 @@ def make_options(
 ) -> RequestOptions:
     """Options with these values by name. None keeps an option's default. Raises InvalidRequest."""
     values = {name: value for name, value in given.items() if value is not None}
+    if "tenant" in values:
+        values["tenant"] = tenant_name(values["tenant"])
     return RequestOptions(sampling=sampling, logprobs=logprobs, **values)

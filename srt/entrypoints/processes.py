@@ -27,7 +27,7 @@ from ..ipc import RunDir
 from ..machine.cores import usable_cores
 from ..server_args import ServerArgs
 from ..start_reports import Loaded, Ready, StartFailed
-from .forks import ForkedProcess, ForkLink
+from .forks import UNKNOWN_EXIT, ForkedProcess, ForkLink
 from .handshake import STOP, LaunchSpec, ReportReader, write_frame
 
 Role = Literal["scheduler", "detokenizer", "grammar", "http_worker"]
@@ -175,7 +175,7 @@ class ChildProcess:
         if self._forks is not None:
             self._forks.close()
         code = self.returncode
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        how = f"signal {-code}" if code < 0 else f"exit code {'unknown' if code == UNKNOWN_EXIT else code}"
         if not self.ready.done():
             self._fail_ready(DiedAtStart(f"the {self.role} process died while it started ({how})"))
         self.ended.set_result(f"the {self.role} process died ({how})")

@@ -18,13 +18,14 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ...managers.request_registry import Prompt
-from ..errors import InvalidRequest, RequestAborted
-from ..request_options import Pooling, RequestOptions
+from ..errors import InvalidRequest
+from ..request_options import Pooling
 from .job import MAX_PROMPTS, Sample
 from .native import check_not_empty
-from .openai.protocol import PromptUsage
+from .openai.protocol import Priority, PromptUsage, RunningTimeout, User, WaitingTimeout
+from .options import options_of
 from .routing import Server
-from .sse import WholeFormat, answer
+from .sse import WholeFormat, answer, no_result
 from .wire import BodyCodec, Int32, Wire, doc
 
 
@@ -48,9 +49,10 @@ class RerankBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         None
     )
     cache_salt: Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")] = None
-    user: Annotated[str | None, doc("Name of the tenant, unless several API keys or the header x-tenant name it")] = (
-        None
-    )
+    user: User = None
+    priority: Priority = None
+    waiting_timeout: WaitingTimeout = None
+    running_timeout: RunningTimeout = None
 
 
 class RankedText(msgspec.Struct, frozen=True):
@@ -88,12 +90,8 @@ async def rerank(server: Server, request: Request, body: RerankBody) -> ASGIApp:
             f"documents must have at most {MAX_PROMPTS - 1} texts beside the query, got {len(texts)}", param="documents"
         )
     name = f"rerank-{uuid.uuid4().hex}"
-    options = RequestOptions(
-        sampling=server.manager.inputs.make_sampling({"max_new_tokens": 0, "temperature": 0}),
-        pooling=body.pooling or "mean",
-        cache_salt=body.cache_salt or "",
-        tenant=body.user or "",
-    )
+    sampling = server.manager.inputs.make_sampling({"max_new_tokens": 0, "temperature": 0})
+    options = options_of(body, sampling, pooling=body.pooling or "mean")
     prompts = [Prompt(content=body.query, options=options, rid=f"{name}_query", param="query")]
     prompts += [
         Prompt(content=text, options=options, rid=f"{name}_{i}", param=f"documents[{i}]")
@@ -126,6 +124,6 @@ class _RankingFormat(WholeFormat):
 def _unit_vector(sample: Sample) -> npt.NDArray[np.float64]:
     pooled = sample.collected.tokens.embedding
     if pooled is None:
-        raise RequestAborted("the request was aborted before its embedding was computed")
+        raise no_result(sample)
     vector = np.frombuffer(pooled, np.float32).astype(np.float64)
     return vector / (np.linalg.norm(vector) or 1.0)

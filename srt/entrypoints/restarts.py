@@ -20,6 +20,7 @@ from .. import env
 from ..io_struct import SchedulerState
 from ..server_args import ServerArgs
 from ..step_journal import Journal
+from .forks import UNKNOWN_EXIT
 
 _DEATHS_OF_CULPRIT = 2
 _REPORTS_KEPT = 20
@@ -84,8 +85,9 @@ class Death(NamedTuple):
 
     @property
     def is_from_outside(self) -> bool:
-        """Somebody killed the process, so no request is to blame."""
-        killed = self.returncode in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+        """Somebody killed the process, so no request is to blame. An unknown end counts as that: its fork server was
+        killed, too. The next engine has a new one, so if a request is the cause, its next deaths are known."""
+        killed = self.returncode in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, UNKNOWN_EXIT)
         return killed and not self.was_hung and not self.was_oom
 
     def blame(self, journal: Journal, *, is_paused: bool) -> Blame | None:

@@ -12,14 +12,14 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ...managers.request_registry import Prompt
-from ..errors import InvalidRequest, RequestAborted
+from ..errors import InvalidRequest
 from ..logprobs import MAX_TOKEN_IDS, LogprobOptions
-from ..request_options import RequestOptions
 from .job import Sample
 from .native import check_not_empty, check_num_prompts
-from .openai.protocol import PromptUsage
+from .openai.protocol import Priority, PromptUsage, RunningTimeout, User, WaitingTimeout
+from .options import options_of
 from .routing import Server, in_thread_if_large
-from .sse import WholeFormat, answer
+from .sse import WholeFormat, answer, no_result
 from .wire import BodyCodec, Int32, Wire, doc
 
 
@@ -37,9 +37,10 @@ class ScoreBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         None
     )
     cache_salt: Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")] = None
-    user: Annotated[str | None, doc("Name of the tenant, unless several API keys or the header x-tenant name it")] = (
-        None
-    )
+    user: User = None
+    priority: Priority = None
+    waiting_timeout: WaitingTimeout = None
+    running_timeout: RunningTimeout = None
 
 
 class Scores(msgspec.Struct, frozen=True):
@@ -60,12 +61,8 @@ async def score(server: Server, request: Request, body: ScoreBody) -> ASGIApp:
     _check_labels(body.label_token_ids, server.manager.model_config.vocab_size)
     contents = await in_thread_if_large(request, _contents, body)
     name = f"score-{uuid.uuid4().hex}"
-    options = RequestOptions(
-        sampling=server.manager.inputs.make_sampling({"max_new_tokens": 1, "temperature": 0}),
-        logprobs=LogprobOptions(token_ids_logprob=body.label_token_ids),
-        cache_salt=body.cache_salt or "",
-        tenant=body.user or "",
-    )
+    sampling = server.manager.inputs.make_sampling({"max_new_tokens": 1, "temperature": 0})
+    options = options_of(body, sampling, LogprobOptions(token_ids_logprob=body.label_token_ids))
     is_list = isinstance(body.items, list)
     prompts = [
         Prompt(
@@ -115,7 +112,7 @@ class _ScoreFormat(WholeFormat):
     def _scores(self, sample: Sample) -> list[float]:
         found = sample.collected.tokens.logprobs
         if found is None or not len(found.output):
-            raise RequestAborted("the request was aborted before its scores were computed")
+            raise no_result(sample)
         logprobs = np.array(found.output.asked_lists()[0])
         if self._body.apply_softmax:
             shares = np.exp(logprobs - logprobs.max())

@@ -22,8 +22,8 @@ from ...managers.generation import OutputReader
 from ...managers.request_registry import Prompt
 from ...managers.request_registry import Request as OpenRequest
 from ...managers.tokenizer_manager import TokenizerManager
-from ..errors import EngineDead, TercetError
-from ..io_struct import TextOut
+from ..errors import EngineDead, RequestAborted, TercetError
+from ..io_struct import AbortFinish, TextOut
 from .bounded_http import CLOSE
 from .error_handlers import envelope, internal_error
 from .job import Job, Sample, check_request_size, outputs, raise_failure
@@ -90,6 +90,13 @@ class WholeFormat(ResponseFormat):
 
     def events(self, sample: Sample, out: TextOut) -> bytes:
         raise AssertionError("this endpoint never streams")
+
+
+def no_result(sample: Sample) -> RequestAborted:
+    """The error of a sample without a result, which its client has aborted or which was over its running time. It is
+    for endpoints that have no part of a result."""
+    assert isinstance(sample.finish, AbortFinish)
+    return RequestAborted(f"the request has no result: {sample.finish.message}")
 
 
 async def answer(

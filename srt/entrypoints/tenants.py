@@ -5,10 +5,12 @@ The name is, in this order:
 1. With several API keys: the key, as `key-1` for the first one, `key-2` for the second one, and so on. The header and
    the field have no effect then, so no client can pose as another one. The text of a key appears nowhere.
 2. Otherwise the header `x-tenant`, which a gateway can set for its users. One API key for all names nobody.
-3. Otherwise the field `user` of the OpenAI endpoints.
+3. Otherwise the field of the body: `tenant` of /generate, `user` of the other endpoints. In /generate, each prompt of a
+   list may have its own.
 4. Otherwise the empty name.
 
-Without several keys, the server trusts the names that its clients give.
+Without several keys, the server trusts the names that its clients give. The Python engines have neither keys nor
+headers: there the field or argument `tenant` is the name.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from starlette.types import Scope
 
 from ...managers.request_registry import Prompt
 from ..server_args import ServerArgs
+from ..tenant_names import tenant_name
 
 HEADER = b"x-tenant"
-MAX_NAME_CHARS = 64
 _KEY_TENANT = "tercet.key_tenant"
 
 
@@ -49,31 +51,23 @@ def owner_of(scope: Scope, args: ServerArgs) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
-def tenant_of(scope: Scope, user: str = "") -> str:
-    """The tenant of an HTTP request. `user`: the field of its body."""
+def tenant_of(scope: Scope) -> str | None:
+    """The tenant that the key or the header of an HTTP request names. None: the fields of its body name it."""
     of_key = key_of(scope)
     if of_key is not None:
         return of_key
     for name, value in scope["headers"]:
         if name == HEADER and value.strip():
-            return _short(value.strip().decode("latin-1"))
-    return _short(user)
+            return tenant_name(value.strip().decode("latin-1"))
+    return None
 
 
 def with_tenant(scope: Scope, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-    """The prompts of an HTTP request, with its tenant. Before, `options.tenant` is the field `user`."""
-    user = prompts[0].options.tenant
-    tenant = tenant_of(scope, user)
-    if tenant == user:
+    """The prompts of an HTTP request, with its tenant. Before, `options.tenant` is the field of the body."""
+    tenant = tenant_of(scope)
+    if tenant is None:
         return prompts
     return [
         dataclasses.replace(prompt, options=msgspec.structs.replace(prompt.options, tenant=tenant))
         for prompt in prompts
     ]
-
-
-def _short(name: str) -> str:
-    """The name, or a digest of it if it is too long for a label of a metric or cannot be printed."""
-    if len(name) <= MAX_NAME_CHARS and name.isprintable():
-        return name
-    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -39,7 +39,8 @@ class PrefixCacheSettings:
     kv_events_config: Annotated[
         str | None,
         Setting(
-            "Publishes what the prefix cache stores and drops, for routers. JSON with the names of vLLM and SGLang: "
+            "Publishes what the KV pool, host memory and files store and drop, for routers. JSON with the names of "
+            "vLLM and SGLang: "
             '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": ""}'
         ),
     ] = None

@@ -69,7 +69,10 @@ def until(condition: Callable[[], bool], problem: Callable[[], object]) -> None:
 
 
 def send_traffic(server: ServerProcess, should_stop: threading.Event) -> None:
-    """Two tenants, and prompts that return at once, soon and late: the pool, host memory and the files have hits."""
+    """Three tenants, and prompts that return at once, soon and late: the pool, host memory and the files have hits.
+
+    The header names the tenants `a` and `b`, and the field of the body names `c`.
+    """
     rng = Random(0)
     prompts = [[rng.randrange(200) for _ in range(300)] for _ in range(24)]
     order = [0, 0, 1, 2, 3, 4, 0, *range(24)]
@@ -81,17 +84,28 @@ def send_traffic(server: ServerProcess, should_stop: threading.Event) -> None:
             body = {
                 "input_ids": prompts[order[number % len(order)]],
                 "sampling_params": {"max_new_tokens": 8, "ignore_eos": True},
+                "tenant": "c",
             }
-            answer = client.post("/generate", json=body, headers={"x-tenant": "ab"[number % 2]})
+            header = ({"x-tenant": "a"}, {"x-tenant": "b"}, {})[number % 3]
+            answer = client.post("/generate", json=body, headers=header)
             assert answer.status_code == 200, answer.text
 
 
-def answer_of(client: httpx.Client, query: str) -> list[float]:
-    """The values of all series of a panel's query. Grafana's variables are those of a new dashboard."""
+def series_of(client: httpx.Client, query: str) -> list[tuple[dict[str, str], float]]:
+    """The labels and values of all series of a panel's query. Grafana's variables are those of a new dashboard."""
     query = query.replace("$__rate_interval", "1m").replace("$model", ".*")
     answer = client.get("/api/v1/query", params={"query": query}).json()
     assert answer["status"] == "success", (query, answer)
-    return [float(series["value"][1]) for series in answer["data"]["result"]]
+    return [(series["metric"], float(series["value"][1])) for series in answer["data"]["result"]]
+
+
+def answer_of(client: httpx.Client, query: str) -> list[float]:
+    return [value for _, value in series_of(client, query)]
+
+
+def tenants_of(client: httpx.Client, query: str) -> set[str]:
+    """The tenants with a number in the answer."""
+    return {labels["tenant"] for labels, value in series_of(client, query) if math.isfinite(value)}
 
 
 def test_each_query_of_the_dashboard_returns_a_series(tmp_path: Path) -> None:
@@ -120,6 +134,13 @@ def test_each_query_of_the_dashboard_returns_a_series(tmp_path: Path) -> None:
                     return not left
 
                 until(all_answered, lambda: f"no series: {left}")
+                of_tenants = [query for query in panel_queries(board) if "tenant" in query]
+                assert len(of_tenants) == 8
+                for query in of_tenants:
+                    until(
+                        lambda query=query: tenants_of(client, query) == set("abc"),
+                        lambda query=query: (query, series_of(client, query)),
+                    )
                 for query in variable_queries(board):
                     metric, label = query.removeprefix("label_values(").removesuffix(")").split(", ")
                     found = client.get(f"/api/v1/label/{label}/values", params={"match[]": metric}).json()

@@ -22,9 +22,14 @@ _NO_VERDICT = "two grammar workers gave no verdict"
 _NOT_FINITE = "logits for this request are not finite"
 _ERRORS = {
     "invalid logits": (_NOT_FINITE,),
-    "short memory": ("internal error; the server's log has the details", "there is too little memory", _NO_VERDICT),
+    "short memory": (
+        "internal error; the server's log has the details",
+        "could not create this request",
+        "there is too little memory",
+        _NO_VERDICT,
+    ),
 }
-"""The errors besides FATAL, by the fault that allows them: a part of the message. The codes differ between APIs."""
+"""The errors besides FATAL, by the fault that allows them: parts of messages. The codes differ between APIs."""
 _GRAMMAR_FAULTS = frozenset(("kill the grammar worker", "stop the grammar worker"))
 """A grammar is tried again, once. So only two of them may refuse a request."""
 _SILENT = frozenset(("stop the HTTP process", "hanging step"))
@@ -63,7 +68,8 @@ def cause(failure: Failure, events: Sequence[Event]) -> str | None:
         hits = [event.kind for event in active if event.kind in _GRAMMAR_FAULTS]
         if len(hits) >= 2:
             return hits[-1]
-    return next((one.kind for one in active if any(text in failure.error for text in _ERRORS.get(one.kind, ()))), None)
+    kinds = (one.kind for one in active if any(part in failure.error for part in _ERRORS.get(one.kind, ())))
+    return next(kinds, None)
 
 
 def unexcused(failures: Sequence[Failure], events: Sequence[Event]) -> list[str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from endurance.hooks import VARIABLE
+from endurance.hooks import STEP_FAULTS, VARIABLE
 from endurance.resources import processes_of
 from endurance.server_under_test import ServerUnderTest
 
@@ -68,6 +68,7 @@ class Faults:
         self._server = server
         self._hang_s = hang_s
         self._max_stop_s = max_stop_s
+        self._asking = {fault: asyncio.Lock() for fault in STEP_FAULTS}
         self._kinds: dict[str, tuple[int, Callable[[random.Random], Awaitable[None]]]] = {
             "kill the scheduler": (3, lambda _: self._signal("scheduler", signal.SIGKILL)),
             "kill the detokenizer": (3, lambda _: self._signal("detokenizer", signal.SIGKILL)),
@@ -157,13 +158,14 @@ class Faults:
 
     async def _in_a_step(self, fault: str, then_s: float) -> None:
         hooks = self._server.hooks
-        hooks.ask_for(fault)
-        await asyncio.sleep(0.5)
-        until = time.monotonic() + _TAKEN_WITHIN_S
-        while time.monotonic() < until and self._server.is_restarting:
-            await asyncio.sleep(0.1)
-        if hooks.withdraw(fault):
-            raise Skipped("no step was computed")
+        async with self._asking[fault]:  # otherwise one of two equal faults could withdraw the other
+            hooks.ask_for(fault)
+            await asyncio.sleep(0.5)
+            until = time.monotonic() + _TAKEN_WITHIN_S
+            while time.monotonic() < until and self._server.is_restarting:
+                await asyncio.sleep(0.1)
+            if hooks.withdraw(fault):
+                raise Skipped("no step was computed")
         await asyncio.sleep(then_s)
 
     async def _fill_disk(self, rng: random.Random) -> None:

@@ -166,7 +166,8 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
     "truncated": lambda content: content[: len(content) // 2],
     "longer": lambda content: content + b"x",
-    "one bit of the data": lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:],
+    "one bit of the tokens": lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:],
+    "one bit of the data": lambda content: content[:200] + bytes([content[200] ^ 1]) + content[201:],
     "another key": lambda content: content[:30] + bytes([content[30] ^ 1]) + content[31:],
     "another format": lambda content: b"X" + content[1:],
 }

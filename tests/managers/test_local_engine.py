@@ -17,6 +17,7 @@ import tercet
 from tercet.managers.local_engine import LocalEngine, StepResult
 from tercet.managers.scheduler_process import scheduler_facts
 from tercet.managers.tokenizer_manager import TokenizerManager
+from tercet.srt.entrypoints.options import OPTION_FIELDS
 from tercet.srt.errors import InvalidRequest
 from tercet.srt.io_struct import AbortFinish, LengthFinish, StopFinish
 from tercet.srt.model_files import default_model
@@ -160,6 +161,32 @@ def test_a_more_urgent_request_preempts(make_engine: MakeEngine, low_first: bool
     engine.step()
     engine.add_request("urgent", [7, 8], {**GREEDY, "max_new_tokens": 2}, priority=-5 if low_first else 5)
     assert run(engine).finished == ["urgent", "runs"]
+
+
+@pytest.mark.parametrize(("tenants", "order"), [("aaab", "0312"), ("aaaa", "0123")])
+def test_tenants_share_the_engine_by_their_weights(make_engine: MakeEngine, tenants: str, order: str) -> None:
+    """One request of tenant a is more than its credit, because its weight is low."""
+    engine = make_engine(schedule_policy="dlpm", tenant_weights="a=0.001", max_running_requests=1)
+    for index, tenant in enumerate(tenants):
+        engine.add_request(str(index), [index] * 30, {**GREEDY, "max_new_tokens": 4}, tenant=tenant)
+    assert "".join(run(engine).finished) == order
+
+
+def test_every_option_of_a_body_is_an_argument(make_engine: MakeEngine) -> None:
+    values = {
+        "cache_salt": "s",
+        "tenant": "ann",
+        "priority": 7,
+        "waiting_timeout": 2.5,
+        "running_timeout": 3.5,
+        "session_id": "agent 7",
+        "retention_seconds": 45.5,
+    }
+    assert set(values) == set(OPTION_FIELDS) - {"stream", "return_hidden_states", "pooling"}
+    engine = make_engine(enable_priority_scheduling=True)
+    engine.add_request("a", [5], **values)
+    options = engine._inbox.messages[0].options
+    assert {name: getattr(options, name) for name in values} == values
 
 
 def test_a_priority_needs_priority_scheduling(make_engine: MakeEngine) -> None:

@@ -98,6 +98,38 @@ def test_kv_that_others_share_is_not_counted_as_freed(other_shares: bool, num_pr
     assert rig.heard["a"].ids == expected_output([*prefix, 3], 1, 20, 97)
 
 
+def test_kv_of_decodes_that_join_the_step_is_not_free() -> None:
+    """Without what they take, the victims would be enough, and the candidate would be refused all the same."""
+    preempted = []
+    for size in range(80, 130):
+        rig = Rig(pool_size=size, preemption_threshold=0, overlap=False, conservativeness=0.01, mixed=True)
+        for rid, priority in (("equal", 9), ("low", 0)):
+            rig.add(rid, [ord(rid[0]) % 9] * 20, priority=priority, max_new_tokens=40)
+        for _ in range(4):
+            rig.turn()
+        rig.add("urgent", [7] * 60, priority=9, max_new_tokens=2)
+        rig.turn()
+        preempted.append(rig.planner.num_retractions)
+        assert preempted[-1] <= bool(rig.scheduler.queues.find("urgent").row)
+        rig.run()
+    assert set(preempted) == {0, 1}
+
+
+def test_decode_steps_that_nobody_needs_delay_no_preemption() -> None:
+    """The only decode ends, while more decode steps are due before the next part of a prompt in chunks."""
+    rig = Rig(pool_size=112, preemption_threshold=0, overlap=False, max_prefill_tokens=8, chunked_prefill_size=8)
+    rig.add("short", [1] * 4, max_new_tokens=3)
+    rig.turn()
+    rig.add("long", [2] * 90, max_new_tokens=1)
+    while rig.heard["short"].finish is None:
+        rig.turn()
+        rig.planner._num_decodes_due = 1000
+    assert [req.rid for req in rig.scheduler.queues.unfinished] == ["long"]
+    rig.add("urgent", [4] * 60, priority=1, max_new_tokens=1)
+    rig.run()
+    assert ends(rig) == ["short", "urgent", "long"]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_too_little_memory_the_least_urgent_is_retracted(overlap: bool) -> None:
     """Whoever has more output. The difference is below the threshold, so nobody is preempted."""

@@ -199,6 +199,23 @@ def test_the_many_requests_of_another_tenant_are_not_all_ahead() -> None:
     assert refused("dlpm", "large") and refused("lpm", "small") and not refused("dlpm", "small")
 
 
+@pytest.mark.parametrize(("policy", "is_put_off"), [("lpm", True), ("dlpm", False)])
+def test_refusals_of_one_tenant_put_off_no_other(policy: str, is_put_off: bool) -> None:
+    rig = Rig(overlap=False, audit=False, policy=policy, max_queue_time_s=0.5, max_running=2)
+    Load(rig, returns=False).run(overload(60, 60.0, seed=4))
+    for index in range(2000):
+        rig.add(f"x{index}", [index % 97] * 90, max_new_tokens=1, tenant="large")
+    for index in range(40):
+        rig.add(f"y{index}", [index] * 90, max_new_tokens=1, tenant="small")
+    rig.run()
+    told = [
+        heard.finish.retry_after_s
+        for rid, heard in rig.heard.items()
+        if rid[0] == "y" and heard.finish is not None and isinstance(heard.finish, AbortFinish)
+    ]
+    assert told and (max(told) == MAX_RETRY_AFTER_S) == is_put_off
+
+
 def test_what_leaves_the_queue_is_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rate and the queue count the same tokens, also for prefixes that the cache gets while they wait."""
     came, left = [], []

@@ -18,6 +18,7 @@ from tercet.managers.kv_tiers import KVTiers
 from tercet.managers.pause import Pause
 from tercet.managers.schedule_policy import MAX_PASSED_OVER
 from tercet.mem_cache.radix_cache import RadixCache
+from tercet.mem_cache.tier_events import TierEvents
 
 NUM_STEPS = int(os.environ.get("TERCET_STEPS", "30000"))
 """test_radix_machine.py makes more steps, of the allocator and the tree."""
@@ -42,6 +43,8 @@ BREAKAGES: dict[str, tuple[type, str, Callable[..., object]]] = {
     "KV of wrong drafts stays": (KVCacheManager, "truncate", _ignore),
     "a lock is never released": (RadixCache, "unlock", _ignore),
     "host blocks stay pinned": (KVTiers, "on_copied", lambda self: self._under_way.popleft()),
+    "readers do not learn what host memory drops": (TierEvents, "on_dropped", _ignore),
+    "readers do not learn of files": (TierEvents, "on_file", _ignore),
     "policies ignore host memory": (KVTiers, "expected_end", lambda self, req, start: start),
     "nothing is ever resumed": (Pause, "end", _ignore),
     "a tenant is never forgotten": (FairPolicy, "on_end", _ignore),

@@ -8,15 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import FakeClock
+from tercet.managers import request_metrics
 from tercet.managers.generation import Generation
-from tercet.managers.request_metrics import Histogram, ObservedGeneration, RequestMetrics
+from tercet.managers.request_metrics import Histogram, ObservedGeneration, RequestMetrics, TenantService
 from tercet.srt.errors import QueueFull
 from tercet.srt.io_struct import AbortFinish, Counts, FinishReason, LengthFinish, TextOut, TokenOut
+from tercet.srt.request_options import RequestOptions
+from tercet.srt.sampling_params import SamplingParams
 
 
 class Owner:
     rid = "r"
     prompt_ids = (1, 2, 3)
+
+    def __init__(self, tenant: str = "") -> None:
+        self.options = RequestOptions(sampling=SamplingParams(), tenant=tenant)
 
     def stop(self, generation: Generation) -> None: ...
 
@@ -29,14 +35,22 @@ class Owner:
 class Observed:
     """One observed sample, with a clock that the test moves."""
 
-    def __init__(self) -> None:
-        self.metrics = RequestMetrics()
+    def __init__(self, metrics: RequestMetrics | None = None, tenant: str = "") -> None:
+        self.metrics = metrics or RequestMetrics()
         self.clock = FakeClock()
-        self.generation = ObservedGeneration(Owner(), 0, "0", self.metrics, self.clock)
+        self.generation = ObservedGeneration(Owner(tenant), 0, "0", self.metrics, self.clock)
 
-    def push(self, after_s: float, num_tokens: int, finish: FinishReason | None = None, *, cached: int = 0) -> None:
+    def push(
+        self,
+        after_s: float,
+        num_tokens: int,
+        finish: FinishReason | None = None,
+        *,
+        cached: int = 0,
+        queue_s: float = 0.5,
+    ) -> None:
         self.clock.now += after_s
-        counts = Counts(3, num_tokens, cached, 0, 0.5 if finish is not None else None)
+        counts = Counts(3, num_tokens, cached, 0, queue_s if finish is not None else None)
         tokens = TokenOut(rid="0", token_ids=[], finish=finish, counts=counts)
         self.generation.push(TextOut(tokens=tokens, text=""))
 
@@ -55,7 +69,7 @@ def test_a_histogram_counts_each_value_in_every_bucket_above_it(values: list[flo
 
 def test_the_bounds_rise() -> None:
     metrics = RequestMetrics()
-    for one in vars(metrics).values():
+    for one in (*vars(metrics).values(), *vars(metrics.tenant("ann")).values()):
         if isinstance(one, Histogram):
             assert all(low < high for low, high in pairwise(one.bounds))
 
@@ -106,3 +120,52 @@ def test_a_request_that_is_sent_again_has_not_ended() -> None:
     assert seen.metrics.num_requests == 0
     seen.push(1.0, 1, LengthFinish(1))
     assert seen.metrics.num_requests == 1 and seen.metrics.num_aborted == 0
+
+
+SECONDS = st.floats(0, 5000)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "ann", "bob", "eve", "other"]), SECONDS, SECONDS, st.booleans())))
+def test_the_counts_of_all_tenants_make_the_totals(samples: list[tuple[str, float, float, bool]]) -> None:
+    """Two tenants have counts of their own, and all others share theirs."""
+    metrics = RequestMetrics()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_metrics, "MAX_TENANTS", 2)
+        for tenant, first_s, queue_s, is_aborted in samples:
+            one = Observed(metrics, tenant)
+            one.push(first_s, 1)
+            one.push(1.0, 4, AbortFinish("by the client") if is_aborted else LengthFinish(4), queue_s=queue_s)
+    tenants = metrics.tenants
+    first = list(dict.fromkeys(tenant for tenant, *_ in samples))[:2]
+    assert list(tenants)[:2] == first and set(tenants) - set(first) <= {"other"}
+    for tenant in set(first) - {"other"}:
+        mine = [sample for sample in samples if sample[0] == tenant]
+        assert tenants[tenant].num_requests == len(mine)
+        assert tenants[tenant].num_aborted == sum(sample[3] for sample in mine)
+        assert tenants[tenant].time_to_first_token.total == pytest.approx(sum(sample[1] for sample in mine))
+        assert tenants[tenant].queue_time.total == pytest.approx(sum(sample[2] for sample in mine))
+    for name in ("num_requests", "num_aborted", "generation_tokens"):
+        assert sum(getattr(one, name) for one in tenants.values()) == getattr(metrics, name)
+    for name in ("time_to_first_token", "queue_time"):
+        total = dict(getattr(metrics, name).cumulative())
+        for bound in dict(getattr(TenantService(), name).cumulative()):
+            assert sum(dict(getattr(one, name).cumulative())[bound] for one in tenants.values()) == total[bound]
+
+
+def test_a_tenant_is_known_before_the_engine_has_the_request() -> None:
+    seen = Observed(tenant="ann")
+    seen.generation.close()
+    assert {name: one.num_aborted for name, one in seen.metrics.tenants.items()} == {"ann": 1}
+
+
+@pytest.mark.parametrize(("num_restarts", "prefill_s"), [(0, 1.5), (1, None)])
+def test_a_restart_after_the_first_token_hides_the_time_of_the_prefill(
+    num_restarts: int, prefill_s: float | None
+) -> None:
+    """The queue time at the end is that of the second engine."""
+    one = Observed()
+    one.generation.first_token_s = 2.0
+    one.push(2.0, 1)
+    one.generation.num_recoveries += num_restarts
+    one.push(1.0, 2, LengthFinish(length=2))
+    assert one.generation.timings is not None and one.generation.timings.prefill_time == prefill_s

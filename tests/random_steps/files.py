@@ -6,7 +6,8 @@ from random import Random
 
 import numpy as np
 
-from tercet.mem_cache.kv_storage import ReadJob, WriteJob
+from tercet.mem_cache.block_keys import BlockContent
+from tercet.mem_cache.kv_storage import FileChange, ReadJob, WriteJob
 
 
 class FakeStorage:
@@ -21,9 +22,38 @@ class FakeStorage:
         self._rng = Random(seed)
         self._files: dict[bytes, np.ndarray] = {}
         self._jobs: list[ReadJob | WriteJob] = []
+        self.contents: dict[bytes, BlockContent] = {}
+        """What the key of each file stands for."""
+        self._changes: list[FileChange] | None = None
+        """Not reported yet; None: nobody asks."""
+        self._order = Random(seed)
 
     def has(self, key: bytes) -> bool:
         return key in self._files
+
+    def list_files(self) -> None:
+        """In any order, as in a folder that was copied."""
+        keys = list(self.contents)
+        self._order.shuffle(keys)
+        self._changes = [*(self._changes or ()), *((key, self.contents[key]) for key in keys)]
+
+    @property
+    def has_file_changes(self) -> bool:
+        return bool(self._changes)
+
+    def take_file_changes(self, limit: int) -> list[FileChange]:
+        changes = self._changes or []
+        if self._changes is not None:
+            self._changes = changes[limit:]
+        return changes[:limit]
+
+    def _note(self, key: bytes, content: BlockContent | None) -> None:
+        if content is None:
+            self.contents.pop(key, None)
+        else:
+            self.contents[key] = content
+        if self._changes is not None:
+            self._changes.append((key, content))
 
     def read(self, job: ReadJob) -> None:
         self._jobs.append(job)
@@ -39,6 +69,7 @@ class FakeStorage:
                 self._read(job)
             elif self.is_writing and job.key not in self._files:
                 self._files[job.key] = self._memory[job.block].copy()
+                self._note(job.key, job.content)
                 job.is_written = True
                 self.is_writing = self._rng.random() > 0.005
         return done
@@ -47,6 +78,7 @@ class FakeStorage:
         for key, block in job.blocks:
             if self._rng.random() < 0.05:  # damaged: it is removed, and may have changed the memory
                 self._files.pop(key, None)
+                self._note(key, None)
                 self._memory[block] = 0xA5
             if key not in self._files:
                 return

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import msgspec
 from hash_grammar import constrained_output
-from kv_event_reader import KVEventReader
+from kv_event_reader import DISK, HOST
 from random_steps.books import cached_slots, check_owners
 from random_steps.cases import CONTEXT_LEN, POISON, Case, Happening
 from random_steps.files import FakeStorage
 from scheduler_rig import Rig
+from tier_reader import TierReader
 
 from fakes import expected_output
 from tercet.managers.fair_policy import FairPolicy
 from tercet.managers.req import Req
 from tercet.managers.schedule_policy import MAX_PASSED_OVER
 from tercet.mem_cache.base_prefix_cache import MatchResult
-from tercet.mem_cache.block_events import BlockEvents
 from tercet.srt.errors import PromptTooLong, QueueFull, WaitingTimeout
 from tercet.srt.io_struct import AbortFinish, FlushCacheReq, LengthFinish
-from tercet.srt.kv_events import EventBatch
 from tercet.srt.pause_messages import ContinueReq, PauseReq
 
 VOCAB = 97
@@ -38,19 +36,32 @@ prefix that a step computes. Earlier arrivals in chunks are not counted: each of
 
 
 class Listener:
-    """A reader of the cache's KV events."""
+    """A reader of the KV events."""
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
-        self._blocks = rig.kv.cache.listener = BlockEvents(rig.kv.page_size)
-        self._reader = KVEventReader()
+        self._known = TierReader(rig.kv)
 
     def check(self) -> None:
-        """The reader knows as many tokens as the tree has."""
-        found = self._blocks.take()
-        if found:
-            self._reader.apply(msgspec.msgpack.encode(EventBatch(0.0, found)))
-        num_listed = len(self._reader.prefixes) * self._rig.kv.page_size
+        """The reader knows as many tokens as the tree has, and the blocks of the lower tiers."""
+        self._known.read()
+        self._check_device()
+        if self._rig.kv.tiers is not None:
+            self._known.check_host()
+            if isinstance(self._rig.kv.tiers._storage, FakeStorage):
+                self._check_files(self._rig.kv.tiers._storage)
+
+    def _check_files(self, storage: FakeStorage) -> None:
+        """The reader knows all files, except those of which neither it nor the engine knows what is before them."""
+        listed = self._known.keys_in(DISK)
+        assert listed <= storage.contents.keys(), "files that have gone"
+        known = listed | self._known.keys_in(HOST)
+        for key in storage.contents.keys() - listed:
+            content = storage.contents[key]
+            assert content.before not in known and not content.is_first(b"fake"), "a file is not reported"
+
+    def _check_device(self) -> None:
+        num_listed = len(self._known.reader.prefixes) * self._rig.kv.page_size
         cache = self._rig.kv.cache
         assert num_listed <= cache.evictable_size + cache.protected_size
         if not self._rig.scheduler.queues.holders():  # no discarded node is locked

@@ -8,7 +8,7 @@ import msgspec
 
 from ...request_options import Pooling
 from ..wire import Int32, Wire, doc
-from .protocol import PromptUsage
+from .protocol import Priority, PromptUsage, RunningTimeout, User, WaitingTimeout
 
 
 class EmbeddingBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -33,9 +33,10 @@ class EmbeddingBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
         bool | None, doc("Let the tokenizer add its special tokens to a text, default true")
     ] = None
     cache_salt: Annotated[str | None, doc("Requests share cached prefixes only with requests of the same salt")] = None
-    user: Annotated[str | None, doc("Name of the tenant, unless several API keys or the header x-tenant name it")] = (
-        None
-    )
+    user: User = None
+    priority: Priority = None
+    waiting_timeout: WaitingTimeout = None
+    running_timeout: RunningTimeout = None
 
 
 class Embedding(msgspec.Struct, frozen=True):

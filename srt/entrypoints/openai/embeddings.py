@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ....managers.request_registry import Prompt
-from ...errors import InvalidRequest, RequestAborted
+from ...errors import InvalidRequest
 from ..job import Sample
 from ..native import check_num_prompts
-from ..options import OPTION_FIELDS, make_options
+from ..options import options_of
 from ..routing import Server, in_thread_if_large
-from ..sse import WholeFormat, answer
+from ..sse import WholeFormat, answer, no_result
 from ..wire import BodyCodec
 from .completions import contents_of
 from .embedding_protocol import Embedding, EmbeddingBody, EmbeddingList
@@ -34,8 +34,7 @@ async def embeddings(server: Server, request: Request, body: EmbeddingBody) -> A
     check_num_prompts(len(contents), "input")
     name = f"embd-{uuid.uuid4().hex}"
     sampling = server.manager.inputs.make_sampling({"max_new_tokens": 0, "temperature": 0})
-    given = {name: getattr(body, field, None) for name, field in OPTION_FIELDS.items()}
-    options = make_options(sampling, {**given, "pooling": body.pooling or "last"})
+    options = options_of(body, sampling, pooling=body.pooling or "last")
     prompts = [
         Prompt(
             content=content,
@@ -67,7 +66,7 @@ class _EmbeddingFormat(WholeFormat):
     def _vector(self, sample: Sample) -> list[float] | str:
         pooled = sample.collected.tokens.embedding
         if pooled is None:
-            raise RequestAborted("the request was aborted before its embedding was computed")
+            raise no_result(sample)
         vector = _with_length_1(np.frombuffer(pooled, np.float32)[: self._body.dimensions])
         if self._body.encoding_format == "base64":
             return base64.b64encode(vector.astype("<f4").tobytes()).decode()

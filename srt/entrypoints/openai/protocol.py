@@ -12,6 +12,18 @@ from ...io_struct import Counts
 from ..wire import Int32, Int64, Wire, doc, only
 from .structured_protocol import ResponseFormat, StructuredOutputs
 
+User = Annotated[str | None, doc("Name of the tenant, unless several API keys or the header x-tenant name it")]
+Priority = Annotated[
+    Int32 | None,
+    doc("Requests of higher priority go first; default 0; other values need the flag --enable-priority-scheduling"),
+]
+WaitingTimeout = Annotated[
+    float | None,
+    doc("Seconds that the request may wait for its first step, at most those of the flag --waiting-timeout"),
+]
+RunningTimeout = Annotated[
+    float | None, doc("Seconds that the request may run, at most those of the flag --running-timeout")
+]
 SessionId = Annotated[
     str | None, doc("Name of a conversation: each of its requests takes over the retention of the one before")
 ]
@@ -81,9 +93,7 @@ class OpenAIBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         str | dict[str, Any] | None, doc("Tags in free text whose content matches a schema, as an object or as text")
     ] = None
     structured_outputs: Annotated[StructuredOutputs | None, doc("The same wishes in vLLM's form")] = None
-    user: Annotated[str | None, doc("Name of the tenant, unless several API keys or the header x-tenant name it")] = (
-        None
-    )
+    user: User = None
     metadata: Annotated[dict[str, str] | None, doc("Labels for the client's own use; they have no effect")] = None
     spaces_between_special_tokens: Annotated[
         Any, only("the tokenizer decides on the spaces between special tokens", True)
@@ -91,17 +101,9 @@ class OpenAIBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     best_of: Annotated[Any, only("ranking of samples is not supported", 1)] = None
     prompt_logprobs: Annotated[Any, only("/v1/completions gives them for echo with logprobs")] = None
     include_stop_str_in_output: Annotated[Any, only("this API calls it no_stop_trim", False)] = None
-    priority: Annotated[
-        Int32 | None,
-        doc("Requests of higher priority go first; default 0; other values need the flag --enable-priority-scheduling"),
-    ] = None
-    waiting_timeout: Annotated[
-        float | None,
-        doc("Seconds that the request may wait for its first step, at most those of the flag --waiting-timeout"),
-    ] = None
-    running_timeout: Annotated[
-        float | None, doc("Seconds that the request may run, at most those of the flag --running-timeout")
-    ] = None
+    priority: Priority = None
+    waiting_timeout: WaitingTimeout = None
+    running_timeout: RunningTimeout = None
     session_id: SessionId = None
     retention_seconds: RetentionSeconds = None
     service_tier: Annotated[Any, only("the server has one service tier", "auto", "default")] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from ..wire import Int64, Wire, doc, only
-from .protocol import RetentionSeconds, SessionId
+from .protocol import Priority, RetentionSeconds, RunningTimeout, SessionId, User, WaitingTimeout
 from .tool_protocol import CacheBreakpoint, CacheControl, check_choice_fields
 
 _NOT_STORED = "answers are not stored"
@@ -139,9 +139,7 @@ class ResponsesBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
     text: Annotated[TextConfig | None, doc("What the answer's text is")] = None
     reasoning: Annotated[ReasoningConfig | None, doc("How the model thinks")] = None
     metadata: Annotated[dict[str, str] | None, doc("Labels for the client's own use; the answer repeats them")] = None
-    user: Annotated[str | None, doc("Name of the tenant, unless several API keys or the header x-tenant name it")] = (
-        None
-    )
+    user: User = None
     safety_identifier: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
     prompt_cache_key: Annotated[
         str | None, doc("It has no effect: all requests share cached prefixes; cache_salt separates them")
@@ -150,6 +148,9 @@ class ResponsesBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, doc("Further variables for the chat template, such as `enable_thinking`")
     ] = None
+    priority: Priority = None
+    waiting_timeout: WaitingTimeout = None
+    running_timeout: RunningTimeout = None
     session_id: SessionId = None
     retention_seconds: RetentionSeconds = None
     store: Annotated[Any, only(_NOT_STORED, False)] = None

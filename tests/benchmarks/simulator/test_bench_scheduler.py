@@ -74,6 +74,16 @@ def test_what_has_no_meaning_is_refused(argv: list[str], message: str, capsys: p
     assert message in capsys.readouterr().err
 
 
+def test_a_file_of_settings_that_are_not_simulated_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("model_path: smollm2-135m\nenable_hierarchical_cache: true\nhicache_size: 1\n", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        bench_scheduler.main([*SMALL, "--config", str(path)])
+    assert "--enable-hierarchical-cache has no effect" in capsys.readouterr().err
+
+
 def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(arguments, "has_matplotlib", lambda: False)
     with pytest.raises(SystemExit):
@@ -104,3 +114,11 @@ def test_a_recording_is_compared_fitted_and_repeated(tmp_path: Path, capsys: pyt
     with pytest.raises(SystemExit):
         bench_scheduler.main(["--replay", str(path), "--traffic", "agents"])
     assert "no effect with --replay" in capsys.readouterr().err
+
+
+def test_a_recording_with_tiers_is_simulated_without_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "record"
+    settings = {"enable_hierarchical_cache": True, "hicache_size": 1.0}
+    Recorded(path, 1, host_blocks=8, **settings).run(workload(4), num_turns=50)
+    assert bench_scheduler.main(["--replay", str(path)]) == 0
+    assert "The simulation has none" in capsys.readouterr().out

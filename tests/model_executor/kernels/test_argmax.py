@@ -8,7 +8,7 @@ from triton_interpreter import examples
 from tercet.model_executor.kernels.argmax import argmax, argmax_ref
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(100))
 @given(
     seed=st.integers(0, 2**31),
     n=st.integers(0, 4),

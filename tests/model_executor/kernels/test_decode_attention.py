@@ -18,7 +18,7 @@ TILES = [
 PLAIN = Case(0, torch.float32, False, 1, 3, 64, 1, (70,), (1,), None, None, 0.125)
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 @given(case=cases(), tile=st.sampled_from(TILES))
 @example(case=PLAIN, tile=TILES[0])
 @example(case=dataclasses.replace(PLAIN, lens=(1,)), tile=TILES[0])
@@ -30,7 +30,7 @@ def test_agrees_with_the_float64_twin(case: Case, tile: DecodeTile) -> None:
     assert_close(run_decode(problem, tile), expected_decode(problem))
 
 
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(15))
 @given(case=cases(max_len=60, max_requests=4), tile=st.sampled_from(TILES), data=st.data())
 def test_a_request_does_not_depend_on_the_batch(case: Case, tile: DecodeTile, data: st.DataObject) -> None:
     problem = build(case)

@@ -27,7 +27,7 @@ def run(p: Problem, tile: ExtendTile, *, by_unit: bool = False) -> torch.Tensor:
     return attend(p, tile, p.q_extend, p.rows, p.extend_start_loc.diff(), p.prefix_lens, by_unit=by_unit)
 
 
-@settings(max_examples=examples(80))
+@settings(max_examples=examples(40))
 @given(case=cases(max_len=60), tile=st.sampled_from(TILES))
 @example(case=PLAIN, tile=TILES[0])
 @example(case=dataclasses.replace(PLAIN, lens=(2,), extend_lens=(2,)), tile=TILES[0])
@@ -56,7 +56,7 @@ def test_few_tokens_after_a_long_prefix_are_split(new: list[int], prefix: list[i
     assert (work.split, work.capacity if work.split else None) == (2048 if units else None, units)
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(20))
 @given(case=cases(max_len=90), tile=st.sampled_from(TILES))
 @example(case=dataclasses.replace(PLAIN, lens=(150,), extend_lens=(5,)), tile=TILES[1])
 @example(case=dataclasses.replace(PLAIN, lens=(150, 40), extend_lens=(9, 2), window=20), tile=TILES[0])

@@ -12,7 +12,7 @@ from tercet.model_executor.layers.rotary import RotaryEmbedding, rotate
 from tercet.srt.model_files.rope_config import RopeConfig
 
 
-@settings(max_examples=examples(120))
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**31),
     num_tokens=st.integers(1, 4),
@@ -72,7 +72,7 @@ def test_it_takes_the_layers_angles() -> None:
     assert torch.allclose(qkv[:, :3], wanted, atol=1e-6)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(30))
 @given(
     seed=st.integers(0, 2**31),
     num_tokens=st.integers(1, 5),

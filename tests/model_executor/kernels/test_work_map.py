@@ -18,7 +18,7 @@ from tercet.model_executor.kernels.work_map import (
 )
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(60))
 @given(
     lens=st.lists(st.tuples(st.integers(0, 700), st.integers(1, 40)), min_size=1, max_size=40),
     split=st.sampled_from([16, 32, 256]),
@@ -37,7 +37,7 @@ def test_splits_are_the_twins(lens, split, mixed, dtype, room, block) -> None:
     assert torch.equal(work.starts, reference.starts) and torch.equal(work.rows[:total], reference.rows)
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(60))
 @given(
     new=st.lists(st.integers(0, 100), min_size=1, max_size=40),
     group=st.integers(1, 9),
@@ -52,7 +52,7 @@ def test_query_tiles_are_the_twins(new, group, block_m) -> None:
     assert torch.equal(work.starts, reference.starts) and torch.equal(work.rows[:total], reference.rows)
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(40))
 @given(
     lens=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 100)), min_size=1, max_size=40),
     group=st.integers(1, 9),

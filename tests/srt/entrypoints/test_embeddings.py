@@ -77,10 +77,11 @@ def test_what_is_refused(site: Site, body, param, message) -> None:
     assert error["param"] == param and re.search(message, error["message"]), error
 
 
-def test_an_aborted_request_is_an_error(site: Site) -> None:
-    site.scheduler.fail = (0, AbortFinish("aborted by the client"))
+@pytest.mark.parametrize("why", ["aborted by the client", "the request has run for 2 s"])
+def test_a_request_that_ends_early_is_an_error_that_says_why(site: Site, why: str) -> None:
+    site.scheduler.fail = (0, AbortFinish(why))
     answer = site.post(PATH, {"input": "a"})
-    assert answer.status_code == 499 and "aborted" in answer.json()["error"]["message"]
+    assert answer.status_code == 499 and why in answer.json()["error"]["message"]
 
 
 def test_the_openai_library() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fake_http import Site
-from field_tables import RETENTION
+from field_tables import LIMITS, RETENTION
 from field_walks import NO_EFFECT, STREAM, Effect, Seen, Table, Walk, check, sampling, tokenizer
 
 from tercet.srt.entrypoints.http_server import ENDPOINTS
@@ -50,6 +50,7 @@ BODY: Table = {
     "user": ("me", lambda seen: seen.answer["user"] == seen.req.options.tenant == "me"),
     "safety_identifier": ("me", lambda seen: seen.answer["safety_identifier"] == "me"),
     "prompt_cache_key": ("k", lambda seen: seen.answer["prompt_cache_key"] == "k"),
+    **LIMITS,
     **RETENTION,
     "cache_salt": ("pepper", lambda seen: seen.req.options.cache_salt == "pepper"),
     "chat_template_kwargs": ({"mood": "!"}, lambda seen: seen.prompt.endswith("<assistant>!")),

@@ -17,7 +17,15 @@ from patience import PATIENCE_S
 import tercet
 from tercet.srt.entrypoints.error_handlers import ErrorBody, ErrorEnvelope
 from tercet.srt.entrypoints.http_server import ENDPOINTS
-from tercet.srt.entrypoints.openapi import answer_table, answer_types, body_types, field_table, render, write_docs
+from tercet.srt.entrypoints.openapi import (
+    answer_table,
+    answer_types,
+    body_types,
+    field_table,
+    options_table,
+    render,
+    write_docs,
+)
 from tercet.srt.entrypoints.wire import answer_fields_of, doc, fields_of
 
 DOCS = Path(tercet.__file__).parent / "docs" / "api.md"
@@ -135,7 +143,26 @@ def test_docs_api_md_is_up_to_date() -> None:
 def test_docs_api_md_has_every_body_and_every_answer() -> None:
     blocks = set(re.findall(r"<!-- generated: (\w+) -->", DOCS.read_text(encoding="utf-8")))
     documented = [*body_types(ENDPOINTS), *answer_types(ENDPOINTS), ErrorEnvelope, ErrorBody]
-    assert blocks == {cls.__name__ for cls in documented} | {"endpoints"}
+    assert blocks == {cls.__name__ for cls in documented} | {"endpoints", "options"}
+
+
+def test_every_endpoint_that_runs_a_model_has_a_tenant_a_priority_and_time_limits() -> None:
+    head, _, *rows = [line.strip("| ").split(" | ") for line in options_table(ENDPOINTS).splitlines()]
+    assert set(head[1:]) == {
+        "/generate",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/embeddings",
+        "/v1/score",
+        "/v1/rerank",
+    }
+    named = {option: dict(zip(head[1:], cells, strict=True)) for option, *cells in rows}
+    for option in ("cache_salt", "priority", "waiting_timeout", "running_timeout"):
+        assert set(named[f"`{option}`"].values()) == {"yes"}
+    tenant, session = named["`tenant`"], named["`session_id`"]
+    assert tenant.pop("/generate") == "yes" and set(tenant.values()) == {"`user`"}
+    assert session["/v1/responses"] == "yes" and session["/v1/score"] == "no"
 
 
 def test_check_fix_writes_every_generated_document(tmp_path: Path) -> None:

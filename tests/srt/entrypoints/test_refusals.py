@@ -42,6 +42,7 @@ HONOURED: dict[str, Any] = {
     "stream": True,
     "rid": "name",
     "cache_salt": "s",
+    "tenant": "me",
     "priority": 3,
     "mode": "retract",
     "waiting_timeout": 2.5,

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from fake_http import Site
+from field_tables import LIMITS
 from field_walks import Table, Walk, check
 
 from tercet.srt.entrypoints.http_server import ENDPOINTS
@@ -69,10 +70,11 @@ def test_what_is_refused(site: Site, change, param, message) -> None:
     assert error["param"] == param and message in error["message"], error
 
 
-def test_an_aborted_request_is_an_error(site: Site) -> None:
-    site.scheduler.fail = (0, AbortFinish("aborted by the client"))
+@pytest.mark.parametrize("why", ["aborted by the client", "the request has run for 2 s"])
+def test_a_request_that_ends_early_is_an_error_that_says_why(site: Site, why: str) -> None:
+    site.scheduler.fail = (0, AbortFinish(why))
     answer = site.post(PATH, BODY)
-    assert answer.status_code == 499 and "aborted" in answer.json()["error"]["message"]
+    assert answer.status_code == 499 and why in answer.json()["error"]["message"]
 
 
 FIELDS: Table = {
@@ -84,6 +86,7 @@ FIELDS: Table = {
     "model": ("gpt", lambda seen: seen.answer["error"]["code"] == "model_not_found"),
     "cache_salt": ("pepper", lambda seen: seen.req.options.cache_salt == "pepper"),
     "user": ("ann", lambda seen: seen.req.options.tenant == "ann"),
+    **LIMITS,
 }
 DOCUMENT: Table = {"text": ("b", lambda seen: seen.answer["results"][0]["document"] == {"text": "b"})}
 WALKS = [

@@ -22,6 +22,7 @@ from tercet.managers.recovery import Blame
 from tercet.srt.entrypoints import engine_core, sse
 from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.entrypoints.engine_life import EngineLife
+from tercet.srt.entrypoints.forks import UNKNOWN_EXIT
 from tercet.srt.entrypoints.restarts import Death, crash_report, write_report
 from tercet.srt.errors import EngineDead
 from tercet.srt.io_struct import GenerateReq, LengthFinish
@@ -55,6 +56,7 @@ async def _start(folder: Path, **settings: Any) -> EngineCore:
 @pytest.mark.parametrize(
     ("returncode", "was_hung", "was_oom", "is_from_outside"),
     [(-9, False, False, True), (-15, False, False, True), (-9, True, False, False), (-9, False, True, False)]
+    + [(UNKNOWN_EXIT, False, False, True), (UNKNOWN_EXIT, False, True, False)]
     + [(code, False, False, False) for code in (-11, -6, 0, 1)],
 )
 def test_who_is_to_blame(returncode: int, was_hung: bool, was_oom: bool, is_from_outside: bool) -> None:
