@@ -79,7 +79,7 @@ class HeldRequests:
         self._timer, self._timer_at = None, math.inf
         now = self._now()
         for one in self._live():
-            if self._deadline(one) <= now and one.waits_for_engine:
+            if self._deadline(one) <= now:
                 one.fail(WaitingTimeout(f"the request has waited for {self._limit_s(one):g} s without a first step"))
         self.watch(self._live())
 
