@@ -87,6 +87,8 @@ class Generation:
         """The name of the weights that computed its last tokens."""
         self.num_strikes = 0
         """How often the engine died by itself in a step of this sample."""
+        self.waits_since = 0.0
+        """When the TokenizerManager got its request, on the clock of `PauseControl.now`."""
         self._owner = owner
         self._submitted = time.monotonic()
         self._is_sent = False

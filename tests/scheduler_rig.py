@@ -200,6 +200,7 @@ class Rig:
         retention_seconds: float | None = None,
         reasoning: ReasoningSpan | None = None,
         resumed: Resumed | None = None,
+        waited_s: float = 0.0,
         **sampling: object,
     ) -> None:
         params = SamplingParams(**{"max_new_tokens": 8, "sampling_seed": 1, **sampling})
@@ -220,7 +221,7 @@ class Rig:
         )
         if resumed is not None:
             self.heard[rid].ids = list(resumed.output_ids)
-        self.inbox.messages.append(GenerateReq(rid, pack_ids(prompt), options, resumed))
+        self.inbox.messages.append(GenerateReq(rid, pack_ids(prompt), options, resumed, waited_s))
 
     def abort(self, rid: str | None) -> None:
         self.inbox.messages.append(AbortReq(rid))
