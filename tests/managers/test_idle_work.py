@@ -80,7 +80,7 @@ def test_a_pause_with_requests_sleeps_although_work_is_due() -> None:
 
 def test_an_idle_engine_does_not_sleep_before_it_has_reported_all_files() -> None:
     rig = Rig(page_size=4, host_blocks=2, audit=False)
-    storage = rig.kv.tiers._storage = FakeStorage(rig.runner.host.reshape(2, -1).view(np.uint8), seed=0)
+    storage = rig.kv.tiers._storage = FakeStorage(rig.runner.host.reshape(2, -1).view(np.uint8), seed="0")
     keys = BlockKeys(b"fake", "", 8)
     tokens = np.arange(40 * 8, dtype=np.int32)
     for index, key in enumerate(keys.cover(tokens)):

@@ -14,7 +14,7 @@ from tercet.mem_cache.kv_storage import FileChange, ReadJob, WriteJob
 class FakeStorage:
     """A KVStorage whose jobs take a random number of polls. Some reads find damaged files, and the disk may be full."""
 
-    def __init__(self, memory: np.ndarray, seed: str, before: FakeStorage | None) -> None:
+    def __init__(self, memory: np.ndarray, seed: str, before: FakeStorage | None = None) -> None:
         """`memory`: uint8 [num_blocks, block_bytes]. `before`: that of the last engine, whose files are still there."""
         self.is_writing = True
         self.files = self
