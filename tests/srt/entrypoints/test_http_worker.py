@@ -16,9 +16,9 @@ from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.entrypoints.forwarded import WHOLE_SERVER, ParentEndpoints
 from tercet.srt.entrypoints.http_server import ENDPOINTS, make_server
 from tercet.srt.entrypoints.http_worker import HttpWorker
-from tercet.srt.entrypoints.http_workers import Service, Worker
 from tercet.srt.entrypoints.page import SCRIPT_PATHS
 from tercet.srt.entrypoints.watchdog import HangDetector
+from tercet.srt.entrypoints.worker_link import Service, Worker
 from tercet.srt.errors import EngineDead, InvalidRequest
 from tercet.srt.grammar_spec import GrammarSpec
 from tercet.srt.io_struct import BrokenMessage
