@@ -95,14 +95,21 @@ class HttpWorkers:
         return all(worker.has_drained or not worker.is_open for worker in self._workers)
 
     async def abort(self, name: str | None) -> bool:
-        """Aborts the requests of this name in all workers; None: all requests. Returns whether there was one."""
+        """Aborts the requests of this name in all workers; None: all requests. Returns whether there was one.
+
+        Raises EngineDead if none was found, and a worker does not answer.
+        """
         assert self._service is not None
         manager = self._service.manager
         had_any = name is None and manager.num_unfinished > 0
         if name is None:
             manager.abort_all()
         found = await asyncio.gather(*(worker.abort(name) for worker in self._workers))
-        return had_any or any(found)
+        if had_any or any(found):
+            return True
+        if None in found:
+            raise EngineDead("an HTTP worker does not answer; it aborts such a request when it goes on")
+        return False
 
     async def stop(self) -> None:
         """Ends the workers. Responses under way have two seconds to end. A second call does nothing."""

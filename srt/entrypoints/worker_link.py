@@ -37,6 +37,9 @@ from .watchdog import HangDetector, Verdict, report_hang
 
 logger = logging.getLogger(__name__)
 
+ABORT_TIMEOUT_S = 1.0
+"""How long a worker may take to answer whether it has a request."""
+
 
 class Service:
     """What the workers are served with."""
@@ -119,12 +122,15 @@ class Worker:
         if self._relay is not None:
             self._relay.flush()
 
-    async def abort(self, name: str | None) -> bool:
-        """As `HttpWorkers.abort`, in this worker. False if it dies meanwhile."""
+    async def abort(self, name: str | None) -> bool | None:
+        """As `HttpWorkers.abort`, in this worker. False if it dies meanwhile, None if it does not answer."""
         if not self.is_open:
             return False
         try:
-            reply = await self._calls.ask(self.sender, lambda number: AbortCall(number, name), AbortReply)
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                reply = await self._calls.ask(self.sender, lambda number: AbortCall(number, name), AbortReply)
+        except TimeoutError:
+            return None
         except EngineDead:
             return False
         return reply.found
