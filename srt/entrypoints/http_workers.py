@@ -24,7 +24,7 @@ from ...managers.tokenizer_manager import TokenizerManager
 from ..errors import EngineDead, TercetError
 from ..ipc import RunDir
 from ..server_args import ServerArgs
-from ..worker_messages import EngineNews
+from ..worker_messages import EngineNews, ParentAlive
 from .admin import AbortAnswer, AbortBody, check_abort
 from .forwarded import WHOLE_SERVER, ParentEndpoints
 from .http_server import ENDPOINTS, make_server
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _NEWS_S = 0.1
 """Time between two looks for news of the engine that no output has told."""
+_ALIVE_S = 0.25
+"""Time between two signs of life to each worker."""
 _SLOWER_START = 5
 """A worker may take so many times as long to start as the slowest of those before."""
 
@@ -145,10 +147,15 @@ class HttpWorkers:
                 worker.sender.send(news)
 
     async def _watch(self) -> None:
+        next_sign = 0.0
         while True:
             await asyncio.sleep(_NEWS_S)
             self.tell_news()
+            if is_time := time.monotonic() >= next_sign:
+                next_sign = time.monotonic() + _ALIVE_S
             for worker in self._workers:
+                if is_time and worker.is_open:
+                    worker.sender.send(ParentAlive())
                 verdict = worker.hang.look(worker.silent_s)
                 if verdict is not None:
                     self._run(worker.on_hang(verdict))
