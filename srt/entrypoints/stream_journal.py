@@ -49,7 +49,7 @@ class SavedRequest(msgspec.Struct, frozen=True, array_like=True):
     path: str
     body: bytes
     owner: str
-    """Who may continue the stream (`streams.owner_of`)."""
+    """Who may continue the stream (`tenants.owner_of`)."""
     nonce: bytes
     began_s: float
     """With `nonce`: its RequestNames."""

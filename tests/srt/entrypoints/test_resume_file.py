@@ -283,12 +283,22 @@ def test_a_server_that_allows_less_keeps_to_its_settings(
     kill(site, file)
 
 
-def test_only_the_same_key_gets_the_stream(tmp_path: Path) -> None:
-    keys = ["sesame", "pomegranate"]
-    file, events = begun(tmp_path / "streams", api_key=keys)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["sesame", "pomegranate"], ["pomegranate", "sesame"]),
+        (["sesame"], ["pomegranate", "sesame"]),
+        (["sesame", "pomegranate"], ["sesame"]),
+        (["sesame"], ["sesame"]),
+    ],
+    ids=["another order", "one more", "one less", "one"],
+)
+def test_only_the_same_key_gets_the_stream(tmp_path: Path, before: list[str], after: list[str]) -> None:
+    file, events = begun(tmp_path / "streams", api_key=before)
     assert b"sesame" not in file.read_bytes()
-    site = make_site(file, api_key=keys[::-1])
-    for key, status in (("pomegranate", 404), ("sesame", 200)):
+    site = make_site(file, api_key=after)
+    for key in after:
+        status = 200 if key == "sesame" else 404
         assert ask(site, events[-1][0], authorization=f"Bearer {key}")[0] == status
     kill(site, file)
 
