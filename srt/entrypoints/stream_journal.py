@@ -139,6 +139,7 @@ class StreamJournal:
 
     def begin(self, stream_id: str, request: SavedRequest) -> bool:
         """Records a new stream. Returns whether there was room."""
+        assert stream_id not in self._records
         self._records[stream_id] = []
         return self._add(_REQUEST, stream_id, 0, request)
 

@@ -315,6 +315,18 @@ def test_a_client_that_has_more_than_the_file(tmp_path: Path) -> None:
     kill(site, file)
 
 
+def test_a_stream_whose_first_outputs_are_lost_begins_again(tmp_path: Path) -> None:
+    file, events = begun(tmp_path / "streams", num_events=1)
+    file.write_bytes(file.read_bytes()[:-1])
+    name = events[0][0].partition(b"/")[0]
+    for _ in range(2):  # the first server records it again, and the second one repeats it
+        site = make_site(file)
+        status, data = ask(site, name + b"/0")
+        assert status == 200 and b"error" not in data
+        assert [one for one in events_in(data) if one[0] == events[0][0]] == events
+        file = kill(site, file)
+
+
 def test_nobody_asks_in_time(tmp_path: Path) -> None:
     file, events = begun(tmp_path / "streams")
     site = make_site(file, grace_s=0.01)
