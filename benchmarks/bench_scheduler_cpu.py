@@ -26,6 +26,8 @@ import numpy as np
 import zmq
 
 from ..managers.engine_view import StepLog
+from ..managers.kv_event_publisher import KVEventPublisher
+from ..managers.kv_tiers import KVTiers
 from ..managers.schedule_batch import ScheduleBatch
 from ..managers.schedule_policy import MAX_SORTED
 from ..managers.schedule_recorder import ScheduleRecorder, SchedulerEnds
@@ -34,6 +36,7 @@ from ..managers.scheduler_process import build_scheduler
 from ..managers.step_cost import StepShape
 from ..srt.io_struct import GenerateReq, ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
+from ..srt.kv_events import KVEventsConfig
 from ..srt.logprobs import LogprobOptions
 from ..srt.model_files.default_model import find_default_model
 from ..srt.model_files.model_config import ModelConfig
@@ -48,6 +51,7 @@ from .metrics_cpu import metrics_ms
 from .offline_workloads import Span
 from .results import Result, add_results_arguments, finish, number
 from .scheduler_cpu import RECORDER_CALLS, NullDevice, Phase, PhaseTimer, TimedInbox, TimedOutbox, TimedScheduler, Turn
+from .scheduler_cpu_tiers import make_tiers, saved
 from .simulator.arguments import engine_of
 from .simulator.cost import PROFILES, DeviceProfile, load_profile
 from .simulator.simulation import device_settings
@@ -67,6 +71,10 @@ class Case:
     is_observed: bool = False
     num_waiting: int = 0
     """Requests that wait for memory, while rows are free."""
+    has_tiers: bool = False
+    """Whether host memory has the KV of all prompts."""
+    has_events: bool = False
+    """Whether KV events are published, to a reader that has subscribed."""
 
 
 CASES = {
@@ -76,6 +84,8 @@ CASES = {
     "logprobs": Case({"logprobs": LogprobOptions(top_logprobs_num=5)}),
     "observed": Case(is_observed=True),
     "waiting": Case(num_waiting=MAX_SORTED),
+    "tiers": Case(num_waiting=MAX_SORTED, has_tiers=True),
+    "kv-events": Case(has_events=True),
 }
 
 
@@ -126,7 +136,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="A,B",
         default=",".join(CASES),
         help="plain: greedy and streamed; not-streamed; stop-strings; logprobs: five for each token; observed: with "
-        "--record-schedule and --explain-schedule; waiting: while 128 requests wait for memory (default: all)",
+        "--record-schedule and --explain-schedule; waiting: while 128 requests wait for memory; tiers: as waiting, and "
+        "host memory has all prompts; kv-events: with --kv-events-config and a reader (default: all)",
     )
     parser.add_argument(
         "--cost",
@@ -172,7 +183,11 @@ def _run(
 def _round(
     case: Case, server_args: ServerArgs, config: ModelConfig, profile: DeviceProfile, options: argparse.Namespace
 ) -> list[Turn]:
-    requests = _requests(case, config.vocab_size, options.input_len, options.output_len)
+    tiers = None
+    if case.has_tiers:
+        num_tokens = (options.num_running + case.num_waiting) * (options.input_len.high + options.output_len.high)
+        tiers = make_tiers(device_settings(server_args).page_size, num_tokens)
+    requests = saved(_requests(case, config.vocab_size, options.input_len, options.output_len), tiers)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tercet-cpu-")))
         if case.is_observed:
@@ -180,7 +195,10 @@ def _round(
                 server_args, record_schedule=str(folder / "schedule"), explain_schedule=1.0
             )
         links = stack.enter_context(_Links.open())
-        scheduler = _scheduler(case, server_args, config, profile, links, stack)
+        if case.has_events and server_args.disable_radix_cache:
+            raise ValueError("--cases: kv-events needs the prefix cache")
+        publisher = links.publisher(folder, stack) if case.has_events else None
+        scheduler = _scheduler(case, server_args, config, profile, links, tiers, publisher, stack)
         gc.collect()
         gc.freeze()  # as the process of a server does before its first request
         stack.callback(gc.unfreeze)
@@ -219,6 +237,8 @@ def _scheduler(
     config: ModelConfig,
     profile: DeviceProfile,
     links: _Links,
+    tiers: KVTiers | None,
+    publisher: KVEventPublisher | None,
     stack: contextlib.ExitStack,
 ) -> TimedScheduler:
     """Raises ValueError."""
@@ -248,6 +268,8 @@ def _scheduler(
         time.monotonic,
         step_log=ends.step_log,
         journal=open_journal(links.run_dir.journal, settings.max_running_requests),
+        kv_events=publisher,
+        tiers=tiers,
     )
     return TimedScheduler(scheduler, device)
 
@@ -268,6 +290,9 @@ class _Links:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run_dir: RunDir) -> None:
         self.timer = PhaseTimer()
+        self._context = context
+        self._router: zmq.Socket[bytes] | None = None
+        """The reader of KV events."""
         inbox: Receiver[ToScheduler] = Receiver(context, run_dir.scheduler, ToScheduler)
         self._heard: Receiver[ToDetokenizer] = Receiver(context, run_dir.detokenizer, ToDetokenizer)
         self._nobody: Receiver[ToTokenizer] = Receiver(context, run_dir.tokenizer, ToTokenizer)
@@ -289,6 +314,18 @@ class _Links:
             context.destroy(linger=0)
             run_dir.remove()
 
+    def publisher(self, folder: Path, stack: contextlib.ExitStack) -> KVEventPublisher:
+        """A publisher of KV events with a reader, as they are after the first minute."""
+        times = iter([0.0])  # the first minute, in which all events are kept, is over before the first turn
+        endpoint = f"ipc://{folder}/events"
+        config = KVEventsConfig(publisher="zmq", endpoint=endpoint, replay_endpoint=f"ipc://{folder}/replay")
+        publisher = KVEventPublisher(config, clock=lambda: next(times, time.time()))
+        stack.callback(publisher.close)
+        self._router = self._context.socket(zmq.SUB)
+        self._router.setsockopt(zmq.SUBSCRIBE, b"")
+        self._router.connect(endpoint)
+        return publisher
+
     def send(self, requests: Iterator[GenerateReq], count: int) -> None:
         """Sends the next `count` requests."""
         for _ in range(count):
@@ -299,6 +336,8 @@ class _Links:
         """Reads all outputs. Returns the number of requests that have ended since the last call."""
         self._nobody.drain()
         self._heard.drain()
+        while self._router is not None and self._router.poll(0):
+            self._router.recv_multipart()
         num_ended, self.outbox.num_ended = self.outbox.num_ended, 0
         return num_ended
 

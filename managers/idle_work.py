@@ -1,5 +1,7 @@
 """The work of an idle engine, in slices of a few milliseconds: memory for the KV pool, then the audit of its books.
 
+Files that KV events report are part of each turn. If there are more of them, an idle engine does not sleep.
+
 Each turn of the scheduler does one slice, and looks for messages before the next one. So no request waits longer than
 a slice.
 """
@@ -7,13 +9,15 @@ a slice.
 from __future__ import annotations
 
 from .idle_audit import IdleAudit
+from .kv_tiers import KVTiers
 from .touch_ahead import TouchAhead
 
 
 class IdleWork:
-    def __init__(self, audit: IdleAudit, touch_ahead: TouchAhead | None) -> None:
+    def __init__(self, audit: IdleAudit, touch_ahead: TouchAhead | None, tiers: KVTiers | None = None) -> None:
         self._audit = audit
         self._touch_ahead = touch_ahead
+        self._tiers = tiers
 
     @property
     def num_kv_repairs(self) -> int:
@@ -22,7 +26,9 @@ class IdleWork:
     @property
     def is_due(self) -> bool:
         """Whether the next idle turn does a slice. If not, the scheduler may sleep."""
-        return self._audit.is_running or (self._touch_ahead is not None and self._touch_ahead.is_due)
+        if self._audit.is_running or (self._tiers is not None and self._tiers.has_file_changes):
+            return True
+        return self._touch_ahead is not None and self._touch_ahead.is_due
 
     def restart(self) -> None:
         """The engine is busy, or its books change: the audit must start again."""

@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 from ..mem_cache.allocator import BaseAllocator
 from ..mem_cache.base_prefix_cache import BasePrefixCache, CacheNode, MatchResult, RetentionOwner
+from ..mem_cache.block_events import BlockEvents
+from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..srt.request_options import RequestOptions
 from .kv_tiers import KVTiers
@@ -44,6 +46,7 @@ class KVCacheManager:
         self.cache = cache
         self.tiers = tiers
         self.page_size = allocator.page_size
+        self._events: BlockEvents | None = None
         self._table = req_to_token_pool.req_to_token
 
     @property
@@ -226,9 +229,9 @@ class KVCacheManager:
     def release(self, req: Req) -> None:
         """Takes the row and all slots from the request. The cache keeps the whole pages of its KV."""
         assert req.node is not None
-        if self.tiers is not None:
-            self.tiers.save(req, self._table[req.row])
         num_taken = max(req.locked_len, self._insert(req, min(req.kv_len, req.num_tokens)))
+        if self.tiers is not None:  # now, so that readers of KV events know each block before those that follow it
+            self.tiers.save(req, self._table[req.row])
         self.allocator.free(self._table[req.row, num_taken : req.kv_len])
         self.cache.unlock(req.node)
         self.req_to_token_pool.free(req.row)
@@ -262,6 +265,8 @@ class KVCacheManager:
         assert req.node is not None
         if self.cache.is_discarded(req.node):
             return 0
+        if self._events is not None:
+            self._events.session_id = req.options.session_id
         slots = self._table[req.row, :num_tokens]
         result = self.cache.insert(req.token_ids()[:num_tokens], slots, req.namespace)
         if result.duplicate_len > req.locked_len:
@@ -284,6 +289,21 @@ class KVCacheManager:
         """For a turn that has nothing to do: waits a moment for a read of files, if one is under way."""
         if self.tiers is not None:
             self.tiers.wait()
+
+    # KV events
+
+    def watch(self, events: BlockEvents) -> None:
+        """From now on, `events` has what all tiers store and drop. They must be empty, but files may be there."""
+        assert isinstance(self.cache, RadixCache)  # ServerArgs refuses KV events without one
+        self._events = self.cache.listener = events
+        events.cleared()
+        if self.tiers is not None:
+            self.tiers.watch(events.add)
+
+    def report_files(self) -> None:
+        """Adds some of the files that have come or gone to the events. For each turn."""
+        if self.tiers is not None:
+            self.tiers.report_files()
 
     # The whole pool
 

@@ -13,8 +13,8 @@ import msgspec
 import zmq
 
 from ..mem_cache.block_events import BlockEvents
-from ..mem_cache.radix_cache import RadixCache
 from ..srt.kv_events import EventBatch, KVEvent, KVEventsConfig
+from .kv_cache_manager import KVCacheManager
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class KVEventPublisher:
         """Raises ValueError if an address cannot be used. `clock`: Unix time in seconds."""
         self._topic = config.topic.encode()
         self._clock = clock
-        self._blocks: BlockEvents | None = None
+        self._watched: tuple[KVCacheManager, BlockEvents] | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._next_seq = 0
         self._since_start: list[KVEvent] | None = []
@@ -66,17 +66,22 @@ class KVEventPublisher:
             self._context.destroy(linger=0)
             raise
 
-    def watch(self, cache: RadixCache) -> None:
-        """Collects the events of this cache, and publishes AllBlocksCleared."""
-        if cache.page_size == 1:
+    def watch(self, kv: KVCacheManager) -> None:
+        """Collects the events of all tiers, and publishes AllBlocksCleared."""
+        if kv.page_size == 1:
             logger.warning("KV events of blocks of 1 token are of little use to routers; set --page-size")
-        self._blocks = cache.listener = BlockEvents(cache.page_size)
-        self._blocks.cleared()
+        events = BlockEvents(kv.page_size)
+        kv.watch(events)
+        self._watched = kv, events
         self.flush()
 
     def flush(self) -> None:
         """Publishes the events since the last call, if any. Never blocks."""
-        events = self._blocks.take() if self._blocks is not None else []
+        events: list[KVEvent] = []
+        if self._watched is not None:
+            kv, blocks = self._watched
+            kv.report_files()
+            events = blocks.take()
         if self._since_start is not None:
             events = self._with_repetition(events, self._since_start)
         elif events:

@@ -11,43 +11,31 @@ The scheduler's side holds numbers only. The copies travel in `StepInputs.kv_cop
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 
 from ..mem_cache.block_keys import BlockKeys
 from ..mem_cache.host_blocks import HostBlocks
-from ..mem_cache.kv_files import KVFiles
+from ..mem_cache.kv_folder import use_time_ns
 from ..mem_cache.kv_storage import KVStorage, ReadJob, WriteJob
+from ..mem_cache.tier_events import TierEvents
 from ..model_executor.step import Int32Array, KVCopies
 from ..srt.io_struct import AbortFinish
-from ..srt.tier_state import FileTierState, TierState
+from ..srt.kv_events import KVEvent
+from ..srt.tier_state import TierState
 from .req import Req
 from .req_tiers import ReqTiers
+from .tier_copies import TierCopies
+from .tier_counts import TierCounts
 
 READ_TIMEOUT_S = 2.0
 """How long a request waits for its blocks to be read. What is not there by then is computed."""
 CLOSE_TIMEOUT_S = 3.0
 """How long a scheduler that stops goes on writing."""
 _WAIT_S = 0.001
-
-
-@dataclass(eq=False, slots=True)
-class _Copies:
-    """The copies of one step."""
-
-    out_pages: list[Int32Array] = field(default_factory=list)
-    out_host: list[Int32Array] = field(default_factory=list)
-    in_host: list[Int32Array] = field(default_factory=list)
-    in_pages: list[Int32Array] = field(default_factory=list)
-    filled: list[tuple[bytes, int]] = field(default_factory=list)
-    """Key and block of each copy out, pinned until the copy is made and written."""
-    loaded: list[int] = field(default_factory=list)
-    """The blocks of the copies in, pinned until these are made."""
-
-    def arrays(self) -> KVCopies:
-        return KVCopies(*map(_concatenated, (self.out_pages, self.out_host, self.in_host, self.in_pages)))
+_MAX_FILE_CHANGES = 16
+"""Files that one turn of the scheduler reports. Each takes about as long as hashing its tokens."""
 
 
 class KVTiers:
@@ -72,25 +60,20 @@ class KVTiers:
         the format of its KV. `clock`: that of `storage`."""
         assert block_len % page_size == 0
         self.blocks = HostBlocks(num_blocks)
-        self.num_saved = 0
-        """Blocks that were copied out."""
-        self._num_loaded = 0
-        """Pages that were copied in."""
-        self._num_read = self._num_written = 0
-        """Blocks that were read from files, and written to them."""
-        self._block_bytes = block_bytes
+        self.counts = TierCounts(page_size, block_len, block_bytes)
         self._page_size = page_size
         self._block_len = block_len
         self._pages_per_block = block_len // page_size
         self._identity = identity
         self._storage = storage
         self._clock = clock
-        self._next = _Copies()
+        self._next = TierCopies()
         """For the next step."""
-        self._under_way: deque[_Copies] = deque()
+        self._under_way: deque[TierCopies] = deque()
         """Of launched steps, oldest first."""
         self._reading: dict[bytes, ReadJob] = {}
         self._num_writing = 0
+        self._events: TierEvents | None = None
 
     # Loading
 
@@ -130,7 +113,7 @@ class KVTiers:
 
         `start`: tokens that the prefix cache has.
         """
-        return self._end(req, start, lambda key: self.blocks.find(key) is not None)
+        return self._end(req, start, self._state(req).find_end(*self._from(req, start), [self.blocks.index]))
 
     def expected_end(self, req: Req, start: int) -> int:
         """As `end_of`, but counts blocks of files, too, as long as the request may still wait for them. Has no effect.
@@ -138,17 +121,19 @@ class KVTiers:
         A policy that orders by the cached prefix counts all tiers the same: to copy a token's KV costs far less than to
         compute it.
         """
-        storage = self._storage
-        if storage is None or self._state(req).is_settled:
-            return self.end_of(req, start)
-        return self._end(req, start, lambda key: self.blocks.find(key) is not None or storage.has(key))
+        state, storage = self._state(req), self._storage
+        version: tuple[int, ...] = (self.blocks.num_forgotten,)
+        places: list[Container[bytes]] = [self.blocks.index]
+        if storage is not None and not state.is_settled:
+            version = (self.blocks.num_forgotten, storage.num_forgotten)
+            places = [self.blocks.index, storage.index]
+        return self._end(req, start, state.find_end(*self._from(req, start), places, version))
 
-    def _end(self, req: Req, start: int, has: Callable[[bytes], bool]) -> int:
-        """Hashes no more blocks than are found, and one."""
-        keys, tokens = self._state(req).keys, req.token_ids()
-        index = start // self._block_len
-        while (key := keys.key(tokens, index)) is not None and has(key):
-            index += 1
+    def _from(self, req: Req, start: int) -> tuple[Int32Array, int]:
+        return req.token_ids(), start // self._block_len
+
+    def _end(self, req: Req, start: int, index: int) -> int:
+        """The end in tokens, if `index` is the first block that is not found."""
         end = min(index * self._block_len, req.reusable_len // self._page_size * self._page_size)
         return max(end, start)
 
@@ -170,7 +155,7 @@ class KVTiers:
         pages = np.arange(start // page_size, (start + len(slots)) // page_size, dtype=np.int32)
         self._next.in_host.append(blocks[pages // per_block - first] * per_block + pages % per_block)
         self._next.in_pages.append(slots[::page_size] // page_size)
-        self._num_loaded += len(pages)
+        self.counts.num_loaded += len(pages)
         if req.cached_tokens is None:
             self._count(req, state, start, len(slots), keys)
 
@@ -192,52 +177,92 @@ class KVTiers:
         """
         assert self._storage is not None and state.give_up_s is not None
         keys = state.keys.cover(req.token_ids())[num_cached // self._block_len :]
-        num_in_host = 0
+        in_host: list[bytes] = []
         wanted: list[bytes] = []
         for key in keys:
             if not wanted and key in self._reading:
                 return self._reading[key]
-            if self.blocks.touch(key):
+            if self.blocks.find(key) is not None:
                 if wanted:
                     break
-                num_in_host += 1
+                in_host.append(key)
             elif self._storage.has(key) and key not in self._reading:
                 wanted.append(key)
             else:
                 break
+        self._touch(in_host)
         # More would displace the blocks before them.
-        room = self.blocks.num_free + self.blocks.num_kept - num_in_host
+        room = self.blocks.num_free + self.blocks.num_kept - len(in_host)
         taken = [(key, block) for key in wanted[: max(room, 0)] if (block := self.blocks.take()) is not None]
         if not taken:
             return None
         job = ReadJob(taken, state.give_up_s)
         self._reading.update((key, job) for key, _ in taken)
+        if self._events is not None:
+            first = state.keys.keys.index(taken[0][0])
+            for index in range(first, first + len(taken)):
+                self._events.on_read_begins(state.keys.keys, index, req.token_ids(), req.namespace)
         self._storage.read(job)
+        self._storage.use(state.keys.keys[: num_cached // self._block_len + len(in_host) + len(taken)])
         return job
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        """Count a use of consecutive blocks, the first one last: without it, the others cannot be found."""
+        for key in reversed(keys):
+            self.blocks.touch(key)
 
     # Saving
 
     def save(self, req: Req, slots: Int32Array) -> None:
-        """Plan the copies of a request's blocks that no tier has, before its slots are freed.
+        """Plan the copies of a request's blocks that no tier has, before another step may write to its slots.
 
         `slots`: int32 [>= kv_len], of its positions. Only KV that is known to give finite logits is saved.
         """
         state = self._state(req)
         state.restart()
-        checked = self._num_checked(req, state)
+        keys = state.keys.cover(req.token_ids()[: self._num_checked(req, state)])
+        if self._storage is not None:
+            self._storage.use(keys)
         per_block = self._pages_per_block
-        for index, key in enumerate(state.keys.cover(req.token_ids()[:checked])):
-            if self.blocks.touch(key) or (self._storage is not None and self._storage.has(key)):
+        found: list[int] = []
+        job: WriteJob | None = None
+        for index, key in enumerate(keys):
+            block = self.blocks.find(key)
+            if block is not None:
+                self._write_again(req, key, block, index)
+                self.blocks.pin(block)  # or a later block of this prefix could take it
+                found.append(block)
+                continue
+            if self._storage is not None and self._storage.has(key):
+                if self._events is not None:
+                    self._events.on_used_file(state.keys.keys, index, req.token_ids(), req.namespace)
                 continue
             block = self._take()
             if block is None:
-                return
+                break
             self.blocks.name(block, key)
             starts = slots[index * self._block_len : (index + 1) * self._block_len : self._page_size]
             self._next.out_pages.append(starts // self._page_size)
             self._next.out_host.append(np.arange(block * per_block, (block + 1) * per_block, dtype=np.int32))
-            self._next.filled.append((key, block))
-            self.num_saved += 1
+            job = WriteJob(key, block, state.keys.content(req.token_ids(), index), use_time_ns(index))
+            self._next.filled.append(job)
+            self.counts.num_saved += 1
+            if self._events is not None:
+                self._events.on_saved(state.keys.keys, index, req.token_ids(), req.namespace)
+        for block in reversed(found):
+            self.blocks.unpin(block)
+        if job is not None:
+            job.prefix = keys
+
+    def _write_again(self, req: Req, key: bytes, block: int, index: int) -> None:
+        """Write a block of host memory whose file is missing, unless something is being done with the block."""
+        storage = self._storage
+        if storage is None or storage.has(key) or self.blocks.is_pinned(block) or not storage.is_writing:
+            return
+        self.blocks.pin(block)
+        self._num_writing += 1
+        content = self._state(req).keys.content(req.token_ids(), index)
+        storage.write(WriteJob(key, block, content, use_time_ns(index)))
 
     def _take(self) -> int | None:
         if self._num_writing and self._storage is not None:
@@ -263,35 +288,63 @@ class KVTiers:
         """The copies for the step that is built next."""
         if not self.has_copies:
             return None
-        copies, self._next = self._next, _Copies()
+        copies, self._next = self._next, TierCopies()
         self._under_way.append(copies)
         return copies.arrays()
 
     def on_copied(self) -> None:
         """The oldest step with copies has ended."""
         copies = self._under_way.popleft()
-        for block in copies.loaded:
+        for block in reversed(copies.loaded):
             self.blocks.unpin(block)
-        for key, block in copies.filled:
-            if self._storage is not None and self._storage.is_writing and not self._storage.has(key):
-                self._storage.write(WriteJob(key, block))
+        for job in copies.filled:
+            if self._storage is not None and self._storage.is_writing and not self._storage.has(job.key):
+                self._storage.write(job)
                 self._num_writing += 1
             else:
-                self.blocks.unpin(block)
+                self._unpin_saved(job)
+
+    def _unpin_saved(self, job: WriteJob) -> None:
+        self.blocks.unpin(job.block)
+        self._touch(job.prefix)
 
     def _collect(self, jobs: list[ReadJob | WriteJob]) -> None:
         for job in jobs:
             if isinstance(job, WriteJob):
-                self.blocks.unpin(job.block)
+                self._unpin_saved(job)
                 self._num_writing -= 1
-                self._num_written += job.is_written
+                self.counts.num_written += job.is_written
                 continue
-            self._num_read += job.num_read
+            self.counts.num_read += job.num_read
             for index, (key, block) in enumerate(job.blocks):
-                if index < job.num_read:
+                is_kept = index < job.num_read and not job.is_void
+                if is_kept:
                     self.blocks.name(block, key)
-                self.blocks.unpin(block)
                 del self._reading[key]
+                if self._events is not None:
+                    self._events.on_read(key, is_kept=is_kept)
+            for _, block in reversed(job.blocks):
+                self.blocks.unpin(block)
+
+    # KV events
+
+    def watch(self, add: Callable[[KVEvent], None]) -> None:
+        """Report to `add` what host memory and files have, and from now on each change. Host memory must be empty."""
+        self._events = TierEvents(self._page_size, self._block_len, self._identity, add)
+        self.blocks.on_drop = self._events.on_dropped
+        if self._storage is not None:
+            self._storage.list_files()
+
+    @property
+    def has_file_changes(self) -> bool:
+        """Whether `report_files` has something to do."""
+        return self._storage is not None and self._storage.has_file_changes
+
+    def report_files(self) -> None:
+        """Report some of the files that have come or gone. For each turn of a scheduler with KV events."""
+        if self._events is not None and self._storage is not None:
+            for key, content in self._storage.take_file_changes(_MAX_FILE_CHANGES):
+                self._events.on_file(key, content)
 
     # The whole
 
@@ -304,16 +357,24 @@ class KVTiers:
         if self._storage is None:
             self.drop_copies()
         self.blocks.clear()
+        for job in self._reading.values():
+            job.is_void = True
+        if self._events is not None:
+            self._events.clear(self._identity)
+            if self._storage is not None:
+                self._storage.list_files()
 
     def drop_copies(self) -> None:
         """Forget the copies that wait for a step."""
-        for block in [*self._next.loaded, *(block for _, block in self._next.filled)]:
+        for block in self._next.blocks:
             self.blocks.unpin(block)
-        self._next = _Copies()
+        self._next = TierCopies()
 
     def change_identity(self, identity: bytes) -> None:
         """From now on, KV is of this identity. `clear` has been called, and no request has ReqTiers."""
         self._identity = identity
+        if self._events is not None:
+            self._events.clear(identity)
 
     def close(self) -> None:
         """Write what is copied, for a bounded time, and stop the thread."""
@@ -321,29 +382,7 @@ class KVTiers:
             self._storage.close(CLOSE_TIMEOUT_S)
 
     def state(self) -> TierState:
-        return TierState(
-            host_used_tokens=(self.blocks.num_blocks - self.blocks.num_free) * self._block_len,
-            host_total_tokens=self.blocks.num_blocks * self._block_len,
-            saved_tokens=self.num_saved * self._block_len,
-            loaded_tokens=self._num_loaded * self._page_size,
-            saved_bytes=self.num_saved * self._block_bytes,
-            loaded_bytes=self._num_loaded * self._block_bytes // self._pages_per_block,
-            dropped_tokens=self.blocks.num_dropped * self._block_len,
-            files=None if self._storage is None else self._file_state(self._storage.files),
-        )
-
-    def _file_state(self, files: KVFiles) -> FileTierState:
-        return FileTierState(
-            used_bytes=files.used_bytes,
-            max_bytes=files.max_bytes,
-            read_tokens=self._num_read * self._block_len,
-            written_tokens=self._num_written * self._block_len,
-            read_bytes=self._num_read * self._block_bytes,
-            written_bytes=self._num_written * self._block_bytes,
-            num_damaged=files.num_damaged,
-            num_removed=files.num_removed,
-            is_writing=files.is_writing,
-        )
+        return self.counts.state(self.blocks, None if self._storage is None else self._storage.files)
 
     def audit(self) -> None:
         """Raises AssertionError unless each host block has one owner and each pin has a reason. O(blocks)."""
@@ -351,7 +390,7 @@ class KVTiers:
             self._collect(self._storage.poll())
         self.blocks.audit()
         copies = [self._next, *self._under_way]
-        num_pins = sum(len(one.loaded) + len(one.filled) for one in copies) + len(self._reading) + self._num_writing
+        num_pins = sum(len(one.blocks) for one in copies) + len(self._reading) + self._num_writing
         if num_pins != self.blocks.num_pins:
             raise AssertionError(f"{self.blocks.num_pins} pins of host blocks, but {num_pins} reasons")
 
@@ -359,7 +398,3 @@ class KVTiers:
         if req.tiers is None:
             req.tiers = ReqTiers(BlockKeys(self._identity, req.namespace, self._block_len))
         return req.tiers
-
-
-def _concatenated(parts: list[Int32Array]) -> Int32Array:
-    return np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)

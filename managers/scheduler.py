@@ -112,7 +112,7 @@ class Scheduler:
         self._kv_events = kv_events
         self.planner = planner
         self._results = ResultProcessor(self.kv, self.queues, io, metrics)
-        self._idle_work = IdleWork(IdleAudit(self.kv, clock), touch_ahead)
+        self._idle_work = IdleWork(IdleAudit(self.kv, clock), touch_ahead, self.kv.tiers)
         self._step_log = step_log or StepLog(clock)
         self._queue_limits = QueueLimits(max_queue_time_s, self.kv, self.queues, clock)
         self._pause = Pause(planner, timeouts, self._queue_limits, io)
@@ -227,7 +227,7 @@ class Scheduler:
         else:
             self.queues.add(req)
             self._metrics.on_arrival(req)
-            self._timeouts.on_arrival(req)
+            self._timeouts.on_arrival(req, message.waited_s)
             if req.finish is not None:
                 self._results.finish(req, req.finish)
 

@@ -1,7 +1,7 @@
-"""Turns the changes of a radix cache into KV events about blocks. A block is a page.
+"""Turns the changes of a radix cache into KV events about blocks. A block of an event is a page.
 
 The hash of a block is the start of the SHA-256 of the hash before it and its tokens. So it stands for the whole prefix.
-A namespace (cache salt) changes the hashes of all its blocks.
+A namespace (cache salt) changes the hashes of all its blocks. The hash is the same in all tiers.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
 from msgspec import UNSET
 
-from ..srt.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from ..srt.kv_events import MEDIUM_DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from .radix_node import RadixNode
 
 _HASH_BYTES = 8
+_TOKEN_BYTES = 4
 
 
 class CacheListener(Protocol):
@@ -46,6 +45,8 @@ class BlockEvents:
     """A CacheListener that collects events."""
 
     def __init__(self, page_size: int) -> None:
+        self.session_id = ""
+        """Of the request whose KV is stored next."""
         self._page_size = page_size
         self._edges: dict[RadixNode, _Edge] = {}
         self._events: list[KVEvent] = []
@@ -57,23 +58,20 @@ class BlockEvents:
             self._events = []
         return events
 
+    def add(self, event: KVEvent) -> None:
+        """An event of another tier."""
+        self._events.append(event)
+
     def stored(self, leaf: RadixNode) -> None:
         assert leaf.parent is not None
         before = self._edges.get(leaf.parent)
-        salt = leaf.parent.key.decode("utf-8", "replace") if before is None else before.salt
+        salt = _salt(leaf.parent.key) if before is None else before.salt
         parent_hash = None if before is None else before.hashes[-1]
-        hashes = self._hashes(leaf.tokens, salt, parent_hash)
+        hashes = hash_pages(leaf.tokens.tobytes(), self._page_size, salt, parent_hash)
         self._edges[leaf] = _Edge(salt, hashes)
-        begins = bool(salt) and parent_hash is None
+        tokens = leaf.tokens.tolist()
         self._events.append(
-            BlockStored(
-                hashes,
-                parent_hash,
-                leaf.tokens.tolist(),
-                self._page_size,
-                extra_keys=[[salt], *[None] * (len(hashes) - 1)] if begins else UNSET,
-                cache_salt=salt or UNSET,
-            )
+            stored_event(hashes, parent_hash, tokens, self._page_size, salt, MEDIUM_DEVICE, self.session_id)
         )
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
@@ -93,14 +91,48 @@ class BlockEvents:
         self._edges.clear()
         self._events.append(AllBlocksCleared())
 
-    def _hashes(self, tokens: npt.NDArray[np.int32], salt: str, parent_hash: int | None) -> list[int]:
-        if parent_hash is not None:
-            last = parent_hash.to_bytes(_HASH_BYTES, "big", signed=True)
-        else:
-            last = sha256(salt.encode()).digest()[:_HASH_BYTES] if salt else b""
-        data, page_bytes = tokens.tobytes(), tokens.itemsize * self._page_size
-        hashes = []
-        for start in range(0, len(data), page_bytes):
-            last = sha256(last + data[start : start + page_bytes]).digest()[:_HASH_BYTES]
-            hashes.append(int.from_bytes(last, "big", signed=True))
-        return hashes
+
+def hash_pages(tokens: bytes, page_size: int, salt: str, parent_hash: int | None) -> list[int]:
+    """The hashes of successive pages. `tokens`: int32 of whole pages. `parent_hash`: of the page before them."""
+    if parent_hash is not None:
+        last = parent_hash.to_bytes(_HASH_BYTES, "big", signed=True)
+    else:
+        last = sha256(salt.encode()).digest()[:_HASH_BYTES] if salt else b""
+    page_bytes = _TOKEN_BYTES * page_size
+    hashes = []
+    for start in range(0, len(tokens), page_bytes):
+        last = sha256(last + tokens[start : start + page_bytes]).digest()[:_HASH_BYTES]
+        hashes.append(int.from_bytes(last, "big", signed=True))
+    return hashes
+
+
+def stored_event(
+    hashes: list[int],
+    parent_hash: int | None,
+    tokens: list[int],
+    page_size: int,
+    salt: str,
+    medium: str,
+    session_id: str = "",
+) -> BlockStored:
+    """Pages are stored. `hashes`: of each page. `tokens`: of all of them."""
+    begins = bool(salt) and parent_hash is None
+    return BlockStored(
+        hashes,
+        parent_hash,
+        tokens,
+        page_size,
+        medium=medium,
+        extra_keys=[[salt], *[None] * (len(hashes) - 1)] if begins else UNSET,
+        cache_salt=salt or UNSET,
+        session_id=session_id or UNSET,
+    )
+
+
+def salt_of(namespace: str) -> str:
+    """The salt in events. It is valid Unicode, which a namespace need not be."""
+    return _salt(namespace.encode("utf-8", "surrogatepass"))
+
+
+def _salt(key: bytes) -> str:
+    return key.decode("utf-8", "replace")

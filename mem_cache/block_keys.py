@@ -8,11 +8,30 @@ kv_identity.py`). The hash is cryptographic, because the tokens come from client
 from __future__ import annotations
 
 import hashlib
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 KEY_BYTES = 32
+
+
+class BlockContent(NamedTuple):
+    """What a key stands for."""
+
+    before: bytes
+    """The key before it: of the block before, or the first key of its namespace."""
+    namespace: str
+    tokens: bytes
+    """int32 [block_len]"""
+
+    @property
+    def key(self) -> bytes:
+        return _hash(self.before + self.tokens)
+
+    def is_first(self, identity: bytes) -> bool:
+        """Whether it begins a prompt, for a model of this identity."""
+        return self.before == first_key(identity, self.namespace)
 
 
 def first_key(identity: bytes, namespace: str) -> bytes:
@@ -26,7 +45,8 @@ class BlockKeys:
 
     def __init__(self, identity: bytes, namespace: str, block_len: int) -> None:
         self.keys: list[bytes] = []
-        self._before = first_key(identity, namespace)
+        self._namespace = namespace
+        self._first = self._before = first_key(identity, namespace)
         self._block_len = block_len
 
     def key(self, tokens: npt.NDArray[np.int32], index: int) -> bytes | None:
@@ -46,6 +66,11 @@ class BlockKeys:
             self._before = _hash(self._before + block.tobytes())
             self.keys.append(self._before)
         return self.keys[:num_blocks]
+
+    def content(self, tokens: npt.NDArray[np.int32], index: int) -> BlockContent:
+        """What one key stands for, of a block that `cover` has had."""
+        block = tokens[index * self._block_len : (index + 1) * self._block_len]
+        return BlockContent(self.keys[index - 1] if index else self._first, self._namespace, block.tobytes())
 
 
 def _hash(data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""KV events: what the prefix cache stores and drops, as routers read it (vLLM's and SGLang's wire format).
+"""KV events: what the tiers of the KV cache store and drop, as routers read it (vLLM's and SGLang's wire format).
 
 A message has three frames: topic, sequence number (8 bytes, big-endian), and a batch in msgpack. A batch is an array
 `[time, events, rank]`, and each event is a map with its `type`.
@@ -13,11 +13,15 @@ from msgspec import UNSET, Meta, UnsetType
 
 MEDIUM_DEVICE = "GPU"
 """The readers' name for the memory of the model's device, also if it is a CPU."""
+MEDIUM_HOST = "CPU_PINNED"
+"""The lower tier in host memory. SGLang's router reads no other name for it."""
+MEDIUM_DISK = "DISK"
+"""The lower tier in files."""
 _ExtraKeys = list[list[str] | None]
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Successive blocks of a prefix are in the cache."""
+    """Successive blocks of a prefix are in a medium."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -31,17 +35,20 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, gc=False):
     extra_keys: _ExtraKeys | UnsetType = UNSET
     """One entry for each block, if the first one begins a prompt with a cache salt: the salt, and then null."""
     cache_salt: str | UnsetType = UNSET
+    session_id: str | UnsetType = UNSET
+    """The session of the request that has stored them, if it has one. Others may use them, too."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """Blocks are no longer in the cache. Those that follow them in a prompt are gone, too, or will be named next."""
+    """Blocks are no longer in a medium. On the device, those that follow them in a prompt are gone, too, or will be
+    named next."""
 
     block_hashes: list[int]
     medium: str = MEDIUM_DEVICE
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The cache is empty."""
+    """All media are empty. What files have is told anew."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared

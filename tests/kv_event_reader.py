@@ -1,4 +1,4 @@
-"""A reader of KV events, written from the wire format alone: it knows which prefixes a server has in its cache."""
+"""A reader of KV events, written from the wire format alone: it knows the prefixes that each medium of a server has."""
 
 from __future__ import annotations
 
@@ -11,18 +11,31 @@ Prefix = tuple[str, tuple[int, ...]]
 """Cache salt, and all tokens from the start of the prompt to the end of a block."""
 
 
+DEVICE, HOST, DISK = "GPU", "CPU_PINNED", "DISK"
+"""The media that SGLang's router knows, without EXTERNAL. It drops what is stored in any other."""
+
+
 class KVEventReader:
     def __init__(self) -> None:
-        self.blocks: dict[int, Prefix] = {}
-        """The prefix that each block ends, by the block's hash."""
+        self.media: dict[str, dict[int, Prefix]] = {DEVICE: {}, HOST: {}, DISK: {}}
+        """The prefix that each block ends, by the block's hash, for each medium."""
+        self.sessions: dict[int, str] = {}
+        """Whose request stored a block, by the block's hash."""
         self.next_seq = 0
         self.missed: list[int] = []
         """Sequence numbers that have not come."""
+        self._names: dict[int, Prefix] = {}
+        """All blocks since AllBlocksCleared. A block may be stored when its parent has left all media."""
 
     @property
     def prefixes(self) -> set[Prefix]:
-        assert len(set(self.blocks.values())) == len(self.blocks), "two hashes for one prefix"
-        return set(self.blocks.values())
+        """Those in the memory of the model's device."""
+        return self.prefixes_in(DEVICE)
+
+    def prefixes_in(self, medium: str) -> set[Prefix]:
+        blocks = self.media[medium]
+        assert len(set(blocks.values())) == len(blocks), "two hashes for one prefix"
+        return set(blocks.values())
 
     def on_message(self, frames: list[bytes]) -> None:
         """Applies a message, unless one before it is missing: then `missed` says what to ask for."""
@@ -48,7 +61,8 @@ class KVEventReader:
     def _stored(self, event: dict[str, Any]) -> None:
         assert {"lora_id", "medium", "lora_name", "parent_block_hash"} <= set(event), "strict readers want them all"
         hashes, tokens, size = event["block_hashes"], event["token_ids"], event["block_size"]
-        assert event["medium"] == "GPU" and event["lora_id"] is None and event["lora_name"] is None
+        blocks = self.media[event["medium"]]
+        assert event["lora_id"] is None and event["lora_name"] is None
         assert len(tokens) == len(hashes) * size and hashes
         assert all(-(2**63) <= one < 2**63 for one in hashes)
         salt = event.get("cache_salt", "")
@@ -57,17 +71,23 @@ class KVEventReader:
             before: tuple[int, ...] = ()
             assert event.get("extra_keys") == ([[salt], *[None] * (len(hashes) - 1)] if salt else None)
         else:
-            known_salt, before = self.blocks[parent]
+            known_salt, before = self._names[parent]
             assert known_salt == salt and "extra_keys" not in event
+            assert parent in blocks or event["medium"] != DEVICE, "a prefix with a gap"
         for place, one in enumerate(hashes):
-            assert one not in self.blocks, "stored twice"
-            self.blocks[one] = (salt, before + tuple(tokens[: (place + 1) * size]))
+            assert one not in blocks, "stored twice"
+            prefix = (salt, before + tuple(tokens[: (place + 1) * size]))
+            assert self._names.setdefault(one, prefix) == prefix, "one hash for two prefixes"
+            blocks[one] = prefix
+            if "session_id" in event:
+                self.sessions[one] = event["session_id"]
 
     def _removed(self, event: dict[str, Any]) -> None:
-        assert event["medium"] == "GPU" and event["block_hashes"]
+        assert event["block_hashes"]
         for one in event["block_hashes"]:
-            del self.blocks[one]
+            del self.media[event["medium"]][one]
 
     def _cleared(self, event: dict[str, Any]) -> None:
         assert set(event) == {"type"}
-        self.blocks.clear()
+        for known in (*self.media.values(), self._names, self.sessions):
+            known.clear()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
+from random_steps.files import FakeStorage
 from scheduler_rig import Rig
 
 from fakes import expected_output
 from tercet.managers.idle_audit import IdleAudit
 from tercet.managers.idle_work import IdleWork
 from tercet.managers.touch_ahead import TouchAhead
+from tercet.mem_cache.block_events import BlockEvents
+from tercet.mem_cache.block_keys import BlockKeys
+from tercet.srt.kv_events import BlockStored
 from tercet.srt.pause_messages import PauseReq
 
 PROMPT = list(range(40))
@@ -69,3 +76,23 @@ def test_a_pause_with_requests_sleeps_although_work_is_due() -> None:
     for _ in range(10):
         rig.turn()
     assert rig.inbox.num_sleeps == slept + 10 and pool.num_touched == touched
+
+
+def test_an_idle_engine_does_not_sleep_before_it_has_reported_all_files() -> None:
+    rig = Rig(page_size=4, host_blocks=2, audit=False)
+    storage = rig.kv.tiers._storage = FakeStorage(rig.runner.host.reshape(2, -1).view(np.uint8), seed=0)
+    keys = BlockKeys(b"fake", "", 8)
+    tokens = np.arange(40 * 8, dtype=np.int32)
+    for index, key in enumerate(keys.cover(tokens)):
+        storage.contents[key] = keys.content(tokens, index)
+    events = BlockEvents(4)
+    rig.kv.watch(events)
+    rig.scheduler._kv_events = SimpleNamespace(flush=rig.kv.report_files)
+    rig.turn()
+    slept = rig.inbox.num_sleeps
+    while rig.kv.tiers.has_file_changes:
+        rig.turn()
+    assert rig.inbox.num_sleeps == slept
+    rig.turn()
+    assert rig.inbox.num_sleeps == slept + 1
+    assert sum(isinstance(event, BlockStored) for event in events.take()) == 40

@@ -14,8 +14,10 @@ import zmq
 from kv_event_reader import KVEventReader
 from radix_makers import make, put
 
+from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.kv_event_publisher import KVEventPublisher
 from tercet.mem_cache.radix_cache import RadixCache
+from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
 from tercet.srt.kv_events import KVEventsConfig, read_config
 from tercet.srt.server_args import ServerArgs
 
@@ -56,7 +58,7 @@ class Server:
         self.now_s = 7.5
         self.publisher = KVEventPublisher(msgspec.convert(config, KVEventsConfig), clock=lambda: self.now_s)
         self.cache, self.allocator = make(2, 1 << 14)
-        self.publisher.watch(self.cache)
+        self.publisher.watch(KVCacheManager(ReqToTokenPool(1, 8), self.allocator, self.cache))
         self._num_stored = 0
 
     def store(self, num: int) -> None:
@@ -207,7 +209,7 @@ def test_a_publisher_connects_to_a_reader_that_listens(sockets: Callable[..., zm
     port = listening.bind_to_random_port("tcp://127.0.0.1")
     publisher = KVEventPublisher(KVEventsConfig(publisher="zmq", endpoint=f"tcp://127.0.0.1:{port}"))
     cache, allocator = make(2)
-    publisher.watch(cache)
+    publisher.watch(KVCacheManager(ReqToTokenPool(1, 8), allocator, cache))
     number = 0
     while not listening.poll(20):
         number += 1

@@ -128,6 +128,20 @@ def test_hashes_stand_for_the_whole_prefix_and_the_salt() -> None:
     assert not set(hashes([1, 2, 3, 4], "b")) & set(hashes([1, 2, 3, 4], "a"))
 
 
+def test_an_event_names_the_session_of_the_request_that_stored_the_blocks() -> None:
+    rig = Rig(page_size=4, eviction="value", max_running=1)
+    watched = Watched(rig.kv.cache)
+    rig.kv.watch(watched.events)
+    rig.add("first", list(range(16)), session_id="me", max_new_tokens=1)
+    rig.add("second", [*range(16), 50, 51, 52, 53], max_new_tokens=1)
+    rig.add("third", [*range(16), 60, 61, 62, 63], session_id="other", max_new_tokens=1)
+    rig.run()
+    watched.check()
+    found = {watched.reader.media["GPU"][one][1][-4:]: name for one, name in watched.reader.sessions.items()}
+    assert found.pop((60, 61, 62, 63)) == "other"
+    assert len(found) == 4 and set(found.values()) == {"me"}, "the others use the blocks, but did not store them"
+
+
 def test_the_bytes_of_an_event() -> None:
     cache, allocator = make(2)
     watched = Watched(cache)

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from patience import PATIENCE_S
 
+from tercet.mem_cache import kv_storage
+from tercet.mem_cache.block_keys import BlockContent
 from tercet.mem_cache.kv_files import KVFiles
+from tercet.mem_cache.kv_folder import BLOCK_STEP_NS, file_name
 from tercet.mem_cache.kv_storage import KVStorage, ReadJob, WriteJob
 
 
 def key(number: int) -> bytes:
     return bytes([number]) * 32
+
+
+CONTENT = BlockContent(key(99), "", b"tokens")
+
+
+def job(number: int, block: int | None = None) -> WriteJob:
+    return WriteJob(key(number), number if block is None else block, CONTENT)
 
 
 class Clock:
@@ -43,11 +55,11 @@ class Storage(KVStorage):
 def test_blocks_are_written_and_read_into_other_blocks(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     for number in range(3):
-        storage.write(WriteJob(key(number), number))
+        storage.write(job(number))
     assert len(storage.ended(3)) == 3 and all(storage.has(key(number)) for number in range(3))
-    job = ReadJob([(key(0), 5), (key(1), 6), (key(7), 7)], deadline_s=1.0)
-    storage.read(job)
-    assert storage.ended(1) == [job] and job.num_read == 2, "up to the first one that is missing"
+    read = ReadJob([(key(0), 5), (key(1), 6), (key(7), 7)], deadline_s=1.0)
+    storage.read(read)
+    assert storage.ended(1) == [read] and read.num_read == 2, "up to the first one that is missing"
     assert np.array_equal(storage.memory[5:7], storage.memory[:2])
     late = ReadJob([(key(0), 4)], deadline_s=1.0)
     storage.time.now = 2.0
@@ -68,9 +80,9 @@ def test_reads_go_before_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         write(*args)
 
     monkeypatch.setattr(storage.files, "write", slow)
-    writes = [WriteJob(key(number), number) for number in range(3)]
-    for job in writes:
-        storage.write(job)
+    writes = [job(number) for number in range(3)]
+    for one in writes:
+        storage.write(one)
     assert started.wait(PATIENCE_S)
     read = ReadJob([(key(0), 5)], deadline_s=1.0)
     storage.read(read)
@@ -82,7 +94,7 @@ def test_reads_go_before_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_close_writes_what_is_queued_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(tmp_path)
     for number in range(8):
-        storage.write(WriteJob(key(number), number))
+        storage.write(job(number))
     storage.close(PATIENCE_S)
     assert all(storage.has(key(number)) for number in range(8))
     storage._thread.join(PATIENCE_S)
@@ -90,6 +102,107 @@ def test_close_writes_what_is_queued_but_not_for_ever(tmp_path: Path, monkeypatc
 
     stuck, may_go = Storage(tmp_path / "stuck"), threading.Event()
     monkeypatch.setattr(stuck.files, "write", lambda *args: may_go.wait(PATIENCE_S))
-    stuck.write(WriteJob(key(0), 0))
+    stuck.write(job(0))
     stuck.close(0.01)  # returns
     may_go.set()
+
+
+def test_a_busy_server_sees_the_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_storage, "_LOOK_INTERVAL_S", 0.005)
+    first, busy = Storage(tmp_path), Storage(tmp_path)
+    write, numbers = busy.files.write, iter(range(1, 10**6))
+    deadline_s = time.monotonic() + PATIENCE_S
+
+    def write_and_queue(*args: object) -> bool:
+        if not busy.has(key(0)) and time.monotonic() < deadline_s:
+            busy.write(WriteJob(next(numbers).to_bytes(32, "big"), 1, CONTENT))  # it is never without a job
+        return write(*args)
+
+    monkeypatch.setattr(busy.files, "write", write_and_queue)
+    busy.write(WriteJob(bytes([255]) * 32, 1, CONTENT))
+    first.write(job(0))
+    first.close(PATIENCE_S)
+    busy.close(PATIENCE_S)
+    assert busy.has(key(0)) and time.monotonic() < deadline_s
+
+
+def test_a_look_that_takes_long_comes_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path)
+    now_s = iter([100.0, 101.0])
+    monkeypatch.setattr(kv_storage, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    KVStorage._look(storage)
+    monkeypatch.undo()
+    assert storage._look_s == pytest.approx(101.0 + 1.0 / 0.02)
+    storage.close(PATIENCE_S)
+
+
+def test_a_use_renews_the_files_of_a_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path)
+    for number in range(3):
+        storage.write(WriteJob(key(number), number, CONTENT, 10**18))
+    storage.ended(3)
+    storage.use([key(1), key(0), key(7)])
+    storage.close(PATIENCE_S)
+    last = [storage.files._folder.joinpath(file_name(key(number))).stat().st_mtime_ns for number in range(3)]
+    assert last[2] == 10**18 and last[1] - last[0] == BLOCK_STEP_NS and last[0] > 10**18
+
+
+def true_job(number: int) -> WriteJob:
+    content = BlockContent(key(99), "", bytes([number]) * 8)
+    return WriteJob(content.key, number, content)
+
+
+def changes(storage: Storage, count: int) -> list[tuple[bytes, BlockContent | None]]:
+    """The next `count` changes of files."""
+    found: list[tuple[bytes, BlockContent | None]] = []
+    deadline = time.monotonic() + PATIENCE_S
+    while len(found) < count:
+        assert time.monotonic() < deadline
+        found += storage.take_file_changes(count - len(found))
+        time.sleep(0.001)
+    return found
+
+
+def test_it_lists_the_files_and_then_what_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_storage, "_LOOK_INTERVAL_S", 0.005)
+    before, later = Storage(tmp_path), Storage(tmp_path)
+    jobs = [true_job(number) for number in range(5)]
+    for one in jobs[:2]:
+        before.write(one)
+        before.ended(1)
+    assert not before.has_file_changes, "nobody has asked"
+    later.list_files()
+    assert dict(changes(later, 2)) == {one.key: one.content for one in jobs[:2]}
+    later.write(jobs[2])
+    assert changes(later, 1) == [(jobs[2].key, jobs[2].content)]
+    before.write(jobs[3])
+    assert changes(later, 1) == [(jobs[3].key, jobs[3].content)], "a file of the other server"
+    (path,) = tmp_path.glob(f"*{jobs[0].key.hex()}*")
+    path.unlink()
+    assert changes(later, 1) == [(jobs[0].key, None)]
+    later.list_files()
+    assert dict(changes(later, 3)) == {one.key: one.content for one in jobs[1:4]}
+    for storage in (before, later):
+        storage.close(PATIENCE_S)
+        assert not storage.has_file_changes
+
+
+def test_a_long_list_delays_neither_jobs_nor_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path)
+    for number in range(8):
+        storage.write(true_job(number))
+    storage.ended(8)
+    permits = threading.Semaphore(0)
+    monkeypatch.setattr(storage.files, "content", lambda one: permits.acquire(timeout=PATIENCE_S) and None)
+    storage.list_files()
+    permits.release()
+    read = ReadJob([(true_job(0).key, 5)], deadline_s=1.0)
+    storage.read(read)
+    permits.release()  # for the file that the thread may be at
+    assert storage.ended(1) == [read] and read.num_read == 1
+    permits.release(8)
+    monkeypatch.setattr(storage.files, "content", lambda one: storage._undescribed.update({one: None}))  # for ever
+    storage.list_files()
+    storage.close(PATIENCE_S)
+    storage._thread.join(PATIENCE_S)
+    assert not storage._thread.is_alive()
