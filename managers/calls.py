@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol, TypeVar
 
 from ..srt.errors import TercetError
@@ -44,9 +44,10 @@ class Answer(Protocol):
 class Calls:
     """The calls that wait for their replies. It belongs to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, ids: Iterator[int] | None = None) -> None:
+        """`ids`: shared with other Calls that get the same replies."""
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(1) if ids is None else ids
 
     async def ask(self, link: Link[Q], question: Callable[[int], Q], reply_type: type[R]) -> R:
         """Sends `question(call_id)`, and waits for the reply. Raises the error that `fail` is called with."""

@@ -40,6 +40,7 @@ class WorkerManager(TokenizerManager):
         number: int,
     ) -> None:
         self._stall: str | None = None
+        self._is_cut_off = False
         own_args = dataclasses.replace(server_args, random_seed=_seed_of(server_args.random_seed, number))
         super().__init__(own_args, model_config, tokenizer, news.facts, parent, grammars, key_prefix=f"{number}-")
         self._parent = parent
@@ -47,8 +48,14 @@ class WorkerManager(TokenizerManager):
 
     @property
     def stall(self) -> str | None:
-        """As the parent tells it."""
-        return self._stall
+        """As the parent tells it; "waiting" while the parent is silent."""
+        return self._stall or ("waiting" if self._is_cut_off else None)
+
+    def hear_nothing(self, is_cut_off: bool) -> None:
+        """Whether the parent is silent, so that its outputs do not come."""
+        began, self._is_cut_off = is_cut_off and self.stall is None, is_cut_off
+        if began:
+            self.tell_stall()
 
     def hear(self, news: EngineNews) -> None:
         """The state of the engine has changed."""
@@ -60,7 +67,7 @@ class WorkerManager(TokenizerManager):
         if weights != (args.model_path, args.load_format, args.weight_version, args.dtype):
             self.weights.use(*weights)
         self.draining = news.draining
-        began, self._stall = self._stall is None and news.stall is not None, news.stall
+        began, self._stall = self.stall is None and news.stall is not None, news.stall
         if began:
             self.tell_stall()
         if news.failure is not None:

@@ -123,10 +123,14 @@ class AbortCall(msgspec.Struct, frozen=True, tag="abort_call"):
     name: str | None
 
 
+class ParentAlive(msgspec.Struct, frozen=True, tag="parent_alive"):
+    """The parent's event loop turns. Sent four times a second."""
+
+
 class Recoveries(msgspec.Struct, frozen=True, tag="recoveries"):
     """How often the engine was restarted while it worked on each of these samples. Sent before their outputs."""
 
     by_key: dict[str, int]
 
 
-ToWorker = BatchTextOut | Recoveries | EngineNews | EndpointReply | GrammarVerdict | AbortCall
+ToWorker = BatchTextOut | Recoveries | EngineNews | EndpointReply | GrammarVerdict | AbortCall | ParentAlive

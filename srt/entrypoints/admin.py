@@ -81,10 +81,16 @@ async def health(server: Server, request: Request, body: None) -> ASGIApp:
 
 async def ready(server: Server, request: Request, body: None) -> ASGIApp:
     """200 when a request would be accepted and run now; 503 otherwise."""
-    server.manager.check_accepting()
-    if server.manager.is_restarting:
-        raise EngineRestarting("the engine is being restarted; try again in a moment")
+    manager = server.manager
+    manager.check_accepting()
+    if manager.is_recovering:
+        raise EngineRestarting("the engine is being restarted, and new requests wait; try again in a moment")
     check_not_paused(server)
+    if manager.weights.is_holding:
+        raise EnginePaused("new requests wait for an update of the weights; try again in a moment")
+    check_up(server)
+    if manager.stall is not None:
+        raise EngineDead("a process of the engine is stopped, or its step takes very long")
     return json_response(Status("ready"))
 
 

@@ -27,7 +27,7 @@ class ApiKeyGuard:
     The time of the comparison depends neither on the number of equal bytes nor on the key that fits: digests of equal
     length are compared, with every key.
 
-    Several keys are tenants (tenants.py).
+    A key owns what its requests begin, and several keys are tenants (tenants.py).
 
     `guard_browsers`: wraps the app for requests that bear the key as a password.
     """
@@ -47,8 +47,8 @@ class ApiKeyGuard:
                 app = _refusal(is_page=scope["path"] == "/")
             elif scheme == b"basic":
                 app = self._app_for_browsers
-            if index is not None and len(self._digests) > 1:
-                note_key(scope, index)
+            if index is not None:
+                note_key(scope, index, self._digests[index], len(self._digests))
         await app(scope, receive, send)
 
     def _index_of(self, key: bytes) -> int | None:

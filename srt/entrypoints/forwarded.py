@@ -7,8 +7,8 @@ sends it on as it is. So the answer is the one that a server with one process gi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -40,8 +40,15 @@ WHOLE_SERVER = frozenset(
 )
 """Their paths. A worker answers all others itself."""
 
-Forward = Callable[[Callable[[int], EndpointCall]], Awaitable[EndpointReply]]
-"""Sends a call to the parent, with the number that it is given, and waits for the reply."""
+
+class Forward(Protocol):
+    """The way to the parent."""
+
+    async def __call__(self, question: Callable[[int], EndpointCall], *, is_read: bool) -> EndpointReply:
+        """Sends a call, with the number that it is given, and waits for the reply.
+
+        `is_read`: it changes nothing. Then it raises EngineDead when the parent is silent.
+        """
 
 
 class ForwardedEndpoint(BoundEndpoint):
@@ -50,7 +57,10 @@ class ForwardedEndpoint(BoundEndpoint):
     def __init__(self, endpoint: Endpoint, server: Server, forward: Forward) -> None:
         async def handler(server: Server, request: Request, body: bytes) -> ASGIApp:
             query = request.url.query.encode()
-            reply = await forward(lambda number: EndpointCall(number, request.method, endpoint.path, query, body))
+            reply = await forward(
+                lambda number: EndpointCall(number, request.method, endpoint.path, query, body),
+                is_read=request.method in ("GET", "HEAD"),
+            )
             response = Response(reply.body, reply.status)
             response.raw_headers = reply.headers
             return response

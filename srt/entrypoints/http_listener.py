@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.responses import JSONResponse
@@ -27,6 +29,8 @@ _BACKLOG = 2048
 _OTHER_FILES = 128
 """Open files other than client connections: libraries, sockets between the processes, and a reserve."""
 _FEW_CONNECTIONS = 4096
+HANDSHAKE_TIMEOUT_S = 10.0
+"""Time limit for the handshake of TLS. Until its end, a connection does not count for the maximum number."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -128,6 +132,21 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's own, with a time limit for handshakes, which uvicorn cannot be told."""
+        assert sockets is not None
+        config, loop = self.config, asyncio.get_running_loop()
+        protocol: Any = config.http_protocol_class
+        connect = functools.partial(protocol, config=config, server_state=self.server_state, app_state={})
+        timeout_s = None if config.ssl is None else HANDSHAKE_TIMEOUT_S
+        self.servers = [
+            await loop.create_server(
+                connect, sock=one, ssl=config.ssl, ssl_handshake_timeout=timeout_s, backlog=config.backlog
+            )
+            for one in sockets
+        ]
+        self.started = True
+
 
 def _uvicorn_config(app: ASGIApp, tls: ssl.SSLContext | None, max_connections: int) -> uvicorn.Config:
     config = uvicorn.Config(
@@ -141,6 +160,7 @@ def _uvicorn_config(app: ASGIApp, tls: ssl.SSLContext | None, max_connections: i
         server_header=False,
         proxy_headers=False,
         limit_concurrency=max_connections,
+        backlog=_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
     )

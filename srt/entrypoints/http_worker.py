@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import itertools
 import logging
 import socket
 import time
@@ -21,7 +22,7 @@ from ...managers.calls import Calls
 from ...managers.generation import error_of
 from ...managers.grammar_checker import GrammarChecker
 from ...managers.worker_manager import WorkerManager
-from ..errors import TercetError
+from ..errors import EngineDead, TercetError
 from ..grammar_spec import CheckGrammarReq, GrammarSpec
 from ..io_struct import BatchTextOut, BrokenMessage
 from ..ipc import AsyncReceiver, RunDir, Sender
@@ -36,6 +37,7 @@ from ..worker_messages import (
     EndpointReply,
     EngineNews,
     GrammarVerdict,
+    ParentAlive,
     Recoveries,
     ToWorker,
     WorkerAlive,
@@ -51,6 +53,9 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _ALIVE_S = 0.5
+_SILENT_S = 1.0
+"""When the parent has been silent for longer, streams and probes say so."""
+_NO_ANSWER = "the process that has the engine does not answer"
 
 
 def run_http_worker(
@@ -89,6 +94,7 @@ async def _serve(
     while not should_stop():
         await asyncio.sleep(_POLL_S)
         worker.tell_alive()
+        worker.look_at_parent()
         worker.tell_if_drained()
         if worker.error is not None:
             raise worker.error
@@ -120,7 +126,13 @@ class HttpWorker:
         self.error: Exception | None = None
         """Why it cannot take requests; None: it can, or has no news yet."""
         self._manager: WorkerManager | None = None
-        self._calls = Calls()
+        ids = itertools.count(1)
+        self._calls = Calls(ids)
+        self._reads = Calls(ids)
+        """Calls of endpoints that change nothing. They do not wait for a parent that is silent."""
+        self._heard = time.monotonic()
+        """When the last message of the parent came."""
+        self._num_silent_looks = 0
         self._has_drained = False
         self._next_sign = 0.0
         # It takes FromWorker, and of ToScheduler all but the Questions, which only forwarded endpoints ask.
@@ -134,6 +146,24 @@ class HttpWorker:
         if self._manager is not None and now >= self._next_sign:
             self._next_sign = now + _ALIVE_S
             self._parent.send(WorkerAlive())
+
+    def look_at_parent(self) -> None:
+        """Finds out whether the parent is silent, as a process is that was stopped or hangs.
+
+        It is, if it was too silent at two looks in a row: after a halt of this process, its messages are read between
+        two looks.
+        """
+        if self._manager is None:
+            return
+        is_late = time.monotonic() - self._heard > _SILENT_S
+        self._num_silent_looks = self._num_silent_looks + 1 if is_late else 0
+        self._manager.hear_nothing(self._is_parent_silent)
+        if self._is_parent_silent:
+            self._reads.fail(EngineDead(_NO_ANSWER))
+
+    @property
+    def _is_parent_silent(self) -> bool:
+        return self._num_silent_looks > 1
 
     def tell_if_drained(self) -> None:
         """Tells the parent, once, that all requests have ended and no more are taken."""
@@ -153,9 +183,11 @@ class HttpWorker:
         self._receiver.close()
         self._parent.close()
 
-    async def forward(self, question: Callable[[int], EndpointCall]) -> EndpointReply:
-        """The parent's answer to a request."""
-        return await self._calls.ask(self._parent, question, EndpointReply)
+    async def forward(self, question: Callable[[int], EndpointCall], *, is_read: bool) -> EndpointReply:
+        """The parent's answer to a request. See `Forward`."""
+        if is_read and self._is_parent_silent:
+            raise EngineDead(_NO_ANSWER)
+        return await (self._reads if is_read else self._calls).ask(self._parent, question, EndpointReply)
 
     async def compile(self, spec: GrammarSpec) -> str | None:
         """Why a grammar cannot be used; None if it can. The parent knows (see GrammarWorker)."""
@@ -166,8 +198,15 @@ class HttpWorker:
         return verdict.reason
 
     def _on_message(self, message: ToWorker | BrokenMessage) -> None:
-        if isinstance(message, EndpointReply | GrammarVerdict):
+        self._heard = time.monotonic()
+        self._num_silent_looks = 0
+        if isinstance(message, EndpointReply):
+            self._reads.on_reply(message)
             self._calls.on_reply(message)
+        elif isinstance(message, GrammarVerdict):
+            self._calls.on_reply(message)
+        elif isinstance(message, ParentAlive):
+            pass
         elif isinstance(message, EngineNews):
             self._hear(message)
         elif self._manager is None:

@@ -13,46 +13,35 @@ import functools
 import logging
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import zmq
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from ...managers.calls import Calls
 from ...managers.tokenizer_manager import TokenizerManager
-from ...managers.worker_relay import WorkerRelay
-from ..errors import EngineDead, InvalidRequest, TercetError
-from ..grammar_spec import CheckGrammarReq
-from ..io_struct import AbortFinish, AbortReq, BrokenMessage, RetainReq
-from ..ipc import AsyncReceiver, RunDir, Sender
+from ..errors import EngineDead, TercetError
+from ..ipc import RunDir
 from ..server_args import ServerArgs
-from ..worker_messages import (
-    AbortCall,
-    AbortReply,
-    EndpointCall,
-    EngineNews,
-    FromWorker,
-    GrammarVerdict,
-    SampleReq,
-    ToWorker,
-    WorkerAlive,
-    WorkerDrained,
-    WorkerServes,
-)
+from ..worker_messages import EngineNews, ParentAlive
 from .admin import AbortAnswer, AbortBody, check_abort
 from .forwarded import WHOLE_SERVER, ParentEndpoints
 from .http_server import ENDPOINTS, make_server
 from .processes import ChildProcess, stop_children
 from .restarts import RestartBudget
 from .routing import Endpoint, Server, json_response
-from .watchdog import HangDetector, Verdict, report_hang
+from .watchdog import HangDetector
+from .worker_link import Service, Worker
 
 logger = logging.getLogger(__name__)
 
 _NEWS_S = 0.1
 """Time between two looks for news of the engine that no output has told."""
+_ALIVE_S = 0.25
+"""Time between two signs of life to each worker."""
+_SLOWER_START = 5
+"""A worker may take so many times as long to start as the slowest of those before."""
 
 
 class HttpWorkers:
@@ -70,6 +59,7 @@ class HttpWorkers:
         self._run_dir = RunDir.create()
         self._budget = RestartBudget(server_args.engine_restarts, server_args.engine_restart_window)
         self._num_started = 0
+        self._slowest_start_s = 0.0
         self._service: Service | None = None
         self._news: EngineNews | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -107,14 +97,21 @@ class HttpWorkers:
         return all(worker.has_drained or not worker.is_open for worker in self._workers)
 
     async def abort(self, name: str | None) -> bool:
-        """Aborts the requests of this name in all workers; None: all requests. Returns whether there was one."""
+        """Aborts the requests of this name in all workers; None: all requests. Returns whether there was one.
+
+        Raises EngineDead if none was found, and a worker does not answer.
+        """
         assert self._service is not None
         manager = self._service.manager
         had_any = name is None and manager.num_unfinished > 0
         if name is None:
             manager.abort_all()
         found = await asyncio.gather(*(worker.abort(name) for worker in self._workers))
-        return had_any or any(found)
+        if had_any or any(found):
+            return True
+        if None in found:
+            raise EngineDead("an HTTP worker does not answer; it aborts such a request when it goes on")
+        return False
 
     async def stop(self) -> None:
         """Ends the workers. Responses under way have two seconds to end. A second call does nothing."""
@@ -150,10 +147,15 @@ class HttpWorkers:
                 worker.sender.send(news)
 
     async def _watch(self) -> None:
+        next_sign = 0.0
         while True:
             await asyncio.sleep(_NEWS_S)
             self.tell_news()
+            if is_time := time.monotonic() >= next_sign:
+                next_sign = time.monotonic() + _ALIVE_S
             for worker in self._workers:
+                if is_time and worker.is_open:
+                    worker.sender.send(ParentAlive())
                 verdict = worker.hang.look(worker.silent_s)
                 if verdict is not None:
                     self._run(worker.on_hang(verdict))
@@ -166,8 +168,13 @@ class HttpWorkers:
         hang = HangDetector(args.watchdog_timeout, args.soft_watchdog_timeout)
         worker = Worker(child, listener, self._context, run_dir, hang)
         child.ended.add_done_callback(functools.partial(self._on_end, worker))
+        child.ready.add_done_callback(functools.partial(self._on_ready, time.monotonic()))
         self._workers.append(worker)
         return worker
+
+    def _on_ready(self, began: float, ready: asyncio.Future[Any]) -> None:
+        if ready.exception() is None:
+            self._slowest_start_s = max(self._slowest_start_s, time.monotonic() - began)
 
     def _on_end(self, worker: Worker, ended: asyncio.Future[str]) -> None:
         if self._is_stopping or self._service is None or self.failed.done():
@@ -200,174 +207,20 @@ class HttpWorkers:
         except OSError as error:  # for example no memory, or too many open files
             self.failed.set_result(f"an HTTP worker could not be started: {error.strerror or error}")
             return
+        limit_s = max(self._server_args.watchdog_timeout, _SLOWER_START * self._slowest_start_s)
+        ready, _ = await asyncio.wait([worker.child.ready], timeout=limit_s)
+        if not ready:
+            logger.error("An HTTP worker was not ready within %.0f s; killing it", limit_s)
+            worker.child.kill()  # `_on_end` starts another
+            return
         try:
-            await worker.child.ready
+            worker.child.ready.result()
         except (ValueError, TercetError) as error:  # it ends, and `_on_end` decides
             logger.error("An HTTP worker could not start: %s", error)
             return
         assert self._service is not None
         worker.open(self._service, self.tell_news)
         worker.sender.send(self._service.news())
-
-
-class Service:
-    """What the workers are served with."""
-
-    def __init__(self, manager: TokenizerManager, server: Server, endpoints: ParentEndpoints) -> None:
-        self.manager = manager
-        self.endpoints = endpoints
-        self._started = server.started
-
-    def news(self) -> EngineNews:
-        manager, args = self.manager, self.manager.server_args
-        return EngineNews(
-            facts=manager.facts,
-            model_path=args.model_path,
-            load_format=args.load_format,
-            dtype=args.dtype,
-            weight_version=args.weight_version,
-            stall=manager.stall,
-            failure=None if manager.failure is None else manager.failure.message,
-            draining=manager.draining,
-            started=self._started,
-        )
-
-
-class Worker:
-    """One process, and the links to it."""
-
-    def __init__(
-        self,
-        child: ChildProcess,
-        listener: socket.socket,
-        context: zmq.Context[Any],
-        run_dir: RunDir,
-        hang: HangDetector,
-    ) -> None:
-        self.child = child
-        self.hang = hang
-        self.listener = listener
-        self.serves: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when it takes requests."""
-        self.has_drained = False
-        self.sender: Sender[ToWorker] = Sender(context, run_dir.tokenizer)
-        self._receiver: AsyncReceiver[FromWorker] = AsyncReceiver(
-            context, run_dir.scheduler, FromWorker, self._on_message
-        )
-        self._receiver.start(asyncio.get_running_loop())
-        self._stacks = run_dir.stacks("http_worker")
-        self._heard: float | None = None
-        """When its last sign of life came; None before the first."""
-        self._calls = Calls()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._service: Service | None = None
-        self._relay: WorkerRelay | None = None
-        self._tell_news: Callable[[], None] = _nothing
-
-    @property
-    def is_open(self) -> bool:
-        return self._relay is not None
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since its last sign of life."""
-        return 0.0 if self._heard is None else time.monotonic() - self._heard
-
-    async def on_hang(self, verdict: Verdict) -> None:
-        """Its loop does not turn. Logs that, and kills it unless it has been heard of meanwhile."""
-        silent_s = self.silent_s
-        await report_hang(self.child, self._stacks, silent_s, verdict)
-        if verdict is Verdict.END and self.silent_s >= silent_s:
-            self.child.kill()
-
-    def open(self, service: Service, tell_news: Callable[[], None]) -> None:
-        """From now on its messages are served."""
-        self._service = service
-        self._tell_news = tell_news
-        self._relay = WorkerRelay(service.manager, self._send_outputs)
-
-    def flush(self) -> None:
-        if self._relay is not None:
-            self._relay.flush()
-
-    async def abort(self, name: str | None) -> bool:
-        """As `HttpWorkers.abort`, in this worker. False if it dies meanwhile."""
-        if not self.is_open:
-            return False
-        try:
-            reply = await self._calls.ask(self.sender, lambda number: AbortCall(number, name), AbortReply)
-        except EngineDead:
-            return False
-        return reply.found
-
-    def close(self) -> int:
-        """Ends its samples, and drops all messages. Returns the number of samples."""
-        self._receiver.close()
-        self.sender.close()
-        self._calls.fail(EngineDead("the HTTP worker has died"))
-        for task in self._tasks:
-            task.cancel()
-        relay, self._relay = self._relay, None
-        return 0 if relay is None else relay.close()
-
-    def _send_outputs(self, outputs: ToWorker) -> None:
-        assert self._service is not None
-        has_failed = self._service.manager.failure is not None
-        if not has_failed:
-            self._tell_news()
-        self.sender.send(outputs)
-        if has_failed:  # the worker ends all samples when it hears of it
-            self._tell_news()
-
-    def _on_message(self, message: FromWorker | BrokenMessage) -> None:
-        service, relay = self._service, self._relay
-        assert service is not None and relay is not None, "a worker sends nothing before it has news of the engine"
-        if isinstance(message, SampleReq):
-            relay.generate(message)
-        elif isinstance(message, AbortReq):
-            relay.abort(message.rid or "")
-        elif isinstance(message, RetainReq):
-            service.manager.retain(message)
-        elif isinstance(message, EndpointCall):
-            self._run(self._answer(service, message))
-        elif isinstance(message, CheckGrammarReq):
-            self._run(self._check(service.manager, message))
-        elif isinstance(message, AbortReply):
-            self._calls.on_reply(message)
-        elif isinstance(message, WorkerServes):
-            self.serves.set_result(None)
-        elif isinstance(message, WorkerAlive):
-            self._heard = time.monotonic()
-        elif isinstance(message, WorkerDrained):
-            self.has_drained = True
-        else:
-            relay.fail(message.rids, message.reason)
-
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _answer(self, service: Service, call: EndpointCall) -> None:
-        reply = await service.endpoints.answer(call)
-        self._tell_news()  # before the client knows of the change, and asks another worker
-        self.sender.send(reply)
-
-    async def _check(self, manager: TokenizerManager, question: CheckGrammarReq) -> None:
-        assert manager.grammars is not None
-        reason: str | None = None
-        failure: AbortFinish | None = None
-        try:
-            await manager.grammars.check(question.spec)
-        except InvalidRequest as error:
-            reason = error.message
-        except TercetError as error:
-            failure = AbortFinish.of(error)
-        except Exception:
-            # Without a verdict, the request would wait for ever.
-            logger.exception("A grammar could not be checked")
-            failure = AbortFinish.of(TercetError("the grammar could not be checked"))
-        self.sender.send(GrammarVerdict(question.call_id, reason, failure))
 
 
 def _with_aborts(endpoint: Endpoint, workers: HttpWorkers) -> Endpoint:
@@ -380,7 +233,3 @@ def _with_aborts(endpoint: Endpoint, workers: HttpWorkers) -> Endpoint:
         return json_response(AbortAnswer(await workers.abort(body.rid)))
 
     return dataclasses.replace(endpoint, handler=abort_request)
-
-
-def _nothing() -> None:
-    """There is no news yet."""

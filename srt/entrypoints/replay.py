@@ -38,24 +38,26 @@ class StreamRecorder:
         stream_id: str,
         make_request: Callable[[list[SavedPrompt], str], SavedRequest],
         prompts: Sequence[PromptSamples],
-        num_known: int = 0,
+        num_known: int | None = None,
         weight_version: str = "",
     ) -> None:
         """`make_request`: called with the first batch and the weights that have computed it. `num_known`: batches that
-        the journal has already, and `weight_version` their weights."""
+        the journal has already, and `weight_version` their weights; None: it does not have the request either."""
         self.stream_id = stream_id
         self._weight_version = weight_version
         self._journal = journal
         self._make_request = make_request
         self._prompts = prompts
-        self._num_known = num_known
+        self._is_begun = num_known is not None
+        """The journal has the request."""
+        self._num_known = num_known or 0
         self._num_batches = 0
         self._is_on = True
 
     @property
     def can_continue(self) -> bool:
         """Whether another server could continue the stream."""
-        return self._is_on and self._num_batches > 0
+        return self._is_on and self._is_begun
 
     def note(self, samples: Sequence[Sample], batch: Sequence[tuple[int, TextOut]]) -> None:
         """These outputs have become events, which are not sent yet."""
@@ -63,9 +65,9 @@ class StreamRecorder:
         if self._num_batches <= self._num_known or not self._is_on:
             return
         versions = {samples[place].generation.weight_version for place, _ in batch}
-        if self._num_batches == 1:
+        if not self._is_begun:
             self._weight_version = min(versions)
-            self._is_on = self._begin()
+            self._is_on = self._is_begun = self._begin()
         if versions != {self._weight_version}:  # no other server has both the old and the new weights
             self._journal.forget(self.stream_id)
             self._is_on = False

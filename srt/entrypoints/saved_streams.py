@@ -21,12 +21,13 @@ from .answer_settings import changed
 from .replay import Replay, StreamRecorder, set_replay
 from .request_names import names_of, set_names
 from .resumable import ResumableStreams, new_stream_id
-from .stream_journal import SavedPrompt, SavedRequest, SavedStream, StreamJournal
+from .stream_journal import SavedPrompt, SavedRequest, StreamJournal
 
 logger = logging.getLogger(__name__)
 
 BODY = "tercet.body"
 """In the scope of a request: its body, if a stream of it is recorded."""
+_OTHER_VERSION = "the stream began on another version of Tercet, and cannot continue here"
 _SHUTTING_DOWN = "the server is shutting down; the next one will continue this stream"
 _WEIGHTS = "weight_version"
 """The setting that an update of the weights changes while the server runs."""
@@ -94,27 +95,30 @@ class SavedStreams:
             return
         task = self._restoring.get(stream_id)
         if task is None:
-            saved = self._load(stream_id, weight_version)
-            if saved.request.owner != owner:
+            try:
+                request = self._journal.request(stream_id)
+            except msgspec.DecodeError:
+                raise StreamChanged(_OTHER_VERSION) from None
+            if request.owner != owner:
                 return
-            task = asyncio.create_task(self._restore(Replay(stream_id, saved), scope, handle))
+            self._check(request, weight_version)
+            task = asyncio.create_task(self._restore(stream_id, scope, handle))
             self._restoring[stream_id] = task
             task.add_done_callback(lambda _: self._restoring.pop(stream_id))
         await asyncio.shield(task)
 
-    def _load(self, stream_id: str, weight_version: str) -> SavedStream:
-        try:
-            saved = self._journal.load(stream_id)
-        except msgspec.DecodeError:
-            raise StreamChanged("the stream began on another version of Tercet, and cannot continue here") from None
-        differing = changed(saved.request.settings, self._settings | {_WEIGHTS: weight_version})
+    def _check(self, request: SavedRequest, weight_version: str) -> None:
+        differing = changed(request.settings, self._settings | {_WEIGHTS: weight_version})
         if differing:
             raise StreamChanged(
                 f"the stream began on a server with other settings ({', '.join(differing)}), and cannot continue here"
             )
-        return saved
 
-    async def _restore(self, replay: Replay, scope: Mapping[str, Any], handle: Replayed) -> None:
+    async def _restore(self, stream_id: str, scope: Mapping[str, Any], handle: Replayed) -> None:
+        try:
+            replay = Replay(stream_id, await asyncio.to_thread(self._journal.load, stream_id))
+        except msgspec.DecodeError:
+            raise StreamChanged(_OTHER_VERSION) from None
         request = replay.saved.request
         again: dict[str, Any] = {**scope, "method": "POST", "path": request.path, "headers": []}
         set_names(again, replay.names())

@@ -125,9 +125,11 @@ class _ServerRun:
             await http.stop()
 
     async def _run_engine(self) -> int:
-        path = self._server_args.resume_file
+        args, journal = self._server_args, None
         try:
-            journal = None if path is None else await asyncio.to_thread(StreamJournal.open, Path(path))
+            if args.resume_file is not None:
+                is_shared = len(args.api_keys) > 1
+                journal = await asyncio.to_thread(StreamJournal.open, Path(args.resume_file), is_shared=is_shared)
         except (ValueError, OSError) as error:
             logger.error("Cannot start: --resume-file: %s", error)
             return 1

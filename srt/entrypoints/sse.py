@@ -208,7 +208,7 @@ async def _begin_stream(
     """
     manager, streams, scope = server.manager, server.streams, request.scope
     replay, recorder = replay_of(scope), None
-    owner = owner_of(scope, manager.server_args)
+    owner = owner_of(scope)
     if server.saved is not None:
         recorder = server.saved.recorder(request, scope[ROUTE], owner, opened.prompts, replay)
     reader = OutputReader([one.generation for one in samples]) if replay is None else replay.reader(manager, samples)

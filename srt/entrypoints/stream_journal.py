@@ -14,6 +14,7 @@ import asyncio
 import logging
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -31,6 +32,8 @@ _MIN_REWRITE_BYTES = 16 << 20
 """A smaller file is not written anew."""
 _RETRY_S = 5.0
 """The pause after an attempt to write that has failed."""
+_WARN_S = 60.0
+"""Time between two warnings that there is no room."""
 _HEAD = struct.Struct("<c16sI")
 """Kind of the record, the stream's id, and the number of the batch: 0 for the request."""
 _REQUEST, _BATCH, _END = b"r", b"b", b"e"
@@ -49,7 +52,7 @@ class SavedRequest(msgspec.Struct, frozen=True, array_like=True):
     path: str
     body: bytes
     owner: str
-    """Who may continue the stream (`streams.owner_of`)."""
+    """Who may continue the stream (`tenants.owner_of`)."""
     nonce: bytes
     began_s: float
     """With `nonce`: its RequestNames."""
@@ -88,11 +91,20 @@ class StreamJournal:
     is refused by the next server.
     """
 
-    def __init__(self, file: RecordFile, records: dict[str, list[bytes]]) -> None:
+    def __init__(self, file: RecordFile, records: dict[str, list[bytes]], *, is_shared: bool = False) -> None:
+        """`is_shared`: several API keys share the room. The records of one have at most as many bytes as are left free
+        then, so no key can take all of the room, and one key alone can take half of it."""
         self.num_bytes = sum(len(framed) for one in records.values() for framed in one)
         self._file = file
         self._records = records
         """The framed records of each stream, by its id."""
+        self._is_shared = is_shared
+        self._owners: dict[str, str] = {}
+        """Of each stream, if the room is shared."""
+        self._owner_bytes: Counter[str] = Counter()
+        for stream_id in records if is_shared else ():
+            self._note_owner(stream_id)
+        self._no_warning_until = 0.0
         self._unwritten = bytearray()
         self._rewrite: asyncio.Task[None] | None = None
         self._since = bytearray()
@@ -102,7 +114,7 @@ class StreamJournal:
         self._is_closed = False
 
     @classmethod
-    def open(cls, path: Path) -> StreamJournal:
+    def open(cls, path: Path, *, is_shared: bool = False) -> StreamJournal:
         """The journal with the streams of the server before. Raises ValueError or OSError: see `RecordFile.open`."""
         file, data = RecordFile.open(path)
         try:
@@ -115,7 +127,7 @@ class StreamJournal:
         except BaseException:
             file.close()
             raise
-        return cls(file, records)
+        return cls(file, records, is_shared=is_shared)
 
     def __contains__(self, stream_id: str) -> bool:
         return stream_id in self._records
@@ -123,23 +135,29 @@ class StreamJournal:
     def ids(self) -> list[str]:
         return list(self._records)
 
+    def request(self, stream_id: str) -> SavedRequest:
+        """The request of a stream. Raises KeyError, and msgspec.DecodeError for a record of another version."""
+        return _decode_request(self._payload(self._records[stream_id][0]))
+
     def load(self, stream_id: str) -> SavedStream:
-        """What is recorded of a stream. Raises KeyError, and msgspec.DecodeError for records of another version."""
-        request: SavedRequest | None = None
-        batches: list[list[SavedOut]] = []
-        for found in whole_records(b"".join(self._records[stream_id]), self._file.mark):
-            assert not isinstance(found, int)
-            body = found.payload[_HEAD.size :]
-            if request is None:
-                request = _decode_request(body)
-            else:
-                batches.append(_decode_batch(body))
-        assert request is not None
-        return SavedStream(request, batches)
+        """What is recorded of a stream. Raises as `request` does.
+
+        A long stream takes tenths of a second. A thread may do this if nobody notes or forgets the stream meanwhile.
+        """
+        batches = [_decode_batch(self._payload(framed)) for framed in self._records[stream_id][1:]]
+        return SavedStream(self.request(stream_id), batches)
+
+    def _payload(self, framed: bytes) -> bytes | memoryview:
+        (found,) = whole_records(framed, self._file.mark)
+        assert not isinstance(found, int)
+        return found.payload[_HEAD.size :]
 
     def begin(self, stream_id: str, request: SavedRequest) -> bool:
         """Records a new stream. Returns whether there was room."""
+        assert stream_id not in self._records
         self._records[stream_id] = []
+        if self._is_shared:
+            self._owners[stream_id] = request.owner
         return self._add(_REQUEST, stream_id, 0, request)
 
     def note(self, stream_id: str, number: int, outs: Sequence[SavedOut]) -> bool:
@@ -150,7 +168,8 @@ class StreamJournal:
         """Nobody will continue the stream. It need not be known."""
         records = self._records.pop(stream_id, None)
         if records is not None:
-            self.num_bytes -= sum(map(len, records))
+            self._count(stream_id, -sum(map(len, records)))
+            self._owners.pop(stream_id, None)
             self._unwritten += frame(self._file.mark, _HEAD.pack(_END, bytes.fromhex(stream_id), 0))
 
     def flush(self) -> None:
@@ -173,14 +192,46 @@ class StreamJournal:
 
     def _add(self, kind: bytes, stream_id: str, number: int, value: object) -> bool:
         data = frame(self._file.mark, _HEAD.pack(kind, bytes.fromhex(stream_id), number) + _encode(value))
-        if self.num_bytes + len(data) > MAX_BYTES:
-            logger.warning("%s: no room for the stream %s, which will end with this server", self._file.path, stream_id)
+        if not self._has_room(stream_id, len(data)):
+            self._warn_of_no_room(stream_id)
             self.forget(stream_id)
             return False
-        self.num_bytes += len(data)
+        self._count(stream_id, len(data))
         self._records[stream_id].append(data)
         self._unwritten += data
         return True
+
+    def _has_room(self, stream_id: str, num_bytes: int) -> bool:
+        num_left = MAX_BYTES - self.num_bytes - num_bytes
+        owner = self._owners.get(stream_id)
+        return num_left >= (0 if owner is None else self._owner_bytes[owner] + num_bytes)
+
+    def _count(self, stream_id: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        owner = self._owners.get(stream_id)
+        if owner is not None:
+            self._owner_bytes[owner] += num_bytes
+            if not self._owner_bytes[owner]:
+                del self._owner_bytes[owner]
+
+    def _note_owner(self, stream_id: str) -> None:
+        try:
+            owner = self.request(stream_id).owner
+        except msgspec.DecodeError:  # of another version
+            owner = ""
+        self._owners[stream_id] = owner
+        self._owner_bytes[owner] += sum(map(len, self._records[stream_id]))
+
+    def _warn_of_no_room(self, stream_id: str) -> None:
+        now = time.monotonic()
+        if now >= self._no_warning_until:
+            self._no_warning_until = now + _WARN_S
+            logger.warning(
+                "%s: no room for the stream %s, which will end with this server; more such streams are told of in %g s",
+                self._file.path,
+                stream_id,
+                _WARN_S,
+            )
 
     def _write(self) -> None:
         if self._rewrite is not None:

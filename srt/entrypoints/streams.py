@@ -28,7 +28,7 @@ async def continue_stream(server: Server, request: Request, body: None) -> ASGIA
     last = request.headers.get("last-event-id")
     if last is None:
         raise InvalidRequest("the header Last-Event-ID is required", param="Last-Event-ID")
-    owner = owner_of(request.scope, server.manager.server_args)
+    owner = owner_of(request.scope)
     if server.saved is not None:
         stream_id, version = last.partition("/")[0], server.manager.weights.version
         await server.saved.restore(stream_id, owner, version, request.scope, partial(_replay, server))

@@ -16,23 +16,24 @@ headers: there the field or argument `tenant` is the name.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 
 import msgspec
 from starlette.types import Scope
 
 from ...managers.request_registry import Prompt
-from ..server_args import ServerArgs
 from ..tenant_names import tenant_name
 
 HEADER = b"x-tenant"
 _KEY_TENANT = "tercet.key_tenant"
+_KEY_DIGEST = "tercet.key_digest"
 
 
-def note_key(scope: Scope, index: int) -> None:
-    """Makes the API key of this index the tenant of a request."""
-    scope[_KEY_TENANT] = f"key-{index + 1}"
+def note_key(scope: Scope, index: int, key_digest: bytes, num_keys: int) -> None:
+    """A request has the API key of this index. If there are several keys, it is the tenant of the request."""
+    scope[_KEY_DIGEST] = key_digest
+    if num_keys > 1:
+        scope[_KEY_TENANT] = f"key-{index + 1}"
 
 
 def key_of(scope: Scope) -> str | None:
@@ -41,14 +42,13 @@ def key_of(scope: Scope) -> str | None:
     return of_key
 
 
-def owner_of(scope: Scope, args: ServerArgs) -> str:
-    """Who owns what a request begins: a digest of its API key, so that it outlives a new order of the keys. "" unless
-    there are several keys."""
-    of_key = key_of(scope)
-    if of_key is None:
-        return ""
-    key = args.api_keys[int(of_key.removeprefix("key-")) - 1]
-    return hashlib.sha256(key.encode()).hexdigest()[:32]
+def owner_of(scope: Scope) -> str:
+    """Who owns what a request begins: a digest of its API key; "" without keys.
+
+    It does not depend on the other keys, so it outlives their changes.
+    """
+    digest: bytes = scope.get(_KEY_DIGEST, b"")
+    return digest.hex()[:32]
 
 
 def tenant_of(scope: Scope) -> str | None:

@@ -44,9 +44,23 @@ def test_health_runs_nothing_and_health_generate_runs_one_token(site: Site) -> N
 
 def test_health_sees_a_silent_scheduler() -> None:
     site = Site(watchdog_timeout=1e-9)
-    assert site.get("/health").status_code == 503
-    assert site.get("/ready").status_code == 200
+    assert site.get("/health").status_code == site.get("/ready").status_code == 503
     site.close()
+
+
+def test_ready_refuses_while_a_request_would_wait(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = site.manager
+    for obj, name, code in (
+        (type(manager.recovery), "is_isolating", "engine_restarting"),
+        (manager.weights, "is_holding", "engine_paused"),
+        (type(manager.heartbeats), "is_late", "engine_dead"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(obj, name, True)
+            answer = site.get("/ready")
+            assert answer.status_code == 503 and error_of(answer)["code"] == code
+            assert site.get("/health").status_code == 200
+        assert site.get("/ready").json() == {"status": "ready"}
 
 
 def test_health_generate_gives_up_in_time(hasty: Site) -> None:

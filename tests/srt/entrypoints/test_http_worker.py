@@ -13,12 +13,13 @@ import zmq
 from fake_http import FakeScheduler, make_manager, text_of
 
 from tercet.managers.tokenizer_manager import TokenizerManager
+from tercet.srt.entrypoints import http_worker
 from tercet.srt.entrypoints.forwarded import WHOLE_SERVER, ParentEndpoints
 from tercet.srt.entrypoints.http_server import ENDPOINTS, make_server
 from tercet.srt.entrypoints.http_worker import HttpWorker
-from tercet.srt.entrypoints.http_workers import Service, Worker
 from tercet.srt.entrypoints.page import SCRIPT_PATHS
 from tercet.srt.entrypoints.watchdog import HangDetector
+from tercet.srt.entrypoints.worker_link import Service, Worker
 from tercet.srt.errors import EngineDead, InvalidRequest
 from tercet.srt.grammar_spec import GrammarSpec
 from tercet.srt.io_struct import BrokenMessage
@@ -56,7 +57,16 @@ class Listener:
 class Rig:
     """A worker of two, with the number 1."""
 
-    def __init__(self, scheduler: FakeScheduler, manager: TokenizerManager, client: httpx.AsyncClient) -> None:
+    def __init__(
+        self,
+        scheduler: FakeScheduler,
+        manager: TokenizerManager,
+        client: httpx.AsyncClient,
+        parent: Worker,
+        worker: HttpWorker,
+    ) -> None:
+        self.parent = parent
+        self.worker = worker
         self.scheduler = scheduler
         self.manager = manager
         self.client = client
@@ -91,7 +101,7 @@ def run(tmp_path: Path) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
             await asyncio.sleep(0.001)
         transport = httpx.ASGITransport(listener.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            await work(Rig(scheduler, manager, client))
+            await work(Rig(scheduler, manager, client, parent, worker))
         parent.close()
         worker.close()
         context.destroy(linger=0)
@@ -183,5 +193,33 @@ def test_an_error_of_the_engine_arrives_whole(run: Any) -> None:
         rig.manager.on_message(BrokenMessage(["1-0"], "the message broke"))
         assert (await answer).status_code == 500
         assert (await answer).json()["error"]["message"] == "the message broke"
+
+    run(work)
+
+
+def test_a_worker_answers_probes_itself_while_its_parent_is_silent(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(rig: Rig) -> None:
+        own = rig.worker._manager
+        assert own is not None and (await rig.client.get("/health")).status_code == 200
+        rig.scheduler.mute = True
+        waiting = asyncio.create_task(rig.client.get("/health_generate"))
+        while not rig.scheduler.received:
+            await asyncio.sleep(0.001)
+        stalls: list[str | None] = []
+        own.on_stall.add(lambda: stalls.append(own.stall))
+        with monkeypatch.context() as patch:
+            patch.setattr(http_worker, "_SILENT_S", -1.0)
+            rig.worker.look_at_parent()
+            assert own.stall is None  # this process may have been stopped itself
+            rig.worker.look_at_parent()
+            rig.worker.look_at_parent()
+            assert stalls == ["waiting"]
+            for answer in (await waiting, await rig.client.get("/health"), await rig.client.get("/ready")):
+                assert answer.status_code == 503 and "does not answer" in answer.json()["error"]["message"]
+            change = rig.client.post("/abort_request", json={"rid": "x"})  # it waits for its answer
+            assert (await change).json() == {"aborted": False}
+        rig.worker.look_at_parent()
+        assert own.stall is None
+        assert (await rig.client.get("/ready")).status_code == 200
 
     run(work)

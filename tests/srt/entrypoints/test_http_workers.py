@@ -173,6 +173,24 @@ def test_a_worker_that_dies_is_started_again(pair: Pair) -> None:
     assert answers[1].result(PATIENCE_S).json()["text"] == text_of(150)
 
 
+def test_streams_and_probes_tell_that_the_parent_is_stopped(pair: Pair) -> None:
+    stream = Stream(pair.server, "/generate", LONG)
+    assert stream.begun.wait(PATIENCE_S)
+    os.kill(pair.server.pid, signal.SIGSTOP)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while ": waiting" not in stream.comments:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert [client.get("/ready").status_code for client in pair.clients] == [503, 503]
+    finally:
+        os.kill(pair.server.pid, signal.SIGCONT)
+    assert json.loads(stream.wait().data[-2])["text"] == text_of(150)
+    while pair.clients[0].get("/ready").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_sigterm_drains_all_workers(pair: Pair, run_dirs: Path) -> None:
     """The last test: it ends the server."""
     with pair.paused():

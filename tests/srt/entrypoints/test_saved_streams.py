@@ -3,30 +3,73 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tercet.srt.entrypoints import stream_journal
 from tercet.srt.entrypoints.replay import Replay
 from tercet.srt.entrypoints.saved_streams import SavedStreams
 from tercet.srt.entrypoints.stream_journal import SavedPrompt, SavedRequest, StreamJournal
-from tercet.srt.errors import EngineDead
+from tercet.srt.errors import EngineDead, StreamChanged
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
 STREAM = "0" * 32
 
 
+def journal_with_a_stream(tmp_path: Path) -> StreamJournal:
+    journal = StreamJournal.open(tmp_path / "streams")
+    options = RequestOptions(sampling=SamplingParams(max_new_tokens=5), stream=True)
+    settings = {"weight_version": "1"}
+    request = SavedRequest("/generate", b"{}", "", b"nonce", 1.5, settings, [SavedPrompt(b"1234", options)])
+    journal.begin(STREAM, request)
+    return journal
+
+
+async def fails(scope: Mapping[str, Any], body: bytes, replay: Replay) -> Any:
+    raise StreamChanged("it was decoded")
+
+
+def test_another_key_is_not_told_that_the_settings_differ(tmp_path: Path) -> None:
+    async def run() -> None:
+        journal = journal_with_a_stream(tmp_path)
+        saved = SavedStreams(journal, {}, grace_s=60.0)
+        await saved.restore(STREAM, "another", "2", {"headers": []}, fails)  # so it is not found
+        with pytest.raises(StreamChanged, match="weight_version"):
+            await saved.restore(STREAM, "", "2", {"headers": []}, fails)
+        journal.close()
+
+    asyncio.run(run())
+
+
+def test_a_long_stream_is_decoded_outside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    decode = stream_journal._decode_batch
+
+    def note_thread(data: Any) -> Any:
+        threads.append(threading.current_thread())
+        return decode(data)
+
+    async def run() -> None:
+        journal = journal_with_a_stream(tmp_path)
+        journal.note(STREAM, 1, [])
+        saved = SavedStreams(journal, {}, grace_s=60.0)
+        with pytest.raises(StreamChanged, match="decoded"):
+            await saved.restore(STREAM, "", "1", {"headers": []}, fails)
+        journal.close()
+
+    monkeypatch.setattr(stream_journal, "_decode_batch", note_thread)
+    asyncio.run(run())
+    assert len(threads) == 1 and threads[0] is not threading.current_thread()
+
+
 def test_shutdown_that_begins_while_a_stream_is_restored_leaves_it_to_the_next_server(tmp_path: Path) -> None:
     async def run() -> None:
-        journal = StreamJournal.open(tmp_path / "streams")
-        options = RequestOptions(sampling=SamplingParams(max_new_tokens=5), stream=True)
-        settings = {"weight_version": "1"}
-        journal.begin(
-            STREAM, SavedRequest("/generate", b"{}", "", b"nonce", 1.5, settings, [SavedPrompt(b"1234", options)])
-        )
+        journal = journal_with_a_stream(tmp_path)
         saved = SavedStreams(journal, {}, grace_s=60.0)
 
         async def drain_meanwhile(scope: Mapping[str, Any], body: bytes, replay: Replay) -> Any:

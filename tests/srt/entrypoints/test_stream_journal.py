@@ -24,9 +24,9 @@ from tercet.srt.sampling_params import SamplingParams
 STREAMS = [f"{number:032x}" for number in range(3)]
 
 
-def request(number: int) -> SavedRequest:
+def request(number: int, owner: str = "") -> SavedRequest:
     options = RequestOptions(sampling=SamplingParams(max_new_tokens=5, sampling_seed=number), stream=True)
-    return SavedRequest("/generate", b"{}", "", b"nonce", 1.5, {"dtype": "float32"}, [SavedPrompt(b"1234", options)])
+    return SavedRequest("/generate", b"{}", owner, b"nonce", 1.5, {"dtype": "float32"}, [SavedPrompt(b"1234", options)])
 
 
 def batch(number: int) -> list[SavedOut]:
@@ -218,4 +218,24 @@ def test_its_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     journal.close()
     again = StreamJournal.open(tmp_path / "streams")
     assert found(again) == {STREAMS[1]: 1}
+    again.close()
+
+
+def test_one_key_cannot_take_all_of_the_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stream_journal, "MAX_BYTES", 4000)
+    names = [f"{number:032x}" for number in range(60)]
+    journal = StreamJournal.open(tmp_path / "streams", is_shared=True)
+    kept = [name for name in names if journal.begin(name, request(0, "greedy"))]
+    assert kept and 1000 < journal.num_bytes <= 2000
+    assert caplog.text.count("no room") == 1, "one warning a minute"
+    journal.flush()
+    journal.close()
+    again = StreamJournal.open(tmp_path / "streams", is_shared=True)
+    assert again.ids() == kept and not again.begin("e" * 32, request(0, "greedy"))
+    assert again.begin("f" * 32, request(0, "modest"))
+    for name in kept:
+        again.forget(name)
+    assert again.begin("e" * 32, request(0, "greedy"))
     again.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import shutil
 import socket
@@ -11,9 +13,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 from patience import PATIENCE_S
 from toy_engine import ServerProcess, text_of, toy_flags
 
+from tercet.srt.entrypoints import http_listener
 from tercet.srt.entrypoints.server import serve
 from tercet.srt.entrypoints.tls import tls_context
 from tercet.srt.server_args import ServerArgs
@@ -104,6 +108,23 @@ def test_https_with_certificates_on_both_sides(certs: Path, tmp_path: Path) -> N
                 httpx.get((url if verify else url.replace("https", "http")) + "/health", verify=verify or True)
         _answer_before_the_body(url, trust)
         assert "Traceback" not in server.log, server.log
+
+
+def test_a_handshake_that_stalls_is_given_up(certs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_listener, "HANDSHAKE_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        context = tls_context(args(certs, ssl_certfile="server.pem", ssl_keyfile="server.key"))
+        with http_listener.bind("127.0.0.1", 0) as listener:
+            server = http_listener.HttpListener(listener, context, 1)
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+            writer.close()
+            await server.stop()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())
 
 
 def _answer_before_the_body(url: str, trust: ssl.SSLContext) -> None:
