@@ -27,6 +27,7 @@ import zmq
 
 from ..managers.engine_view import StepLog
 from ..managers.kv_event_publisher import KVEventPublisher
+from ..managers.kv_tiers import KVTiers
 from ..managers.schedule_batch import ScheduleBatch
 from ..managers.schedule_policy import MAX_SORTED
 from ..managers.schedule_recorder import ScheduleRecorder, SchedulerEnds
@@ -50,6 +51,7 @@ from .metrics_cpu import metrics_ms
 from .offline_workloads import Span
 from .results import Result, add_results_arguments, finish, number
 from .scheduler_cpu import RECORDER_CALLS, NullDevice, Phase, PhaseTimer, TimedInbox, TimedOutbox, TimedScheduler, Turn
+from .scheduler_cpu_tiers import make_tiers, saved
 from .simulator.arguments import engine_of
 from .simulator.cost import PROFILES, DeviceProfile, load_profile
 from .simulator.simulation import device_settings
@@ -69,6 +71,8 @@ class Case:
     is_observed: bool = False
     num_waiting: int = 0
     """Requests that wait for memory, while rows are free."""
+    has_tiers: bool = False
+    """Whether host memory has the KV of all prompts."""
     has_events: bool = False
     """Whether KV events are published, to a reader that has subscribed."""
 
@@ -80,6 +84,7 @@ CASES = {
     "logprobs": Case({"logprobs": LogprobOptions(top_logprobs_num=5)}),
     "observed": Case(is_observed=True),
     "waiting": Case(num_waiting=MAX_SORTED),
+    "tiers": Case(num_waiting=MAX_SORTED, has_tiers=True),
     "kv-events": Case(has_events=True),
 }
 
@@ -131,8 +136,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
         metavar="A,B",
         default=",".join(CASES),
         help="plain: greedy and streamed; not-streamed; stop-strings; logprobs: five for each token; observed: with "
-        "--record-schedule and --explain-schedule; waiting: while 128 requests wait for memory; kv-events: with "
-        "--kv-events-config and a reader (default: all)",
+        "--record-schedule and --explain-schedule; waiting: while 128 requests wait for memory; tiers: as waiting, and "
+        "host memory has all prompts; kv-events: with --kv-events-config and a reader (default: all)",
     )
     parser.add_argument(
         "--cost",
@@ -178,7 +183,11 @@ def _run(
 def _round(
     case: Case, server_args: ServerArgs, config: ModelConfig, profile: DeviceProfile, options: argparse.Namespace
 ) -> list[Turn]:
-    requests = _requests(case, config.vocab_size, options.input_len, options.output_len)
+    tiers = None
+    if case.has_tiers:
+        num_tokens = (options.num_running + case.num_waiting) * (options.input_len.high + options.output_len.high)
+        tiers = make_tiers(device_settings(server_args).page_size, num_tokens)
+    requests = saved(_requests(case, config.vocab_size, options.input_len, options.output_len), tiers)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tercet-cpu-")))
         if case.is_observed:
@@ -189,7 +198,7 @@ def _round(
         if case.has_events and server_args.disable_radix_cache:
             raise ValueError("--cases: kv-events needs the prefix cache")
         publisher = links.publisher(folder, stack) if case.has_events else None
-        scheduler = _scheduler(case, server_args, config, profile, links, publisher, stack)
+        scheduler = _scheduler(case, server_args, config, profile, links, tiers, publisher, stack)
         gc.collect()
         gc.freeze()  # as the process of a server does before its first request
         stack.callback(gc.unfreeze)
@@ -228,6 +237,7 @@ def _scheduler(
     config: ModelConfig,
     profile: DeviceProfile,
     links: _Links,
+    tiers: KVTiers | None,
     publisher: KVEventPublisher | None,
     stack: contextlib.ExitStack,
 ) -> TimedScheduler:
@@ -259,6 +269,7 @@ def _scheduler(
         step_log=ends.step_log,
         journal=open_journal(links.run_dir.journal, settings.max_running_requests),
         kv_events=publisher,
+        tiers=tiers,
     )
     return TimedScheduler(scheduler, device)
 

@@ -30,6 +30,10 @@ class _Owner:
     def stop(self, generation: Generation) -> None:
         """No sample is stopped."""
 
+    def held_text(self, generation: Generation) -> str:
+        """All text was sent."""
+        return ""
+
 
 def metrics_ms(num_requests: int) -> float:
     """Milliseconds that counting adds when a step has a token for each request. The median of many steps."""

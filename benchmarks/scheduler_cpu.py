@@ -39,7 +39,7 @@ class Phase(IntEnum):
     KV = 7
     """Allocates and frees slots and rows."""
     CACHE = 8
-    """Looks up, inserts, locks and evicts prefixes; orders the waiting queue."""
+    """Looks up, inserts, locks and evicts prefixes, also in host memory, and orders the queue."""
     OBSERVE = 9
     """Counters, the step journal, the log of steps, the recording, the explanation of waits, and KV events."""
 
@@ -52,6 +52,7 @@ _CALLS = {
     ),
     # It looks up each waiting request. To time each look-up would take longer than the look-ups.
     "planner._policy": (Phase.CACHE, ("order",)),
+    "kv.tiers": (Phase.CACHE, ("end_of", "admit", "save", "take_copies", "on_copied")),
     "_metrics": (Phase.OBSERVE, ("on_arrival", "on_launch", "on_result", "on_finish")),
     "_step_log": (Phase.OBSERVE, ("on_launch", "on_result")),
     "_journal": (Phase.OBSERVE, ("begin", "end")),
@@ -59,8 +60,8 @@ _CALLS = {
     "kv._events": (Phase.OBSERVE, ("stored", "split", "removed")),
     "_kv_events": (Phase.OBSERVE, ("flush",)),
 }
-"""Methods of parts of a scheduler that are timed. The planner has its own only with `--explain-schedule`, and the last
-two parts are None without KV events."""
+"""Methods of parts of a scheduler that are timed. The planner has its own only with `--explain-schedule`.
+`kv.tiers` may be None, and the last two parts are None without KV events."""
 _NUM_CALIBRATIONS = 10_000
 RECORDER_CALLS = ("on_turn", "on_step", "on_outputs")
 

@@ -21,6 +21,9 @@ MAX_BACKLOG = 64
 """The maximum number of outputs that wait for a slow reader. More are merged into one, which takes less memory."""
 
 
+_ABORTED = "aborted by the client"
+
+
 class Timings(NamedTuple):
     """Times of a sample that has ended, by their names in `meta_info`. None: it ended before that event."""
 
@@ -43,6 +46,9 @@ class GenerationOwner(Protocol):
 
     def stop(self, generation: Generation) -> None:
         """Tells the engine to stop this sample."""
+
+    def held_text(self, generation: Generation) -> str:
+        """The end of the text of its tokens, which the detokenizer has not sent yet."""
 
     def on_end(self, generation: Generation) -> None:
         """Called after the last output of a sample."""
@@ -81,6 +87,8 @@ class Generation:
         """The name of the weights that computed its last tokens."""
         self.num_strikes = 0
         """How often the engine died by itself in a step of this sample."""
+        self.waits_since = 0.0
+        """When the TokenizerManager got its request, on the clock of `PauseControl.now`."""
         self._owner = owner
         self._submitted = time.monotonic()
         self._is_sent = False
@@ -142,18 +150,18 @@ class Generation:
         if self.is_over or self._is_stopped:
             return
         if not self._is_sent:
-            self.close()
+            self._end_aborted()
             return
         self._stop()
-        self._timeout = asyncio.get_running_loop().call_later(ABORT_TIMEOUT_S, self.close)
+        self._timeout = asyncio.get_running_loop().call_later(ABORT_TIMEOUT_S, self._end_aborted)
 
     def close(self) -> None:
-        """End the sample without waiting for the engine. Does nothing if it has ended."""
+        """Nobody reads the sample any more. Ends it without waiting for the engine. Does nothing if it has ended."""
         if self.is_over:
             return
         if self._is_sent and not self._is_stopped:
             self._stop()
-        self._end(AbortFinish("aborted by the client"))
+        self._end(AbortFinish(_ABORTED))
 
     def fail(self, error: TercetError) -> None:
         """Ends the sample with this error. Earlier outputs stay."""
@@ -200,7 +208,7 @@ class Generation:
             return False
         self._is_sent = False
         if self._is_stopped:
-            self._end(AbortFinish("aborted by the client"))
+            self._end_aborted()
             return False
         self.num_recoveries += 1
         return True
@@ -270,9 +278,13 @@ class Generation:
         self._is_stopped = True
         self._owner.stop(self)
 
-    def _end(self, finish: AbortFinish) -> None:
+    def _end_aborted(self) -> None:
+        """Ends the sample with the tokens so far and the whole text of these, which no engine will complete."""
+        self._end(AbortFinish(_ABORTED), self._owner.held_text(self) if self.output_ids else "")
+
+    def _end(self, finish: AbortFinish, text: str = "") -> None:
         counts = Counts(len(self.prompt_ids))
-        self.push(TextOut(tokens=TokenOut(rid=self.key, token_ids=[], finish=finish, counts=counts), text=""))
+        self.push(TextOut(tokens=TokenOut(rid=self.key, token_ids=[], finish=finish, counts=counts), text=text))
 
 
 def _nobody() -> None:

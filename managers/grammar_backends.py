@@ -257,6 +257,8 @@ class XGrammarCompiler:
             raise invalid(spec, "xgrammar does not enforce all of it; --grammar-backend auto or llguidance may")
         try:
             return _XGrammar(self._library, self._compile(spec))
+        except MemoryError:
+            raise
         except Exception as error:  # the library raises RuntimeError, and errors of its own that are not
             raise invalid(spec, str(error).rpartition("Check failed: ")[2]) from None
 

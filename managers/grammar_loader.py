@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ..srt.errors import InvalidRequest, TercetError
+from ..srt.errors import GrammarNotChecked, InvalidRequest, TercetError
 from ..srt.grammar_spec import GrammarSpec
 from .grammar import Grammar, GrammarCompiler, GrammarFailed, GrammarState, Vocabulary, compile_and_check, invalid
 from .reasoned_grammar import ReasonedGrammar
@@ -153,6 +153,8 @@ class GrammarLoader:
             return compile_and_check(self._compiler, spec, self.num_words)
         except TercetError as error:
             return error
+        except MemoryError:  # the worker has compiled it, within its own memory
+            return GrammarNotChecked(f"{spec.kind} could not be compiled: there is too little memory")
         except Exception:
             logger.exception("Could not compile a grammar (%s)", spec.kind)
             return InvalidRequest(f"{spec.kind} cannot be used: its compilation failed", param=spec.kind)

@@ -9,19 +9,20 @@ import asyncio
 import dataclasses
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from ..srt.errors import InvalidRequest, PromptTooLong
-from ..srt.io_struct import GenerateReq
+from ..srt.io_struct import DecodeOptions, GenerateReq
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.start_reports import SchedulerReady
 from ..srt.text.tokenizer import Tokenizer
+from .text_stream import TextStream
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,16 @@ class InputProcessor:
         tokenizer = self._tokenizer_for(text)
         self._refuse_excess(tokenizer, text)
         return tokenizer.encode(text, add_special_tokens)
+
+    async def prompt_ids(
+        self, content: str | Sequence[int] | Callable[[], Awaitable[str]], add_special_tokens: bool
+    ) -> Sequence[int]:
+        """The checked token ids of a prompt. Raises as `encode` and `check_ids` do."""
+        if callable(content):
+            content = await content()
+        if isinstance(content, str):
+            return self.check_ids(await self.encode_off_loop(content, add_special_tokens), is_text=True)
+        return self.check_ids(content, is_text=False)
 
     async def encode_off_loop(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """As `encode`. A long text is tokenised in a thread, so that it delays no stream."""
@@ -222,19 +233,27 @@ class InputProcessor:
         `packed_ids`: the checked ids of its prompt (`io_struct.pack_ids`). `seed`: any integer; 64 bits of it count.
         """
         sampling = options.sampling
-        room = self._max_total_tokens - len(packed_ids) // 4
-        max_new = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
-        sampling = msgspec.structs.replace(
-            sampling,
-            n=1,
-            max_new_tokens=max_new,
-            min_new_tokens=min(sampling.min_new_tokens, max_new),
-            sampling_seed=_wrap_int64(seed),
-        )
+        sampling = _limited(options.sampling, self._max_total_tokens - len(packed_ids) // 4)
+        sampling = msgspec.structs.replace(sampling, n=1, sampling_seed=_wrap_int64(seed))
         return GenerateReq(rid, packed_ids, msgspec.structs.replace(options, sampling=sampling))
+
+    def fitted(self, request: GenerateReq) -> GenerateReq:
+        """The request, with the limits of the engine that gets it. That may have less memory than the one before.
+
+        The scheduler refuses a request whose prompt and tokens so far do not fit, or whose first token does not.
+        """
+        num_tokens = 0 if request.resumed is None else len(request.resumed.output_ids)
+        room = max(self._max_total_tokens - len(request.input_ids) // 4, num_tokens, 1)
+        sampling = request.options.sampling
+        assert sampling.max_new_tokens is not None
+        if sampling.max_new_tokens <= room:
+            return request
+        options = msgspec.structs.replace(request.options, sampling=_limited(sampling, room))
+        return msgspec.structs.replace(request, options=options)
 
     def sample_req(self, rid: str, packed_ids: bytes, options: RequestOptions, index: int) -> GenerateReq:
         """The request of a sample that another server process has accepted. This server's settings may be others.
+        `fitted` limits its tokens.
 
         `options`: those in the request of the first sample of its prompt.
         """
@@ -249,6 +268,17 @@ class InputProcessor:
             retention_seconds=None if most_s is None or seconds is None else min(seconds, most_s),
         )
         return GenerateReq(rid, packed_ids, allowed)
+
+    def held_text(self, options: RequestOptions, output_ids: Sequence[int]) -> str:
+        """The end of the text of these tokens that the detokenizer holds back before the request ends.
+
+        That is an incomplete character, or the possible start of a stop string.
+        """
+        if self.tokenizer is None:
+            return ""
+        stream = TextStream(self.tokenizer, DecodeOptions.of(options.sampling))
+        stream.push(output_ids)
+        return stream.finish()
 
     def _overflow(self, problem: str) -> PromptTooLong:
         pool = self._facts.max_total_num_tokens
@@ -299,6 +329,14 @@ def _json_text(value: dict[str, Any], name: str) -> str:
         return msgspec.json.encode(value).decode()
     except (TypeError, UnicodeEncodeError, RecursionError) as error:
         raise InvalidRequest(f"{name} must be a JSON object: {error}", param=name) from None
+
+
+def _limited(sampling: SamplingParams, room: int) -> SamplingParams:
+    """At most `room` new tokens."""
+    max_new = room if sampling.max_new_tokens is None else min(sampling.max_new_tokens, room)
+    return msgspec.structs.replace(
+        sampling, max_new_tokens=max_new, min_new_tokens=min(sampling.min_new_tokens, max_new)
+    )
 
 
 def _wrap_int64(value: int) -> int:

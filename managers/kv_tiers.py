@@ -11,22 +11,23 @@ The scheduler's side holds numbers only. The copies travel in `StepInputs.kv_cop
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 
 from ..mem_cache.block_keys import BlockKeys
 from ..mem_cache.host_blocks import HostBlocks
-from ..mem_cache.kv_files import KVFiles
+from ..mem_cache.kv_folder import use_time_ns
 from ..mem_cache.kv_storage import KVStorage, ReadJob, WriteJob
 from ..mem_cache.tier_events import TierEvents
 from ..model_executor.step import Int32Array, KVCopies
 from ..srt.io_struct import AbortFinish
 from ..srt.kv_events import KVEvent
-from ..srt.tier_state import FileTierState, TierState
+from ..srt.tier_state import TierState
 from .req import Req
 from .req_tiers import ReqTiers
 from .tier_copies import TierCopies
+from .tier_counts import TierCounts
 
 READ_TIMEOUT_S = 2.0
 """How long a request waits for its blocks to be read. What is not there by then is computed."""
@@ -59,13 +60,7 @@ class KVTiers:
         the format of its KV. `clock`: that of `storage`."""
         assert block_len % page_size == 0
         self.blocks = HostBlocks(num_blocks)
-        self.num_saved = 0
-        """Blocks that were copied out."""
-        self._num_loaded = 0
-        """Pages that were copied in."""
-        self._num_read = self._num_written = 0
-        """Blocks that were read from files, and written to them."""
-        self._block_bytes = block_bytes
+        self.counts = TierCounts(page_size, block_len, block_bytes)
         self._page_size = page_size
         self._block_len = block_len
         self._pages_per_block = block_len // page_size
@@ -118,7 +113,7 @@ class KVTiers:
 
         `start`: tokens that the prefix cache has.
         """
-        return self._end(req, start, lambda key: self.blocks.find(key) is not None)
+        return self._end(req, start, self._state(req).find_end(*self._from(req, start), [self.blocks.index]))
 
     def expected_end(self, req: Req, start: int) -> int:
         """As `end_of`, but counts blocks of files, too, as long as the request may still wait for them. Has no effect.
@@ -126,17 +121,19 @@ class KVTiers:
         A policy that orders by the cached prefix counts all tiers the same: to copy a token's KV costs far less than to
         compute it.
         """
-        storage = self._storage
-        if storage is None or self._state(req).is_settled:
-            return self.end_of(req, start)
-        return self._end(req, start, lambda key: self.blocks.find(key) is not None or storage.has(key))
+        state, storage = self._state(req), self._storage
+        version: tuple[int, ...] = (self.blocks.num_forgotten,)
+        places: list[Container[bytes]] = [self.blocks.index]
+        if storage is not None and not state.is_settled:
+            version = (self.blocks.num_forgotten, storage.num_forgotten)
+            places = [self.blocks.index, storage.index]
+        return self._end(req, start, state.find_end(*self._from(req, start), places, version))
 
-    def _end(self, req: Req, start: int, has: Callable[[bytes], bool]) -> int:
-        """Hashes no more blocks than are found, and one."""
-        keys, tokens = self._state(req).keys, req.token_ids()
-        index = start // self._block_len
-        while (key := keys.key(tokens, index)) is not None and has(key):
-            index += 1
+    def _from(self, req: Req, start: int) -> tuple[Int32Array, int]:
+        return req.token_ids(), start // self._block_len
+
+    def _end(self, req: Req, start: int, index: int) -> int:
+        """The end in tokens, if `index` is the first block that is not found."""
         end = min(index * self._block_len, req.reusable_len // self._page_size * self._page_size)
         return max(end, start)
 
@@ -158,7 +155,7 @@ class KVTiers:
         pages = np.arange(start // page_size, (start + len(slots)) // page_size, dtype=np.int32)
         self._next.in_host.append(blocks[pages // per_block - first] * per_block + pages % per_block)
         self._next.in_pages.append(slots[::page_size] // page_size)
-        self._num_loaded += len(pages)
+        self.counts.num_loaded += len(pages)
         if req.cached_tokens is None:
             self._count(req, state, start, len(slots), keys)
 
@@ -180,21 +177,22 @@ class KVTiers:
         """
         assert self._storage is not None and state.give_up_s is not None
         keys = state.keys.cover(req.token_ids())[num_cached // self._block_len :]
-        num_in_host = 0
+        in_host: list[bytes] = []
         wanted: list[bytes] = []
         for key in keys:
             if not wanted and key in self._reading:
                 return self._reading[key]
-            if self.blocks.touch(key):
+            if self.blocks.find(key) is not None:
                 if wanted:
                     break
-                num_in_host += 1
+                in_host.append(key)
             elif self._storage.has(key) and key not in self._reading:
                 wanted.append(key)
             else:
                 break
+        self._touch(in_host)
         # More would displace the blocks before them.
-        room = self.blocks.num_free + self.blocks.num_kept - num_in_host
+        room = self.blocks.num_free + self.blocks.num_kept - len(in_host)
         taken = [(key, block) for key in wanted[: max(room, 0)] if (block := self.blocks.take()) is not None]
         if not taken:
             return None
@@ -205,7 +203,13 @@ class KVTiers:
             for index in range(first, first + len(taken)):
                 self._events.on_read_begins(state.keys.keys, index, req.token_ids(), req.namespace)
         self._storage.read(job)
+        self._storage.use(state.keys.keys[: num_cached // self._block_len + len(in_host) + len(taken)])
         return job
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        """Count a use of consecutive blocks, the first one last: without it, the others cannot be found."""
+        for key in reversed(keys):
+            self.blocks.touch(key)
 
     # Saving
 
@@ -216,10 +220,18 @@ class KVTiers:
         """
         state = self._state(req)
         state.restart()
-        checked = self._num_checked(req, state)
+        keys = state.keys.cover(req.token_ids()[: self._num_checked(req, state)])
+        if self._storage is not None:
+            self._storage.use(keys)
         per_block = self._pages_per_block
-        for index, key in enumerate(state.keys.cover(req.token_ids()[:checked])):
-            if self.blocks.touch(key):
+        found: list[int] = []
+        job: WriteJob | None = None
+        for index, key in enumerate(keys):
+            block = self.blocks.find(key)
+            if block is not None:
+                self._write_again(req, key, block, index)
+                self.blocks.pin(block)  # or a later block of this prefix could take it
+                found.append(block)
                 continue
             if self._storage is not None and self._storage.has(key):
                 if self._events is not None:
@@ -227,15 +239,30 @@ class KVTiers:
                 continue
             block = self._take()
             if block is None:
-                return
+                break
             self.blocks.name(block, key)
             starts = slots[index * self._block_len : (index + 1) * self._block_len : self._page_size]
             self._next.out_pages.append(starts // self._page_size)
             self._next.out_host.append(np.arange(block * per_block, (block + 1) * per_block, dtype=np.int32))
-            self._next.filled.append(WriteJob(key, block, state.keys.content(req.token_ids(), index)))
-            self.num_saved += 1
+            job = WriteJob(key, block, state.keys.content(req.token_ids(), index), use_time_ns(index))
+            self._next.filled.append(job)
+            self.counts.num_saved += 1
             if self._events is not None:
                 self._events.on_saved(state.keys.keys, index, req.token_ids(), req.namespace)
+        for block in reversed(found):
+            self.blocks.unpin(block)
+        if job is not None:
+            job.prefix = keys
+
+    def _write_again(self, req: Req, key: bytes, block: int, index: int) -> None:
+        """Write a block of host memory whose file is missing, unless something is being done with the block."""
+        storage = self._storage
+        if storage is None or storage.has(key) or self.blocks.is_pinned(block) or not storage.is_writing:
+            return
+        self.blocks.pin(block)
+        self._num_writing += 1
+        content = self._state(req).keys.content(req.token_ids(), index)
+        storage.write(WriteJob(key, block, content, use_time_ns(index)))
 
     def _take(self) -> int | None:
         if self._num_writing and self._storage is not None:
@@ -268,31 +295,36 @@ class KVTiers:
     def on_copied(self) -> None:
         """The oldest step with copies has ended."""
         copies = self._under_way.popleft()
-        for block in copies.loaded:
+        for block in reversed(copies.loaded):
             self.blocks.unpin(block)
         for job in copies.filled:
             if self._storage is not None and self._storage.is_writing and not self._storage.has(job.key):
                 self._storage.write(job)
                 self._num_writing += 1
             else:
-                self.blocks.unpin(job.block)
+                self._unpin_saved(job)
+
+    def _unpin_saved(self, job: WriteJob) -> None:
+        self.blocks.unpin(job.block)
+        self._touch(job.prefix)
 
     def _collect(self, jobs: list[ReadJob | WriteJob]) -> None:
         for job in jobs:
             if isinstance(job, WriteJob):
-                self.blocks.unpin(job.block)
+                self._unpin_saved(job)
                 self._num_writing -= 1
-                self._num_written += job.is_written
+                self.counts.num_written += job.is_written
                 continue
-            self._num_read += job.num_read
+            self.counts.num_read += job.num_read
             for index, (key, block) in enumerate(job.blocks):
                 is_kept = index < job.num_read and not job.is_void
                 if is_kept:
                     self.blocks.name(block, key)
-                self.blocks.unpin(block)
                 del self._reading[key]
                 if self._events is not None:
                     self._events.on_read(key, is_kept=is_kept)
+            for _, block in reversed(job.blocks):
+                self.blocks.unpin(block)
 
     # KV events
 
@@ -350,29 +382,7 @@ class KVTiers:
             self._storage.close(CLOSE_TIMEOUT_S)
 
     def state(self) -> TierState:
-        return TierState(
-            host_used_tokens=(self.blocks.num_blocks - self.blocks.num_free) * self._block_len,
-            host_total_tokens=self.blocks.num_blocks * self._block_len,
-            saved_tokens=self.num_saved * self._block_len,
-            loaded_tokens=self._num_loaded * self._page_size,
-            saved_bytes=self.num_saved * self._block_bytes,
-            loaded_bytes=self._num_loaded * self._block_bytes // self._pages_per_block,
-            dropped_tokens=self.blocks.num_dropped * self._block_len,
-            files=None if self._storage is None else self._file_state(self._storage.files),
-        )
-
-    def _file_state(self, files: KVFiles) -> FileTierState:
-        return FileTierState(
-            used_bytes=files.used_bytes,
-            max_bytes=files.max_bytes,
-            read_tokens=self._num_read * self._block_len,
-            written_tokens=self._num_written * self._block_len,
-            read_bytes=self._num_read * self._block_bytes,
-            written_bytes=self._num_written * self._block_bytes,
-            num_damaged=files.num_damaged,
-            num_removed=files.num_removed,
-            is_writing=files.is_writing,
-        )
+        return self.counts.state(self.blocks, None if self._storage is None else self._storage.files)
 
     def audit(self) -> None:
         """Raises AssertionError unless each host block has one owner and each pin has a reason. O(blocks)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Literal
 
@@ -25,6 +26,9 @@ class PauseControl:
         """`link`: the way to the scheduler; it raises EngineDead and EngineRestarting. `on_pause`: called when a
         pause has begun."""
         self.is_on = False
+        self._paused_at = 0.0
+        self._paused_s = 0.0
+        """Length of all pauses that are over."""
         self._calls = calls
         self._link = link
         self._abort_all = abort_all
@@ -36,13 +40,21 @@ class PauseControl:
         if mode == "abort":
             self._abort_all()
         await self._calls.ask(link, lambda call_id: PauseReq(call_id, mode == "retract"), PauseReply)
+        if not self.is_on:
+            self._paused_at = time.monotonic()
         self.is_on = True
         self._on_pause()
 
     async def end(self) -> None:
         """Generation continues. Raises EngineDead and EngineRestarting; then the pause goes on."""
         await self._calls.ask(self._link(), ContinueReq, PauseReply)
+        if self.is_on:
+            self._paused_s += time.monotonic() - self._paused_at
         self.is_on = False
+
+    def now(self) -> float:
+        """Seconds from any start. The time stands still while generation is paused."""
+        return (self._paused_at if self.is_on else time.monotonic()) - self._paused_s
 
     def carry_over(self, link: SchedulerLink) -> None:
         """Pauses a new engine before it gets any request, if generation is paused."""

@@ -13,14 +13,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..srt.errors import QueueFull
+from ..srt.errors import MAX_RETRY_AFTER_S, QueueFull
 from .kv_cache_manager import KVCacheManager
 from .req import Req
 from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch
 
-MAX_RETRY_AFTER_S = 60
-"""The longest Retry-After. Many clients ignore a longer one. With a longer backlog, a client may be refused again."""
 _WINDOW_S = 10.0
 """The rate is that of the last `_WINDOW_S` seconds in which requests waited, and of at least `_MIN_KEPT` drains."""
 _MIN_KEPT = 8

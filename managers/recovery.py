@@ -3,8 +3,8 @@
 If the engine died by itself, a request may be the cause, and would kill the next engine, too. The requests of the fatal
 step are suspects. Suspects are sent again one after the other: the next one follows when the last one has passed the
 place where the engine died. Beside them run only streams that had begun and were not in the fatal step. Requests that
-have not run yet wait for the end of the trials. So a second death names the culprit, which ends with an error. An equal
-request is refused for a while, because clients send a failed request again.
+have not run yet wait for the end of the trials. So a second death names the culprit, which ends with an error. All
+equal requests end, too, and new ones are refused for a while, because clients send a failed request again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _MARGIN = 2
 class Blame(NamedTuple):
     """The engine died by itself. `positions`: the output tokens of each request in the fatal step, by key.
 
-    None: the step is unknown, or the engine died between two steps. Then every sample that it had is a suspect.
+    None: the step is unknown, or the engine died between two steps, for example while it planned one. Then every sample
+    that it had is a suspect.
     """
 
     positions: Mapping[str, int] | None
@@ -57,6 +58,9 @@ class Recovery:
         self._suspects: dict[str, _Suspect] = {}
         """Those that wait for their trial, in this order."""
         self._on_trial: _Suspect | None = None
+        self._died_at: float | None = None
+        """When the engine died that is being restarted."""
+        self._last_restart_s: float | None = None
         self._memory_s = memory_s
         self._clock = clock
         self._convicted: dict[bytes, float] = {}
@@ -67,14 +71,18 @@ class Recovery:
         """Whether samples wait for the trial of another one."""
         return self._on_trial is not None or bool(self._suspects)
 
-    def on_death(self, lost: Sequence[Generation], blame: Blame | None) -> None:
-        """`lost`: the samples that the engine had. `blame`: None if the cause was outside the engine."""
+    def on_death(self, lost: Sequence[Generation], blame: Blame | None, unfinished: Iterable[Generation] = ()) -> bool:
+        """`lost`: the samples that the engine had. `blame`: None if no request is to blame. `unfinished`: all samples,
+        with those that wait for the engine. Returns whether a culprit was found. It has ended, and so have all samples
+        that equal it.
+        """
         self.num_restarts += 1
+        self._died_at = self._clock() if self._died_at is None else self._died_at
         trial, self._on_trial = self._on_trial, None
         if trial is not None:
             self._suspects = {trial.generation.key: trial, **self._suspects}
         if blame is None:
-            return
+            return False
         fatal = [one for one in lost if blame.positions is None or one.key in blame.positions]
         culprit = _culprit(
             fatal, None if trial is None else trial.generation, is_step_known=blame.positions is not None
@@ -82,7 +90,19 @@ class Recovery:
         if culprit is None:
             self._suspect(fatal, blame.positions or {})
         else:
-            self._convict(culprit)
+            self._convict(culprit, unfinished)
+        return culprit is not None
+
+    def on_restart(self) -> None:
+        """The engine runs again."""
+        if self._died_at is not None:
+            self._last_restart_s, self._died_at = self._clock() - self._died_at, None
+
+    def restart_left_s(self) -> float | None:
+        """How long the restart that is under way will take if it takes as long as the last one. None: unknown."""
+        if self._died_at is None or self._last_restart_s is None:
+            return None
+        return self._died_at + self._last_restart_s - self._clock()
 
     def take_innocent(self, waiting: Iterable[Generation]) -> list[Generation]:
         """The waiting samples that may be sent now, in order. Suspects may not, nor new samples during trials.
@@ -105,7 +125,7 @@ class Recovery:
         return None if self._on_trial is None else self._on_trial.generation
 
     def refusal(self, request: GenerateReq) -> FatalRequest | None:
-        """An error if an equal request has killed the engine twice. The seed does not count."""
+        """An error if an equal request has killed the engine twice (see `_digest`)."""
         if not self._convicted:
             return None
         now = self._clock()
@@ -115,12 +135,17 @@ class Recovery:
             return None
         return FatalRequest(f"the engine died twice on an equal request; it is refused for {until - now:.0f} s more")
 
-    def _convict(self, culprit: Generation) -> None:
+    def _convict(self, culprit: Generation, unfinished: Iterable[Generation]) -> None:
         self.num_fatal += 1
         self._suspects.pop(culprit.key, None)
         if culprit.request is not None:
             self._convicted[_digest(culprit.request)] = self._clock() + self._memory_s
         culprit.fail(FatalRequest("the engine died twice while it worked on this request; it is not tried again"))
+        for one in unfinished:
+            error = None if one.request is None or one.is_over else self.refusal(one.request)
+            if error is not None:
+                self.num_fatal += 1
+                one.fail(error)
 
     def _suspect(self, fatal: Sequence[Generation], positions: Mapping[str, int]) -> None:
         for one in fatal:
@@ -137,8 +162,12 @@ def _culprit(fatal: Sequence[Generation], trial: Generation | None, *, is_step_k
 
 
 def _digest(request: GenerateReq) -> bytes:
-    sampling = msgspec.structs.replace(request.options.sampling, sampling_seed=None)
-    options = msgspec.msgpack.encode(msgspec.structs.replace(request.options, sampling=sampling))
+    """Equal requests have equal digests. The seed does not count, nor whose request it is, nor its numbers of tokens,
+    which depend on the engine's memory."""
+    sampling = msgspec.structs.replace(
+        request.options.sampling, sampling_seed=None, max_new_tokens=None, min_new_tokens=0
+    )
+    options = msgspec.msgpack.encode(msgspec.structs.replace(request.options, sampling=sampling, tenant=""))
     return hashlib.blake2b(options + request.input_ids, digest_size=16).digest()
 
 

@@ -341,7 +341,7 @@ class Req:
         options = None
         num_sent, num_tokens = self.num_sent, len(self.output_ids)
         if not self.is_announced:
-            options = decode_options(self.sampling, self.output_ids[:num_sent])
+            options = DecodeOptions.of(self.sampling, self.output_ids[:num_sent])
             self.is_announced = True
         self.num_sent = num_tokens
         self.next_output_len = num_tokens + self.stream_interval
@@ -364,14 +364,3 @@ class Req:
             hidden_states=None if self.hidden is None else self.hidden.take(num_tokens),
             embedding=self.pooling.take() if self.pooling is not None and self._is_complete else None,
         )
-
-
-def decode_options(params: SamplingParams, resumed_ids: Sequence[int] = ()) -> DecodeOptions:
-    """The sampling parameters that the detokenizer needs. `resumed_ids`: the tokens that the client already has."""
-    return DecodeOptions(
-        params.skip_special_tokens,
-        params.no_stop_trim,
-        list(params.stop_strings),
-        list(resumed_ids),
-        list(params.stop_patterns),
-    )

@@ -21,6 +21,7 @@ from ..srt.grammar_spec import ReasoningSpan
 from ..srt.io_struct import GenerateReq, pack_ids, unpack_ids
 from ..srt.request_options import RequestOptions
 from .generation import Generation, GenerationOwner
+from .input_processor import InputProcessor
 
 _MAX_NAME_CHARS = 256
 
@@ -94,6 +95,9 @@ class PromptSamples:
     def stop(self, generation: Generation) -> None:
         self._registry.send_abort(generation.key)
 
+    def held_text(self, generation: Generation) -> str:
+        return self._registry.inputs.held_text(self.options, generation.output_ids)
+
     def on_end(self, generation: Generation) -> None:
         self._num_unfinished -= 1
         self._registry.forget(generation)
@@ -107,14 +111,17 @@ class PromptSamples:
 class AdoptedSample:
     """The owner of one sample that another process has prepared."""
 
-    def __init__(self, registry: RequestRegistry, request: GenerateReq) -> None:
-        self.rid = request.rid
+    def __init__(self, registry: RequestRegistry, request: GenerateReq, name: str) -> None:
+        self.rid = name
         self.options = request.options
         self.prompt_ids: Sequence[int] = unpack_ids(request.input_ids)  # type: ignore[assignment]
         self._registry = registry
 
     def stop(self, generation: Generation) -> None:
         self._registry.send_abort(generation.key)
+
+    def held_text(self, generation: Generation) -> str:
+        return self._registry.inputs.held_text(self.options, generation.output_ids)
 
     def on_end(self, generation: Generation) -> None:
         self._registry.forget(generation)
@@ -179,19 +186,20 @@ class Request:
 class RequestRegistry:
     """Owns the names of requests. `send_abort`: tells the engine to stop the sample of a key.
 
-    `make_generation`: makes one sample, of the prompt, its index and its key. `key_prefix`: begins every key.
+    `inputs`: draws the seeds, and has the tokenizer. `make_generation`: makes one sample, of the prompt, its index and
+    its key. `key_prefix`: begins every key.
     """
 
     def __init__(
         self,
         send_abort: Callable[[str], None],
-        draw_seed: Callable[[], int],
+        inputs: InputProcessor,
         make_generation: Callable[[GenerationOwner, int, str], Generation] = Generation,
         key_prefix: str = "",
     ) -> None:
         self.send_abort = send_abort
+        self.inputs = inputs
         self.make_generation = make_generation
-        self._draw_seed = draw_seed
         self._by_name: dict[str, Request | PromptSamples] = {}
         self._generations: dict[str, Generation] = {}
         self._keys = itertools.count()
@@ -210,15 +218,18 @@ class RequestRegistry:
             self._by_name[name] = request
         for prompt, rid in zip(prompts, rids, strict=True):
             seed = prompt.options.sampling.sampling_seed
-            samples = PromptSamples(prompt, rid, self._draw_seed() if seed is None else seed, request)
+            samples = PromptSamples(prompt, rid, self.inputs.draw_seed() if seed is None else seed, request)
             request.prompts.append(samples)
             self._by_name[rid] = samples
             self._generations |= {generation.key: generation for generation in samples.generations}
         return request
 
-    def adopt(self, request: GenerateReq) -> Generation:
-        """Registers a sample that another process has prepared. It has the key of its request, and no name here."""
-        generation = self.make_generation(AdoptedSample(self, request), 0, request.rid)
+    def adopt(self, request: GenerateReq, name: str, index: int) -> Generation:
+        """Registers a sample that another process has prepared. It has the key of its request.
+
+        `name`, `index`: as in the other process, which alone finds requests by their names.
+        """
+        generation = self.make_generation(AdoptedSample(self, request, name), index, request.rid)
         self._generations[generation.key] = generation
         return generation
 

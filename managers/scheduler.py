@@ -227,7 +227,7 @@ class Scheduler:
         else:
             self.queues.add(req)
             self._metrics.on_arrival(req)
-            self._timeouts.on_arrival(req)
+            self._timeouts.on_arrival(req, message.waited_s)
             if req.finish is not None:
                 self._results.finish(req, req.finish)
 

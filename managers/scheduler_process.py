@@ -26,7 +26,7 @@ from ..model_executor.runner.kv_identity import kv_identity
 from ..model_executor.runner.load import load_runner
 from ..model_executor.runner.model_runner import ModelRunner
 from ..model_executor.runner.settings import RunnerSettings, resolve_settings, weight_bytes
-from ..srt.io_struct import ToDetokenizer, ToScheduler, ToTokenizer
+from ..srt.io_struct import DecodeOptions, ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.kv_events import read_config
 from ..srt.model_files.model_config import ModelConfig, load_model_config
@@ -48,7 +48,6 @@ from .kv_cache_manager import KVCacheManager
 from .kv_event_publisher import KVEventPublisher
 from .kv_tiers import KVTiers
 from .planner import PlanLimits, Planner
-from .req import decode_options
 from .req_factory import ReqFactory
 from .request_queues import RequestQueues
 from .schedule_recorder import ScheduleRecorder, SchedulerEnds
@@ -301,7 +300,7 @@ def _tiers(server_args: ServerArgs, model_config: ModelConfig, runner: ModelRunn
 
 def _stop_checker(tokenizer: Tokenizer | None, params: SamplingParams) -> StopStringChecker:
     assert tokenizer is not None, "the TokenizerManager refuses stop strings without a tokenizer"
-    return StopStringChecker(tokenizer, decode_options(params))
+    return StopStringChecker(tokenizer, DecodeOptions.of(params))
 
 
 def _max_total_tokens(runner: EngineRunner) -> int:

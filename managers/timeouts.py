@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from ..srt.errors import WaitingTimeout
 from ..srt.io_struct import AbortFinish
+from ..srt.request_options import shorter
 from .req import Req, Stage
 
 # Added to the limit of the heap's length, so that a short heap is not rebuilt all the time.
@@ -39,17 +40,18 @@ class Timeouts:
         """Whether any request may have a deadline."""
         return bool(self._heap)
 
-    def on_arrival(self, req: Req) -> None:
-        limit_s = _shorter(self._waiting_s, req.options.waiting_timeout)
+    def on_arrival(self, req: Req, waited_s: float = 0.0) -> None:
+        """`waited_s`: how long it has waited before."""
+        limit_s = shorter(self._waiting_s, req.options.waiting_timeout)
         # A request of an engine that has died may have had its first step there.
         if limit_s is not None and req.cached_tokens is None:
-            self._set(req, self._now() + limit_s)
+            self._set(req, self._now() + limit_s - waited_s)
 
     def on_launch(self, reqs: Iterable[Req]) -> None:
         """Call it for each step with prompts, before `queue_time_s` of its requests is set."""
         for req in reqs:
             if req.queue_time_s is None:
-                limit_s = _shorter(self._running_s, req.options.running_timeout)
+                limit_s = shorter(self._running_s, req.options.running_timeout)
                 self._set(req, math.inf if limit_s is None else self._now() + limit_s)
 
     def take_late(self) -> list[tuple[Req, AbortFinish]]:
@@ -89,17 +91,10 @@ class Timeouts:
 
     def _reason(self, req: Req) -> AbortFinish:
         if req.queue_time_s is None:
-            limit_s = _shorter(self._waiting_s, req.options.waiting_timeout)
+            limit_s = shorter(self._waiting_s, req.options.waiting_timeout)
             return AbortFinish.of(WaitingTimeout(f"the request has waited for {limit_s:g} s without a first step"))
-        limit_s = _shorter(self._running_s, req.options.running_timeout)
+        limit_s = shorter(self._running_s, req.options.running_timeout)
         return AbortFinish(f"the request has run for {limit_s:g} s, the limit of its running time")
-
-
-def _shorter(limit_s: float | None, other_s: float | None) -> float | None:
-    """The shorter one of two limits. None: no limit."""
-    if limit_s is None or other_s is None:
-        return other_s if limit_s is None else limit_s
-    return min(limit_s, other_s)
 
 
 def _is_valid(entry: tuple[float, int, Req]) -> bool:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from ..srt.errors import EngineDead, EngineRestarting, InvalidRequest, QueueFull, TercetError
+from ..srt.errors import EngineDead, EngineRestarting, InvalidRequest, TercetError
 from ..srt.io_struct import (
     AbortReq,
     BatchTextOut,
@@ -39,6 +39,7 @@ from .calls import Calls, KnownState, SchedulerLink
 from .generation import Generation
 from .grammar_checker import GrammarChecks, check_grammar
 from .heartbeats import Heartbeats
+from .held_requests import HeldRequests
 from .input_processor import InputProcessor
 from .pause_control import PauseControl
 from .profile_control import ProfileControl
@@ -84,8 +85,9 @@ class TokenizerManager:
         self.metrics = RequestMetrics() if server_args.enable_metrics else None
         """What /metrics tells about requests; None without --enable-metrics."""
         make_generation = Generation if self.metrics is None else self.metrics.generation
-        self._requests = RequestRegistry(self._send_abort, self.inputs.draw_seed, make_generation, key_prefix)
+        self._requests = RequestRegistry(self._send_abort, self.inputs, make_generation, key_prefix)
         self.pause = PauseControl(self._calls, self._link, self.abort_all, self.tell_stall)
+        self._held = HeldRequests(server_args, self._requests.live, self.pause.now, self.recovery.restart_left_s)
         self.profile = ProfileControl(self._calls, self._link)
         self.weights = WeightControl(
             server_args, facts.weights, self._calls, self._link, self.pause, self._requests, self._send_held
@@ -131,7 +133,7 @@ class TokenizerManager:
                 grammar = prompt.prompt.options.sampling.grammar
                 if grammar is not None:
                     await check_grammar(self.grammars, grammar, prompt.prompt.grammar_param or grammar.kind)
-                ids = await self._prompt_ids(prompt.prompt)
+                ids = await self.inputs.prompt_ids(prompt.prompt.content, prompt.prompt.add_special_tokens)
                 self.inputs.check_options(prompt.prompt.options)
                 self.inputs.check_logprobs(prompt.prompt.options, len(ids))
                 self.inputs.check_hidden_states(prompt.prompt.options, len(ids), prompt.request.num_samples)
@@ -163,22 +165,23 @@ class TokenizerManager:
         generation.num_recoveries += 1
         self._send_or_hold(generation)
 
-    def adopt(self, request: GenerateReq) -> Generation:
+    def adopt(self, request: GenerateReq, name: str, index: int) -> Generation:
         """Takes a sample that another process has checked and tokenised. The caller reads its outputs."""
-        generation = self._requests.adopt(request)
+        generation = self._requests.adopt(request, name, index)
         generation.hold(request)
         self._send_or_hold(generation)
         return generation
 
     def _send_or_hold(self, generation: Generation) -> None:
         assert generation.request is not None
+        generation.waits_since = self.pause.now()
         error = self.failure or self.recovery.refusal(generation.request)
         if error is not None:
             generation.fail(error)
         elif not (self.is_recovering or self.weights.is_holding):
             self._resend(generation)
-        elif (num := sum(one.waits_to_begin for one in self._requests.live())) > self.server_args.max_queued_requests:
-            generation.fail(QueueFull(f"the waiting queue is full ({num - 1} requests); try again later"))
+        else:
+            self._held.add(generation)
 
     async def submit(
         self, content: str | Sequence[int], options: RequestOptions, *, rid: str | None = None
@@ -297,23 +300,27 @@ class TokenizerManager:
             raise EngineDead(f"the scheduler did not answer within {timeout_s:g} s") from None
         return reply.view
 
-    def on_death(self, blame: Blame | None) -> None:
+    def on_death(self, blame: Blame | None) -> bool:
         """A process of the engine is gone, and a new engine will be given to `resume`.
 
-        Samples that are being aborted end now, and so does the request that is to blame. All others wait.
+        Samples that are being aborted end now. So do those of a request that is proved to be to blame; then it returns
+        True. All others wait.
         """
         was_up, self._scheduler = self._scheduler is not None, None
         lost = [generation for generation in self._requests.live() if generation.lose()]
-        self.recovery.on_death(lost, blame)
+        has_culprit = self.recovery.on_death(lost, blame, self._requests.live())
+        self._held.watch(lost)
         self._calls.fail(EngineRestarting("the engine is being restarted; try again in a moment"))
         if was_up:
             self.tell_stall()
+        return has_culprit
 
     def resume(self, scheduler: SchedulerLink, facts: SchedulerReady) -> None:
         """A new engine is ready: it gets every waiting sample, with the tokens that have come."""
         self.facts = facts
         self.inputs.update(facts)
         self._scheduler = scheduler
+        self.recovery.on_restart()
         self.pause.carry_over(scheduler)
         self.heartbeats.reset()
         self._send_held()
@@ -365,7 +372,7 @@ class TokenizerManager:
 
     def _resend(self, generation: Generation, *, is_suspect: bool = False) -> None:
         assert self._scheduler is not None
-        request = generation.resumption()
+        request = self._held.timed(generation, self.inputs.fitted(generation.resumption()))
         self.recovery.num_resumed += request.resumed is not None
         generation.mark_sent()
         self._scheduler.send(watched(request) if is_suspect else request)
@@ -387,12 +394,3 @@ class TokenizerManager:
     def _send_abort(self, key: str) -> None:
         if self.failure is None and self._scheduler is not None:
             self._scheduler.send(AbortReq(key))
-
-    async def _prompt_ids(self, prompt: Prompt) -> Sequence[int]:
-        content = prompt.content
-        if callable(content):
-            content = await content()
-        if isinstance(content, str):
-            ids = await self.inputs.encode_off_loop(content, prompt.add_special_tokens)
-            return self.inputs.check_ids(ids, is_text=True)
-        return self.inputs.check_ids(content, is_text=False)

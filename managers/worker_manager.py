@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Protocol
 
+from ..srt.io_struct import ToScheduler
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.server_args import ServerArgs
 from ..srt.text.tokenizer import Tokenizer
-from ..srt.worker_messages import EngineNews
-from .calls import SchedulerLink
+from ..srt.worker_messages import EngineNews, SampleReq
+from .generation import Generation
 from .grammar_checker import GrammarChecks
 from .tokenizer_manager import TokenizerManager
+
+
+class ParentLink(Protocol):
+    """The way to the parent: an `ipc.Sender`, or a test's fake. It takes samples instead of GenerateReqs."""
+
+    def send(self, message: ToScheduler | SampleReq) -> None: ...
 
 
 class WorkerManager(TokenizerManager):
@@ -27,13 +35,14 @@ class WorkerManager(TokenizerManager):
         model_config: ModelConfig,
         tokenizer: Tokenizer | None,
         news: EngineNews,
-        parent: SchedulerLink,
+        parent: ParentLink,
         grammars: GrammarChecks,
         number: int,
     ) -> None:
         self._stall: str | None = None
         own_args = dataclasses.replace(server_args, random_seed=_seed_of(server_args.random_seed, number))
         super().__init__(own_args, model_config, tokenizer, news.facts, parent, grammars, key_prefix=f"{number}-")
+        self._parent = parent
         self.hear(news)
 
     @property
@@ -71,6 +80,14 @@ class WorkerManager(TokenizerManager):
         had_any = self.num_unfinished > 0
         self.abort_all()
         return had_any
+
+    def _resend(self, generation: Generation, *, is_suspect: bool = False) -> None:
+        """The parent knows what the sample has to go on after, and whether it is a suspect."""
+        request = generation.request
+        assert request is not None
+        generation.mark_sent()
+        sample = SampleReq(request.rid, request.input_ids, request.options, generation.rid, generation.index)
+        self._parent.send(sample)
 
 
 def _seed_of(seed: int | None, number: int) -> int | None:

@@ -12,8 +12,8 @@ import functools
 from collections.abc import Callable, Iterable
 
 from ..srt.errors import TercetError
-from ..srt.io_struct import AbortFinish, BatchTextOut, Counts, GenerateReq, TextOut, TokenOut
-from ..srt.worker_messages import Recoveries
+from ..srt.io_struct import AbortFinish, BatchTextOut, Counts, TextOut, TokenOut
+from ..srt.worker_messages import Recoveries, SampleReq
 from .generation import Generation
 from .tokenizer_manager import TokenizerManager
 
@@ -32,9 +32,9 @@ class WorkerRelay:
         """The number of samples that have not ended."""
         return len(self._live)
 
-    def generate(self, request: GenerateReq) -> None:
+    def generate(self, sample: SampleReq) -> None:
         """Takes a sample. It is answered, also if it is refused."""
-        generation = self._manager.adopt(request)
+        generation = self._manager.adopt(sample.request, sample.name, sample.index)
         if not generation.is_over:
             self._live[generation.key] = generation
             generation.on_end = functools.partial(self._live.pop, generation.key)

@@ -10,7 +10,7 @@ A block is in exactly one of these states:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 
 class HostBlocks:
@@ -27,6 +27,8 @@ class HostBlocks:
         self._pins = [0] * num_blocks
         self.num_dropped = 0
         """Kept blocks that were taken for something else."""
+        self.num_forgotten = 0
+        """It has grown whenever `find` returns None for a key for which it returned a block before."""
         self.on_drop: Callable[[bytes], None] | None = None
         """Told of the key of each of them."""
 
@@ -43,9 +45,17 @@ class HostBlocks:
         """O(num_blocks)."""
         return sum(self._pins)
 
+    @property
+    def index(self) -> Container[bytes]:
+        """The keys that `find` finds now."""
+        return self._block_of
+
     def find(self, key: bytes) -> int | None:
         """The block of this key. Has no effect."""
         return self._block_of.get(key)
+
+    def is_pinned(self, block: int) -> bool:
+        return self._pins[block] > 0
 
     def touch(self, key: bytes) -> bool:
         """Count a use of the block of this key. Returns whether there is one."""
@@ -100,6 +110,7 @@ class HostBlocks:
         for block in self._block_of.values():
             self._key_of[block] = None
         self._block_of = {}
+        self.num_forgotten += 1
         self._free.extend(self._kept)
         self._kept.clear()
 
@@ -120,5 +131,6 @@ class HostBlocks:
         assert key is not None
         del self._block_of[key]
         self._key_of[block] = None
+        self.num_forgotten += 1
         if self.on_drop is not None:
             self.on_drop(key)

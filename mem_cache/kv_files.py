@@ -5,20 +5,23 @@ A file is named after the key of its block. It has a header (format, checksum, s
 renamed. A file is used only if its header and its checksum are right. Any other file is removed, with a line in the
 log.
 
-The total size is bounded: before a file is written, the least recently used files are removed. Reading a file sets its
-modification time, so the bound holds for all servers of a folder together.
+The total size is bounded, and some space of the disk stays free: before a file is written, the least recently used
+files are removed. What counts are all files of the folder, of whichever server: as of the last look, and what this
+server has written since. So several servers exceed the bound by no more than what they write between two looks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import math
 import os
 import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +29,23 @@ import numpy as np
 import numpy.typing as npt
 
 from .block_keys import KEY_BYTES, BlockContent
+from .kv_folder import (
+    BLOCK_STEP_NS,
+    PREFIX,
+    UNFINISHED,
+    KVFile,
+    Listing,
+    file_mode,
+    file_name,
+    list_folder,
+    spare_bytes,
+    use_time_ns,
+)
 
 logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 
-_PREFIX = "tercet-kv-"
-_SUFFIX = ".kv"
-_UNFINISHED = ".tmp"
-_ABANDONED_S = 3600.0
-"""An unfinished file of this age is abandoned: its writer has died."""
 _MAGIC = b"TERCETKV"
 _VERSION = 2
 _HEADER = struct.Struct(f"<8sIIQ{KEY_BYTES}sI")
@@ -45,6 +55,8 @@ _CONTENT = struct.Struct(f"<{KEY_BYTES}sI")
 _MAX_CONTENT_BYTES = 1 << 20
 """A file that claims more is damaged."""
 _FILL_AFTER_TRIM = 0.9
+_RETRY_S = 60.0
+"""How long nothing is written after a write has failed."""
 _TIME_GRAIN_NS = 2_000_000_000
 """Two changes of a folder within this time may have the same modification time."""
 
@@ -57,12 +69,19 @@ class KVFiles:
         self.max_bytes = max_bytes
         self.num_damaged = self.num_removed = 0
         """Files that this server has removed: damaged ones, and ones that were one too many."""
-        self._folder = folder
-        self.is_writing = True
-        """False after a write has failed, as on a full disk. Nothing is written from then on."""
         self.used_bytes = 0
         """Of all files, as of the last scan, and of what was written since."""
-        self._known: set[str] = set()
+        self.num_forgotten = 0
+        """It has grown whenever `has` returns False for a key for which it returned True before."""
+        self._folder = folder
+        self._known: dict[bytes, int] = {}
+        """The time of the last use of each file (kv_folder), in ns."""
+        self._retry_s = -math.inf
+        """Nothing is written until this time of `time.monotonic`."""
+        self._has_failed = False
+        """Whether the last write has failed."""
+        self._read_errors: set[int | None] = set()
+        """Numbers of errors that are in the log."""
         self._scanned: int | None = None
         """Modification time of the folder before the last scan, in ns. None: it may change without a new time."""
         self._changes: list[tuple[bytes, bool]] | None = None
@@ -71,40 +90,80 @@ class KVFiles:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
+            self._mode = file_mode(folder)
+            listing = self._scan()
+            if self.used_bytes > max_bytes:
+                self._trim(listing, int(max_bytes * _FILL_AFTER_TRIM))
         except OSError as error:
             raise ValueError(f"--hicache-storage-dir {folder}: {error.strerror or error}") from error
-        self._remove_abandoned()
-        self._trim(0)
+
+    @property
+    def is_writing(self) -> bool:
+        """False for some time after a write has failed, as on a full disk."""
+        return time.monotonic() >= self._retry_s
+
+    @property
+    def index(self) -> Container[bytes]:
+        """The keys that `has` knows now."""
+        return self._known
 
     def has(self, key: bytes) -> bool:
         """Whether there was a file at the last look. It may be gone or damaged. Reads nothing from the disk."""
-        return _name(key) in self._known
+        return key in self._known
 
     def read(self, key: bytes, target: Bytes) -> bool:
         """Fill `target`: uint8 [n] with the block of this key. Returns False, with any content, if that fails."""
-        path = self._folder / _name(key)
+        path = self._folder / file_name(key)
         try:
             problem = _read(path, key, target)
-        except FileNotFoundError:
-            self._forget(path.name)
+        except OSError as error:  # the file may be good
+            self._forget(key)
+            if not isinstance(error, FileNotFoundError) and error.errno not in self._read_errors:
+                self._read_errors.add(error.errno)
+                logger.warning("Cannot read %s, whose KV is computed anew: %s", path, error.strerror or error)
             return False
-        except OSError as error:
-            problem = error.strerror or str(error)
         if problem is None:
-            with contextlib.suppress(OSError):  # the folder may have become read-only
-                os.utime(path)
             return True
         logger.warning("Removing %s, whose KV is computed anew: %s", path, problem)
         self.num_damaged += 1
-        self._forget(path.name)
+        self._forget(key)
         with contextlib.suppress(OSError):
             path.unlink()
         return False
 
-    def write(self, key: bytes, content: BlockContent, data: Bytes) -> bool:
+    def unrenewed(self, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """The time of a use now for each file of a prefix for which no such time is known, for `renew`.
+
+        `keys`: of the blocks of the prefix, from the first on. Reads nothing from the disk.
+        """
+        known, now_ns = self._known, use_time_ns(0)
+        return {
+            key: used_ns
+            for index, key in enumerate(keys)
+            if (used_ns := now_ns - index * BLOCK_STEP_NS) > known.get(key, now_ns)
+        }
+
+    def renew(self, key: bytes, used_ns: int) -> None:
+        """Set the time of the last use of a file, unless a later one is known."""
+        if self._known.get(key, used_ns) >= used_ns:
+            return
+        self._known[key] = used_ns
+        path = self._folder / file_name(key)
+        try:
+            try:
+                os.utime(path, ns=(used_ns, used_ns))
+            except PermissionError:  # a file of another user
+                os.utime(path)
+        except FileNotFoundError:
+            self._forget(key)
+        except OSError:  # the folder may have become read-only
+            pass
+
+    def write(self, key: bytes, content: BlockContent, data: Bytes, used_ns: int | None = None) -> bool:
         """Write the block of this key, unless there is a file. Returns whether it was written.
 
-        The first failure switches writing off, with a line.
+        `used_ns`: the time of its last use (kv_folder), in ns; None: now. After a failure nothing is written for some
+        time. The first of several failures costs a line in the log.
         """
         if not self.is_writing or self.has(key):
             return False
@@ -112,17 +171,23 @@ class KVFiles:
         size = _HEADER.size + len(packed) + data.nbytes
         if size > self.max_bytes:
             return False
+        if used_ns is None:
+            used_ns = use_time_ns(0)
         try:
-            if self.used_bytes + size > self.max_bytes:
-                self._trim(size)
-            self._write(_name(key), _header(key, packed, data) + packed, data)
+            self._make_room(size)
+            self._write(file_name(key), _header(key, packed, data) + packed, data, used_ns)
         except OSError as error:
-            self.is_writing = False
-            logger.warning("Writing no more KV to %s: %s", self._folder, error.strerror or error)
+            self._retry_s = time.monotonic() + _RETRY_S
+            if not self._has_failed:
+                logger.warning("Writing no KV to %s for now: %s", self._folder, error.strerror or error)
+            self._has_failed = True
             return False
+        if self._has_failed:
+            logger.info("Writing KV to %s again", self._folder)
+        self._has_failed = False
         self.used_bytes += size
-        self._known.add(_name(key))
-        self._note(_name(key), is_there=True)
+        self._known[key] = used_ns
+        self._note(key, is_there=True)
         return True
 
     def look(self) -> None:
@@ -134,14 +199,17 @@ class KVFiles:
     # What the folder has, for KV events
 
     def list_files(self) -> None:
-        """From now on, `take_changes` tells all: first the files that there are, in the order of their last use."""
+        """From now on, `take_changes` tells all: first the files that there are, the last used first.
+
+        So a file comes after those of the blocks before it.
+        """
         self._changes = None
-        found: list[tuple[int, int, str]] = []
+        found: list[KVFile] = []
         with contextlib.suppress(OSError):
-            found = self._scan()
+            found = self._scan().files
         self._changes = []
-        for *_, name in sorted(found):
-            self._note(name, is_there=True)
+        for file in sorted(found, reverse=True):
+            self._note(file.key, is_there=True)
 
     def take_changes(self) -> Sequence[tuple[bytes, bool]]:
         """Keys of files that have come (True) or gone (False) since the last call, in order."""
@@ -154,82 +222,86 @@ class KVFiles:
     def content(self, key: bytes) -> BlockContent | None:
         """What a file says about its key. Returns None if there is no file, or one that is damaged."""
         try:
-            with open(self._folder / _name(key), "rb", buffering=0) as file:
+            with open(self._folder / file_name(key), "rb", buffering=0) as file:
                 magic, version, *_, length = _unpack_header(file.read(_HEADER.size))
                 packed = file.read(length)
         except FileNotFoundError:
-            self._forget(_name(key))
+            self._forget(key)
             return None
         except (OSError, ValueError):
             return None
         content = _unpack(packed) if (magic, version) == (_MAGIC, _VERSION) else None
         return content if content is not None and content.key == key else None
 
-    def _note(self, name: str, *, is_there: bool) -> None:
+    def _note(self, key: bytes, *, is_there: bool) -> None:
         if self._changes is not None:
-            with contextlib.suppress(ValueError):  # a name of somebody else
-                self._changes.append((bytes.fromhex(name.removeprefix(_PREFIX).removesuffix(_SUFFIX)), is_there))
+            self._changes.append((key, is_there))
 
-    def _forget(self, name: str) -> None:
-        self._known.discard(name)
-        self._note(name, is_there=False)
-
-    def _write(self, name: str, header: bytes, data: Bytes) -> None:
-        descriptor, unfinished = tempfile.mkstemp(_UNFINISHED, _PREFIX, self._folder)
+    def _write(self, name: str, header: bytes, data: Bytes, used_ns: int) -> None:
+        descriptor, unfinished = tempfile.mkstemp(UNFINISHED, PREFIX, self._folder)
         try:
             with open(descriptor, "wb", buffering=0) as file:
+                os.fchmod(descriptor, self._mode)
                 for part in (memoryview(header), data.data):
                     while part:
                         part = part[file.write(part) :]
+                os.utime(descriptor, ns=(used_ns, used_ns))
             os.replace(unfinished, self._folder / name)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(unfinished)
             raise
 
-    def _scan(self) -> list[tuple[int, int, str]]:
-        """Look at all files. Returns (time of the last use in ns, bytes, name) of each. Raises OSError."""
+    def _scan(self) -> Listing:
+        """Look at all files, and remove unfinished ones that are abandoned. Raises OSError."""
         scanned = os.stat(self._folder).st_mtime_ns
-        found = []
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                if entry.name.startswith(_PREFIX) and entry.name.endswith(_SUFFIX):
-                    with contextlib.suppress(OSError):  # another server has removed it
-                        stat = entry.stat(follow_symlinks=False)
-                        found.append((stat.st_mtime_ns, stat.st_size, entry.name))
-        before, self._known = self._known, {name for *_, name in found}
-        if self._changes is not None:
-            for name in before - self._known:
-                self._note(name, is_there=False)
-            for *_, name in sorted(one for one in found if one[-1] not in before):
-                self._note(name, is_there=True)
-        self.used_bytes = sum(size for _, size, _ in found)
-        self._scanned = scanned if time.time_ns() - scanned > _TIME_GRAIN_NS else None
-        return found
-
-    def _trim(self, num_bytes: int) -> None:
-        """Remove the least recently used files until `num_bytes` fit, and some more. Raises OSError."""
-        found = self._scan()
-        if self.used_bytes + num_bytes <= self.max_bytes:
-            return
-        limit = max(int(self.max_bytes * _FILL_AFTER_TRIM) - num_bytes, 0)
-        for _, size, name in sorted(found):
-            if self.used_bytes <= limit:
-                return
-            (self._folder / name).unlink(missing_ok=True)
-            self._forget(name)
-            self.used_bytes -= size
-            self.num_removed += 1
-
-    def _remove_abandoned(self) -> None:
-        for path in self._folder.glob(f"{_PREFIX}*{_UNFINISHED}"):
+        listing = list_folder(self._folder)
+        for name in listing.abandoned:
             with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > _ABANDONED_S:
-                    path.unlink()
+                (self._folder / name).unlink()
+        before, self._known = self._known, {file.key: file.used_ns for file in listing.files}
+        if not before.keys() <= self._known.keys():
+            self.num_forgotten += 1
+        if self._changes is not None:
+            for key in before.keys() - self._known.keys():
+                self._note(key, is_there=False)
+            for file in sorted((one for one in listing.files if one.key not in before), reverse=True):
+                self._note(file.key, is_there=True)
+        self.used_bytes = listing.num_bytes
+        self._scanned = scanned if time.time_ns() - scanned > _TIME_GRAIN_NS else None
+        return listing
 
+    def _limit(self) -> int:
+        """Bytes that all files may have. Raises OSError."""
+        return min(self.max_bytes, self.used_bytes + spare_bytes(self._folder))
 
-def _name(key: bytes) -> str:
-    return f"{_PREFIX}{key.hex()}{_SUFFIX}"
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove files until `num_bytes` fit, and some more. Raises OSError, also if nothing could make them fit."""
+        if self.used_bytes + num_bytes <= self._limit():
+            return
+        listing = self._scan()
+        limit = self._limit()
+        if num_bytes <= limit < self.used_bytes + num_bytes:
+            self._trim(listing, int(limit * _FILL_AFTER_TRIM) - num_bytes)
+        if self.used_bytes + num_bytes > limit:
+            raise OSError(errno.ENOSPC, "Too little space is free")
+
+    def _trim(self, listing: Listing, limit: int) -> None:
+        """Remove the least recently used files until the rest has at most `limit` bytes."""
+        for file in sorted(listing.files):
+            if self.used_bytes <= max(limit, 0):
+                return
+            with contextlib.suppress(OSError):  # a file of another user, whose folder has the sticky bit
+                (self._folder / file_name(file.key)).unlink(missing_ok=True)
+                self._forget(file.key)
+                self.used_bytes -= file.num_bytes
+                self.num_removed += 1
+
+    def _forget(self, key: bytes) -> None:
+        """`num_forgotten` grows last, because the scheduler's thread reads it first."""
+        self._known.pop(key, None)
+        self._note(key, is_there=False)
+        self.num_forgotten += 1
 
 
 def _header(key: bytes, packed: bytes, data: Bytes) -> bytes:

@@ -1,7 +1,8 @@
 """The thread that reads and writes KV files, so that the scheduler never waits for a disk.
 
 A job names a block of the host's KV memory. The thread has that block from `read` or `write` until `poll` returns the
-job. Reads go before writes. A read has a deadline: what is not read by then is not read.
+job. Reads go before writes. A read has a deadline: what is not read by then is not read. Between the jobs it looks
+regularly for files of other servers, and renews the times of use of the files.
 
 For KV events, the thread also tells which files there are, and what their keys stand for.
 """
@@ -9,10 +10,12 @@ For KV events, the thread also tells which files there are, and what their keys 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +24,9 @@ from .block_keys import BlockContent
 from .kv_files import KVFiles
 
 _LOOK_INTERVAL_S = 5.0
-"""How often an idle thread looks for files of other servers."""
+"""How often the thread looks for files of other servers."""
+_MAX_LOOK_SHARE = 0.02
+"""How much of its time that may take. In a very large folder the interval is longer."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +48,10 @@ class WriteJob:
     key: bytes
     block: int
     content: BlockContent
+    used_ns: int | None = None
+    """The time of its last use (kv_folder), in ns; None: when it is written."""
+    prefix: Sequence[bytes] = ()
+    """The keys of the whole prefix that this job completes, if any."""
     is_written: bool = False
 
 
@@ -59,6 +68,16 @@ FileChange = tuple[bytes, BlockContent | None]
 """The key of a file that has come, and what it stands for. None: the file has gone."""
 
 
+class _Renew(NamedTuple):
+    """Set the time of the last use of a file."""
+
+    key: bytes
+    used_ns: int
+
+
+_Job = ReadJob | WriteJob | _Renew | _Other
+
+
 class KVStorage:
     """A thread with its files. All methods are for the scheduler's thread, and none waits for the disk but `close`."""
 
@@ -72,10 +91,14 @@ class KVStorage:
         # All of these are guarded by `_changed`.
         self._reads: deque[ReadJob] = deque()
         self._writes: deque[WriteJob] = deque()
+        self._renewals: dict[bytes, int] = {}
+        """Times of uses that are not set yet, in ns."""
         self._done: deque[ReadJob | WriteJob] = deque()
         self._is_busy = False
-        """Whether it reads or writes a block."""
+        """Whether it reads, writes or renews a file."""
         self._is_closed = False
+        self._look_s = time.monotonic() + _LOOK_INTERVAL_S
+        """When the next look is due. Only the thread uses it."""
         self._must_list = False
         self._undescribed: dict[bytes, None] = {}
         """Keys of files that are not in `_file_changes` yet, in order. Only the thread uses it."""
@@ -90,6 +113,24 @@ class KVStorage:
     def has(self, key: bytes) -> bool:
         """Whether there is probably a file of this block."""
         return self.files.has(key)
+
+    @property
+    def num_forgotten(self) -> int:
+        """It has grown whenever `has` returns False for a key for which it returned True before."""
+        return self.files.num_forgotten
+
+    @property
+    def index(self) -> Container[bytes]:
+        """The keys that `has` knows now."""
+        return self.files.index
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Count a use of the files of a prefix. `keys`: of its blocks, from the first on."""
+        unrenewed = self.files.unrenewed(keys)
+        if unrenewed:
+            with self._changed:
+                self._renewals.update(unrenewed)
+                self._changed.notify_all()
 
     def read(self, job: ReadJob) -> None:
         with self._changed:
@@ -130,7 +171,7 @@ class KVStorage:
         """Write what is queued, for at most `timeout_s`, and end the thread after its present job."""
         with self._changed:
             self._reads.clear()
-            self._changed.wait_for(lambda: not self._writes and not self._is_busy, timeout_s)
+            self._changed.wait_for(lambda: not (self._writes or self._renewals or self._is_busy), timeout_s)
             self._writes.clear()
             self._is_closed = True
             self._changed.notify_all()
@@ -140,17 +181,19 @@ class KVStorage:
             if isinstance(job, ReadJob):
                 self._read(job)
             elif isinstance(job, WriteJob):
-                job.is_written = self.files.write(job.key, job.content, self._memory[job.block])
+                job.is_written = self.files.write(job.key, job.content, self._memory[job.block], job.used_ns)
+            elif isinstance(job, _Renew):
+                self.files.renew(job.key, job.used_ns)
             else:
                 self._do_other(job)
             self._note_file_changes(job)
-            if not isinstance(job, _Other):
+            if isinstance(job, ReadJob | WriteJob):
                 with self._changed:
                     self._done.append(job)
 
     def _do_other(self, job: _Other) -> None:
         if job is _Other.LOOK:
-            self.files.look()
+            self._look()
         elif job is _Other.LIST:
             self._undescribed.clear()
             self.files.list_files()
@@ -161,7 +204,13 @@ class KVStorage:
             if content is not None:
                 self._file_changes.append((key, content))
 
-    def _note_file_changes(self, job: ReadJob | WriteJob | _Other) -> None:
+    def _look(self) -> None:
+        began_s = time.monotonic()
+        self.files.look()
+        ended_s = time.monotonic()
+        self._look_s = ended_s + max(_LOOK_INTERVAL_S, (ended_s - began_s) / _MAX_LOOK_SHARE)
+
+    def _note_file_changes(self, job: _Job) -> None:
         for key, is_there in self.files.take_changes():
             if not is_there:
                 self._undescribed.pop(key, None)
@@ -171,24 +220,35 @@ class KVStorage:
             else:
                 self._undescribed[key] = None
 
-    def _next_job(self) -> ReadJob | WriteJob | _Other | None:
+    def _next_job(self) -> _Job | None:
         """Waits for a job. Returns None at the end."""
         with self._changed:
             self._is_busy = False
             self._changed.notify_all()
-            self._changed.wait_for(self._has_work, _LOOK_INTERVAL_S)
+            self._changed.wait_for(self._has_work, max(self._look_s - time.monotonic(), 0.0))
             if self._is_closed:
                 return None
-            self._is_busy = bool(self._reads or self._writes)
-            if self._is_busy:
-                return self._reads.popleft() if self._reads else self._writes.popleft()
-            if self._must_list:
-                self._must_list = False
-                return _Other.LIST
-            return _Other.DESCRIBE if self._undescribed else _Other.LOOK
+            job = self._take_job()
+            self._is_busy = not isinstance(job, _Other)
+            return job
+
+    def _take_job(self) -> _Job:
+        if self._reads:
+            return self._reads.popleft()
+        if time.monotonic() >= self._look_s:
+            return _Other.LOOK
+        if self._renewals:
+            return _Renew(*self._renewals.popitem())
+        if self._writes:
+            return self._writes.popleft()
+        if self._must_list:
+            self._must_list = False
+            return _Other.LIST
+        return _Other.DESCRIBE if self._undescribed else _Other.LOOK
 
     def _has_work(self) -> bool:
-        return bool(self._reads or self._writes or self._must_list or self._undescribed or self._is_closed)
+        jobs = self._reads or self._renewals or self._writes
+        return bool(jobs or self._must_list or self._undescribed or self._is_closed)
 
     def _read(self, job: ReadJob) -> None:
         for key, block in job.blocks:

@@ -30,6 +30,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+MAX_RETRY_AFTER_S = 60
+"""The longest Retry-After. Many clients ignore a longer one. With a longer backlog, a client may be refused again."""
+
 
 class TercetError(Exception):
     """The base class of all errors. `param`: the request field that is wrong, if there is one."""

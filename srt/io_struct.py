@@ -24,6 +24,7 @@ from .logprobs import Logprobs, NewLogprobs
 from .pause_messages import ContinueReq, PauseReply, PauseReq
 from .profile_messages import ProfileReply, StartProfileReq, StopProfileReq
 from .request_options import RequestOptions
+from .sampling_params import SamplingParams
 from .tier_state import TierState
 from .view_parts import HotPrefix, RequestView, StepRecord
 from .weight_messages import UpdateWeightsReply, UpdateWeightsReq
@@ -96,6 +97,8 @@ class GenerateReq(msgspec.Struct, frozen=True, tag="generate"):
     options: RequestOptions
     resumed: Resumed | None = None
     """Set in a restarted engine: the sample continues after `resumed.output_ids`."""
+    waited_s: float = 0.0
+    """How long it has waited for the engine, without pauses. Set if its waiting time is limited."""
 
 
 class AbortReq(msgspec.Struct, frozen=True, tag="abort"):
@@ -153,6 +156,12 @@ class DecodeOptions(msgspec.Struct, frozen=True, array_like=True):
     resumed_ids: list[int] = []
     """Tokens whose text the client got from an engine that has died."""
     stop_patterns: list[str] = []
+
+    @classmethod
+    def of(cls, params: SamplingParams, resumed_ids: Sequence[int] = ()) -> DecodeOptions:
+        """Those of a request with these parameters."""
+        stops, patterns = list(params.stop_strings), list(params.stop_patterns)
+        return cls(params.skip_special_tokens, params.no_stop_trim, stops, list(resumed_ids), patterns)
 
 
 class Counts(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -81,3 +81,10 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def changes_retention(self) -> bool:
         """Whether the end of the request sets the retention of its prefix, or ends the last one of its session."""
         return bool(self.session_id) or self.retention_seconds is not None
+
+
+def shorter(limit_s: float | None, other_s: float | None) -> float | None:
+    """The shorter one of two limits. None: no limit."""
+    if limit_s is None or other_s is None:
+        return other_s if limit_s is None else limit_s
+    return min(limit_s, other_s)

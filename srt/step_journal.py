@@ -125,6 +125,8 @@ class Journal(msgspec.Struct, frozen=True):
     """The requests of the step that was under way. None: no step was, or its requests are unknown."""
     last_steps: list[JournalStep]
     """Oldest first."""
+    is_between_steps: bool = False
+    """It is known that no step was under way."""
 
 
 def read_journal(path: Path) -> Journal:
@@ -138,7 +140,7 @@ def read_journal(path: Path) -> Journal:
     steps = sorted(step for step in steps if step[0])
     last = [JournalStep(number, steps[-1][1] - at, *rest) for number, at, *rest in steps]
     if not in_step or not rows_bytes:
-        return Journal(None, last)
+        return Journal(None, last, is_between_steps=not in_step)
     try:
         keys, positions = msgspec.msgpack.decode(data[_ROWS : _ROWS + rows_bytes], type=tuple[list[str], list[int]])
     except msgspec.DecodeError:

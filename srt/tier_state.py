@@ -21,7 +21,7 @@ class FileTierState(msgspec.Struct, frozen=True, kw_only=True):
     num_removed: int
     """Files that were removed to stay within `max_bytes`."""
     is_writing: bool
-    """False after a write has failed."""
+    """False for a minute after a write has failed."""
 
 
 class TierState(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,9 +10,27 @@ import msgspec
 
 from .grammar_spec import CheckGrammarReq
 from .io_struct import AbortFinish, AbortReq, BatchTextOut, GenerateReq, RetainReq
+from .request_options import RequestOptions
 from .start_reports import SchedulerReady
 
 # Worker -> parent
+
+
+class SampleReq(msgspec.Struct, frozen=True, tag="sample"):
+    """A GenerateReq, and what the client knows the sample by: crash reports and the log name it so."""
+
+    rid: str
+    """The key of the sample: the `rid` of its GenerateReq."""
+    input_ids: bytes
+    options: RequestOptions
+    name: str
+    """The client's name for the prompt."""
+    index: int
+    """The index among the samples of the prompt."""
+
+    @property
+    def request(self) -> GenerateReq:
+        return GenerateReq(self.rid, self.input_ids, self.options)
 
 
 class EndpointCall(msgspec.Struct, frozen=True, tag="endpoint"):
@@ -46,7 +64,7 @@ class WorkerDrained(msgspec.Struct, frozen=True, tag="drained"):
 
 
 FromWorker = (
-    GenerateReq
+    SampleReq
     | AbortReq
     | RetainReq
     | CheckGrammarReq

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +27,16 @@ _POWERS = np.cumprod(np.full(1 << 16, 0x9E3779B97F4A7C15, dtype=np.uint64))
 _UINT64 = (1 << 64) - 1
 
 
-def next_token(ids: Sequence[int] | np.ndarray, seed: int, vocab_size: int) -> int:
-    """The fake language model. The next token is a hash of all `ids`, in order, and of the seed."""
-    tokens = np.asarray(ids, dtype=np.uint64) + np.uint64(1)
+WEIGHTS_STEP = 1 << 20
+"""The KV of a token is its id plus this for each version of the weights."""
+
+
+def next_token(ids: Sequence[int] | np.ndarray, seed: int, vocab_size: int, weights: int = 0) -> int:
+    """The fake language model. The next token is a hash of all `ids`, in order, of the seed and of the weights.
+
+    `weights`: the number of their version.
+    """
+    tokens = np.asarray(ids, dtype=np.uint64) + np.uint64(1 + weights * WEIGHTS_STEP)
     mixed = int((tokens * _POWERS[: len(tokens)]).sum(dtype=np.uint64)) ^ (seed & 0xFFFFFFFF)
     mixed ^= mixed >> 29
     mixed = mixed * 0xBF58476D1CE4E5B9 & _UINT64
@@ -56,12 +64,17 @@ def choose(hashed: int, allowed: np.ndarray | None) -> int:
 
 
 def expected_output(
-    prompt: Sequence[int], seed: int, max_new_tokens: int, vocab_size: int, stop_ids: frozenset[int] = frozenset()
+    prompt: Sequence[int],
+    seed: int,
+    max_new_tokens: int,
+    vocab_size: int,
+    stop_ids: frozenset[int] = frozenset(),
+    weights: int = 0,
 ) -> list[int]:
     """The output tokens that a request must get with any schedule."""
     ids = list(prompt)
     for _ in range(max_new_tokens):
-        ids.append(next_token(ids, seed, vocab_size))
+        ids.append(next_token(ids, seed, vocab_size, weights))
         if ids[-1] in stop_ids:
             break
     return ids[len(prompt) :]
@@ -138,7 +151,8 @@ class FakeStep:
 
 
 class FakeRunner:
-    """Runs `next_token` over a simulated KV pool, in which a slot holds a token and its position.
+    """Runs `next_token` over a simulated KV pool, in which a slot holds a token, the weights that computed its KV, and
+    its position.
 
     As on a GPU, it reads its own copy of the slot table, which only the table updates of a step change. So a lost,
     overwritten or wrongly shared slot gives wrong tokens or an error. It verifies drafts: a row returns its tokens up
@@ -160,6 +174,8 @@ class FakeRunner:
         self.invalid_rows: set[int] = set()
         self.poison: int | None = None
         """A token with invalid KV. All later KV of its sequence, and the logits, are invalid, too."""
+        self.weights = 0
+        """The version of the weights."""
         self.is_nan = np.zeros(pool_size + page_size, dtype=np.bool_)
         """Whether the KV of each slot is invalid."""
         self._table = np.zeros(table_shape, dtype=np.int32)
@@ -199,7 +215,7 @@ class FakeRunner:
                 ids[0] = self._future[row]
             assert (ids != FROM_DEVICE).all()
             self._table[row, seq_len - length : seq_len] = slots
-            self._kv_token[slots] = ids
+            self._kv_token[slots] = self._kv_of(ids)
             self._kv_position[slots] = np.arange(seq_len - length, seq_len)
             before = self.is_nan[self._table[row, : seq_len - length]].any()
             self.is_nan[slots] = before | np.logical_or.accumulate(ids == self.poison)
@@ -249,9 +265,13 @@ class FakeRunner:
             self._future[row] = next_token(self._kv_token[slots[:end]], int(self._seed[row]), self.vocab_size)
             is_invalid = row in self.invalid_rows or self.is_nan[slots[:end]].any()
             tokens.append(-1 if is_invalid else int(self._future[row]))
-            if is_invalid or end == len(slots) or self._kv_token[slots[end]] != tokens[-1]:
+            if is_invalid or end == len(slots) or self._kv_token[slots[end]] != self._kv_of(tokens[-1]):
                 break
         return tokens
+
+    def _kv_of(self, ids: Any) -> Any:
+        """The KV of tokens: int or int64 [n]."""
+        return ids + self.weights * WEIGHTS_STEP
 
     def _score_output(self, row: int, slots: np.ndarray, num_drafts: int, tokens: list[int]) -> Logprobs:
         wish = self._wishes[row]
@@ -278,12 +298,15 @@ class FakeProposer:
     def __init__(self, max_drafts: int, vocab_size: int) -> None:
         self.max_drafts = max_drafts
         self.vocab_size = vocab_size
+        self.weights = 0
+        """Those of the runner."""
 
     def __call__(self, req: Req, limit: int) -> list[int]:
         known = req.token_ids().tolist()
         num_in_flight = max(req.kv_len + 1 - len(known), 0)
         seed = req.sampling.sampling_seed
-        right = expected_output(known, seed, num_in_flight + min(self.max_drafts, limit), self.vocab_size)
+        num_right = num_in_flight + min(self.max_drafts, limit)
+        right = expected_output(known, seed, num_right, self.vocab_size, weights=self.weights)
         drafts = right[num_in_flight:]
         choice = next_token([*known, len(known)], seed, 2 * self.max_drafts * (self.max_drafts + 1))
         wrong_at, num_fewer = divmod(choice, self.max_drafts + 1)

@@ -53,6 +53,7 @@ TESTED_IN = {
     "managers.scheduler_process": "e2e/test_greedy_parity.py",
     "managers.text_stream": "managers/test_detokenizer_manager.py",
     "managers.tier_copies": "managers/test_kv_tiers.py",
+    "managers.tier_counts": "managers/test_kv_tiers.py",
     "mem_cache.base_prefix_cache": "mem_cache/test_chunk_cache.py",
     "mem_cache.page_ledger": "mem_cache/test_allocator.py",
     "mem_cache.radix_audit": "mem_cache/test_radix_cache.py",

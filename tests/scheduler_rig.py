@@ -104,6 +104,7 @@ class Rig:
         storage_bytes: int = 1 << 30,
         start_trace: StartTrace = lambda wanted: FakeTrace(),
         load_weights: LoadWeights | None = None,
+        max_retained_share: float = 0.5,
     ) -> None:
         """`threads`: compile grammars in a thread. `max_drafts`: most drafts of a FakeProposer, if there is no
         `propose`. `make_runner`: makes the runner; a FakeRunner by default. `host_blocks`: blocks of `block_pages`
@@ -111,7 +112,11 @@ class Rig:
         pool = ReqToTokenPool(max_running, context_len)
         allocator = make_allocator(pool_size, page_size)
         self.clock = FakeClock()
-        cache = RadixCache(allocator, page_size, eviction, clock=self.clock) if radix else ChunkCache(page_size)
+        cache = (
+            RadixCache(allocator, page_size, eviction, max_retained_share=max_retained_share, clock=self.clock)
+            if radix
+            else ChunkCache(page_size)
+        )
         if make_runner is None:
             num_host_pages = host_blocks * block_pages
             self.runner = FakeRunner(pool.req_to_token.shape, pool_size, page_size, vocab_size, num_host_pages)
@@ -131,6 +136,8 @@ class Rig:
         self.tokenizer = FakeOutbox()
         self.eos_ids = eos_ids
         self.heard: dict[str, Heard] = defaultdict(Heard)
+        self.ended: list[str] = []
+        """The requests that have ended, in this order."""
         self._outs = TokenOutReader()
         self._audit = audit
         limits = PlanLimits(
@@ -193,6 +200,7 @@ class Rig:
         retention_seconds: float | None = None,
         reasoning: ReasoningSpan | None = None,
         resumed: Resumed | None = None,
+        waited_s: float = 0.0,
         **sampling: object,
     ) -> None:
         params = SamplingParams(**{"max_new_tokens": 8, "sampling_seed": 1, **sampling})
@@ -213,7 +221,7 @@ class Rig:
         )
         if resumed is not None:
             self.heard[rid].ids = list(resumed.output_ids)
-        self.inbox.messages.append(GenerateReq(rid, pack_ids(prompt), options, resumed))
+        self.inbox.messages.append(GenerateReq(rid, pack_ids(prompt), options, resumed, waited_s))
 
     def abort(self, rid: str | None) -> None:
         self.inbox.messages.append(AbortReq(rid))
@@ -230,6 +238,8 @@ class Rig:
                 heard.ids.extend(out.token_ids)
                 assert out.counts.completion_tokens == len(heard.ids)
                 heard.finish = out.finish
+                if out.finish is not None:
+                    self.ended.append(out.rid)
                 if out.logprobs is not None:
                     assert len(out.logprobs.output) == len(out.token_ids)
                     heard.logprobs.append(out.logprobs)

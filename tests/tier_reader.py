@@ -22,7 +22,8 @@ class TierReader:
         self.reader = KVEventReader()
         self._kv = kv
         self._events = BlockEvents(kv.page_size)
-        self._key_of: dict[int, bytes] = {}
+        self._key_of: dict[tuple[bytes, int], bytes] = {}
+        """By the identity of the model, and the last hash of a block."""
         kv.watch(self._events)
         self.read()
 
@@ -45,11 +46,12 @@ class TierReader:
         whole = [blocks[one] for one in ends]
         expected = {(salt, tokens[: len(tokens) - page]) for salt, tokens in whole for page in pages}
         assert expected == self.reader.prefixes_in(medium), "a part of a block"
-        for one in ends - self._key_of.keys():
+        named = {(tiers._identity, one) for one in ends}
+        for identity, one in named - self._key_of.keys():
             salt, tokens = blocks[one]
-            keys = BlockKeys(tiers._identity, salt, tiers._block_len)
-            self._key_of[one] = keys.cover(np.array(tokens, np.int32))[-1]
-        return {self._key_of[one] for one in ends}
+            keys = BlockKeys(identity, salt, tiers._block_len)
+            self._key_of[identity, one] = keys.cover(np.array(tokens, np.int32))[-1]
+        return {self._key_of[one] for one in named}
 
     def check_host(self) -> None:
         """The reader knows what host memory has."""

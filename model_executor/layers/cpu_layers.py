@@ -16,8 +16,7 @@ from .attention import QKNorm
 from .embedding import Embedding
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
-from .packing import interleave, pack_any, pack_bias
-from .quantized_weight import QuantizedWeight
+from .packing import Weight, interleave, pack, pack_bias, pack_gated
 from .rotary import RotationTable
 
 _ops = torch.ops.tercet_cpu
@@ -37,11 +36,9 @@ class CpuLinear:
     the float32 number that it stands for when it is multiplied.
     """
 
-    def __init__(
-        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None, *, to_float: bool = False
-    ) -> None:
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, to_float: bool = False) -> None:
         self.num_out = weight.shape[0]
-        self.packed = pack_any(weight)
+        self.packed = pack(weight)
         self.bias = pack_bias(bias)
         self._to_float = to_float
 
@@ -52,11 +49,9 @@ class CpuLinear:
 class CpuGatedLinear:
     """`GatedLinear` on packed weights. A panel holds gate rows in one half and the matching up rows in the other."""
 
-    def __init__(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         self.num_out = weight.shape[0] // 2
-        self.packed = pack_any(
-            weight.with_rows(interleave) if isinstance(weight, QuantizedWeight) else interleave(weight)
-        )
+        self.packed = pack_gated(weight)
         self.bias = None if bias is None else pack_bias(interleave(bias))
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
@@ -176,7 +171,7 @@ class CpuFloatLayers(CpuLayers):
 
     def tied_embedding(self, weight: Any, head: Layer) -> Layer:
         assert isinstance(head, CpuLinear)
-        if isinstance(weight, QuantizedWeight):
+        if not isinstance(weight, torch.Tensor) and weight.bits is not None:
             return QuantizedEmbedding(head.packed, self._dtype)
         return PackedEmbedding(head, self._dtype)
 

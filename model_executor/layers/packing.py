@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple, TypeAlias
+
 import torch
 import torch.nn.functional as F
 
@@ -13,21 +15,50 @@ _PER_WORD = 4
 """8-bit values in a word of 32 bits"""
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Pack a weight into panels: [n, k] -> [ceil(n / width), k / per_word, width, per_word]. Pads n with zeros.
+class PackedWeight(NamedTuple):
+    """A weight whose panels exist already. Layers use them as they are, and never write to them."""
+
+    panels: torch.Tensor
+    """`panels_of` or `gated_panels_of` the weight"""
+    shape: torch.Size
+    """[n, k] of the weight"""
+    bits: int | None
+    """of a QuantizedWeight; None: the weight is a tensor"""
+
+
+Weight: TypeAlias = "torch.Tensor | QuantizedWeight | PackedWeight"
+
+
+def pack(weight: Weight) -> torch.Tensor:
+    """The panels of a weight on huge pages."""
+    return weight.panels if isinstance(weight, PackedWeight) else on_huge_pages(panels_of(weight))
+
+
+def pack_gated(weight: Weight) -> torch.Tensor:
+    """The panels of a gate and up projection on huge pages."""
+    return weight.panels if isinstance(weight, PackedWeight) else on_huge_pages(gated_panels_of(weight))
+
+
+def panels_of(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
+    """The panels of a weight [n, k]: [ceil(n / width), k / per_word, width, per_word] of a tensor. Pads n with zeros.
 
     A panel holds `width` rows of the weight, as many as there are floats in two vector registers. A row consists of
     words of 32 bits. The panel stores first word 0 of all its rows, then word 1 of all its rows, and so on, because one
-    step of the dot products reads the same word of all rows.
+    step of the dot products reads the same word of all rows. The result need not be contiguous.
     """
+    if isinstance(weight, QuantizedWeight):
+        return _quantized_panels(weight)
     width, per_word = 2 * cpu_extension.lanes(), 4 // weight.itemsize
     n, k = weight.shape
     assert k % per_word == 0, (n, k)
-    return on_huge_pages(padded(weight, 0, width).view(-1, width, k // per_word, per_word).transpose(1, 2))
+    return padded(weight, 0, width).view(-1, width, k // per_word, per_word).transpose(1, 2)
 
 
-def pack_any(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
-    return pack_quantized(weight) if isinstance(weight, QuantizedWeight) else pack(weight)
+def gated_panels_of(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
+    """The panels of a gate and up projection: one half of a panel has gate rows, the other the matching up rows."""
+    if isinstance(weight, QuantizedWeight):
+        return panels_of(weight.with_rows(interleave))
+    return panels_of(interleave(weight))
 
 
 _arena = Arena()
@@ -52,10 +83,10 @@ def pack_bias(bias: torch.Tensor | None) -> torch.Tensor | None:
     return padded(bias.float(), 0, width).view(-1, width)
 
 
-def pack_quantized(weight: QuantizedWeight) -> torch.Tensor:
-    """Pack a weight into panels: [n, k] -> uint8 [ceil(n / width), k / GROUP, bytes of a panel's group].
+def _quantized_panels(weight: QuantizedWeight) -> torch.Tensor:
+    """The panels of a weight [n, k]: uint8 [ceil(n / width), k / GROUP, bytes of a panel's group].
 
-    A panel is as wide as one of floats (`pack`). Rows beyond n have scales of zero. csrc/cpu/quantized.h describes the
+    A panel is as wide as one of floats. Rows beyond n have scales of zero. csrc/cpu/quantized.h describes the
     layout of a group.
     """
     lanes = cpu_extension.lanes()
@@ -69,7 +100,7 @@ def pack_quantized(weight: QuantizedWeight) -> torch.Tensor:
     words = panels(values).unflatten(2, (-1, GROUP // _PER_WORD, _PER_WORD)).permute(0, 2, 3, 1, 4)
     if weight.bits == 4:
         words = words[..., :lanes, :] | words[..., lanes:, :] << 4
-    return on_huge_pages(torch.cat((*header, words.flatten(2)), 2))
+    return torch.cat((*header, words.flatten(2)), 2)
 
 
 def interleave(gate_up: torch.Tensor) -> torch.Tensor:

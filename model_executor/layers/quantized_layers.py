@@ -9,7 +9,7 @@ import torch
 from ..forward_batch import ForwardBatch
 from .cpu_layers import CpuLayers, QuantizedEmbedding
 from .kinds import Layer
-from .packing import interleave, pack_bias, pack_quantized
+from .packing import PackedWeight, interleave, pack, pack_bias, pack_gated
 from .quantized_weight import QuantizedWeight
 
 _ops = torch.ops.tercet_cpu
@@ -18,9 +18,11 @@ _ops = torch.ops.tercet_cpu
 class QuantizedLinear:
     """`Linear` on quantized weights. `to_float`: the result is float32 for every type of x."""
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, to_float: bool = False) -> None:
+    def __init__(
+        self, weight: QuantizedWeight | PackedWeight, bias: torch.Tensor | None = None, *, to_float: bool = False
+    ) -> None:
         self.num_out = weight.shape[0]
-        self.packed = pack_quantized(weight)
+        self.packed = pack(weight)
         self.bias = pack_bias(bias)
         self._options = weight.bits, to_float
 
@@ -31,9 +33,9 @@ class QuantizedLinear:
 class QuantizedGatedLinear:
     """`GatedLinear` on quantized weights. A panel holds gate rows in one half and the matching up rows in the other."""
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: QuantizedWeight | PackedWeight, bias: torch.Tensor | None = None) -> None:
         self.num_out = weight.shape[0] // 2
-        self.packed = pack_quantized(weight.with_rows(interleave))
+        self.packed = pack_gated(weight)
         self.bias = None if bias is None else pack_bias(interleave(bias))
         self._bits = weight.bits
 

@@ -26,8 +26,8 @@ from ..models.family import Model, Parameters, family_of
 from ..sampling.row_logprobs import block_bytes
 from ..sampling.sampler import Sampler
 from ..step import StepInputs
+from ..weights.cache_folder import open_cache_folder
 from ..weights.loader import load_parameters
-from ..weights.weight_cache import open_weight_cache
 from .cpu_graph_runner import CpuGraphRunner
 from .cuda_graph_runner import CudaGraphRunner, batch_sizes, max_work_lens
 from .decode_runner import DecodeInputs
@@ -74,15 +74,15 @@ class _RunnerBuilder:
         self.accelerator = make_accelerator(settings.device)
         if settings.cpu_kernels is not None:
             settings.cpu_kernels.tuning.apply()  # before layers are recorded
-        cache = open_weight_cache(settings.weight_cache)
         self.parameters: Parameters = load_parameters(
             config,
             settings.dtype,
             settings.device,
             settings.seed,
-            cache,
+            open_cache_folder(settings.weight_cache),
             weight_dtype=settings.weight_dtype,
             forms=settings.weight_forms,
+            packed=self._layers(settings.attention_backend).compiled,
         )
         self.uploads = Uploads(settings.device, self.accelerator)
         self.sampler = Sampler(
@@ -105,6 +105,7 @@ class _RunnerBuilder:
         taken = self.weight_bytes + (0 if self.settings.host_kv is None else self.settings.host_kv.num_bytes)
         memory = Memory(host.total, max(host.available - taken, 0))
         runner = self._build(self._pool_tokens(memory, self.cpu_reserve(memory)))
+        self.parameters = {}  # the layers hold what they need, so that an update of the weights frees it
         if runner.model.compiled and self.settings.record_decodes:
             runner.record_decodes(self._record_on_cpu(runner, runner.model))
         return runner

@@ -28,7 +28,9 @@ from ..models.parameters import (
     Split,
     check_shard,
 )
+from .cache_folder import CacheFolder
 from .fp8_checkpoint import Fp8Checkpoint
+from .packed_cache import PackedParameters
 from .quantization import fp8_form, is_linear, quantized_forms
 from .safetensors_checkpoint import SafetensorsCheckpoint
 from .weight_cache import WeightCache
@@ -130,18 +132,20 @@ def load_parameters(
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
-    cache: WeightCache | None = None,
+    cache: CacheFolder | None = None,
     quantization: str | None = None,
     shard: Shard = WHOLE,
     *,
     weight_dtype: torch.dtype | None = None,
     forms: Mapping[str, str] | None = None,
+    packed: bool = False,
 ) -> Mapping[str, Any]:
     """Load the family's parameters, by name: tensors, or QuantizedWeights and Fp8Weights for the names in `forms`.
 
-    `seed`: seed of dummy weights. `cache`: cache of dequantised weights. `shard`: the rank whose part of each parameter
-    is loaded. `weight_dtype`: the type of matrices that are not quantized, `dtype` by default. `forms`: the quantized
-    form of parameters by name, by default the `quantized_forms` of `quantization`.
+    `seed`: seed of dummy weights. `cache`: folder of dequantised and of packed weights. `shard`: the rank whose part of
+    each parameter is loaded. `weight_dtype`: the type of matrices that are not quantized, `dtype` by default. `forms`:
+    the quantized form of parameters by name, by default the `quantized_forms` of `quantization`. `packed`: all layers
+    are compiled CPU operations; then matrices from the cache are PackedWeights.
 
     Raises ValueError for missing and unexpected tensors, and for a tensor whose shape differs from the config's or
     whose type is not supported. On a CPU the latter two are raised when the parameter is read. Raises ValueError if the
@@ -157,9 +161,12 @@ def load_parameters(
     def stored() -> StoredParameters:
         return StoredParameters(_open(config), config, dtypes, forms, shard)
 
+    if packed and cache is not None and shard == WHOLE:
+        return PackedParameters(cache, config, dtypes, forms, stored)
     # The cache keeps whole tensors. Quantized parameters and parts are read from the file itself.
     if config.load_format == "gguf" and cache is not None and not forms and shard == WHOLE:
-        parameters = cache.parameters(config.model_path, family_of(config).parameters(config), dtypes, stored)
+        table = family_of(config).parameters(config)
+        parameters = WeightCache(cache).parameters(config.model_path, table, dtypes, stored)
     else:
         parameters = stored()
     return parameters if device.type == "cpu" else {name: tensor.to(device) for name, tensor in parameters.items()}

@@ -205,13 +205,15 @@ class EngineCore:
         manager, began = self.tokenizer_manager, time.monotonic()
         journal = read_journal(self._life.run_dir.journal)
         samples = [one for one in manager.live_samples() if one.is_sent]
-        manager.on_death(death.blame(journal))
+        has_culprit = manager.on_death(death.blame(journal, is_paused=manager.pause.is_on))
         logger.error(
             "The engine has failed: %s; restarting it (%d of %d)",
             death.message,
             self._budget.num_taken,
             self._budget.limit,
         )
+        if has_culprit:
+            self._budget.give_back()
         self._life.disconnect()
         await self._life.kill()
         ended = time.monotonic()
@@ -222,8 +224,8 @@ class EngineCore:
             # A fork would have a KV pool of the same size. A new process plans with the memory of now.
             self._spares.pop("scheduler").kill()
         while True:
-            run_dir = run_dir.next_life()
             try:
+                run_dir = run_dir.next_life()
                 spares, self._spares = self._spares, {}
                 life = await self._start_life(run_dir, spares)
                 break

@@ -144,14 +144,20 @@ class GrammarProcess:
                 self._context, self._run_dir.grammar_replies, CheckGrammarReply, self._on_message
             )
             self._receiver.start(asyncio.get_running_loop())
-        if self._child is None:
-            self._child = ChildProcess("grammar", self._child_module).launch(self._server_args, self._run_dir)
+        try:
+            if self._child is None:
+                self._child = ChildProcess("grammar", self._child_module).launch(self._server_args, self._run_dir)
+        except OSError as error:  # for example no memory, or too many open files
+            raise _NoVerdict(f"could not be started: {error.strerror or error}") from None
         child = self._child
         try:
             await asyncio.wait_for(asyncio.shield(child.ready), self.start_s)
         except TimeoutError:
             await self._end(child)
             raise _NoVerdict(f"did not start within {self.start_s:g} s") from None
+        except EngineDead as error:  # somebody has killed it, or memory was short
+            await self._end(child)
+            raise _NoVerdict(f"did not start: {error}") from None
         except ValueError as error:
             raise EngineDead(f"the grammar worker could not start: {error}") from None
         if self._sender is None:

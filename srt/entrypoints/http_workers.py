@@ -25,7 +25,7 @@ from ...managers.tokenizer_manager import TokenizerManager
 from ...managers.worker_relay import WorkerRelay
 from ..errors import EngineDead, InvalidRequest, TercetError
 from ..grammar_spec import CheckGrammarReq
-from ..io_struct import AbortFinish, AbortReq, BrokenMessage, GenerateReq, RetainReq
+from ..io_struct import AbortFinish, AbortReq, BrokenMessage, RetainReq
 from ..ipc import AsyncReceiver, RunDir, Sender
 from ..server_args import ServerArgs
 from ..worker_messages import (
@@ -35,6 +35,7 @@ from ..worker_messages import (
     EngineNews,
     FromWorker,
     GrammarVerdict,
+    SampleReq,
     ToWorker,
     WorkerAlive,
     WorkerDrained,
@@ -321,7 +322,7 @@ class Worker:
     def _on_message(self, message: FromWorker | BrokenMessage) -> None:
         service, relay = self._service, self._relay
         assert service is not None and relay is not None, "a worker sends nothing before it has news of the engine"
-        if isinstance(message, GenerateReq):
+        if isinstance(message, SampleReq):
             relay.generate(message)
         elif isinstance(message, AbortReq):
             relay.abort(message.rid or "")

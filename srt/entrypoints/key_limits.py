@@ -17,14 +17,13 @@ from typing import ClassVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..errors import TercetError
+from ..errors import MAX_RETRY_AFTER_S, TercetError
 from ..server_args import ServerArgs
 from .error_handlers import error_response
 from .tenants import key_of
 
 MAX_CLIENTS = 10_000
 """Clients that are remembered. Of more, those that have not come for the longest time get full limits again."""
-MAX_RETRY_AFTER_S = 60
 _HOLD = "tercet.hold"
 LIMIT_HEADERS = ("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests")
 """OpenAI's headers: requests in a minute, requests left now, and the time until the bucket is full."""

@@ -125,7 +125,7 @@ class MetricsPage(Collector):
         own = (
             (self._gauge, "kv_files_used_bytes", "Size of the files", files.used_bytes),
             (self._gauge, "kv_files_max_bytes", "The largest size of the files", files.max_bytes),
-            (self._gauge, "kv_files_writing", "1, or 0 after a write has failed", files.is_writing),
+            (self._gauge, "kv_files_writing", "1, or 0 for a minute after a write has failed", files.is_writing),
             (self._counter, "kv_files_read_bytes", "Bytes read from files", files.read_bytes),
             (self._counter, "kv_files_written_bytes", "Bytes written to files", files.written_bytes),
             (self._counter, "kv_files_damaged", "Damaged files that were removed", files.num_damaged),

@@ -22,29 +22,46 @@ from ..server_args import ServerArgs
 from ..step_journal import Journal
 from .forks import UNKNOWN_EXIT
 
+_DEATHS_OF_CULPRIT = 2
 _REPORTS_KEPT = 20
 _MOST_REQUESTS = 256
 """Requests in a report. Those of the fatal step come first."""
 
 
 class RestartBudget:
-    """At most `limit` restarts within `window_s` seconds."""
+    """At most `limit` restarts within `window_s` seconds. Those of culprits do not count: at most `limit` culprits."""
 
     def __init__(self, limit: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
         self._window_s = window_s
         self._clock = clock
         self._taken: deque[float] = deque()
+        self._culprits: deque[float] = deque()
 
     def take(self) -> bool:
         """Takes one restart. Returns False if all are used up."""
         now = self._clock()
-        while self._taken and now - self._taken[0] >= self._window_s:
-            self._taken.popleft()
+        self._forget(self._taken, now)
         if len(self._taken) >= self.limit:
             return False
         self._taken.append(now)
         return True
+
+    def give_back(self) -> None:
+        """A request was proved to be to blame for the last two deaths, and has ended.
+
+        At most `limit` times within the window. The restarts of further culprits count, so there is always an end.
+        """
+        now = self._clock()
+        self._forget(self._culprits, now)
+        if len(self._culprits) < self.limit:
+            self._culprits.append(now)
+            for _ in range(min(_DEATHS_OF_CULPRIT, len(self._taken))):
+                self._taken.pop()
+
+    def _forget(self, times: deque[float], now: float) -> None:
+        while times and now - times[0] >= self._window_s:
+            times.popleft()
 
     @property
     def num_taken(self) -> int:
@@ -73,10 +90,12 @@ class Death(NamedTuple):
         killed = self.returncode in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, UNKNOWN_EXIT)
         return killed and not self.was_hung and not self.was_oom
 
-    def blame(self, journal: Journal) -> Blame | None:
-        """The requests that may have caused the death. None: none has."""
+    def blame(self, journal: Journal, *, is_paused: bool) -> Blame | None:
+        """The requests that may have caused the death. None: none has. `is_paused`: no step was planned."""
         if self.is_from_outside:
             return None
+        if self.role == "scheduler" and is_paused and journal.is_between_steps:
+            return None  # it did something else, such as an update of the weights
         if self.role != "scheduler" or journal.rows is None:
             return Blame(None)
         return Blame({row.key: row.position for row in journal.rows})
@@ -120,6 +139,7 @@ def _described(sample: Generation, positions: dict[str, int], *, whole: bool) ->
         sampling = {name: _without_text(value) for name, value in sampling.items()}
     described = {
         "id": sample.rid,
+        "key": sample.key,
         "sample": sample.index,
         "in_fatal_step": sample.key in positions,
         "prompt_tokens": len(sample.prompt_ids),

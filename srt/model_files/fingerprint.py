@@ -19,12 +19,17 @@ _SAMPLE_EVERY = 1 << 20
 
 def weight_fingerprints(config: ModelConfig) -> Iterator[str]:
     """One for each file of the weights. Raises OSError for an unreadable model."""
+    return map(fingerprint, weight_files(config))
+
+
+def weight_files(config: ModelConfig) -> Iterator[str]:
+    """The paths of the files of the weights. Raises OSError for an unreadable model."""
     if config.load_format == "gguf":
-        yield fingerprint(config.model_path)
+        yield config.model_path
         return
     for name in sorted(os.listdir(config.model_path)):
         if name.endswith(".safetensors"):
-            yield fingerprint(os.path.join(config.model_path, name))
+            yield os.path.join(config.model_path, name)
 
 
 def fingerprint(path: str) -> str:

@@ -28,7 +28,9 @@ class ModelSettings:
     ] = "default"
     weight_cache: Annotated[
         str,
-        Setting("Folder that caches dequantised GGUF weights for later starts; auto: ~/.cache/tercet; off: no cache"),
+        Setting(
+            "Folder that caches packed or dequantised weights for later starts; auto: ~/.cache/tercet; off: no cache"
+        ),
     ] = "auto"
     cpu_kernels: Annotated[
         str,

@@ -55,5 +55,9 @@ class PrefixCacheSettings:
         str | None, Setting("Folder for files with KV, which survive a restart and which several servers may share")
     ] = None
     hicache_storage_size: Annotated[
-        float, Setting("GB (2**30 bytes) of all files in --hicache-storage-dir; the least recently used ones go first")
+        float,
+        Setting(
+            "GB (2**30 bytes) of all files in --hicache-storage-dir, of all its servers; the least recently used ones "
+            "go first; less if the disk is nearly full"
+        ),
     ] = 16.0

@@ -27,12 +27,14 @@ def kinds(*names: str) -> list[str]:
 
 @pytest.mark.timeout(300)
 def test_answers_survive_faults(toy: str) -> None:
-    only = kinds("kill the scheduler", "kill the detokenizer", "stop the scheduler", "clock jumps", "full disk")
-    flags = ["--faults", "6", "--interval", "0.3", "--clients", "3", "--seed", "2", "--max-tokens", "40"]
+    killed = kinds("kill the scheduler", "kill the detokenizer", "kill the grammar worker")
+    only = [*killed, *kinds("stop the scheduler", "clock jumps", "full disk", "kill the server"), "--server-faults"]
+    flags = ["--faults", "7", "--interval", "0.3", "--clients", "3", "--seed", "120", "--max-tokens", "40"]
     report, wrong = chaos.run(chaos.parse(["--model", toy, *flags, *only, *PATIENT]))
     assert not wrong
-    assert sum(report["faults"].values()) + sum(report["skipped_faults"].values()) == 6
-    assert report["engine"]["num_engine_restarts"] and report["requests"]["completed"]
+    assert sum(report["faults"].values()) + sum(report["skipped_faults"].values()) == 7
+    assert report["faults"]["kill the server"] == 1
+    assert report["restarts"]["count"] and report["requests"]["completed"]
     assert not report["requests"]["lost_streams"] and not report["requests"]["refused"]
 
 

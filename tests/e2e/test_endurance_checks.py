@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import random
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import uvloop
 from endurance.answers import Failed, Incomplete, difference, recoveries, streamed_answer, whole_answer
-from endurance.cases import make_cases
+from endurance.cases import make_cases, new_schema_cases
 from endurance.excuses import by_fault, silent_times, unexcused
 from endurance.faults import Event
 from endurance.findings import Findings, check
@@ -139,6 +140,17 @@ def test_a_fault_allows_only_its_own_errors() -> None:
     assert unexcused([failure(NOT_FINITE)], skipped)
 
 
+def test_only_two_faults_of_the_grammar_worker_may_refuse_a_grammar() -> None:
+    refused = failure(
+        "grammar_not_checked: two grammar workers gave no verdict, and the last one was killed", lost=False
+    )
+    kill, stop = Event("kill the grammar worker", 11.0, 11.0), Event("stop the grammar worker", 12.0, 13.0)
+    assert unexcused([refused], [kill, stop]) == []
+    assert by_fault([refused], [kill, stop]) == {"stop the grammar worker": {"refused": 1}}
+    assert unexcused([refused], [kill, Event("kill the scheduler", 11.0, 11.0)])
+    assert unexcused([dataclasses.replace(refused, had_begun=True)], [kill, stop])
+
+
 def test_invalid_logits_lose_one_request_each() -> None:
     events = [Event("invalid logits", 12.0, 13.0), Event("invalid logits", 14.0, 15.0)]
     lost = [failure(NOT_FINITE)] * 2
@@ -157,6 +169,8 @@ def test_equal_requests_are_refused_after_a_conviction() -> None:
 def test_only_a_stopped_http_process_and_a_hanging_step_excuse_silence() -> None:
     events = [Event("stop the HTTP process", 1.0, 2.0), Event("stop the scheduler", 3.0, 9.0)]
     assert silent_times([*events, Event("hanging step", 10.0, 22.0)]) == [(1.0, 2.0), (10.0, 22.0)]
+    (down,) = silent_times([Event("kill the server", 1.0, 4.0)])
+    assert down[0] == 1.0 and down[1] > 4.0, "a continued stream waits for its next event like a new request"
 
 
 def test_refused_and_lost_are_counted_by_their_texts() -> None:
@@ -191,13 +205,24 @@ def test_the_same_seed_gives_the_same_run() -> None:
         cases = make_cases(rng, 10)
         bodies = BodyMaker(document, cases)
         hostile = [[make(rng) for _ in range(200)] for make in (make_raw, make_tls)]
-        return [cases, [bodies.make(rng) for _ in range(200)], hostile]
+        new = [case.drawn(rng) for case in new_schema_cases(rng)]
+        return [cases, new, [bodies.make(rng) for _ in range(200)], hostile]
 
     first = drawn()
     assert first == drawn()
-    paths = {path for path, _ in first[1]}
+    paths = {path for path, _ in first[2]}
     assert "/pause_generation" in document["paths"] and "/pause_generation" not in paths
     assert paths >= {"/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"}
+
+
+def test_a_new_schema_is_another_one_in_each_request() -> None:
+    rng = random.Random(1)
+    for case in new_schema_cases(rng):
+        one, other = case.drawn(rng), case.drawn(rng)
+        assert len({case.encoded(False), one.encoded(False), other.encoded(False)}) == 3
+        assert (one.name, one.has_new_schema) == (case.name, True), "its answer is that of the case"
+        assert case.drawn(random.Random(2)) == case.drawn(random.Random(2))
+    assert all(case.drawn(rng) is case for case in make_cases(rng, 10))
 
 
 def test_a_fault_hits_one_step_and_stalls_are_noted(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator
@@ -92,6 +93,62 @@ def test_a_stopped_process_goes_on(server: Any, monkeypatch: pytest.MonkeyPatch)
     deadline = time.monotonic() + PATIENCE_S
     while psutil.Process(server.pid).status() == psutil.STATUS_STOPPED:
         assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_the_grammar_worker_is_killed_while_it_compiles(
+    server: Any, monkeypatch: pytest.MonkeyPatch, compiles: bool
+) -> None:
+    """An idle one is killed, too, if no compilation begins in time."""
+    code = "import sys; print(flush=True); sys.stdin.readline()\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        worker.stdout.readline()
+        stdin = worker.stdin
+
+        async def let_it_compile(_: float) -> None:
+            if compiles:
+                stdin.write(b"\n")
+                stdin.flush()
+            time.sleep(0.01)
+
+        monkeypatch.setattr(faults_module.asyncio, "sleep", let_it_compile)
+        monkeypatch.setattr(faults_module, "processes_of", lambda _: {worker.pid: "grammar"})
+        monkeypatch.setattr(faults_module, "_COMPILES_WITHIN_S", PATIENCE_S if compiles else 0.05)
+        assert happen(server, "kill the grammar worker").num_compilations_hit == int(compiles)
+        assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_another_process_takes_the_place_of_the_server(server: Any) -> None:
+    """One fault of this kind at a time, and no other one begins meanwhile."""
+    seen: list[list[signal.Signals]] = []
+    one_at_a_time = threading.Lock()
+
+    def change(signals: list[signal.Signals]) -> int:
+        assert one_at_a_time.acquire(blocking=False)
+        seen.append(signals)
+        time.sleep(0.1)
+        one_at_a_time.release()
+        return 1
+
+    async def all_at_once() -> Faults:
+        faults = Faults(server, 0.0)
+        kinds = ["kill the server", "clock jumps", "restart the server", "clock jumps"]
+        await asyncio.gather(*(faults.happen(kind, random.Random(0)) for kind in kinds))
+        return faults
+
+    server.change = change
+    faults = asyncio.run(all_at_once())
+    assert [signals[0] for signals in seen] == [signal.SIGKILL, signal.SIGTERM]
+    assert faults.wrong == ["exit code 1 after SIGTERM"], "SIGKILL has its own code"
+    changes = [event for event in faults.events if "server" in event.kind]
+    assert len(faults.events) == 4
+    assert all(
+        other.began <= change.began or other.began >= change.ended
+        for change in changes
+        for other in faults.events
+        if other is not change
+    )
 
 
 def test_what_cannot_be_done_is_skipped_by_name(server: Any, quick: None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ _SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+_NUMBER = "NUMBER OF THE SCHEMA"
 _TOOL = {"name": "weather", "description": "Tells the weather", "parameters": _SCHEMA}
 
 
@@ -27,9 +28,17 @@ class Case:
     path: str
     body: dict[str, Any]
     can_stream: bool
+    has_new_schema: bool = False
+    """`drawn` gives each request another schema, which allows the same texts. So it must be compiled."""
 
     def encoded(self, streamed: bool, **more: Any) -> bytes:
         return json.dumps({**self.body, **({"stream": True} if streamed else {}), **more}).encode()
+
+    def drawn(self, rng: random.Random) -> Case:
+        """The case for one request."""
+        if not self.has_new_schema:
+            return self
+        return replace(self, body=json.loads(json.dumps(self.body).replace(_NUMBER, f"{rng.getrandbits(64):x}")))
 
 
 def make_cases(rng: random.Random, max_tokens: int) -> list[Case]:
@@ -98,5 +107,29 @@ def make_cases(rng: random.Random, max_tokens: int) -> list[Case]:
     return cases
 
 
-def _response_format() -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "person", "schema": _SCHEMA}}
+def new_schema_cases(rng: random.Random) -> list[Case]:
+    """Requests whose schemas must be compiled. That of words takes long, and that of a pattern is short."""
+    words = sorted({"".join(rng.choices("abcdefghijklmnop", k=rng.randint(3, 9))) for _ in range(200)})
+    of_words = _wrapped({"description": _NUMBER, "type": "array", "items": {"enum": words}})
+    of_pattern = _wrapped({"description": _NUMBER, "type": "string", "pattern": "^[a-c]{2,9}( [0-9]{2})?$"})
+    seeded = {"temperature": 1.5, "sampling_seed": rng.randrange(1 << 30), "max_new_tokens": 60}
+
+    def generate(name: str, schema: dict[str, Any]) -> Case:
+        body = {"text": "It is", "sampling_params": {**seeded, "json_schema": schema}}
+        return Case(name, "POST", "/generate", body, True, True)
+
+    chat = {"messages": [{"role": "user", "content": "Which words?"}], "max_tokens": 60, "seed": 5}
+    chat["response_format"] = _response_format(of_words)
+    return [
+        generate("new schema of words", of_words),
+        generate("new schema of a pattern", of_pattern),
+        Case("chat with a new schema", "POST", "/v1/chat/completions", chat, True, True),
+    ]
+
+
+def _wrapped(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": schema, "b": schema}, "required": ["a", "b"]}
+
+
+def _response_format(schema: dict[str, Any] = _SCHEMA) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}

@@ -19,10 +19,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from endurance.cases import make_cases
+from endurance.cases import make_cases, new_schema_cases
 from endurance.clients import Client, population
+from endurance.continuing import ContinuingClient
 from endurance.excuses import by_fault, silent_times, unexcused
-from endurance.faults import Faults, tmpfs, unmount
+from endurance.faults import OF_THE_SERVER, Faults, tmpfs, unmount
 from endurance.models import model_flags
 from endurance.options import parser_of
 from endurance.pipes import make_certificate, trusted
@@ -50,8 +51,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--max-silence", type=float, default=2.0, help="seconds of a stream without a byte (default 2)")
     parser.add_argument("--tls", action="store_true", help="the server and its clients use TLS")
     parser.add_argument("--http-workers", type=int, default=1, help="--tokenizer-worker-num of the server (default 1)")
+    parser.add_argument(
+        "--server-faults", action="store_true", help="also kill and restart the whole server; clients go on at the next"
+    )
     parser.add_argument("--time-limit", type=float, default=1e9, help="seconds after which no fault begins")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.server_faults and args.http_workers > 1:
+        parser.error("--server-faults needs one HTTP process, as --resume-file does")
+    return args
 
 
 def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -65,6 +72,8 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             flags += ["--max-total-tokens", "16384", "--watchdog-timeout", str(args.watchdog)]
             flags += ["--engine-restarts", "1000", "--engine-restart-window", "60"]
             flags += ["--tokenizer-worker-num", str(args.http_workers)]
+            if args.server_faults:  # the file is not on the small disk: what it cannot record is lost with its server
+                flags += ["--resume-grace", "600", "--resume-file", str(folder / "streams")]
             with contextlib.ExitStack() as stack:
                 if args.tls:
                     certificate = make_certificate(folder)
@@ -79,7 +88,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     rng = random.Random(args.seed)
-    cases = make_cases(rng, args.max_tokens)
+    cases = make_cases(rng, args.max_tokens) + new_schema_cases(rng)
     answers: dict[tuple[str, bool], Any] = {}
     tally = Tally()
     teacher = Client(server.url, tally, answers)
@@ -88,14 +97,19 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
     await server.wait_until_quiet()
     before = use_by_role(server.pid)
     faults = Faults(server, args.watchdog * 1.5, args.max_stop)
+    only = args.only or [*faults.kinds, *(OF_THE_SERVER if args.server_faults else ())]
     is_over = False
     fault_rng = random.Random(rng.randrange(1 << 62))
+
+    def make_client(rng: random.Random) -> Client:
+        if args.server_faults:
+            return ContinuingClient(server, tally, answers, rng)
+        return Client(server.url, tally, answers)
+
     clients = asyncio.create_task(
         population(
-            server.url,
+            make_client,
             cases,
-            answers,
-            tally,
             rng,
             size=args.clients,
             go_on=lambda: server.is_alive and not is_over,
@@ -104,12 +118,16 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
     began = time.monotonic()
     happening: set[asyncio.Task[None]] = set()
     for _ in range(args.faults):
-        kind = faults.draw(fault_rng, args.only)
+        kind = faults.draw(fault_rng, only)
         happening.add(asyncio.create_task(faults.happen(kind, random.Random(fault_rng.randrange(1 << 62)))))
         strikes_a_restart = fault_rng.random() < _DURING_RESTARTS
-        await asyncio.sleep(fault_rng.uniform(0.0, 2 * args.interval))
-        while server.is_alive and server.is_restarting and not strikes_a_restart:
+        pause_s = fault_rng.uniform(0.0, 2 * args.interval)
+        await asyncio.sleep(pause_s)
+        was_changing = server.is_changing
+        while server.is_alive and (server.is_changing or (server.is_restarting and not strikes_a_restart)):
             await asyncio.sleep(0.05)
+        if was_changing:
+            await asyncio.sleep(pause_s)  # the next process serves for as long
         if not server.is_alive or time.monotonic() - began > args.time_limit:
             break
     await asyncio.gather(*happening)
@@ -145,6 +163,11 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
         "faults": dict(done.most_common()),
         "skipped_faults": dict(skipped.most_common()),
         "requests": tally_report(tally),
+        "new_schemas": dict(+tally.new_schemas),
+        "compilations": {
+            "hit by a fault": faults.num_compilations_hit,
+            "tried again": server.num_compilations_tried_again,
+        },
         "failures_by_fault": by_fault(tally.failures, faults.events),
         "engine": {name: info[name] for name in info if name.startswith("num_")},
         "restarts": seconds([ended - died for died, ended in server.restarts]),

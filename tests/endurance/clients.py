@@ -51,12 +51,14 @@ class Client:
         tally, name = self._tally, f"{case.name}{', streamed' if streamed else ''}"
         record = StreamRecord(name)
         data = record.data
+        fate = "wrong"
         try:
             async with asyncio.timeout(_NEVER_S):
                 response = await self._exchange(case, streamed, record)
             answer = _answer_of(response, data)
         except Failed as error:
             self._note_failure(name, error, record)
+            fate = "lost" if data else "refused"
         except (Incomplete, HttpError) as error:
             tally.wrong.append(f"{name}: {error}; after {bytes(data[-200:])!r}")
         except TimeoutError:
@@ -66,10 +68,13 @@ class Client:
                 what = difference(answer, self._answers[case.name, streamed])
                 tally.wrong.append(f"{name}: another answer than undisturbed: {what}")
             else:
+                has_waited = streamed and recoveries(data) > 0
+                fate = "completed after a restart" if has_waited else "completed"
                 tally.completed += 1
                 if streamed:
                     tally.streams += 1
-                    tally.resumed[case.path] += recoveries(data) > 0
+                    tally.resumed[case.path] += has_waited
+        tally.new_schemas[fate] += case.has_new_schema
         tally.note_waits(record.waits)
 
     async def leave(self, case: Case, streamed: bool, after_s: float) -> None:
@@ -90,15 +95,15 @@ class Client:
                 with contextlib.suppress(HttpError):  # then the request has failed, too
                     await self._http.request("POST", "/abort_request", f'{{"rid": "{rid}"}}'.encode())
                 response = await task
-            text, wanted = whole_answer(response.status, response.body)["text"], self._answers[case.name, False]["text"]
+            answer, wanted = whole_answer(response.status, response.body), self._answers[case.name, False]
         except Failed as error:
             self._note_failure(f"{case.name}, aborted", error, record)
         except (Incomplete, HttpError, TimeoutError) as error:
             self._tally.wrong.append(f"{case.name}, aborted: {error!r}")
         else:
             self._tally.left += 1
-            if not wanted.startswith(text):
-                self._tally.wrong.append(f"{case.name}, aborted: {text!r} is no start of {wanted!r}")
+            if not _is_start(answer, wanted):
+                self._tally.wrong.append(f"{case.name}, aborted: {answer} is no start of {wanted}")
 
     async def read_slowly(self, case: Case, for_s: float) -> None:
         """Reads a byte a second, and then goes away."""
@@ -154,6 +159,12 @@ def _answer_of(response: Response, data: bytearray) -> Any:
     return whole_answer(response.status, response.body)
 
 
+def _is_start(answer: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether an aborted answer is the beginning of this one. It may end inside a character."""
+    ids = answer["output_ids"]
+    return ids == wanted["output_ids"][: len(ids)] and wanted["text"].startswith(answer["text"].rstrip("\ufffd"))
+
+
 @contextlib.contextmanager
 def _named(case: Case, streamed: bool):
     try:
@@ -163,10 +174,8 @@ def _named(case: Case, streamed: bool):
 
 
 async def population(
-    url: str,
+    make_client: Callable[[random.Random], Client],
     cases: Sequence[Case],
-    answers: dict[tuple[str, bool], Any],
-    tally: Tally,
     rng: random.Random,
     *,
     size: int,
@@ -175,16 +184,17 @@ async def population(
 ) -> None:
     """Runs `size` clients, each with its own seed, until `go_on` is false.
 
+    `make_client`: gets random numbers of the client's own.
     `bad_manners`: the share of requests whose client leaves, aborts, reads slowly or breaks the connection.
     """
 
     async def one(rng: random.Random) -> None:
-        client = Client(url, tally, answers)
+        client = make_client(random.Random(rng.getrandbits(62)))
         streams = [case for case in cases if case.can_stream]
         whole = [case for case in cases if case.path == "/generate" and "n" not in case.body["sampling_params"]]
         whole = [case for case in whole if isinstance(case.body.get("text"), str)]
         while go_on():
-            case = rng.choice(cases)
+            case = rng.choice(cases).drawn(rng)
             streamed = case.can_stream and rng.random() < 0.7
             if rng.random() >= bad_manners:
                 await client.ask(case, streamed)
@@ -193,7 +203,7 @@ async def population(
             if manner == 0:
                 await client.leave(case, streamed, rng.uniform(0.0, 0.5))
             elif manner == 1:
-                await client.abort(rng.choice(whole), rng.uniform(0.0, 0.3))
+                await client.abort(rng.choice(whole).drawn(rng), rng.uniform(0.0, 0.3))
             elif manner == 2:
                 await client.read_slowly(rng.choice(streams), rng.choice((0.05, 0.5, 3.0)))
             else:

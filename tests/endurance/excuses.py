@@ -18,21 +18,32 @@ REFUSED_AGAIN = "on an equal request"
 """In the message for a later request that equals a fatal one."""
 OWN_DEATHS = frozenset(("failed allocation", "hanging step", "short memory"))
 """The engine dies by itself, so its requests are suspects. Two such deaths may convict one."""
+_NO_VERDICT = "two grammar workers gave no verdict"
 _NOT_FINITE = "logits for this request are not finite"
 _ERRORS = {
     "invalid logits": (_NOT_FINITE,),
-    "short memory": ("internal error; the server's log has the details", "could not create this request"),
+    "short memory": (
+        "internal error; the server's log has the details",
+        "could not create this request",
+        "there is too little memory",
+        _NO_VERDICT,
+    ),
 }
 """The errors besides FATAL, by the fault that allows them: parts of messages. The codes differ between APIs."""
+_GRAMMAR_FAULTS = frozenset(("kill the grammar worker", "stop the grammar worker"))
+"""A grammar is tried again, once. So only two of them may refuse a request."""
 _SILENT = frozenset(("stop the HTTP process", "hanging step"))
 """Nobody else could send the comments that show life; and a step may take 10 s before there are comments."""
+_DOWN = frozenset(("kill the server", "restart the server"))
+"""Nobody answers until the next process is ready. At that one, a stream waits for its next event like a new request."""
 _LATER_S = 5.0
 """A fault is over before all that it does is seen."""
 
 
 def silent_times(events: Sequence[Event]) -> list[tuple[float, float]]:
     """When the faults excuse silence."""
-    return [(event.began, event.ended) for event in events if event.kind in _SILENT]
+    down = [(event.began, event.ended + _LATER_S) for event in events if event.kind in _DOWN]
+    return [(event.began, event.ended) for event in events if event.kind in _SILENT] + down
 
 
 def faults_during(failure: Failure, events: Sequence[Event]) -> list[Event]:
@@ -53,6 +64,10 @@ def cause(failure: Failure, events: Sequence[Event]) -> str | None:
             active = [event for event in events if not event.skipped and event.began <= failure.ended]
         deadly = [event.kind for event in active if event.kind in OWN_DEATHS]
         return deadly[-1] if len(deadly) >= 2 else None
+    if _NO_VERDICT in failure.error and not failure.had_begun:
+        hits = [event.kind for event in active if event.kind in _GRAMMAR_FAULTS]
+        if len(hits) >= 2:
+            return hits[-1]
     kinds = (one.kind for one in active if any(part in failure.error for part in _ERRORS.get(one.kind, ())))
     return next(kinds, None)
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +20,20 @@ from endurance.hooks import STEP_FAULTS, VARIABLE
 from endurance.resources import processes_of
 from endurance.server_under_test import ServerUnderTest
 
+from tercet.model_executor.weights.cache_folder import SUFFIXES
+from tercet.srt.machine.processor_time import processor_time_s
+
 _TAKEN_WITHIN_S = 5.0
 """A step fault that no step has taken by then is withdrawn: nothing runs."""
 _SECOND_SERVER_S = 60.0
 _SHORT_STOP_S = 2.0
+OF_THE_SERVER = ("kill the server", "restart the server")
+"""Only clients that continue their streams at the next process outlive these."""
+_ALONE = frozenset(("full disk", "short memory", "second server", *OF_THE_SERVER))
+"""One at a time: a server need not start on a full disk, in too little memory, or on a port that is not free."""
+_POLL_S = 0.05
+_COMPILES_WITHIN_S = 3.0
+_LOOK_S = 0.005
 _LONG_STOPS = 0.25
 """Share of the stops that may be that long."""
 
@@ -52,6 +62,10 @@ class Faults:
         self.events: list[Event] = []
         self.wrong: list[str] = []
         """What a fault has shown about the server that must not be."""
+        self.num_compilations_hit = 0
+        """Faults of the grammar worker while it compiled."""
+        self._alone = asyncio.Lock()
+        self._is_changing_server = False
         self._server = server
         self._hang_s = hang_s
         self._max_stop_s = max_stop_s
@@ -76,24 +90,33 @@ class Faults:
             "clock jumps": (3, self._jump_clock),
             "corrupt weight cache": (1, lambda rng: self._corrupt_weight_cache(rng)),
             "second server": (1, lambda _: self._second_server()),
+            "kill the server": (3, lambda _: self._change_server([signal.SIGKILL])),
+            "restart the server": (2, lambda rng: self._change_server([signal.SIGTERM] * rng.randint(1, 2))),
         }
 
     @property
     def kinds(self) -> list[str]:
-        return list(self._kinds)
+        """Those that need no clients that continue their streams."""
+        return [kind for kind in self._kinds if kind not in OF_THE_SERVER]
 
-    def draw(self, rng: random.Random, only: list[str]) -> str:
+    def draw(self, rng: random.Random, only: Sequence[str]) -> str:
         kinds = only or self.kinds
         return rng.choices(kinds, [self._kinds[kind][0] for kind in kinds])[0]
 
     async def happen(self, kind: str, rng: random.Random) -> None:
+        async with self._alone if kind in _ALONE else contextlib.nullcontext():
+            while self._is_changing_server:  # a process that starts has no guards yet
+                await asyncio.sleep(_POLL_S)
+            await self._happen(kind, rng)
+
+    async def _happen(self, kind: str, rng: random.Random) -> None:
         event = Event(kind, time.monotonic(), time.monotonic())
         self.events.append(event)
         try:
             await self._kinds[kind][1](rng)
         except Skipped as why:
             event.skipped = str(why)
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, ProcessLookupError):
             event.skipped = "the process has just ended"
         event.ended = time.monotonic()
 
@@ -103,12 +126,22 @@ class Faults:
                 return pid
         raise Skipped(f"there was no {role} process")
 
+    async def _at_work(self, role: str) -> int:
+        """The process. The grammar worker in the middle of a compilation, if one begins soon."""
+        pid = self._pid(role)
+        if role == "grammar":
+            used_s, until = processor_time_s(pid), time.monotonic() + _COMPILES_WITHIN_S
+            while (is_idle := processor_time_s(pid) <= used_s) and time.monotonic() < until:
+                await asyncio.sleep(_LOOK_S)
+            self.num_compilations_hit += not is_idle
+        return pid
+
     async def _signal(self, role: str, signum: signal.Signals) -> None:
-        psutil.Process(self._pid(role)).send_signal(signum)
+        psutil.Process(await self._at_work(role)).send_signal(signum)
 
     async def _pause(self, role: str, rng: random.Random) -> None:
         longest_s = self._max_stop_s if rng.random() < _LONG_STOPS else min(self._max_stop_s, _SHORT_STOP_S)
-        await self._stop(self._pid(role), rng.uniform(0.1, longest_s))
+        await self._stop(await self._at_work(role), rng.uniform(0.1, longest_s))
 
     async def _pause_http(self, rng: random.Random) -> None:
         """The server's process, or one of its HTTP workers."""
@@ -171,23 +204,37 @@ class Faults:
         self._server.hooks.set_clock(rng.choice([-1e9, -3600.0, -1.0, 1.0, 3600.0, 1e9, 0.0]))
 
     async def _corrupt_weight_cache(self, rng: random.Random) -> None:
-        """Changes a byte of an entry, or cuts it, and kills what has loaded it, so that it is read again."""
-        entries = sorted(self._server.cache.rglob("*.safetensors"))
+        """Changes a byte of an entry, or cuts it, and kills what has loaded it, so that it is read again.
+
+        The damaged file is a new one: what has mapped the old one is not what is tested.
+        """
+        entries = sorted(path for path in self._server.cache.rglob("*") if path.suffix in SUFFIXES)
         if not entries:
             raise Skipped("the model needs no weight cache")
         entry = rng.choice(entries)
-        size = entry.stat().st_size
+        content = bytearray(entry.read_bytes())
         if rng.random() < 0.3:
-            os.truncate(entry, rng.randrange(size))
+            del content[rng.randrange(len(content)) :]
         else:
-            with entry.open("r+b") as file:
-                file.seek(rng.randrange(size))
-                byte = file.read(1)
-                file.seek(-1, os.SEEK_CUR)
-                file.write(bytes([byte[0] ^ 0x55]))
+            content[rng.randrange(len(content))] ^= 0x55
+        entry.unlink()
+        entry.write_bytes(content)
         with contextlib.suppress(Skipped):
             await self._signal("spare", signal.SIGKILL)
         await self._signal("scheduler", signal.SIGKILL)
+
+    async def _change_server(self, signals: Sequence[signal.Signals]) -> None:
+        """Another process takes the place of the server. A second SIGTERM ends the wait for running requests."""
+        self._is_changing_server = True
+        try:
+            code = await asyncio.to_thread(self._server.change, signals)
+        except AssertionError:
+            self.wrong.append(f"the server did not start again: {self._server.log[-1500:]}")
+            return
+        finally:
+            self._is_changing_server = False
+        if signals[0] is signal.SIGTERM and code != 0:
+            self.wrong.append(f"exit code {code} after SIGTERM")
 
     async def _second_server(self) -> None:
         """A server on the port of this one must end with a message, and must not disturb this one."""

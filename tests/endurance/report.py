@@ -21,6 +21,8 @@ def tally_report(tally: Tally) -> dict[str, Any]:
         "completed_streams": tally.streams,
         "resumed_streams": tally.resumed.total(),
         "resumed_streams_by_path": dict(+tally.resumed),
+        "streams_continued_at_another_server": tally.continued,
+        "sent_again_to_another_server": tally.sent_again,
         "left_on_purpose": tally.left,
         "refused": dict(tally.refused.most_common()),
         "lost_streams": dict(tally.lost.most_common()),

@@ -13,15 +13,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from endurance.hooks import VARIABLE, Hooks
+from endurance.hooks import STEP_FAULTS, VARIABLE, Hooks
 from endurance.resources import processes_of, shared_memory
 from toy_engine import ServerProcess, is_gone
 
 from tercet.benchmarks.http_client import HttpClient
 
 _DEATH = re.compile(r"The engine has failed: ")
+_NO_VERDICT = re.compile(r"A grammar .* has no verdict")
 _BACK = re.compile(r"The engine runs again after")
 _QUIET_S = 120.0
+_START_S = 300.0
+_END_S = 60.0
+_GONE_S = 15.0
+"""A stopped process may end only when it goes on."""
 
 
 class ServerUnderTest(ServerProcess):
@@ -39,10 +44,43 @@ class ServerUnderTest(ServerProcess):
         self.hooks = Hooks(folder / "hooks").create()
         self.restarts: list[tuple[float, float]] = []
         """Times of `time.monotonic`: of a death, and of the end of the restart."""
+        self.num_compilations_tried_again = 0
+        self.num_changes = 0
+        """How often another process took the place of the server's."""
+        self.is_changing = False
+        """One process ends, and the next one starts."""
+        self._left: list[str] = []
+        """What earlier processes have left behind."""
         self._died_at: float | None = None
         self._shared_memory = shared_memory()
-        env = {VARIABLE: str(folder / "hooks"), "XDG_CACHE_HOME": str(self.cache)}
+        self._start(flags)
+
+    def _start(self, flags: Sequence[str]) -> None:
+        env = {VARIABLE: str(self.folder / "hooks"), "XDG_CACHE_HOME": str(self.cache)}
         super().__init__(self.run_dirs, flags, module=("endurance.server",), **env)
+
+    def change(self, signals: Sequence[signal.Signals]) -> int:
+        """Ends the process by these signals, and starts the next one on the same port. Returns the exit code.
+
+        Raises AssertionError if the next one does not start.
+        """
+        self.num_changes += 1
+        self.is_changing = True
+        processes = processes_of(self.pid)
+        try:
+            for one in signals:
+                self.signal(one)
+            code = self.exit_code(_END_S)
+            self._reader.join()
+            self._died_at = None
+            for fault in STEP_FAULTS:  # it is not for the first steps of the next process
+                self.hooks.withdraw(fault)
+            self._start([*self.flags, "--port", self.url.rpartition(":")[2]])
+            self.ready(_START_S)
+            self._left += [f"the {role} process" for pid, role in processes.items() if not is_gone(pid, _GONE_S)]
+            return code
+        finally:
+            self.is_changing = False
 
     def on_line(self, line: str) -> None:
         if _DEATH.search(line) and self._died_at is None:
@@ -50,10 +88,12 @@ class ServerUnderTest(ServerProcess):
         elif _BACK.search(line) and self._died_at is not None:
             self.restarts.append((self._died_at, time.monotonic()))
             self._died_at = None
+        elif _NO_VERDICT.search(line):
+            self.num_compilations_tried_again += 1
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self.is_changing or self._process.poll() is None
 
     @property
     def is_restarting(self) -> bool:
@@ -82,8 +122,8 @@ class ServerUnderTest(ServerProcess):
         """Stops the server by SIGTERM. Returns what it has left behind."""
         processes = processes_of(self.pid)
         self._process.terminate()
-        left = []
-        code = self.exit_code(60)
+        left = list(self._left)
+        code = self.exit_code(_END_S)
         if code != 0:
             left.append(f"exit code {code} after SIGTERM")
         left += [f"the {role} process" for pid, role in processes.items() if not is_gone(pid, 10)]

@@ -86,10 +86,8 @@ async def _soak(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dict
     for step in range(snapshots):
         upto = args.requests * (step + 1) // snapshots
         await population(
-            server.url,
+            lambda _: Client(server.url, tally, answers),
             cases,
-            answers,
-            tally,
             rng,
             size=args.clients,
             go_on=lambda upto=upto: server.is_alive and tally.requests < upto,

@@ -94,6 +94,12 @@ class Tally:
     """Completed ones that were streamed."""
     resumed: Counter[str] = field(default_factory=Counter)
     """Streams that completed after a restart of the engine: by their paths."""
+    continued: int = 0
+    """How often a stream was continued at another process of the server."""
+    sent_again: int = 0
+    """Requests that another process of the server got, too, because the first one had not begun to answer."""
+    new_schemas: Counter[str] = field(default_factory=Counter)
+    """Requests with a schema that no request had before: by what has come of them. Those on purpose are left out."""
     left: int = 0
     """Requests whose client has left on purpose."""
     failures: list[Failure] = field(default_factory=list)

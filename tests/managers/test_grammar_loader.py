@@ -9,7 +9,7 @@ from hash_grammar import HashGrammars, hashed_vocabulary
 from tercet.managers.grammar import Grammar, Vocabulary
 from tercet.managers.grammar_loader import GrammarLoader
 from tercet.managers.req import Req
-from tercet.srt.errors import InvalidRequest
+from tercet.srt.errors import GrammarNotChecked, InvalidRequest
 from tercet.srt.grammar_spec import GrammarSpec
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
@@ -68,18 +68,29 @@ def test_a_bad_grammar_is_an_error_at_once_without_a_thread_and_later_with_one()
 
 
 class Crashing:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
     def compile(self, spec: GrammarSpec) -> Grammar:
-        raise RuntimeError("a defect of the library")
+        raise self._error
+
+
+def crashing_loader(error: Exception) -> GrammarLoader:
+    def make(vocabulary: Vocabulary) -> Crashing:
+        return Crashing(error)
+
+    return GrammarLoader(lambda: hashed_vocabulary(40, frozenset({7})), make, in_thread=False)
 
 
 def test_a_defect_of_a_library_ends_one_request(caplog: pytest.LogCaptureFixture) -> None:
-    def make(vocabulary: Vocabulary) -> Crashing:
-        return Crashing()
-
-    loader = GrammarLoader(lambda: hashed_vocabulary(40, frozenset({7})), make, in_thread=False)
     with pytest.raises(InvalidRequest, match="its compilation failed"):
-        loader.load(spec(1))
+        crashing_loader(RuntimeError("a defect of the library")).load(spec(1))
     assert "a defect of the library" in caplog.text
+
+
+def test_too_little_memory_is_no_mistake_of_the_client() -> None:
+    with pytest.raises(GrammarNotChecked, match="too little memory"):
+        crashing_loader(MemoryError()).load(spec(1))
 
 
 def test_a_resumed_request_gets_a_grammar_that_knows_its_tokens() -> None:

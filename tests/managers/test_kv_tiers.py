@@ -12,36 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE_S
 from scheduler_rig import Rig
+from tier_asks import VOCAB, ask, prompt, settle
 
 from fakes import expected_output
 from tercet.managers import kv_tiers
 from tercet.mem_cache.block_keys import BlockKeys
 from tercet.srt.io_struct import AbortFinish, FlushCacheReply, FlushCacheReq
 from tercet.srt.pause_messages import ContinueReq, PauseReply, PauseReq
-
-VOCAB = 97
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
-
-
-def ask(rig: Rig, rid: str, ids: list[int], max_new_tokens: int = 4, salt: str = "") -> tuple[int, int, int]:
-    """Runs one request. Returns its cached tokens: all, from host memory, from files. Checks its output."""
-    rig.add(rid, ids, salt, max_new_tokens=max_new_tokens)
-    rig.run()
-    assert rig.heard[rid].ids == expected_output(ids, 1, max_new_tokens, VOCAB)
-    counts = rig.heard[rid].last.counts
-    return counts.cached_tokens, counts.host_tokens, counts.storage_tokens
-
-
-def settle(rig: Rig) -> None:
-    """Makes the copies that wait for a step, and writes all files."""
-    while rig.kv.has_copies or rig.in_flight is not None:
-        rig.turn()
-    if rig.kv.tiers._storage is not None:
-        rig.kv.tiers._storage.close(PATIENCE_S)
-    rig.kv.audit([])
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -241,16 +218,16 @@ def test_kv_without_a_finite_logit_is_never_saved() -> None:
     rig.add("bad", [*ids[:9], 96, *ids[9:]], max_new_tokens=4)
     rig.run()
     assert isinstance(rig.heard["bad"].finish, AbortFinish)
-    assert rig.kv.tiers.num_saved == 0
+    assert rig.kv.tiers.counts.num_saved == 0
     rig.add("aborted", ids, max_new_tokens=4)
     rig.turn()
     rig.turn()
     rig.abort("aborted")
     rig.run()
-    assert rig.kv.tiers.num_saved == 0, "no chunk of its prompt had logits"
+    assert rig.kv.tiers.counts.num_saved == 0, "no chunk of its prompt had logits"
     rig.add("zero", ids, max_new_tokens=0)
     rig.run()
-    assert rig.kv.tiers.num_saved == 10, "a prompt that was computed to warm the cache"
+    assert rig.kv.tiers.counts.num_saved == 10, "a prompt that was computed to warm the cache"
 
 
 def test_the_state_counts_what_moved(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from scheduler_rig import Rig
 
 from fakes import FakeClock
-from tercet.managers.queue_limits import MAX_RETRY_AFTER_S, DrainRate, QueueLimits
+from tercet.managers.queue_limits import DrainRate, QueueLimits
 from tercet.managers.req import Req
+from tercet.srt.errors import MAX_RETRY_AFTER_S
 from tercet.srt.io_struct import AbortFinish
 
 STEP_LEN = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 
@@ -13,15 +14,32 @@ from random_steps.command import scheduler_steps, shrink
 from random_steps.scheduler_case import SchedulerCase
 
 from tercet.managers.fair_policy import FairPolicy
-from tercet.managers.kv_cache_manager import KVCacheManager
+from tercet.managers.kv_cache_manager import Int32Array, KVCacheManager
 from tercet.managers.kv_tiers import KVTiers
 from tercet.managers.pause import Pause
+from tercet.managers.req import Req
 from tercet.managers.schedule_policy import MAX_PASSED_OVER
 from tercet.mem_cache.radix_cache import RadixCache
+from tercet.mem_cache.retention import Retentions
 from tercet.mem_cache.tier_events import TierEvents
+from tercet.srt.request_options import RequestOptions
 
 NUM_STEPS = int(os.environ.get("TERCET_STEPS", "30000"))
 """test_radix_machine.py makes more steps, of the allocator and the tree."""
+RARE = (
+    "retentions of requests",
+    "retentions of tool calls",
+    "turns with all retained that may be",
+    "updates of weights",
+    "refused or failed updates",
+    "outputs of several weights",
+    "restarts",
+    "resumed requests with tokens",
+    "blocks read from files",
+    "damaged files",
+    "full disks",
+)
+"""What 30,000 steps must have seen."""
 FIRST_CASE = 0 if os.environ.get("CI") else Random().randrange(1 << 32)
 
 
@@ -29,14 +47,25 @@ FIRST_CASE = 0 if os.environ.get("CI") else Random().randrange(1 << 32)
 def test_no_feature_disturbs_another() -> None:
     """`SchedulerCase` says what is checked after each step."""
     number, num_steps = FIRST_CASE, 0
+    seen: Counter[str] = Counter()
     while num_steps < NUM_STEPS:
-        num_steps += scheduler_steps(number)
+        num_steps += scheduler_steps(number, seen)
         number += 1
+    if num_steps >= 30_000:
+        assert {name for name in RARE if not seen[name]} == set()
 
 
 def _ignore(*_: object, **__: object) -> None:
     pass
 
+
+def _pin(self: KVCacheManager, token_ids: Int32Array, seconds: float, options: RequestOptions) -> None:
+    """As `retain`, but the prefix can never be evicted."""
+    _retain(self, token_ids, seconds, options)
+    self.cache.lock(self.cache.match(token_ids, options.cache_salt).node)
+
+
+_retain = KVCacheManager.retain
 
 BREAKAGES: dict[str, tuple[type, str, Callable[..., object]]] = {
     "KV that is NaN stays in the cache": (KVCacheManager, "discard", _ignore),
@@ -48,6 +77,13 @@ BREAKAGES: dict[str, tuple[type, str, Callable[..., object]]] = {
     "policies ignore host memory": (KVTiers, "expected_end", lambda self, req, start: start),
     "nothing is ever resumed": (Pause, "end", _ignore),
     "a tenant is never forgotten": (FairPolicy, "on_end", _ignore),
+    "nothing is retained": (RadixCache, "retain", _ignore),
+    "retention is a pin": (KVCacheManager, "retain", _pin),
+    "retained tokens are not counted": (Retentions, "_count", _ignore),
+    "a retention never lapses": (Retentions, "lapse", lambda self, tick: tick),
+    "KV of old weights stays in the cache": (KVCacheManager, "flush", _ignore),
+    "KV of old weights is read from files": (KVTiers, "change_identity", _ignore),
+    "tokens of a dead engine are forgotten": (Req, "resume", _ignore),
 }
 
 
@@ -56,7 +92,7 @@ def test_the_checks_notice_what_is_wrong(breakage: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(*BREAKAGES[breakage])
     with pytest.raises(Exception, match=r".") as caught:
         for number in range(50, 350):
-            scheduler_steps(number)
+            scheduler_steps(number, Counter())
     assert "scripts/steps --case" in caught.value.__notes__[0]
 
 
@@ -64,7 +100,7 @@ def test_the_checks_count_how_often_a_request_is_passed_over(monkeypatch: pytest
     monkeypatch.setattr(scheduler_case, "_MAX_DELAYED", -MAX_PASSED_OVER)
     with pytest.raises(AssertionError, match="is starved"):
         for number in range(50, 350):
-            scheduler_steps(number)
+            scheduler_steps(number, Counter())
 
 
 def test_a_failing_case_becomes_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,69 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
-from fake_http import FakeScheduler, make_manager, text_of
+from fake_http import text_of
+from gated_engine import Engine, scenario
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tercet.managers.generation import Generation, error_of
 from tercet.managers.recovery import Blame, Recovery
-from tercet.managers.tokenizer_manager import TokenizerManager
 from tercet.srt.errors import EngineDead, EngineRestarting, FatalRequest, QueueFull
 from tercet.srt.io_struct import AbortFinish, BatchTextOut, Counts, LengthFinish, TextOut, TokenOut
-from tercet.srt.request_options import RequestOptions
-from tercet.srt.sampling_params import SamplingParams
-
-
-def options(**sampling: Any) -> RequestOptions:
-    return RequestOptions(sampling=SamplingParams(**{"max_new_tokens": 40, **sampling}), stream=True)
-
-
-class Engine:
-    """A manager with a gated scheduler: nothing moves unless a test lets it."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.scheduler = self._scheduler()
-        self.manager: TokenizerManager = make_manager(self.scheduler, **settings)
-
-    def _scheduler(self) -> FakeScheduler:
-        scheduler = FakeScheduler()
-        scheduler.gate = True
-        return scheduler
-
-    async def submit(self, num: int, **sampling: Any) -> list[Generation]:
-        return [one for _ in range(num) for one in await self.manager.submit("hi", options(**sampling))]
-
-    def step(self, num_steps: int = 1) -> None:
-        """Every request that the scheduler has gets a token."""
-        for _ in range(num_steps):
-            held, self.scheduler.held = self.scheduler.held, []
-            for request, done in held:
-                self.scheduler._write(request, done)
-
-    def die(self, blame: Blame | None) -> None:
-        self.scheduler.dead = True
-        self.manager.on_death(blame)
-
-    def restart(self) -> None:
-        self.scheduler = self._scheduler()
-        self.scheduler.manager = self.manager
-        self.manager.resume(self.scheduler, self.manager.facts)
-
-    def sent(self) -> list[str]:
-        return [request.rid for request in self.scheduler.received]
-
-
-def scenario(work: Callable[[Engine], Any]) -> Callable[[], None]:
-    def test() -> None:
-        asyncio.run(work(Engine()))
-
-    test.__name__ = work.__name__
-    test.__doc__ = work.__doc__
-    return test
 
 
 @scenario
@@ -136,7 +85,7 @@ async def test_suspects_go_on_one_after_the_other_and_others_at_once(engine: Eng
 
 @scenario
 async def test_the_culprit_ends_at_the_second_death_and_its_neighbours_go_on(engine: Engine) -> None:
-    samples = await engine.submit(8)
+    samples = await engine.submit_different(8)
     engine.step(3)
     culprit = samples[5]
     engine.die(Blame({one.key: 3 for one in samples}))
@@ -204,7 +153,7 @@ async def test_an_unknown_step_convicts_nobody_if_others_ran_beside_the_trial(en
 
 @scenario
 async def test_without_a_known_step_every_sample_is_a_suspect(engine: Engine) -> None:
-    samples = await engine.submit(3)
+    samples = await engine.submit_different(3)
     engine.die(Blame(None))
     engine.restart()
     assert engine.sent() == [samples[0].key]
@@ -334,6 +283,9 @@ class Owner:
     prompt_ids: Sequence[int] = (1,)
 
     def stop(self, generation: Generation) -> None: ...
+
+    def held_text(self, generation: Generation) -> str:
+        return ""
 
     def on_end(self, generation: Generation) -> None: ...
 

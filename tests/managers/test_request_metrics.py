@@ -26,6 +26,9 @@ class Owner:
 
     def stop(self, generation: Generation) -> None: ...
 
+    def held_text(self, generation: Generation) -> str:
+        return ""
+
     def on_end(self, generation: Generation) -> None: ...
 
 

@@ -47,6 +47,21 @@ def test_a_request_that_waits_too_long_gets_503(overlap: bool, own: bool) -> Non
     assert rig.heard["runs"].ids == expected_output([1] * 9, 1, 20, 97)
 
 
+def test_the_time_before_the_scheduler_counts() -> None:
+    rig = Rig(max_running=1, waiting_timeout=10.0)
+    rig.add("runs", [1] * 9, max_new_tokens=20)
+    rig.turn()
+    rig.add("held", [2] * 9, waited_s=9.0)
+    rig.add("late", [3] * 9, waited_s=11.0)
+    turns(rig, 1)
+    assert rig.heard["held"].finish is None
+    turns(rig, 2)
+    for rid in ("held", "late"):
+        finish = rig.heard[rid].finish
+        assert isinstance(finish, AbortFinish) and finish.err_type == "WaitingTimeout"
+    rig.run()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_request_that_runs_too_long_ends_with_what_it_has(overlap: bool) -> None:
     rig = Rig(overlap=overlap, waiting_timeout=3.0, running_timeout=10.0)

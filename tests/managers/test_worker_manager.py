@@ -13,10 +13,10 @@ from fake_http import FakeScheduler, make_manager
 from tercet.managers.request_registry import Prompt
 from tercet.managers.worker_manager import WorkerManager
 from tercet.srt.errors import EngineDead
-from tercet.srt.io_struct import AbortFinish, GenerateReq
+from tercet.srt.io_struct import AbortFinish
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
-from tercet.srt.worker_messages import EngineNews
+from tercet.srt.worker_messages import EngineNews, SampleReq
 
 
 class Parent:
@@ -49,7 +49,7 @@ def prompt(text: str = "hello", rid: str | None = None) -> Prompt:
 
 
 def test_no_two_workers_use_one_key_or_one_seed() -> None:
-    async def body() -> list[GenerateReq]:
+    async def body() -> list[SampleReq]:
         sent = []
         for number in (0, 1, 64):
             worker, parent, _ = make_worker(number)
@@ -60,6 +60,19 @@ def test_no_two_workers_use_one_key_or_one_seed() -> None:
 
     sent = asyncio.run(body())
     assert len({request.rid for request in sent}) == len({r.options.sampling.sampling_seed for r in sent}) == 6
+
+
+def test_the_parent_learns_what_the_client_knows_a_sample_by() -> None:
+    async def body() -> list[SampleReq]:
+        worker, parent, _ = make_worker()
+        options = RequestOptions(sampling=SamplingParams(max_new_tokens=4, n=2))
+        await worker.submit("hello", options, rid="mine")
+        await worker.submit("hello", options, rid="other")
+        return parent.sent
+
+    sent = asyncio.run(body())
+    assert [(one.name, one.index) for one in sent] == [("mine", 0), ("mine", 1), ("other", 0), ("other", 1)]
+    assert [one.request.rid for one in sent] == [one.rid for one in sent] == ["3-0", "3-1", "3-2", "3-3"]
 
 
 def test_a_worker_hears_which_weights_are_in_use() -> None:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tercet.managers.worker_relay import WorkerRelay
 from tercet.srt.errors import EngineDead, QueueFull
-from tercet.srt.io_struct import AbortFinish, BatchTextOut, GenerateReq, LengthFinish, TextOut, joined, pack_ids
+from tercet.srt.io_struct import AbortFinish, BatchTextOut, LengthFinish, TextOut, joined, pack_ids
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
-from tercet.srt.worker_messages import Recoveries
+from tercet.srt.worker_messages import Recoveries, SampleReq
 
 
 class Rig:
@@ -34,7 +34,7 @@ class Rig:
 
     def generate(self, key: str, max_new_tokens: int = 3) -> None:
         options = RequestOptions(sampling=SamplingParams(max_new_tokens=max_new_tokens))
-        self.relay.generate(GenerateReq(key, pack_ids([1, 2, 3]), options))
+        self.relay.generate(SampleReq(key, pack_ids([1, 2, 3]), options, f"name of {key}", 1))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
@@ -82,6 +82,18 @@ def test_the_outputs_of_one_turn_are_one_message() -> None:
         rig.manager.fail("gone")
         await rig.until(lambda: bool(rig.sent))
         assert [[out.rid for out in batch.outs] for batch in rig.sent] == [["7-0", "7-1"]]
+
+    run(work)
+
+
+def test_a_sample_has_the_names_that_its_client_knows() -> None:
+    async def work(rig: Rig) -> None:
+        rig.scheduler.mute = True
+        rig.generate("7-0")
+        (sample,) = rig.manager.live_samples()
+        assert (sample.key, sample.rid, sample.index) == ("7-0", "name of 7-0", 1)
+        assert not rig.manager.abort("name of 7-0"), "only its worker finds it by its name"
+        rig.relay.close()
 
     run(work)
 

@@ -18,6 +18,8 @@ class BlockMachine(RuleBasedStateMachine):
         self.pins: dict[int, int] = {}
         self.keys: dict[int, bytes] = {}
         self.kept: list[int] = []  # least recently used first
+        self.found: set[bytes] = set()
+        self.num_forgotten = 0
 
     @rule()
     def take(self) -> None:
@@ -82,6 +84,10 @@ class BlockMachine(RuleBasedStateMachine):
         assert self.blocks.num_free == self.blocks.num_blocks - len(self.pins) - len(self.kept)
         for key in KEYS:
             assert self.blocks.find(key) == next((block for block, one in self.keys.items() if one == key), None)
+        found = {key for key in KEYS if self.blocks.find(key) is not None}
+        assert found >= self.found or self.blocks.num_forgotten > self.num_forgotten
+        self.found, self.num_forgotten = found, self.blocks.num_forgotten
+        assert all(self.blocks.is_pinned(block) == (block in self.pins) for block in range(self.blocks.num_blocks))
 
 
 TestBlockMachine = BlockMachine.TestCase

@@ -13,9 +13,11 @@ import pytest
 from tercet.mem_cache import kv_files
 from tercet.mem_cache.block_keys import BlockContent
 from tercet.mem_cache.kv_files import KVFiles
+from tercet.mem_cache.kv_folder import BLOCK_STEP_NS
 
 SIZE = 1000
 CONTENT = BlockContent(b"before" * 5 + b"..", "salt", b"tokens.." * 2)
+FILE_SIZE = SIZE + 116
 
 
 def key(number: int) -> bytes:
@@ -39,6 +41,13 @@ def age(folder: Path, number: int, seconds: float) -> None:
     os.utime(path, (then, then))
 
 
+def use(files: KVFiles, *numbers: int) -> None:
+    """Counts a use of a prefix of these blocks."""
+    files.look()
+    for one, used_ns in files.unrenewed([key(number) for number in numbers]).items():
+        files.renew(one, used_ns)
+
+
 def test_what_is_written_is_read_by_another_server(tmp_path: Path) -> None:
     files = KVFiles(tmp_path / "a" / "b", 1 << 20)
     other = KVFiles(tmp_path / "a" / "b", 1 << 20)
@@ -55,7 +64,7 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     for number in range(5):
         files.write(key(number), CONTENT, block(number))
         age(tmp_path, number, 100 - number)
-    assert read(files, 0)  # now the most recent
+    use(files, 0)  # now the most recent
     files.write(key(5), CONTENT, block(5))
     assert [number for number in range(6) if files.has(key(number))] == [0, 3, 4, 5]
     assert len(list(tmp_path.iterdir())) == 4
@@ -66,7 +75,40 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     assert not smaller.has(key(9)) and smaller.is_writing, "larger than the bound"
 
 
-def test_a_full_disk_switches_writing_off_with_one_line(
+def test_a_prefix_goes_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_files, "use_time_ns", lambda index: 10**18 - index * BLOCK_STEP_NS)
+    files = KVFiles(tmp_path, int(4.5 * FILE_SIZE))
+    prefix = (3, 1, 2)
+    for index, number in enumerate(prefix):
+        files.write(key(number), CONTENT, block(number), 10**18 - index * BLOCK_STEP_NS)
+    for number in (4, 5):
+        files.write(key(number), CONTENT, block(number))
+    assert [files.has(key(number)) for number in prefix] == [True, True, False]
+    for number in (3, 1):
+        age(tmp_path, number, 1000 * number)  # the first one most
+    use(files, *prefix)
+    files.write(key(6), CONTENT, block(6))
+    assert [files.has(key(number)) for number in prefix] == [True, False, False]
+
+
+def test_a_use_is_noted_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, keys = KVFiles(tmp_path, 1 << 20), [key(1), key(2), key(3)]
+    start_ns = 10**18
+    monkeypatch.setattr(kv_files, "use_time_ns", lambda index: start_ns - index * BLOCK_STEP_NS)
+    for index in (0, 1):
+        files.write(keys[index], CONTENT, block(index + 1), start_ns - index * BLOCK_STEP_NS)
+    assert not files.unrenewed(keys)
+    start_ns += 60 * 10**9
+    assert files.unrenewed(keys) == {keys[0]: start_ns, keys[1]: start_ns - BLOCK_STEP_NS}
+    next(tmp_path.glob(f"*{keys[1].hex()}*")).unlink()
+    use(files, 1, 2, 3)
+    assert [path.stat().st_mtime_ns for path in tmp_path.iterdir()] == [start_ns]
+    assert not files.unrenewed(keys) and not files.has(keys[1])
+    files.renew(keys[0], start_ns - 1)  # an earlier one that comes late
+    assert next(tmp_path.iterdir()).stat().st_mtime_ns == start_ns
+
+
+def test_a_full_disk_stops_writing_for_a_while_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = KVFiles(tmp_path, 1 << 20)
@@ -75,15 +117,87 @@ def test_a_full_disk_switches_writing_off_with_one_line(
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(kv_files.os, "replace", full)
-    with caplog.at_level(logging.WARNING):
-        files.write(key(2), CONTENT, block(2))
-        files.write(key(3), CONTENT, block(3))
-    monkeypatch.undo()
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(kv_files.os, "replace", full)
+        assert not files.write(key(2), CONTENT, block(2)) and not files.is_writing
+        assert not files.write(key(3), CONTENT, block(3))
+        patch.setattr(kv_files, "_RETRY_S", 0.0)
+        files._retry_s = 0.0  # a minute has passed
+        assert files.is_writing and not files.write(key(4), CONTENT, block(4))
+        assert files.is_writing and not files.write(key(5), CONTENT, block(5))
     (line,) = caplog.records
-    assert "No space left" in line.getMessage() and not files.is_writing
-    files.write(key(4), CONTENT, block(4))
+    assert "No space left" in line.getMessage()
     assert len(list(tmp_path.iterdir())) == 1 and read(files, 1), "no half a file, and reading goes on"
+    assert files.write(key(4), CONTENT, block(4)) and read(files, 4)
+
+
+def test_some_space_of_the_disk_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk has room for six files. Somebody else fills it."""
+    files, size = KVFiles(tmp_path, 1 << 30), FILE_SIZE
+    foreign = 0
+
+    def spare(folder: Path) -> int:
+        return 6 * size - foreign - sum(path.stat().st_size for path in folder.iterdir())
+
+    monkeypatch.setattr(kv_files, "spare_bytes", spare)
+    for number in range(9):
+        assert files.write(key(number), CONTENT, block(number))
+        age(tmp_path, number, 100 - number)
+        assert spare(tmp_path) >= 0
+    assert files.has(key(8)) and not files.has(key(0)), "old files make room"
+    foreign, num_files = 6 * size - 100, len(list(tmp_path.iterdir()))
+    assert not files.write(key(9), CONTENT, block(9)) and not files.is_writing
+    assert len(list(tmp_path.iterdir())) == num_files, "to remove all of them would not suffice"
+    KVFiles(tmp_path, 1 << 30)
+    assert len(list(tmp_path.iterdir())) == num_files
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_a_file_that_cannot_be_read_is_missed_but_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
+) -> None:
+    files = KVFiles(tmp_path, 1 << 20)
+    for number in (1, 2):
+        files.write(key(number), CONTENT, block(number))
+
+    def fail(*args: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(kv_files, "_read", fail)
+        assert not read(files, 1) and not read(files, 2)
+    (line,) = caplog.records
+    assert os.strerror(error) in line.getMessage()
+    assert files.num_damaged == 0 and not files.has(key(1))
+    files.look()
+    assert read(files, 1) and read(files, 2)
+
+
+def test_a_file_that_cannot_be_removed_ends_no_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = KVFiles(tmp_path, 2 * FILE_SIZE)
+    for number in (1, 2):
+        files.write(key(number), CONTENT, block(number))
+        age(tmp_path, number, 100 - number)
+    unlink = Path.unlink
+
+    def sticky(path: Path, missing_ok: bool = False) -> None:
+        if key(1).hex() in path.name:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", sticky)
+    assert files.write(key(3), CONTENT, block(3))
+    assert [files.has(key(number)) for number in (1, 2, 3)] == [True, False, True]
+
+
+@pytest.mark.parametrize(("folder_mode", "expected"), [(0o700, 0o600), (0o755, 0o600), (0o770, 0o660), (0o777, 0o666)])
+def test_who_may_write_to_the_folder_may_use_the_files(tmp_path: Path, folder_mode: int, expected: int) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    folder.chmod(folder_mode)
+    KVFiles(folder, 1 << 20).write(key(1), CONTENT, block(1))
+    (path,) = folder.iterdir()
+    assert path.stat().st_mode & 0o777 == expected
 
 
 def test_a_file_that_another_server_removes_is_missed_in_silence(
@@ -102,13 +216,45 @@ def test_abandoned_files_are_removed_and_foreign_ones_stay(tmp_path: Path) -> No
     os.utime(tmp_path / "tercet-kv-x.tmp", (0, 0))
     files = KVFiles(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "tercet-kv-y.tmp"]
-    assert files.is_writing
+    assert files.is_writing and files.used_bytes == 1, "the other one may be finished soon"
+    os.utime(tmp_path / "tercet-kv-y.tmp", (0, 0))
+    files.look()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"] and files.used_bytes == 0
 
 
 def test_a_folder_that_cannot_be_used_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ValueError, match=r"--hicache-storage-dir .*kv: Not a directory"):
         KVFiles(tmp_path / "file" / "kv", 1 << 20)
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(kv_files, "list_folder", fail)
+    with pytest.raises(ValueError, match=r"--hicache-storage-dir .*: Input/output error"):
+        KVFiles(tmp_path, 1 << 20)
+
+
+def test_it_counts_what_is_forgotten(tmp_path: Path) -> None:
+    files, other = KVFiles(tmp_path, 1 << 20), KVFiles(tmp_path, 1 << 20)
+    for number in (1, 2, 3):
+        files.write(key(number), CONTENT, block(number))
+    other.look()
+    counts = [other.num_forgotten]
+    next(tmp_path.glob(f"*{key(1).hex()}*")).unlink()
+    assert not read(other, 1)
+    counts.append(other.num_forgotten)
+    next(tmp_path.glob(f"*{key(2).hex()}*")).unlink()
+    other.look()
+    counts.append(other.num_forgotten)
+    next(tmp_path.glob(f"*{key(3).hex()}*")).write_bytes(b"damaged")
+    assert not read(other, 3)
+    counts.append(other.num_forgotten)
+    assert counts == sorted(set(counts))
 
 
 def content(number: int, namespace: str = "") -> BlockContent:
@@ -148,7 +294,7 @@ def test_changes_are_told_in_order(tmp_path: Path) -> None:
         age(tmp_path, number, 100 + number)
     assert files.take_changes() == ()
     files.list_files()
-    assert files.take_changes() == [(key(2), True), (key(1), True)]
+    assert files.take_changes() == [(key(1), True), (key(2), True)]
     other.write(key(3), CONTENT, block(3))
     files.look()
     files.write(key(4), CONTENT, block(4))  # too many: the least recently used ones go

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from patience import PATIENCE_S
 from tercet.mem_cache import kv_storage
 from tercet.mem_cache.block_keys import BlockContent
 from tercet.mem_cache.kv_files import KVFiles
+from tercet.mem_cache.kv_folder import BLOCK_STEP_NS, file_name
 from tercet.mem_cache.kv_storage import KVStorage, ReadJob, WriteJob
 
 
@@ -20,8 +22,11 @@ def key(number: int) -> bytes:
     return bytes([number]) * 32
 
 
+CONTENT = BlockContent(key(99), "", b"tokens")
+
+
 def job(number: int, block: int | None = None) -> WriteJob:
-    return WriteJob(key(number), number if block is None else block, BlockContent(key(99), "", b"tokens"))
+    return WriteJob(key(number), number if block is None else block, CONTENT)
 
 
 class Clock:
@@ -100,6 +105,46 @@ def test_close_writes_what_is_queued_but_not_for_ever(tmp_path: Path, monkeypatc
     stuck.write(job(0))
     stuck.close(0.01)  # returns
     may_go.set()
+
+
+def test_a_busy_server_sees_the_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_storage, "_LOOK_INTERVAL_S", 0.005)
+    first, busy = Storage(tmp_path), Storage(tmp_path)
+    write, numbers = busy.files.write, iter(range(1, 10**6))
+    deadline_s = time.monotonic() + PATIENCE_S
+
+    def write_and_queue(*args: object) -> bool:
+        if not busy.has(key(0)) and time.monotonic() < deadline_s:
+            busy.write(WriteJob(next(numbers).to_bytes(32, "big"), 1, CONTENT))  # it is never without a job
+        return write(*args)
+
+    monkeypatch.setattr(busy.files, "write", write_and_queue)
+    busy.write(WriteJob(bytes([255]) * 32, 1, CONTENT))
+    first.write(job(0))
+    first.close(PATIENCE_S)
+    busy.close(PATIENCE_S)
+    assert busy.has(key(0)) and time.monotonic() < deadline_s
+
+
+def test_a_look_that_takes_long_comes_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path)
+    now_s = iter([100.0, 101.0])
+    monkeypatch.setattr(kv_storage, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    KVStorage._look(storage)
+    monkeypatch.undo()
+    assert storage._look_s == pytest.approx(101.0 + 1.0 / 0.02)
+    storage.close(PATIENCE_S)
+
+
+def test_a_use_renews_the_files_of_a_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path)
+    for number in range(3):
+        storage.write(WriteJob(key(number), number, CONTENT, 10**18))
+    storage.ended(3)
+    storage.use([key(1), key(0), key(7)])
+    storage.close(PATIENCE_S)
+    last = [storage.files._folder.joinpath(file_name(key(number))).stat().st_mtime_ns for number in range(3)]
+    assert last[2] == 10**18 and last[1] - last[0] == BLOCK_STEP_NS and last[0] > 10**18
 
 
 def true_job(number: int) -> WriteJob:

@@ -20,8 +20,8 @@ from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers.quantized_weight import GROUP, QuantizedWeight, quantize
 from tercet.model_executor.runner.load import load_runner
 from tercet.model_executor.runner.model_runner import ModelRunner
+from tercet.model_executor.weights.cache_folder import CacheFolder
 from tercet.model_executor.weights.loader import load_parameters, stored_forms, stored_matrix_dtype
-from tercet.model_executor.weights.weight_cache import WeightCache
 from tercet.srt.model_files.default_model import find_default_model
 from tercet.srt.model_files.model_config import ModelConfig, load_model_config
 
@@ -206,11 +206,11 @@ def test_a_gguf_file_and_its_cached_weights(tmp_path: Path) -> None:
     assert stored_matrix_dtype(config) == BFLOAT16
     expected = load_parameters(config, FLOAT32, CPU)
     for _ in range(2):  # made, then mapped
-        found = load_parameters(config, FLOAT32, CPU, cache=WeightCache(folder), weight_dtype=BFLOAT16)
+        found = load_parameters(config, FLOAT32, CPU, cache=CacheFolder(folder), weight_dtype=BFLOAT16)
         for name, tensor in expected.items():
             assert found[name].dtype == (BFLOAT16 if tensor.dim() == 2 else FLOAT32)
             assert torch.equal(found[name].float(), tensor)
     (narrow,) = folder.iterdir()
-    load_parameters(config, FLOAT32, CPU, cache=WeightCache(folder))
+    load_parameters(config, FLOAT32, CPU, cache=CacheFolder(folder))
     (wide,) = set(folder.iterdir()) - {narrow}
     assert narrow.stat().st_size < 0.6 * wide.stat().st_size

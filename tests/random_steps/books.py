@@ -1,22 +1,25 @@
-"""The books of the KV pool, added up anew and independently of the code under test."""
+"""The books of the KV pool and of host memory, added up anew and independently of the code under test."""
 
 from __future__ import annotations
 
 import numpy as np
+from random_steps.files import FakeStorage
 
 from tercet.managers.kv_cache_manager import KVCacheManager
+from tercet.managers.kv_tiers import KVTiers
 from tercet.managers.req import Req
+from tercet.mem_cache.kv_storage import WriteJob
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.radix_node import RadixNode
 
 
 def cached_slots(cache: RadixCache) -> np.ndarray:
     """int32 [n]: all slots that a request could find."""
-    return np.concatenate([np.empty(0, np.int32), *(node.slots for node in _nodes(cache))])
+    return np.concatenate([np.empty(0, np.int32), *(node.slots for node in nodes_of(cache))])
 
 
-def _nodes(cache: RadixCache) -> list[RadixNode]:
-    """The nodes of the tree without its root."""
+def nodes_of(cache: RadixCache) -> list[RadixNode]:
+    """The nodes of the tree without its root, parents before their children."""
     found, level = [], [cache._root]
     while level:
         level = [child for node in level for child in node.children.values()]
@@ -28,7 +31,7 @@ def check_owners(kv: KVCacheManager, holders: list[Req]) -> None:
     """Raises AssertionError unless each slot of the pool has exactly one owner, and the counts of owners are right."""
     assert isinstance(kv.cache, RadixCache)
     page = kv.page_size
-    nodes = [*_nodes(kv.cache), *kv.cache._discarded]
+    nodes = [*nodes_of(kv.cache), *kv.cache._discarded]
     cached = [node.slots for node in nodes]
     num_cached = sum(map(len, cached))
     num_locked = sum(len(node.slots) for node in nodes if node.lock_count)
@@ -43,3 +46,24 @@ def check_owners(kv: KVCacheManager, holders: list[Req]) -> None:
     rows = [req.row for req in holders]
     assert 0 not in rows and len(set(rows)) == len(rows)
     assert kv.req_to_token_pool.num_free + len(rows) == kv.req_to_token_pool.num_rows
+
+
+def check_host_blocks(tiers: KVTiers, storage: FakeStorage | None) -> None:
+    """Raises AssertionError unless each host block is free, kept for a key, or used by the copies and jobs that pin it.
+
+    `storage`: that of `tiers`.
+    """
+    uses: list[int] = []
+    for copies in [tiers._next, *tiers._under_way]:
+        uses += copies.blocks
+    for job in [] if storage is None else storage.jobs:
+        uses += [job.block] if isinstance(job, WriteJob) else [block for _, block in job.blocks]
+    blocks = tiers.blocks
+    num_uses = [0] * blocks.num_blocks
+    for block in uses:
+        num_uses[block] += 1
+    assert num_uses == blocks._pins, "a host block has other users"
+    owned = sorted([*blocks._free, *blocks._kept, *set(uses)])
+    assert owned == list(range(blocks.num_blocks)), "a host block has no owner, or two"
+    assert all(blocks._key_of[block] is not None for block in blocks._kept), "a host block is kept for nobody"
+    assert not any(blocks._key_of[block] for block in blocks._free)

@@ -6,6 +6,7 @@ A case is drawn from one number. It is plain data, so a case that fails can be m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from random import Random
 from typing import Any, NamedTuple
 
@@ -23,9 +24,9 @@ class Happening(NamedTuple):
 
     turn: int
     kind: str
-    """`arrive`, or an event of `_EVENTS`."""
+    """`arrive`, an event of `_EVENTS`, `pause abort`, `weights`, or `restart`."""
     number: int
-    """Of the request that arrives or is aborted, or of the call."""
+    """Of the request that arrives or is aborted, of the call, or the version of the weights."""
     request: dict[str, Any] | None = None
 
 
@@ -66,6 +67,10 @@ _CHOICES: dict[str, list[Any]] = {
     "block_pages": [1, 2, 3],
 }
 _EVENTS = ["pause", "retract", "continue", "continue", "continue", "flush", "abort", "abort", "abort all", "late"]
+NUM_WEIGHTS = 3
+"""Versions of the weights. Those of an update are drawn, so earlier ones come back and find their KV files."""
+UNSUITABLE, BROKEN = -1, -2
+"""Versions that cannot be loaded: the engine refuses them, or fails to load them."""
 
 
 def draw_case(seed: int) -> Case:
@@ -75,6 +80,12 @@ def draw_case(seed: int) -> Case:
     grammars = Random(f"grammars {seed}")  # of its own, so that the older choices of each case stay as they were
     rig["joins_forced"] = grammars.random() < 0.5
     constrained = grammars.choice([0.0, 0.0, 0.5])
+    lives = Random(f"retention, weights and restarts {seed}")
+    rig["max_retained_share"] = lives.choice([0.1, 0.5, 1.0])
+    if lives.random() < 0.4:  # other policies honour no retention
+        rig["eviction"] = "value"
+    updates_per_turn = lives.choice([0.0, 0.0, 0.02])
+    restarts_per_turn = lives.choice([0.0, 0.0, 0.02])
     num_turns = rng.randint(30, _MAX_TURNS)
     is_overloaded = rng.random() < 0.05
     arrivals_per_turn = 2.0 if is_overloaded else rng.choice([0.05, 0.2, 0.2, 0.6])
@@ -88,11 +99,21 @@ def draw_case(seed: int) -> Case:
                 request["priority"] = 0
             if grammars.random() < constrained:
                 request["regex"] = str(grammars.randrange(4))
+            request["stream"] = lives.random() < 0.8
+            if rig["eviction"] == "value":
+                request |= _draw_retention(lives, num_requests)
             happenings.append(Happening(turn, "arrive", num_requests, request))
             num_requests += 1
         if rng.random() < events_per_turn:
             number = max(num_requests - 1 - rng.randrange(8), 0)
             happenings.append(Happening(turn, rng.choice(_EVENTS), number))
+        if lives.random() < updates_per_turn:
+            happenings += _draw_update(lives, turn)
+        if lives.random() < restarts_per_turn:
+            happenings.append(Happening(turn, "restart", 0))
+        if lives.random() < events_per_turn / 8:
+            happenings.append(Happening(turn, "pause abort", 0))
+    happenings.sort(key=attrgetter("turn"))  # stable
     return Case(
         seed,
         rig,
@@ -116,3 +137,25 @@ def _draw_request(rng: Random, lengths: list[int]) -> dict[str, Any]:
         "tenant": rng.choice("abc"),
         "max_new_tokens": rng.choice(lengths),
     }
+
+
+def _draw_retention(rng: Random, number: int) -> dict[str, Any]:
+    """`continues`: a request whose prompt and output go before this prompt, if it has ended. `tool_call`: turns until
+    the scheduler learns that the output is a tool call, and seconds of its retention."""
+    seconds = rng.choice([None, None, 0.0, 0.05, 2.0, 3600.0])
+    return {
+        "session_id": rng.choice(["", "", "s", "u"]),
+        "retention_seconds": seconds,
+        "tool_call": rng.choice([None, (1, 60.0), (3, 0.5)]) if seconds is None else None,
+        "continues": rng.randrange(max(number - 8, 0), number) if number and rng.random() < 0.4 else None,
+    }
+
+
+def _draw_update(rng: Random, turn: int) -> list[Happening]:
+    """An update of the weights. It must be refused before a pause has begun, and while requests keep their KV."""
+    pause = rng.choice(["retract", "retract", "retract", "pause abort", "pause", None])
+    version = rng.choice([*range(NUM_WEIGHTS), *range(NUM_WEIGHTS), UNSUITABLE, BROKEN])
+    update = [Happening(turn, pause, 0)] if pause is not None else []
+    turn += rng.choice([0, 1, 1, 1])  # 0: the pause has only begun
+    update.append(Happening(turn, "weights", version))
+    return [*update, Happening(turn + rng.randrange(4), "continue", 0)]

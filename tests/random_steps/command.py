@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +28,10 @@ _PROGRESS_INTERVAL_S = 10.0
 _MAX_SHRINK_RUNS = 400
 
 
-def scheduler_steps(number: int) -> int:
-    """Runs a case of the scheduler. Returns its turns. Raises what is wrong, with a note that says how to repeat it."""
+def scheduler_steps(number: int, seen: Counter[str]) -> int:
+    """Runs a case of the scheduler. Returns its turns, and adds to `seen` what is rare and has happened.
+
+    Raises what is wrong, with a note that says how to repeat it."""
     case = draw_case(number)
     run = SchedulerCase(case)
     try:
@@ -35,10 +39,11 @@ def scheduler_steps(number: int) -> int:
     except Exception as error:
         error.add_note(f"case {number}, after {run.num_turns} turns; repeat it with: scripts/steps --case {number}")
         raise
+    seen.update(run.seen)
     return run.num_turns
 
 
-def cache_steps(number: int) -> int:
+def cache_steps(number: int, seen: Counter[str]) -> int:
     """Runs a case of the prefix cache. Returns its steps."""
     from test_radix_machine import PLAY_STEPS, play  # imported here: only scripts/steps has its folder on the path
 
@@ -85,6 +90,7 @@ def run(first: int, num_steps: int, time_limit_s: float, progress: TextIO) -> tu
     """Runs cases from number `first` on. Returns the counts, and the tracebacks of what is wrong."""
     began = reported = time.monotonic()
     counts = {"scheduler": 0, "cache": 0}
+    seen: Counter[str] = Counter()
     wrong: list[str] = []
     numbers: dict[str, Iterator[int]] = {name: iter(range(first, sys.maxsize)) for name in counts}
     kinds = {"scheduler": scheduler_steps, "cache": cache_steps}
@@ -92,7 +98,7 @@ def run(first: int, num_steps: int, time_limit_s: float, progress: TextIO) -> tu
         name = min(counts, key=counts.__getitem__)
         number = next(numbers[name])
         try:
-            counts[name] += kinds[name](number)
+            counts[name] += kinds[name](number, seen)
         except Exception:
             wrong.append(traceback.format_exc())
             progress.write(wrong[-1])
@@ -105,7 +111,8 @@ def run(first: int, num_steps: int, time_limit_s: float, progress: TextIO) -> tu
             progress.flush()
         if now - began > time_limit_s:
             break
-    report = {"steps": sum(counts.values()), **counts, "seconds": round(time.monotonic() - began, 1)}
+    seconds = round(time.monotonic() - began, 1)
+    report = {"steps": sum(counts.values()), **counts, "seconds": seconds, "seen": dict(seen)}
     return report, wrong
 
 
@@ -118,10 +125,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--cache-case", type=int, help="run this case of the prefix cache alone")
     parser.add_argument("--report", type=Path, help="write the counts to this JSON file")
     args = parser.parse_args(arguments)
+    logging.getLogger("tercet").setLevel(logging.CRITICAL)  # weights that cannot be loaded bring lines
     if args.case is not None:
         return _repeat(args.case)
     if args.cache_case is not None:
-        sys.stdout.write(f"passed {cache_steps(args.cache_case)} steps\n")
+        sys.stdout.write(f"passed {cache_steps(args.cache_case, Counter())} steps\n")
         return 0
     first = Random().randrange(1 << 32) if args.first is None else args.first
     sys.stdout.write(f"cases from {first} on\n")

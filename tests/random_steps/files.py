@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from random import Random
 
 import numpy as np
@@ -11,25 +12,38 @@ from tercet.mem_cache.kv_storage import FileChange, ReadJob, WriteJob
 
 
 class FakeStorage:
-    """A KVStorage whose jobs take a random number of polls. Some reads find damaged files, and writing may fail."""
+    """A KVStorage whose jobs take a random number of polls. Some reads find damaged files, and the disk may be full."""
 
-    def __init__(self, memory: np.ndarray, seed: int) -> None:
-        """`memory`: uint8 [num_blocks, block_bytes]."""
+    def __init__(self, memory: np.ndarray, seed: str, before: FakeStorage | None) -> None:
+        """`memory`: uint8 [num_blocks, block_bytes]. `before`: that of the last engine, whose files are still there."""
         self.is_writing = True
         self.files = self
-        self.used_bytes = self.max_bytes = self.num_damaged = self.num_removed = 0
+        self.used_bytes = self.max_bytes = 0
+        self.num_damaged = self.num_removed = self.num_read = self.num_forgotten = 0
         self._memory = memory
         self._rng = Random(seed)
-        self._files: dict[bytes, np.ndarray] = {}
-        self._jobs: list[ReadJob | WriteJob] = []
-        self.contents: dict[bytes, BlockContent] = {}
+        self._done_share = self._rng.choice([0.5, 0.5, 0.02])
+        """Probability that a poll returns a job. A slow disk lets requests wait until they compute KV themselves."""
+        self._full_share = self._rng.choice([0.005, 0.1])
+        """Probability that a write finds a full disk."""
+        self._files: dict[bytes, np.ndarray] = {} if before is None else before._files
+        self.contents: dict[bytes, BlockContent] = {} if before is None else before.contents
         """What the key of each file stands for."""
+        self.jobs: list[ReadJob | WriteJob] = []
+        """Those that have not ended."""
         self._changes: list[FileChange] | None = None
         """Not reported yet; None: nobody asks."""
         self._order = Random(seed)
 
     def has(self, key: bytes) -> bool:
         return key in self._files
+
+    @property
+    def index(self) -> Container[bytes]:
+        return self._files
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        pass
 
     def list_files(self) -> None:
         """In any order, as in a folder that was copied."""
@@ -56,34 +70,37 @@ class FakeStorage:
             self._changes.append((key, content))
 
     def read(self, job: ReadJob) -> None:
-        self._jobs.append(job)
+        self.jobs.append(job)
 
     def write(self, job: WriteJob) -> None:
-        self._jobs.append(job)
+        self.jobs.append(job)
 
     def poll(self, timeout_s: float = 0.0) -> list[ReadJob | WriteJob]:
-        done = [job for job in self._jobs if self._rng.random() < 0.5]
-        self._jobs = [job for job in self._jobs if job not in done]
+        done = [job for job in self.jobs if self._rng.random() < self._done_share]
+        self.jobs = [job for job in self.jobs if job not in done]
         for job in done:
             if isinstance(job, ReadJob):
                 self._read(job)
             elif self.is_writing and job.key not in self._files:
-                self._files[job.key] = self._memory[job.block].copy()
-                self._note(job.key, job.content)
-                job.is_written = True
-                self.is_writing = self._rng.random() > 0.005
+                self.is_writing = job.is_written = self._rng.random() > self._full_share
+                if job.is_written:
+                    self._files[job.key] = self._memory[job.block].copy()
+                    self._note(job.key, job.content)
         return done
 
     def _read(self, job: ReadJob) -> None:
         for key, block in job.blocks:
             if self._rng.random() < 0.05:  # damaged: it is removed, and may have changed the memory
                 self._files.pop(key, None)
+                self.num_forgotten += 1
                 self._note(key, None)
                 self._memory[block] = 0xA5
+                self.num_damaged += 1
             if key not in self._files:
                 return
             self._memory[block] = self._files[key]
             job.num_read += 1
+            self.num_read += 1
 
     def close(self, timeout_s: float) -> None:
-        self._jobs.clear()
+        self.jobs.clear()

@@ -1,31 +1,36 @@
 """Runs a random case through a whole scheduler on the fake runner, and checks it after every turn.
 
 After every turn: each slot, row and host block has one owner, no request is passed over too often, the readers of KV
-events know what the cache has. At the end: every request has the output of the fake model, whatever else happened.
+events know what the cache has, the cache retains what was asked for, and no more than it may. At the end: every request
+has the output of the fake model, whatever else happened. Only an update of the weights changes its later tokens.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
-from hash_grammar import constrained_output
 from kv_event_reader import DISK, HOST
-from random_steps.books import cached_slots, check_owners
-from random_steps.cases import CONTEXT_LEN, POISON, Case, Happening
+from random_steps.books import cached_slots, check_host_blocks, check_owners
+from random_steps.cases import BROKEN, CONTEXT_LEN, POISON, UNSUITABLE, Case, Happening
+from random_steps.clients import VOCAB, Clients
 from random_steps.files import FakeStorage
+from random_steps.retention import RetentionBooks
 from scheduler_rig import Rig
 from tier_reader import TierReader
 
-from fakes import expected_output
+from fakes import FakeProposer
 from tercet.managers.fair_policy import FairPolicy
 from tercet.managers.req import Req
 from tercet.managers.schedule_policy import MAX_PASSED_OVER
+from tercet.managers.weight_updates import LoadedWeights
 from tercet.mem_cache.base_prefix_cache import MatchResult
-from tercet.srt.errors import PromptTooLong, QueueFull, WaitingTimeout
-from tercet.srt.io_struct import AbortFinish, FlushCacheReq, LengthFinish
-from tercet.srt.pause_messages import ContinueReq, PauseReq
+from tercet.mem_cache.radix_cache import RadixCache
+from tercet.srt.io_struct import FlushCacheReply, FlushCacheReq
+from tercet.srt.pause_messages import ContinueReq, PauseReply, PauseReq
+from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq, WeightFacts
 
-VOCAB = 97
+_CALLS = (PauseReq, ContinueReq, FlushCacheReq, UpdateWeightsReq)
+_REPLIES = (PauseReply, FlushCacheReply, UpdateWeightsReply)
 _TURN_S = 0.01
 _AUDIT_INTERVAL = 16
 """Turns between two runs of the scheduler's own audit, which is slower than `check_owners`."""
@@ -53,12 +58,13 @@ class Listener:
 
     def _check_files(self, storage: FakeStorage) -> None:
         """The reader knows all files, except those of which neither it nor the engine knows what is before them."""
+        identity = _identity(self._rig.runner.weights)
         listed = self._known.keys_in(DISK)
         assert listed <= storage.contents.keys(), "files that have gone"
         known = listed | self._known.keys_in(HOST)
         for key in storage.contents.keys() - listed:
             content = storage.contents[key]
-            assert content.before not in known and not content.is_first(b"fake"), "a file is not reported"
+            assert content.before not in known and not content.is_first(identity), "a file is not reported"
 
     def _check_device(self) -> None:
         num_listed = len(self._known.reader.prefixes) * self._rig.kv.page_size
@@ -106,21 +112,47 @@ class WaitingBound:
 
 
 class SchedulerCase:
-    """One run of a case. `num_turns`: turns so far."""
+    """One run of a case. `num_turns`: turns so far. `seen`: how often what is rare has happened."""
 
     def __init__(self, case: Case) -> None:
         self.num_turns = 0
+        self.seen: Counter[str] = Counter()
         self._case = case
-        self._rig = rig = Rig(**case.rig, context_len=CONTEXT_LEN, vocab_size=VOCAB, audit=False)
+        self._clients = Clients(self.seen)
+        self._storage: FakeStorage | None = None
+        self._weights = 0
+        self._start()
+
+    def _start(self) -> None:
+        """Starts an engine. It has the files and the weights of the last one, if there was one."""
+        case = self._case
+        rig = Rig(**case.rig, context_len=CONTEXT_LEN, vocab_size=VOCAB, audit=False, load_weights=self._load)
+        self._rig = rig
         rig.runner.poison = POISON if case.has_poison else None
+        self._num_unanswered = 0
+        self._num_loads = 0
+        self._misled: list[Req] = []
+        """Requests with KV of other weights than those in use. An error in `_load` would only fail the update."""
+        if rig.kv.tiers is not None:
+            rig.kv.tiers.change_identity(_identity(self._weights))
         if case.has_files:
             assert rig.kv.tiers is not None
             memory = rig.runner.host.reshape(case.rig["host_blocks"], -1).view("uint8")
-            rig.kv.tiers._storage = FakeStorage(memory, case.seed)
+            seed = f"{case.seed} {self.seen['restarts']}"
+            self._storage = rig.kv.tiers._storage = FakeStorage(memory, seed, self._storage)
+        self._use_weights(self._weights)
         self._listener = Listener(rig) if case.has_listener else None
         self._bound = WaitingBound(rig)
         self._check_matches()
-        self._aborted: set[str] = set()
+        self._retention = None
+        if isinstance(rig.kv.cache, RadixCache) and rig.kv.cache.retentions is not None:
+            self._retention = RetentionBooks(rig.kv, case.rig["max_retained_share"], rig.clock)
+        self._clients.meet(rig, self._retention)
+
+    def _use_weights(self, version: int) -> None:
+        self._weights = self._rig.runner.weights = version
+        if isinstance(self._rig.planner._propose, FakeProposer):
+            self._rig.planner._propose.weights = version
 
     def _check_matches(self) -> None:
         """An admission finds what the policies count as cached, in all tiers."""
@@ -154,46 +186,122 @@ class SchedulerCase:
     def _turn(self) -> None:
         rig = self._rig
         rig.clock.now += _TURN_S
+        self._clients.tell_tool_calls(self.num_turns)
+        must_rest = rig.scheduler._pause.is_on and not rig.inbox.messages
+        num_loads = self._num_loads
         rig.turn()
+        assert not (must_rest and rig.runner.steps), "a step in a pause"
         rig.runner.steps.clear()
         self.num_turns += 1
+        self._clients.hear(self.num_turns)
+        self._count_replies(self._num_loads - num_loads)
         holders = rig.scheduler.queues.holders()
         check_owners(rig.kv, holders)
         if rig.kv.tiers is not None:
             rig.kv.tiers.audit()
+            check_host_blocks(rig.kv.tiers, self._storage)
         if self.num_turns % _AUDIT_INTERVAL == 0:
             rig.kv.audit(holders)
         self._bound.check()
         if self._listener is not None:
             self._listener.check()
+        if self._retention is not None:
+            self._retention.check(rig.scheduler.state().num_retained_tokens)
+            self.seen["turns with all retained that may be"] += self._retention.is_full
+        if self._num_loads > num_loads and rig.scheduler._pause.is_on:
+            self._check_forgotten()
+
+    # What happens
 
     def _send(self, message: object) -> None:
+        self._num_unanswered += isinstance(message, _CALLS)
         self._rig.inbox.messages.append(message)
 
     def _act(self, one: Happening) -> None:
         rig = self._rig
         if one.request is not None:
-            rig.add(f"r{one.number}", ignore_eos=True, **one.request)
+            self._clients.arrive(f"r{one.number}", dict(one.request), self._weights)
         elif one.kind == "abort":
-            self._aborted.add(f"r{one.number}")
-            rig.abort(f"r{one.number}")
+            self._clients.abort(f"r{one.number}")
         elif one.kind == "abort all":
-            self._aborted.update(f"r{other.number}" for other in self._case.happenings if other.turn <= one.turn)
-            rig.abort(None)
+            self._clients.abort(None)
         elif one.kind == "late":
             rig.clock.now += 0.7
         elif one.kind == "flush":
             self._send(FlushCacheReq(one.number))
         elif one.kind == "continue":
             self._send(ContinueReq(one.number))
+        elif one.kind == "weights":
+            self._send(UpdateWeightsReq(one.number, "", "auto", str(one.number)))
+        elif one.kind == "restart":
+            self._restart()
         else:
+            if one.kind == "pause abort":
+                self._clients.abort(None)
             self._send(PauseReq(one.number, one.kind == "retract"))
+
+    # Weights
+
+    def _load(self, message: UpdateWeightsReq) -> LoadedWeights:
+        """Loads weights into the runner."""
+        version = int(message.weight_version)
+        if version == UNSUITABLE:
+            raise ValueError("these weights are of another model")
+        if version == BROKEN:
+            raise MemoryError("no memory for these weights")
+        self._misled += self._rig.scheduler.queues.holders()
+        self._use_weights(version)
+        self._clients.on_weights(version)
+        self._num_loads += 1
+        self.seen["updates of weights"] += 1
+        return LoadedWeights(_identity(version), WeightFacts("float32", 1))
+
+    def _count_replies(self, num_loads: int) -> None:
+        """`num_loads`: updates of the weights in this turn."""
+        replies = [one for one in self._rig.tokenizer.messages if isinstance(one, _REPLIES)]
+        updates = [one for one in replies if isinstance(one, UpdateWeightsReply)]
+        self._rig.tokenizer.messages.clear()
+        self._num_unanswered -= len(replies)
+        assert sum(one.facts is not None for one in updates) == num_loads
+        assert not self._misled, "the weights have changed under requests with KV"
+        self.seen["refused or failed updates"] += len(updates) - num_loads
+
+    def _check_forgotten(self) -> None:
+        """Nothing of the old weights can be found."""
+        kv = self._rig.kv
+        assert kv.cache.evictable_size == kv.cache.protected_size == kv.cache.retained_size == 0
+        assert kv.tiers is None or not kv.tiers.blocks._block_of, "host memory has KV of the old weights"
+
+    # Restarts
+
+    def _restart(self) -> None:
+        """The engine dies, and its requests go on in another one, as in `TokenizerManager.resume`."""
+        old = self._rig
+        assert old.scheduler.state().num_kv_repairs == 0
+        self._close()
+        self.seen["restarts"] += 1
+        is_paused = old.scheduler._pause.is_on
+        self._start()
+        self._rig.clock.now = old.clock.now
+        self._rig.heard = old.heard
+        if is_paused:
+            self._send(PauseReq(0, False))
+        self._clients.resume()
+
+    def _close(self) -> None:
+        """Counts what the files of an engine have seen."""
+        if self._storage is not None:
+            self.seen["blocks read from files"] += self._storage.num_read
+            self.seen["damaged files"] += self._storage.num_damaged
+            self.seen["full disks"] += not self._storage.is_writing
+
+    # The end
 
     def _check_end(self) -> None:
         rig = self._rig
-        for one in self._case.happenings:
-            if one.request is not None:
-                self._check_answer(f"r{one.number}", **one.request)
+        self._close()
+        assert self._num_unanswered == 0, "a call has no answer"
+        self._clients.check()
         rig.kv.audit([])
         assert not rig.runner.is_nan[cached_slots(rig.kv.cache)].any(), "KV that is NaN stays in the cache"
         if rig.kv.tiers is not None:
@@ -205,32 +313,21 @@ class SchedulerCase:
         policy = rig.planner._policy
         if isinstance(policy, FairPolicy):
             assert not (policy.waiting or policy._num_charged)
+        self._check_eviction()
 
-    def _check_answer(
-        self, rid: str, prompt: list[int], max_new_tokens: int, regex: str | None = None, **_: object
-    ) -> None:
-        length = max_new_tokens
-        heard = self._rig.heard[rid]
-        assert heard.finish is not None, f"{rid} has no end"
-        if len(prompt) + length > min(CONTEXT_LEN, self._rig.kv.allocator.size):
-            assert isinstance(heard.finish, AbortFinish) and heard.finish.err_type == PromptTooLong.__name__
-            return
-        assert heard.ids == _expected(prompt, len(heard.ids), regex), f"{rid} has other tokens"
-        if not isinstance(heard.finish, AbortFinish):
-            assert heard.finish == LengthFinish(length) and len(heard.ids) == length
-            assert heard.last is not None
-            counts = heard.last.counts
-            assert counts.host_tokens + counts.storage_tokens <= counts.cached_tokens
-        elif heard.finish.err_type == "InvalidLogits":
-            assert POISON in _expected(prompt, length, regex)
-        elif heard.finish.err_type is not None:
-            assert heard.finish.err_type in (QueueFull.__name__, WaitingTimeout.__name__)
-        else:
-            assert rid in self._aborted or "run" in heard.finish.message
+    def _check_eviction(self) -> None:
+        """Everything can be evicted, whatever is retained, and every retention lapses."""
+        rig = self._rig
+        cache = rig.kv.cache
+        if self._case.seed % 2:
+            rig.clock.now += 1e6
+            cache.evict(0)
+            assert cache.retained_size == 0, "a retention does not lapse"
+        cache.evict(rig.kv.allocator.size)
+        assert rig.kv.allocator.num_free == rig.kv.allocator.size and cache.retained_size == 0
+        rig.kv.audit([])
 
 
-def _expected(prompt: list[int], length: int, regex: str | None) -> list[int]:
-    if regex is None:
-        return expected_output(prompt, 1, length, VOCAB)
-    eos_ids: frozenset[int] = frozenset()
-    return constrained_output(prompt, 1, length, VOCAB, grammar=int(regex), eos_ids=eos_ids, ignore_eos=True)
+def _identity(weights: int) -> bytes:
+    """Of the KV of a version of the weights."""
+    return f"weights {weights}".encode()

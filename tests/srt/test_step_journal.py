@@ -62,12 +62,15 @@ def test_a_step_without_requests_does_not_hide_the_step_in_flight(path: Path) ->
 def test_between_steps_nobody_is_named(path: Path) -> None:
     journal = StepJournal(path, max_rows=8)
     assert read_journal(path).rows is None and read_journal(path).last_steps == []
+    assert read_journal(path).is_between_steps
     journal.begin([FakeReq("1", range(0))], 1)
+    assert not read_journal(path).is_between_steps
     journal.end()
     assert read_journal(path).rows is None and len(read_journal(path).last_steps) == 1
+    assert read_journal(path).is_between_steps
     journal.begin([], 0)
     journal.begin([FakeReq("x" * 10_000, range(0))], 1)
-    assert read_journal(path).rows is None
+    assert read_journal(path).rows is None and not read_journal(path).is_between_steps
 
 
 def test_no_file_and_no_journal(path: Path) -> None:
@@ -75,7 +78,7 @@ def test_no_file_and_no_journal(path: Path) -> None:
     path.write_bytes(b"\xff" * 2000)
     assert read_journal(path).rows is None
     path.write_bytes(b"\xff")
-    assert read_journal(path).last_steps == []
+    assert read_journal(path).last_steps == [] and not read_journal(path).is_between_steps
 
 
 def test_a_killed_process_leaves_it(path: Path, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_embedding_out_of_the_packed_head(dtype):
 
 def test_what_does_not_fit_is_refused():
     x = torch.randn(3, 64)
-    packed = layers().pack_quantized(random_weight("int8", 40, 64))
+    packed = layers().pack(random_weight("int8", 40, 64))
     for bad_x, bad_packed, n, bits in (
         (x[:, :32].contiguous(), packed, 40, 8),
         (x[:, :40].contiguous(), packed, 40, 8),

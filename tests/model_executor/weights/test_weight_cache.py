@@ -16,8 +16,9 @@ from tiny_models import make_model
 
 from tercet.model_executor.weights import loader as weights
 from tercet.model_executor.weights import weight_cache
+from tercet.model_executor.weights.cache_folder import CacheFolder, open_cache_folder
 from tercet.model_executor.weights.loader import load_parameters
-from tercet.model_executor.weights.weight_cache import LAYOUT, WeightCache, open_weight_cache
+from tercet.model_executor.weights.weight_cache import LAYOUT
 from tercet.srt.model_files.model_config import load_model_config
 
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ def said(caplog):
 
 
 def load(config, folder, dtype=torch.bfloat16, **options):
-    return load_parameters(config, dtype, CPU, cache=WeightCache(folder, **options))
+    return load_parameters(config, dtype, CPU, cache=CacheFolder(folder, **options))
 
 
 def equal(some, others):
@@ -232,14 +233,14 @@ def test_what_is_larger_than_the_limit_costs_nobody_a_place(config, folder, said
 _START = """
 import sys, torch
 from pathlib import Path
-from tercet.model_executor.weights.weight_cache import WeightCache
+from tercet.model_executor.weights.cache_folder import CacheFolder
 from tercet.model_executor.weights.loader import load_parameters
 from tercet.srt.model_files.model_config import load_model_config
 config = load_model_config(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(20):
-    cached = load_parameters(config, torch.bfloat16, torch.device("cpu"), cache=WeightCache(Path(sys.argv[2])))
+    cached = load_parameters(config, torch.bfloat16, torch.device("cpu"), cache=CacheFolder(Path(sys.argv[2])))
     made = load_parameters(config, torch.bfloat16, torch.device("cpu"))
     assert all(torch.equal(cached[name], tensor) for name, tensor in made.items())
     for path in Path(sys.argv[2]).glob("*.safetensors"):
@@ -262,15 +263,15 @@ def test_many_start_at_once(config, folder):
 
 
 def test_settings(monkeypatch, tmp_path):
-    assert open_weight_cache("off") is None
-    assert open_weight_cache(str(tmp_path / "x"))._folder == tmp_path / "x"
+    assert open_cache_folder("off") is None
+    assert open_cache_folder(str(tmp_path / "x")).path == tmp_path / "x"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert open_weight_cache("auto")._folder == tmp_path / "tercet"
+    assert open_cache_folder("auto").path == tmp_path / "tercet"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert open_weight_cache("auto")._folder == tmp_path / ".cache" / "tercet"
+    assert open_cache_folder("auto").path == tmp_path / ".cache" / "tercet"
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user without a home
-    assert open_weight_cache("auto") is None
+    assert open_cache_folder("auto") is None
 
 
 def test_a_runner_keeps_nothing_unless_it_is_told_to(config, folder, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -119,6 +120,31 @@ def test_a_worker_that_somebody_kills_is_no_verdict() -> None:
         assert answer is None
 
     with_process(work, wait_s=PATIENCE_S)
+
+
+def test_a_worker_that_somebody_kills_while_it_starts_is_replaced() -> None:
+    async def work(process: GrammarProcess) -> None:
+        answer = asyncio.create_task(process.compile(spec("true")))
+        while (pid := process.pid) is None:
+            await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+        assert await answer is None and process.pid != pid
+
+    with_process(work, child_module=fake_child.MODULE, wait_s=PATIENCE_S)
+
+
+def test_no_verdict_comes_of_processes_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    async def work(process: GrammarProcess) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("tercet.srt.entrypoints.grammar_process.ChildProcess", no_memory)
+            with pytest.raises(GrammarNotChecked, match="could not be started: Cannot allocate memory"):
+                await process.compile(spec("true"))
+        assert await process.compile(spec("true")) is None
+
+    with_process(work, child_module=fake_child.MODULE)
 
 
 def test_a_compilation_that_does_not_end_is_ended() -> None:

@@ -24,6 +24,8 @@ from tercet.srt.entrypoints.http_listener import bind_group
 LONG = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 150}}
 SHORT = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 5}}
 
+_REPORT = re.compile("Wrote a report about this to (.*)")
+
 
 class Pair(NamedTuple):
     """A server, and a client of each of its two workers."""
@@ -143,7 +145,7 @@ def test_requests_of_both_workers_go_on_in_a_new_engine(pair: Pair) -> None:
     assert all(stream.begun.wait(PATIENCE_S) for stream in streams)
     with pair.paused():
         num_left = pair.call("GET", "/load")["server_load"]
-        answers = [pair.post(index, LONG) for index in (0, 1)]
+        answers = [pair.post(index, {**LONG, "rid": f"of worker {index}"}) for index in (0, 1)]
         pair.until_running(num_left + 2)
         os.kill(pair.server.children["scheduler"], signal.SIGKILL)
         assert pair.server.logged("The engine runs again")
@@ -152,6 +154,8 @@ def test_requests_of_both_workers_go_on_in_a_new_engine(pair: Pair) -> None:
     assert [sample["meta_info"]["num_recoveries"] for sample in samples] == [1, 1]
     assert [json.loads(stream.wait().data[-2])["text"] for stream in streams] == [text_of(150)] * 4
     assert pair.call("GET", "/server_info")["num_engine_restarts"] == 1
+    report = json.loads(Path(_REPORT.findall(pair.server.log)[-1]).read_text())
+    assert {"of worker 0", "of worker 1"} <= {one["id"] for one in report["requests"]}, "as the clients know them"
 
 
 def test_a_worker_that_dies_is_started_again(pair: Pair) -> None:

@@ -1,0 +1,118 @@
+"""The requests that the TokenizerManager holds: during restarts, during trials, and before other weights are loaded.
+
+They wait as in the scheduler's queue: `--max-queued-requests` and the waiting timeouts hold for them, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from ..srt.errors import MAX_RETRY_AFTER_S, QueueFull, WaitingTimeout
+from ..srt.io_struct import GenerateReq
+from ..srt.request_options import shorter
+from ..srt.server_args import ServerArgs
+from ..srt.tenant_weights import parse_weights
+from .generation import Generation
+
+_MIN_TIMER_S = 0.02
+"""So that the timer of a deadline that is near does not fire all the time while generation is paused."""
+
+
+class HeldRequests:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        live: Callable[[], Sequence[Generation]],
+        now: Callable[[], float],
+        restart_left_s: Callable[[], float | None],
+    ) -> None:
+        """`live`: all samples that have not ended. `now`: seconds without those of pauses. `restart_left_s`: until new
+        requests are sent again; None: unknown."""
+        self._max_num = server_args.max_queued_requests
+        self._waiting_s = server_args.waiting_timeout
+        self._urgency_sign = -1 if server_args.schedule_low_priority_values_first else 1
+        self._has_shares = server_args.schedule_policy == "dlpm"
+        self._weights = parse_weights(server_args.tenant_weights)
+        self._live = live
+        self._now = now
+        self._restart_left_s = restart_left_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
+
+    def add(self, new: Generation) -> None:
+        """Holds a new sample. If there are too many, one of them is refused."""
+        waiting = [one for one in self._live() if one.waits_to_begin]
+        if len(waiting) > self._max_num:
+            left_s = self._restart_left_s()
+            retry_after_s = None if left_s is None else min(max(math.ceil(left_s), 1), MAX_RETRY_AFTER_S)
+            error = QueueFull(
+                f"the waiting queue is full ({len(waiting) - 1} requests); try again later", retry_after_s=retry_after_s
+            )
+            self._to_refuse(new, waiting).fail(error)
+        self.watch([new])
+
+    def watch(self, samples: Iterable[Generation]) -> None:
+        """Ends those of these samples without output that are not sent by the end of their waiting time."""
+        first = min(map(self._deadline, samples), default=math.inf)
+        if first == math.inf or first >= self._timer_at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = first
+        delay_s = max(first - self._now(), _MIN_TIMER_S)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._end_late)
+
+    def timed(self, generation: Generation, request: GenerateReq) -> GenerateReq:
+        """The request, with the time that it has waited here if that counts."""
+        if self._deadline(generation) == math.inf:
+            return request
+        return msgspec.structs.replace(request, waited_s=max(self._now() - generation.waits_since, 0.0))
+
+    def _end_late(self) -> None:
+        self._timer, self._timer_at = None, math.inf
+        now = self._now()
+        for one in self._live():
+            if self._deadline(one) <= now:
+                one.fail(WaitingTimeout(f"the request has waited for {self._limit_s(one):g} s without a first step"))
+        self.watch(self._live())
+
+    def _deadline(self, generation: Generation) -> float:
+        """Infinite: it has none, the engine has the sample, or it has begun."""
+        limit_s = self._limit_s(generation)
+        if limit_s is None or generation.output_ids or not generation.waits_for_engine:
+            return math.inf
+        return generation.waits_since + limit_s
+
+    def _limit_s(self, generation: Generation) -> float | None:
+        if generation.request is None:
+            return None
+        return shorter(self._waiting_s, generation.request.options.waiting_timeout)
+
+    def _to_refuse(self, new: Generation, waiting: Sequence[Generation]) -> Generation:
+        """As in the scheduler's queue: of the least urgent, the newest. With shares, the newest of the tenant with the
+        most places for its weight."""
+        least = min(map(self._urgency, waiting))
+        found = [one for one in waiting if self._urgency(one) == least]
+        if self._has_shares:
+            places = Counter(map(_tenant, found))
+            share = {name: num / self._weights.get(name, 1.0) for name, num in places.items()}
+            # Of equals the tenant of the new sample: nobody gives way to one that would have as much.
+            most = max(share, key=lambda name: (share[name], new in found and name == _tenant(new)))
+            found = [one for one in found if _tenant(one) == most]
+        return new if new in found else found[-1]
+
+    def _urgency(self, generation: Generation) -> int:
+        assert generation.request is not None
+        return self._urgency_sign * generation.request.options.priority
+
+
+def _tenant(generation: Generation) -> str:
+    assert generation.request is not None
+    return generation.request.options.tenant

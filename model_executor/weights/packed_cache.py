@@ -1,0 +1,167 @@
+"""The cache of packed weights: matrices in the layout of the compiled CPU operations, in files that servers share.
+
+An entry is a PackedFile with all parameters of a model. Its name has a hash of all that the parameters depend on
+(`_key`), so an entry of other weights, settings or code is not found. The design is in docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import __version__
+from ...srt.model_files.fingerprint import weight_files
+from ...srt.model_files.model_config import ModelConfig
+from .. import cpu_extension
+from ..layers.packing import PackedWeight, gated_panels_of, panels_of
+from ..models.family import family_of
+from ..models.parameters import Parameter, ParameterDtypes
+from .cache_folder import PREFIX, CacheFolder, mark_used
+from .packed_file import PackedFile, write_packed
+from .quantization import parameter_bytes
+
+logger = logging.getLogger(__name__)
+
+_PACKAGE = Path(__file__).parents[2]
+_CODE = ("model_executor/layers", "model_executor/models", "model_executor/weights", "srt/model_files")
+"""Folders of the code that reads, converts and packs parameters."""
+_NOT_IN_WEIGHTS = {"model_path", "generation", "context_len", "eos_token_ids", "bos_token_id"}
+"""Fields of the config that parameters do not depend on."""
+_EMBEDDING = "embed_tokens.weight"
+_BITS = {"int8": 8, "int4": 4}
+
+
+class PackedParameters(Mapping[str, Any]):
+    """The parameters of a model for compiled layers: PackedWeights, and tensors of what is not multiplied.
+
+    They are read on the first access. If no entry can be written, they are those of the checkpoint.
+    """
+
+    def __init__(
+        self,
+        folder: CacheFolder,
+        config: ModelConfig,
+        dtypes: ParameterDtypes,
+        forms: Mapping[str, str],
+        stored: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """`forms`: quantized form of parameters by name. `stored`: reads the parameters of the checkpoint."""
+        self._folder = folder
+        self._config = config
+        self._dtypes = dtypes
+        self._forms = forms
+        self._stored = stored
+        self._table = {parameter.name: parameter for parameter in family_of(config).parameters(config)}
+
+    def __getitem__(self, name: str) -> Any:
+        found = self._found[name]
+        parameter = self._table[name]
+        if not isinstance(self._found, PackedFile) or not self._is_multiplied(parameter):
+            return found
+        return PackedWeight(found, torch.Size(parameter.shape), _BITS.get(self._forms.get(name, "")))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def _is_multiplied(self, parameter: Parameter) -> bool:
+        """Whether a linear layer or the output head has the parameter."""
+        is_table = parameter.name == _EMBEDDING and not self._config.tie_word_embeddings
+        return len(parameter.shape) == 2 and not is_table
+
+    @functools.cached_property
+    def _found(self) -> Mapping[str, Any]:
+        key = _key(self._config, self._dtypes, self._forms)
+        path = self._folder.path / f"{PREFIX}{key}.packed"
+        kept = self._open(path, key)
+        if kept is not None:
+            mark_used(path)
+            return kept
+        stored = self._stored()
+        try:
+            self._folder.make_room(self._num_bytes())
+            with self._folder.new_file(path) as file:
+                write_packed(file, key, self._packed(stored))
+            logger.info("Cached the packed weights in %s", path)
+        except OSError as error:
+            folder, reason = self._folder.path, error.strerror or error
+            logger.warning("Could not cache the packed weights in %s: %s", folder, reason)
+            return stored
+        written = self._open(path, key)
+        return stored if written is None else written
+
+    def _open(self, path: Path, key: str) -> PackedFile | None:
+        """Open the entry. Returns None if there is no file, or if it is truncated, damaged or invalid (logged)."""
+        try:
+            # Few rows of an embedding are read, unless it is the output head.
+            file = PackedFile(path, key, () if self._config.tie_word_embeddings else (_EMBEDDING,))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning("Writing %s again: %s", path, error)
+            return None
+        if file.is_mapped:
+            logger.info("Mapped the packed weights from %s", path)
+        else:
+            logger.info("Copied the packed weights from %s, because the file is not on huge pages", path)
+        return file
+
+    def _packed(self, stored: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._table.items():
+            found = stored[name]
+            if self._is_multiplied(parameter):
+                found = gated_panels_of(found) if name.endswith("gate_up_proj.weight") else panels_of(found)
+            yield name, found
+
+    def _num_bytes(self) -> int:
+        """About the size of the entry: without the padding."""
+        vectors, matrices = self._dtypes
+        sizes = parameter_bytes(self._config, vectors.itemsize, matrix_bytes=matrices.itemsize, forms=self._forms)
+        return sum(sizes.values())
+
+
+def _key(config: ModelConfig, dtypes: ParameterDtypes, forms: Mapping[str, str]) -> str:
+    """A hash of all that packed parameters depend on. Raises OSError for an unreadable model."""
+    variant = cpu_extension.load()
+    assert variant is not None
+    stamp = cpu_extension.stamp(variant)
+    described = {
+        "files": [_identity(path) for path in weight_files(config)],
+        "config": {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_IN_WEIGHTS},
+        "dtypes": [str(dtype) for dtype in dtypes],
+        "forms": dict(forms),
+        "build": variant.name,
+        "operations": None if stamp is None else stamp.sources,
+        "code": _code_digest(),
+        "versions": [__version__, torch.__version__],
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _identity(path: str) -> tuple[int, int, int, int]:
+    """What changes with any change of a file's content: a program can set the time of the content, but not the last.
+
+    A digest of the content would take as long as packing.
+    """
+    status = os.stat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+@functools.cache
+def _code_digest() -> str:
+    digest = hashlib.sha256()
+    for folder in _CODE:
+        for path in sorted((_PACKAGE / folder).glob("*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -1,0 +1,143 @@
+"""Requests that wait for an engine that restarts: how long they may wait, and which one is refused if they are many."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from gated_engine import Engine, scenario
+
+from tercet.managers.generation import Generation, error_of
+from tercet.managers.held_requests import HeldRequests
+from tercet.managers.recovery import Blame
+from tercet.srt.errors import QueueFull, WaitingTimeout
+
+PATIENCE_S = 60
+
+
+async def ends_late(sample: Generation) -> str:
+    """The message of its WaitingTimeout."""
+    error = error_of((await asyncio.wait_for(sample.result(), PATIENCE_S)).finish)
+    assert isinstance(error, WaitingTimeout)
+    return error.message
+
+
+async def submit(engine: Engine, **others: Any) -> Generation:
+    (sample,) = await engine.submit(1, **others)
+    return sample
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["of the server", "of the request"])
+def test_the_waiting_time_ends_during_a_restart(own: bool) -> None:
+    async def work() -> None:
+        engine = Engine(waiting_timeout=None if own else 0.05)
+        limit = {"waiting_timeout": 0.05} if own else {}
+        streams = await submit(engine, **limit)
+        engine.step(3)
+        waits = await submit(engine, **limit)
+        engine.die(None)
+        new = await submit(engine, **limit)
+        for one in (waits, new):
+            assert await ends_late(one) == "the request has waited for 0.05 s without a first step"
+        engine.restart()
+        assert engine.sent() == [streams.key], "it has begun"
+
+    asyncio.run(work())
+
+
+@scenario
+async def test_a_suspect_that_has_not_begun_does_not_wait_longer_either(engine: Engine) -> None:
+    samples = [await submit(engine, waiting_timeout=None if i == 0 else 0.05) for i in range(2)]
+    engine.die(Blame({one.key: 0 for one in samples}))
+    engine.restart()
+    assert engine.sent() == [samples[0].key]
+    await ends_late(samples[1])
+    engine.step(4)
+    assert not engine.manager.is_recovering
+
+
+@scenario
+async def test_the_scheduler_learns_how_long_a_request_has_waited(engine: Engine) -> None:
+    manager, clock = engine.manager, [100.0]
+    held: HeldRequests = manager._held
+    held._now = manager.pause.now = lambda: clock[0]  # type: ignore[method-assign]
+    samples = [await submit(engine, waiting_timeout=60.0), await submit(engine)]
+    clock[0] += 9
+    engine.die(None)
+    samples.append(await submit(engine, waiting_timeout=60.0))
+    clock[0] += 20
+    engine.restart()
+    assert engine.sent() == [one.key for one in samples]
+    assert [request.waited_s for request in engine.scheduler.received] == [29.0, 0.0, 20.0]
+
+
+@scenario
+async def test_a_pause_is_no_waiting_time(engine: Engine) -> None:
+    manager = engine.manager
+    await manager.pause.begin("retract")
+    at = manager.pause.now()
+    sample = await submit(engine, waiting_timeout=0.05)
+    engine.die(None)
+    await asyncio.sleep(0.15)
+    assert manager.pause.now() == at and not sample.is_over
+    engine.restart()
+    assert [request.waited_s for request in engine.scheduler.received] == [0.0]
+    await manager.pause.end()
+    assert at <= manager.pause.now()
+
+
+def refused(samples: list[Generation]) -> list[bool]:
+    return [one.is_over for one in samples]
+
+
+@pytest.mark.parametrize("low_first", [False, True])
+def test_the_least_urgent_request_gives_way(low_first: bool) -> None:
+    async def work() -> None:
+        engine = Engine(max_queued_requests=2, schedule_low_priority_values_first=low_first)
+        engine.die(None)
+        samples = []
+        for urgency in (1, 0, 0, 2, 1):
+            samples.append(await submit(engine, priority=-urgency if low_first else urgency))
+        assert refused(samples) == [False, True, True, False, True]
+        assert isinstance(error_of((await samples[1].result()).finish), QueueFull)
+
+    asyncio.run(work())
+
+
+def test_the_tenant_with_the_most_places_for_its_weight_gives_way() -> None:
+    async def work(places: int, tenants: str) -> str:
+        """Who is held at the end."""
+        engine = Engine(max_queued_requests=places, schedule_policy="dlpm", tenant_weights="b=2")
+        engine.die(None)
+        samples = [await submit(engine, tenant=tenant) for tenant in tenants]
+        return "".join(tenant for one, tenant in zip(samples, tenants, strict=True) if not one.is_over)
+
+    assert asyncio.run(work(4, "aaaaac")) == "aaac"
+    assert asyncio.run(work(3, "aaabbbb")) == "abb", "b has twice the weight"
+    assert asyncio.run(work(2, "acd")) == "ac", "nobody gives way to one that would have as much"
+
+
+@scenario
+async def test_a_refusal_tells_when_the_restart_will_be_over(engine: Engine) -> None:
+    manager, clock = engine.manager, [100.0]
+    manager.recovery._clock = lambda: clock[0]
+    manager._held._max_num = 0
+
+    async def retry_after_s() -> int | None:
+        error = error_of((await (await submit(engine)).result()).finish)
+        assert isinstance(error, QueueFull)
+        return error.retry_after_s
+
+    engine.die(None)
+    clock[0] += 2
+    assert await retry_after_s() is None, "nobody knows how long the first restart takes"
+    engine.die(None)  # the processes of the new engine died while they started
+    clock[0] += 10
+    engine.restart()
+    clock[0] += 50
+    engine.die(None)
+    clock[0] += 3.5
+    assert await retry_after_s() == 9
+    clock[0] += 20
+    assert await retry_after_s() == 1

@@ -1,0 +1,171 @@
+"""What the tiers below the KV pool keep when they are full, and what the scheduler looks up in them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduler_rig import Rig
+from tier_asks import ask, prompt, settle, settle_copies
+
+from tercet.managers.req_tiers import ReqTiers
+from tercet.mem_cache.block_keys import BlockKeys
+from tercet.mem_cache.kv_folder import file_name
+
+
+def forget_pool(rig: Rig) -> None:
+    settle_copies(rig)
+    rig.kv.cache.evict(512)
+
+
+def test_a_full_host_memory_loses_a_prefix_from_its_end() -> None:
+    """A prompt has five blocks of 8 tokens, and host memory has five blocks."""
+    rig = Rig(page_size=4, host_blocks=5)
+    ask(rig, "a", prompt(1, 41))
+    forget_pool(rig)
+    ask(rig, "b", prompt(2, 9))
+    forget_pool(rig)
+    assert ask(rig, "c", prompt(1, 41)) == (32, 32, 0)
+
+
+def test_a_prefix_does_not_displace_itself() -> None:
+    rig = Rig(page_size=4, host_blocks=4)
+    ask(rig, "a", prompt(1, 41))
+    for rid in "bcd":
+        forget_pool(rig)
+        assert ask(rig, rid, prompt(1, 41)) == (32, 32, 0)
+
+
+@pytest.mark.parametrize("has_files", [False, True])
+def test_the_start_of_a_prefix_is_as_recent_as_its_end(tmp_path: Path, has_files: bool) -> None:
+    """The second turn of a conversation finds three blocks and adds two. The third adds none."""
+    rig = Rig(page_size=4, host_blocks=6, storage=tmp_path if has_files else None)
+    ask(rig, "a", prompt(1, 25))
+    for rid in "bc":
+        forget_pool(rig)
+        ask(rig, rid, prompt(1, 41))
+        settle_copies(rig)
+        kept = [rig.kv.tiers.blocks._key_of[block] for block in rig.kv.tiers.blocks._kept]
+        assert kept == BlockKeys(b"fake", "", 8).cover(np.array(prompt(1, 41), np.int32))[::-1]
+
+
+def test_blocks_that_are_read_go_from_the_end(tmp_path: Path) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    ask(rig, "a", prompt(1, 41))
+    settle(rig)
+    fresh = Rig(page_size=4, host_blocks=5, storage=tmp_path)
+    fresh.add("b", prompt(1, 41))
+    fresh.turn()
+    fresh.abort("b")
+    settle(fresh)
+    kept = [fresh.kv.tiers.blocks._key_of[block] for block in fresh.kv.tiers.blocks._kept]
+    assert kept == BlockKeys(b"fake", "", 8).cover(np.array(prompt(1, 41), np.int32))[::-1]
+
+
+@pytest.mark.parametrize("place", ["pool", "host memory"])
+def test_a_use_renews_the_files_without_a_read(tmp_path: Path, place: str) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    storage = rig.kv.tiers._storage
+    ask(rig, "a", prompt(1, 41))
+    settle_copies(rig)
+    paths = [tmp_path / file_name(key) for key in BlockKeys(b"fake", "", 8).cover(np.array(prompt(1, 41), np.int32))]
+    for path in paths:
+        os.utime(path, (0, 0))
+    storage.files._known = dict.fromkeys(storage.files._known, 0)
+    if place == "host memory":
+        rig.kv.cache.evict(512)
+    assert ask(rig, "b", prompt(1, 41)) == (40, 0 if place == "pool" else 40, 0)
+    settle(rig)
+    times = [path.stat().st_mtime_ns for path in paths]
+    assert len(times) == 5 and times == sorted(times, reverse=True) and len(set(times)) == 5 and times[-1] > 0
+
+
+def test_a_missing_file_is_written_anew_from_host_memory(tmp_path: Path) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    first = prompt(1, 41)
+    ask(rig, "a", first)
+    settle_copies(rig)
+    for path in sorted(tmp_path.glob("*.kv"))[:3]:
+        path.unlink()  # as another server does that needs the space
+    rig.kv.tiers._storage.files.look()
+    assert ask(rig, "b", first) == (40, 0, 0)
+    settle(rig)
+    assert ask(Rig(page_size=4, host_blocks=64, storage=tmp_path), "c", first) == (40, 0, 40)
+
+
+class CountingDict(dict[bytes, int]):
+    num_looked_up = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.num_looked_up += 1
+        return super().__contains__(key)
+
+
+def test_a_policy_looks_up_a_block_once(tmp_path: Path) -> None:
+    """Host memory has the first 16 of the 25 blocks, and files have all of them."""
+    ids = prompt(1, 201)
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    ask(rig, "a", ids)
+    settle(rig)
+    fresh = Rig(page_size=4, host_blocks=16, storage=tmp_path, max_running=1)
+    ask(fresh, "b", ids[:129])
+    settle_copies(fresh)
+    fresh.kv.cache.evict(512)
+    fresh.add("runs", prompt(5, 9), max_new_tokens=9)
+    fresh.turn()
+    fresh.add("waits", ids, max_new_tokens=1)
+    fresh.turn()
+    (req,) = fresh.scheduler.queues.waiting
+    req.tiers = None  # the planner has not asked yet
+    tiers = fresh.kv.tiers
+    tiers.blocks._block_of = index = CountingDict(tiers.blocks._block_of)
+
+    def num_looked_up() -> int:
+        index.num_looked_up = 0
+        assert fresh.kv.match_len(req) == 200
+        return index.num_looked_up
+
+    assert num_looked_up() >= 25 and num_looked_up() == 0
+    req.tiers.is_settled = True  # from now on, files do not count
+    assert fresh.kv.match_len(req) == 128
+    req.tiers.is_settled = False
+    assert num_looked_up() >= 16
+    tiers._storage.files._forget(BlockKeys(b"fake", "", 8).cover(np.array(ids, np.int32))[20])
+    assert fresh.kv.match_len(req) == 160
+    tiers.blocks.clear()
+    assert fresh.kv.match_len(req) == 160
+
+
+def test_what_was_found_is_looked_up_again_after_a_change() -> None:
+    tokens = np.arange(100, dtype=np.int32)
+    keys = BlockKeys(b"", "", 4).cover(tokens)
+    known = CountingDict(dict.fromkeys(keys[:15], 0))
+    state = ReqTiers(BlockKeys(b"", "", 4))
+    assert state.find_end(tokens, 3, [known], 1) == 15
+    for first, is_known in ((3, True), (10, True), (15, True), (0, False), (5, True), (20, False), (4, False)):
+        known.num_looked_up = 0
+        assert state.find_end(tokens, first, [known], 1) == max(first, 15)
+        assert (known.num_looked_up <= 2) == (is_known or first == 20)
+    del known[keys[8]]
+    assert state.find_end(tokens, 0, [known], 2) == 8
+    assert state.find_end(tokens, 0, [known], 1) == 8
+    known[keys[8]] = 0
+    assert state.find_end(tokens, 2, [known], 1) == 15, "what is added needs no new version"
+    known.clear()
+    assert state.find_end(tokens, 2, [known]) == 2
+
+
+@given(places=st.lists(st.sets(st.integers(0, 9)), max_size=3), first=st.integers(0, 12), length=st.integers(0, 10))
+def test_the_end_of_what_some_place_has(places: list[set[int]], first: int, length: int) -> None:
+    tokens = np.arange(length, dtype=np.int32)
+    keys = BlockKeys(b"", "", 1).cover(np.arange(10, dtype=np.int32))
+    expected = first
+    while expected < length and any(expected in place for place in places):
+        expected += 1
+    state = ReqTiers(BlockKeys(b"", "", 1))
+    assert state.find_end(tokens, first, [{keys[one] for one in place} for place in places]) == expected
+    assert len(state.keys.keys) <= expected + 1

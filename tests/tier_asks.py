@@ -1,0 +1,44 @@
+"""Requests to a Rig with tiers below its KV pool."""
+
+from __future__ import annotations
+
+import numpy as np
+from patience import PATIENCE_S
+from scheduler_rig import Rig
+
+from fakes import expected_output
+
+VOCAB = 97
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def ask(rig: Rig, rid: str, ids: list[int], max_new_tokens: int = 4, salt: str = "") -> tuple[int, int, int]:
+    """Runs one request. Returns its cached tokens: all, from host memory, from files. Checks its output."""
+    rig.add(rid, ids, salt, max_new_tokens=max_new_tokens)
+    rig.run()
+    assert rig.heard[rid].ids == expected_output(ids, 1, max_new_tokens, VOCAB)
+    counts = rig.heard[rid].last.counts
+    return counts.cached_tokens, counts.host_tokens, counts.storage_tokens
+
+
+def settle(rig: Rig) -> None:
+    """Makes the copies that wait for a step, and writes all files."""
+    while rig.kv.has_copies or rig.in_flight is not None:
+        rig.turn()
+    if rig.kv.tiers._storage is not None:
+        rig.kv.tiers._storage.close(PATIENCE_S)
+    rig.kv.audit([])
+
+
+def settle_copies(rig: Rig) -> None:
+    """As `settle`, but the thread goes on."""
+    while rig.kv.has_copies or rig.in_flight is not None:
+        rig.turn()
+    tiers = rig.kv.tiers
+    while tiers._num_writing:
+        jobs = tiers._storage.poll(PATIENCE_S)
+        assert jobs
+        tiers._collect(jobs)
