@@ -1,5 +1,8 @@
 """Builds csrc/cpu, once for each kind of processor. Everything else about the package is in setup.cfg.
 
+A build in place (a checkout, an editable installation) is for this machine alone, so it compiles only what this
+machine can use. TERCET_BUILDS names the builds to compile instead, for example "avx512 avx2".
+
 A build that fails, or a machine without a compiler, leaves a package that works: it runs on torch's operations there.
 What failed, and how to try again, is printed here (pip shows it with -v) and logged at every start. torch has to be
 installed already (`pip install --no-build-isolation`), since the build needs its headers.
@@ -55,10 +58,17 @@ def build_arguments() -> dict[str, object]:
         """Builds what was not built from these sources for this torch; says it when a build fails."""
 
         def run(self) -> None:
+            if named := os.environ.get("TERCET_BUILDS", "").split():
+                self.keep(set(named))
+            elif self.inplace or getattr(self, "editable_mode", False):
+                self.keep(facts.local_builds(torch.cpu.get_capabilities()))
             if compiler is None:
                 tell(f"there is no C++ compiler, so the operations of csrc/cpu are not built. {CONSEQUENCE}")
                 self.extensions = []
             super().run()
+
+        def keep(self, names: set[str]) -> None:
+            self.extensions = [ext for ext in self.extensions if ext.name.rpartition("_cpu_")[2] in names]
 
         def build_extensions(self) -> None:
             self.children: list[int] = []
@@ -77,6 +87,8 @@ def build_arguments() -> dict[str, object]:
                 self.build_here(ext)
                 return
             # A process for each kind of processor: the compiler takes most of a minute for one, on one core.
+            if len(self.children) >= (os.cpu_count() or 1):
+                os.waitpid(self.children.pop(0), 0)
             child = os.fork()
             if child:
                 self.children.append(child)
@@ -101,10 +113,10 @@ def build_arguments() -> dict[str, object]:
             f"tercet.model_executor._cpu_{name}",
             ["csrc/cpu/ops.cpp"],
             define_macros=[stamp.macro()],
-            extra_compile_args=[*facts.COMMON_FLAGS, *flags],
+            extra_compile_args=[*facts.COMMON_FLAGS, *build.flags],
             optional=True,
         )
-        for name, flags in facts.flags_by_name().items()
+        for name, build in facts.builds().items()
     ]
     command: Any = BuildOperations.with_options(use_ninja=False)
     return {"ext_modules": extensions, "cmdclass": {"build_ext": command}}

@@ -11,7 +11,7 @@ import platform
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,15 +19,35 @@ COMMON_FLAGS = (
     *("-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"),
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # GCC 12 finds hundreds in its own headers
 )
-X86_FLAGS: dict[str, tuple[str, ...]] = {
-    "avx512_bf16": (
-        *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"),
-        *("-mavx512bf16", "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_USES_AVX2 = ("-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2")  # what torch's headers use
+_USES_AVX512 = ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")
+_HAS_AVX2 = frozenset({"avx2", "fma3", "f16c"})
+_HAS_AVX512 = _HAS_AVX2 | {"avx512_f", "avx512_bw", "avx512_vl", "avx512_dq"}
+
+
+class Build(NamedTuple):
+    """A build of csrc/cpu."""
+
+    flags: tuple[str, ...]
+    """for the compiler"""
+    needs: frozenset[str]
+    """what the processor must have, by the names of torch.cpu.get_capabilities()"""
+
+    def runs_with(self, capabilities: Mapping[str, object]) -> bool:
+        return all(capabilities.get(name) for name in self.needs)
+
+
+X86_BUILDS = {
+    "avx512_bf16": Build(
+        (*_AVX512, "-mavx512vnni", "-mavx512bf16", *_USES_AVX512), _HAS_AVX512 | {"avx512_vnni", "avx512_bf16"}
     ),
-    "avx2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
+    "avx512": Build((*_AVX512, *_USES_AVX512), _HAS_AVX512),
+    "avx2": Build((*_AVX2, *_USES_AVX2), _HAS_AVX2),
 }
-OTHER_FLAGS: dict[str, tuple[str, ...]] = {"generic": ("-DCPU_CAPABILITY=DEFAULT", "-Wno-psabi")}
-"""Compiler flags by the name of the build. `cpu_extension.VARIANTS` says which processors run which build."""
+OTHER_BUILDS = {"generic": Build(("-DCPU_CAPABILITY=DEFAULT", "-Wno-psabi"), frozenset())}
+"""Builds by name, the fastest first."""
 
 _MARK = b"tercet build: "
 
@@ -36,9 +56,20 @@ def is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
-def flags_by_name() -> dict[str, tuple[str, ...]]:
-    """The names of the builds for this kind of processor, and their compiler flags."""
-    return X86_FLAGS if is_x86() else OTHER_FLAGS
+def builds() -> dict[str, Build]:
+    """The builds for this kind of processor, by name, the fastest first."""
+    return X86_BUILDS if is_x86() else OTHER_BUILDS
+
+
+def usable_builds(capabilities: Mapping[str, object]) -> list[str]:
+    """The names of the builds that run on a processor with these capabilities, the fastest first."""
+    return [name for name, build in builds().items() if build.runs_with(capabilities)]
+
+
+def local_builds(capabilities: Mapping[str, object]) -> set[str]:
+    """What is built in a checkout, for this machine alone: the fastest build that runs, and the slowest as a spare."""
+    usable = usable_builds(capabilities)
+    return {*usable[:1], *usable[-1:]}
 
 
 def find_compiler(cxx: str | None) -> str | None:

@@ -1,7 +1,7 @@
 """The compiled CPU operations (csrc/cpu): choosing and loading the build for this processor.
 
-The operations are built when the package is installed, once for each kind of processor in `VARIANTS`. If no build can
-be loaded, torch's operations replace them, and a warning says why.
+The operations are built when the package is installed, once for each kind of processor in `VARIANTS`. A checkout has
+only the builds for its machine. If no build can be loaded, torch's operations replace them, and a warning says why.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ logger = logging.getLogger(__name__)
 
 
 class Variant(NamedTuple):
-    """A build of csrc/cpu. cpu_build.py has the compiler flags for each name."""
+    """A build of csrc/cpu. cpu_build.py has the compiler flags for each name, and what the processor must have."""
 
     name: str
     is_supported: Callable[[], bool]
 
 
-VARIANTS = (
-    Variant("avx512_bf16", torch.cpu._is_avx512_bf16_supported),
-    Variant("avx2", torch.cpu._is_avx2_supported),
-    Variant("generic", lambda: not cpu_build.is_x86()),
+VARIANTS = tuple(
+    Variant(name, functools.partial(build.runs_with, torch.cpu.get_capabilities()))
+    for name, build in cpu_build.builds().items()
 )
 """The fastest first."""
 
@@ -44,6 +43,8 @@ def load() -> Variant | None:
     for variant in VARIANTS:
         if not variant.is_supported():
             continue
+        if problems and not _path(variant.name).exists():
+            continue  # a checkout has no build between the fastest and the slowest
         problem = _load_build(variant.name)
         if problem is None:
             if problems:
@@ -75,7 +76,7 @@ def has_fastest_build() -> bool:
 
 def stamp(variant: Variant) -> cpu_build.BuildStamp | None:
     """What a build was made from. Raises OSError if its file cannot be read."""
-    return cpu_build.read_stamp(_FOLDER / cpu_build.file_name(variant.name))
+    return cpu_build.read_stamp(_path(variant.name))
 
 
 def build_hint() -> str:
@@ -83,9 +84,13 @@ def build_hint() -> str:
     return cpu_build.build_hint(_ROOT)
 
 
+def _path(name: str) -> Path:
+    return _FOLDER / cpu_build.file_name(name)
+
+
 def _load_build(name: str) -> str | None:
     """Load a build into torch. Returns None, or the reason why it was not loaded."""
-    path = _FOLDER / cpu_build.file_name(name)
+    path = _path(name)
     if not path.exists():
         for other in cpu_build.other_builds(_FOLDER, name):
             return f"{other.name} was built for another Python; this one needs {path.name}"

@@ -15,13 +15,13 @@ def main(torch: Path, compiler: str) -> int:
     facts = runpy.run_path("model_executor/cpu_build.py")
     version = runpy.run_path(str(torch / "version.py"))["__version__"]
     stamp = facts["BuildStamp"](version, facts["sources_digest"](Path()))
-    ((variant, flags),) = facts["flags_by_name"]().items()
+    ((variant, build),) = facts["builds"]().items()
     built = Path("model_executor", facts["file_name"](variant))
     if built.exists() and facts["read_stamp"](built) == stamp:
         return 0
     sys.stderr.write(f"scripts/arm64: compiling {built}\n")
     built.unlink(missing_ok=True)
-    command = [compiler, *facts["COMMON_FLAGS"], *flags, "-D" + "=".join(stamp.macro()), "-fPIC", "-shared"]
+    command = [compiler, *facts["COMMON_FLAGS"], *build.flags, "-D" + "=".join(stamp.macro()), "-fPIC", "-shared"]
     for folder in ("include", "include/torch/csrc/api/include"):
         command += ["-isystem", str(torch / folder)]
     command += ["csrc/cpu/ops.cpp", "-o", str(built), f"-L{torch / 'lib'}"]

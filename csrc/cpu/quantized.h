@@ -23,6 +23,12 @@ typedef uint8_t Bytes __attribute__((vector_size(kLanes * sizeof(int32_t))));
 inline void add_products(Ints& sums, Ints row, Bytes panel) {
 #if defined(__AVX512VNNI__)
   sums = (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)panel, (__m512i)row);
+#elif defined(__AVX512BW__)
+  const auto even = _mm512_and_si512((__m512i)panel, _mm512_set1_epi16(255));
+  const auto odd = _mm512_srli_epi16((__m512i)panel, 8);
+  const auto row_even = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)row, 8), 8);
+  const auto row_odd = _mm512_srai_epi16((__m512i)row, 8);
+  sums += (Ints)_mm512_madd_epi16(even, row_even) + (Ints)_mm512_madd_epi16(odd, row_odd);
 #elif defined(__AVX2__)
   const auto even = _mm256_and_si256((__m256i)panel, _mm256_set1_epi16(255));
   const auto odd = _mm256_srli_epi16((__m256i)panel, 8);
