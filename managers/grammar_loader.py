@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ..srt.errors import GrammarNotChecked, InvalidRequest, TercetError
+from ..srt.errors import GrammarNotChecked, TercetError
 from ..srt.grammar_spec import GrammarSpec
 from .grammar import Grammar, GrammarCompiler, GrammarFailed, GrammarState, Vocabulary, compile_and_check, invalid
 from .reasoned_grammar import ReasonedGrammar
@@ -64,7 +64,7 @@ class GrammarLoader:
         return bool(self._waiting)
 
     def load(self, spec: GrammarSpec) -> Grammar:
-        """The grammar, compiled now unless it is cached. Raises InvalidRequest."""
+        """The grammar, compiled now unless it is cached. Raises InvalidRequest or GrammarNotChecked."""
         grammar = self._find(spec)
         if grammar is None:
             result = self._compile(spec)
@@ -74,7 +74,7 @@ class GrammarLoader:
         return grammar
 
     def attach(self, req: Req, spec: GrammarSpec) -> None:
-        """Give a new request its grammar, now or in a later `collect`. Raises InvalidRequest if it is known by now."""
+        """Give a new request its grammar, now or in a later `collect`. Raises as `load` if that is known by now."""
         if not self._in_thread:
             self._give(req, spec, self.load(spec))
             return
@@ -155,6 +155,6 @@ class GrammarLoader:
             return error
         except MemoryError:  # the worker has compiled it, within its own memory
             return GrammarNotChecked(f"{spec.kind} could not be compiled: there is too little memory")
-        except Exception:
+        except Exception:  # not the client's mistake either: the worker has compiled it
             logger.exception("Could not compile a grammar (%s)", spec.kind)
-            return InvalidRequest(f"{spec.kind} cannot be used: its compilation failed", param=spec.kind)
+            return GrammarNotChecked(f"{spec.kind} could not be compiled; the server's log has the details")

@@ -26,6 +26,7 @@ _ERRORS = {
         "internal error; the server's log has the details",
         "could not create this request",
         "there is too little memory",
+        "could not be compiled; the server's log has the details",
         _NO_VERDICT,
     ),
 }
