@@ -1,7 +1,8 @@
 """Runs test files under TRITON_INTERPRET=1, each in its own process.
 
 Triton reads this variable when it is imported and when a kernel is defined, so one process can either interpret or
-compile kernels. The conftest.py of a folder collects its files as `InterpretedFile`, which starts that process.
+compile kernels. The conftest.py of a folder collects its files as `InterpretedFile`, which starts that process: a fork
+of one that has loaded torch and Triton, because that takes seconds.
 
 A single test:                TRITON_INTERPRET=1 python -m pytest FILE -k NAME
 2000 cases in every test:     TERCET_KERNEL_CASES=2000 python -m pytest --timeout=0 tests/model_executor/kernels
@@ -9,10 +10,14 @@ A single test:                TRITON_INTERPRET=1 python -m pytest FILE -k NAME
 
 from __future__ import annotations
 
+import functools
+import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,19 +34,49 @@ def examples(usual: int) -> int:
     return int(os.environ.get("TERCET_KERNEL_CASES", usual))
 
 
+class Forks:
+    """A process that has loaded torch and Triton, and is forked for each file (interpreted_forks.py)."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: of the process."""
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("interpreted_forks.py"))],
+            env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, arguments: Sequence[str], output: Path) -> int:
+        """Runs pytest, which writes to `output`. Returns its exit code."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps([*arguments, str(output)]) + "\n")
+            self._process.stdin.flush()
+            return int(self._process.stdout.readline() or -1)
+        except BaseException:  # the time limit of the outer test
+            os.killpg(self._process.pid, signal.SIGKILL)
+            the_forks.cache_clear()
+            raise
+
+
+@functools.cache
+def the_forks(folder: Path) -> Forks:
+    """One for this process. It ends with this process, because its input is closed."""
+    return Forks(folder)
+
+
 class InterpretedRun(pytest.Item):
     def runtest(self) -> None:
         # The inner process has no time limit: this process has one, and kills the inner process when it is exceeded.
-        options = ["-q", "-p", "no:cacheprovider", "--timeout=0", f"--rootdir={self.config.rootpath}"]
-        ran = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, self.path],
-            env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            cwd=self.config.rootpath,
-            capture_output=True,
-            text=True,
-        )
-        if ran.returncode:
-            raise AssertionError(ran.stdout[-20_000:] + ran.stderr[-5_000:])
+        root = self.config.rootpath
+        options = ["-q", "-p", "no:cacheprovider", "--timeout=0", f"--rootdir={root}", str(self.path)]
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "output"
+            if the_forks(root).run(options, output):
+                raise AssertionError(output.read_text(errors="replace")[-25_000:])
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> str:
         return str(excinfo.value)
