@@ -35,6 +35,7 @@ from tercet.srt.entrypoints.openai.responses_protocol import (
     TextConfig,
 )
 from tercet.srt.entrypoints.openai.tool_protocol import Function, GivenFunctionCall, GivenToolCall, Tool, ToolChoice
+from tercet.srt.entrypoints.rerank import RerankBody
 from tercet.srt.entrypoints.score import ScoreBody
 from tercet.srt.entrypoints.tokenize import DetokenizeBody, TokenizeBody
 from tercet.srt.entrypoints.wire import Wire, fields_of
@@ -182,6 +183,7 @@ BASES: dict[type[Wire], list[dict[str, Any]]] = {
     ],
     TextPart: [{"type": "text", "text": "a"}],
     EmbeddingBody: [{"input": "a"}, {"input": ["a", "b"]}, {"input": [1]}],
+    RerankBody: [{"query": "a", "documents": ["b", "c"]}],
     ScoreBody: [{"query": "a", "items": ["b"], "label_token_ids": [1, 2]}],
     TokenizeBody: [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}],
     DetokenizeBody: [{"tokens": [1]}],
