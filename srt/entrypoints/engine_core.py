@@ -220,6 +220,9 @@ class EngineCore:
         self._report(death, journal, samples)
         run_dir = self._life.run_dir
         self._drop_old_spares()
+        for role, spare in list(self._spares.items()):
+            if is_stopped(spare.pid):  # a new process is ready before this one would answer
+                self._spares.pop(role).kill()
         if death.was_oom and "scheduler" in self._spares:
             # A fork would have a KV pool of the same size. A new process plans with the memory of now.
             self._spares.pop("scheduler").kill()

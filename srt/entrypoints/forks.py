@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from ..machine.process_state import exit_code_of_zombie
 from .fork_server import MAX_MESSAGE_BYTES, Ended, Forked, FromForkServer
 from .handshake import LaunchSpec
 
@@ -39,9 +40,11 @@ class ForkedProcess:
             os.close(self._pidfd)
 
     def poll(self) -> int | None:
-        """The exit code, once the fork server has told it, or has died."""
-        if self.returncode is None and self._server_is_gone() and self._has_ended():
-            self.on_end(_exit_code_of_orphan(self.pid))
+        """The exit code. It is known once the process has ended, even while the fork server is stopped."""
+        if self.returncode is None and self._has_ended():
+            code = _exit_code_of_orphan(self.pid) if self._server_is_gone() else exit_code_of_zombie(self.pid)
+            if code is not None:  # otherwise the fork server tells it
+                self.on_end(code)
         return self.returncode
 
     def send_signal(self, signum: signal.Signals) -> None:

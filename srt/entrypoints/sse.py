@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 _MAX_VALUES_IN_LOOP = 10_000
 """Log probabilities, embeddings and hidden states. More numbers are written in a thread, which takes up to a second."""
 DONE = b"data: [DONE]\n\n"
-_COMMENT_INTERVAL_S = 0.75
+_COMMENT_INTERVAL_S = 0.5
 """How often it is looked whether something was sent since the last look."""
-_QUICK_INTERVALS = 8
+_QUICK_INTERVALS = 12
 """With a part in each of so many intervals, tokens flow again."""
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

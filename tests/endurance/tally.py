@@ -58,6 +58,8 @@ class StreamRecord:
     def __init__(self, case: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.data = bytearray()
         self.waits = Waits([], [])
+        self.longest_pause_s = 0.0
+        """Between two events."""
         self.began = clock()
         self._case = case
         self._clock = clock
@@ -70,6 +72,7 @@ class StreamRecord:
         self._last_bytes = now
         if b"data: " in piece:
             self._note(self.waits.pauses, self._last_event, now)
+            self.longest_pause_s = max(self.longest_pause_s, now - self._last_event)
             self._last_event = now
 
     def end(self) -> float:
@@ -94,6 +97,8 @@ class Tally:
     """Completed ones that were streamed."""
     resumed: Counter[str] = field(default_factory=Counter)
     """Streams that completed after a restart of the engine: by their paths."""
+    resumed_pauses_s: list[float] = field(default_factory=list)
+    """The longest pause of each of these streams."""
     continued: int = 0
     """How often a stream was continued at another process of the server."""
     sent_again: int = 0

@@ -81,6 +81,24 @@ def test_the_exit_code_comes_through_the_fork_server(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_death_is_seen_at_once_while_the_fork_server_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams would be silent meanwhile. The next life cannot be forked, and starts anew."""
+    monkeypatch.setattr("tercet.srt.entrypoints.processes._REAP_TIMEOUT_S", float("inf"))
+
+    async def scenario() -> None:
+        core = await start(tmp_path, engine_restarts=3)
+        scheduler, server = core._life.children[0], core._spares["scheduler"]
+        os.kill(server.pid, signal.SIGSTOP)
+        monkeypatch.setattr(forks, "_TIMEOUT_S", 0.1)
+        os.kill(scheduler.pid, signal.SIGKILL)
+        assert await asyncio.wait_for(scheduler.ended, PATIENCE_S) == "the scheduler process died (signal 9)"
+        await core.stop()
+
+    asyncio.run(scenario())
+
+
 def test_the_engine_runs_on_without_its_fork_server(tmp_path: Path) -> None:
     """The next life has another one. Nobody knows how a process has ended whose fork server is gone."""
 
@@ -99,14 +117,20 @@ def test_the_engine_runs_on_without_its_fork_server(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_fork_server_that_does_not_answer_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_fork_server_that_does_not_answer_is_replaced(
+    is_seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not asked if it is seen to be stopped."""
     monkeypatch.setattr("tercet.srt.entrypoints.engine_core._RETRY_S", 0.0)
+    if not is_seen:
+        monkeypatch.setattr("tercet.srt.entrypoints.engine_core.is_stopped", lambda pid: False)
 
     async def scenario() -> None:
         core = await start(tmp_path, engine_restarts=3)
         server = core._spares["detokenizer"]
         os.kill(server.pid, signal.SIGSTOP)
-        monkeypatch.setattr(forks, "_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(forks, "_TIMEOUT_S", float("inf") if is_seen else 0.1)
         os.kill(core.child_pids["scheduler"], signal.SIGKILL)
         await asyncio.wait_for(asyncio.shield(server.ended), PATIENCE_S)
         monkeypatch.setattr(forks, "_TIMEOUT_S", PATIENCE_S)

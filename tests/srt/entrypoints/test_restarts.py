@@ -251,7 +251,11 @@ def test_an_engine_goes_on_without_a_spare(run_dirs: Path, tmp_path: Path, monke
     assert os.listdir(run_dirs) == []
 
 
-def test_a_process_that_is_killed_while_it_starts_is_started_again(run_dirs: Path, tmp_path: Path) -> None:
+def test_a_process_that_is_killed_while_it_starts_is_started_again(
+    run_dirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_core, "is_stopped", lambda pid: False)
+
     async def scenario() -> None:
         core = await _start(tmp_path)
         manager = core.tokenizer_manager
@@ -273,6 +277,8 @@ def test_a_process_that_is_killed_while_it_starts_is_started_again(run_dirs: Pat
 def test_a_start_that_hangs_is_ended_and_tried_again(
     run_dirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine_core, "is_stopped", lambda pid: False)
+
     async def scenario() -> None:
         core = await _start(tmp_path)
         assert core._start_limit_s >= 300
