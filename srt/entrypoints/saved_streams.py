@@ -89,23 +89,23 @@ class SavedStreams:
         `weight_version`: of the weights in use. `handle`: handles the recorded request. Raises EngineDead,
         StreamChanged, and what the handler raises.
         """
-        if stream_id not in self._waiting:
-            if stream_id in self._journal and self.streams.is_draining and stream_id not in self.streams:
-                raise EngineDead(_SHUTTING_DOWN)
-            return
-        task = self._restoring.get(stream_id)
-        if task is None:
-            try:
-                request = self._journal.request(stream_id)
-            except msgspec.DecodeError:
-                raise StreamChanged(_OTHER_VERSION) from None
-            if request.owner != owner:
-                return
-            self._check(request, weight_version)
-            task = asyncio.create_task(self._restore(stream_id, scope, handle))
-            self._restoring[stream_id] = task
-            task.add_done_callback(lambda _: self._restoring.pop(stream_id))
-        await asyncio.shield(task)
+        if stream_id in self._waiting:
+            task = self._restoring.get(stream_id)
+            if task is None:
+                try:
+                    request = self._journal.request(stream_id)
+                except msgspec.DecodeError:
+                    raise StreamChanged(_OTHER_VERSION) from None
+                if request.owner != owner:
+                    return
+                self._check(request, weight_version)
+                task = asyncio.create_task(self._restore(stream_id, scope, handle))
+                self._restoring[stream_id] = task
+                task.add_done_callback(lambda _: self._restoring.pop(stream_id))
+            await asyncio.shield(task)
+        # Shutdown may have begun meanwhile. It drops streams that no client reads yet.
+        if self.streams.is_draining and stream_id in self._journal and stream_id not in self.streams:
+            raise EngineDead(_SHUTTING_DOWN)
 
     def _check(self, request: SavedRequest, weight_version: str) -> None:
         differing = changed(request.settings, self._settings | {_WEIGHTS: weight_version})
@@ -124,9 +124,8 @@ class SavedStreams:
         set_names(again, replay.names())
         set_replay(again, replay)
         await handle(again, request.body, replay)
-        if replay.stream_id not in self.streams:  # draining began meanwhile
-            raise EngineDead(_SHUTTING_DOWN)
-        stream = self.streams[replay.stream_id]
-        await stream.until(replay.is_replayed)
-        self._waiting.discard(replay.stream_id)
-        self.num_restored += 1
+        if stream_id in self.streams:
+            await self.streams[stream_id].until(replay.is_replayed)
+        if stream_id in self.streams:
+            self._waiting.discard(stream_id)
+            self.num_restored += 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE_S
 
 from tercet.srt.entrypoints import stream_journal
 from tercet.srt.entrypoints.replay import Replay
@@ -78,6 +79,27 @@ def test_shutdown_that_begins_while_a_stream_is_restored_leaves_it_to_the_next_s
         with pytest.raises(EngineDead, match="the next one will continue"):
             await saved.restore(STREAM, "", "1", {"headers": []}, drain_meanwhile)
         assert STREAM in journal
+        journal.close()
+
+    asyncio.run(run())
+
+
+def test_shutdown_that_begins_while_events_are_replayed_leaves_the_stream_to_the_next_server(tmp_path: Path) -> None:
+    async def run() -> None:
+        journal = journal_with_a_stream(tmp_path)
+        saved = SavedStreams(journal, {}, grace_s=60.0)
+
+        async def no_events() -> AsyncGenerator[bytes, None]:
+            saved.streams.drain()
+            await asyncio.Event().wait()
+            yield b""
+
+        async def open_stream(scope: Mapping[str, Any], body: bytes, replay: Replay) -> Any:
+            saved.streams.restore(replay, "", no_events(), lambda: None)
+
+        with pytest.raises(EngineDead, match="the next one will continue"):
+            await asyncio.wait_for(saved.restore(STREAM, "", "1", {"headers": []}, open_stream), PATIENCE_S)
+        assert STREAM in journal and saved.num_restored == 0
         journal.close()
 
     asyncio.run(run())
