@@ -171,8 +171,14 @@ async def _chaos(server: ServerUnderTest, args: argparse.Namespace) -> tuple[dic
         "failures_by_fault": by_fault(tally.failures, faults.events),
         "engine": {name: info[name] for name in info if name.startswith("num_")},
         "restarts": seconds([ended - died for died, ended in server.restarts]),
-        "longest_pause_of_each_resumed_stream": seconds(tally.resumed_pauses_s),
-        "pauses_of_a_second_or_more": seconds([wait.lasted_s for wait in tally.waits.pauses]),
+        "pauses_of_streams_at_restarts": seconds(
+            [
+                wait.lasted_s
+                for wait in tally.waits.pauses
+                if any(wait.began <= died <= wait.ended for died, _ in server.restarts)
+            ]
+        ),
+        "pauses_of_a_second_or_more": seconds([wait.lasted_s for wait in tally.waits.pauses if wait.lasted_s >= 1.0]),
         "silences_of_a_second_or_more": seconds([wait.lasted_s for wait in tally.waits.silences]),
         "silence_without_an_excuse": seconds([silence for silence, _ in silences]),
         "rss_mib": {

@@ -74,8 +74,6 @@ class Client:
                 if streamed:
                     tally.streams += 1
                     tally.resumed[case.path] += has_waited
-                if has_waited:
-                    tally.resumed_pauses_s.append(record.longest_pause_s)
         tally.new_schemas[fate] += case.has_new_schema
         tally.note_waits(record.waits)
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_LONG_WAIT_S = 1.0
+_LONG_SILENCE_S = 1.0
+_LONG_PAUSE_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class Wait:
 
 
 class Waits(NamedTuple):
-    """Waits of more than _LONG_WAIT_S."""
+    """The long waits."""
 
     silences: list[Wait]
-    """For any byte: a comment is a sign of life."""
+    """For any byte: a comment is a sign of life. Longer than _LONG_SILENCE_S."""
     pauses: list[Wait]
-    """For an event."""
+    """For an event. Longer than _LONG_PAUSE_S."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,6 @@ class StreamRecord:
     def __init__(self, case: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.data = bytearray()
         self.waits = Waits([], [])
-        self.longest_pause_s = 0.0
-        """Between two events."""
         self.began = clock()
         self._case = case
         self._clock = clock
@@ -71,20 +70,19 @@ class StreamRecord:
         self._note(self.waits.silences, self._last_bytes, now)
         self._last_bytes = now
         if b"data: " in piece:
-            self._note(self.waits.pauses, self._last_event, now)
-            self.longest_pause_s = max(self.longest_pause_s, now - self._last_event)
+            self._note(self.waits.pauses, self._last_event, now, _LONG_PAUSE_S)
             self._last_event = now
 
     def end(self) -> float:
         """The time of the end, which also ends the last waits."""
         now = self._clock()
         self._note(self.waits.silences, self._last_bytes, now)
-        self._note(self.waits.pauses, self._last_event, now)
+        self._note(self.waits.pauses, self._last_event, now, _LONG_PAUSE_S)
         self._last_bytes = self._last_event = float("inf")
         return now
 
-    def _note(self, waits: list[Wait], began: float, ended: float) -> None:
-        if ended - began > _LONG_WAIT_S:
+    def _note(self, waits: list[Wait], began: float, ended: float, longer_than_s: float = _LONG_SILENCE_S) -> None:
+        if ended - began > longer_than_s:
             waits.append(Wait(self._case, began, ended))
 
 
@@ -97,8 +95,6 @@ class Tally:
     """Completed ones that were streamed."""
     resumed: Counter[str] = field(default_factory=Counter)
     """Streams that completed after a restart of the engine: by their paths."""
-    resumed_pauses_s: list[float] = field(default_factory=list)
-    """The longest pause of each of these streams."""
     continued: int = 0
     """How often a stream was continued at another process of the server."""
     sent_again: int = 0
