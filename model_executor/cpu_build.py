@@ -43,7 +43,9 @@ X86_BUILDS = {
     "avx512_bf16": Build(
         (*_AVX512, "-mavx512vnni", "-mavx512bf16", *_USES_AVX512), _HAS_AVX512 | {"avx512_vnni", "avx512_bf16"}
     ),
+    "avx512_vnni": Build((*_AVX512, "-mavx512vnni", *_USES_AVX512), _HAS_AVX512 | {"avx512_vnni"}),
     "avx512": Build((*_AVX512, *_USES_AVX512), _HAS_AVX512),
+    "avx2_vnni": Build((*_AVX2, "-mavxvnni", *_USES_AVX2), _HAS_AVX2 | {"avx_vnni"}),
     "avx2": Build((*_AVX2, *_USES_AVX2), _HAS_AVX2),
 }
 OTHER_BUILDS = {"generic": Build(("-DCPU_CAPABILITY=DEFAULT", "-Wno-psabi"), frozenset())}

@@ -17,12 +17,15 @@ namespace tercet {
 constexpr int64_t kGroup = 32;
 
 typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
+typedef int16_t Shorts __attribute__((vector_size(kLanes * sizeof(int32_t))));
 typedef uint8_t Bytes __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
 /// sums[i] += the products of bytes 4 * i to 4 * i + 3 of `panel` (unsigned) and `row` (signed).
 inline void add_products(Ints& sums, Ints row, Bytes panel) {
 #if defined(__AVX512VNNI__)
   sums = (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)panel, (__m512i)row);
+#elif defined(__AVXVNNI__)
+  sums = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)panel, (__m256i)row);
 #elif defined(__AVX512BW__)
   const auto even = _mm512_and_si512((__m512i)panel, _mm512_set1_epi16(255));
   const auto odd = _mm512_srli_epi16((__m512i)panel, 8);
@@ -40,7 +43,7 @@ inline void add_products(Ints& sums, Ints row, Bytes panel) {
 #endif
 }
 
-/// The part of `Dot` that both kinds of weights share. A word is four numbers.
+/// The part of `Dot` that both kinds of weights share. A word is four numbers. `Sums` are of one group.
 struct IntegerDot {
   using Row = int8_t;
   using Panel = uint8_t;
@@ -55,6 +58,7 @@ struct IntegerDot {
     return Ints{} + bits;
   }
   static void add(Ints& sums, RowWord row, Words panel) { add_products(sums, row, panel); }
+  static Ints total(Ints sums) { return sums; }
 };
 
 /// Weights of 8 bits. Weight w is stored as the byte w + 128. A group of a panel: scales, float16 [kPanel]; then bytes
@@ -86,6 +90,25 @@ struct Dot<Int4Weights> : IntegerDot {
     left = both & 15;
     right = both >> 4;
   }
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+  // 16 bits hold the sums of a group: 8 words of pairs of products, each at most 15 * 127.
+  using Sums = Shorts;
+  static_assert(kGroup / kPerWord * 2 * 15 * 127 <= std::numeric_limits<int16_t>::max());
+  static void add(Shorts& sums, Ints row, Bytes panel) {
+#ifdef __AVX512BW__
+    sums += (Shorts)_mm512_maddubs_epi16((__m512i)panel, (__m512i)row);
+#else
+    sums += (Shorts)_mm256_maddubs_epi16((__m256i)panel, (__m256i)row);
+#endif
+  }
+  static Ints total(Shorts sums) {
+#ifdef __AVX512BW__
+    return (Ints)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
+#else
+    return (Ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+#endif
+  }
+#endif
 };
 
 /// Rows of x, quantised: x is about scale * values, with a scale for each group.
@@ -152,8 +175,8 @@ template <typename Weights>
 struct QuantizedPacked {
   using D = Dot<Weights>;
   static constexpr int64_t kGroupBytes = D::kHeaderBytes + kGroup / D::kPerWord * D::kWordBytes;
-  /// Rows have sums of integers and sums of floats, and both must fit into the registers.
-  static constexpr int64_t kMaxRows = tercet::kMaxRows / 2;
+  /// The sums of integers must fit into the registers. Those of floats, used once a group, may be in memory.
+  static constexpr int64_t kMaxRows = 6;
   static constexpr int64_t kWholeRows = kMaxRows;
 
   const uint8_t* panels;
@@ -183,9 +206,9 @@ struct QuantizedPacked {
     Floats sums[kRows][2];
     std::memcpy(sums, row_sums, sizeof(sums));
     for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes) {
-      Ints products[kRows][2];
-      for (int r = 0; r < kRows; ++r)
-        products[r][0] = products[r][1] = Ints{} + (D::kHasMin ? 0 : row_groups[r][g].offset);
+      typename D::Sums products[kRows][2] = {};
+      if constexpr (!D::kHasMin)
+        for (int r = 0; r < kRows; ++r) products[r][0] = products[r][1] = Ints{} + row_groups[r][g].offset;
       multiply_panel<D, kRows>(
           values + g * kGroup,
           row_bytes(),
@@ -198,7 +221,8 @@ struct QuantizedPacked {
       const Columns scales = load_columns(header);
       for (int r = 0; r < kRows; ++r)
         for (int side = 0; side < 2; ++side)
-          sums[r][side] += scales[side] * row_groups[r][g].scale * __builtin_convertvector(products[r][side], Floats);
+          sums[r][side] +=
+              scales[side] * row_groups[r][g].scale * __builtin_convertvector(D::total(products[r][side]), Floats);
       if constexpr (D::kHasMin) {
         const Columns minima = load_columns(header + kPanel);
         for (int r = 0; r < kRows; ++r)

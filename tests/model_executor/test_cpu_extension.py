@@ -27,6 +27,7 @@ AVX512 = AVX2 | {"avx512_f", "avx512_bw", "avx512_vl", "avx512_dq"}
 CAPABILITY_OF_FLAG = {
     **{f"-mavx512{name}": f"avx512_{name}" for name in ("f", "bw", "vl", "dq", "vnni")},
     **{"-mavx2": "avx2", "-mfma": "fma3", "-mf16c": "f16c", "-mavx512bf16": "avx512_bf16"},
+    "-mavxvnni": "avx_vnni",
 }
 
 needs_a_processor = pytest.mark.skipif(HERE is None, reason="csrc/cpu has no build for this processor (x86: AVX2)")
@@ -58,11 +59,11 @@ def test_the_fastest_build_for_this_processor_is_made_of_these_sources(caplog):
         ({"avx", "f16c"}, []),  # Ivy Bridge
         (AVX2, ["avx2"]),  # Haswell, Zen 3
         (AVX2 | {"avx512_f", "avx512_cd", "avx512_er", "avx512_pf"}, ["avx2"]),  # Knights Landing
-        (AVX2 | {"avx_vnni"}, ["avx2"]),  # Alder Lake
+        (AVX2 | {"avx_vnni"}, ["avx2_vnni", "avx2"]),  # Alder Lake
         (AVX512, ["avx512", "avx2"]),  # Skylake-X
-        (AVX512 | {"avx512_vnni"}, ["avx512", "avx2"]),  # Cascade Lake, Ice Lake
+        (AVX512 | {"avx512_vnni"}, ["avx512_vnni", "avx512", "avx2"]),  # Cascade Lake, Ice Lake
         (AVX512 | {"avx512_bf16"}, ["avx512", "avx2"]),  # no such processor is known
-        (AVX512 | {"avx512_vnni", "avx512_bf16"}, ["avx512_bf16", "avx512", "avx2"]),  # Zen 4
+        (AVX512 | {"avx512_vnni", "avx512_bf16"}, ["avx512_bf16", "avx512_vnni", "avx512", "avx2"]),  # Zen 4
     ],
 )
 def test_the_builds_for_a_processor(has, usable, monkeypatch):
