@@ -84,9 +84,14 @@ class HeldRequests:
         self.watch(self._live())
 
     def _deadline(self, generation: Generation) -> float:
-        """Infinite: it has none, the engine has the sample, or it has begun."""
+        """Infinite: it has none, the engine has the sample, it has begun, or it is a suspect.
+
+        A suspect waits for its trial however long that takes. If it ended before, nobody would learn what kills the
+        engine, and its client would send it again.
+        """
         limit_s = self._limit_s(generation)
-        if limit_s is None or generation.output_ids or not generation.waits_for_engine:
+        has_begun = generation.output_ids or generation.num_strikes
+        if limit_s is None or has_begun or not generation.waits_for_engine:
             return math.inf
         return generation.waits_since + limit_s
 
