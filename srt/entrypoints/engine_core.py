@@ -177,7 +177,8 @@ class EngineCore:
         was_oom = num_oom_kills() != self._oom_kills
         was_hung = child is self._hung
         stacks = self._stacks if was_hung else ""
-        death = Death(child.role, ended.result(), child.returncode, was_hung, was_oom, stacks)
+        has_new_weights = self._num_updates != self.tokenizer_manager.weights.num_updates
+        death = Death(child.role, ended.result(), child.returncode, was_hung, was_oom, stacks, has_new_weights)
         if self._budget.take():
             self._restart = asyncio.create_task(self._restart_after(death))
             self._restart.add_done_callback(self._on_restart_ended)
