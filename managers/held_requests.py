@@ -70,10 +70,11 @@ class HeldRequests:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._end_late)
 
     def timed(self, generation: Generation, request: GenerateReq) -> GenerateReq:
-        """The request, with the time that it has waited here if that counts."""
-        if self._deadline(generation) == math.inf:
+        """The request, with the time that it has waited here if that is limited."""
+        if self._limit_s(generation) is None:
             return request
-        return msgspec.structs.replace(request, waited_s=max(self._now() - generation.waits_since, 0.0))
+        waited_s = None if _is_waiting_over(generation) else max(self._now() - generation.waits_since, 0.0)
+        return msgspec.structs.replace(request, waited_s=waited_s)
 
     def _end_late(self) -> None:
         self._timer, self._timer_at = None, math.inf
@@ -84,14 +85,9 @@ class HeldRequests:
         self.watch(self._live())
 
     def _deadline(self, generation: Generation) -> float:
-        """Infinite: it has none, the engine has the sample, it has begun, or it is a suspect.
-
-        A suspect waits for its trial however long that takes. If it ended before, nobody would learn what kills the
-        engine, and its client would send it again.
-        """
+        """Infinite: it has none, or the engine has the sample."""
         limit_s = self._limit_s(generation)
-        has_begun = generation.output_ids or generation.num_strikes
-        if limit_s is None or has_begun or not generation.waits_for_engine:
+        if limit_s is None or _is_waiting_over(generation) or not generation.waits_for_engine:
             return math.inf
         return generation.waits_since + limit_s
 
@@ -116,6 +112,15 @@ class HeldRequests:
     def _urgency(self, generation: Generation) -> int:
         assert generation.request is not None
         return self._urgency_sign * generation.request.options.priority
+
+
+def _is_waiting_over(generation: Generation) -> bool:
+    """It has begun, or it is a suspect.
+
+    A suspect waits for its trial however long that takes. If it ended before, nobody would learn what kills the engine,
+    and its client would send it again.
+    """
+    return generation.has_begun or bool(generation.output_ids) or generation.num_strikes > 0
 
 
 def _tenant(generation: Generation) -> str:

@@ -40,11 +40,10 @@ class Timeouts:
         """Whether any request may have a deadline."""
         return bool(self._heap)
 
-    def on_arrival(self, req: Req, waited_s: float = 0.0) -> None:
-        """`waited_s`: how long it has waited before."""
+    def on_arrival(self, req: Req, waited_s: float | None = 0.0) -> None:
+        """`waited_s`: how long it has waited before. None: it has had its first step, in an engine that has died."""
         limit_s = shorter(self._waiting_s, req.options.waiting_timeout)
-        # A request of an engine that has died may have had its first step there.
-        if limit_s is not None and req.cached_tokens is None:
+        if limit_s is not None and waited_s is not None:
             self._set(req, self._now() + limit_s - waited_s)
 
     def on_launch(self, reqs: Iterable[Req]) -> None:

@@ -206,7 +206,7 @@ class EngineCore:
         manager, began = self.tokenizer_manager, time.monotonic()
         journal = read_journal(self._life.run_dir.journal)
         samples = [one for one in manager.live_samples() if one.is_sent]
-        has_culprit = manager.on_death(death.blame(journal, is_paused=manager.pause.is_on))
+        has_culprit = manager.on_death(death.blame(journal, is_paused=manager.pause.is_on), journal.begun)
         logger.error(
             "The engine has failed: %s; restarting it (%d of %d)",
             death.message,

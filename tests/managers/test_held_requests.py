@@ -9,6 +9,7 @@ import pytest
 from gated_engine import Engine, scenario
 
 from tercet.managers.generation import Generation, error_of
+from tercet.managers.held_requests import HeldRequests
 from tercet.managers.recovery import Blame
 from tercet.srt.errors import FatalRequest, QueueFull, WaitingTimeout
 
@@ -59,7 +60,8 @@ async def test_requests_that_wait_for_the_end_of_the_trials_do_not_wait_longer_e
 def with_clock(engine: Engine) -> list[float]:
     """Its only number is the time for waiting requests."""
     clock = [100.0]
-    engine.manager._held._now = engine.manager.pause.now = lambda: clock[0]  # type: ignore[method-assign]
+    held: HeldRequests = engine.manager._held
+    held._now = engine.manager.pause.now = lambda: clock[0]  # type: ignore[method-assign]
     return clock
 
 
@@ -95,6 +97,21 @@ async def test_the_scheduler_learns_how_long_a_request_has_waited(engine: Engine
     engine.restart()
     assert engine.sent() == [one.key for one in samples]
     assert [request.waited_s for request in engine.scheduler.received] == [29.0, 0.0, 20.0]
+
+
+@scenario
+async def test_a_request_that_had_its_first_step_does_not_wait_again(engine: Engine) -> None:
+    """It has no output yet: its prompt is computed in chunks, or it is an embedding."""
+    clock = with_clock(engine)
+    runs, waits = [await submit(engine, waiting_timeout=60.0) for _ in range(2)]
+    clock[0] += 61
+    engine.die(None, begun={runs.key})
+    for _ in range(2):
+        engine.manager._held._end_late()
+        assert not runs.is_over and waits.is_over
+        engine.restart()
+        assert [(one.rid, one.waited_s) for one in engine.scheduler.received] == [(runs.key, None)]
+        engine.die(None)
 
 
 @scenario
