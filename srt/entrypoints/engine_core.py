@@ -206,7 +206,8 @@ class EngineCore:
         manager, began = self.tokenizer_manager, time.monotonic()
         journal = read_journal(self._life.run_dir.journal)
         samples = [one for one in manager.live_samples() if one.is_sent]
-        has_culprit = manager.on_death(death.blame(journal, is_paused=manager.pause.is_on), journal.begun)
+        loads_weights = manager.pause.is_on and manager.weights.is_updating
+        has_culprit = manager.on_death(death.blame(journal, loads_weights=loads_weights), journal.begun)
         logger.error(
             "The engine has failed: %s; restarting it (%d of %d)",
             death.message,

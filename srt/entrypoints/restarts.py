@@ -93,12 +93,13 @@ class Death(NamedTuple):
         killed |= self.returncode == UNKNOWN_EXIT and not self.has_ended_fork_servers
         return killed and not self.was_hung and not self.was_oom
 
-    def blame(self, journal: Journal, *, is_paused: bool) -> Blame | None:
-        """The requests that may have caused the death. None: none has. `is_paused`: no step was planned."""
+    def blame(self, journal: Journal, *, loads_weights: bool) -> Blame | None:
+        """The requests that may have caused the death. None: none has. `loads_weights`: generation is paused, and the
+        engine loads other weights."""
         if self.is_from_outside:
             return None
-        if self.role == "scheduler" and is_paused and journal.is_between_steps:
-            return None  # it did something else, such as an update of the weights
+        if self.role == "scheduler" and loads_weights and journal.is_between_steps:
+            return None
         if self.role != "scheduler" or journal.rows is None:
             return Blame(None)
         return Blame({row.key: row.position for row in journal.rows})
