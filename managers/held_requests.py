@@ -52,10 +52,7 @@ class HeldRequests:
         if len(waiting) > self._max_num:
             left_s = self._restart_left_s()
             retry_after_s = None if left_s is None else min(max(math.ceil(left_s), 1), MAX_RETRY_AFTER_S)
-            error = QueueFull(
-                f"the waiting queue is full ({len(waiting) - 1} requests); try again later", retry_after_s=retry_after_s
-            )
-            self._to_refuse(new, waiting).fail(error)
+            self._to_refuse(new, waiting).fail(QueueFull.of(len(waiting) - 1, retry_after_s))
         self.watch([new])
 
     def watch(self, samples: Iterable[Generation]) -> None:
@@ -69,7 +66,7 @@ class HeldRequests:
         delay_s = max(first - self._now(), _MIN_TIMER_S)
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._end_late)
 
-    def timed(self, generation: Generation, request: GenerateReq) -> GenerateReq:
+    def with_waiting_time(self, generation: Generation, request: GenerateReq) -> GenerateReq:
         """The request, with the time that it has waited here if that is limited."""
         if self._limit_s(generation) is None:
             return request
@@ -81,7 +78,9 @@ class HeldRequests:
         now = self._now()
         for one in self._live():
             if self._deadline(one) <= now:
-                one.fail(WaitingTimeout(f"the request has waited for {self._limit_s(one):g} s without a first step"))
+                limit_s = self._limit_s(one)
+                assert limit_s is not None
+                one.fail(WaitingTimeout.of(limit_s))
         self.watch(self._live())
 
     def _deadline(self, generation: Generation) -> float:

@@ -71,10 +71,11 @@ class Recovery:
         """Whether samples wait for the trial of another one."""
         return self._on_trial is not None or bool(self._suspects)
 
-    def on_death(self, lost: Sequence[Generation], blame: Blame | None, unfinished: Iterable[Generation] = ()) -> bool:
-        """`lost`: the samples that the engine had. `blame`: None if no request is to blame. `unfinished`: all samples,
-        with those that wait for the engine. Returns whether a culprit was found. It has ended, and so have all samples
-        that equal it.
+    def on_death(self, lost: Sequence[Generation], blame: Blame | None, unfinished: Iterable[Generation]) -> bool:
+        """Returns whether it found a culprit. It ends the culprit and all equal samples.
+
+        `lost`: the samples that the engine had. `blame`: None if no request is to blame. `unfinished`: all samples,
+        with those that wait for the engine.
         """
         self.num_restarts += 1
         self._died_at = self._clock() if self._died_at is None else self._died_at

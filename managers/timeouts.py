@@ -91,7 +91,8 @@ class Timeouts:
     def _reason(self, req: Req) -> AbortFinish:
         if req.queue_time_s is None:
             limit_s = shorter(self._waiting_s, req.options.waiting_timeout)
-            return AbortFinish.of(WaitingTimeout(f"the request has waited for {limit_s:g} s without a first step"))
+            assert limit_s is not None
+            return AbortFinish.of(WaitingTimeout.of(limit_s))
         limit_s = shorter(self._running_s, req.options.running_timeout)
         return AbortFinish(f"the request has run for {limit_s:g} s, the limit of its running time")
 

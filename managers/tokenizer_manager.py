@@ -372,7 +372,7 @@ class TokenizerManager:
 
     def _resend(self, generation: Generation, *, is_suspect: bool = False) -> None:
         assert self._scheduler is not None
-        request = self._held.timed(generation, self.inputs.fitted(generation.resumption()))
+        request = self._held.with_waiting_time(generation, self.inputs.fitted(generation.resumption()))
         self.recovery.num_resumed += request.resumed is not None
         generation.mark_sent()
         self._scheduler.send(watched(request) if is_suspect else request)
