@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -85,6 +85,8 @@ class Generation:
         """How often the engine was restarted while it worked on this sample."""
         self.weight_version = "default"
         """The name of the weights that computed its last tokens."""
+        self.has_begun = False
+        """It had its first step in an engine that has died. If it has output, nobody need know."""
         self.num_strikes = 0
         """How often the engine died by itself in a step of this sample."""
         self.waits_since = 0.0
@@ -199,9 +201,10 @@ class Generation:
         assert not self._is_sent
         self._is_sent = True
 
-    def lose(self) -> bool:
+    def lose(self, begun: Container[str] = ()) -> bool:
         """The engine has died. Returns whether it had the sample, which then waits for the next engine.
 
+        `begun`: the keys of samples that had their first step (see `Journal.begun`).
         A sample that is being aborted ends here, with the tokens so far.
         """
         if not self._is_sent or self.is_over:
@@ -211,6 +214,7 @@ class Generation:
             self._end_aborted()
             return False
         self.num_recoveries += 1
+        self.has_begun |= self.key in begun
         return True
 
     def resumption(self) -> GenerateReq:

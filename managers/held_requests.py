@@ -52,10 +52,7 @@ class HeldRequests:
         if len(waiting) > self._max_num:
             left_s = self._restart_left_s()
             retry_after_s = None if left_s is None else min(max(math.ceil(left_s), 1), MAX_RETRY_AFTER_S)
-            error = QueueFull(
-                f"the waiting queue is full ({len(waiting) - 1} requests); try again later", retry_after_s=retry_after_s
-            )
-            self._to_refuse(new, waiting).fail(error)
+            self._to_refuse(new, waiting).fail(QueueFull.of(len(waiting) - 1, retry_after_s))
         self.watch([new])
 
     def watch(self, samples: Iterable[Generation]) -> None:
@@ -69,24 +66,27 @@ class HeldRequests:
         delay_s = max(first - self._now(), _MIN_TIMER_S)
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._end_late)
 
-    def timed(self, generation: Generation, request: GenerateReq) -> GenerateReq:
-        """The request, with the time that it has waited here if that counts."""
-        if self._deadline(generation) == math.inf:
+    def with_waiting_time(self, generation: Generation, request: GenerateReq) -> GenerateReq:
+        """The request, with the time that it has waited here if that is limited."""
+        if self._limit_s(generation) is None:
             return request
-        return msgspec.structs.replace(request, waited_s=max(self._now() - generation.waits_since, 0.0))
+        waited_s = None if _is_waiting_over(generation) else max(self._now() - generation.waits_since, 0.0)
+        return msgspec.structs.replace(request, waited_s=waited_s)
 
     def _end_late(self) -> None:
         self._timer, self._timer_at = None, math.inf
         now = self._now()
         for one in self._live():
             if self._deadline(one) <= now:
-                one.fail(WaitingTimeout(f"the request has waited for {self._limit_s(one):g} s without a first step"))
+                limit_s = self._limit_s(one)
+                assert limit_s is not None
+                one.fail(WaitingTimeout.of(limit_s))
         self.watch(self._live())
 
     def _deadline(self, generation: Generation) -> float:
-        """Infinite: it has none, the engine has the sample, or it has begun."""
+        """Infinite: it has none, or the engine has the sample."""
         limit_s = self._limit_s(generation)
-        if limit_s is None or generation.output_ids or not generation.waits_for_engine:
+        if limit_s is None or _is_waiting_over(generation) or not generation.waits_for_engine:
             return math.inf
         return generation.waits_since + limit_s
 
@@ -111,6 +111,15 @@ class HeldRequests:
     def _urgency(self, generation: Generation) -> int:
         assert generation.request is not None
         return self._urgency_sign * generation.request.options.priority
+
+
+def _is_waiting_over(generation: Generation) -> bool:
+    """It has begun, or it is a suspect.
+
+    A suspect waits for its trial however long that takes. If it ended before, nobody would learn what kills the engine,
+    and its client would send it again.
+    """
+    return generation.has_begun or bool(generation.output_ids) or generation.num_strikes > 0
 
 
 def _tenant(generation: Generation) -> str:

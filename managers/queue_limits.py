@@ -149,9 +149,7 @@ class QueueLimits:
         if rate is not None:
             one_s = self._tokens_before(refused) / num_waiting / rate
             retry_after_s = self._retry_after_s(refused, one_s, one_s)
-        return refused, QueueFull(
-            f"the waiting queue is full ({num_waiting} requests); try again later", retry_after_s=retry_after_s
-        )
+        return refused, QueueFull.of(num_waiting, retry_after_s)
 
     def _tokens_before(self, req: Req) -> int:
         """Tokens to compute before a new request, if equally urgent ones of its tenant keep the order of arrival."""

@@ -71,10 +71,11 @@ class Recovery:
         """Whether samples wait for the trial of another one."""
         return self._on_trial is not None or bool(self._suspects)
 
-    def on_death(self, lost: Sequence[Generation], blame: Blame | None, unfinished: Iterable[Generation] = ()) -> bool:
-        """`lost`: the samples that the engine had. `blame`: None if no request is to blame. `unfinished`: all samples,
-        with those that wait for the engine. Returns whether a culprit was found. It has ended, and so have all samples
-        that equal it.
+    def on_death(self, lost: Sequence[Generation], blame: Blame | None, unfinished: Iterable[Generation]) -> bool:
+        """Returns whether it found a culprit. It ends the culprit and all equal samples.
+
+        `lost`: the samples that the engine had. `blame`: None if no request is to blame. `unfinished`: all samples,
+        with those that wait for the engine.
         """
         self.num_restarts += 1
         self._died_at = self._clock() if self._died_at is None else self._died_at
@@ -162,13 +163,23 @@ def _culprit(fatal: Sequence[Generation], trial: Generation | None, *, is_step_k
 
 
 def _digest(request: GenerateReq) -> bytes:
-    """Equal requests have equal digests. The seed does not count, nor whose request it is, nor its numbers of tokens,
-    which depend on the engine's memory."""
+    """Equal requests have equal digests. What does not change the computation does not count. Nor do the seed and the
+    numbers of tokens, which depend on the engine's memory."""
     sampling = msgspec.structs.replace(
         request.options.sampling, sampling_seed=None, max_new_tokens=None, min_new_tokens=0
     )
-    options = msgspec.msgpack.encode(msgspec.structs.replace(request.options, sampling=sampling, tenant=""))
-    return hashlib.blake2b(options + request.input_ids, digest_size=16).digest()
+    options = msgspec.structs.replace(
+        request.options,
+        sampling=sampling,
+        stream=False,
+        priority=0,
+        tenant="",
+        waiting_timeout=None,
+        running_timeout=None,
+        session_id="",
+        retention_seconds=None,
+    )
+    return hashlib.blake2b(msgspec.msgpack.encode(options) + request.input_ids, digest_size=16).digest()
 
 
 def _num_tokens_if_begun(generation: Generation) -> float:

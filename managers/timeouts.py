@@ -40,11 +40,10 @@ class Timeouts:
         """Whether any request may have a deadline."""
         return bool(self._heap)
 
-    def on_arrival(self, req: Req, waited_s: float = 0.0) -> None:
-        """`waited_s`: how long it has waited before."""
+    def on_arrival(self, req: Req, waited_s: float | None = 0.0) -> None:
+        """`waited_s`: how long it has waited before. None: it has had its first step, in an engine that has died."""
         limit_s = shorter(self._waiting_s, req.options.waiting_timeout)
-        # A request of an engine that has died may have had its first step there.
-        if limit_s is not None and req.cached_tokens is None:
+        if limit_s is not None and waited_s is not None:
             self._set(req, self._now() + limit_s - waited_s)
 
     def on_launch(self, reqs: Iterable[Req]) -> None:
@@ -92,7 +91,8 @@ class Timeouts:
     def _reason(self, req: Req) -> AbortFinish:
         if req.queue_time_s is None:
             limit_s = shorter(self._waiting_s, req.options.waiting_timeout)
-            return AbortFinish.of(WaitingTimeout(f"the request has waited for {limit_s:g} s without a first step"))
+            assert limit_s is not None
+            return AbortFinish.of(WaitingTimeout.of(limit_s))
         limit_s = shorter(self._running_s, req.options.running_timeout)
         return AbortFinish(f"the request has run for {limit_s:g} s, the limit of its running time")
 

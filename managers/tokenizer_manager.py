@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from ..srt.errors import EngineDead, EngineRestarting, InvalidRequest, TercetError
 from ..srt.io_struct import (
@@ -300,14 +300,14 @@ class TokenizerManager:
             raise EngineDead(f"the scheduler did not answer within {timeout_s:g} s") from None
         return reply.view
 
-    def on_death(self, blame: Blame | None) -> bool:
+    def on_death(self, blame: Blame | None, begun: Container[str] = ()) -> bool:
         """A process of the engine is gone, and a new engine will be given to `resume`.
 
         Samples that are being aborted end now. So do those of a request that is proved to be to blame; then it returns
-        True. All others wait.
+        True. All others wait. `begun`: as of `Generation.lose`.
         """
         was_up, self._scheduler = self._scheduler is not None, None
-        lost = [generation for generation in self._requests.live() if generation.lose()]
+        lost = [generation for generation in self._requests.live() if generation.lose(begun)]
         has_culprit = self.recovery.on_death(lost, blame, self._requests.live())
         self._held.watch(lost)
         self._calls.fail(EngineRestarting("the engine is being restarted; try again in a moment"))
@@ -372,7 +372,7 @@ class TokenizerManager:
 
     def _resend(self, generation: Generation, *, is_suspect: bool = False) -> None:
         assert self._scheduler is not None
-        request = self._held.timed(generation, self.inputs.fitted(generation.resumption()))
+        request = self._held.with_waiting_time(generation, self.inputs.fitted(generation.resumption()))
         self.recovery.num_resumed += request.resumed is not None
         generation.mark_sent()
         self._scheduler.send(watched(request) if is_suspect else request)

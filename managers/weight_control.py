@@ -55,7 +55,8 @@ class WeightControl:
         self._pause = pause
         self._requests = requests
         self._release = release
-        self._is_updating = False
+        self.is_updating = False
+        """An update waits for running requests, or the engine loads weights."""
 
     @property
     def version(self) -> str:
@@ -79,10 +80,10 @@ class WeightControl:
         EngineBusy during another update and if requests still run after `drain_timeout_s`, EngineDead, EngineRestarting
         and TercetError. After an error the old weights are in use.
         """
-        if self._is_updating:
+        if self.is_updating:
             raise EngineBusy("the weights are being updated already")
         version = f"update-{time.time_ns()}" if version is None else version
-        self._is_updating = True
+        self.is_updating = True
         change: asyncio.Task[int] | None = None
         try:
             if abort_all:
@@ -112,7 +113,7 @@ class WeightControl:
 
     def _end(self) -> None:
         """The update is over: what it has held is sent."""
-        self._is_updating = False
+        self.is_updating = False
         if self.is_holding:
             self.is_holding = False
             self._release()

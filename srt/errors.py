@@ -95,11 +95,21 @@ class QueueFull(TercetError):
         super().__init__(message, param=param)
         self.retry_after_s = retry_after_s
 
+    @classmethod
+    def of(cls, num_waiting: int, retry_after_s: int | None) -> QueueFull:
+        """`num_waiting`: how many requests wait, as many as may."""
+        return cls(f"the waiting queue is full ({num_waiting} requests); try again later", retry_after_s=retry_after_s)
+
 
 class WaitingTimeout(TercetError):
     status = 503
     err_type = "service_unavailable"
     code = "waiting_timeout"
+
+    @classmethod
+    def of(cls, limit_s: float) -> WaitingTimeout:
+        """The error of a request that may wait for `limit_s` seconds."""
+        return cls(f"the request has waited for {limit_s:g} s without a first step")
 
 
 class GrammarNotChecked(TercetError):

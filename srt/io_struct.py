@@ -97,8 +97,8 @@ class GenerateReq(msgspec.Struct, frozen=True, tag="generate"):
     options: RequestOptions
     resumed: Resumed | None = None
     """Set in a restarted engine: the sample continues after `resumed.output_ids`."""
-    waited_s: float = 0.0
-    """How long it has waited for the engine, without pauses. Set if its waiting time is limited."""
+    waited_s: float | None = 0.0
+    """How long it has waited for the engine, without pauses. Set if its waiting time is limited. None: that is over."""
 
 
 class AbortReq(msgspec.Struct, frozen=True, tag="abort"):

@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -26,6 +26,8 @@ _STEP = struct.Struct("<QdII")
 _NUM_STEPS_KEPT = 16
 _ROWS = 1024
 _BYTES_PER_ROW = 40
+_Rows = tuple[list[str], list[int], list[str]]
+"""Keys and positions of the requests in the step, and keys of those that had begun before it and have no output."""
 assert _HEAD.size + _NUM_STEPS_KEPT * _STEP.size <= _ROWS
 
 
@@ -64,14 +66,15 @@ class StepJournal:
         self._rows_bytes = 0
         self._reqs: Sequence[JournaledReq] = ()
 
-    def begin(self, reqs: Sequence[JournaledReq], num_prompt_tokens: int) -> None:
-        """A step is about to be launched. The caller does not change `reqs` afterwards.
+    def begin(self, reqs: Sequence[JournaledReq], num_prompt_tokens: int, unfinished: Iterable[JournaledReq]) -> None:
+        """A step is about to be launched. `reqs`: the caller does not change it afterwards. `unfinished`: the requests
+        whose prompts are computed in chunks.
 
         A step without requests keeps the rows of the step before, which may still be under way.
         """
         self._num_steps += 1
         if reqs and reqs != self._reqs:
-            self._write_rows(reqs)
+            self._write_rows(reqs, unfinished)
         place = _HEAD.size + self._num_steps % _NUM_STEPS_KEPT * _STEP.size
         _STEP.pack_into(self._map, place, self._num_steps, time.monotonic(), len(reqs), num_prompt_tokens)
         _HEAD.pack_into(self._map, 0, self._num_steps, self._rows_since, self._rows_bytes, True)
@@ -80,9 +83,11 @@ class StepJournal:
         """No step is under way any more."""
         self._map[_IN_STEP] = 0
 
-    def _write_rows(self, reqs: Sequence[JournaledReq]) -> None:
+    def _write_rows(self, reqs: Sequence[JournaledReq], unfinished: Iterable[JournaledReq]) -> None:
         keys, positions = [req.rid for req in reqs], [len(req.output_ids) + req.num_steps_in_flight for req in reqs]
-        data = msgspec.msgpack.encode((keys, positions))
+        # The step before may still be in flight, or its outputs on their way. Who has output is known to have begun.
+        begun = {req.rid for req in (*self._reqs, *unfinished) if not len(req.output_ids)}.difference(keys)
+        data = msgspec.msgpack.encode((keys, positions, list(begun)))
         if len(data) > len(self._map) - _ROWS:
             data = b""  # the reader sees that the rows are unknown
         self._map[_ROWS : _ROWS + len(data)] = data
@@ -92,7 +97,7 @@ class StepJournal:
 class NoJournal:
     """The journal of a scheduler that has none."""
 
-    def begin(self, reqs: Sequence[JournaledReq], num_prompt_tokens: int) -> None:
+    def begin(self, reqs: Sequence[JournaledReq], num_prompt_tokens: int, unfinished: Iterable[JournaledReq]) -> None:
         """Writes nothing."""
 
     def end(self) -> None:
@@ -127,6 +132,8 @@ class Journal(msgspec.Struct, frozen=True):
     """Oldest first."""
     is_between_steps: bool = False
     """It is known that no step was under way."""
+    begun: frozenset[str] = frozenset()
+    """Requests of the last step, and requests that had begun before it and had no output. Some may have ended."""
 
 
 def read_journal(path: Path) -> Journal:
@@ -139,12 +146,14 @@ def read_journal(path: Path) -> Journal:
         return Journal(None, [])
     steps = sorted(step for step in steps if step[0])
     last = [JournalStep(number, steps[-1][1] - at, *rest) for number, at, *rest in steps]
-    if not in_step or not rows_bytes:
-        return Journal(None, last, is_between_steps=not in_step)
+    journal = Journal(None, last, is_between_steps=not in_step)
     try:
-        keys, positions = msgspec.msgpack.decode(data[_ROWS : _ROWS + rows_bytes], type=tuple[list[str], list[int]])
+        keys, positions, begun = msgspec.msgpack.decode(data[_ROWS : _ROWS + rows_bytes], type=_Rows)
     except msgspec.DecodeError:
-        return Journal(None, last)
+        return journal
+    journal = msgspec.structs.replace(journal, begun=frozenset(keys + begun))
+    if not in_step:
+        return journal
     behind = num_steps - rows_since
     rows = [JournalRow(key, position + behind) for key, position in zip(keys, positions, strict=False)]
-    return Journal(rows, last)
+    return msgspec.structs.replace(journal, rows=rows)

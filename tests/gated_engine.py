@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import msgspec
@@ -50,9 +50,9 @@ class Engine:
             for request, done in held:
                 self.scheduler._write(request, done)
 
-    def die(self, blame: Blame | None) -> bool:
+    def die(self, blame: Blame | None, begun: Container[str] = ()) -> bool:
         self.scheduler.dead = True
-        return self.manager.on_death(blame)
+        return self.manager.on_death(blame, begun)
 
     def restart(self, max_total_num_tokens: int | None = None) -> None:
         """`max_total_num_tokens`: of the new engine's KV pool; None: as before."""

@@ -200,7 +200,7 @@ class Rig:
         retention_seconds: float | None = None,
         reasoning: ReasoningSpan | None = None,
         resumed: Resumed | None = None,
-        waited_s: float = 0.0,
+        waited_s: float | None = 0.0,
         **sampling: object,
     ) -> None:
         params = SamplingParams(**{"max_new_tokens": 8, "sampling_seed": 1, **sampling})

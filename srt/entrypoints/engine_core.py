@@ -177,7 +177,8 @@ class EngineCore:
         was_oom = num_oom_kills() != self._oom_kills
         was_hung = child is self._hung
         stacks = self._stacks if was_hung else ""
-        death = Death(child.role, ended.result(), child.returncode, was_hung, was_oom, stacks)
+        has_new_weights = self._num_updates != self.tokenizer_manager.weights.num_updates
+        death = Death(child.role, ended.result(), child.returncode, was_hung, was_oom, stacks, has_new_weights)
         if self._budget.take():
             self._restart = asyncio.create_task(self._restart_after(death))
             self._restart.add_done_callback(self._on_restart_ended)
@@ -205,7 +206,8 @@ class EngineCore:
         manager, began = self.tokenizer_manager, time.monotonic()
         journal = read_journal(self._life.run_dir.journal)
         samples = [one for one in manager.live_samples() if one.is_sent]
-        has_culprit = manager.on_death(death.blame(journal, is_paused=manager.pause.is_on))
+        loads_weights = manager.pause.is_on and manager.weights.is_updating
+        has_culprit = manager.on_death(death.blame(journal, loads_weights=loads_weights), journal.begun)
         logger.error(
             "The engine has failed: %s; restarting it (%d of %d)",
             death.message,

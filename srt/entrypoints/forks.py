@@ -19,8 +19,7 @@ from .fork_server import MAX_MESSAGE_BYTES, Ended, Forked, FromForkServer
 from .handshake import LaunchSpec
 
 UNKNOWN_EXIT = 256
-"""Stands for the exit code of a process whose fork server has died before it: nobody knows that one. Real exit codes
-are at most 255."""
+"""The code of a process whose exit status was lost with its fork server. Real codes are at most 255."""
 _TIMEOUT_S = 5.0
 
 

@@ -82,20 +82,24 @@ class Death(NamedTuple):
     """The kernel has killed a process because memory was short."""
     stacks: str = ""
     """Those of all threads when the watchdog killed it; empty if it did not answer."""
+    has_ended_fork_servers: bool = False
+    """The engine has ended its fork servers itself, after an update of the weights."""
 
     @property
     def is_from_outside(self) -> bool:
-        """Somebody killed the process, so no request is to blame. An unknown end counts as that: its fork server was
-        killed, too. The next engine has a new one, so if a request is the cause, its next deaths are known."""
-        killed = self.returncode in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, UNKNOWN_EXIT)
+        """Somebody killed the process, so no request is to blame. An unknown end counts as that if somebody killed the
+        fork server, too. The next engine has a new one, so if a request is the cause, its next deaths are known."""
+        killed = self.returncode in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+        killed |= self.returncode == UNKNOWN_EXIT and not self.has_ended_fork_servers
         return killed and not self.was_hung and not self.was_oom
 
-    def blame(self, journal: Journal, *, is_paused: bool) -> Blame | None:
-        """The requests that may have caused the death. None: none has. `is_paused`: no step was planned."""
+    def blame(self, journal: Journal, *, loads_weights: bool) -> Blame | None:
+        """The requests that may have caused the death. None: none has. `loads_weights`: generation is paused, and the
+        engine loads other weights."""
         if self.is_from_outside:
             return None
-        if self.role == "scheduler" and is_paused and journal.is_between_steps:
-            return None  # it did something else, such as an update of the weights
+        if self.role == "scheduler" and loads_weights and journal.is_between_steps:
+            return None
         if self.role != "scheduler" or journal.rows is None:
             return Blame(None)
         return Blame({row.key: row.position for row in journal.rows})

@@ -61,5 +61,7 @@ def test_what_makes_two_requests_equal() -> None:
         return _digest(GenerateReq("1", ids, msgspec.structs.replace(options(**sampling or {}), **others)))
 
     same = [digest(sampling={"max_new_tokens": 3}), digest(sampling={"sampling_seed": 5}), digest(tenant="key-2")]
+    same += [digest(stream=False), digest(priority=1), digest(waiting_timeout=1.0), digest(running_timeout=1.0)]
+    same += [digest(session_id="s"), digest(retention_seconds=1.0)]
     assert set(same) == {digest()}
     assert len({digest(), digest(sampling={"temperature": 0.3}), digest(b"efgh"), digest(cache_salt="s")}) == 4

@@ -11,7 +11,7 @@ from gated_engine import Engine, scenario
 from tercet.managers.generation import Generation, error_of
 from tercet.managers.held_requests import HeldRequests
 from tercet.managers.recovery import Blame
-from tercet.srt.errors import QueueFull, WaitingTimeout
+from tercet.srt.errors import FatalRequest, QueueFull, WaitingTimeout
 
 PATIENCE_S = 60
 
@@ -47,21 +47,48 @@ def test_the_waiting_time_ends_during_a_restart(own: bool) -> None:
 
 
 @scenario
-async def test_a_suspect_that_has_not_begun_does_not_wait_longer_either(engine: Engine) -> None:
-    samples = [await submit(engine, waiting_timeout=None if i == 0 else 0.05) for i in range(2)]
-    engine.die(Blame({one.key: 0 for one in samples}))
+async def test_requests_that_wait_for_the_end_of_the_trials_do_not_wait_longer_either(engine: Engine) -> None:
+    suspect, waits = await submit(engine), await submit(engine, waiting_timeout=0.05)
+    engine.die(Blame({suspect.key: 0}))
     engine.restart()
-    assert engine.sent() == [samples[0].key]
-    await ends_late(samples[1])
+    assert engine.sent() == [suspect.key]
+    await ends_late(waits)
     engine.step(4)
     assert not engine.manager.is_recovering
 
 
+def with_clock(engine: Engine) -> list[float]:
+    """Its only number is the time for waiting requests."""
+    clock = [100.0]
+    held: HeldRequests = engine.manager._held
+    held._now = engine.manager.pause.now = lambda: clock[0]  # type: ignore[method-assign]
+    return clock
+
+
+@pytest.mark.parametrize("is_step_known", [True, False])
+def test_a_suspect_reaches_its_trial_however_long_it_waits(is_step_known: bool) -> None:
+    """Otherwise its client sends it again, and it kills each engine."""
+
+    async def work() -> None:
+        engine = Engine(waiting_timeout=5.0)
+        clock = with_clock(engine)
+        samples = [await submit(engine, text=text) for text in ("good", "poison")]
+        blame = Blame({one.key: 0 for one in samples} if is_step_known else None)
+        engine.die(blame)
+        clock[0] += 100
+        engine.manager._held._end_late()
+        engine.restart()
+        engine.step(4)
+        assert engine.sent() == [one.key for one in samples]
+        assert engine.die(blame._replace(positions={samples[1].key: 0}))
+        assert isinstance(error_of((await samples[1].result()).finish), FatalRequest) and not samples[0].is_over
+
+    asyncio.run(work())
+
+
 @scenario
 async def test_the_scheduler_learns_how_long_a_request_has_waited(engine: Engine) -> None:
-    manager, clock = engine.manager, [100.0]
-    held: HeldRequests = manager._held
-    held._now = manager.pause.now = lambda: clock[0]  # type: ignore[method-assign]
+    clock = with_clock(engine)
     samples = [await submit(engine, waiting_timeout=60.0), await submit(engine)]
     clock[0] += 9
     engine.die(None)
@@ -70,6 +97,21 @@ async def test_the_scheduler_learns_how_long_a_request_has_waited(engine: Engine
     engine.restart()
     assert engine.sent() == [one.key for one in samples]
     assert [request.waited_s for request in engine.scheduler.received] == [29.0, 0.0, 20.0]
+
+
+@scenario
+async def test_a_request_that_had_its_first_step_does_not_wait_again(engine: Engine) -> None:
+    """It has no output yet: its prompt is computed in chunks, or it is an embedding."""
+    clock = with_clock(engine)
+    runs, waits = [await submit(engine, waiting_timeout=60.0) for _ in range(2)]
+    clock[0] += 61
+    engine.die(None, begun={runs.key})
+    for _ in range(2):
+        engine.manager._held._end_late()
+        assert not runs.is_over and waits.is_over
+        engine.restart()
+        assert [(one.rid, one.waited_s) for one in engine.scheduler.received] == [(runs.key, None)]
+        engine.die(None)
 
 
 @scenario

@@ -318,7 +318,7 @@ def test_only_poisonous_requests_are_convicted(poisons: set[int], num: int, even
     def death(blame: Blame | None) -> None:
         lost = list(engine.values())
         engine.clear()
-        recovery.on_death(lost, blame)
+        recovery.on_death(lost, blame, ())
         send_held()
         try_next()
 

@@ -12,7 +12,7 @@ from tercet.managers import timeouts
 from tercet.managers.req import Req, Stage
 from tercet.managers.timeouts import Timeouts
 from tercet.srt.errors import InvalidRequest
-from tercet.srt.io_struct import AbortFinish, LengthFinish, Resumed
+from tercet.srt.io_struct import AbortFinish, LengthFinish
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
@@ -121,8 +121,7 @@ def test_a_request_of_an_engine_that_died_does_not_wait_again() -> None:
     clock = FakeClock()
     found = Timeouts(5.0, 5.0, clock)
     req = make_req(0)
-    req.resume(Resumed([7], 0, 1))
-    found.on_arrival(req)
+    found.on_arrival(req, None)
     assert not found.is_armed
     found.on_launch([req])
     clock.now += 5.0

@@ -53,7 +53,8 @@ class Clients:
 
     def _add(self, rid: str, resumed: Resumed | None = None) -> None:
         request = {name: value for name, value in self._arrived[rid].items() if name != "tool_call"}
-        self._rig.add(rid, ignore_eos=True, sampling_seed=SEED, resumed=resumed, **request)
+        waited_s = None if resumed is not None and resumed.output_ids else 0.0
+        self._rig.add(rid, ignore_eos=True, sampling_seed=SEED, resumed=resumed, waited_s=waited_s, **request)
 
     def _tokens(self, rid: str) -> list[int]:
         """Prompt and output so far."""

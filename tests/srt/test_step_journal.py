@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE_S
+from scheduler_rig import Rig
 from toy_engine import environment
 
 from tercet.srt.step_journal import NO_JOURNAL, JournalRow, StepJournal, open_journal, read_journal
@@ -30,10 +31,10 @@ def test_the_rows_of_a_step_and_their_positions(path: Path) -> None:
     journal = StepJournal(path, max_rows=8)
     reqs = [FakeReq("1", range(0)), FakeReq("2", range(5), num_steps_in_flight=1)]
     for _ in range(20):
-        journal.begin(reqs, 3)
+        journal.begin(reqs, 3, ())
     assert read_journal(path).rows == [JournalRow("1", 19), JournalRow("2", 25)]
     reqs = [reqs[1]]
-    journal.begin(reqs, 0)
+    journal.begin(reqs, 0, ())
     seen = read_journal(path)
     assert seen.rows == [JournalRow("2", 6)]
     assert [step.number for step in seen.last_steps] == list(range(6, 22))
@@ -50,10 +51,41 @@ def test_a_full_disk_does_not_end_the_scheduler(path: Path, caplog: pytest.LogCa
     assert "no step journal" in caplog.text
 
 
+def test_who_has_begun_and_has_no_output(path: Path) -> None:
+    journal = StepJournal(path, max_rows=8)
+    chunked, whole, decodes = FakeReq("1", range(0)), FakeReq("2", range(0)), FakeReq("3", range(4))
+    journal.begin([chunked, decodes], 9, [chunked])
+    journal.begin([whole], 9, [chunked])
+    assert read_journal(path).begun == {"1", "2"}
+    journal.begin([decodes], 0, [chunked])
+    seen = read_journal(path)
+    assert seen.rows == [JournalRow("3", 4)] and seen.begun == {"1", "2", "3"}
+    journal.end()
+    assert read_journal(path).rows is None and read_journal(path).begun == {"1", "2", "3"}
+    chunked.output_ids = whole.output_ids = range(1)
+    journal.begin([chunked], 0, [])
+    assert read_journal(path).begun == {"1"}, "the parent knows of the output of 2"
+
+
+def test_the_scheduler_names_prompts_in_chunks(path: Path) -> None:
+    rig = Rig(overlap=False, max_prefill_tokens=16, chunked_prefill_size=16)
+    rig.scheduler._journal = StepJournal(path, max_rows=8)
+    for num_tokens in range(3, 9):  # so that each decode step has other requests
+        rig.add(f"{num_tokens}", [num_tokens] * 2, max_new_tokens=num_tokens)
+    rig.turn()
+    rig.add("chunked", [2] * 60)
+    rig.turn()
+    while not rig.heard["chunked"].ids:
+        assert "chunked" in read_journal(path).begun
+        rig.turn()
+    assert [step.num_prompt_tokens > 0 for step in read_journal(path).last_steps].count(False) > 2
+    rig.run()
+
+
 def test_a_step_without_requests_does_not_hide_the_step_in_flight(path: Path) -> None:
     journal = StepJournal(path, max_rows=8)
-    journal.begin([FakeReq("1", range(0))], 10)
-    journal.begin([], 0)  # with overlap: only copies KV
+    journal.begin([FakeReq("1", range(0))], 10, ())
+    journal.begin([], 0, ())  # with overlap: only copies KV
     seen = read_journal(path)
     assert seen.rows is not None and [row.key for row in seen.rows] == ["1"]
     assert [step.num_requests for step in seen.last_steps] == [1, 0]
@@ -63,13 +95,13 @@ def test_between_steps_nobody_is_named(path: Path) -> None:
     journal = StepJournal(path, max_rows=8)
     assert read_journal(path).rows is None and read_journal(path).last_steps == []
     assert read_journal(path).is_between_steps
-    journal.begin([FakeReq("1", range(0))], 1)
+    journal.begin([FakeReq("1", range(0))], 1, ())
     assert not read_journal(path).is_between_steps
     journal.end()
     assert read_journal(path).rows is None and len(read_journal(path).last_steps) == 1
     assert read_journal(path).is_between_steps
-    journal.begin([], 0)
-    journal.begin([FakeReq("x" * 10_000, range(0))], 1)
+    journal.begin([], 0, ())
+    journal.begin([FakeReq("x" * 10_000, range(0))], 1, ())
     assert read_journal(path).rows is None and not read_journal(path).is_between_steps
 
 
@@ -85,7 +117,7 @@ def test_a_killed_process_leaves_it(path: Path, tmp_path: Path) -> None:
     script = (
         "import os, signal, sys; from pathlib import Path; from tercet.srt.step_journal import StepJournal\n"
         "class R: rid, output_ids, num_steps_in_flight = '7', range(1), 0\n"
-        "StepJournal(Path(sys.argv[1]), 4).begin([R()], 4); os.kill(os.getpid(), signal.SIGKILL)"
+        "StepJournal(Path(sys.argv[1]), 4).begin([R()], 4, ()); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", script, str(path)], env=environment(tmp_path), timeout=PATIENCE_S)
     assert read_journal(path).rows == [JournalRow("7", 1)]

@@ -18,11 +18,9 @@ import pytest
 from patience import PATIENCE_S
 from toy_engine import ServerProcess, Stream, is_gone, text_of, toy_args, toy_flags
 
-from tercet.managers.recovery import Blame
 from tercet.srt.entrypoints import engine_core, sse
 from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.entrypoints.engine_life import EngineLife
-from tercet.srt.entrypoints.forks import UNKNOWN_EXIT
 from tercet.srt.entrypoints.restarts import Death, crash_report, write_report
 from tercet.srt.errors import EngineDead
 from tercet.srt.io_struct import GenerateReq, LengthFinish
@@ -51,26 +49,6 @@ def options(max_new_tokens: int) -> RequestOptions:
 
 async def _start(folder: Path, **settings: Any) -> EngineCore:
     return await EngineCore.start(dataclasses.replace(toy_args(folder), **settings), child_module=fake_child.MODULE)
-
-
-@pytest.mark.parametrize(
-    ("returncode", "was_hung", "was_oom", "is_from_outside"),
-    [(-9, False, False, True), (-15, False, False, True), (-9, True, False, False), (-9, False, True, False)]
-    + [(UNKNOWN_EXIT, False, False, True), (UNKNOWN_EXIT, False, True, False)]
-    + [(code, False, False, False) for code in (-11, -6, 0, 1)],
-)
-def test_who_is_to_blame(returncode: int, was_hung: bool, was_oom: bool, is_from_outside: bool) -> None:
-    death = Death("scheduler", "died", returncode, was_hung, was_oom)
-    journal = Journal([JournalRow("a", 5)], [])
-    detokenizer = death._replace(role="detokenizer")
-    between, unknown = Journal(None, [], is_between_steps=True), Journal(None, [])
-    known, anybody = (None, None) if is_from_outside else (Blame({"a": 5}), Blame(None))
-    for is_paused in (False, True):
-        assert death.blame(journal, is_paused=is_paused) == known
-        assert death.blame(unknown, is_paused=is_paused) == anybody
-        assert detokenizer.blame(between, is_paused=is_paused) == anybody
-    assert death.blame(between, is_paused=False) == anybody, "it may have died while it planned a step"
-    assert death.blame(between, is_paused=True) is None
 
 
 def test_the_machine_tells_about_kills_for_memory() -> None:
