@@ -223,3 +223,25 @@ def test_a_worker_answers_probes_itself_while_its_parent_is_silent(run: Any, mon
         assert (await rig.client.get("/ready")).status_code == 200
 
     run(work)
+
+
+@pytest.mark.parametrize(("path", "status"), [("/flush_cache", 200), ("/start_profile", 403), ("/stop_profile", 403)])
+def test_a_get_that_changes_something_waits_for_a_silent_parent(
+    run: Any, monkeypatch: pytest.MonkeyPatch, path: str, status: int
+) -> None:
+    """With 503 it would have no effect, but the parent carries it out later."""
+
+    async def work(rig: Rig) -> None:
+        with monkeypatch.context() as patch:
+            sent: list[Any] = []
+            patch.setattr(rig.worker._parent, "send", sent.append)
+            changing = asyncio.create_task(rig.client.get(path))
+            while not sent:
+                await asyncio.sleep(0.001)
+        monkeypatch.setattr(http_worker, "_SILENT_S", -1.0)
+        for _ in range(2):
+            rig.worker.look_at_parent()
+        rig.worker._parent.send(*sent)
+        assert (await changing).status_code == status
+
+    run(work)
