@@ -130,6 +130,25 @@ def test_decode_steps_that_nobody_needs_delay_no_preemption() -> None:
     assert ends(rig) == ["short", "urgent", "long"]
 
 
+def test_decode_steps_that_no_request_can_join_delay_no_preemption() -> None:
+    """The last token of the only decode is in flight. A part of a prompt in chunks would come before the urgent one."""
+    rig = Rig(pool_size=112, preemption_threshold=0, max_prefill_tokens=8, chunked_prefill_size=8)
+    rig.add("short", [1] * 4, max_new_tokens=3)
+    rig.turn()
+    rig.add("long", [2] * 90, max_new_tokens=1)
+    queues = rig.scheduler.queues
+    while not all(req.awaits_results for req in queues.running):
+        rig.turn()
+        rig.planner._num_decodes_due = 1 if queues.unfinished else 0
+    assert queues.running and [req.rid for req in queues.unfinished] == ["long"]
+    rig.planner._num_decodes_due = 1000
+    rig.add("urgent", [4] * 60, priority=1, max_new_tokens=1)
+    rig.turn()
+    assert [req.rid for req in queues.unfinished] == ["urgent"]
+    rig.run()
+    assert ends(rig) == ["short", "urgent", "long"]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_too_little_memory_the_least_urgent_is_retracted(overlap: bool) -> None:
     """Whoever has more output. The difference is below the threshold, so nobody is preempted."""
