@@ -19,7 +19,7 @@ from tercet.srt.entrypoints.http_server import ENDPOINTS, make_server
 from tercet.srt.entrypoints.http_worker import HttpWorker
 from tercet.srt.entrypoints.page import SCRIPT_PATHS
 from tercet.srt.entrypoints.watchdog import HangDetector
-from tercet.srt.entrypoints.worker_link import Service, Worker
+from tercet.srt.entrypoints.worker_link import ServedEngine, Worker
 from tercet.srt.errors import EngineDead, InvalidRequest
 from tercet.srt.grammar_spec import GrammarSpec
 from tercet.srt.io_struct import BrokenMessage
@@ -94,9 +94,11 @@ def run(tmp_path: Path) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
             manager.server_args, manager.model_config, manager.inputs.tokenizer, make(), make, context, run_dir, None
         )
         server = make_server(manager)
-        service = Service(manager, server, ParentEndpoints(server, [e for e in ENDPOINTS if e.path in WHOLE_SERVER]))
-        parent.open(service, lambda: None)
-        parent.sender.send(service.news())
+        engine = ServedEngine(
+            manager, server, ParentEndpoints(server, [e for e in ENDPOINTS if e.path in WHOLE_SERVER])
+        )
+        parent.open(engine, lambda: None)
+        parent.sender.send(engine.news())
         while listener.app is None:
             await asyncio.sleep(0.001)
         transport = httpx.ASGITransport(listener.app)
