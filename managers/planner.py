@@ -181,11 +181,12 @@ class Planner:
             free = kv.num_available - reserved - self._watermark - kv.decode_demand(joining)
             num_freed = list(kv.freed_by_release(victims))  # what the candidate would share with them is not freed
         missing = candidate.num_tokens - len(match.slots) + expected_growth(candidate) + kv.page_size - free
-        num_rows = kv.req_to_token_pool.num_free
+        num_rows, joins = kv.req_to_token_pool.num_free, set(joining)
         for count, victim in enumerate(victims):
             if missing < 0 and count + num_rows > 0:
                 return victims[:count]
             missing -= num_freed[count]
+            missing -= kv.decode_demand([victim]) if victim in joins else 0
             missing -= self._left_of(victim) if victim in queues.unfinished else self.ratio.reserved_by([victim])
         return victims if missing < 0 or len(victims) == len(queues.holders()) else []
 
