@@ -232,7 +232,6 @@ class InputProcessor:
 
         `packed_ids`: the checked ids of its prompt (`io_struct.pack_ids`). `seed`: any integer; 64 bits of it count.
         """
-        sampling = options.sampling
         sampling = _limited(options.sampling, self._max_total_tokens - len(packed_ids) // 4)
         sampling = msgspec.structs.replace(sampling, n=1, sampling_seed=_wrap_int64(seed))
         return GenerateReq(rid, packed_ids, msgspec.structs.replace(options, sampling=sampling))

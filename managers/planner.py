@@ -105,11 +105,12 @@ class Planner:
     def plan(self) -> ScheduleBatch | None:
         """The next step. None: nothing can run before the step in flight is processed."""
         self._share_last_extends()
-        are_decodes_due = self._num_decodes_due and self.queues.running
-        if self._limits.preemption_threshold is not None and not are_decodes_due:
-            self._preempt(self._limits.preemption_threshold)
         decodes = self._ready()
-        if not (decodes and self._num_decodes_due):
+        are_decodes_due = bool(decodes) and self._num_decodes_due > 0
+        if not are_decodes_due:
+            threshold = self._limits.preemption_threshold
+            if threshold is not None and self._preempt(threshold):
+                decodes = self._ready()
             batch = self._plan_extend(decodes)
             if batch is not None:
                 return batch
@@ -140,8 +141,9 @@ class Planner:
 
     # Priorities
 
-    def _preempt(self, threshold: int) -> None:
-        """Retracts running requests for the most urgent waiting one, if it needs that and it is enough.
+    def _preempt(self, threshold: int) -> bool:
+        """Retracts running requests for the most urgent waiting one, if it needs that and it is enough. Returns whether
+        it did.
 
         The least urgent goes first, and of equal ones the newest. While an equally urgent prompt is in chunks nothing
         is preempted: a long candidate might not start beside it. A request that waits for its grammar or for files is
@@ -151,22 +153,23 @@ class Planner:
         ready = (req for req in queues.waiting if req.pending_abort is None and not req.awaits_grammar)
         candidate = next((req for req in ready if not self.kv.awaits_storage(req)), None)
         if candidate is None or candidate.num_steps_in_flight:
-            return
+            return False
         if any(req.urgency >= candidate.urgency for req in queues.unfinished):
-            return
+            return False
         victims = [
             req
             for req in queues.holders()
             if req.urgency < candidate.urgency - threshold and req.pending_abort is None and not req.awaits_results
         ]
         if not victims:
-            return
+            return False
         victims.sort(key=lambda req: req.place, reverse=True)
         preempted = self._enough_for(candidate, victims)
         for req in preempted:
             self._retract(req)
         if preempted:
             queues.send_back(preempted)
+        return bool(preempted)
 
     def _enough_for(self, candidate: Req, victims: list[Req]) -> list[Req]:
         """The first of `victims` whose rows and KV let the candidate start. None of them if all are not enough."""
@@ -178,11 +181,12 @@ class Planner:
             free = kv.num_available - reserved - self._watermark - kv.decode_demand(joining)
             num_freed = list(kv.freed_by_release(victims))  # what the candidate would share with them is not freed
         missing = candidate.num_tokens - len(match.slots) + expected_growth(candidate) + kv.page_size - free
-        num_rows = kv.req_to_token_pool.num_free
+        num_rows, joins = kv.req_to_token_pool.num_free, set(joining)
         for count, victim in enumerate(victims):
             if missing < 0 and count + num_rows > 0:
                 return victims[:count]
             missing -= num_freed[count]
+            missing -= kv.decode_demand([victim]) if victim in joins else 0
             missing -= self._left_of(victim) if victim in queues.unfinished else self.ratio.reserved_by([victim])
         return victims if missing < 0 or len(victims) == len(queues.holders()) else []
 

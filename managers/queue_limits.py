@@ -160,9 +160,9 @@ class QueueLimits:
     def _retry_after_s(self, req: Req, drained_s: float, service_s: float) -> int:
         """`drained_s`: until the queue will have a place for the refused request. `service_s`: its own share of it."""
         now, returns = self._clock(), self._next_return_s
-        line = self._queues.waiting.line_of(req)
-        return_s = min(max(now + drained_s, returns.pop(line, now)), now + MAX_RETRY_AFTER_S)
+        share = self._queues.waiting.share_of(req)
+        return_s = min(max(now + drained_s, returns.pop(share, now)), now + MAX_RETRY_AFTER_S)
         while returns and returns[oldest := next(iter(returns))] <= now:
             del returns[oldest]
-        returns[line] = return_s + service_s
+        returns[share] = return_s + service_s
         return min(max(math.ceil(return_s - now), 1), MAX_RETRY_AFTER_S)

@@ -59,7 +59,7 @@ OTHER_TENANTS = "other"
 """All tenants that came later."""
 
 
-class Service:
+class RequestCounts:
     """What is counted in total and for each tenant. A sample (one of `n` of one prompt) counts as a request."""
 
     def __init__(self, queue_bounds: Sequence[float]) -> None:
@@ -72,7 +72,7 @@ class Service:
         self.queue_time = Histogram(queue_bounds)
 
 
-class TenantService(Service):
+class TenantCounts(RequestCounts):
     """The counts of one tenant."""
 
     def __init__(self) -> None:
@@ -81,32 +81,32 @@ class TenantService(Service):
         """Prompt tokens that the prefix cache did not have."""
 
 
-class RequestMetrics(Service):
+class RequestMetrics(RequestCounts):
     """Totals since the start of the server."""
 
     def __init__(self) -> None:
         super().__init__(_QUEUE_BOUNDS)
         self.prompt_tokens = 0
         """Tokens of all prompts that were computed. Each sample of a prompt counts them."""
-        self.cached_tokens = 0
-        """Those of them that were in the prefix cache, in any tier."""
+        self.device_tokens = 0
+        """Those of them that the prefix cache had in the KV pool."""
         self.host_tokens = 0
         """Those of them that came from host memory."""
         self.storage_tokens = 0
         """Those of them that came from files."""
         self.inter_token_latency = Histogram(_INTER_TOKEN_BOUNDS)
         self.e2e_request_latency = Histogram(_E2E_BOUNDS)
-        self.tenants: dict[str, TenantService] = {}
+        self.tenants: dict[str, TenantCounts] = {}
         """By the name of the tenant; "" for requests without one. At most MAX_TENANTS and OTHER_TENANTS."""
 
-    def tenant(self, name: str) -> TenantService:
+    def tenant(self, name: str) -> TenantCounts:
         """The counts of a tenant."""
         found = self.tenants.get(name)
         if found is None and len(self.tenants) >= MAX_TENANTS:
             name = OTHER_TENANTS
             found = self.tenants.get(name)
         if found is None:
-            found = self.tenants[name] = TenantService()
+            found = self.tenants[name] = TenantCounts()
         return found
 
     def generation(self, owner: GenerationOwner, index: int, key: str) -> Generation:
@@ -152,7 +152,7 @@ class ObservedGeneration(Generation):
         if not self._is_prompt_counted and (counts.completion_tokens or counts.queue_time_s is not None):
             self._is_prompt_counted = True
             self._metrics.prompt_tokens += counts.prompt_tokens
-            self._metrics.cached_tokens += counts.cached_tokens
+            self._metrics.device_tokens += counts.cached_tokens - counts.host_tokens - counts.storage_tokens
             self._metrics.host_tokens += counts.host_tokens
             self._metrics.storage_tokens += counts.storage_tokens
             self._tenant().prefill_tokens += counts.prompt_tokens - counts.cached_tokens
@@ -162,7 +162,7 @@ class ObservedGeneration(Generation):
         if out.finish is not None:
             self._count_end(out)
 
-    def _tenant(self) -> TenantService:
+    def _tenant(self) -> TenantCounts:
         # The request of a continued stream has the tenant that began the stream.
         options = self._owner.options if self.request is None else self.request.options
         return self._metrics.tenant(options.tenant)
@@ -184,7 +184,7 @@ class ObservedGeneration(Generation):
 
     def _count_end(self, out: TextOut) -> None:
         queue_time_s = out.counts.queue_time_s
-        counted: tuple[Service, ...] = (self._metrics, self._tenant())
+        counted: tuple[RequestCounts, ...] = (self._metrics, self._tenant())
         for one in counted:
             one.num_requests += 1
             one.num_aborted += isinstance(out.finish, AbortFinish)

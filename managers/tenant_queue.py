@@ -81,7 +81,7 @@ class TenantQueue(WaitingQueue):
     def has_several_tenants(self) -> bool:
         return len({name for level in self._tenant_levels() for name in islice(level.tenants, 2)}) > 1
 
-    def line_of(self, req: Req) -> str:
+    def share_of(self, req: Req) -> str:
         return req.tenant
 
     def in_turn(self, count: int) -> list[Req]:

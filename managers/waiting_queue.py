@@ -102,8 +102,8 @@ class WaitingQueue(Collection[Req]):
         """Infinite if nobody waits."""
         return next(reversed(self._levels), inf)
 
-    def line_of(self, req: Req) -> str:
-        """Names those with whom a request waits in one line. Lines share the engine."""
+    def share_of(self, req: Req) -> str:
+        """The tenant whose share of the engine serves a request; "" if there are no shares."""
         return ""
 
     def num_tokens_before(self, req: Req) -> int:

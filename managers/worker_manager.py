@@ -40,7 +40,7 @@ class WorkerManager(TokenizerManager):
         number: int,
     ) -> None:
         self._stall: str | None = None
-        self._is_cut_off = False
+        self._is_parent_silent = False
         own_args = dataclasses.replace(server_args, random_seed=_seed_of(server_args.random_seed, number))
         super().__init__(own_args, model_config, tokenizer, news.facts, parent, grammars, key_prefix=f"{number}-")
         self._parent = parent
@@ -49,11 +49,11 @@ class WorkerManager(TokenizerManager):
     @property
     def stall(self) -> str | None:
         """As the parent tells it; "waiting" while the parent is silent."""
-        return self._stall or ("waiting" if self._is_cut_off else None)
+        return self._stall or ("waiting" if self._is_parent_silent else None)
 
-    def hear_nothing(self, is_cut_off: bool) -> None:
+    def set_parent_silent(self, is_silent: bool) -> None:
         """Whether the parent is silent, so that its outputs do not come."""
-        began, self._is_cut_off = is_cut_off and self.stall is None, is_cut_off
+        began, self._is_parent_silent = is_silent and self.stall is None, is_silent
         if began:
             self.tell_stall()
 

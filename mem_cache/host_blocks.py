@@ -30,7 +30,7 @@ class HostBlocks:
         self.num_forgotten = 0
         """It has grown whenever `find` returns None for a key for which it returned a block before."""
         self.on_drop: Callable[[bytes], None] | None = None
-        """Told of the key of each of them."""
+        """Called with the key of each kept block that is taken for something else."""
 
     @property
     def num_free(self) -> int:

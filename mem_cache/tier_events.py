@@ -109,18 +109,21 @@ class TierEvents:
             num_holders.clear()
 
     def _block(self, keys: Sequence[bytes], index: int, tokens: Int32Array, namespace: str) -> _Block:
-        known = self._blocks.get(keys[index])
+        known = self._find(keys[index])
         if known is not None:
             return known
-        begin = index
-        while begin and keys[begin - 1] not in self._blocks:
+        begin, parent = index, None
+        while begin and (parent := self._find(keys[begin - 1])) is None:
             begin -= 1
-        before = self._blocks[keys[begin - 1]].hashes[-1] if begin else None
+        before = None if parent is None else parent.hashes[-1]
         salt, start, end = salt_of(namespace), index * self._block_len, (index + 1) * self._block_len
-        if begin < index:  # no lower tier has the blocks between
+        if begin < index:  # no lower tier has or reads the blocks between
             before = hash_pages(tokens[begin * self._block_len : start].tobytes(), self._page_size, salt, before)[-1]
         data = tokens[start:end].tobytes()
         return _Block(salt, before, data, hash_pages(data, self._page_size, salt, before))
+
+    def _find(self, key: bytes) -> _Block | None:
+        return self._blocks.get(key) or self._reading.get(key)
 
     def _first(self, content: BlockContent) -> _Block:
         salt = salt_of(content.namespace)

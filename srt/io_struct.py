@@ -159,7 +159,7 @@ class DecodeOptions(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, params: SamplingParams, resumed_ids: Sequence[int] = ()) -> DecodeOptions:
-        """Those of a request with these parameters."""
+        """Those of a request with these parameters. `resumed_ids`: the tokens that the client already has."""
         stops, patterns = list(params.stop_strings), list(params.stop_patterns)
         return cls(params.skip_special_tokens, params.no_stop_trim, stops, list(resumed_ids), patterns)
 

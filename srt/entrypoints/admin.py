@@ -72,23 +72,21 @@ async def health(server: Server, request: Request, body: None) -> ASGIApp:
     Also 200 while the engine is being restarted, and while generation is paused: a supervisor must not end a server
     that will soon go on.
     """
-    server.manager.check_accepting()
+    check_up(server)
     if server.manager.is_restarting:
         return json_response(Status("restarting"))
-    check_up(server)
     return json_response(Status("paused" if server.manager.pause.is_on else "ok"))
 
 
 async def ready(server: Server, request: Request, body: None) -> ASGIApp:
     """200 when a request would be accepted and run now; 503 otherwise."""
     manager = server.manager
-    manager.check_accepting()
+    check_up(server)
     if manager.is_recovering:
         raise EngineRestarting("the engine is being restarted, and new requests wait; try again in a moment")
     check_not_paused(server)
     if manager.weights.is_holding:
         raise EnginePaused("new requests wait for an update of the weights; try again in a moment")
-    check_up(server)
     if manager.stall is not None:
         raise EngineDead("a process of the engine is stopped, or its step takes very long")
     return json_response(Status("ready"))

@@ -59,7 +59,7 @@ class ForwardedEndpoint(BoundEndpoint):
             query = request.url.query.encode()
             reply = await forward(
                 lambda number: EndpointCall(number, request.method, endpoint.path, query, body),
-                is_read=request.method in ("GET", "HEAD"),
+                is_read="POST" not in endpoint.methods,  # what takes a POST also changes something by GET
             )
             response = Response(reply.body, reply.status)
             response.raw_headers = reply.headers

@@ -77,7 +77,8 @@ class GrammarProcess:
     async def compile(self, spec: GrammarSpec) -> str | None:
         """Why the grammar cannot be used; None if it can. Must be called for one grammar at a time.
 
-        Raises EngineDead if no worker can be started, and GrammarNotChecked if two workers ended without a verdict.
+        Raises EngineDead after `stop` and if the worker's settings are refused, GrammarNotChecked if two attempts give
+        no verdict.
         """
         try:
             return await self._attempt(spec)

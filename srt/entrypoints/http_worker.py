@@ -157,7 +157,7 @@ class HttpWorker:
             return
         is_late = time.monotonic() - self._heard > _SILENT_S
         self._num_silent_looks = self._num_silent_looks + 1 if is_late else 0
-        self._manager.hear_nothing(self._is_parent_silent)
+        self._manager.set_parent_silent(self._is_parent_silent)
         if self._is_parent_silent:
             self._reads.fail(EngineDead(_NO_ANSWER))
 

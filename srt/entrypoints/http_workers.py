@@ -32,7 +32,7 @@ from .processes import ChildProcess, stop_children
 from .restarts import RestartBudget
 from .routing import Endpoint, Server, json_response
 from .watchdog import HangDetector
-from .worker_link import Service, Worker
+from .worker_link import ServedEngine, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class HttpWorkers:
         self._budget = RestartBudget(server_args.engine_restarts, server_args.engine_restart_window)
         self._num_started = 0
         self._slowest_start_s = 0.0
-        self._service: Service | None = None
+        self._engine: ServedEngine | None = None
         self._news: EngineNews | None = None
         self._watching: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -78,9 +78,9 @@ class HttpWorkers:
                 raise EngineDead(worker.child.ended.result())
         server = make_server(manager)
         endpoints = ParentEndpoints(server, [_with_aborts(one, self) for one in ENDPOINTS if one.path in WHOLE_SERVER])
-        self._service = Service(manager, server, endpoints)
+        self._engine = ServedEngine(manager, server, endpoints)
         for worker in self._workers:
-            worker.open(self._service, self.tell_news)
+            worker.open(self._engine, self.tell_news)
         self.tell_news()
         manager.on_stall.add(self.tell_news)
         self._watching = asyncio.create_task(self._watch())
@@ -101,8 +101,8 @@ class HttpWorkers:
 
         Raises EngineDead if none was found, and a worker does not answer.
         """
-        assert self._service is not None
-        manager = self._service.manager
+        assert self._engine is not None
+        manager = self._engine.manager
         had_any = name is None and manager.num_unfinished > 0
         if name is None:
             manager.abort_all()
@@ -118,7 +118,7 @@ class HttpWorkers:
         if self._is_stopping:
             return
         self._is_stopping = True
-        if self._service is not None:
+        if self._engine is not None:
             self.tell_news()
             for worker in self._workers:
                 worker.flush()
@@ -136,7 +136,7 @@ class HttpWorkers:
 
     def tell_news(self) -> None:
         """Tells every worker what has changed. A failure comes after the last outputs, all else before the next."""
-        news = self._service.news() if self._service is not None else None
+        news = self._engine.news() if self._engine is not None else None
         if news is None or news == self._news:
             return
         self._news = news
@@ -177,7 +177,7 @@ class HttpWorkers:
             self._slowest_start_s = max(self._slowest_start_s, time.monotonic() - began)
 
     def _on_end(self, worker: Worker, ended: asyncio.Future[str]) -> None:
-        if self._is_stopping or self._service is None or self.failed.done():
+        if self._is_stopping or self._engine is None or self.failed.done():
             return
         num_lost = worker.close()
         self._workers.remove(worker)
@@ -218,9 +218,9 @@ class HttpWorkers:
         except (ValueError, TercetError) as error:  # it ends, and `_on_end` decides
             logger.error("An HTTP worker could not start: %s", error)
             return
-        assert self._service is not None
-        worker.open(self._service, self.tell_news)
-        worker.sender.send(self._service.news())
+        assert self._engine is not None
+        worker.open(self._engine, self.tell_news)
+        worker.sender.send(self._engine.news())
 
 
 def _with_aborts(endpoint: Endpoint, workers: HttpWorkers) -> Endpoint:

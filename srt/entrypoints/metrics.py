@@ -16,20 +16,20 @@ from prometheus_client.registry import Collector
 
 from ...managers.calls import KnownState
 from ...managers.recovery import Recovery
-from ...managers.request_metrics import Histogram, RequestMetrics, TenantService
+from ...managers.request_metrics import Histogram, RequestMetrics, TenantCounts
 from ...managers.tokenizer_manager import TokenizerManager
 from ..tier_state import FileTierState, TierState
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LABELS = ("model_name",)
 
-_TENANT_COUNTERS: Sequence[tuple[str, str, Callable[[TenantService], float]]] = (
+_TENANT_COUNTERS: Sequence[tuple[str, str, Callable[[TenantCounts], float]]] = (
     ("num_requests", "Requests that have ended", lambda tenant: tenant.num_requests),
     ("num_aborted_requests", "Requests that were aborted or failed", lambda tenant: tenant.num_aborted),
     ("prefill_tokens", "Prompt tokens computed", lambda tenant: tenant.prefill_tokens),
     ("generation_tokens", "Generated tokens", lambda tenant: tenant.generation_tokens),
 )
-_TENANT_HISTOGRAMS: Sequence[tuple[str, str, Callable[[TenantService], Histogram]]] = (
+_TENANT_HISTOGRAMS: Sequence[tuple[str, str, Callable[[TenantCounts], Histogram]]] = (
     (
         "time_to_first_token_seconds",
         "Time from the request to its first token",
@@ -42,7 +42,8 @@ _TENANT_HISTOGRAMS: Sequence[tuple[str, str, Callable[[TenantService], Histogram
 class MetricsPage(Collector):
     """Makes the page of one engine. Nothing is copied before a scrape: the counts are read when the page is made.
 
-    Any thread may make it. The event loop may count between two metrics of a page.
+    Any thread may make it. The event loop may count between two reads, so a value must not be the difference of two
+    counts: it could fall from one page to the next.
     """
 
     def __init__(self, manager: TokenizerManager, metrics: RequestMetrics) -> None:
@@ -164,23 +165,26 @@ class MetricsPage(Collector):
     def _cached_tokens(self, metrics: RequestMetrics) -> Metric:
         text = "Prompt tokens that the prefix cache had"
         family = CounterMetricFamily("sglang:cached_tokens", text, labels=(*_LABELS, "cache_source"))
-        host, storage = metrics.host_tokens, metrics.storage_tokens
-        sources = {"device": metrics.cached_tokens - host - storage, "host": host, "storage_files": storage}
+        sources = {
+            "device": metrics.device_tokens,
+            "host": metrics.host_tokens,
+            "storage_files": metrics.storage_tokens,
+        }
         for source, count in sources.items():
             family.add_metric((*self._label_values, source), count)
         return family
 
-    def _of_tenants(self, tenants: Sequence[tuple[str, TenantService]]) -> Iterator[Metric]:
+    def _of_tenants(self, tenants: Sequence[tuple[str, TenantCounts]]) -> Iterator[Metric]:
         labels = (*_LABELS, "tenant")
         for name, text, count_of in _TENANT_COUNTERS:
             counter = CounterMetricFamily(f"tercet:tenant_{name}", text, labels=labels)
-            for tenant, service in tenants:
-                counter.add_metric((*self._label_values, tenant), count_of(service))
+            for tenant, counts in tenants:
+                counter.add_metric((*self._label_values, tenant), count_of(counts))
             yield counter
         for name, text, histogram_of in _TENANT_HISTOGRAMS:
             family = HistogramMetricFamily(f"tercet:tenant_{name}", text, labels=labels)
-            for tenant, service in tenants:
-                histogram = histogram_of(service)
+            for tenant, counts in tenants:
+                histogram = histogram_of(counts)
                 family.add_metric((*self._label_values, tenant), histogram.cumulative(), histogram.total)
             yield family
 

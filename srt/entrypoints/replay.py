@@ -15,6 +15,7 @@ from starlette.types import Message, Scope
 from ...managers.generation import Generation, OutputReader, Timings
 from ...managers.request_registry import PromptSamples
 from ...managers.tokenizer_manager import TokenizerManager
+from ..errors import StreamChanged
 from ..io_struct import TextOut
 from .job import Sample
 from .request_names import RequestNames
@@ -77,7 +78,7 @@ class StreamRecorder:
 
     def drop(self) -> None:
         """The stream has failed before its client knew of it."""
-        if self._is_on and self._num_batches:
+        if self.can_continue:
             self._journal.forget(self.stream_id)
 
     def _begin(self) -> bool:
@@ -157,6 +158,9 @@ class ReplayingReader:
 
     def _send(self) -> None:
         request = self._replay.saved.request
+        unfinished = [sample.generation for sample in self._samples if not sample.generation.is_over]
+        if any(generation.weight_version != request.weight_version for generation in unfinished):
+            raise StreamChanged("the weights were updated before the stream could continue")
         age_s = max(time.time() - request.began_s, 0.0)
         for sample in self._samples:
             prompt = request.prompts[sample.prompt_index]

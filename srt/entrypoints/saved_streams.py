@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -21,7 +22,7 @@ from .answer_settings import changed
 from .replay import Replay, StreamRecorder, set_replay
 from .request_names import names_of, set_names
 from .resumable import ResumableStreams, new_stream_id
-from .stream_journal import SavedPrompt, SavedRequest, StreamJournal
+from .stream_journal import WEIGHTS, SavedPrompt, SavedRequest, StreamJournal
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,6 @@ BODY = "tercet.body"
 """In the scope of a request: its body, if a stream of it is recorded."""
 _OTHER_VERSION = "the stream began on another version of Tercet, and cannot continue here"
 _SHUTTING_DOWN = "the server is shutting down; the next one will continue this stream"
-_WEIGHTS = "weight_version"
-"""The setting that an update of the weights changes while the server runs."""
 
 
 class Replayed(Protocol):
@@ -52,6 +51,7 @@ class SavedStreams:
         self._waiting = set(journal.ids())
         """Streams of the server before that nobody has asked for yet."""
         self._restoring: dict[str, asyncio.Task[None]] = {}
+        self._is_grace_over = False
 
     def begin_grace(self) -> None:
         """The server is ready: from now on, the clients of the server before have the grace time."""
@@ -60,6 +60,7 @@ class SavedStreams:
             asyncio.get_running_loop().call_later(self._grace_s, self._forget_waiting)
 
     def _forget_waiting(self) -> None:
+        self._is_grace_over = True
         for stream_id in self._waiting - self._restoring.keys():
             self._waiting.discard(stream_id)
             self._journal.forget(stream_id)
@@ -72,21 +73,26 @@ class SavedStreams:
 
         def make_request(saved: list[SavedPrompt], weight_version: str) -> SavedRequest:
             names, body = names_of(request.scope), request.scope.pop(BODY)
-            settings = self._settings | {_WEIGHTS: weight_version}
+            settings = self._settings | {WEIGHTS: weight_version}
             return SavedRequest(path, body, owner, names.nonce, names.began_s, settings, saved)
 
         if replay is None:
             return StreamRecorder(self._journal, new_stream_id(), make_request, prompts)
         known = replay.saved
-        weights = known.request.settings[_WEIGHTS]
-        return StreamRecorder(self._journal, replay.stream_id, make_request, prompts, len(known.batches), weights)
+        weights, num_known = known.request.weight_version, len(known.batches)
+        return StreamRecorder(self._journal, replay.stream_id, make_request, prompts, num_known, weights)
 
     async def restore(
-        self, stream_id: str, owner: str, weight_version: str, scope: Mapping[str, Any], handle: Replayed
+        self,
+        stream_id: str,
+        owner: str,
+        weight_version: Callable[[], str],
+        scope: Mapping[str, Any],
+        handle: Replayed,
     ) -> None:
         """Makes a stream of the server before one of this server. Does nothing for a stream that is not known.
 
-        `weight_version`: of the weights in use. `handle`: handles the recorded request. Raises EngineDead,
+        `weight_version`: gives that of the weights in use. `handle`: handles the recorded request. Raises EngineDead,
         StreamChanged, and what the handler raises.
         """
         if stream_id in self._waiting:
@@ -98,28 +104,37 @@ class SavedStreams:
                     raise StreamChanged(_OTHER_VERSION) from None
                 if request.owner != owner:
                     return
-                self._check(request, weight_version)
-                task = asyncio.create_task(self._restore(stream_id, scope, handle))
+                self._check(request, weight_version())
+                task = asyncio.create_task(self._restore(stream_id, weight_version, scope, handle))
                 self._restoring[stream_id] = task
-                task.add_done_callback(lambda _: self._restoring.pop(stream_id))
+                task.add_done_callback(partial(self._on_tried, stream_id))
             await asyncio.shield(task)
         # Shutdown may have begun meanwhile. It drops streams that no client reads yet.
         if self.streams.is_draining and stream_id in self._journal and stream_id not in self.streams:
             raise EngineDead(_SHUTTING_DOWN)
 
+    def _on_tried(self, stream_id: str, task: asyncio.Task[None]) -> None:
+        """A restore has ended. If it has failed, another one may follow in the grace time, or at the next server."""
+        del self._restoring[stream_id]
+        if self._is_grace_over and not task.cancelled() and not self.streams.is_draining:
+            self._forget_waiting()
+
     def _check(self, request: SavedRequest, weight_version: str) -> None:
-        differing = changed(request.settings, self._settings | {_WEIGHTS: weight_version})
+        differing = changed(request.settings, self._settings | {WEIGHTS: weight_version})
         if differing:
             raise StreamChanged(
                 f"the stream began on a server with other settings ({', '.join(differing)}), and cannot continue here"
             )
 
-    async def _restore(self, stream_id: str, scope: Mapping[str, Any], handle: Replayed) -> None:
+    async def _restore(
+        self, stream_id: str, weight_version: Callable[[], str], scope: Mapping[str, Any], handle: Replayed
+    ) -> None:
         try:
             replay = Replay(stream_id, await asyncio.to_thread(self._journal.load, stream_id))
         except msgspec.DecodeError:
             raise StreamChanged(_OTHER_VERSION) from None
         request = replay.saved.request
+        self._check(request, weight_version())  # an update may have ended meanwhile
         again: dict[str, Any] = {**scope, "method": "POST", "path": request.path, "headers": []}
         set_names(again, replay.names())
         set_replay(again, replay)

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 256 << 20
 """Maximum size of the records of all streams. Beyond it, a stream that grows is no longer recorded."""
+WEIGHTS = "weight_version"
+"""The setting that an update of the weights changes while the server runs."""
 _MIN_REWRITE_BYTES = 16 << 20
 """A smaller file is not written anew."""
 _RETRY_S = 5.0
@@ -59,6 +61,11 @@ class SavedRequest(msgspec.Struct, frozen=True, array_like=True):
     settings: dict[str, str]
     """What the answer depends on besides the request (`answer_settings.py`)."""
     prompts: list[SavedPrompt]
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that computed the outputs."""
+        return self.settings[WEIGHTS]
 
 
 class SavedOut(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -30,8 +30,8 @@ async def continue_stream(server: Server, request: Request, body: None) -> ASGIA
         raise InvalidRequest("the header Last-Event-ID is required", param="Last-Event-ID")
     owner = owner_of(request.scope)
     if server.saved is not None:
-        stream_id, version = last.partition("/")[0], server.manager.weights.version
-        await server.saved.restore(stream_id, owner, version, request.scope, partial(_replay, server))
+        weights, replay = server.manager.weights, partial(_replay, server)
+        await server.saved.restore(last.partition("/")[0], owner, lambda: weights.version, request.scope, replay)
     stream, number = server.streams.find(last, owner)
     if stream.is_interrupted:
         raise server.manager.failure or EngineDead("the engine has ended")

@@ -42,8 +42,8 @@ ABORT_TIMEOUT_S = 1.0
 """How long a worker may take to answer whether it has a request."""
 
 
-class Service:
-    """What the workers are served with."""
+class ServedEngine:
+    """The engine that the workers serve."""
 
     def __init__(self, manager: TokenizerManager, server: Server, endpoints: ParentEndpoints) -> None:
         self.manager = manager
@@ -92,7 +92,7 @@ class Worker:
         """When its last sign of life came. The first one is that it is ready; None before."""
         self._calls = Calls()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._service: Service | None = None
+        self._engine: ServedEngine | None = None
         self._relay: WorkerRelay | None = None
         self._tell_news: Callable[[], None] = _nothing
 
@@ -112,12 +112,12 @@ class Worker:
         if verdict is Verdict.END and self.silent_s >= silent_s:
             self.child.kill()
 
-    def open(self, service: Service, tell_news: Callable[[], None]) -> None:
+    def open(self, engine: ServedEngine, tell_news: Callable[[], None]) -> None:
         """From now on its messages are served."""
         self._heard = time.monotonic()
-        self._service = service
+        self._engine = engine
         self._tell_news = tell_news
-        self._relay = WorkerRelay(service.manager, self._send_outputs)
+        self._relay = WorkerRelay(engine.manager, self._send_outputs)
 
     def flush(self) -> None:
         if self._relay is not None:
@@ -147,8 +147,8 @@ class Worker:
         return 0 if relay is None else relay.close()
 
     def _send_outputs(self, outputs: ToWorker) -> None:
-        assert self._service is not None
-        has_failed = self._service.manager.failure is not None
+        assert self._engine is not None
+        has_failed = self._engine.manager.failure is not None
         if not has_failed:
             self._tell_news()
         self.sender.send(outputs)
@@ -156,18 +156,18 @@ class Worker:
             self._tell_news()
 
     def _on_message(self, message: FromWorker | BrokenMessage) -> None:
-        service, relay = self._service, self._relay
-        assert service is not None and relay is not None, "a worker sends nothing before it has news of the engine"
+        engine, relay = self._engine, self._relay
+        assert engine is not None and relay is not None, "a worker sends nothing before it has news of the engine"
         if isinstance(message, SampleReq):
             relay.generate(message)
         elif isinstance(message, AbortReq):
             relay.abort(message.rid or "")
         elif isinstance(message, RetainReq):
-            service.manager.retain(message)
+            engine.manager.retain(message)
         elif isinstance(message, EndpointCall):
-            self._run(self._answer(service, message))
+            self._run(self._answer(engine, message))
         elif isinstance(message, CheckGrammarReq):
-            self._run(self._check(service.manager, message))
+            self._run(self._check(engine.manager, message))
         elif isinstance(message, AbortReply):
             self._calls.on_reply(message)
         elif isinstance(message, WorkerServes):
@@ -184,8 +184,8 @@ class Worker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, service: Service, call: EndpointCall) -> None:
-        reply = await service.endpoints.answer(call)
+    async def _answer(self, engine: ServedEngine, call: EndpointCall) -> None:
+        reply = await engine.endpoints.answer(call)
         self._tell_news()  # before the client knows of the change, and asks another worker
         self.sender.send(reply)
 

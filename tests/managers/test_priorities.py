@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 from scheduler_rig import Rig
@@ -115,6 +118,38 @@ def test_kv_of_decodes_that_join_the_step_is_not_free() -> None:
     assert set(preempted) == {0, 1}
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_with_one_preempted_request_less_there_would_be_no_room(page_size: int) -> None:
+    """What the preempted decodes would take in the step is free, too."""
+
+    def make_rig(size: int) -> Rig:
+        settings: dict[str, Any] = {"pool_size": size, "page_size": page_size, "conservativeness": 0.01, "mixed": True}
+        rig = Rig(preemption_threshold=0, overlap=False, **settings)
+        for rid, priority in (("equal", 9), ("a", 0), ("b", 0)):
+            rig.add(rid, [ord(rid[0]) % 9] * 20, priority=priority, max_new_tokens=40)
+        while sum(map(len, (heard.ids for heard in rig.heard.values()))) < 3 * 5:
+            rig.turn()
+        rig.add("urgent", [1] * 60, priority=9, max_new_tokens=2)
+        return rig
+
+    seen = set()
+    for size in range(108, 160, page_size):
+        rig = make_rig(size)
+        rig.turn()
+        num_preempted = rig.planner.num_retractions
+        seen.add(num_preempted)
+        if num_preempted:
+            fewer = make_rig(size)
+            victims = [fewer.scheduler.queues.find(rid) for rid in "ba"[: num_preempted - 1]]
+            for victim in victims:
+                fewer.planner._retract(victim)
+            fewer.scheduler.queues.send_back(victims)
+            fewer.planner._limits = replace(fewer.planner._limits, preemption_threshold=None)
+            fewer.turn()
+            assert rig.scheduler.queues.find("urgent").row and not fewer.scheduler.queues.find("urgent").row, size
+    assert seen == {0, 1, 2}
+
+
 def test_decode_steps_that_nobody_needs_delay_no_preemption() -> None:
     """The only decode ends, while more decode steps are due before the next part of a prompt in chunks."""
     rig = Rig(pool_size=112, preemption_threshold=0, overlap=False, max_prefill_tokens=8, chunked_prefill_size=8)
@@ -126,6 +161,25 @@ def test_decode_steps_that_nobody_needs_delay_no_preemption() -> None:
         rig.planner._num_decodes_due = 1000
     assert [req.rid for req in rig.scheduler.queues.unfinished] == ["long"]
     rig.add("urgent", [4] * 60, priority=1, max_new_tokens=1)
+    rig.run()
+    assert ends(rig) == ["short", "urgent", "long"]
+
+
+def test_decode_steps_that_no_request_can_join_delay_no_preemption() -> None:
+    """The last token of the only decode is in flight. A part of a prompt in chunks would come before the urgent one."""
+    rig = Rig(pool_size=112, preemption_threshold=0, max_prefill_tokens=8, chunked_prefill_size=8)
+    rig.add("short", [1] * 4, max_new_tokens=3)
+    rig.turn()
+    rig.add("long", [2] * 90, max_new_tokens=1)
+    queues = rig.scheduler.queues
+    while not all(req.awaits_results for req in queues.running):
+        rig.turn()
+        rig.planner._num_decodes_due = 1 if queues.unfinished else 0
+    assert queues.running and [req.rid for req in queues.unfinished] == ["long"]
+    rig.planner._num_decodes_due = 1000
+    rig.add("urgent", [4] * 60, priority=1, max_new_tokens=1)
+    rig.turn()
+    assert [req.rid for req in queues.unfinished] == ["urgent"]
     rig.run()
     assert ends(rig) == ["short", "urgent", "long"]
 

@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import bisect
 from itertools import pairwise
+from typing import Any
 
 import pytest
+from fake_http import FakeScheduler, make_manager
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import FakeClock
 from tercet.managers import request_metrics
 from tercet.managers.generation import Generation
-from tercet.managers.request_metrics import Histogram, ObservedGeneration, RequestMetrics, TenantService
+from tercet.managers.request_metrics import Histogram, ObservedGeneration, RequestMetrics, TenantCounts
+from tercet.srt.entrypoints.metrics import MetricsPage
 from tercet.srt.errors import QueueFull
 from tercet.srt.io_struct import AbortFinish, Counts, FinishReason, LengthFinish, TextOut, TokenOut
 from tercet.srt.request_options import RequestOptions
@@ -78,12 +81,12 @@ def test_a_request_is_counted_as_its_tokens_come() -> None:
     seen = Observed()
     metrics = seen.metrics
     seen.push(2.0, 1, cached=2)
-    assert (metrics.prompt_tokens, metrics.cached_tokens, metrics.generation_tokens) == (3, 2, 1)
+    assert (metrics.prompt_tokens, metrics.device_tokens, metrics.generation_tokens) == (3, 2, 1)
     assert metrics.num_requests == 0
     seen.push(0.5, 2)
     seen.push(1.5, 5)
     seen.push(0.5, 6, LengthFinish(6))
-    assert (metrics.prompt_tokens, metrics.cached_tokens, metrics.generation_tokens) == (3, 2, 6)
+    assert (metrics.prompt_tokens, metrics.device_tokens, metrics.generation_tokens) == (3, 2, 6)
     assert (metrics.num_requests, metrics.num_aborted) == (1, 0)
     assert metrics.time_to_first_token.total == 2.0
     assert metrics.e2e_request_latency.total == 4.5
@@ -94,6 +97,35 @@ def test_a_request_is_counted_as_its_tokens_come() -> None:
     assert seen.generation.timings is not None
     assert seen.generation.timings.queue_time == 0.5
     assert seen.generation.timings.decode_throughput == 2.0
+
+
+class BusyMetrics(RequestMetrics):
+    """The event loop counts a request after so many reads of the page, which another thread makes."""
+
+    num_reads = -1
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name in vars(RequestMetrics()):
+            self.num_reads -= 1
+            if self.num_reads == 0:
+                count = Counts(9, 2, cached_tokens=8, queue_time_s=0.5, host_tokens=3, storage_tokens=4)
+                tokens = TokenOut(rid="0", token_ids=[], finish=LengthFinish(2), counts=count)
+                Observed(self).generation.push(TextOut(tokens=tokens, text=""))
+        return found
+
+
+@pytest.mark.parametrize("num_reads", range(1, 16))
+def test_no_counter_falls_from_one_page_to_the_next(num_reads: int) -> None:
+    metrics = BusyMetrics()
+    page = MetricsPage(make_manager(FakeScheduler()), metrics)
+    metrics.num_reads = num_reads
+    before, after = (
+        {(one.name, *one.labels.items()): one.value for family in page.collect() for one in family.samples}
+        for _ in range(2)
+    )
+    assert metrics.num_requests == 1
+    assert not [name for name, value in before.items() if value > after[name]]
 
 
 def test_an_answer_without_a_token_has_a_prompt() -> None:
@@ -148,7 +180,7 @@ def test_the_counts_of_all_tenants_make_the_totals(samples: list[tuple[str, floa
         assert sum(getattr(one, name) for one in tenants.values()) == getattr(metrics, name)
     for name in ("time_to_first_token", "queue_time"):
         total = dict(getattr(metrics, name).cumulative())
-        for bound in dict(getattr(TenantService(), name).cumulative()):
+        for bound in dict(getattr(TenantCounts(), name).cumulative()):
             assert sum(dict(getattr(one, name).cumulative())[bound] for one in tenants.values()) == total[bound]
 
 

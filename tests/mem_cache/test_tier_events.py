@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ from patience import PATIENCE_S
 from scheduler_rig import Rig
 from tier_reader import TierReader
 
-from tercet.mem_cache import kv_storage
+from tercet.mem_cache import kv_storage, tier_events
 from tercet.mem_cache.block_keys import BlockContent, BlockKeys
 from tercet.mem_cache.tier_events import TierEvents
 from tercet.srt.kv_events import BlockStored, EventBatch, KVEvent
@@ -234,6 +235,30 @@ def test_a_long_prompt_in_files_is_reported_at_once_when_its_start_is_found() ->
         assert not known.found
         known.events.on_file(keys.keys[index], keys.content(ids, index))
     assert len(known.found) == 3000
+
+
+@pytest.mark.parametrize("first", [0, 4], ids=["read from the start", "the device has the start"])
+def test_each_page_of_a_long_read_is_hashed_once(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_hashed = 0
+    hash_pages = tier_events.hash_pages
+
+    def count(tokens: bytes, *args: Any) -> list[int]:
+        nonlocal num_hashed
+        hashes = hash_pages(tokens, *args)
+        num_hashed += len(hashes)
+        return hashes
+
+    monkeypatch.setattr(tier_events, "hash_pages", count)
+    known = Known()
+    ids = np.arange(100 * BLOCK, dtype=np.int32)
+    keys = BlockKeys(b"fake", "", BLOCK).cover(ids)
+    for index in range(first, 100):
+        known.events.on_read_begins(keys, index, ids, "")
+    for key in keys[first:]:
+        known.events.on_read(key, is_kept=True)
+    assert num_hashed == len(ids) // PAGE
+    hashes = [one for event in known.found for one in event.block_hashes]
+    assert hashes == hash_pages(ids.tobytes(), PAGE, "", None)[first * BLOCK // PAGE :]
 
 
 def test_a_file_of_another_model_is_never_reported() -> None:

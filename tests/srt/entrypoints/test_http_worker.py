@@ -19,7 +19,7 @@ from tercet.srt.entrypoints.http_server import ENDPOINTS, make_server
 from tercet.srt.entrypoints.http_worker import HttpWorker
 from tercet.srt.entrypoints.page import SCRIPT_PATHS
 from tercet.srt.entrypoints.watchdog import HangDetector
-from tercet.srt.entrypoints.worker_link import Service, Worker
+from tercet.srt.entrypoints.worker_link import ServedEngine, Worker
 from tercet.srt.errors import EngineDead, InvalidRequest
 from tercet.srt.grammar_spec import GrammarSpec
 from tercet.srt.io_struct import BrokenMessage
@@ -94,9 +94,11 @@ def run(tmp_path: Path) -> Callable[[Callable[[Rig], Awaitable[None]]], None]:
             manager.server_args, manager.model_config, manager.inputs.tokenizer, make(), make, context, run_dir, None
         )
         server = make_server(manager)
-        service = Service(manager, server, ParentEndpoints(server, [e for e in ENDPOINTS if e.path in WHOLE_SERVER]))
-        parent.open(service, lambda: None)
-        parent.sender.send(service.news())
+        engine = ServedEngine(
+            manager, server, ParentEndpoints(server, [e for e in ENDPOINTS if e.path in WHOLE_SERVER])
+        )
+        parent.open(engine, lambda: None)
+        parent.sender.send(engine.news())
         while listener.app is None:
             await asyncio.sleep(0.001)
         transport = httpx.ASGITransport(listener.app)
@@ -221,5 +223,27 @@ def test_a_worker_answers_probes_itself_while_its_parent_is_silent(run: Any, mon
         rig.worker.look_at_parent()
         assert own.stall is None
         assert (await rig.client.get("/ready")).status_code == 200
+
+    run(work)
+
+
+@pytest.mark.parametrize(("path", "status"), [("/flush_cache", 200), ("/start_profile", 403), ("/stop_profile", 403)])
+def test_a_get_that_changes_something_waits_for_a_silent_parent(
+    run: Any, monkeypatch: pytest.MonkeyPatch, path: str, status: int
+) -> None:
+    """With 503 it would have no effect, but the parent carries it out later."""
+
+    async def work(rig: Rig) -> None:
+        with monkeypatch.context() as patch:
+            sent: list[Any] = []
+            patch.setattr(rig.worker._parent, "send", sent.append)
+            changing = asyncio.create_task(rig.client.get(path))
+            while not sent:
+                await asyncio.sleep(0.001)
+        monkeypatch.setattr(http_worker, "_SILENT_S", -1.0)
+        for _ in range(2):
+            rig.worker.look_at_parent()
+        rig.worker._parent.send(*sent)
+        assert (await changing).status_code == status
 
     run(work)

@@ -96,6 +96,24 @@ def test_a_stream_needs_the_weights_that_began_it(tmp_path: Path) -> None:
     kill(site, file)
 
 
+def test_a_restored_stream_does_not_go_on_with_other_weights(tmp_path: Path) -> None:
+    """Its samples have not been sent, so the update did not wait for them."""
+    file, events = begun(tmp_path / "streams", weight_version="old")
+    site = make_site(file, weight_version="old")
+
+    async def restore() -> int:
+        look = Connection(site, "HEAD", "/v1/streams", last_event_id=events[-1][0].decode())
+        await look.done
+        return look.status
+
+    assert site.run(restore()) == 200
+    update_weights(site, "new")
+    status, data = ask(site, events[-1][0])
+    assert status == 200 and b"stream_changed" in data and data.endswith(b"[DONE]\n\n")
+    assert not site.scheduler.received
+    kill(site, file)
+
+
 def test_a_stream_that_outlives_an_update_of_the_weights_ends_with_its_server(tmp_path: Path) -> None:
     site = make_site(tmp_path / "streams")
     site.scheduler.gate = True

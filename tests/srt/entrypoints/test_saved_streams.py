@@ -39,9 +39,9 @@ def test_another_key_is_not_told_that_the_settings_differ(tmp_path: Path) -> Non
     async def run() -> None:
         journal = journal_with_a_stream(tmp_path)
         saved = SavedStreams(journal, {}, grace_s=60.0)
-        await saved.restore(STREAM, "another", "2", {"headers": []}, fails)  # so it is not found
+        await saved.restore(STREAM, "another", lambda: "2", {"headers": []}, fails)  # so it is not found
         with pytest.raises(StreamChanged, match="weight_version"):
-            await saved.restore(STREAM, "", "2", {"headers": []}, fails)
+            await saved.restore(STREAM, "", lambda: "2", {"headers": []}, fails)
         journal.close()
 
     asyncio.run(run())
@@ -60,7 +60,7 @@ def test_a_long_stream_is_decoded_outside_the_event_loop(tmp_path: Path, monkeyp
         journal.note(STREAM, 1, [])
         saved = SavedStreams(journal, {}, grace_s=60.0)
         with pytest.raises(StreamChanged, match="decoded"):
-            await saved.restore(STREAM, "", "1", {"headers": []}, fails)
+            await saved.restore(STREAM, "", lambda: "1", {"headers": []}, fails)
         journal.close()
 
     monkeypatch.setattr(stream_journal, "_decode_batch", note_thread)
@@ -77,7 +77,7 @@ def test_shutdown_that_begins_while_a_stream_is_restored_leaves_it_to_the_next_s
             saved.streams.drain()  # so the stream that this request has opened is gone
 
         with pytest.raises(EngineDead, match="the next one will continue"):
-            await saved.restore(STREAM, "", "1", {"headers": []}, drain_meanwhile)
+            await saved.restore(STREAM, "", lambda: "1", {"headers": []}, drain_meanwhile)
         assert STREAM in journal
         journal.close()
 
@@ -98,8 +98,56 @@ def test_shutdown_that_begins_while_events_are_replayed_leaves_the_stream_to_the
             saved.streams.restore(replay, "", no_events(), lambda: None)
 
         with pytest.raises(EngineDead, match="the next one will continue"):
-            await asyncio.wait_for(saved.restore(STREAM, "", "1", {"headers": []}, open_stream), PATIENCE_S)
+            await asyncio.wait_for(saved.restore(STREAM, "", lambda: "1", {"headers": []}, open_stream), PATIENCE_S)
         assert STREAM in journal and saved.num_restored == 0
+        journal.close()
+
+    asyncio.run(run())
+
+
+def test_an_update_of_the_weights_that_ends_while_a_stream_is_loaded_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = "1"
+    decode = stream_journal._decode_batch
+
+    def update_meanwhile(data: Any) -> Any:
+        nonlocal version
+        version = "2"
+        return decode(data)
+
+    async def run() -> None:
+        journal = journal_with_a_stream(tmp_path)
+        journal.note(STREAM, 1, [])
+        saved = SavedStreams(journal, {}, grace_s=60.0)
+        with pytest.raises(StreamChanged, match="weight_version"):
+            await saved.restore(STREAM, "", lambda: version, {"headers": []}, fails)
+        assert STREAM in journal
+        journal.close()
+
+    monkeypatch.setattr(stream_journal, "_decode_batch", update_meanwhile)
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_restore_that_fails_after_the_grace_time_is_the_last_one(tmp_path: Path, drains: bool) -> None:
+    """But a server that shuts down leaves the stream to the next one."""
+
+    async def run() -> None:
+        journal = journal_with_a_stream(tmp_path)
+        saved = SavedStreams(journal, {}, grace_s=0.0)
+
+        async def fails_late(scope: Mapping[str, Any], body: bytes, replay: Replay) -> Any:
+            saved.begin_grace()
+            while not saved._is_grace_over:
+                await asyncio.sleep(0.001)
+            if drains:
+                saved.streams.drain()
+            raise StreamChanged("it was late")
+
+        with pytest.raises(StreamChanged, match="late"):
+            await saved.restore(STREAM, "", lambda: "1", {"headers": []}, fails_late)
+        assert (STREAM in journal) == drains
         journal.close()
 
     asyncio.run(run())

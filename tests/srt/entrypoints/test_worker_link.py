@@ -19,7 +19,7 @@ from tercet.srt.entrypoints.forwarded import ParentEndpoints
 from tercet.srt.entrypoints.http_server import make_server
 from tercet.srt.entrypoints.http_workers import HttpWorkers
 from tercet.srt.entrypoints.watchdog import HangDetector
-from tercet.srt.entrypoints.worker_link import Service, Worker
+from tercet.srt.entrypoints.worker_link import ServedEngine, Worker
 from tercet.srt.errors import EngineDead
 from tercet.srt.ipc import RunDir
 from tercet.srt.server_args import ServerArgs
@@ -50,11 +50,11 @@ def test_a_worker_that_hangs_while_it_starts_again_is_killed(monkeypatch: pytest
         monkeypatch.setattr(http_workers, "ChildProcess", StoppedChild)
         args = ServerArgs(model_path="m", tokenizer_worker_num=2, watchdog_timeout=0.02, engine_restarts=3)
         workers = HttpWorkers(args, [socket.socket()], "m")
-        workers._service = object()  # type: ignore[assignment]
+        workers._engine = object()  # type: ignore[assignment]
         workers._workers[0].child.kill()
         message = await asyncio.wait_for(workers.failed, PATIENCE_S)
         assert "--engine-restarts 3 is used up" in message and StoppedChild.started == 4
-        workers._service = None
+        workers._engine = None
         await workers.stop()
 
     asyncio.run(scenario())
@@ -68,7 +68,7 @@ def silent_worker(tmp_path: Path) -> Iterator[Worker]:
     assert worker.silent_s == 0
     manager = make_manager(FakeScheduler())
     server = make_server(manager)
-    worker.open(Service(manager, server, ParentEndpoints(server, [])), lambda: None)
+    worker.open(ServedEngine(manager, server, ParentEndpoints(server, [])), lambda: None)
     yield worker
     worker.close()
     context.destroy(linger=0)
@@ -97,7 +97,7 @@ def test_an_abort_does_not_wait_for_a_stopped_worker(
         monkeypatch.setattr(http_workers, "ChildProcess", StoppedChild)
         workers = HttpWorkers(ServerArgs(model_path="m", tokenizer_worker_num=2), [], "m")
         with silent_worker(tmp_path) as worker:
-            workers._service = worker._service
+            workers._engine = worker._engine
             workers._workers = [worker, Other()]  # type: ignore[list-item]
             aborted = asyncio.wait_for(workers.abort(name), PATIENCE_S)
             if has_other:
@@ -105,7 +105,7 @@ def test_an_abort_does_not_wait_for_a_stopped_worker(
             else:
                 with pytest.raises(EngineDead, match="does not answer"):
                     await aborted
-            workers._service, workers._workers = None, []
+            workers._engine, workers._workers = None, []
             await workers.stop()
 
     asyncio.run(scenario())
