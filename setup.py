@@ -59,6 +59,8 @@ def build_arguments() -> dict[str, object]:
 
         def run(self) -> None:
             if named := os.environ.get("TERCET_BUILDS", "").split():
+                for name in set(named) - set(facts.builds()):
+                    tell(f"TERCET_BUILDS: there is no build {name}; the builds are {', '.join(facts.builds())}")
                 self.keep(set(named))
             elif self.inplace or getattr(self, "editable_mode", False):
                 self.keep(facts.local_builds(torch.cpu.get_capabilities()))

@@ -4,8 +4,9 @@
 
 A step runs every linear layer of the model once, in order, and then the output head. It has no other operations. With
 --prefill, the rows are the tokens of one prompt, and the head multiplies only the last one. All kinds multiply the same
-random weights with the same random inputs, in alternating order. The ceilings are measured with torch in the same run:
-memory reads, and products of large matrices of the same type.
+random weights with the same random inputs, in alternating order. The ceilings are measured in the same run: memory
+reads, and the processor's best instruction for products of the same type (or torch's product of large matrices, if that
+is faster).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..model_executor.models.family import family_of
 from ..model_executor.weights.quantization import BITS_PER_WEIGHT, HEAD_FORM
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.model_files.model_name import model_name
-from .ceilings import matmul_flops_per_s
+from .ceilings import Rate, best_rate
 from .kernel_case import relative_error
 from .presets import PRESETS, load_shape
 from .results import Result, add_results_arguments, finish, number, percent
@@ -44,7 +45,8 @@ _CHECK_ROWS = 7
 _HEAD = "lm_head.weight"
 _SETTLE_S = 0.02
 """Pause before each timed step: OpenMP threads spin for a while after a torch step and would slow the next step."""
-_HEADER = ["batch", "kind", "ms a step", "GB/s", "TOP/s", "limit ms", "of the limit", "error"]
+_HEADER = ["batch", "kind", "ms a step", "GB/s", "TOP/s", "limit ms", "limited by", "of the limit", "error"]
+_READING = "reading"
 
 
 @dataclass(frozen=True)
@@ -167,18 +169,27 @@ def make_steps(config: ModelConfig, kinds: Sequence[Kind], *, prefill: bool) -> 
     return steps
 
 
+class Limit(NamedTuple):
+    """The minimum time of a step. The longer of two limits is the larger tuple."""
+
+    seconds: float
+    source: str
+    """What gives the limit: reading, or the source of a `Rate`."""
+
+
 class CpuCeilings(NamedTuple):
     read_bytes_per_s: float
-    ops_per_s: dict[torch.dtype, float]
+    rates: dict[torch.dtype, Rate]
 
-    def limit_s(self, step: Step, batch_size: int) -> float:
-        by_ops = step.num_ops(batch_size) / self.ops_per_s[step.kind.multiplied]
-        return max(step.num_bytes / self.read_bytes_per_s, by_ops)
+    def limit(self, step: Step, batch_size: int) -> Limit:
+        rate = self.rates[step.kind.multiplied]
+        by_ops = Limit(step.num_ops(batch_size) / rate.ops_per_s, rate.source)
+        return max(Limit(step.num_bytes / self.read_bytes_per_s, _READING), by_ops)
 
     def best(self, other: CpuCeilings) -> CpuCeilings:
         """The higher value of each ceiling. Other processes can only lower a measured ceiling."""
-        ops = {dtype: max(mine, other.ops_per_s[dtype]) for dtype, mine in self.ops_per_s.items()}
-        return CpuCeilings(max(self.read_bytes_per_s, other.read_bytes_per_s), ops)
+        rates = {dtype: max(mine, other.rates[dtype]) for dtype, mine in self.rates.items()}
+        return CpuCeilings(max(self.read_bytes_per_s, other.read_bytes_per_s), rates)
 
 
 def measure_cpu(kinds: Sequence[Kind], *, small: bool) -> CpuCeilings:
@@ -187,7 +198,7 @@ def measure_cpu(kinds: Sequence[Kind], *, small: bool) -> CpuCeilings:
     read = values.nbytes / median_s([values.amax], _CPU)
     size = 128 if small else 2048
     multiplied = dict.fromkeys(kind.multiplied for kind in kinds)
-    return CpuCeilings(read, {dtype: matmul_flops_per_s(_CPU, dtype, size) for dtype in multiplied})
+    return CpuCeilings(read, {dtype: best_rate(_CPU, dtype, size) for dtype in multiplied})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -270,26 +281,29 @@ def time_alternating(steps: Sequence[Step], batch_size: int, rounds: int) -> lis
 def report(result: Result, steps: Sequence[Step], seconds: dict[int, list[float]], ceilings: CpuCeilings) -> None:
     """Fills the result. `seconds`: batch size -> seconds of each step"""
     table = result.table("Linear layers of one step", _HEADER)
-    products = [f"{_name(dtype)} {number(ops / 1e12)} TOP/s" for dtype, ops in ceilings.ops_per_s.items()]
-    reading = f"reading {number(ceilings.read_bytes_per_s / 1e9)} GB/s"
+    rates = ceilings.rates.items()
+    products = [f"{_name(dtype)} {number(rate.ops_per_s / 1e12)} TOP/s ({rate.source})" for dtype, rate in rates]
+    reading = f"{_READING} {number(ceilings.read_bytes_per_s / 1e9)} GB/s"
     table.notes.append(f"ceilings in this run: {reading}, products of {', '.join(products)}")
     result.values.update(cases=[], read_bytes_per_s=ceilings.read_bytes_per_s)
-    result.values["ops_per_s"] = {_name(dtype): ops for dtype, ops in ceilings.ops_per_s.items()}
+    result.values["rates"] = {_name(dtype): rate._asdict() for dtype, rate in rates}
     for batch_size, all_seconds in seconds.items():
         for step, step_seconds in zip(steps, all_seconds, strict=True):
-            limit = ceilings.limit_s(step, batch_size)
+            limit = ceilings.limit(step, batch_size)
             table.row(
                 str(batch_size),
                 step.kind.name,
                 number(step_seconds * 1e3),
                 number(step.num_bytes / step_seconds / 1e9),
                 number(step.num_ops(batch_size) / step_seconds / 1e12),
-                number(limit * 1e3),
-                percent(limit / step_seconds),
+                number(limit.seconds * 1e3),
+                limit.source,
+                percent(limit.seconds / step_seconds),
                 f"{step.error:.1e}",
             )
-            case = {"batch_size": batch_size, "kind": step.kind.name, "seconds": step_seconds, "limit_s": limit}
-            result.values["cases"].append(case | {"relative_error": step.error})
+            case = {"batch_size": batch_size, "kind": step.kind.name, "seconds": step_seconds}
+            limits = {"limit_s": limit.seconds, "limited_by": limit.source}
+            result.values["cases"].append(case | limits | {"relative_error": step.error})
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,22 +1,38 @@
-"""Measure the device's ceilings: the bandwidth of a large copy, and the speed of large matrix products.
+"""Measure the device's ceilings: the bandwidth of a large copy, and the highest rate of multiplication.
 
     python -m tercet.benchmarks.ceilings [--device cuda] [--results DIR]
 
-Every benchmark measures the ceilings in its own run and compares its results with them.
+Every benchmark measures the ceilings in its own run and compares its results with them. On a GPU the highest rate is
+that of a large matrix product. On a CPU it is the best of that product and of each instruction that multiplies.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
+from ..model_executor import cpu_extension
 from ..model_executor.runner.settings import resolve_device
 from .limits import Ceilings
 from .results import Result, add_results_arguments, finish, number
 from .timing import median_s
+
+_INSTRUCTION_S = 0.05
+"""Time to measure one instruction of a CPU."""
+TORCH_PRODUCT = "torch's matrix product"
+
+
+class Rate(NamedTuple):
+    """The highest measured rate of multiplication. The higher of two rates is the larger tuple."""
+
+    ops_per_s: float
+    source: str
+    """What has this rate: an instruction, or TORCH_PRODUCT."""
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype = torch.bfloat16, *, small: bool = False) -> Ceilings:
@@ -28,10 +44,22 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype = torch.bfloat16, 
     copy_bytes = 1 << 22 if small else 1 << 32 if on_gpu else 1 << 28
     size = 128 if small else 8192 if on_gpu else 2048
     bytes_per_s = _copy_bytes_per_s(device, copy_bytes)
-    flops_per_s = matmul_flops_per_s(device, dtype, size)
+    rate = best_rate(device, dtype, size)
     if on_gpu:
         torch.cuda.empty_cache()  # another process may need the memory
-    return Ceilings(bytes_per_s, flops_per_s)
+    return Ceilings(bytes_per_s, rate.ops_per_s, rate.source)
+
+
+def best_rate(device: torch.device, dtype: torch.dtype, size: int) -> Rate:
+    """The highest rate at which the device multiplies numbers of this type. `size`: as in `matmul_flops_per_s`.
+
+    On a CPU, torch's product does not always use the fastest instruction.
+    """
+    rates = [Rate(matmul_flops_per_s(device, dtype, size), TORCH_PRODUCT)]
+    if device.type == "cpu" and cpu_extension.load() is not None:
+        measured = torch.ops.tercet_cpu.instruction_rates(dtype, _INSTRUCTION_S)
+        rates += [Rate(ops_per_s, name) for name, ops_per_s in measured.items()]
+    return max(rates)
 
 
 def _copy_bytes_per_s(device: torch.device, num_bytes: int) -> float:
@@ -72,14 +100,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = resolve_device(args.device)
     result = Result("ceilings", "Ceilings", parser.prog, argv, device)
     result.ceilings = measure_ceilings(device, small=args.small)
-    table = result.table("Ceilings", ["dtype", "copy TB/s (read + write)", "matmul TFLOP/s"])
+    table = result.table("Ceilings", ["dtype", "copy TB/s (read + write)", "TFLOP/s", "measured with"])
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         measured = result.ceilings
         if dtype is not torch.bfloat16:
             measured = measure_ceilings(device, dtype, small=args.small)
         name = str(dtype).removeprefix("torch.")
-        table.row(name, number(measured.bytes_per_s / 1e12), number(measured.flops_per_s / 1e12))
-        result.values[name] = {"bytes_per_s": measured.bytes_per_s, "flops_per_s": measured.flops_per_s}
+        source = measured.flops_source
+        table.row(name, number(measured.bytes_per_s / 1e12), number(measured.flops_per_s / 1e12), source)
+        result.values[name] = dataclasses.asdict(measured)
     finish(result, args)
     return 0
 

@@ -103,7 +103,9 @@ class Ceilings:
     bytes_per_s: float
     """Bandwidth of a large copy. Bytes read and bytes written both count."""
     flops_per_s: float
-    """Speed of a large matrix product on random data."""
+    """Highest rate of multiplication of numbers of one type."""
+    flops_source: str = "matrix product"
+    """What has this rate: a large matrix product on random data, or an instruction of a CPU."""
 
 
 def decode_step_s(cost: ModelCost, context_lens: Sequence[int], ceilings: Ceilings) -> float:

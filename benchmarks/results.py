@@ -92,8 +92,9 @@ class Result:
     def _ceilings_lines(self) -> list[str]:
         if self.ceilings is None:
             return []
-        copy, matmul = self.ceilings.bytes_per_s / 1e12, self.ceilings.flops_per_s / 1e12
-        return [f"ceilings in this run: copy {number(copy)} TB/s (read + write), matmul {number(matmul)} TFLOP/s"]
+        copy, flops = number(self.ceilings.bytes_per_s / 1e12), number(self.ceilings.flops_per_s / 1e12)
+        source = self.ceilings.flops_source
+        return [f"ceilings in this run: copy {copy} TB/s (read + write), {flops} TFLOP/s ({source})"]
 
 
 def circumstances(program: str, argv: Sequence[str] | None, device: torch.device | None) -> dict[str, Any]:

@@ -330,6 +330,8 @@ def _unpack(packed: bytes) -> BlockContent | None:
         return None
     before, length = _CONTENT.unpack_from(packed)
     end = _CONTENT.size + length
+    if (len(packed) - end) % 4:
+        return None  # token ids are int32
     try:
         return BlockContent(before, packed[_CONTENT.size : end].decode("utf-8", "surrogatepass"), packed[end:])
     except UnicodeDecodeError:

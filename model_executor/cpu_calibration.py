@@ -109,6 +109,21 @@ def kept_or_measured(folder: Path | None, key: Mapping[str, Any], measure: Calla
         return ChosenTuning(_with_default_bits(measure()), "measured")
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = folder / f"tercet-cpu-kernels-{digest}.json"
+    kept = _kept(path, key)
+    if kept is not None:
+        return kept
+    tuning = measure()
+    try:
+        if _keep(path, {"key": key, "chosen": tuning._asdict()}):
+            return ChosenTuning(tuning, "measured")
+        kept = _kept(path, key)  # another server was quicker, and both must go on with the same bits
+    except OSError as error:
+        logger.warning("The measurement could not be kept in %s: %s", path, error.strerror or error)
+    return kept or ChosenTuning(_with_default_bits(tuning), "measured")
+
+
+def _kept(path: Path, key: Mapping[str, Any]) -> ChosenTuning | None:
+    """What the file keeps for `key`, applied. A file that keeps something else is removed."""
     try:
         content = path.read_bytes()
         tuning = _parse(content)
@@ -117,16 +132,12 @@ def kept_or_measured(folder: Path | None, key: Mapping[str, Any], measure: Calla
             return ChosenTuning(tuning, str(path))
         logger.warning("Measuring again: %s is for another machine or build", path)
     except FileNotFoundError:
-        pass
+        return None
     except (OSError, ValueError) as error:
         logger.warning("Measuring again, because of %s: %s", path, error)
-    tuning = measure()
-    try:
-        _keep(path, {"key": key, "chosen": tuning._asdict()})
-    except OSError as error:
-        logger.warning("The measurement could not be kept in %s: %s", path, error.strerror or error)
-        tuning = _with_default_bits(tuning)
-    return ChosenTuning(tuning, "measured")
+    with suppress(OSError):
+        path.unlink()
+    return None
 
 
 def _with_default_bits(tuning: CpuTuning) -> CpuTuning:
@@ -254,15 +265,16 @@ def _parse(content: bytes) -> CpuTuning:
     return tuning
 
 
-def _keep(path: Path, content: Mapping[str, Any]) -> None:
-    """The file appears only when it is complete. Raises OSError."""
+def _keep(path: Path, content: Mapping[str, Any]) -> bool:
+    """Returns False if there is such a file by now. The file appears only when it is complete. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, unfinished = tempfile.mkstemp(".tmp", "tercet-", path.parent)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
-        os.replace(unfinished, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(unfinished)
-        raise
+        os.link(unfinished, path)
+    except FileExistsError:
+        return False
+    finally:
+        os.unlink(unfinished)
+    return True

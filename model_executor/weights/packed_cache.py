@@ -84,7 +84,11 @@ class PackedParameters(Mapping[str, Any]):
     def _found(self) -> Mapping[str, Any]:
         key = _key(self._config, self._dtypes, self._forms)
         path = self._folder.path / f"{PREFIX}{key}.packed"
-        kept = self._open(path, key)
+        try:
+            kept = self._open(path, key)
+        except OSError as error:  # the entry may be right, and of use for others
+            logger.warning("Could not open %s: %s", path, error.strerror or error)
+            return self._stored()
         if kept is not None:
             mark_used(path)
             return kept
@@ -94,21 +98,24 @@ class PackedParameters(Mapping[str, Any]):
             with self._folder.new_file(path) as file:
                 write_packed(file, key, self._packed(stored))
             logger.info("Cached the packed weights in %s", path)
+            written = self._open(path, key)
         except OSError as error:
             folder, reason = self._folder.path, error.strerror or error
             logger.warning("Could not cache the packed weights in %s: %s", folder, reason)
             return stored
-        written = self._open(path, key)
         return stored if written is None else written
 
     def _open(self, path: Path, key: str) -> PackedFile | None:
-        """Open the entry. Returns None if there is no file, or if it is truncated, damaged or invalid (logged)."""
+        """Open the entry. Returns None if there is no file, or if it is truncated, damaged or invalid (logged).
+
+        Raises OSError if it cannot be read.
+        """
         try:
             # Few rows of an embedding are read, unless it is the output head.
             file = PackedFile(path, key, () if self._config.tie_word_embeddings else (_EMBEDDING,))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             logger.warning("Writing %s again: %s", path, error)
             return None
         if file.is_mapped:

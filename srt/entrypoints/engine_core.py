@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -223,7 +224,8 @@ class EngineCore:
         run_dir = self._life.run_dir
         self._drop_old_spares()
         for role, spare in list(self._spares.items()):
-            if is_stopped(spare.pid):  # a new process is ready before this one would answer
+            # A new process is ready before a stopped one would answer. After SIGBUS, a file that all forks map is damaged.
+            if is_stopped(spare.pid) or death.returncode == -signal.SIGBUS:
                 self._spares.pop(role).kill()
         if death.was_oom and "scheduler" in self._spares:
             # A fork would have a KV pool of the same size. A new process plans with the memory of now.

@@ -38,7 +38,10 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 16 * 2**20
 """Maximum size of a body. A larger body is refused with 413 before it is read."""
 MAX_HELD_BYTES = 512 * 2**20
-"""Maximum size of all bodies that are being read or decoded. Beyond it, a body is refused with 503."""
+"""Maximum size of the bodies of all requests that are read or unanswered. Beyond it, a body is refused with 503.
+
+What a request takes later (its messages, its text, its token ids) is a small multiple of its body.
+"""
 SMALL_BODY_BYTES = 1 << 16
 """Maximum size of a small body.
 
@@ -46,13 +49,14 @@ A small body is decoded, rendered and checked in the event loop, which takes a f
 thread does this, after a check of the limits on its JSON.
 """
 _IS_LARGE = "tercet.body_is_large"
+_NUM_BYTES = "tercet.num_body_bytes"
 ROUTE = "tercet.route"
 """In the scope of a request to an endpoint that runs a model: the path of the endpoint."""
 _encode = msgspec.json.Encoder().encode
 
 
 class HeldBytes:
-    """Counts the bytes of undecoded bodies in memory."""
+    """Counts the bytes of the bodies of all requests that are read or unanswered."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -160,6 +164,12 @@ class BoundEndpoint:
             await self._limits.serve(self._serve, scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._respond(scope, receive, send)
+        finally:
+            self.server.held.num_bytes -= scope.pop(_NUM_BYTES, 0)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         try:
             answer = await self._answer(request)
@@ -193,17 +203,15 @@ class BoundEndpoint:
             )
         held = self.server.held
         data = bytearray()
-        try:
-            async for part in request.stream():
-                data += part
-                held.num_bytes += len(part)
-                if len(data) > MAX_BODY_BYTES:
-                    raise too_large
-                if held.num_bytes > MAX_HELD_BYTES * self.server.share:
-                    raise QueueFull("the request bodies being read exceed the server's memory limit; try again later")
-            return await self._decoded(request, data)
-        finally:
-            held.num_bytes -= len(data)
+        async for part in request.stream():
+            data += part
+            held.num_bytes += len(part)
+            request.scope[_NUM_BYTES] = len(data)
+            if len(data) > MAX_BODY_BYTES:
+                raise too_large
+            if held.num_bytes > MAX_HELD_BYTES * self.server.share:
+                raise QueueFull("the bodies of unanswered requests exceed the server's memory limit; try again later")
+        return await self._decoded(request, data)
 
     async def _decoded(self, request: Request, data: bytearray) -> Any:
         codec = self._endpoint.body

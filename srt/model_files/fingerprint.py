@@ -23,12 +23,12 @@ def weight_fingerprints(config: ModelConfig) -> Iterator[str]:
 
 
 def weight_files(config: ModelConfig) -> Iterator[str]:
-    """The paths of the files of the weights. Raises OSError for an unreadable model."""
+    """The paths of the files of the weights, and of what names them. Raises OSError for an unreadable model."""
     if config.load_format == "gguf":
         yield config.model_path
         return
     for name in sorted(os.listdir(config.model_path)):
-        if name.endswith(".safetensors"):
+        if name.endswith((".safetensors", ".safetensors.index.json")):
             yield os.path.join(config.model_path, name)
 
 

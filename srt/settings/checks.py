@@ -137,6 +137,8 @@ def check_settings(args: ServerArgs) -> None:
 
 def _check_tiers(args: ServerArgs) -> None:
     """Check the settings of the tiers below the KV pool."""
+    if args.hicache_storage_dir is None and args.hicache_storage_size != type(args).hicache_storage_size:
+        raise ValueError("--hicache-storage-size needs --hicache-storage-dir")
     if not args.enable_hierarchical_cache:
         if args.hicache_size is not None or args.hicache_storage_dir is not None:
             raise ValueError("--hicache-size and --hicache-storage-dir need --enable-hierarchical-cache")

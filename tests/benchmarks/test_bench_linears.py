@@ -9,7 +9,10 @@ from bench_models import TINY, json_of, tiny_flags
 
 from tercet.benchmarks import bench_linears
 from tercet.benchmarks.bench_linears import CpuCeilings, Kind, Step
-from tercet.model_executor.layers.kinds import TorchLayers
+from tercet.benchmarks.ceilings import TORCH_PRODUCT, Rate
+from tercet.benchmarks.results import Result
+from tercet.model_executor import cpu_extension
+from tercet.model_executor.layers.kinds import TorchLayers, layers_for
 
 
 def test_every_kind_is_right_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,7 +25,7 @@ def test_every_kind_is_right_and_timed(tmp_path: Path, capsys: pytest.CaptureFix
     cases = json_of(capsys)["cases"]
     assert [(one["batch_size"], one["kind"]) for one in cases] == [(rows, kind) for rows in (1, 3) for kind in here]
     for one in cases:
-        assert one["seconds"] > 0 and one["limit_s"] > 0
+        assert one["seconds"] > 0 and one["limit_s"] > 0 and one["limited_by"]
         bounds = {"int8": 0.02, "int4": 0.2, "bf16": 1e-2, "oneDNN bf16": 1e-2}
         most = bounds.get(one["kind"].removesuffix(" in fp32"), 1e-5)
         assert most / 1000 < one["relative_error"] < most
@@ -51,11 +54,29 @@ def test_a_prompt_needs_the_head_once() -> None:
 def test_the_nearer_ceiling_is_the_limit() -> None:
     step = Step(Kind("k", TorchLayers(), torch.float32))
     step.add("w", torch.randn(10, 100))
-    slow, fast = CpuCeilings(100.0, {torch.float32: 50.0}), CpuCeilings(50.0, {torch.float32: 1000.0})
-    best = slow.best(fast)
-    assert best == CpuCeilings(100.0, {torch.float32: 1000.0})
-    assert best.limit_s(step, 1) == 4000 / 100
-    assert best.limit_s(step, 100) == 2 * 100 * 1000 / 1000
+    slow, fast = Rate(50.0, TORCH_PRODUCT), Rate(1000.0, "FMA")
+    best = CpuCeilings(100.0, {torch.float32: slow}).best(CpuCeilings(50.0, {torch.float32: fast}))
+    assert best == CpuCeilings(100.0, {torch.float32: fast})
+    assert best.limit(step, 1) == (4000 / 100, "reading")
+    assert best.limit(step, 100) == (2 * 100 * 1000 / 1000, "FMA")
+
+
+@pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
+def test_shares_are_of_the_instruction_for_the_type_that_is_multiplied() -> None:
+    float32, int8 = torch.float32, torch.int8
+    layers = layers_for("cpu", float32, quantized=True)
+    kinds = [Kind("fp32", TorchLayers(), float32), Kind("int8", layers, float32, "int8")]
+    steps = [Step(kind) for kind in kinds]
+    for step in steps:
+        step.add("w", torch.randn(10, 128))
+    result = Result("r", "R", "p", [], torch.device("cpu"))
+    ceilings = CpuCeilings(1e12, {float32: Rate(1e6, "FMA"), int8: Rate(4e6, "VPDPBUSD")})
+    bench_linears.report(result, steps, {100: [1.0, 1.0]}, ceilings)
+    cases = [(case["kind"], case["limit_s"], case["limited_by"]) for case in result.values["cases"]]
+    assert cases == [("fp32", 0.256, "FMA"), ("int8", 0.064, "VPDPBUSD")]
+    rows = [row[6:8] for row in result.tables[0].rows]
+    assert rows == [["FMA", "25.6 %"], ["VPDPBUSD", "6.4 %"]]
+    assert "float32 1e-06 TOP/s (FMA), int8 4e-06 TOP/s (VPDPBUSD)" in result.tables[0].notes[0]
 
 
 def test_a_step_multiplies_with_every_matrix_but_the_embedding(tmp_path: Path) -> None:

@@ -1,11 +1,43 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from tercet.benchmarks.ceilings import matmul_flops_per_s
+from tercet.benchmarks import ceilings
+from tercet.benchmarks.ceilings import TORCH_PRODUCT, Rate, best_rate, matmul_flops_per_s
+from tercet.model_executor import cpu_extension
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_products_of_every_type_that_layers_multiply_are_measured(dtype: torch.dtype) -> None:
-    assert matmul_flops_per_s(torch.device("cpu"), dtype, 64) > 0
+    assert matmul_flops_per_s(CPU, dtype, 64) > 0
+
+
+@pytest.mark.parametrize(
+    ("product", "instructions", "best"),
+    [
+        (5.0, {"FMA": 2.0, "VDPBF16PS": 9.0}, Rate(9.0, "VDPBF16PS")),
+        (5.0, {"FMA": 8.0, "VDPBF16PS": 4.0}, Rate(8.0, "FMA")),
+        (5.0, {"FMA": 2.0}, Rate(5.0, TORCH_PRODUCT)),
+        (5.0, {}, Rate(5.0, TORCH_PRODUCT)),
+    ],
+)
+def test_the_ceiling_is_the_best_instruction_or_torchs_product(
+    monkeypatch: pytest.MonkeyPatch, product: float, instructions: dict[str, float], best: Rate
+) -> None:
+    fake_ops = SimpleNamespace(instruction_rates=lambda dtype, seconds: instructions)
+    monkeypatch.setattr(torch.ops, "tercet_cpu", fake_ops)
+    monkeypatch.setattr(cpu_extension, "load", lambda: "a build")
+    monkeypatch.setattr(ceilings, "matmul_flops_per_s", lambda *_: product)
+    assert best_rate(CPU, torch.bfloat16, 64) == best
+    measured = ceilings.measure_ceilings(CPU, small=True)
+    assert (measured.flops_per_s, measured.flops_source) == best
+
+
+def test_without_compiled_operations_the_ceiling_is_torchs_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_extension, "load", lambda: None)
+    assert best_rate(CPU, torch.float32, 64).source == TORCH_PRODUCT

@@ -103,6 +103,7 @@ def test_a_comparison_measures_everybody_and_says_what_it_cost(bench: Bench, tmp
         assert one["output_throughput"] > 0 and one["median_ttft_ms"] > 0 and one["median_tpot_ms"] >= 0
         assert one["server_cpu_s"] >= 0 and 1 << 20 < one["pss_bytes"] < 1 << 30
     for start in result["starts"]:
+        assert start["dtype"] == "bfloat16"  # both fakes set it
         assert start["ready_s"] > 0 and start["kv_bytes"] == 3 << 29 and start["sample"].startswith("word word ")
     assert result["failures"] == []
     assert re.search(r"after 'The capital of France is': 'word (word )+' \(tercet, vllm\)\.", bench.out)
@@ -277,7 +278,12 @@ def test_every_server_is_started_on_the_model_with_its_port(name: str, toy: Mode
         assert name == "llama.cpp-q4_1", "the toy model has no quantised file"
         return
     assert launch.argv[0] == str(program) and "12345" in launch.argv and engines.HOST in launch.argv
-    assert str(toy.gguf) in launch.argv or (str(toy.folder) in launch.argv and "bfloat16" in launch.argv)
+    assert str(toy.gguf) in launch.argv or str(toy.folder) in launch.argv
+    asks = [value for flag, value in pairwise(launch.argv) if flag == "--dtype"]
+    if name == "tercet":  # as users start it
+        assert asks == [] and launch.dtype is None
+    else:
+        assert launch.dtype == "bfloat16" and (asks == ["bfloat16"] or str(toy.gguf) in launch.argv)
 
 
 def test_llama_cpp_gets_a_slot_for_each_request_and_context_for_all(toy: ModelFiles) -> None:
@@ -301,6 +307,20 @@ def test_llama_cpp_gets_a_slot_for_each_request_and_context_for_all(toy: ModelFi
 )
 def test_the_size_of_kv_memory_is_read_from_the_log(name: str, log: str, size: int | None) -> None:
     assert ENGINES[name].kv_bytes(f"first line\n{log}\nlast line") == size
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations", "said"),
+    [
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", "bfloat16 weights, float32"),
+        ("int4, int8", "float32", "int4, int8 weights, float32"),
+    ],
+)
+def test_the_types_of_a_server_are_read_from_its_log(weights: str, activations: str, said: str) -> None:
+    log = f"first line\nModel loaded: weights {weights}, activations {activations} on cpu, 257 MiB of weights"
+    assert ENGINES["tercet"].dtype(log) == said
+    assert ENGINES["tercet"].dtype("nothing of the kind") is None
 
 
 def test_a_version_comes_from_the_metadata_beside_the_program_or_from_itself(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_the_last_line_is_json_that_names_the_circumstances(capsys: pytest.Captu
     found = json.loads(lines[-1])
     assert found["benchmark"] == "some-model-1.5b" and found["command"] == "python -m some --flag 'a b'"
     assert found["versions"]["torch"] == torch.__version__ and found["hardware"]["cores"] >= 1
-    assert found["ceilings"] == {"bytes_per_s": 4.3e12, "flops_per_s": 790e12}
+    assert found["ceilings"] == {"bytes_per_s": 4.3e12, "flops_per_s": 790e12, "flops_source": "matrix product"}
     assert found["seconds"] == "inf"
     assert {"what  how much", "this  1", "A note."} <= set(lines)
 

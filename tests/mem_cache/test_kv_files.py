@@ -271,6 +271,13 @@ def test_a_file_says_what_its_key_stands_for(tmp_path: Path, namespace: str) -> 
     assert files.content(key(1)) is None
 
 
+def test_what_a_file_of_no_whole_tokens_says_is_not_believed(tmp_path: Path) -> None:
+    files, one = KVFiles(tmp_path, 1 << 20), content(1)
+    one = one._replace(tokens=one.tokens + b"x")
+    assert files.write(one.key, one, block(1))
+    assert files.content(one.key) is None
+
+
 def test_what_a_damaged_file_says_is_not_believed(tmp_path: Path) -> None:
     files, one = KVFiles(tmp_path, 1 << 20), content(1)
     files.write(one.key, one, block(1))

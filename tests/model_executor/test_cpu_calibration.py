@@ -113,6 +113,18 @@ def test_what_is_not_kept_changes_no_bit(tmp_path: Path, other: CpuTuning) -> No
     assert kept_or_measured(tmp_path / "cache", measured).tuning == measured
 
 
+def test_of_two_servers_that_measure_at_once_the_first_decides(tmp_path: Path, other: CpuTuning) -> None:
+    """The second one would choose the file's kind of products after a restart, and continue streams with other bits."""
+
+    def measure_slowly() -> CpuTuning:
+        assert kept_or_measured(tmp_path, other) == (other, "measured")
+        return default_tuning()
+
+    (chosen, source) = cpu_calibration.kept_or_measured(tmp_path, KEY, measure_slowly)
+    (path,) = tmp_path.iterdir()
+    assert (chosen, source) == (other, str(path))
+
+
 DAMAGES: list[Callable[[str], str]] = [
     lambda text: "",
     lambda text: text[: len(text) // 2],

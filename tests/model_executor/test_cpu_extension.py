@@ -220,6 +220,12 @@ def test_a_build_in_place_is_for_this_machine(named, failing_compiler, tmp_path)
 
 
 @needs_sources
+def test_unknown_builds_are_named(failing_compiler, tmp_path):
+    said = build_with(failing_compiler, tmp_path, "--inplace", TERCET_BUILDS="avx-512")
+    assert "TERCET_BUILDS: there is no build avx-512; the builds are" in said
+
+
+@needs_sources
 @pytest.mark.parametrize(("compiler", "said"), [("no-such-compiler", "no C++ compiler"), ("false", "cannot be used")])
 def test_a_machine_without_a_compiler_that_works_says_so(compiler, said, tmp_path):
     assert said in build_with(compiler, tmp_path, "--build-lib", "lib")

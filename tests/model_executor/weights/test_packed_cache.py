@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -14,6 +15,7 @@ import torch
 from gguf_models import Kind, write_gguf
 from runner_driver import RunnerDriver
 from runners import make_runner
+from safetensors.torch import load_file
 from tiny_models import make_model, save
 
 from tercet.model_executor import cpu_extension
@@ -186,6 +188,23 @@ def test_weights_that_change_in_place_are_noticed(tmp_path: Path, folder: Path) 
     assert torch.equal(after, logits(runner_of(other, "off"))) and not torch.equal(after, before)
 
 
+def test_another_index_is_noticed(tmp_path: Path, folder: Path) -> None:
+    """It decides which of the files are read."""
+    config = checkpoint(tmp_path / "model")
+    model, names = tmp_path / "model", sorted(load_file(tmp_path / "model" / "model.safetensors"))
+    shutil.copy(model / "model.safetensors", model / "first.safetensors")
+    checkpoint(tmp_path / "other", seed=2)
+    shutil.copy(tmp_path / "other" / "model.safetensors", model / "second.safetensors")
+    (model / "model.safetensors").unlink()
+    found = []
+    for name in ("first", "second"):
+        index = {"weight_map": dict.fromkeys(names, f"{name}.safetensors")}
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+        found.append(logits(runner_of(config, folder)))
+        assert torch.equal(found[-1], logits(runner_of(config, "off")))
+    assert not torch.equal(*found)
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     """Root may write everywhere, so a file is in the way."""
     (tmp_path / "file").write_text("")
@@ -193,6 +212,23 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, said: pytest.LogCapture
     found = logits(runner_of(config, tmp_path / "file" / "cache"))
     assert torch.equal(found, logits(runner_of(config, "off")))
     assert said.text.count("Could not cache the packed weights") == 1
+
+
+def test_an_entry_that_cannot_be_read_is_left_to_others(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    """It may belong to another user, or this process has too many open files."""
+    config = checkpoint(tmp_path / "model")
+    expected = logits(runner_of(config, folder))
+    (entry,) = folder.iterdir()
+    before = os.stat(entry)
+
+    def refused(*args: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(packed_file.PackedFile, "__init__", refused)
+    assert torch.equal(logits(runner_of(config, folder)), expected)
+    assert os.stat(entry).st_ino == before.st_ino and f"Could not open {entry}: Permission denied" in said.text
 
 
 def test_a_read_only_folder_is_used(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

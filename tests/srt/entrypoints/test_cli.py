@@ -96,6 +96,7 @@ def test_serve_takes_the_model_from_a_config_file(served: list[ServerArgs], tmp_
         (["A", "--tenant-weights", "a=1,a=2"], "--tenant-weights has the tenant 'a' twice"),
         (["A", "--hicache-size", "1"], "need --enable-hierarchical-cache"),
         (["A", "--hicache-storage-dir", "D"], "need --enable-hierarchical-cache"),
+        (["A", "--hicache-storage-size", "8"], "--hicache-storage-size needs --hicache-storage-dir"),
         (["A", "--enable-hierarchical-cache"], "needs --hicache-size, --hicache-storage-dir, or both"),
         (["A", "--enable-hierarchical-cache", "--hicache-size", "0"], "--hicache-size must be a positive number"),
         (["A", "--enable-hierarchical-cache", "--hicache-size", "1", "--disable-radix-cache"], "shares none"),

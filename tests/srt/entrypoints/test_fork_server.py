@@ -102,6 +102,23 @@ def test_a_death_is_seen_at_once_while_the_fork_server_is_stopped(
     asyncio.run(scenario())
 
 
+def test_a_bus_error_ends_the_fork_server(tmp_path: Path) -> None:
+    """A weight file that was cut short while it was mapped would end each of its forks."""
+
+    async def scenario() -> None:
+        core = await start(tmp_path)
+        servers = dict(core._spares)
+        options = RequestOptions(sampling=SamplingParams(max_new_tokens=60), stream=True)
+        (sample,) = await core.tokenizer_manager.submit([1], options)
+        os.kill(core.child_pids["scheduler"], signal.SIGBUS)
+        assert (await asyncio.wait_for(sample.result(), PATIENCE_S)).text == text_of(60)
+        await asyncio.wait_for(servers["scheduler"].ended, PATIENCE_S)
+        assert core._spares["scheduler"].pid != servers["scheduler"].pid
+        await core.stop()
+
+    asyncio.run(scenario())
+
+
 def test_the_engine_runs_on_without_its_fork_server(tmp_path: Path) -> None:
     """The next life has another one. Nobody knows how a process has ended whose fork server is gone."""
 

@@ -165,3 +165,21 @@ def test_bodies_share_a_budget_of_memory(site: Site, codec: WatchedCodec, monkey
     assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
     assert "exceed the server's memory limit" in error_of(refused)["message"]
     assert [one.status_code for one in rest] == [200] * 4
+
+
+def test_a_body_counts_until_its_request_is_answered(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The messages, texts and token ids of requests that wait in the engine take memory, too."""
+    monkeypatch.setattr(routing, "MAX_HELD_BYTES", 1000)
+    body = b'{"text": "a", "sampling_params": {"max_new_tokens": 2}}'.ljust(600)
+
+    async def several() -> list[httpx.Response]:
+        site.scheduler.gate, site.scheduler.step = True, 64
+        first = asyncio.create_task(site.client.post("/generate", content=body))
+        while not site.scheduler.held:
+            await asyncio.sleep(0)
+        refused = await site.client.post("/generate", content=body)
+        site.scheduler.gate = False
+        site.scheduler.release()
+        return [refused, await first, await site.client.post("/generate", content=body)]
+
+    assert [one.status_code for one in site.run(several())] == [503, 200, 200]
