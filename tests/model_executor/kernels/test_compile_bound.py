@@ -175,8 +175,8 @@ def num_calls(call: Callable[[], object]) -> int:
 
 def test_a_bound_launch_takes_at_most_half_of_tritons_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each wrapper of a prefill layer, without what the wrapper calls. tests/launch_times.py prints times."""
-    for module in (launch_times.extend_attention, launch_times.fp8_linear):
-        monkeypatch.setattr(module, "arch_of", lambda device: "sm_90")
+    for called in (launch_times.extend_attention, launch_times.fp8_linear):
+        monkeypatch.setattr(called, "arch_of", lambda device: "sm_90")
     ways = {
         "Triton": lambda kernel, grid: kernel.jit[grid],
         "bound": Bound.__getitem__,
