@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = [sys.executable, "-m"]
+_TESTS = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,14 @@ def parts(quick: bool) -> list[Part]:
     """The parts in order of importance: first the tests, then the measurements."""
     one_batch = "--context-len 1024 --num-steps 64" if quick else "--context-len 1024,8192 --num-steps 128"
     big_batch, peer_batch = ("1024", "256") if quick else ("8192", "1024")
+    # At most 8 requests have these kernels. Prompts do not, and are measured without the flag.
+    fused = f"--fuse-small-steps --batch-size 1,8 {one_batch} --prefill-len ''"
     batch_of_32 = "--model-path llama-3.1-8b --num-prompts 32 --input-len 32 --output-len"
     return [
         Part(
             "tests",
             "correctness on the device",
-            [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *_test_folders()],
+            [*_TESTS, *_test_folders()],
             20,
             300,
         ),
@@ -60,12 +63,28 @@ def parts(quick: bool) -> list[Part]:
             180,
         ),
         bench(
+            "one-batch-1b-fused",
+            "Llama-3.2-1B: decode of 1 and 8 requests with --fuse-small-steps",
+            "bench_one_batch",
+            f"--model-path llama-3.2-1b {fused} --compare-cuda-graph",
+            25,
+            120,
+        ),
+        bench(
             "one-batch-8b",
             "Llama-3.1-8B: decode, prefill of 4,096 tokens",
             "bench_one_batch",
             f"--model-path llama-3.1-8b --batch-size 1,32 {one_batch} --prefill-len 4096,16384",
             40,
             180,
+        ),
+        bench(
+            "one-batch-8b-fused",
+            "Llama-3.1-8B: decode of 1 and 8 requests with --fuse-small-steps",
+            "bench_one_batch",
+            f"--model-path llama-3.1-8b {fused}",
+            35,
+            120,
         ),
         bench(
             "offline-0.6b",
@@ -127,7 +146,7 @@ def sanitizer_parts() -> list[Part]:
 
 
 def profile_parts() -> list[Part]:
-    """Profiles of the two attention kernels, if Nsight Compute is here. They are in the log."""
+    """Profiles of the kernels of attention and of small steps, if Nsight Compute is here. They are in the log."""
     tool = shutil.which("ncu")
     if tool is None:
         return []
@@ -139,7 +158,18 @@ def profile_parts() -> list[Part]:
     return [
         profile("ncu-extend", "extend_kernel", _CHECK_EXTEND),
         profile("ncu-decode", "_decode_split_kernel", _CHECK_DECODE),
+        profile("ncu-skinny", "_skinny_linear_kernel", _kernel_test("test_small_linear_layers and 4096")),
+        profile(
+            "ncu-fused",
+            "_fused_decode_kernel",
+            _kernel_test("test_decode_in_one_kernel_has_the_bits_of_three and llama-8b and False"),
+        ),
     ]
+
+
+def _kernel_test(chosen: str) -> list[str]:
+    """The command of one test of the kernels, with the shapes of Llama-3.1-8B."""
+    return [*_TESTS, "tests/gpu/test_kernels.py", "-k", chosen]
 
 
 _HANGS = "import time; print('begun', flush=True); time.sleep(600)"

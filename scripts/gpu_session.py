@@ -80,7 +80,7 @@ def session(parser: argparse.ArgumentParser, args: argparse.Namespace, scratch: 
             parser.error(f"there is no part {name!r}; there are: {', '.join(names)}")
     chosen = [part for part in known if part.name in only and part.name not in skip]
     if args.list:
-        say("".join(f"{part.name:14} {part.what}\n" for part in chosen))
+        say("".join(f"{part.name:18} {part.what}\n" for part in chosen))
         return 0
     report = Report(args)
     outcomes: list[Outcome] = []

@@ -74,6 +74,13 @@ class AttentionBackend(ABC):
         """
         return None
 
+    def max_part_bytes(self, context_len: int) -> int:
+        """An upper bound in bytes of what a layer may take in addition to what the warm-up steps of a GPU show.
+
+        `context_len`: the most tokens of a request.
+        """
+        return 0
+
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare the plan that all layers of this step share. Must not wait for the device."""

@@ -17,7 +17,7 @@ import torch
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
 from ..forward_batch import ForwardBatch
 from ..kernels.decode_attention import decode_attention
-from ..kernels.extend_attention import extend_attention, extend_work
+from ..kernels.extend_attention import extend_attention, extend_work, max_part_bytes
 from ..kernels.fused_decode import can_fuse_decode, fused_decode
 from ..kernels.skinny_linear import MAX_ROWS
 from ..kernels.store_kv import store_kv
@@ -58,6 +58,10 @@ class TritonAttentionBackend(AttentionBackend):
 
     def num_splits(self, seq_lens: npt.NDArray[np.int32]) -> int:
         return int((-(-seq_lens // self._decode_tile.split)).sum())
+
+    def max_part_bytes(self, context_len: int) -> int:
+        device = self.kv_pool.k_buffer[0].device
+        return max_part_bytes(device, context_len, self.num_kv_heads, self.head_dim, self._extend_tile)
 
     def plan(self, batch: ForwardBatch) -> None:
         """Number the work units on the device. The host's copy of the lengths only sizes the buffers."""

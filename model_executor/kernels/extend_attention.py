@@ -49,12 +49,30 @@ def extend_work(
     tiles = -(-new_lens_host[several].astype(np.int64) * group // tile.block_m)
     splits = -(-seq_lens_host[several] // tile.split)
     units = int((tiles * splits).sum())
-    part_bytes = units * num_kv_heads * tile.block_m * 256 * 4
+    part_bytes = units * _limited_unit_bytes(num_kv_heads, tile)
     idle = 2 * int(tiles.sum()) * num_kv_heads <= num_multiprocessors(seq_lens.device)
     if idle and splits.max(initial=1) > 1 and part_bytes <= _MAX_PART_BYTES:
         return query_split_map(extend_start_loc, seq_lens, group, tile.block_m, tile.split, units)
     num_tokens = int(new_lens_host.sum())
     return query_tile_map(extend_start_loc, group, tile.block_m, num_tokens)
+
+
+def max_part_bytes(device: torch.device, context_len: int, num_kv_heads: int, head_dim: int, tile: ExtendTile) -> int:
+    """The most bytes of partial results of a step whose splits are work units, whatever the lengths of its requests.
+
+    Such a step may have few tokens. So the steps that measure memory (runner/warmup.py) need not take as much.
+    """
+    if context_len <= tile.split:
+        return 0
+    tiles = num_multiprocessors(device) // (2 * num_kv_heads)
+    units = min(tiles * cdiv(context_len, tile.split), _MAX_PART_BYTES // _limited_unit_bytes(num_kv_heads, tile))
+    # The sums of values, the maximum and the total of each row.
+    return units * num_kv_heads * tile.block_m * (padded_head_dim(head_dim) + 2) * 4
+
+
+def _limited_unit_bytes(num_kv_heads: int, tile: ExtendTile) -> int:
+    """What a work unit counts for _MAX_PART_BYTES."""
+    return num_kv_heads * tile.block_m * 256 * 4
 
 
 def extend_attention(

@@ -253,6 +253,8 @@ class _RunnerBuilder:
             # Greedy tokens without masks have kernels of their own.
             run = partial(_run, runner, step, masked=step is not steps[-1])
             step_bytes = max(step_bytes, accelerator.peak_bytes(run))
+        # A few tokens after a long prefix may take more for their attention than any of these steps.
+        step_bytes += runner.attention.max_part_bytes(settings.context_len)
         reserve = step_bytes + self.sampler.max_edit_bytes
         if runner.attention.num_splits(np.ones(1, np.int32)) is None:
             return [], reserve

@@ -11,8 +11,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tercet.benchmarks import bench_one_batch
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu"
 
@@ -77,6 +80,50 @@ def test_missing_packages_are_named_in_one_line(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-S", "-E", program], capture_output=True, text=True, cwd=tmp_path)
     assert ran.returncode == 2
     assert ran.stdout.count("\n") == 1 and " lacks gguf, httptools," in ran.stdout and "zmq;" in ran.stdout
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], list[Any]]:
+    """The parts on a machine with the CUDA toolkit."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    module = importlib.import_module("gpu_parts")
+    monkeypatch.setattr(module.shutil, "which", lambda name: f"/opt/{name}")
+    return module.parts
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_small_steps_are_measured_with_their_kernels_and_without(plan, quick: bool) -> None:
+    parts = {part.name: part for part in plan(quick)}
+    names = list(parts)
+    assert names[0] == "tests"
+    for model in ("1b", "8b"):
+        plain, fused = parts[f"one-batch-{model}"], parts[f"one-batch-{model}-fused"]
+        assert names.index(fused.name) == names.index(plain.name) + 1
+        args, fused_args = (bench_one_batch._parser().parse_args(part.command[3:]) for part in (plain, fused))
+        assert not getattr(args, "fuse_small_steps", False) and fused_args.fuse_small_steps
+        assert args.model_path == fused_args.model_path and args.context_len == fused_args.context_len
+        assert fused_args.batch_size == [1, 8], "the flag does nothing for more than 8 requests"
+        assert fused_args.prefill_len == []
+
+
+def test_a_quick_session_reaches_the_comparison_in_its_budget(plan) -> None:
+    """Each part before the longest comparison starts if those before it take what they need."""
+    needs = {part.name: part.needs_s for part in plan(True)}
+    names = list(needs)
+    assert sum(needs[name] for name in names[: names.index("peer-8b")]) <= 540
+
+
+def test_profiles_are_of_kernels_that_exist(plan) -> None:
+    root = SCRIPT.parents[1]
+    source = "".join(file.read_text() for file in (root / "model_executor" / "kernels").glob("*.py"))
+    tests = (root / "tests" / "gpu" / "test_kernels.py").read_text()
+    profiles = [part for part in plan(True) if part.name.startswith("ncu-")]
+    assert [part.name for part in profiles] == ["ncu-extend", "ncu-decode", "ncu-skinny", "ncu-fused"]
+    for part in profiles:
+        kernel = part.command[part.command.index("--kernel-name") + 1].removeprefix("regex:^").removesuffix("$")
+        assert f"\ndef {kernel}(" in source
+        if "pytest" in part.command:
+            assert f"\ndef {part.command[-1].split(' ')[0]}(" in tests
 
 
 def test_the_parts_have_names(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import fake_gpu_driver
+import launch_times
 import pytest
 import torch
 import triton
@@ -148,6 +150,48 @@ def test_a_launch_enters_triton_once() -> None:
     assert again is compiled
     assert called == ["launch", "__getitem__", "launch"]
     assert [launched.args[5] for launched in driver.launches] == [1e-6, 0.5]
+
+
+def num_calls(call: Callable[[], object]) -> int:
+    """The functions that a call calls, of Python and of C, without those that the fake driver calls.
+
+    Unlike a time, the number is the same in each run.
+    """
+    count = 0
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        if frame.f_code.co_filename != fake_gpu_driver.__file__:
+            count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_a_bound_launch_takes_at_most_half_of_tritons_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each wrapper of a prefill layer, without what the wrapper calls. tests/launch_times.py prints times."""
+    for called in (launch_times.extend_attention, launch_times.fp8_linear):
+        monkeypatch.setattr(called, "arch_of", lambda device: "sm_90")
+    ways = {
+        "Triton": lambda kernel, grid: kernel.jit[grid],
+        "bound": Bound.__getitem__,
+        "none": lambda kernel, grid: lambda *args, **kwargs: None,
+    }
+    with fake_gpu():
+        for name, call in launch_times.layer().items():
+            calls: dict[str, int] = {}
+            for way, launch in ways.items():
+                with patch.object(Bound, "__getitem__", launch):
+                    call()
+                    call()  # the second launch of a key is bound
+                    calls[way] = num_calls(call)
+            of_launch = calls["bound"] - calls["none"]
+            assert 0 < of_launch <= (calls["Triton"] - calls["none"]) / 2, (name, calls)
 
 
 def test_steps_enter_triton_once_for_each_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
