@@ -14,6 +14,7 @@ from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from .attention import Attention, QKNorm
+from .decode_start import StartDecode, TorchStart
 from .embedding import Embedding
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
@@ -25,7 +26,7 @@ class Rotary(Protocol):
     """Rotary embedding: positions int64 [T] -> the rotation that is passed to the attention layers."""
 
     def cover(self, num_positions: int) -> None:
-        """Prepare for positions below `num_positions`. Called before each step on a CPU."""
+        """Prepare for positions below `num_positions`. Called before the first layer of each step on a CPU."""
 
     def __call__(self, positions: torch.Tensor, /) -> Any: ...
 
@@ -72,6 +73,9 @@ class LayerKinds(Protocol):
     def tied_embedding(self, weight: Any, head: Layer) -> Layer:
         """Make the embedding of a model whose output head has the same weight."""
 
+    def start_decode(self, embedding: Layer, rotary: Rotary) -> StartDecode:
+        """Make the start of decode steps. `embedding`, `rotary`: made by this factory."""
+
 
 class TorchLayers:
     """The LayerKinds of plain torch."""
@@ -107,6 +111,9 @@ class TorchLayers:
 
     def tied_embedding(self, weight: Any, head: Layer) -> Layer:
         return Embedding(weight)
+
+    def start_decode(self, embedding: Layer, rotary: Rotary) -> StartDecode:
+        return TorchStart(embedding, rotary)
 
 
 def layers_for(

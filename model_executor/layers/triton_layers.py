@@ -10,9 +10,12 @@ from ...srt.model_files.rope_config import RopeConfig
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
 from ..kernels.activation import act_and_mul
+from ..kernels.decode_start import decode_start
 from ..kernels.rmsnorm import rmsnorm
 from ..kernels.rotary import rotary
 from .attention import QKNorm
+from .decode_start import DecodeStart, StartDecode
+from .embedding import Embedding
 from .fp8_layers import Fp8GatedLinear, Fp8Linear
 from .fp8_weight import Fp8Weight
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
@@ -34,15 +37,34 @@ class RotaryTable:
     def __init__(self, rope: RopeConfig, head_dim: int, context_len: int, device: torch.device) -> None:
         rotations = RotationTable(rope, torch.empty((context_len, head_dim), device=device))
         rotations.cover(context_len)
-        self._table = rotations.table.view(context_len, 2, head_dim // 2)
+        self.table = rotations.table.view(context_len, 2, head_dim // 2)
+        """float32, the cosines of each position, then its sines"""
 
     def cover(self, num_positions: int) -> None:
         """Does nothing: the table covers all positions."""
 
     def __call__(self, positions: torch.Tensor) -> CosSin:
         """Look up cosines and sines: positions int64 [T] -> [T, head_dim / 2] each."""
-        cos, sin = self._table.index_select(0, positions).unbind(1)
+        cos, sin = self.table.index_select(0, positions).unbind(1)
         return CosSin(cos, sin)
+
+
+class TritonStart:
+    """The StartDecode that is one kernel."""
+
+    def __init__(self, embedding: Embedding, rotary: RotaryTable) -> None:
+        self._tables = embedding.weight, rotary.table
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        slots: torch.Tensor,
+        newest_tokens: torch.Tensor,
+        req_to_token: torch.Tensor,
+    ) -> DecodeStart:
+        ids, positions, x, angles = decode_start(rows, seq_lens, slots, newest_tokens, req_to_token, *self._tables)
+        return DecodeStart(ids, positions, x, CosSin(*angles.unbind(1)))
 
 
 class TritonAttention:
@@ -83,3 +105,7 @@ class TritonLayers(TorchLayers):
         if isinstance(weight, Fp8Weight):
             return Fp8GatedLinear(weight, bias)
         return GatedLinear(weight, bias, activation=act_and_mul)
+
+    def start_decode(self, embedding: Layer, rotary: Rotary) -> StartDecode:
+        assert isinstance(embedding, Embedding) and isinstance(rotary, RotaryTable)
+        return TritonStart(embedding, rotary)

@@ -94,14 +94,14 @@ class Decoder:
         else:
             self.lm_head = layers.head(params["lm_head.weight"])
             self.embed_tokens = layers.embedding(embedding)
+        self.start_decode = layers.start_decode(self.embed_tokens, self.rotary)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        return self.transform(self.embed_tokens(input_ids, batch), positions, batch)
+        return self.transform(self.embed_tokens(input_ids, batch), self.rotary(positions), batch)
 
-    def transform(self, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def transform(self, x: torch.Tensor, rotation: Any, batch: ForwardBatch) -> torch.Tensor:
         residual: torch.Tensor | None = None
         pending: torch.Tensor | None = x
-        rotation = self.rotary(positions)
         for layer in self.layers:
             attention_out, residual = layer.attend(pending, residual, rotation, batch)
             if layer is self.layers[-1] and batch.logits_indices is not None:

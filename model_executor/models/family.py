@@ -16,6 +16,7 @@ import torch
 from ...srt.model_files.model_config import FAMILIES, ModelConfig
 from ..attention.base import AttentionBackend, AttentionSpec
 from ..forward_batch import ForwardBatch
+from ..layers.decode_start import StartDecode
 from ..layers.kinds import Layer, LayerKinds, Rotary
 from .parameters import Parameter
 
@@ -30,6 +31,8 @@ class Model(Protocol):
     """Whether all operations between embedding and logits are compiled CPU operations."""
     embed_tokens: Layer
     rotary: Rotary
+    start_decode: StartDecode
+    """starts a decode step, which continues with `transform`"""
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Compute normalised hidden states: input_ids, positions int64 [T] -> [num_sampled, hidden].
@@ -37,8 +40,8 @@ class Model(Protocol):
         The result has the tokens of `batch.logits_indices`.
         """
 
-    def transform(self, x: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """`forward` without the embedding: x [T, hidden] is the embedded tokens, and is overwritten."""
+    def transform(self, x: torch.Tensor, rotation: Any, batch: ForwardBatch) -> torch.Tensor:
+        """`forward` of embedded tokens, x [T, hidden], which are overwritten. `rotation`: made by `rotary`."""
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute logits: hidden [num_sampled, hidden] -> float32 [num_sampled, vocab], written to `out` if given."""

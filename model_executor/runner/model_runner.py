@@ -160,10 +160,13 @@ class ModelRunner:
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Queue the forward pass of a batch without the head. Returns hidden states, [num_sampled, hidden]."""
+        self._prepare(batch)
+        return self.model.forward(batch.input_ids, batch.positions, batch)
+
+    def _prepare(self, batch: ForwardBatch) -> None:
         self.attention.plan(batch)
         if not self.is_asynchronous:
             self.model.rotary.cover(batch.max_seq_len)
-        return self.model.forward(batch.input_ids, batch.positions, batch)
 
     def decode(self, inputs: DecodeInputs, seq_lens: Int32Array, out: torch.Tensor | None = None) -> torch.Tensor:
         """Queue a decode step, also inside a recording. Returns logits as `forward` does.
@@ -171,16 +174,14 @@ class ModelRunner:
         The queued work must not depend on the values in tensors. `seq_lens`: int32 [B] on the host, used only as an
         upper bound of the attention work.
         """
-        rows, lens, slots = inputs
-        positions = lens - 1
-        self.table.write_next(rows, positions, slots)
+        start = self.model.start_decode(*inputs, self.future_tokens, self.table.tensor)
         batch = ForwardBatch(
             mode=ForwardMode.DECODE,
-            rows=rows,
-            seq_lens=lens,
-            input_ids=self.future_tokens.index_select(0, rows),
-            positions=positions,
-            out_cache_loc=slots,
+            rows=inputs.rows,
+            seq_lens=inputs.seq_lens,
+            input_ids=start.input_ids,
+            positions=start.positions,
+            out_cache_loc=inputs.slots,
             req_to_token=self.table.tensor,
             logits_indices=None,
             extend_start_loc=None,
@@ -188,7 +189,8 @@ class ModelRunner:
             seq_lens_host=seq_lens,
             extend_lens_host=None,
         )
-        return self.forward(batch, out)
+        self._prepare(batch)
+        return self.model.logits(self.model.transform(start.x, start.rotation, batch), out)
 
     def _launch_decode(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Queue a DECODE step. Returns the logits and the rows (int64) to sample, which are all rows of the step."""

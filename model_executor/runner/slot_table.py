@@ -44,7 +44,3 @@ class SlotTable:
         Equal places must have equal slots.
         """
         self._flat.index_copy_(0, places, slots)
-
-    def write_next(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write one slot of each row. The arguments are int64 [B] on the device. May be recorded in a graph."""
-        self.write(rows * self._context_len + positions, slots.int())

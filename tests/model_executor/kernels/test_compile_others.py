@@ -13,6 +13,7 @@ from triton_aot import TARGETS, assert_fits, compile_launch, recorded
 
 from tercet.model_executor.kernels.activation import act_and_mul
 from tercet.model_executor.kernels.argmax import argmax
+from tercet.model_executor.kernels.decode_start import decode_start
 from tercet.model_executor.kernels.logit_edits import EditTables
 from tercet.model_executor.kernels.rmsnorm import rmsnorm
 from tercet.model_executor.kernels.rotary import rotary
@@ -76,6 +77,14 @@ def skinny(num_in: int, num_out: int, dtype: torch.dtype = BF16, *, bias: bool =
         skinny_linear(x, weight, out=meta(4, num_out, dtype=F32))
 
 
+def start(hidden: int, head_dim: int, dtype: torch.dtype = BF16) -> None:
+    inputs = meta(3, BATCH)
+    decode_start(
+        *inputs, meta(BATCH + 1), meta(BATCH + 1, CONTEXT, dtype=I32), meta(32_000, hidden, dtype=dtype),
+        meta(CONTEXT, 2, head_dim // 2, dtype=F32),
+    )  # fmt: skip
+
+
 def norm(width: int, dtype: torch.dtype, fused: bool) -> None:
     x = meta(TOKENS, width, dtype=dtype)
     rmsnorm(x, meta(width, dtype=dtype), 1e-5, meta(TOKENS, width, dtype=dtype) if fused else None)
@@ -103,6 +112,9 @@ CASES: dict[str, Callable[[], object]] = {
     "rmsnorm-16384-fused": lambda: norm(16384, F16, True),
     "silu-14336": lambda: act_and_mul(meta(TOKENS, 2 * 14336, dtype=BF16)),
     "gelu_tanh-3072": lambda: act_and_mul(meta(TOKENS, 2 * 3072, dtype=BF16), "gelu_tanh"),
+    "decode_start-4096x128": lambda: start(4096, 128),
+    "decode_start-576x64-fp32": lambda: start(576, 64, F32),
+    "decode_start-16384x256": lambda: start(16384, 256),
     "argmax-151936": lambda: argmax(meta(BATCH, 151936, dtype=BF16)),
     "argmax-49152-fp32": lambda: argmax(meta(BATCH, 49152, dtype=F32)),
     "token_logprobs-151936": lambda: token_logprobs(meta(BATCH, 151936, dtype=F32), meta(BATCH), meta(BATCH, 21)),
@@ -132,6 +144,14 @@ def test_the_weight_of_a_small_step_is_copied_16_bytes_at_a_time_while_tiles_are
     assert assembly.count("cp.async.cg.shared.global") > 16 and "mma.sync" in assembly
     # Copies are in flight before the first product, and the norm's scale is known only after the last.
     assert assembly.index("cp.async.cg") < assembly.index("mma.sync") < assembly.index("rsqrt")
+
+
+def test_the_start_of_a_decode_step_copies_16_bytes_at_a_time_in_few_registers() -> None:
+    with recorded() as launches:
+        start(4096, 128)
+    resources = compile_launch(launches[0], "sm_90")
+    assert "ld.global.v4" in resources.assembly and "st.global.v4" in resources.assembly
+    assert resources.registers <= 32 and not resources.spilled
 
 
 def test_edits_round_every_product_as_torch_does() -> None:

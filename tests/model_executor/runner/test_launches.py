@@ -13,8 +13,8 @@ from toy_runner import TOY
 
 from tercet.model_executor.runner.decode_runner import DecodeInputs
 
-BESIDES_LAYERS = 10
-"""Positions and slots, tokens and their embedding, angles, attention work, the last norm, logits."""
+BESIDES_LAYERS = 4
+"""Start of the step, attention work, last norm, logits."""
 
 
 @pytest.fixture(autouse=True)
