@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton_aot import Launch, recorded
 
-_NO_LAUNCH = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty"}
+_NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty"}
 
 
 @dataclass
@@ -41,11 +41,19 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        on_device = any(tensor.device.type == "meta" and tensor.numel() for tensor in outputs)
-        if on_device and not func.is_view and name not in _NO_LAUNCH:
+        given = {tensor.untyped_storage()._cdata for tensor in _on_device((args, kwargs))}
+        # A conversion may be a view or a new tensor (`to` returns its argument if that has the type).
+        writes = any(
+            func._schema.is_mutable or tensor.untyped_storage()._cdata not in given for tensor in _on_device(out)
+        )
+        if writes and name not in _NO_LAUNCH:
             self._counted.torch.append(name)
         return out
+
+
+def _on_device(tree: Any) -> list[torch.Tensor]:
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.device.type == "meta" and tensor.numel()]
 
 
 @contextmanager

@@ -29,9 +29,9 @@ class RunnerDriver:
         self._sample = runner.sampler.sample
         runner.sampler.sample = self._record
 
-    def _record(self, logits, rows, seq_lens, masks=None):
+    def _record(self, logits, *arguments):
         self.logits.append(logits.clone())
-        return self._sample(logits, rows, seq_lens, masks)
+        return self._sample(logits, *arguments)
 
     def add(self, row, sampling=None):
         """Starts a request in `row`. Pass the result to `extend` in `new_rows`."""

@@ -32,8 +32,11 @@ def _argmax_chunk_kernel(x_ptr, part_max_ptr, part_id_ptr, stride_x, vocab, num_
 
 
 @bound
-@triton.jit
-def _argmax_merge_kernel(part_max_ptr, part_id_ptr, out_ptr, num_chunks, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])  # a view with any alignment
+def _argmax_merge_kernel(
+    part_max_ptr, part_id_ptr, out_ptr, newest_ptr, rows_ptr, num_chunks, STORE_NEWEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     valid = i < num_chunks
@@ -43,15 +46,25 @@ def _argmax_merge_kernel(part_max_ptr, part_id_ptr, out_ptr, num_chunks, BLOCK: 
     token = tl.min(tl.where(part == top, ids, _NO_ID), axis=0)
     token = tl.where(top == float("-inf"), -1, token)
     tl.store(out_ptr + row, token.to(tl.int64))
+    if STORE_NEWEST:
+        tl.store(newest_ptr + tl.load(rows_ptr + row), tl.maximum(token, 0).to(tl.int64))
 
 
-def argmax(logits: torch.Tensor) -> torch.Tensor:
+def argmax(
+    logits: torch.Tensor, newest_tokens: torch.Tensor | None = None, rows: torch.Tensor | None = None
+) -> torch.Tensor:
     """The index of the first of the largest logits of each row: [n, vocab], any float dtype -> int64 [n].
 
     A row that has a NaN, or only -inf, gives INVALID_TOKEN. The last dimension is contiguous.
+    newest_tokens: int64 [num_rows], and rows: int64 [n], contiguous; both or none. If given, the index is also stored
+    in newest_tokens[row]; 0 for INVALID_TOKEN.
     """
     n, vocab = logits.shape
     assert has_dense_rows(logits) and 0 < vocab < 2**31 - _CHUNK
+    assert (newest_tokens is None) == (rows is None)
+    if newest_tokens is not None and rows is not None:
+        assert rows.shape == (n,) and rows.is_contiguous() and newest_tokens.is_contiguous()
+        assert rows.dtype == newest_tokens.dtype == torch.int64
     num_chunks = cdiv(vocab, _CHUNK)
     out = torch.empty(n, dtype=torch.int64, device=logits.device)
     if not n:
@@ -62,12 +75,20 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
         logits, part_max, part_id, logits.stride(0), vocab, num_chunks, CHUNK=_CHUNK, num_warps=4
     )
     block = next_power_of_2(num_chunks)
-    _argmax_merge_kernel[(n,)](part_max, part_id, out, num_chunks, BLOCK=block, num_warps=1)
+    _argmax_merge_kernel[(n,)](
+        part_max, part_id, out, out if newest_tokens is None else newest_tokens, out if rows is None else rows,
+        num_chunks, STORE_NEWEST=rows is not None, BLOCK=block, num_warps=1,
+    )  # fmt: skip
     return out
 
 
-def argmax_ref(logits: torch.Tensor) -> torch.Tensor:
+def argmax_ref(
+    logits: torch.Tensor, newest_tokens: torch.Tensor | None = None, rows: torch.Tensor | None = None
+) -> torch.Tensor:
     """`argmax` in plain torch."""
     peak = logits.amax(-1)  # NaN if any logit of the row is NaN
     first = (logits == peak[:, None]).int().argmax(-1)
-    return first.where(peak > -torch.inf, INVALID_TOKEN)
+    tokens = first.where(peak > -torch.inf, INVALID_TOKEN)
+    if newest_tokens is not None and rows is not None:
+        newest_tokens[rows] = tokens.clamp(min=0)
+    return tokens

@@ -185,12 +185,13 @@ def _gather_kernel(
 @triton.jit
 def _choose_kernel(
     x_ptr, table_ptr, plan_ptr, edited_ptr, token_counts_ptr, peak_ptr, peak_id_ptr, sum_ptr, limit_ptr, found_ptr,
-    gap_ptr, id_ptr, out_ptr, stride_x, vocab, num_chunks, CHUNK: tl.constexpr, PARTS: tl.constexpr,
-    CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
+    gap_ptr, id_ptr, out_ptr, newest_ptr, stride_x, vocab, num_chunks, STORE_NEWEST: tl.constexpr, CHUNK: tl.constexpr,
+    PARTS: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
     plan = plan_ptr + line * _FIELDS
-    params = table_ptr + tl.load(plan + _ROW) * _COLUMNS
+    row = tl.load(plan + _ROW)
+    params = table_ptr + row * _COLUMNS
     best, token = _peak(peak_ptr, peak_id_ptr, line, num_chunks, PARTS)
     if (token >= 0) & (tl.load(params + _GREEDY) == 0.0):
         values = _line_of(plan, line, x_ptr, edited_ptr, stride_x, vocab)
@@ -217,6 +218,8 @@ def _choose_kernel(
             last = _last_gap(params)
             token = draw_by_id(values, sums, last, draw, best, temperature, vocab, num_chunks, CHUNK, PARTS)
     tl.store(out_ptr + line, token.to(tl.int64))
+    if STORE_NEWEST:
+        tl.store(newest_ptr + row, tl.maximum(token, 0).to(tl.int64))
     counts_line = tl.load(plan + _COUNTS)
     if (counts_line >= 0) & (token >= 0):
         count = token_counts_ptr + counts_line * vocab + token
@@ -249,6 +252,7 @@ def choose_tokens(
     num_edited: int,
     any_sampled: bool,
     any_ranked: bool,
+    newest_tokens: torch.Tensor | None = None,
     num_candidates: int = _CANDIDATES,
 ) -> torch.Tensor:
     """Edit the logits and choose a token of each line: int64 [n], or -1 if its logits have a NaN or are all -inf.
@@ -263,6 +267,7 @@ def choose_tokens(
         num_edited: the number of lines with Field.EDITED, which count from 0
         any_sampled: whether a line is not greedy
         any_ranked: whether a line that is not greedy has top-k or top-p
+        newest_tokens: int64 [num_rows], contiguous. If given, the token of a line is also stored for its row; 0 for -1
         num_candidates: room for the gathered tokens of a line. A line that needs more searches the whole vocabulary,
             with the same result
     """
@@ -270,6 +275,7 @@ def choose_tokens(
     assert logits.dtype == torch.float32 and has_dense_rows(logits) and 0 < vocab <= 2**19
     assert plan.shape == (n, len(Field)) and plan.dtype == torch.int64 and plan.is_contiguous()
     assert table.shape[1] == len(Column) and table.dtype == torch.float64 and table.is_contiguous()
+    assert newest_tokens is None or (newest_tokens.dtype == torch.int64 and newest_tokens.is_contiguous())
     num_chunks = cdiv(vocab, CHUNK)
     work = _allocate(n, num_chunks, n if any_sampled else 0, n if any_ranked else 0, num_candidates, logits.device)
     edited, *peaks = edit_logits(logits, table, plan, edits, num_edited, work.buckets)
@@ -291,7 +297,8 @@ def choose_tokens(
     out = torch.empty(n, dtype=torch.int64, device=logits.device)
     _choose_kernel[(n,)](
         logits, table, plan, edited, edits.counts, *peaks, work.sums, work.limit, work.found, work.gaps, work.ids, out,
-        logits.stride(0), vocab, num_chunks, CHUNK=CHUNK, PARTS=parts, CANDIDATES=num_candidates, BLOCK=_BLOCK,
+        out if newest_tokens is None else newest_tokens, logits.stride(0), vocab, num_chunks,
+        STORE_NEWEST=newest_tokens is not None, CHUNK=CHUNK, PARTS=parts, CANDIDATES=num_candidates, BLOCK=_BLOCK,
         num_warps=16,
     )  # fmt: skip
     return out

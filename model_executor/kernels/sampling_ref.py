@@ -21,6 +21,7 @@ def choose_tokens_ref(
     plan: torch.Tensor,
     edits: EditTables,
     weigh: Callable[[torch.Tensor], torch.Tensor] = weigh_ref,
+    newest_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`sampling.choose_tokens`.
 
@@ -39,6 +40,8 @@ def choose_tokens_ref(
         out[line] = token
         if fields[Field.COUNTS] >= 0:
             edits.counts[fields[Field.COUNTS], token] += 2
+    if newest_tokens is not None:
+        newest_tokens[plan[:, Field.ROW]] = out.clamp(min=0)
     return out
 
 

@@ -15,6 +15,7 @@ from ..device.accelerator import Accelerator
 from ..device.device_buffers import Downloads, TokenCopy, Uploads
 from ..forward_batch import ForwardBatch
 from ..models.family import Model
+from ..sampling.newest_tokens import NewestTokens
 from ..sampling.row_logprobs import PromptLogprobs, RowLogprobs, SampledLogprobs
 from ..sampling.sampler import Sampler
 from ..step import FROM_DEVICE, ForwardMode, Int32Array, KVCopies, StepInputs, StepOutput, TokenMasks
@@ -149,9 +150,7 @@ class ModelRunner:
         masked = logits
         if masks is not None and self.sampler.masks_in_place and self._logprobs.wanted(rows):
             masked = logits.clone()  # log probabilities are those of the model
-        tokens = self.sampler.sample(masked, rows, lens, masks)
-        # A row with an invalid token (-1) may run one more step before the host sees it. Any valid id serves there.
-        self.future_tokens.index_copy_(0, device_rows, tokens.clamp(min=0))
+        tokens = self.sampler.sample(masked, rows, lens, masks, NewestTokens(self.future_tokens, device_rows))
         return self._downloads.fetch(tokens), self._logprobs.of_tokens(logits, tokens, rows)
 
     def forward(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -11,6 +11,7 @@ from ..step import TokenMasks
 from .counter_rng import uniform
 from .cpu_choice import CpuChoice
 from .logit_edits import LogitEdits
+from .newest_tokens import NewestTokens
 from .sampling_state import SamplingState
 from .token_choice import Block, TokenChoice, TorchChoice
 from .token_mask import MaskApplication, apply_masks_on_cpu, apply_masks_ref
@@ -52,6 +53,7 @@ class BlockSampling:
         rows: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         masks: TokenMasks | None,
+        newest: NewestTokens | None,
     ) -> torch.Tensor:
         n = len(rows)
         x = self._edited(logits, rows, positions)
@@ -76,6 +78,8 @@ class BlockSampling:
                     chosen = choose(Block(x, lines, block_rows, draw, self._state.host[rows[block]]))
                     tokens.index_copy_(0, lines, chosen)
         self._edits.count(rows, tokens)
+        if newest is not None:
+            newest.store(tokens)
         return tokens
 
     def _edited(

@@ -17,6 +17,7 @@ from ..step import Int32Array, NewRow, TokenMasks
 from .block_sampling import BlockSampling
 from .joint_sampling import MAX_VOCAB_SIZE
 from .logit_edits import LogitEdits
+from .newest_tokens import NewestTokens
 from .sampling_state import SamplingState
 from .token_choice import INVALID_TOKEN
 
@@ -38,8 +39,9 @@ class RowSampling(Protocol):
         rows: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         masks: TokenMasks | None,
+        newest: NewestTokens | None,
     ) -> torch.Tensor:
-        """Choose and count a token for each row, as `Sampler.sample` does. rows, positions: [n], n > 0."""
+        """Choose, count and store a token for each row, as `Sampler.sample` does. rows, positions: [n], n > 0."""
 
 
 class Sampler:
@@ -100,7 +102,12 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(
-        self, logits: torch.Tensor, rows: Int32Array, seq_lens: Int32Array, masks: TokenMasks | None = None
+        self,
+        logits: torch.Tensor,
+        rows: Int32Array,
+        seq_lens: Int32Array,
+        masks: TokenMasks | None = None,
+        newest: NewestTokens | None = None,
     ) -> torch.Tensor:
         """Choose one token for each row, and count it for the row's penalties.
 
@@ -109,6 +116,7 @@ class Sampler:
             rows: int32 [n], the row of each line of logits
             seq_lens: int32 [n], length of the request before the new token
             masks: the tokens that grammars allow. They are applied after all other edits
+            newest: where the tokens are stored besides
 
         Returns:
             int64 [n] on the device; INVALID_TOKEN if the logits have a NaN or are all -inf
@@ -118,7 +126,7 @@ class Sampler:
         if not n:
             return torch.empty(0, dtype=torch.int64, device=self._device)
         self._state.flush()
-        return self._sampling.sample(logits, rows.astype(np.int64), seq_lens.astype(np.int64), masks)
+        return self._sampling.sample(logits, rows.astype(np.int64), seq_lens.astype(np.int64), masks, newest)
 
     def _make_sampling(self, use_kernels: bool) -> RowSampling:
         if use_kernels:

@@ -13,6 +13,7 @@ from ..kernels.sampling_layout import Field
 from ..step import TokenMasks
 from .counter_rng import uniform
 from .logit_edits import LogitEdits
+from .newest_tokens import NewestTokens
 from .sampling_state import SamplingState
 
 
@@ -35,13 +36,14 @@ class TritonSampling:
         rows: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         masks: TokenMasks | None,
+        newest: NewestTokens | None,
     ) -> torch.Tensor:
         kinds = self._state.kinds(rows)
         edited = self._edits.needed(rows, positions)
         if masks is not None:
             edited[masks.lines] = True
         if not (kinds.any_sampled or edited.any()):
-            return argmax(logits)
+            return argmax(logits) if newest is None else argmax(logits, *newest)
         lines = self._edits.lines(rows, positions)
         plan = np.full((len(rows), len(Field)), -1, np.int64)
         plan[:, Field.ROW] = rows
@@ -65,4 +67,5 @@ class TritonSampling:
             num_edited=int(np.count_nonzero(edited)),
             any_sampled=kinds.any_sampled,
             any_ranked=kinds.any_ranked,
+            newest_tokens=None if newest is None else newest.tokens,
         )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tercet.model_executor.sampling.newest_tokens import NewestTokens
 from tercet.model_executor.sampling.sampler import INVALID_TOKEN, Sampler
 from tercet.model_executor.step import NewRow
 from tercet.srt.sampling_params import SamplingParams
@@ -35,6 +36,13 @@ def make_samplers(kinds):
     return samplers
 
 
+def chosen_and_stored(sampler, logits, rows, lens):
+    """The tokens, and the newest token of each row after them."""
+    newest = NewestTokens(torch.full((len(KINDS) + 1,), 7), torch.from_numpy(rows.astype(np.int64)))
+    tokens = sampler.sample(logits, rows, lens, None, newest)
+    return tokens.tolist(), newest.tokens[1:].tolist()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_are_the_torch_samplers(dtype):
     samplers = make_samplers(KINDS)
@@ -43,7 +51,7 @@ def test_tokens_are_the_torch_samplers(dtype):
         logits = (torch.randn(len(KINDS), VOCAB_SIZE, generator=rng) * 2).to(dtype)
         order = torch.randperm(len(KINDS), generator=rng).numpy()
         rows, lens = (order + 1).astype(np.int32), np.full(len(KINDS), 3 + step, np.int32)
-        plain, kernels = (sampler.sample(logits[order], rows, lens).tolist() for sampler in samplers)
+        plain, kernels = (chosen_and_stored(sampler, logits[order], rows, lens) for sampler in samplers)
         assert plain == kernels
 
 
@@ -55,6 +63,9 @@ def test_greedy_alone_and_broken_rows():
     rows = np.arange(1, len(KINDS) + 1, dtype=np.int32)
     for chosen in (slice(0, 2), slice(None)):
         n = len(rows[chosen])
-        plain, kernels = (s.sample(logits[chosen], rows[chosen], np.full(n, 3, np.int32)).tolist() for s in samplers)
+        lens = np.full(n, 3, np.int32)
+        plain, kernels = (chosen_and_stored(sampler, logits[chosen], rows[chosen], lens) for sampler in samplers)
         assert plain == kernels
-        assert [token == INVALID_TOKEN for token in kernels] == [i % 2 == 1 or i == 4 for i in range(n)]
+        tokens, newest = kernels
+        assert newest == [max(token, 0) for token in tokens] + [7] * (len(KINDS) - n)
+        assert [token == INVALID_TOKEN for token in tokens] == [i % 2 == 1 or i == 4 for i in range(n)]

@@ -29,3 +29,7 @@ def test_is_the_twins(seed, n, vocab, dtype, kind) -> None:
         at = slice(None) if kind == "nothing" else int(torch.randint(vocab, (), generator=g))
         x[row, at] = value
     assert torch.equal(argmax(x), argmax_ref(x))
+    rows = torch.randperm(7, generator=g)[:n]
+    mine, wanted = torch.arange(100, 107), torch.arange(100, 107)
+    assert torch.equal(argmax(x, mine, rows), argmax_ref(x, wanted, rows))
+    assert torch.equal(mine, wanted) and not (mine < 0).any()

@@ -84,24 +84,24 @@ class Rows:
             bits,
         )
 
-    def chosen(self, pick: slice = slice(None), num_candidates: int = 4096) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens of some lines, and the counts of tokens after them."""
-        counts = self.edits.counts.clone()
+    def chosen(self, pick: slice = slice(None), num_candidates: int = 4096) -> tuple[torch.Tensor, ...]:
+        """The tokens of some lines, and after them the counts of tokens and the newest token of each row."""
+        counts, newest = self.edits.counts.clone(), torch.arange(100, 100 + len(self.table))
         before = self.x.clone()
         sampled = self.table[self.plan[:, Field.ROW]][self.table[self.plan[:, Field.ROW], Column.GREEDY] == 0]
         ranked = (sampled[:, Column.TOP_K] < self.vocab) | (sampled[:, Column.TOP_P] < 1)
         tokens = choose_tokens(
             self.x[pick], self.table, self.plan[pick].contiguous(), self.edits._replace(counts=counts),
             num_edited=self.num_edited, any_sampled=len(sampled) > 0, any_ranked=bool(ranked.any()),
-            num_candidates=num_candidates,
+            newest_tokens=newest, num_candidates=num_candidates,
         )  # fmt: skip
         assert torch.equal(self.x.view(torch.int32), before.view(torch.int32)), "the logits are the model's"
-        return tokens, counts
+        return tokens, counts, newest
 
-    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        counts = self.edits.counts.clone()
+    def expected(self) -> tuple[torch.Tensor, ...]:
+        counts, newest = self.edits.counts.clone(), torch.arange(100, 100 + len(self.table))
         edits = self.edits._replace(counts=counts)
-        return choose_tokens_ref(self.x, self.table, self.plan, edits, numpys_weights), counts
+        return choose_tokens_ref(self.x, self.table, self.plan, edits, numpys_weights, newest), counts, newest
 
 
 KINDS = st.sampled_from(["random", "ties", "equal", "flat", "banned", "zeros", "broken"])
@@ -144,7 +144,7 @@ def test_edits_are_the_twins(seed: int, vocab: int, kind: str, n: int) -> None:
 
 def test_a_row_does_not_depend_on_the_others() -> None:
     rows = Rows(3, 4, 200, "ties")
-    everyone, _ = rows.chosen()
+    everyone, *_ = rows.chosen()
     for i in range(4):
         assert torch.equal(rows.chosen(slice(i, i + 1))[0], everyone[i : i + 1])
 
@@ -163,6 +163,6 @@ def test_broken_rows_answer_minus_one_and_are_not_counted() -> None:
     rows.x[0], rows.x[1, 50] = -torch.inf, torch.nan
     for greedy in (0, 1):
         rows.table[:, Column.GREEDY] = greedy
-        tokens, counts = rows.chosen()
+        tokens, counts, _ = rows.chosen()
         assert tokens[:2].tolist() == [-1, -1] and tokens[2] >= 0
         assert (counts - rows.edits.counts).sum(1).tolist() == [0, 0, 2]

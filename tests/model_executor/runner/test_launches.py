@@ -1,20 +1,25 @@
-"""The number of launches of a decode step on a GPU, for each layer and besides them."""
+"""The number of launches of a decode step on a GPU, with its inputs and its greedy tokens."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from launches import counted_launches
 from meta_runner import make_meta_runner
 from toy_runner import TOY
 
-from tercet.model_executor.runner.decode_runner import DecodeInputs
+from tercet.model_executor.step import ForwardMode, NewRow, StepInputs
+from tercet.srt.sampling_params import SamplingParams
 
-BESIDES_LAYERS = 4
-"""Start of the step, attention work, last norm, logits."""
+BESIDES_LAYERS = Counter(
+    ["copy_", "_decode_start_kernel", "_work_map_kernel", "_argmax_chunk_kernel", "_argmax_merge_kernel"]
+)
+"""The upload of the inputs, the start of the step, the attention work, the choice of tokens."""
+HEAD = Counter(["_rmsnorm_kernel", "mm"])
+FUSED_HEAD = Counter(["_rmsnorm_kernel", "_skinny_linear_kernel"])
 
 
 @pytest.fixture(autouse=True)
@@ -22,26 +27,34 @@ def gpus_do_not_pack(monkeypatch):
     monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
 
 
-def decode_launches(monkeypatch, num_layers: int, batch_size: int, *, fused: bool) -> list[str]:
+def decode_launches(monkeypatch, num_layers: int, batch_size: int, *, fused: bool) -> Counter[str]:
+    """What the second decode step of greedy requests queues. The first one sends their parameters, too."""
     config = dataclasses.replace(TOY, num_layers=num_layers, head_dim=16, sliding_windows=(None,) * num_layers)
+    rows = np.arange(1, batch_size + 1, dtype=np.int32)
+    none = np.empty(0, np.int32)
+    new = [NewRow(int(row), SamplingParams(temperature=0.0), 0, none, none, ()) for row in rows]
     with counted_launches():
         runner, _ = make_meta_runner(
             monkeypatch, config, attention=None, attention_backend="triton", disable_cuda_graph=True,
             max_running_requests=40, fuse_small_steps=fused,
         )  # fmt: skip
-    rows = torch.empty(batch_size, dtype=torch.int64, device="meta")
-    out = torch.empty((batch_size, config.vocab_size), device="meta")
-    with counted_launches() as counted, torch.inference_mode():
-        runner.decode(DecodeInputs(rows, rows, rows), np.full(batch_size, 40, np.int32), out)
-    return counted.names
+        runner.launch(StepInputs(ForwardMode.DECODE, rows, rows + 40, rows, new)).sample()
+    with counted_launches() as counted:
+        runner.launch(StepInputs(ForwardMode.DECODE, rows, rows + 41, rows)).sample()
+    return Counter(counted.names)
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "fused", "in_a_layer"), [(1, False, 10), (1, True, 5), (8, True, 5), (9, True, 10)]
+    ("batch_size", "fused", "in_a_layer", "besides"),
+    [(1, False, 10, 7), (1, True, 5, 7), (8, True, 5, 7), (9, True, 10, 7)],
 )
-def test_launches_of_a_decode_step(batch_size: int, fused: bool, in_a_layer: int, monkeypatch) -> None:
+def test_launches_of_a_decode_step(
+    batch_size: int, fused: bool, in_a_layer: int, besides: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     two, three = (decode_launches(monkeypatch, n, batch_size, fused=fused) for n in (2, 3))
-    assert len(three) - len(two) == in_a_layer
-    assert three.count("_skinny_linear_kernel") == (13 if in_a_layer == 5 else 0)
-    assert three.count("_fused_decode_kernel") == (3 if in_a_layer == 5 else 0)
-    assert len(two) - 2 * in_a_layer == BESIDES_LAYERS, two
+    layer = three - two
+    assert layer.total() == in_a_layer
+    if in_a_layer == 5:
+        assert layer == Counter({"_skinny_linear_kernel": 4, "_fused_decode_kernel": 1})
+    rest = two - layer - layer
+    assert rest == BESIDES_LAYERS + (FUSED_HEAD if in_a_layer == 5 else HEAD) and rest.total() == besides

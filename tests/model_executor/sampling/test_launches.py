@@ -1,4 +1,7 @@
-"""The sampler on a GPU queues a handful of launches, whatever the batch, the vocabulary and the parameters."""
+"""The sampler on a GPU queues a handful of launches, whatever the batch, the vocabulary and the parameters.
+
+They include the store of the tokens for the next step.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from sampling_reference import new_row
 
 from tercet.model_executor.device.device_buffers import Uploads
 from tercet.model_executor.runner.warmup import all_allowed
+from tercet.model_executor.sampling.newest_tokens import NewestTokens
 from tercet.model_executor.sampling.sampler import Sampler
 
 EVERYTHING = (
@@ -30,14 +34,16 @@ def launches(num_rows: int, vocab: int, kinds, *, masked: bool = False, new_rows
     sampler = Sampler(num_rows, vocab, meta, Uploads(meta, MetaAccelerator()), use_kernels=True)
     rows = np.arange(1, num_rows + 1, dtype=np.int32)
     logits = torch.empty((num_rows, vocab), dtype=torch.float32, device=meta)
+    on_device = torch.empty(num_rows, dtype=torch.int64, device=meta)
     masks = all_allowed(num_rows, vocab) if masked else None
+    newest = NewestTokens(torch.empty(num_rows + 1, dtype=torch.int64, device=meta), on_device)
     with counted_launches():
         for row in rows:
             sampler.set_row(new_row(int(row), stops=(0, 2), **kinds[row % len(kinds)]))
         if not new_rows:
             sampler.sample(logits, rows, rows + 5)
     with counted_launches() as counted:
-        sampler.sample(logits, rows, rows + 5, masks)
+        sampler.sample(logits, rows, rows + 5, masks, newest)
     return counted.names
 
 
