@@ -2,7 +2,8 @@
 
 A step of at most 8 tokens is bound by the number of its dependent kernels. Here a layer has 5 of them instead of 10:
 norm + qkv; rotation, store and attention; o + sum; norm + gate and up + activation; down + sum. Attention takes one
-kernel if each request has one new token (`TritonAttentionBackend.can_fuse`), else three or more.
+kernel if each request has one new token (`TritonAttentionBackend.can_fuse`), else three or more. The output head
+computes the last norm.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from .attention import QKNorm
 from .kinds import AttentionLayer
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
-from .residual import AfterNorm, BeforeSum, Layer, NormedLayer, SummedLayer
+from .output_head import OutputHead, PlainHead
+from .residual import AfterNorm, BeforeSum, Layer, NormedLayer, Stream, SummedLayer
 from .rotary import CosSin
 from .triton_layers import TritonAttention, TritonLayers
 
@@ -35,13 +37,11 @@ class FusedNormedLayer(NormedLayer):
     def __call__(
         self, pending: torch.Tensor | None, residual: torch.Tensor | None, batch: ForwardBatch | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if pending is None or residual is None:
-            stream = pending if residual is None else residual
-            assert stream is not None
-            if len(stream) <= MAX_ROWS:
-                weight, bias = self._linear.weight, self._linear.bias
-                return skinny_linear(stream, weight, bias, norm=self._norm_args, gated=self._gated), stream
-        return super().__call__(pending, residual, batch)
+        stream = _few_rows(Stream(pending, residual))
+        if stream is None:
+            return super().__call__(pending, residual, batch)
+        weight, bias = self._linear.weight, self._linear.bias
+        return skinny_linear(stream, weight, bias, norm=self._norm_args, gated=self._gated), stream
 
 
 class FusedSummedLayer(SummedLayer):
@@ -59,15 +59,28 @@ class FusedSummedLayer(SummedLayer):
         return None
 
 
-class FusedHead(Linear):
-    """The output head whose logits of few tokens have the same bits in any batch."""
+class FusedHead(PlainHead):
+    """The OutputHead that is one kernel for few tokens. Their logits have the same bits in any batch."""
 
-    def float32(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        if len(x) > MAX_ROWS:
-            return super().float32(x, out)
+    def __init__(self, norm: RMSNorm, layer: Linear) -> None:
+        super().__init__(norm, layer)
+        assert not layer.is_packed
+        self._weight = layer.weight
+        self._norm_args = Norm(norm.weight, norm.eps)
+
+    def of_hidden(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if len(hidden) > MAX_ROWS:
+            return super().of_hidden(hidden, out)
+        return self._few_logits(hidden, None, out)
+
+    def __call__(self, stream: Stream, out: torch.Tensor | None = None) -> torch.Tensor:
+        x = _few_rows(stream)
+        return super().__call__(stream, out) if x is None else self._few_logits(x, self._norm_args, out)
+
+    def _few_logits(self, x: torch.Tensor, norm: Norm | None, out: torch.Tensor | None) -> torch.Tensor:
         if out is None:
-            out = torch.empty((len(x), len(self.weight)), dtype=torch.float32, device=x.device)
-        return skinny_linear(x, self.weight, out=out)
+            out = torch.empty((len(x), len(self._weight)), dtype=torch.float32, device=x.device)
+        return skinny_linear(x, self._weight, norm=norm, out=out)
 
 
 class FusedTritonAttention(TritonAttention):
@@ -99,5 +112,13 @@ class FusedTritonLayers(TritonLayers):
         assert isinstance(layer, Linear)
         return FusedSummedLayer(layer)
 
-    def head(self, weight: torch.Tensor) -> Layer:
-        return FusedHead(weight)
+    def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
+        assert isinstance(layer, Linear)
+        return FusedHead(norm, layer)
+
+
+def _few_rows(stream: Stream) -> torch.Tensor | None:
+    """The stream as one tensor, if it has few rows and nothing is to be added; else None."""
+    pending, residual = stream
+    whole = pending if residual is None else residual if pending is None else None
+    return whole if whole is not None and len(whole) <= MAX_ROWS else None

@@ -18,6 +18,7 @@ from .decode_start import StartDecode, TorchStart
 from .embedding import Embedding
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
+from .output_head import OutputHead, PlainHead
 from .residual import AfterNorm, BeforeSum, Layer, NormedLayer, SummedLayer
 from .rotary import RotaryEmbedding
 
@@ -65,7 +66,10 @@ class LayerKinds(Protocol):
         """Join a layer and the sum with the residual after it. `layer`: made by `linear`."""
 
     def head(self, weight: Any) -> Layer:
-        """Make the output head, from hidden states to logits."""
+        """Make the layer of the output head, from hidden states to logits."""
+
+    def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
+        """Join the last norm and the layer of the output head. `layer`: made by `head`."""
 
     def embedding(self, weight: Any) -> Layer:
         """Make the embedding, from token ids to vectors."""
@@ -105,6 +109,9 @@ class TorchLayers:
 
     def head(self, weight: Any) -> Layer:
         return Linear(weight)
+
+    def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
+        return PlainHead(norm, layer)
 
     def embedding(self, weight: Any) -> Layer:
         return Embedding(weight)

@@ -7,12 +7,19 @@ pending.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..forward_batch import ForwardBatch
 from .layernorm import RMSNorm
+
+
+class Stream(NamedTuple):
+    """The residual stream of T tokens. Whatever normalises it also adds `pending` to `residual`, in place."""
+
+    pending: torch.Tensor | None
+    residual: torch.Tensor | None
 
 
 class Layer(Protocol):

@@ -12,8 +12,7 @@ from ..forward_batch import ForwardBatch
 from ..layers.attention import QKNorm
 from ..layers.kinds import LayerKinds
 from ..layers.layernorm import RMSNorm
-from ..layers.linear import float32_logits
-from ..layers.residual import add_and_normalise
+from ..layers.residual import Stream
 from .family import ModelFamily, Parameters
 from .parameters import decoder_parameters
 
@@ -94,12 +93,13 @@ class Decoder:
         else:
             self.lm_head = layers.head(params["lm_head.weight"])
             self.embed_tokens = layers.embedding(embedding)
+        self.head = layers.output_head(self.norm, self.lm_head)
         self.start_decode = layers.start_decode(self.embed_tokens, self.rotary)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> Stream:
         return self.transform(self.embed_tokens(input_ids, batch), self.rotary(positions), batch)
 
-    def transform(self, x: torch.Tensor, rotation: Any, batch: ForwardBatch) -> torch.Tensor:
+    def transform(self, x: torch.Tensor, rotation: Any, batch: ForwardBatch) -> Stream:
         residual: torch.Tensor | None = None
         pending: torch.Tensor | None = x
         for layer in self.layers:
@@ -109,12 +109,9 @@ class Decoder:
                 attention_out = attention_out.index_select(0, batch.logits_indices)
                 residual = residual.index_select(0, batch.logits_indices)
                 if not len(residual):
-                    return residual
+                    return Stream(None, residual)
             pending = layer.feed_forward(attention_out, residual, batch)
-        return add_and_normalise(self.norm, pending, residual)[0]
-
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return float32_logits(self.lm_head, hidden, out)
+        return Stream(pending, residual)
 
 
 def _attention(config: ModelConfig) -> list[AttentionSpec]:

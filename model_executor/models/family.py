@@ -18,6 +18,8 @@ from ..attention.base import AttentionBackend, AttentionSpec
 from ..forward_batch import ForwardBatch
 from ..layers.decode_start import StartDecode
 from ..layers.kinds import Layer, LayerKinds, Rotary
+from ..layers.output_head import OutputHead
+from ..layers.residual import Stream
 from .parameters import Parameter
 
 Parameters = Mapping[str, Any]
@@ -25,7 +27,7 @@ Parameters = Mapping[str, Any]
 
 
 class Model(Protocol):
-    """A model: from token ids to logits."""
+    """A model. `head(forward(...))` computes logits from token ids."""
 
     compiled: bool
     """Whether all operations between embedding and logits are compiled CPU operations."""
@@ -33,18 +35,16 @@ class Model(Protocol):
     rotary: Rotary
     start_decode: StartDecode
     """starts a decode step, which continues with `transform`"""
+    head: OutputHead
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Compute normalised hidden states: input_ids, positions int64 [T] -> [num_sampled, hidden].
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: ForwardBatch) -> Stream:
+        """Compute the residual stream after the last layer. input_ids, positions: int64 [T].
 
         The result has the tokens of `batch.logits_indices`.
         """
 
-    def transform(self, x: torch.Tensor, rotation: Any, batch: ForwardBatch) -> torch.Tensor:
+    def transform(self, x: torch.Tensor, rotation: Any, batch: ForwardBatch) -> Stream:
         """`forward` of embedded tokens, x [T, hidden], which are overwritten. `rotation`: made by `rotary`."""
-
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute logits: hidden [num_sampled, hidden] -> float32 [num_sampled, vocab], written to `out` if given."""
 
 
 @dataclass(frozen=True)

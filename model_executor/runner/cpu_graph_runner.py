@@ -63,7 +63,7 @@ class CpuGraphRunner:
         self._graph = torch.classes.tercet_cpu.Graph()
         self._graph.record(max_rows)
         try:
-            self._logits = model.logits(model.transform(self._x, model.rotary(positions), batch))
+            self._logits = model.head(model.transform(self._x, model.rotary(positions), batch))
         finally:
             self._graph.finish()
 

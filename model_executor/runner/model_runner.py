@@ -14,6 +14,7 @@ from ..attention.base import AttentionBackend
 from ..device.accelerator import Accelerator
 from ..device.device_buffers import Downloads, TokenCopy, Uploads
 from ..forward_batch import ForwardBatch
+from ..layers.residual import Stream
 from ..models.family import Model
 from ..sampling.newest_tokens import NewestTokens
 from ..sampling.row_logprobs import PromptLogprobs, RowLogprobs, SampledLogprobs
@@ -155,10 +156,10 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """Queue the forward pass of a batch. Returns float32 logits [num_sampled, vocab], written to `out` if given."""
-        return self.model.logits(self._hidden(batch), out)
+        return self.model.head(self._stream(batch), out)
 
-    def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """Queue the forward pass of a batch without the head. Returns hidden states, [num_sampled, hidden]."""
+    def _stream(self, batch: ForwardBatch) -> Stream:
+        """Queue the forward pass of a batch without the head."""
         self._prepare(batch)
         return self.model.forward(batch.input_ids, batch.positions, batch)
 
@@ -189,7 +190,7 @@ class ModelRunner:
             extend_lens_host=None,
         )
         self._prepare(batch)
-        return self.model.logits(self.model.transform(start.x, start.rotation, batch), out)
+        return self.model.head(self.model.transform(start.x, start.rotation, batch), out)
 
     def _launch_decode(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Queue a DECODE step. Returns the logits and the rows (int64) to sample, which are all rows of the step."""
@@ -251,13 +252,13 @@ class ModelRunner:
         if not has_extras:
             return self.forward(batch), chosen, NO_EXTRAS
         lens = [len(last_host), *(sum(map(len, places)) for places in (scored, pooled, shown))]
-        hidden, of_scored, of_pooled, of_shown = self._hidden(batch).split(lens)
+        hidden, of_scored, of_pooled, of_shown = self.model.head.normalise(self._stream(batch)).split(lens)
         extras = StepExtras(
-            self._logprobs.of_prompts(step.prompt_scores, of_scored, self.model.logits) if scored else None,
+            self._logprobs.of_prompts(step.prompt_scores, of_scored, self.model.head.of_hidden) if scored else None,
             sum_hidden(step.hidden_sums, of_pooled, self._downloads) if pooled else None,
             fetch_hidden(step.hidden_states, of_shown, self._downloads) if shown else None,
         )
-        return self.model.logits(hidden), chosen, extras
+        return self.model.head.of_hidden(hidden), chosen, extras
 
 
 class StepExtras(NamedTuple):

@@ -8,6 +8,11 @@ from triton_interpreter import dots_by_rows, examples
 
 from tercet.model_executor.kernels.skinny_linear import MAX_ROWS, Norm, skinny_linear, skinny_linear_ref
 from tercet.model_executor.layers.fused_layers import FusedHead
+from tercet.model_executor.layers.layernorm import RMSNorm
+from tercet.model_executor.layers.linear import Linear
+from tercet.model_executor.layers.output_head import PlainHead
+from tercet.model_executor.layers.residual import Stream
+from tercet.model_executor.layers.triton_layers import TritonRMSNorm
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -83,14 +88,36 @@ def test_too_many_rows_and_float16_are_mistakes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_head_of_few_rows_is_rounded_once_and_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
-    layer = Layer(3, MAX_ROWS, 130, 70, dtype, 0)
-    head = FusedHead.__new__(FusedHead)  # a CPU would pack the weight
-    head.weight, head.bias, head.is_packed = layer.weight, None, False
-    x = layer.x.contiguous()
-    with dots_by_rows():
-        whole = head.float32(x, torch.empty(MAX_ROWS, 70))
-        assert torch.equal(head.float32(x[5:6], None), whole[5:6])
-    expected = skinny_linear_ref(x.double(), layer.weight.double())
-    assert whole.dtype == torch.float32
-    assert (whole.double() - expected).abs().max() < 1e-4
+def test_the_head_of_few_rows_is_rounded_once_and_has_the_same_bits_in_every_batch(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
+    layer = Layer(3, MAX_ROWS, 130, 70, dtype, 4)
+    assert layer.norm is not None
+    head = FusedHead(TritonRMSNorm(*layer.norm), Linear(layer.weight))
+    x, wide = layer.x.contiguous(), Norm(layer.norm.weight.double(), layer.norm.eps)
+    of_hidden = skinny_linear_ref(x.double(), layer.weight.double())
+    of_stream = skinny_linear_ref(x.double(), layer.weight.double(), norm=wide)
+    for function, expected, error in (
+        (head.of_hidden, of_hidden, 1e-4),
+        (lambda x, out: head(Stream(None, x), out), of_stream, TOLERANCE[dtype] * 4),
+        (lambda x, out: head(Stream(x, None), out), of_stream, TOLERANCE[dtype] * 4),
+    ):
+        with dots_by_rows():
+            whole = function(x, torch.empty(MAX_ROWS, 70))
+            assert torch.equal(function(x[5:6], None), whole[5:6])
+        assert whole.dtype == torch.float32
+        assert (whole.double() - expected).abs().max() < error
+
+
+@pytest.mark.parametrize("rows", [MAX_ROWS, MAX_ROWS + 1])
+def test_the_head_adds_what_is_pending(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
+    g = torch.Generator().manual_seed(rows)
+    pending, residual, weight = (torch.randn(n, 40, generator=g) for n in (rows, rows, 70))
+    norm = TritonRMSNorm(torch.randn(40, generator=g), 1e-5)
+    heads = FusedHead(norm, Linear(weight)), PlainHead(RMSNorm(norm.weight, norm.eps), Linear(weight))
+    mine, expected = (head(Stream(pending, residual.clone())) for head in heads)
+    assert torch.allclose(mine, expected, atol=1e-4)
+    mine, expected = (head(Stream(None, residual)) for head in heads)
+    assert torch.allclose(mine, expected, atol=1e-4)

@@ -99,8 +99,8 @@ def compare(config: ModelConfig, size: int, backend: str = "torch", quantization
         x = layer.down_proj(gated, batch)
         assert close(sum(part.down_proj(own, batch) for part, own in zip(parts, by_rank, strict=True)), x)
     hidden = whole.model.norm(x, residual)
-    logits = whole.model.logits(hidden)
-    by_rank = [rank.model.logits(hidden) for rank in ranks]
+    logits = whole.model.head.of_hidden(hidden)
+    by_rank = [rank.model.head.of_hidden(hidden) for rank in ranks]
     if config.tie_word_embeddings:
         assert all(close(one, logits) for one in by_rank), "the head is the embedding, which every rank has"
     else:
