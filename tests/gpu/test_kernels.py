@@ -21,6 +21,7 @@ from fused_cases import make_step, same_bits
 
 from tercet.model_executor.kernels.activation import act_and_mul, act_and_mul_ref
 from tercet.model_executor.kernels.argmax import argmax, argmax_ref
+from tercet.model_executor.kernels.decode_start import decode_start, decode_start_ref
 from tercet.model_executor.kernels.fp8_linear import fp8_linear, fp8_linear_ref, quantize_rows, quantize_rows_ref
 from tercet.model_executor.kernels.fused_decode import can_fuse_decode
 from tercet.model_executor.kernels.logit_edits import EditTables
@@ -192,6 +193,23 @@ def test_rotary_and_store(neox: bool, fp8: bool) -> None:
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+@pytest.mark.parametrize(("hidden", "dtype"), [(576, F32), (4096, BF16), (16384, F16)], ids=str)
+def test_the_start_of_a_decode_step(hidden: int, dtype: torch.dtype) -> None:
+    g = torch.Generator(DEVICE).manual_seed(4)
+    batch, num_rows, context = 37, 60, 300
+    rows = torch.randperm(num_rows, generator=g, device=DEVICE)[:batch]
+    lens, slots = (torch.randint(1, context + 1, (batch,), generator=g, device=DEVICE) for _ in range(2))
+    inputs = torch.stack((rows, lens, slots))
+    newest = torch.randint(0, 500, (num_rows,), generator=g, device=DEVICE)
+    tables = [torch.zeros((num_rows, context), dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    embedding = torch.randn((500, hidden), generator=g, device=DEVICE).to(dtype)
+    angles = torch.randn((context, 2, 64), generator=g, device=DEVICE)
+    mine = decode_start(*inputs, newest, tables[0], embedding, angles)
+    wanted = decode_start_ref(*inputs, newest, tables[1], embedding, angles)
+    for a, b in zip((*mine, tables[0]), (*wanted, tables[1]), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
 @pytest.mark.parametrize("vocab", [300, 49152, 151936])
 def test_choosing_tokens(vocab: int) -> None:
     g = torch.Generator(DEVICE).manual_seed(2)
@@ -199,6 +217,10 @@ def test_choosing_tokens(vocab: int) -> None:
     x = torch.randn(n, vocab, generator=g, device=DEVICE) * torch.linspace(0.1, 5, n, device=DEVICE)[:, None]
     x[: n // 2] = x[: n // 2].bfloat16().float()  # equal logits
     assert torch.equal(argmax(x), argmax_ref(x)) and torch.equal(argmax(x.bfloat16()), argmax_ref(x.bfloat16()))
+    rows = torch.randperm(n, generator=g, device=DEVICE)
+    newest = [torch.full((n + 1,), 7, device=DEVICE) for _ in range(2)]
+    assert torch.equal(argmax(x, newest[0], rows), argmax_ref(x, newest[1], rows))
+    assert torch.equal(*newest)
 
     table = torch.rand((n, len(Column)), generator=g, device=DEVICE, dtype=torch.float64) * 1.5 + 0.1
     off = torch.rand((n, 4), generator=g, device=DEVICE) < 0.4
