@@ -123,11 +123,16 @@ struct Runs {
 ///
 /// Threads claim runs of neighbouring panels, for one block of rows at a time. While a thread multiplies one panel it
 /// prefetches the next one, evenly over all rows: with few rows, memory bandwidth is the limit and should never idle.
-/// At the end of a run it prefetches the first panel of the run this thread will probably claim next, which may belong to
+/// At the end of a run it prefetches the first panel of the run this thread will probably claim next. That may be one of
 /// the next weight.
 template <typename X, typename Weight, typename Store>
 void multiply(
-    const X& x, int64_t rows, const Weight& weight, int64_t num_panels, const NextWeight& next_weight, const Store& store) {
+    const X& x,
+    int64_t rows,
+    const Weight& weight,
+    int64_t num_panels,
+    const NextWeight& next_weight,
+    const Store& store) {
   const Tuning tuning = Tuning::get();
   const int64_t blocks =
       std::max(ceil_div(rows * weight.row_bytes(), tuning.block_bytes), ceil_div(rows, kMaxBlockRows));
