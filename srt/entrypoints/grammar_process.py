@@ -83,12 +83,12 @@ class GrammarProcess:
         try:
             return await self._attempt(spec)
         except _NoVerdict as error:
-            logger.warning("A grammar (%s) has no verdict: its worker %s; trying again", spec.kind, error)
+            logger.warning("A grammar (%s) could not be checked: its worker %s; trying again", spec.kind, error)
         try:
             return await self._attempt(spec)
         except _NoVerdict as error:
             raise GrammarNotChecked(
-                f"{spec.kind} could not be checked: two grammar workers gave no verdict, and the last one {error}"
+                f"{spec.kind} could not be checked: two grammar workers gave no result, and the last one {error}"
             ) from None
 
     async def _attempt(self, spec: GrammarSpec) -> str | None:

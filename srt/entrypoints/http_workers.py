@@ -110,7 +110,7 @@ class HttpWorkers:
         if had_any or any(found):
             return True
         if None in found:
-            raise EngineDead("an HTTP worker does not answer; it aborts such a request when it goes on")
+            raise EngineDead("an HTTP worker does not answer; it will abort such a request when it runs again")
         return False
 
     async def stop(self) -> None:

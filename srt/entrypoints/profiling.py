@@ -83,7 +83,9 @@ async def begin_profile(manager: TokenizerManager, folder: Path, body: StartProf
     if manager.facts.device == "cpu":
         activities.discard("GPU")
     if not activities:
-        raise InvalidRequest(f"activities has nothing to record on {manager.facts.device}", param="activities")
+        raise InvalidRequest(
+            f"activities has nothing that can be recorded on {manager.facts.device}", param="activities"
+        )
     prefix = body.profile_prefix
     if prefix is not None and not _PREFIX.fullmatch(prefix):
         raise InvalidRequest(
@@ -107,7 +109,7 @@ async def begin_profile(manager: TokenizerManager, folder: Path, body: StartProf
 def _profile_dir(server: Server) -> str:
     folder = server.manager.server_args.profile_dir
     if folder is None:
-        raise NotAllowed("the server writes no profiles; start it with --profile-dir")
+        raise NotAllowed("profiles are off; start the server with --profile-dir")
     return folder
 
 

@@ -56,7 +56,7 @@ class SavedStreams:
     def begin_grace(self) -> None:
         """The server is ready: from now on, the clients of the server before have the grace time."""
         if self._waiting:
-            logger.info("%d streams of the server before can be continued", len(self._waiting))
+            logger.info("%d streams of the previous server can be continued", len(self._waiting))
             asyncio.get_running_loop().call_later(self._grace_s, self._forget_waiting)
 
     def _forget_waiting(self) -> None:

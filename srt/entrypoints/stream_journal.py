@@ -127,9 +127,7 @@ class StreamJournal:
         try:
             records, num_lost = _read(data, file.mark)
             if num_lost:
-                logger.warning(
-                    "%s: %d places were damaged; the streams continue as far as they are whole", path, num_lost
-                )
+                logger.warning("%s: %d places were damaged; streams continue only up to the damage", path, num_lost)
             file.adopt(file.write_new(_joined(records.values())), b"")
         except BaseException:
             file.close()
@@ -234,7 +232,7 @@ class StreamJournal:
         if now >= self._no_warning_until:
             self._no_warning_until = now + _WARN_S
             logger.warning(
-                "%s: no room for the stream %s, which will end with this server; more such streams are told of in %g s",
+                "%s: no room for the stream %s, which will end with this server; no further such warning for %g s",
                 self._file.path,
                 stream_id,
                 _WARN_S,

@@ -60,7 +60,7 @@ async def update_weights_from_disk(server: Server, request: Request, body: Updat
     """Answers when the new weights are in use. Raises NotAllowed, InvalidRequest, EngineBusy."""
     folder = server.manager.server_args.update_weights_dir
     if folder is None:
-        raise NotAllowed("the server loads no other weights; start it with --update-weights-dir")
+        raise NotAllowed("updates of the weights are off; start the server with --update-weights-dir")
     path = path_inside(folder, body.model_path, param="model_path", flag="--update-weights-dir")
     return json_response(await load_weights(server.manager, str(path), body))
 
