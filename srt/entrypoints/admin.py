@@ -42,7 +42,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     weight_version: Annotated[str, doc("Name of the weights in use")]
     load_format: Annotated[str, doc("The setting --load-format")]
     model_type: Annotated[str, doc("The family, as the model's files call it")]
-    architectures: Annotated[list[str], doc("The one architecture, as the model's files call it")]
+    architectures: Annotated[list[str], doc("The architecture, as named in the model's files")]
     has_image_understanding: Annotated[bool, doc("Always false")]
     has_audio_understanding: Annotated[bool, doc("Always false")]
 

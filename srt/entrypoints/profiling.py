@@ -46,8 +46,8 @@ class StartProfileBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         str | None, doc("Start of the file's name: up to 64 letters, digits, dots, dashes and underscores")
     ] = None
     start_step: Annotated[Any, only("recording begins with the next step")] = None
-    profile_by_stage: Annotated[Any, only("one trace has all steps, and their names tell their kinds", False)] = None
-    profile_stages: Annotated[Any, only("one trace has all steps, and their names tell their kinds")] = None
+    profile_by_stage: Annotated[Any, only("one trace has all steps, with their kinds in their names", False)] = None
+    profile_stages: Annotated[Any, only("one trace has all steps, with their kinds in their names")] = None
     merge_profiles: Annotated[Any, only("one process runs the model, so there is one trace", True, False)] = None
 
 
