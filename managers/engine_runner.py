@@ -1,4 +1,4 @@
-"""What the scheduler asks of a runner: to run steps, and how large they may be."""
+"""The interface of a runner for the scheduler: it runs steps, and says how large they may be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--explain-schedule`: says of each request that waited long which limits and which requests it waited for."""
+"""`--explain-schedule`: logs for each request that waited long which limits and which requests it waited for."""
 
 from __future__ import annotations
 

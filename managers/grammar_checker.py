@@ -1,7 +1,7 @@
-"""Checks the grammars of requests before the scheduler sees them. Lives in the event loop of the TokenizerManager.
+"""Checks the grammars of requests before the scheduler sees them. Runs in the event loop of the TokenizerManager.
 
-Each grammar is compiled once, in a grammar worker, and its verdict is kept. Grammars are compiled one at a time, in the
-order of their first requests. Equal grammars that arrive together wait for one compilation. A request waits here,
+Each grammar is compiled once, in a grammar worker, and the result is cached. Grammars are compiled one at a time, in
+the order of their first requests. Equal grammars that arrive together wait for one compilation. A request waits here,
 outside the scheduler's queue, so its grammar delays no request that has none. A grammar whose clients have all gone
 leaves the queue.
 """

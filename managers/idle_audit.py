@@ -1,4 +1,4 @@
-"""The audit of the KV books of an idle engine. It must not delay the next request.
+"""The audit of the ownership of KV slots in an idle engine. It must not delay the next request.
 
 An engine that becomes idle compares sums, which takes microseconds. The whole audit takes seconds in a large pool. It
 starts after `QUIET_S` without a request, and runs in slices of a few milliseconds. Each turn of the scheduler runs one

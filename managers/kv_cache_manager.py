@@ -1,6 +1,6 @@
 """The KVCacheManager: it alone moves KV slots between requests, the prefix cache and the free list.
 
-Positions of one request, in order (docs/memory.md has the whole life):
+Positions of one request, in order (docs/memory.md has all stages of a request):
 
     [0, locked_len)        owned by the prefix cache, locked by this request
     [locked_len, kv_len)   private to the request

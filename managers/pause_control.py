@@ -1,4 +1,4 @@
-"""The pause of generation as the TokenizerManager sees it. It outlives the engine's processes."""
+"""The pause of generation as the TokenizerManager sees it. It continues after a restart of the engine."""
 
 from __future__ import annotations
 

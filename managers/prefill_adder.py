@@ -1,4 +1,4 @@
-"""A pass of admissions: it fills the next extend step with prompts and chunks."""
+"""One admission pass: it fills the next extend step with prompts and chunks."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The wait is estimated when a request arrives: the tokens that requests ahead of it have to compute, divided by the rate
 at which such tokens left the queue in the last seconds. The rate is measured only while requests wait, so it includes
-everything that they wait for: prefill, decode steps between, free rows and free memory. The queue knows who is ahead,
-and who gives way.
+everything that they wait for: prefill, decode steps between, free rows and free memory. The queue decides which
+requests are ahead, and which one is displaced.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The time of a step: a linear cost, and a model that fits it to measured steps while the engine serves.
 
-A step costs seconds for being a step, for each row, for each prompt token, and for each position that attention reads.
-All coefficients are at least 0, so more work never costs less.
+The time of a step is a constant, plus a cost for each row, each prompt token, and each position that attention reads.
+All coefficients are at least 0, so more work never takes less time.
 """
 
 from __future__ import annotations

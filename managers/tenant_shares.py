@@ -8,8 +8,8 @@ common `round`:
     credit = (round - position) * quantum * weight
 
 So a refill of any number of tenants, any number of times, is one addition. A tenant has at most one quantum of credit.
-A tenant that is new, or that was away, begins with a credit of 0. So absence earns nothing, and a client gains nothing
-by changing its name.
+A tenant that is new, or that was idle, begins with a credit of 0. So idle time earns no credit, and a client gains
+nothing by changing its name.
 
 While two tenants both have requests waiting, their service, divided by their weights, differs by at most one quantum
 and what is charged for a request after its choice: its prefill, and the outputs of running requests.

@@ -1,8 +1,8 @@
 """The samples of one HTTP worker, in the process that has the engine.
 
-The worker has checked and tokenised them. The TokenizerManager of this process owns them like its own: it sends them
-to the scheduler, resumes them in a restarted engine, and finds the one that kills engines. Their outputs go on to the
-worker, those of one turn of the event loop in one message.
+The worker has checked and tokenised them. The TokenizerManager of this process owns them like its own: it sends them to
+the scheduler, resumes them in a restarted engine, and finds the one that crashes the engine. It sends their outputs to
+the worker, those of one turn of the event loop in one message.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 It compiles one grammar at a time, so a grammar at the limit makes other new grammars wait for that long, but no request
 that has none, and none whose grammar is known already.
 
-A grammar is refused for its processor time, which does not depend on what else the machine does. A worker that gets no
-processor time, or that somebody kills, tells nothing about its grammar.
+A grammar is refused for its processor time, which does not depend on what else the machine does. If a worker gets no
+processor time, or another process kills it, nothing is known about its grammar.
 """
 
 from __future__ import annotations

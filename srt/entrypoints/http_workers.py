@@ -1,8 +1,9 @@
 """The HTTP workers of `--tokenizer-worker-num`, in the process that has the engine, their parent.
 
 Each worker is a process that listens on the server's port. It sends tokenised requests here and gets outputs back
-(worker_relay.py), asks for what concerns the whole server (forwarded.py), and hears the news of the engine. A worker
-that dies or hangs is started again: its connections break, and its requests end. Those of the other workers go on.
+(worker_relay.py), forwards requests that concern the whole server (forwarded.py), and is told the state of the engine.
+A worker that dies or hangs is started again: its connections break, and its requests end. Those of the other workers go
+on.
 """
 
 from __future__ import annotations

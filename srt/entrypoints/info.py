@@ -1,4 +1,4 @@
-"""Small endpoints that clients and routers of other servers ask: /version, /load and /tokenizer_info."""
+"""Small endpoints that clients and routers of other engines expect: /version, /load and /tokenizer_info."""
 
 from __future__ import annotations
 

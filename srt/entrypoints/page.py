@@ -1,4 +1,4 @@
-"""The page for people at `/`: a chat and a live view of the engine. The files are in web/, and load nothing else."""
+"""The web page at `/`: a chat and a live view of the engine. The files are in web/, and load nothing else."""
 
 from __future__ import annotations
 

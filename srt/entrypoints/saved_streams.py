@@ -1,7 +1,7 @@
-"""The streams that a server finds in its `--resume-file`, and what it tells that file of its own.
+"""The streams that a server finds in its `--resume-file`, and the records of its own streams.
 
-A stream is restored when its client asks for it, not at the start: no step is spent on clients that never come back,
-and a request that ends servers does not run before somebody wants it.
+A stream is restored when its client asks for it, not at the start: no step is spent on clients that never return, and a
+request that crashes servers runs only if its client returns.
 """
 
 from __future__ import annotations
