@@ -31,7 +31,7 @@ class IdleWork:
         return self._touch_ahead is not None and self._touch_ahead.is_due
 
     def restart(self) -> None:
-        """The engine is busy, or its books change: the audit must start again."""
+        """The engine is busy, or the owners of slots change: the audit must start again."""
         self._audit.restart()
 
     def on_idle_turn(self) -> None:

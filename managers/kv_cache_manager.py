@@ -319,7 +319,7 @@ class KVCacheManager:
         self.req_to_token_pool.clear()
 
     def rebuild(self) -> None:
-        """As `flush`, after the books were found wrong: none of the KV is saved, because it may be wrong, too."""
+        """As `flush`, after the audit found an error: none of the KV is saved, because it may be wrong, too."""
         if self.tiers is not None:
             self.tiers.drop_copies()
         self.flush()

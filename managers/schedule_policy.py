@@ -94,7 +94,7 @@ POLICIES = {
 
 
 class SchedulePolicy:
-    """Orders the waiting queue by a policy of the table, and lets no request be passed over for ever.
+    """Orders the waiting queue by a policy of the table, and lets no request be passed over forever.
 
     More urgent requests go first. Among equally urgent ones there is a bound: when MAX_PASSED_OVER passes have admitted
     later arrivals before a request, every later pass tries it before all later arrivals. Then only memory,

@@ -115,7 +115,7 @@ most in the cost of a prompt token."""
 class StepCostModel:
     """Fits a StepCost to measured steps, by least squares of the relative errors.
 
-    Old steps are forgotten exponentially, but a step makes only steps of its own kind forgotten: however long the
+    The weight of old steps decays exponentially, but a step lowers only the weights of its own kind: however long the
     engine only decodes, the cost of prompts stays known. The solver is coordinate descent from the last solution, with
     coefficients >= 0. What the steps say nothing about keeps its value. An observation takes some 15 us on average.
     """

@@ -36,7 +36,7 @@ class TenantShares:
         self._forget_above = _MIN_FORGET
 
     def __len__(self) -> int:
-        """The number of tenants in memory. Those that went away are forgotten once their debt is paid."""
+        """The number of tenants in memory. Idle ones are removed once their debt is paid."""
         return len(self._positions)
 
     def join(self, tenant: str) -> None:

@@ -187,7 +187,7 @@ class EngineCore:
             self._give_up(death.message)
 
     def _on_restart_ended(self, restart: asyncio.Task[None]) -> None:
-        """After a defect of the restart, no client waits for ever."""
+        """After a defect of the restart, no client waits forever."""
         if not restart.cancelled() and restart.exception() is not None and not self.died.done():
             logger.error("The restart has failed", exc_info=restart.exception())
             self._die(f"the engine could not be restarted: {restart.exception()}")

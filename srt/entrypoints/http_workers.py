@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _NEWS_S = 0.1
 """Time between two looks for news of the engine that no output has told."""
 _ALIVE_S = 0.25
-"""Time between two signs of life to each worker."""
+"""Time between two heartbeats to each worker."""
 _SLOWER_START = 5
 """A worker may take so many times as long to start as the slowest of those before."""
 

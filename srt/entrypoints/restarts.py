@@ -48,7 +48,7 @@ class RestartBudget:
         return True
 
     def give_back(self) -> None:
-        """A request was proved to be to blame for the last two deaths, and has ended.
+        """A request was proved to be the cause of the last two deaths, and has ended.
 
         At most `limit` times within the window. The restarts of further culprits count, so there is always an end.
         """

@@ -4,7 +4,7 @@ A stream has a record of its request, and one for each batch of outputs that bec
 options are all that a sample needs to go on; the batches give the events the same numbers and bytes again.
 
 An event is sent only after its record has been written (`flush`), so no client can have an event that the file lacks.
-The records of the streams that are kept are in memory, too. The file is written anew from them when most of it is
+The records of the streams that are kept are in memory, too. The file is rewritten from them when most of it is
 records of other streams.
 """
 
@@ -31,7 +31,7 @@ MAX_BYTES = 256 << 20
 WEIGHTS = "weight_version"
 """The setting that an update of the weights changes while the server runs."""
 _MIN_REWRITE_BYTES = 16 << 20
-"""A smaller file is not written anew."""
+"""A smaller file is not rewritten."""
 _RETRY_S = 5.0
 """The pause after an attempt to write that has failed."""
 _WARN_S = 60.0
