@@ -23,7 +23,7 @@ class KnownState(NamedTuple):
 
 
 class SchedulerLink(Protocol):
-    """The way to the scheduler: an `ipc.Sender`, or a test's fake."""
+    """The link to the scheduler: an `ipc.Sender`, or a test's fake."""
 
     def send(self, message: ToScheduler) -> None: ...
 

@@ -23,7 +23,8 @@ class StepLimits(Protocol):
 
 
 class EngineRunner(Runner, Protocol):
-    """A runner and what the scheduler must know of it. A ModelRunner, or the fake device of a simulation."""
+    """A runner, and the facts about it that the scheduler needs. It is a ModelRunner, or the fake device of a
+    simulation."""
 
     @property
     def settings(self) -> StepLimits: ...

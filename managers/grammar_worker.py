@@ -51,7 +51,7 @@ def grammar_vocabulary(tokenizer: Tokenizer | None, model_config: ModelConfig) -
 
 
 def limit_resources() -> None:
-    """Limit the address space of this process to what it has now and some more, and let others go first.
+    """Limit the address space of this process to its present size plus _MEMORY_BYTES, and lower its priority.
 
     Call it when everything is loaded. A crash writes no core file.
     """

@@ -32,7 +32,7 @@ from .tier_counts import TierCounts
 READ_TIMEOUT_S = 2.0
 """How long a request waits for its blocks to be read. What is not there by then is computed."""
 CLOSE_TIMEOUT_S = 3.0
-"""How long a scheduler that stops goes on writing."""
+"""How long the scheduler continues writing at shutdown."""
 _WAIT_S = 0.001
 _MAX_FILE_CHANGES = 16
 """Files that one turn of the scheduler reports. Each takes about as long as hashing its tokens."""

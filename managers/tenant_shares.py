@@ -63,7 +63,8 @@ class TenantShares:
         self._raise(tenant, self.position(tenant), num_tokens)
 
     def charge_chosen(self, tenant: str, num_tokens: int) -> None:
-        """The tenant was chosen before all others that wait. If it was not in credit, then nobody was: a refill."""
+        """The tenant was chosen before all others that wait. If it was not in credit, no tenant was, and all get a
+        refill."""
         position = self.position(tenant)
         self.round = max(self.round, math.floor(position) + 1)
         self._raise(tenant, position, num_tokens)

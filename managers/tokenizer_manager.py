@@ -155,7 +155,7 @@ class TokenizerManager:
         self._send_or_hold(generation)
 
     def restore(self, generation: Generation, packed_ids: bytes, options: RequestOptions, age_s: float) -> None:
-        """Sends a sample that another server process began `age_s` seconds ago. It goes on after its outputs.
+        """Sends a sample that another server process began `age_s` seconds ago. It continues after its outputs.
 
         `options`: those in the request of the first sample of its prompt.
         """

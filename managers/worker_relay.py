@@ -68,7 +68,7 @@ class WorkerRelay:
         self._send(BatchTextOut([generation.take() for generation in ready]))
 
     def close(self) -> int:
-        """The worker has died: nobody reads its samples. Returns the number of those that had not ended."""
+        """The worker has died, so its samples are no longer read. Returns the number of those that had not ended."""
         self._is_closed = True
         live = list(self._live.values())
         for generation in live:
