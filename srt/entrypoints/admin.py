@@ -70,7 +70,7 @@ async def health(server: Server, request: Request, body: None) -> ASGIApp:
     """200 when every process is alive, their loops turn and requests are accepted; 503 otherwise.
 
     Also 200 while the engine is being restarted, and while generation is paused: a supervisor must not end a server
-    that will soon go on.
+    that will soon continue.
     """
     check_up(server)
     if server.manager.is_restarting:

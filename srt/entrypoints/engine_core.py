@@ -50,7 +50,7 @@ class EngineCore:
     """A running engine. It belongs to the event loop in which it was started; call its methods only from there.
 
     When a process dies, the core ends the other one, starts both again, and gives the unfinished requests to them. If
-    that is not allowed or fails, the engine has died for good.
+    that is not allowed or fails, the engine has failed.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class EngineCore:
             logger.exception("Could not write a report about this")
 
     async def _watch(self) -> None:
-        """Reports a process whose loop does not turn, and kills it, so that the engine is restarted."""
+        """Reports a process whose loop hangs, and kills it, so that the engine is restarted."""
         manager = self.tokenizer_manager
         args = manager.server_args
         detectors = {

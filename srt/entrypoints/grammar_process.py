@@ -78,7 +78,7 @@ class GrammarProcess:
         """Why the grammar cannot be used; None if it can. Must be called for one grammar at a time.
 
         Raises EngineDead after `stop` and if the worker's settings are refused, GrammarNotChecked if two attempts give
-        no verdict.
+        no result.
         """
         try:
             return await self._attempt(spec)

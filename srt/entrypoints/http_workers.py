@@ -38,7 +38,7 @@ from .worker_link import ServedEngine, Worker
 logger = logging.getLogger(__name__)
 
 _NEWS_S = 0.1
-"""Time between two looks for news of the engine that no output has told."""
+"""Time between two checks for changes of the engine's state that came with no output."""
 _ALIVE_S = 0.25
 """Time between two heartbeats to each worker."""
 _SLOWER_START = 5
@@ -90,7 +90,7 @@ class HttpWorkers:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
 
     def is_idle(self) -> bool:
-        """Whether every worker has told that its requests have ended, after the news that the server shuts down.
+        """Whether every worker has reported that its requests have ended, after it was told that the server shuts down.
 
         A worker that is still starting has none.
         """
@@ -136,7 +136,8 @@ class HttpWorkers:
         self._run_dir.remove()
 
     def tell_news(self) -> None:
-        """Tells every worker what has changed. A failure comes after the last outputs, all else before the next."""
+        """Tells every worker what has changed. A failure is sent after the last outputs, everything else before the
+        next ones."""
         news = self._engine.news() if self._engine is not None else None
         if news is None or news == self._news:
             return

@@ -49,7 +49,7 @@ class SavedStreams:
         self._settings = settings
         self._grace_s = grace_s
         self._waiting = set(journal.ids())
-        """Streams of the server before that nobody has asked for yet."""
+        """Streams of the previous server that no client has asked for yet."""
         self._restoring: dict[str, asyncio.Task[None]] = {}
         self._is_grace_over = False
 

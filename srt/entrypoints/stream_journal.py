@@ -147,7 +147,8 @@ class StreamJournal:
     def load(self, stream_id: str) -> SavedStream:
         """What is recorded of a stream. Raises as `request` does.
 
-        A long stream takes tenths of a second. A thread may do this if nobody notes or forgets the stream meanwhile.
+        A long stream takes tenths of a second. A thread may do this if no record of the stream is added or removed
+        meanwhile.
         """
         batches = [_decode_batch(self._payload(framed)) for framed in self._records[stream_id][1:]]
         return SavedStream(self.request(stream_id), batches)
