@@ -236,7 +236,7 @@ def _linears(dtype: torch.dtype, rows: Sequence[int]) -> list[Callable[[], objec
     """Calls of a linear layer of 1,536 inputs and 384 outputs, one for each number of rows."""
     width, per_word = 2 * cpu_extension.lanes(), 4 // dtype.itemsize
     generator = torch.Generator().manual_seed(0)
-    shape = (_NUM_OUT // width, _NUM_IN // per_word, width, per_word)  # as `packing.panels_of` a weight
+    shape = (_NUM_OUT // width, _NUM_IN // per_word, width, per_word)  # that of `packing.panels_of`
     packed = torch.randn(shape, generator=generator).to(dtype)
     inputs = [torch.randn(count, _NUM_IN, generator=generator).to(dtype) for count in rows]
     return [functools.partial(torch.ops.tercet_cpu.linear, x, packed, None, _NUM_OUT) for x in inputs]
