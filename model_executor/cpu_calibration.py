@@ -7,6 +7,7 @@ of what a stream can be continued with.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import json
@@ -271,8 +272,10 @@ def _keep(path: Path, content: Mapping[str, Any]) -> bool:
     descriptor, unfinished = tempfile.mkstemp(".tmp", "tercet-", path.parent)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # or a server that makes room would remove it (cache_folder.py)
             json.dump(content, file, indent=1)
-        os.link(unfinished, path)
+            file.flush()
+            os.link(unfinished, path)
     except FileExistsError:
         return False
     finally:
