@@ -34,8 +34,11 @@ PREFIX = "tercet-"
 SUFFIXES = (".safetensors", ".packed")
 """The kinds of entries: dequantised weights (weight_cache.py) and packed weights (packed_cache.py)."""
 _UNFINISHED = ".tmp"
-_BYTES_PER_S = 200 << 20
-"""Two slow cores read a checkpoint and write its entry at twice this rate (docs/performance.md)."""
+_BYTES_PER_S = 20 << 20
+"""Two slow cores read a checkpoint and write its entry at this rate if many other processes use them. Alone, they are
+more than ten times as fast (docs/performance.md)."""
+_STALL_S = 5.0
+"""A process that has written nothing for so long is stuck."""
 _POLL_S = 0.05
 
 
@@ -66,7 +69,7 @@ class CacheFolder:
     def open_or_write(self, entry: Entry[T]) -> T | None:
         """Open an entry, and write it first if necessary. Returns None if that is not possible, with a line in the log.
 
-        If another process is writing it, waits for that, but no longer than to write it would take.
+        If another process is writing it, waits for that, unless that process is stuck or very slow.
         """
         before = _version(entry.path)
         try:
@@ -152,13 +155,16 @@ class CacheFolder:
 
     def _lock(self, unfinished: Path, entry: Entry[T], before: object) -> int | None:
         """As `_lock`. Waits for a process that has the lock, until the entry has another version than `before`."""
-        limit_s = (entry.source_bytes + entry.num_bytes) / _BYTES_PER_S
-        began_s = time.monotonic()
+        now_s = time.monotonic()
+        end_s, stall_s, size = now_s + (entry.source_bytes + entry.num_bytes) / _BYTES_PER_S, now_s + _STALL_S, 0
         while (descriptor := _lock(unfinished, os.O_CREAT)) is None:
             if _version(entry.path) != before:
                 return None
-            if time.monotonic() - began_s >= limit_s:
-                logger.warning("Another process has not finished %s within %.1f s", unfinished, limit_s)
+            size_before, size, now_s = size, _size(unfinished), time.monotonic()
+            if size != size_before:
+                stall_s = now_s + _STALL_S
+            if now_s >= min(end_s, stall_s):
+                logger.warning("Waiting no longer for another process to write %s", unfinished)
                 return None
             time.sleep(_POLL_S)
         return descriptor

@@ -128,22 +128,33 @@ def test_a_process_that_dies_while_others_wait_is_replaced(tmp_path: Path, monke
     assert names(tmp_path) == [NAME]
 
 
-def test_a_wait_takes_no_longer_than_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("grows_until_s", "source_bytes", "end_s"), [(0, 99_300, 5), (20, 99_300, 25), (999, 99_300, 100), (0, 1300, 2)]
+)
+def test_nobody_waits_for_a_process_that_is_stuck_or_very_slow(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    grows_until_s: float,
+    source_bytes: int,
+    end_s: float,
 ) -> None:
-    now_s = [0.0]
+    """The clock moves by hand. To write the entry should take 100 or 2 s."""
+    now_s, unfinished = [0.0], tmp_path / f"{NAME}.tmp"
 
     def sleep(seconds: float) -> None:
         now_s[0] += seconds
+        if now_s[0] <= grows_until_s:
+            os.truncate(unfinished, 1000 + int(100 * now_s[0]))
 
     monkeypatch.setattr(cache_folder, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
     monkeypatch.setattr(cache_folder, "_BYTES_PER_S", 1000)
-    server = Server(tmp_path, source_bytes=2000)
-    with writer(tmp_path / f"{NAME}.tmp"):
+    server = Server(tmp_path, source_bytes=source_bytes)
+    with writer(unfinished):
         assert server.start() is None and server.num_written == 0
-    assert now_s[0] == pytest.approx(2.7, abs=2 * cache_folder._POLL_S)
+    assert now_s[0] == pytest.approx(end_s, abs=3 * cache_folder._POLL_S)
     (line,) = caplog.records
-    assert "within 2.7 s" in line.getMessage()
+    assert line.getMessage() == f"Waiting no longer for another process to write {unfinished}"
 
 
 def test_a_file_that_is_finished_before_it_is_locked_is_not_touched(
