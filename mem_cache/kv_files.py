@@ -37,6 +37,7 @@ from .kv_folder import (
     Listing,
     file_mode,
     file_name,
+    in_order_of_use,
     list_folder,
     spare_bytes,
     use_time_ns,
@@ -68,7 +69,7 @@ class KVFiles:
         """Makes the folder. Raises ValueError if that fails, or if the folder cannot be written to."""
         self.max_bytes = max_bytes
         self.num_damaged = self.num_removed = 0
-        """Files that this server has removed: damaged ones, and ones that were one too many."""
+        """How many files this server has removed because they were damaged, and how many to make room."""
         self.used_bytes = 0
         """Of all files, as of the last scan, and of what was written since."""
         self.num_forgotten = 0
@@ -81,7 +82,7 @@ class KVFiles:
         self._has_failed = False
         """Whether the last write has failed."""
         self._read_errors: set[int | None] = set()
-        """Numbers of errors that are in the log."""
+        """Of errors that the log has already: their `errno`."""
         self._scanned: int | None = None
         """Modification time of the folder before the last scan, in ns. None: it may change without a new time."""
         self._changes: list[tuple[bytes, bool]] | None = None
@@ -199,16 +200,15 @@ class KVFiles:
     # What the folder has, for KV events
 
     def list_files(self) -> None:
-        """From now on, `take_changes` tells all: first the files that there are, the last used first.
-
-        So a file comes after those of the blocks before it.
+        """From now on, `take_changes` tells all: first what has gone since the last scan, and then the files that there
+        are, the last used first. So a file comes after those of the blocks before it.
         """
-        self._changes = None
-        found: list[KVFile] = []
-        with contextlib.suppress(OSError):
-            found = self._scan().files
         self._changes = []
-        for file in sorted(found, reverse=True):
+        with contextlib.suppress(OSError):  # then those of the last scan
+            self._scan()
+        self._changes = [(key, is_there) for key, is_there in self._changes if not is_there]
+        files = [KVFile(used_ns, 0, key) for key, used_ns in self._known.items()]
+        for file in in_order_of_use(files, latest_first=True):
             self._note(file.key, is_there=True)
 
     def take_changes(self) -> Sequence[tuple[bytes, bool]]:
@@ -260,12 +260,14 @@ class KVFiles:
             with contextlib.suppress(OSError):
                 (self._folder / name).unlink()
         before, self._known = self._known, {file.key: file.used_ns for file in listing.files}
-        if not before.keys() <= self._known.keys():
+        # No operation on whole sets, because other threads could not run meanwhile.
+        gone = [key for key in before if key not in self._known]
+        if gone:
             self.num_forgotten += 1
         if self._changes is not None:
-            for key in before.keys() - self._known.keys():
+            for key in gone:
                 self._note(key, is_there=False)
-            for file in sorted((one for one in listing.files if one.key not in before), reverse=True):
+            for file in in_order_of_use([one for one in listing.files if one.key not in before], latest_first=True):
                 self._note(file.key, is_there=True)
         self.used_bytes = listing.num_bytes
         self._scanned = scanned if time.time_ns() - scanned > _TIME_GRAIN_NS else None
@@ -288,7 +290,7 @@ class KVFiles:
 
     def _trim(self, listing: Listing, limit: int) -> None:
         """Remove the least recently used files until the rest has at most `limit` bytes."""
-        for file in sorted(listing.files):
+        for file in in_order_of_use(listing.files):
             if self.used_bytes <= max(limit, 0):
                 return
             with contextlib.suppress(OSError):  # a file of another user, whose folder has the sticky bit

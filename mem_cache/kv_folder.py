@@ -1,17 +1,19 @@
-"""What is in a folder of KV files (kv_files.py), and how much more fits on its disk.
+"""What is in a folder of KV files (kv_files.py), and how much more may be written to its disk.
 
 The modification time of a file is the time of its last use, rounded down to a whole minute, and 1 ms earlier for each
-block that precedes it in its prefix. A use of a block is one of the blocks before it, too. So in the order of these
-times, oldest first, no block precedes one that it needs.
+block that precedes it in its prefix. A use of a block counts as a use of the blocks before it. So if files are removed
+in the order of these times, oldest first, a block is removed before those that it continues.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import os
 import stat
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +27,8 @@ MIN_FREE_SHARE = 0.05
 _SUFFIX = ".kv"
 _ABANDONED_NS = 3600 * 10**9
 """An unfinished file of this age is abandoned: its writer has died."""
+_SORTED_AT_ONCE = 4096
+"""To sort so many files takes less than 5 ms. No other thread runs meanwhile."""
 _USE_GRAIN_NS = 60 * 10**9
 BLOCK_STEP_NS = 10**6
 
@@ -72,6 +76,15 @@ def list_folder(folder: Path) -> Listing:
                 else:
                     unfinished_bytes += found.st_size
     return Listing(files, unfinished_bytes, abandoned)
+
+
+def in_order_of_use(files: Sequence[KVFile], *, latest_first: bool = False) -> Iterator[KVFile]:
+    """The files, the least recently used first. However many there are, other threads can run after a few ms."""
+    pieces = [
+        sorted(files[start : start + _SORTED_AT_ONCE], reverse=latest_first)
+        for start in range(0, len(files), _SORTED_AT_ONCE)
+    ]
+    return heapq.merge(*pieces, reverse=latest_first)
 
 
 def use_time_ns(index: int) -> int:

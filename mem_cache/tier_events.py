@@ -9,6 +9,7 @@ Blocks with the same beginning may share pages. A page is in a medium as long as
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,9 @@ from .block_events import hash_pages, salt_of, stored_event
 from .block_keys import BlockContent
 
 Int32Array = npt.NDArray[np.int32]
+
+_MAX_ORPHANS = 1 << 14
+"""They take about 1 kB each. A prompt of a million tokens has so many blocks of 64 tokens."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +43,8 @@ class _Block:
 class TierEvents:
     """Knows the blocks that the readers know, by their keys. `add` gets the events.
 
-    Files whose parents are not known yet are orphans.
+    Files whose parents are not known yet are orphans. A folder may have any number of them, for example files of other
+    models. So only the latest ones are remembered. The others are reported when a request has their blocks.
     """
 
     def __init__(self, page_size: int, block_len: int, identity: bytes, add: Callable[[KVEvent], None]) -> None:
@@ -54,8 +59,8 @@ class TierEvents:
         """Those that are read from files into host memory."""
         self._orphans: dict[bytes, dict[bytes, BlockContent]] = {}
         """By the key of the parent, and their own."""
-        self._parents: dict[bytes, bytes] = {}
-        """The parent's key of each orphan."""
+        self._parents: OrderedDict[bytes, bytes] = OrderedDict()
+        """The parent's key of each orphan, the one that was found first first."""
         self._num_holders: dict[str, dict[int, int]] = {MEDIUM_HOST: {}, MEDIUM_DISK: {}}
         """How many blocks of a medium have a page, by its hash."""
 
@@ -97,6 +102,8 @@ class TierEvents:
         else:
             self._orphans.setdefault(content.before, {})[key] = content
             self._parents[key] = content.before
+            if len(self._parents) > _MAX_ORPHANS:
+                self._leave_parent(next(iter(self._parents)))
 
     def clear(self, identity: bytes) -> None:
         """Forget everything, as the readers do because of AllBlocksCleared. From now on, keys have this identity."""

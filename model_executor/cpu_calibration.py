@@ -7,6 +7,7 @@ of what a stream can be continued with.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import json
@@ -236,7 +237,7 @@ def _linears(dtype: torch.dtype, rows: Sequence[int]) -> list[Callable[[], objec
     """Calls of a linear layer of 1,536 inputs and 384 outputs, one for each number of rows."""
     width, per_word = 2 * cpu_extension.lanes(), 4 // dtype.itemsize
     generator = torch.Generator().manual_seed(0)
-    shape = (_NUM_OUT // width, _NUM_IN // per_word, width, per_word)  # as `packing.panels_of` a weight
+    shape = (_NUM_OUT // width, _NUM_IN // per_word, width, per_word)  # that of `packing.panels_of`
     packed = torch.randn(shape, generator=generator).to(dtype)
     inputs = [torch.randn(count, _NUM_IN, generator=generator).to(dtype) for count in rows]
     return [functools.partial(torch.ops.tercet_cpu.linear, x, packed, None, _NUM_OUT) for x in inputs]
@@ -271,8 +272,10 @@ def _keep(path: Path, content: Mapping[str, Any]) -> bool:
     descriptor, unfinished = tempfile.mkstemp(".tmp", "tercet-", path.parent)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # or a server that makes room would remove it (cache_folder.py)
             json.dump(content, file, indent=1)
-        os.link(unfinished, path)
+            file.flush()
+            os.link(unfinished, path)
     except FileExistsError:
         return False
     finally:

@@ -6,19 +6,15 @@ fingerprints of their files.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import torch
 
 from ... import __version__
-from ...srt.model_files.fingerprint import weight_fingerprints
+from ...srt.model_files.fingerprint import weight_fields, weight_fingerprints
 from ...srt.model_files.model_config import ModelConfig
 from .. import cpu_extension
 from .settings import RunnerSettings
-
-_NOT_IN_KV = {"model_path", "generation", "eos_token_ids", "bos_token_id", "context_len"}
-"""Fields of the config that K and V do not depend on."""
 
 
 def kv_identity(settings: RunnerSettings, config: ModelConfig, weight_version: str = "default") -> bytes:
@@ -30,7 +26,7 @@ def kv_identity(settings: RunnerSettings, config: ModelConfig, weight_version: s
     on_cpu = settings.device.type == "cpu"
     variant = cpu_extension.load() if settings.attention_backend == "cpu" else None
     described = {
-        "config": {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_IN_KV},
+        "config": weight_fields(config),
         "weights": settings.seed if config.load_format == "dummy" else list(weight_fingerprints(config)),
         "weight_version": weight_version,
         "dtype": str(settings.dtype),

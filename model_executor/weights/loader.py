@@ -147,9 +147,10 @@ def load_parameters(
     the quantized form of parameters by name, by default the `quantized_forms` of `quantization`. `packed`: all layers
     are compiled CPU operations; then matrices from the cache are PackedWeights.
 
-    Raises ValueError for missing and unexpected tensors, and for a tensor whose shape differs from the config's or
-    whose type is not supported. On a CPU the latter two are raised when the parameter is read. Raises ValueError if the
-    ranks cannot divide the model.
+    Raises ValueError for missing and unexpected tensors, for a tensor whose shape differs from the config's or whose
+    type is not supported, and if the ranks cannot divide the model. On a CPU, a wrong shape or type raises it when the
+    parameter is read. With a cache, the checkpoint is checked only if it is read because the cache has no entry; with
+    `packed`, on the first access.
     """
     check_shard(config, shard)
     if forms is None:
@@ -163,7 +164,7 @@ def load_parameters(
 
     if packed and cache is not None and shard == WHOLE:
         return PackedParameters(cache, config, dtypes, forms, stored)
-    # The cache keeps whole tensors. Quantized parameters and parts are read from the file itself.
+    # This cache keeps whole tensors that are not quantized. Others are read from the checkpoint itself.
     if config.load_format == "gguf" and cache is not None and not forms and shard == WHOLE:
         table = family_of(config).parameters(config)
         parameters = WeightCache(cache).parameters(config.model_path, table, dtypes, stored)

@@ -6,7 +6,6 @@ An entry is a PackedFile with all parameters of a model. Its name has a hash of 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -19,13 +18,13 @@ from typing import Any
 import torch
 
 from ... import __version__
-from ...srt.model_files.fingerprint import weight_files
+from ...srt.model_files.fingerprint import weight_fields, weight_files
 from ...srt.model_files.model_config import ModelConfig
 from .. import cpu_extension
 from ..layers.packing import PackedWeight, gated_panels_of, panels_of
 from ..models.family import family_of
 from ..models.parameters import Parameter, ParameterDtypes
-from .cache_folder import PREFIX, CacheFolder, mark_used
+from .cache_folder import PREFIX, CacheFolder, Entry
 from .packed_file import PackedFile, write_packed
 from .quantization import parameter_bytes
 
@@ -34,8 +33,6 @@ logger = logging.getLogger(__name__)
 _PACKAGE = Path(__file__).parents[2]
 _CODE = ("model_executor/layers", "model_executor/models", "model_executor/weights", "srt/model_files")
 """Folders of the code that reads, converts and packs parameters."""
-_NOT_IN_WEIGHTS = {"model_path", "generation", "context_len", "eos_token_ids", "bos_token_id"}
-"""Fields of the config that parameters do not depend on."""
 _EMBEDDING = "embed_tokens.weight"
 _BITS = {"int8": 8, "int4": 4}
 
@@ -84,26 +81,16 @@ class PackedParameters(Mapping[str, Any]):
     def _found(self) -> Mapping[str, Any]:
         key = _key(self._config, self._dtypes, self._forms)
         path = self._folder.path / f"{PREFIX}{key}.packed"
-        try:
-            kept = self._open(path, key)
-        except OSError as error:  # the entry may be right, and of use for others
-            logger.warning("Could not open %s: %s", path, error.strerror or error)
-            return self._stored()
-        if kept is not None:
-            mark_used(path)
-            return kept
-        stored = self._stored()
-        try:
-            self._folder.make_room(self._num_bytes())
-            with self._folder.new_file(path) as file:
-                write_packed(file, key, self._packed(stored))
-            logger.info("Cached the packed weights in %s", path)
-            written = self._open(path, key)
-        except OSError as error:
-            folder, reason = self._folder.path, error.strerror or error
-            logger.warning("Could not cache the packed weights in %s: %s", folder, reason)
-            return stored
-        return stored if written is None else written
+        entry = Entry(
+            path,
+            "packed weights",
+            self._num_bytes(),
+            sum(os.path.getsize(name) for name in weight_files(self._config)),
+            lambda: self._open(path, key),
+            lambda file: write_packed(file, key, self._packed(self._stored())),
+        )
+        found = self._folder.open_or_write(entry)
+        return self._stored() if found is None else found
 
     def _open(self, path: Path, key: str) -> PackedFile | None:
         """Open the entry. Returns None if there is no file, or if it is truncated, damaged or invalid (logged).
@@ -145,7 +132,7 @@ def _key(config: ModelConfig, dtypes: ParameterDtypes, forms: Mapping[str, str])
     stamp = cpu_extension.stamp(variant)
     described = {
         "files": [_identity(path) for path in weight_files(config)],
-        "config": {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_IN_WEIGHTS},
+        "config": weight_fields(config),
         "dtypes": [str(dtype) for dtype in dtypes],
         "forms": dict(forms),
         "build": variant.name,

@@ -59,7 +59,7 @@ class PackedFile(Mapping[str, torch.Tensor]):
             """whether all tensors are in memory that other processes share"""
             contents = dict(_contents(memory, footer["tensors"]))
             if self.is_mapped:
-                lock(memory)  # so that it counts as used memory
+                lock(memory)
             else:
                 arena = Arena()
                 copies = {name: arena.take(len(data)) for name, data in contents.items() if name not in never_copied}
@@ -136,7 +136,7 @@ def _footer(file: BinaryIO, key: str) -> tuple[dict[str, Any], int]:
             found = json.loads(footer) if zlib.crc32(footer) == checksum else None
             if isinstance(found, dict) and found.get("key") == key:
                 return found, data_bytes
-    raise ValueError(f"{file.name} is damaged, not complete, or another file")
+    raise ValueError(f"{file.name} is damaged or incomplete, or has another key")
 
 
 def _contents(memory: Bytes, places: Mapping[str, Any]) -> Iterator[tuple[str, Bytes]]:

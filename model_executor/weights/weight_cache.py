@@ -20,7 +20,7 @@ import torch
 
 from ...srt.model_files.files import open_file
 from ..models.parameters import Parameter, ParameterDtypes
-from .cache_folder import PREFIX, CacheFolder, mark_used
+from .cache_folder import PREFIX, CacheFolder, Entry
 from .safetensors_file import DTYPE_NAMES, SafetensorsFile
 
 logger = logging.getLogger(__name__)
@@ -49,33 +49,29 @@ class WeightCache:
         Raises OSError if `source` cannot be read.
         """
         with open_file(source) as read:
-            content = hashlib.file_digest(read, "sha256").hexdigest()
-        entry = _Entry(self._folder.path, content, table, dtypes)
-        kept = entry.open()
-        if kept is not None:
-            mark_used(entry.path)
-            return kept
-        made = make()
-        try:
-            self._folder.make_room(entry.num_bytes)
-            with self._folder.new_file(entry.path) as file:
-                entry.write(made, file)
-            logger.info("Cached the dequantised weights in %s", entry.path)
-            return SafetensorsFile(entry.path)
-        except OSError as error:
-            folder, reason = self._folder.path, error.strerror or error
-            logger.warning("Could not cache the dequantised weights in %s: %s", folder, reason)
-            return made
+            digest = hashlib.file_digest(read, "sha256").hexdigest()
+            source_bytes = read.tell()
+        file = _File(self._folder.path, digest, table, dtypes)
+        entry = Entry(
+            file.path,
+            "dequantised weights",
+            file.num_bytes,
+            source_bytes,
+            file.open,
+            lambda unfinished: file.write(make(), unfinished),
+        )
+        found = self._folder.open_or_write(entry)
+        return make() if found is None else found
 
 
-class _Entry:
-    """An entry of the cache, whose file may not exist yet."""
+class _File:
+    """The file of an entry, which may not exist yet."""
 
-    def __init__(self, folder: Path, content: str, table: Sequence[Parameter], dtypes: ParameterDtypes) -> None:
+    def __init__(self, folder: Path, digest: str, table: Sequence[Parameter], dtypes: ParameterDtypes) -> None:
         self._table = table
         self._dtypes = dtypes
         names = (str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
-        self._key = f"{PREFIX}{content}-{'-'.join(names)}-{LAYOUT}"
+        self._key = f"{PREFIX}{digest}-{'-'.join(names)}-{LAYOUT}"
         self._data_start = len(self._header(0))
         self.path = folder / f"{self._key}.safetensors"
         self.num_bytes = self._data_start + sum(map(self._bytes_of, table))

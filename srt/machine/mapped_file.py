@@ -53,8 +53,7 @@ def bytes_on_huge_pages(mapped: Bytes, smaps: Path = _SMAPS) -> int:
     return 0
 
 
-def lock(mapped: Bytes) -> bool:
-    """Keep the pages of a `map_file` in memory. Returns False if the limit of locked memory does not allow it."""
-    if _mlock is None:
-        return False
-    return bool(_mlock(ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(mapped.nbytes)) == 0)
+def lock(mapped: Bytes) -> None:
+    """Keep the pages of a `map_file` in memory if the limit of locked memory allows it. Then they count as used."""
+    if _mlock is not None:
+        _mlock(ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(mapped.nbytes))

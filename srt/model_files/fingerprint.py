@@ -1,20 +1,28 @@
-"""Fingerprints of model files, by which changed weights are noticed without reading them all.
+"""What computed data of a model depends on: fields of its config, and fingerprints of its files.
 
-A fingerprint covers the size of a file, and 4 KiB of each MiB. A change that leaves all of these bytes as they were is
-not noticed.
+Fingerprints show changed weights without reading them all. A fingerprint covers the size of a file, and 4 KiB of each
+MiB. A change that leaves all of these bytes as they were is not noticed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from .files import open_file
 from .model_config import ModelConfig
 
 _SAMPLE_BYTES = 4 << 10
 _SAMPLE_EVERY = 1 << 20
+_NOT_IN_WEIGHTS = {"model_path", "generation", "eos_token_ids", "bos_token_id", "context_len"}
+
+
+def weight_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields of the config that packed weights depend on. KV depends on no others."""
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_IN_WEIGHTS}
 
 
 def weight_fingerprints(config: ModelConfig) -> Iterator[str]:

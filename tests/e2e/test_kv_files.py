@@ -1,8 +1,9 @@
-"""The real server with KV files: a prefix that was evicted is found after a restart, with the same bits."""
+"""The real server with KV files: an evicted prefix is found after a restart of it or its engine, with the same bits."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -43,7 +44,7 @@ def ask(server: ServerProcess, ids: list[int]) -> Answer:
     return Answer(answer["output_ids"], logprobs, meta["cached_tokens"], meta["cached_tokens_details"])
 
 
-def test_a_prefix_survives_eviction_and_a_restart(tmp_path: Path) -> None:
+def test_a_prefix_survives_eviction_and_restarts(tmp_path: Path) -> None:
     model = write_toy_config(tmp_path, max_position_embeddings=2048, hidden_size=64, num_hidden_layers=2)
     vocab_size = json.loads(model.read_text())["vocab_size"]
     rng = np.random.default_rng(0)
@@ -65,12 +66,21 @@ def test_a_prefix_survives_eviction_and_a_restart(tmp_path: Path) -> None:
         assert server.exit_code(PATIENCE_S) == 0, server.log
     with ServerProcess(tmp_path, flags(model, folder), module=REAL_SERVER) as server:
         server.ready()
+        assert_in_files(server, prompt, first)
+        os.kill(server.children["scheduler"], signal.SIGKILL)
+        assert server.logged("The engine runs again", PATIENCE_S)
+        assert_in_files(server, prompt, first)
+
+
+def assert_in_files(server: ServerProcess, prompt: list[int], first: Answer) -> None:
+    """The engine has just started, so all whole blocks of the prompt come from files."""
+    whole = LENGTH // 64 * 64
+    restored = ask(server, prompt)
+    deadline = time.monotonic() + PATIENCE_S
+    while restored.cached < whole:  # a machine that could not read the files within the limit of a wait
+        assert time.monotonic() < deadline and restored[:2] == first[:2]
+        with server.client() as client:
+            client.post("/flush_cache").raise_for_status()
         restored = ask(server, prompt)
-        deadline = time.monotonic() + PATIENCE_S
-        while restored.cached < whole:  # a machine that could not read the files within the limit of a wait
-            assert time.monotonic() < deadline and restored[:2] == first[:2]
-            with server.client() as client:
-                client.post("/flush_cache").raise_for_status()
-            restored = ask(server, prompt)
-        assert restored[:2] == first[:2]
-        assert restored.cached == whole and restored.details == {"device": 0, "host": 0, "storage": whole}
+    assert restored[:2] == first[:2]
+    assert restored.cached == whole and restored.details == {"device": 0, "host": 0, "storage": whole}

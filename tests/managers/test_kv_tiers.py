@@ -16,7 +16,9 @@ from tier_asks import VOCAB, ask, prompt, settle
 
 from fakes import expected_output
 from tercet.managers import kv_tiers
+from tercet.mem_cache import kv_storage
 from tercet.mem_cache.block_keys import BlockKeys
+from tercet.mem_cache.kv_files import KVFiles
 from tercet.srt.io_struct import AbortFinish, FlushCacheReply, FlushCacheReq
 from tercet.srt.pause_messages import ContinueReq, PauseReply, PauseReq
 
@@ -170,6 +172,49 @@ def test_a_damaged_file_costs_one_line_and_its_tokens(
     settle(fresh)
     assert path.read_bytes() == content  # written anew
     assert ask(Rig(page_size=4, host_blocks=64, storage=tmp_path), "c", first) == (40, 0, 40)
+
+
+def test_a_file_that_another_server_evicts_before_it_is_read_costs_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    first = prompt(1, 41)
+    ask(rig, "a", first)
+    settle(rig)
+    fresh = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    read, held = fresh.kv.tiers._storage.read, []
+    monkeypatch.setattr(fresh.kv.tiers._storage, "read", held.append)
+    fresh.add("b", first, max_new_tokens=4)
+    fresh.turn()
+    size = next(tmp_path.iterdir()).stat().st_size
+    KVFiles(tmp_path, 4 * size)  # leaves three of five
+    monkeypatch.undo()
+    read(*held)
+    fresh.run()
+    assert fresh.heard["b"].ids == expected_output(first, 1, 4, VOCAB)
+    assert fresh.heard["b"].last.counts.storage_tokens == 24
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    settle(fresh)
+
+
+def test_servers_that_evict_each_others_files_answer_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder has room for the files of one prompt."""
+    monkeypatch.setattr(kv_storage, "_LOOK_INTERVAL_S", 0.001)
+    rigs = [Rig(page_size=4, pool_size=64, host_blocks=4, storage=tmp_path, storage_bytes=2000) for _ in range(2)]
+    for number in range(12):
+        for rig in rigs:
+            rig.add(f"r{number}", prompt(number % 3, 41), max_new_tokens=4)
+        while any(f"r{number}" not in rig.heard or rig.heard[f"r{number}"].finish is None for rig in rigs):
+            for rig in rigs:
+                rig.turn()
+        for rig in rigs:
+            assert rig.heard[f"r{number}"].ids == expected_output(prompt(number % 3, 41), 1, 4, VOCAB)
+    for rig in rigs:
+        settle(rig)
+    assert any(rig.kv.tiers.state().files.num_removed for rig in rigs)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_slow_disk_delays_a_request_for_a_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,6 +293,25 @@ def test_what_a_damaged_file_says_is_not_believed(tmp_path: Path) -> None:
     assert files.content(one.key) == one
 
 
+def test_a_list_tells_what_has_gone_since_the_last_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is reported meanwhile is as of that look."""
+    files = KVFiles(tmp_path, 1 << 20)
+    for number in (1, 2):
+        files.write(key(number), CONTENT, block(number))
+    files.list_files()
+    files.take_changes()
+    next(tmp_path.glob(f"*{key(1).hex()}*")).unlink()
+    files.list_files()
+    assert files.take_changes() == [(key(1), False), (key(2), True)]
+
+    def fail(folder: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(kv_files, "list_folder", fail)
+    files.list_files()
+    assert files.take_changes() == [(key(2), True)], "as of the last look"
+
+
 def test_changes_are_told_in_order(tmp_path: Path) -> None:
     files, other = KVFiles(tmp_path, 3 * (SIZE + 200)), KVFiles(tmp_path, 1 << 20)
     (tmp_path / "tercet-kv-somebody.kv").write_bytes(b"")

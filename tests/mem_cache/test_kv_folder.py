@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.mem_cache import kv_folder
-from tercet.mem_cache.kv_folder import file_name, list_folder, spare_bytes, use_time_ns
+from tercet.mem_cache.kv_folder import KVFile, file_name, in_order_of_use, list_folder, spare_bytes, use_time_ns
 
 
 def test_a_list_has_the_files_of_blocks_only(tmp_path: Path) -> None:
@@ -22,6 +22,22 @@ def test_a_list_has_the_files_of_blocks_only(tmp_path: Path) -> None:
     os.utime(tmp_path / file_name(key), ns=(5, 7))
     found = list_folder(tmp_path)
     assert found.files == [(7, 5, key)] and found.abandoned == [] and found.num_bytes == 10
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.binary(max_size=1))), st.booleans())
+def test_few_files_are_sorted_at_once(files: list[tuple[int, int, bytes]], latest_first: bool) -> None:
+    """Because no other thread runs meanwhile."""
+    lens: list[int] = []
+
+    def sorted_some(some: list[KVFile], *, reverse: bool) -> list[KVFile]:
+        lens.append(len(some))
+        return sorted(some, reverse=reverse)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_folder, "_SORTED_AT_ONCE", 3)
+        patch.setattr(kv_folder, "sorted", sorted_some, raising=False)
+        found = list(in_order_of_use([KVFile(*file) for file in files], latest_first=latest_first))
+    assert found == sorted(files, reverse=latest_first) and max(lens, default=0) <= 3
 
 
 @settings(max_examples=30, deadline=None)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kv_event_reader import DEVICE, DISK, HOST, KVEventReader
 from patience import PATIENCE_S
 from scheduler_rig import Rig
+from tier_asks import settle_copies
 from tier_reader import TierReader
 
 from tercet.mem_cache import kv_storage, tier_events
@@ -104,6 +105,19 @@ def test_files_are_told_anew_after_a_flush_but_not_those_of_other_weights(tmp_pa
     rig.kv.flush()
     rig.kv.tiers.change_identity(b"fake")
     known.wait_for_files(files)
+    close(rig)
+
+
+def test_a_file_that_has_gone_by_a_flush_is_not_reported_after_it(tmp_path: Path) -> None:
+    rig = Rig(page_size=PAGE, host_blocks=64, storage=tmp_path)
+    known = TierReader(rig.kv)
+    ask(rig, "a", prompt(1, 9))
+    settle_copies(rig)
+    assert rig.kv.tiers.has_file_changes, "the file was not reported yet"
+    (path,) = tmp_path.glob("*.kv")
+    path.unlink()  # by another server
+    rig.kv.flush()
+    known.wait_for_files(set())
     close(rig)
 
 
@@ -235,6 +249,22 @@ def test_a_long_prompt_in_files_is_reported_at_once_when_its_start_is_found() ->
         assert not known.found
         known.events.on_file(keys.keys[index], keys.content(ids, index))
     assert len(known.found) == 3000
+
+
+def test_files_of_other_models_take_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_events, "_MAX_ORPHANS", 3)
+    known, other = Known(), BlockKeys(b"other", "me", BLOCK)
+    other.cover(IDS)
+    known.events.on_file(KEYS.keys[4], CONTENTS[4])
+    for index in range(1, 6):
+        known.events.on_file(other.keys[index], other.content(IDS, index))
+        assert len(known.events._parents) == sum(map(len, known.events._orphans.values())) <= 3
+    known.events.on_file(KEYS.keys[3], CONTENTS[3])
+    for index in range(3):
+        known.events.on_file(KEYS.keys[index], CONTENTS[index])
+    assert known.prefix_lens(DISK) == [(index + 1) * BLOCK for index in range(4)]
+    known.events.on_used_file(KEYS.keys, 4, IDS, "me")
+    assert known.prefix_lens(DISK) == [(index + 1) * BLOCK for index in range(5)]
 
 
 @pytest.mark.parametrize("first", [0, 4], ids=["read from the start", "the device has the start"])

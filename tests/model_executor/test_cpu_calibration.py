@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from toy_runner import TOY
 from tercet.model_executor import cpu_calibration, cpu_extension
 from tercet.model_executor.cpu_calibration import ChosenTuning, CpuTuning, default_tuning, fastest, resolve_tuning
 from tercet.model_executor.runner.kv_identity import kv_identity
+from tercet.model_executor.weights.cache_folder import CacheFolder
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 
@@ -102,6 +104,21 @@ def test_a_measurement_is_kept_for_its_machine(tmp_path: Path, other: CpuTuning)
     assert kept_or_measured(folder, default, KEY | {"cores": 4}) == (default, "measured")
     assert kept_or_measured(folder, default) == (other, str(path)), "both are kept"
     assert kept_or_measured(None, default) == (default, "measured")
+
+
+def test_a_server_that_makes_room_leaves_a_file_that_is_written(
+    tmp_path: Path, other: CpuTuning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def late(*names: str) -> None:
+        CacheFolder(tmp_path).make_room(0)
+        link(*names)
+
+    monkeypatch.setattr(os, "link", late)
+    assert kept_or_measured(tmp_path, other) == (other, "measured")
+    (path,) = tmp_path.iterdir()
+    assert kept_or_measured(tmp_path, default_tuning()) == (other, str(path))
 
 
 def test_what_is_not_kept_changes_no_bit(tmp_path: Path, other: CpuTuning) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO, packed_cache.logger.name)
+    caplog.set_level(logging.INFO, cache_folder.logger.name)
     return caplog
 
 
@@ -157,6 +159,20 @@ def test_what_is_not_right_is_made_again(
     assert torch.equal(logits(runner_of(config, folder)), expected)
     assert f"Writing {entry} again" in said.text and "Cached the packed weights in" in said.text
     assert list(folder.iterdir()) == [entry] and entry.read_bytes() == good
+
+
+def test_servers_that_start_together_pack_once(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, num_written = checkpoint(tmp_path / "model"), []
+    write = packed_cache.write_packed
+    monkeypatch.setattr(packed_cache, "write_packed", lambda *args: (num_written.append(1), write(*args)))
+    monkeypatch.setattr(cache_folder, "_BYTES_PER_S", 1)  # nobody gives up
+    servers = [
+        load_parameters(config, FLOAT32, torch.device("cpu"), cache=CacheFolder(folder), packed=True) for _ in range(3)
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        norms = list(pool.map(lambda parameters: parameters["norm.weight"], servers))
+    assert len(num_written) == 1 and all(torch.equal(norm, norms[0]) for norm in norms)
+    assert all(isinstance(parameters._found, packed_file.PackedFile) for parameters in servers)
 
 
 def test_other_weights_settings_or_code_are_another_entry(

@@ -116,13 +116,13 @@ def footers() -> Iterator[bytes]:
 @pytest.mark.parametrize("content", list(footers()))
 def test_a_foreign_file_is_not_used(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "f").write_bytes(content)
-    with pytest.raises(ValueError, match="damaged, not complete, or another file"):
+    with pytest.raises(ValueError, match="damaged or incomplete, or has another key"):
         PackedFile(tmp_path / "f", "k")
 
 
 def test_a_file_of_another_key_is_not_used(tmp_path: Path) -> None:
     write(tmp_path / "f", {"a": torch.ones(3)}, key="other")
-    with pytest.raises(ValueError, match="another file"):
+    with pytest.raises(ValueError, match="another key"):
         PackedFile(tmp_path / "f", "k")
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -14,8 +15,8 @@ from runners import make_runner
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
+from tercet.model_executor.weights import cache_folder, weight_cache
 from tercet.model_executor.weights import loader as weights
-from tercet.model_executor.weights import weight_cache
 from tercet.model_executor.weights.cache_folder import CacheFolder, open_cache_folder
 from tercet.model_executor.weights.loader import load_parameters
 from tercet.model_executor.weights.weight_cache import LAYOUT
@@ -38,6 +39,7 @@ def folder(tmp_path):
 @pytest.fixture
 def said(caplog):
     caplog.set_level(logging.INFO, weight_cache.logger.name)
+    caplog.set_level(logging.INFO, cache_folder.logger.name)
     return caplog
 
 
@@ -215,9 +217,9 @@ def test_what_was_used_longest_ago_goes(config, folder, tmp_path):
     load(configs[0], folder)  # used: now the youngest
     (folder / "somebody's.safetensors").write_bytes(bytes(size))
     (folder / "tercet-abandoned.tmp").write_bytes(b"")
-    os.utime(folder / "tercet-abandoned.tmp", (1000, 1000))
-    (folder / "tercet-busy.tmp").write_bytes(b"")
-    load(config, folder, torch.float16, max_bytes=2 * size)
+    with open(folder / "tercet-busy.tmp", "wb") as busy:
+        fcntl.flock(busy, fcntl.LOCK_EX)
+        load(config, folder, torch.float16, max_bytes=2 * size)
     left = set(folder.iterdir())
     assert paths[0] in left and paths[1] not in left and paths[2] not in left
     assert len(left) == 4 and folder / "somebody's.safetensors" in left and folder / "tercet-busy.tmp" in left
