@@ -94,8 +94,8 @@ class TokensByUrgency:
 
 
 class WaitingQueue(Collection[Req]):
-    """The time to add a new request or to remove one does not depend on their number. It grows with the logarithm of the
-    number of priorities in use. To put retracted ones back sorts those of their urgency."""
+    """The time to add a new request or to remove one does not depend on their number, and grows with the logarithm of
+    the number of priorities in use. To put retracted ones back sorts those of their urgency."""
 
     def __init__(self) -> None:
         self._levels: dict[int, Level] = {}
