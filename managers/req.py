@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..mem_cache.base_prefix_cache import CacheNode
+from ..mem_cache.base_prefix_cache import CacheNode, Lookup
 from ..model_executor.step import NewRow
 from ..srt.io_struct import (
     AbortFinish,
@@ -70,6 +70,7 @@ class Req:
         "kv_len",
         "locked_len",
         "logprobs",
+        "lookup",
         "matched_len",
         "max_kv_len",
         "max_new_tokens",
@@ -181,6 +182,8 @@ class Req:
         self.locked_len = 0
         self.node: CacheNode | None = None
         """The end of its locked prefix; None while it has no row."""
+        self.lookup: tuple[Lookup, int] | None = None
+        """While it waits: what the prefix cache had of it, and the number of its output tokens then. None: unknown."""
         self.reused_len = 0
         """The length of the prefix that it found in the cache at every admission. It may have computed all later KV."""
 
