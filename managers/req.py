@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -47,6 +47,10 @@ class Stage(Enum):
 
 class StopChecker(Protocol):
     """Watches the text of one request for its stop strings."""
+
+    @property
+    def quiet(self) -> Container[int]:
+        """Tokens that need not be pushed now, because no stop string can have begun or can begin with them."""
 
     def push(self, token: int) -> str | None:
         """The stop string that this token completes, if any."""
@@ -285,7 +289,7 @@ class Req:
             output_ids.append(token)
             if self.grammar is not None:
                 self.grammar.accept(token)
-            if self.stop_checker is not None:
+            if self.stop_checker is not None and token not in self.stop_checker.quiet:
                 matched = self.stop_checker.push(token)
                 if matched is not None:
                     return StopFinish(matched)
