@@ -26,12 +26,12 @@ from ..srt.io_struct import (
     ToTokenizer,
 )
 from ..srt.ipc import Receiver, Sender
+from ..srt.settings.failures import HEARTBEAT_S
 from ..srt.text.tokenizer import Tokenizer
 from .text_stream import TextStream
 from .token_out_reader import TokenOutReader
 
 _log = logging.getLogger(__name__)
-_POLL_S = 0.5
 
 
 class DetokenizerManager:
@@ -125,7 +125,7 @@ def run_detokenizer(
     """
     manager = DetokenizerManager(tokenizer)
     while not should_stop():
-        if not receiver.wait(_POLL_S):
+        if not receiver.wait(HEARTBEAT_S):
             sender.send(DetokenizerAlive())
             continue
         outs: list[TextOut] = []

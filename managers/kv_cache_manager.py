@@ -68,8 +68,15 @@ class KVCacheManager:
         return req.matched_len
 
     def device_match_len(self, req: Req) -> int:
-        """The number of tokens that the prefix cache has, without the lower tiers."""
-        return self.cache.match_len(req.token_ids()[: req.reusable_len], req.namespace)
+        """The number of tokens that the prefix cache has, without the lower tiers.
+
+        Looks them up only if the cache has changed there, or if the request has new tokens: the queue is ordered often.
+        """
+        known = req.lookup
+        if known is None or known[1] != len(req.output_ids) or not known[0].is_current():
+            found = self.cache.look_up(req.token_ids()[: req.reusable_len], req.namespace)
+            req.lookup = known = found, len(req.output_ids)
+        return known[0].length
 
     def match_path(self, req: Req) -> Sequence[CacheNode]:
         """The cache's nodes on the path of the prefix that an admission would reuse now."""
@@ -116,6 +123,7 @@ class KVCacheManager:
         self.req_to_token_pool.write(row, 0, match.slots)
         req.row = row
         req.node = match.node
+        req.lookup = None
         req.locked_len = req.kv_len = num_cached
         if self.tiers is not None:
             self._load(req, self.tiers)

@@ -11,7 +11,7 @@ This side holds only numbers of slots and blocks. The runner makes the copies th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -121,13 +121,9 @@ class KVTiers:
         A policy that orders by the cached prefix counts all tiers the same: to copy a token's KV costs far less than to
         compute it.
         """
-        state, storage = self._state(req), self._storage
-        version: tuple[int, ...] = (self.blocks.num_forgotten,)
-        places: list[Container[bytes]] = [self.blocks.index]
-        if storage is not None and not state.is_settled:
-            version = (self.blocks.num_forgotten, storage.num_forgotten)
-            places = [self.blocks.index, storage.index]
-        return self._end(req, start, state.find_end(*self._from(req, start), places, version))
+        state = self._state(req)
+        files = None if state.is_settled else self._storage
+        return self._end(req, start, state.expect_end(*self._from(req, start), self.blocks, files))
 
     def _from(self, req: Req, start: int) -> tuple[Int32Array, int]:
         return req.token_ids(), start // self._block_len

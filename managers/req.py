@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from enum import Enum
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ..mem_cache.base_prefix_cache import CacheNode
+from ..mem_cache.base_prefix_cache import CacheNode, Lookup
 from ..model_executor.step import NewRow
 from ..srt.io_struct import (
     AbortFinish,
@@ -48,6 +48,10 @@ class Stage(Enum):
 class StopChecker(Protocol):
     """Watches the text of one request for its stop strings."""
 
+    @property
+    def quiet(self) -> Container[int]:
+        """Tokens that need not be pushed now, because no stop string can have begun or can begin with them."""
+
     def push(self, token: int) -> str | None:
         """The stop string that this token completes, if any."""
 
@@ -70,6 +74,7 @@ class Req:
         "kv_len",
         "locked_len",
         "logprobs",
+        "lookup",
         "matched_len",
         "max_kv_len",
         "max_new_tokens",
@@ -181,6 +186,8 @@ class Req:
         self.locked_len = 0
         self.node: CacheNode | None = None
         """The end of its locked prefix; None while it has no row."""
+        self.lookup: tuple[Lookup, int] | None = None
+        """While it waits: what the prefix cache had of it, and the number of its output tokens then. None: unknown."""
         self.reused_len = 0
         """The length of the prefix that it found in the cache at every admission. It may have computed all later KV."""
 
@@ -282,7 +289,7 @@ class Req:
             output_ids.append(token)
             if self.grammar is not None:
                 self.grammar.accept(token)
-            if self.stop_checker is not None:
+            if self.stop_checker is not None and token not in self.stop_checker.quiet:
                 matched = self.stop_checker.push(token)
                 if matched is not None:
                     return StopFinish(matched)

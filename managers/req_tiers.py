@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from ..mem_cache.block_keys import BlockKeys
-from ..mem_cache.kv_storage import ReadJob
+from ..mem_cache.host_blocks import HostBlocks
+from ..mem_cache.kv_storage import KVStorage, ReadJob
 from ..model_executor.step import Int32Array
 
 
@@ -27,8 +29,11 @@ class ReqTiers:
     """Whether it waits for no read, because there is nothing to read or because it has waited long enough."""
 
     _found: range = range(0)
-    """Blocks that `find_end` has found, as of `_found_version`."""
-    _found_version: object = None
+    """Blocks that `expect_end` has found."""
+    _oldest_use: float = 0
+    """Of those of them that host memory has."""
+    _num_forgotten: int | None = None
+    """Files that were forgotten when it found them; None: it did not look at files."""
 
     @property
     def awaits_files(self) -> bool:
@@ -40,27 +45,29 @@ class ReqTiers:
         self.job = self.give_up_s = None
         self.is_settled = False
 
-    def find_end(
-        self, tokens: Int32Array, first: int, places: Sequence[Container[bytes]], version: object = None
-    ) -> int:
+    def find_end(self, tokens: Int32Array, first: int, places: Sequence[Container[bytes]]) -> int:
         """The index of the first block from `first` on that no place has, or that `tokens` do not fill.
 
-        Hashes no more blocks than are found, and one. Blocks that a call with an equal `version` has found are not
-        looked up again. `version` None: looks up all.
+        Hashes no more blocks than are found, and one.
         """
         index = first
-        if version is not None:
-            if version == self._found_version and self._found.start <= first <= self._found.stop:
-                first, index = self._found.start, self._found.stop
-            self._found_version = version
-        while self.keys.key(tokens, index) is not None:
-            end = _end_of_known(self.keys.keys, index, places)
-            if end == index:
-                break
-            index = end
-        if version is not None:
-            self._found = range(first, index)
+        while (key := self.keys.key(tokens, index)) is not None and any(key in place for place in places):
+            index = _end_of_known(self.keys.keys, index, places)
         return index
+
+    def expect_end(self, tokens: Int32Array, first: int, blocks: HostBlocks, files: KVStorage | None) -> int:
+        """As `find_end`, in host memory and, unless None, in files. What it has found is looked up again only if it may
+        have gone: a policy calls this often for each waiting request."""
+        num_forgotten = None if files is None else files.num_forgotten
+        found, oldest_use = self._found, self._oldest_use
+        is_known = oldest_use > blocks.forgotten_until and num_forgotten == self._num_forgotten
+        if not (is_known and found.start <= first <= found.stop):
+            found, oldest_use = range(first, first), math.inf
+        end = self.find_end(tokens, found.stop, [blocks.index] if files is None else [blocks.index, files.index])
+        if end > found.stop:
+            oldest_use = min(oldest_use, blocks.oldest_use(self.keys.keys[found.stop : end]))
+        self._found, self._oldest_use, self._num_forgotten = range(found.start, end), oldest_use, num_forgotten
+        return end
 
 
 def _end_of_known(keys: Sequence[bytes], index: int, places: Sequence[Container[bytes]]) -> int:

@@ -19,8 +19,7 @@ from ..srt.io_struct import (
     ToScheduler,
     ToTokenizer,
 )
-
-_HEARTBEAT_S = 0.5
+from ..srt.settings.failures import HEARTBEAT_S
 
 M_contra = TypeVar("M_contra", contravariant=True)
 
@@ -62,7 +61,7 @@ class SchedulerIO:
     def receive(self, *, may_sleep: bool) -> Sequence[ToScheduler | BrokenMessage]:
         """All messages that have arrived. With `may_sleep`, it first waits for a message or for the next heartbeat."""
         if may_sleep:
-            self._inbox.wait(_HEARTBEAT_S)
+            self._inbox.wait(HEARTBEAT_S)
         return self._inbox.drain()
 
     def put(self, out: TokenOut) -> None:
@@ -82,5 +81,5 @@ class SchedulerIO:
             self._outs, self.next_tokens = [], NextTokens([], [], [])
         now = self._clock()
         if now >= self._next_heartbeat:
-            self._next_heartbeat = now + _HEARTBEAT_S
+            self._next_heartbeat = now + HEARTBEAT_S
             self._tokenizer.send(Heartbeat(state()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain, islice, zip_longest
 from typing import cast
@@ -20,14 +21,17 @@ from .waiting_queue import Level, WaitingQueue
 class TenantLevel(Level):
     """The waiting requests of one urgency, and of each tenant that has any here."""
 
-    def __init__(self, urgency: int, shares: TenantShares) -> None:
+    def __init__(self, urgency: int, shares: TenantShares, places: Counter[str]) -> None:
+        """`places`: the number of waiting requests of each tenant in all levels, which this one keeps up to date."""
         super().__init__(urgency)
         self.tenants: dict[str, Level] = {}
         self._shares = shares
+        self._places = places
 
     def add(self, req: Req) -> None:
         super().add(req)
         self._shares.join(req.tenant)
+        self._places[req.tenant] += 1
         self.tenants.setdefault(req.tenant, Level(self.urgency)).add(req)
 
     def remove(self, req: Req) -> None:
@@ -36,6 +40,9 @@ class TenantLevel(Level):
         own.remove(req)
         if not own.reqs:
             del self.tenants[req.tenant]
+        self._places[req.tenant] -= 1
+        if not self._places[req.tenant]:
+            del self._places[req.tenant]
 
     def put_back(self, reqs: Collection[Req]) -> None:
         super().put_back(reqs)
@@ -76,10 +83,11 @@ class TenantQueue(WaitingQueue):
     def __init__(self, shares: TenantShares) -> None:
         super().__init__()
         self._shares = shares
+        self._places: Counter[str] = Counter()
 
     @property
     def has_several_tenants(self) -> bool:
-        return len({name for level in self._tenant_levels() for name in islice(level.tenants, 2)}) > 1
+        return len(self._places) > 1
 
     def share_of(self, req: Req) -> str:
         return req.tenant
@@ -87,15 +95,11 @@ class TenantQueue(WaitingQueue):
     def in_turn(self, count: int) -> list[Req]:
         """The first `count` requests in the order of the queue, where equally urgent ones take turns by tenants."""
         found: list[Req] = []
-        for level in self._tenant_levels():
+        for level in cast("Iterable[TenantLevel]", self.levels()):
             found += level.in_turn(count - len(found))
             if len(found) == count:
                 break
         return found
 
     def _make_level(self, urgency: int) -> TenantLevel:
-        return TenantLevel(urgency, self._shares)
-
-    def _tenant_levels(self) -> Iterable[TenantLevel]:
-        """Most urgent first."""
-        return cast("Iterable[TenantLevel]", self._levels.values())
+        return TenantLevel(urgency, self._shares, self._places)

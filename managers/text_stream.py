@@ -6,7 +6,7 @@ tokens through the same class, so they cannot disagree. The scheduler leaves out
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from ..srt.io_struct import DecodeOptions
 from ..srt.text.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class StopStringChecker:
 
     A stop string begins with a byte that begins a character. In UTF-8 such a byte is never a part of another character,
     whatever comes before it. So while the stream is idle, a token without the first byte of any stop string changes
-    nothing, and its text is not needed.
+    nothing, and its text is not needed. Such tokens are `quiet`, as far as they are known.
     """
 
     def __init__(self, tokenizer: Tokenizer, options: DecodeOptions) -> None:
@@ -58,13 +58,25 @@ class StopStringChecker:
         self._first_bytes = frozenset(start.encode(errors="surrogatepass")[0] for start in starts)
         # Many different bytes become U+FFFD, so a stop string that begins with it has no first byte.
         self._can_skip = tokenizer.token_bytes is not None and "\ufffd" not in starts
-        self._token_bytes = {} if tokenizer.token_bytes is None else tokenizer.token_bytes
-        self._is_idle = self._can_skip and self._stream.is_idle
+        self._token_bytes: dict[int, bytes] = {}
+        self._harmless: set[int] = set()
+        """Tokens without any of the first bytes. Checkers with the same first bytes share the set."""
+        if tokenizer.token_bytes is not None:
+            self._token_bytes = tokenizer.token_bytes
+            self._harmless = tokenizer.token_bytes.known_without(self._first_bytes)
+        self.quiet: Container[int] = ()
+        """Tokens that need not be pushed now. It changes with each push."""
+        self._update()
 
     def push(self, token: int) -> str | None:
         """The stop string that the text has reached with this token or before, if any."""
         if self._is_idle and self._first_bytes.isdisjoint(self._token_bytes[token]):
+            self._harmless.add(token)
             return None
         self._stream.push((token,))
-        self._is_idle = self._can_skip and self._stream.is_idle
+        self._update()
         return self._stream.matched
+
+    def _update(self) -> None:
+        self._is_idle = self._can_skip and self._stream.is_idle
+        self.quiet = self._harmless if self._is_idle else ()

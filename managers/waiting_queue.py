@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator
-from itertools import chain
+from itertools import chain, groupby
 from math import inf
 from operator import attrgetter
 
 from .req import Req
 
 _arrival_of = attrgetter("arrival")
+_place_of = attrgetter("place")
+_urgency_of = attrgetter("urgency")
 
 
 class Level:
@@ -56,13 +59,50 @@ class Level:
         return self.newest() if self.urgency < req.urgency else None
 
 
+class TokensByUrgency:
+    """Sums of tokens of requests that are at least so urgent. A call takes at most 65 steps, and 2 for urgency 0.
+
+    It is a Fenwick tree. Only its nodes that are not 0 are stored.
+    """
+
+    _SIZE = 1 << 65
+    """Urgencies are numbers of 64 bits. Larger ones, which only a Python engine can have, count as equal."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, int] = {}
+
+    def add(self, urgency: int, num_tokens: int) -> None:
+        """`num_tokens`: negative for requests that leave."""
+        place = self._place(urgency)
+        while place <= self._SIZE:
+            total = self._sums.get(place, 0) + num_tokens
+            if total:
+                self._sums[place] = total
+            else:
+                self._sums.pop(place, None)
+            place += place & -place
+
+    def at_least(self, urgency: int) -> int:
+        place, total = self._place(urgency), 0
+        while place:
+            total += self._sums.get(place, 0)
+            place &= place - 1
+        return total
+
+    def _place(self, urgency: int) -> int:
+        return min(max(self._SIZE // 2 - urgency, 1), self._SIZE)
+
+
 class WaitingQueue(Collection[Req]):
-    """The time to add a new request or to remove one does not depend on their number. It depends on the number of
-    priorities in use. To put retracted ones back sorts those of their urgency."""
+    """The time to add a new request or to remove one does not depend on their number, and grows with the logarithm of
+    the number of priorities in use. To put retracted ones back sorts those of their urgency."""
 
     def __init__(self) -> None:
         self._levels: dict[int, Level] = {}
-        """By urgency, most urgent first. None is empty."""
+        """By urgency. None is empty."""
+        self._order: list[int] = []
+        """The urgencies of the levels, each times -1, sorted: most urgent first."""
+        self._num_tokens = TokensByUrgency()
         self._len = 0
         self.num_changes = 0
         """How often requests have come or left."""
@@ -71,36 +111,46 @@ class WaitingQueue(Collection[Req]):
         return self._len
 
     def __iter__(self) -> Iterator[Req]:
-        return chain.from_iterable(level.reqs for level in self._levels.values())
+        return chain.from_iterable(level.reqs for level in self.levels())
 
     def __contains__(self, req: object) -> bool:
         return isinstance(req, Req) and req.urgency in self._levels and req in self._levels[req.urgency].reqs
 
+    def levels(self) -> Iterator[Level]:
+        """Most urgent first."""
+        return (self._levels[-key] for key in self._order)
+
     def add(self, req: Req) -> None:
         """Adds a request that arrived after all others."""
         self._level(req.urgency).add(req)
-        self._len += 1
+        self._count(req, 1)
         self.num_changes += 1
 
     def remove(self, req: Req) -> None:
         level = self._levels[req.urgency]
         level.remove(req)
-        self._len -= 1
-        self.num_changes += 1
         if not level.reqs:
             del self._levels[req.urgency]
+            del self._order[bisect_left(self._order, -req.urgency)]
+        self._count(req, -1)
+        self.num_changes += 1
 
     def put_back(self, reqs: Collection[Req]) -> None:
         """Adds retracted requests."""
-        for urgency in {req.urgency for req in reqs}:
-            self._level(urgency).put_back([req for req in reqs if req.urgency == urgency])
-        self._len += len(reqs)
+        for urgency, equally_urgent in groupby(sorted(reqs, key=_place_of), key=_urgency_of):
+            self._level(urgency).put_back(list(equally_urgent))
+        for req in reqs:
+            self._count(req, 1)
         self.num_changes += 1
+
+    def _count(self, req: Req, sign: int) -> None:
+        self._len += sign
+        self._num_tokens.add(req.urgency, sign * req.queued_tokens)
 
     @property
     def lowest_urgency(self) -> float:
         """Infinite if nobody waits."""
-        return next(reversed(self._levels), inf)
+        return -self._order[-1] if self._order else inf
 
     def share_of(self, req: Req) -> str:
         """The tenant whose share of the engine serves a request; "" if there are no shares."""
@@ -108,17 +158,16 @@ class WaitingQueue(Collection[Req]):
 
     def num_tokens_before(self, req: Req) -> int:
         """Tokens of waiting requests that are computed before a new one."""
-        ahead = [level for urgency, level in self._levels.items() if urgency >= req.urgency]
-        return sum(
-            level.num_tokens_before(req) if level.urgency == req.urgency else level.num_tokens for level in ahead
-        )
+        level = self._levels.get(req.urgency)
+        equally_urgent = 0 if level is None else level.num_tokens_before(req)
+        return self._num_tokens.at_least(req.urgency + 1) + equally_urgent
 
     def gives_way_to(self, req: Req) -> Req | None:
         """The waiting request to refuse in place of a new one. None: none of them."""
-        for urgency in reversed(self._levels):
-            if urgency > req.urgency:
+        for key in reversed(self._order):
+            if -key > req.urgency:
                 return None
-            found = self._levels[urgency].gives_way_to(req)
+            found = self._levels[-key].gives_way_to(req)
             if found is not None:
                 return found
         return None
@@ -127,7 +176,7 @@ class WaitingQueue(Collection[Req]):
         level = self._levels.get(urgency)
         if level is None:
             level = self._levels[urgency] = self._make_level(urgency)
-            self._levels = dict(sorted(self._levels.items(), reverse=True))
+            insort(self._order, -urgency)
         return level
 
     def _make_level(self, urgency: int) -> Level:

@@ -31,6 +31,17 @@ class MatchResult:
     node: CacheNode
 
 
+class Lookup(ABC):
+    """The length of the longest cached prefix of some tokens. It can tell whether that may have changed."""
+
+    __slots__ = ()
+    length: int
+
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Whether a new look-up would certainly find the same length. It takes far less time."""
+
+
 class InsertResult(NamedTuple):
     """Who owns the inserted slots after `insert`.
 
@@ -68,8 +79,12 @@ class BasePrefixCache(ABC):
         """Find the longest cached prefix of tokens: int32 [n]. Counts as an access. The cache still owns the slots."""
 
     @abstractmethod
-    def match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
+    def look_up(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> Lookup:
         """The number of slots that `match` would return. Has no effect on the cache; the queue is ordered by it."""
+
+    def match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
+        """The length of `look_up`."""
+        return self.look_up(tokens, namespace).length
 
     @abstractmethod
     def match_path(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> tuple[Sequence[CacheNode], int]:

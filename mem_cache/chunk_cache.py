@@ -8,7 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ..srt.view_parts import HotPrefix
-from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult
+from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, Lookup, MatchResult
+
+
+class _Nothing(Lookup):
+    __slots__ = ()
+    length = 0
+
+    def is_current(self) -> bool:
+        return True
 
 
 class ChunkCache(BasePrefixCache):
@@ -21,12 +29,13 @@ class ChunkCache(BasePrefixCache):
         self.evictable_size = 0
         self.protected_size = 0
         self._no_match = MatchResult(slots=np.empty(0, dtype=np.int32), node=CacheNode())
+        self._nothing = _Nothing()
 
     def match(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> MatchResult:
         return self._no_match
 
-    def match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
-        return 0
+    def look_up(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> Lookup:
+        return self._nothing
 
     def match_path(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> tuple[Sequence[CacheNode], int]:
         return (), 0

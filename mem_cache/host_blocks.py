@@ -9,8 +9,9 @@ A block is in exactly one of these states:
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 
 
 class HostBlocks:
@@ -27,8 +28,11 @@ class HostBlocks:
         self._pins = [0] * num_blocks
         self.num_dropped = 0
         """Kept blocks that were taken for something else."""
-        self.num_forgotten = 0
-        """It has grown whenever `find` returns None for a key for which it returned a block before."""
+        self._num_uses = 0
+        self._last_use = [0] * num_blocks
+        """Of each block, the number of its last use. Uses are counted from 1."""
+        self.forgotten_until = 0
+        """The last use of the key that was forgotten last. Those of all earlier uses are forgotten, unless pinned."""
         self.on_drop: Callable[[bytes], None] | None = None
         """Called with the key of each kept block that is taken for something else."""
 
@@ -54,6 +58,15 @@ class HostBlocks:
         """The block of this key. Has no effect."""
         return self._block_of.get(key)
 
+    def oldest_use(self, keys: Iterable[bytes]) -> float:
+        """The least recent of the last uses of these keys' blocks; infinite without any.
+
+        As long as it is above `forgotten_until`, `find` finds all that it finds now: the least recently used block is
+        forgotten first.
+        """
+        blocks = [block for block in map(self._block_of.get, keys) if block is not None]
+        return min(map(self._last_use.__getitem__, blocks), default=math.inf)
+
     def is_pinned(self, block: int) -> bool:
         return self._pins[block] > 0
 
@@ -64,6 +77,7 @@ class HostBlocks:
             return False
         if block in self._kept:
             self._kept.move_to_end(block)
+            self._use(block)
         return True
 
     def take(self) -> int | None:
@@ -76,6 +90,7 @@ class HostBlocks:
         elif self._kept:
             block, _ = self._kept.popitem(last=False)
             self._forget(block)
+            self.forgotten_until = self._last_use[block]
             self.num_dropped += 1
         else:
             return None
@@ -88,6 +103,7 @@ class HostBlocks:
         if key not in self._block_of:
             self._block_of[key] = block
             self._key_of[block] = key
+            self._use(block)
 
     def pin(self, block: int) -> None:
         """Keep a block as it is. Needs one `unpin`."""
@@ -104,13 +120,14 @@ class HostBlocks:
             self._free.append(block)
         else:
             self._kept[block] = None
+            self._use(block)
 
     def clear(self) -> None:
         """Forget all keys. Pinned blocks become free with their last `unpin`."""
         for block in self._block_of.values():
             self._key_of[block] = None
         self._block_of = {}
-        self.num_forgotten += 1
+        self.forgotten_until = self._num_uses
         self._free.extend(self._kept)
         self._kept.clear()
 
@@ -131,6 +148,9 @@ class HostBlocks:
         assert key is not None
         del self._block_of[key]
         self._key_of[block] = None
-        self.num_forgotten += 1
         if self.on_drop is not None:
             self.on_drop(key)
+
+    def _use(self, block: int) -> None:
+        self._num_uses += 1
+        self._last_use[block] = self._num_uses

@@ -29,12 +29,13 @@ import numpy.typing as npt
 
 from ..srt.view_parts import HotPrefix
 from .allocator import BaseAllocator
-from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult, RetentionOwner
+from .base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, Lookup, MatchResult, RetentionOwner
 from .block_events import CacheListener
 from .evict_policy import Value, get_evict_policy
 from .radix_audit import audit_slices
 from .radix_heat import hottest
-from .radix_node import EMPTY, NO_TICKET, RadixNode, common_len, freed_by_unlock
+from .radix_lookup import find, look_up, namespace_key
+from .radix_node import EMPTY, NO_TICKET, RadixNode, freed_by_unlock
 from .retention import Retentions
 
 # Added to the limit of the heap's length, so that small trees do not rebuild their heap all the time.
@@ -74,6 +75,8 @@ class RadixCache(BasePrefixCache):
                 self._policy = Value(equal_cost_depth)
         self.listener: CacheListener | None = None
         """Told of every change of the cached prefixes; None: nobody is."""
+        self.num_cuts = 0
+        """How often a discarded prefix, an empty namespace or the whole tree was cut off (see RadixLookup)."""
         self.reset()
 
     def reset(self) -> None:
@@ -82,6 +85,7 @@ class RadixCache(BasePrefixCache):
         self.evictable_size = 0
         self.protected_size = 0
         self.num_nodes = 0
+        self.num_cuts += 1
         self._tick = 0
         self._next_ticket = NO_TICKET + 1
         self._heap: list[_HeapEntry] = []
@@ -100,11 +104,11 @@ class RadixCache(BasePrefixCache):
         self._touch(path)
         return MatchResult(np.concatenate([node.slots for node in path]), path[-1])
 
-    def match_len(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> int:
-        return self._find(tokens, namespace)[1]
+    def look_up(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> Lookup:
+        return look_up(self, self._root, tokens, namespace)
 
     def match_path(self, tokens: npt.NDArray[np.int32], namespace: str = "") -> tuple[Sequence[CacheNode], int]:
-        return self._find(tokens, namespace)[:2]
+        return find(self._root, tokens, namespace, self.page_size)[:2]
 
     def insert(
         self,
@@ -131,33 +135,9 @@ class RadixCache(BasePrefixCache):
             if not excess:
                 return
 
-    def _find(self, tokens: npt.NDArray[np.int32], namespace: str) -> tuple[list[RadixNode], int, int]:
-        """Walk down as far as the tokens match. Has no effect on the tree.
-
-        Returns the nodes on the path without the namespace's node, the matched length, and the matched length within
-        the last node, which may match only in part.
-        """
-        assert tokens.dtype == np.int32
-        page_size = self.page_size
-        end = len(tokens) // page_size * page_size
-        path: list[RadixNode] = []
-        pos = matched_in_last = 0
-        node = self._root.children.get(_namespace_key(namespace))
-        while node is not None and pos < end:
-            node = node.children.get(tokens[pos : pos + page_size].tobytes())
-            if node is None:
-                break
-            path.append(node)
-            # Never 0: the key is the whole first page.
-            matched_in_last = common_len(node.tokens, tokens[pos:end]) // page_size * page_size
-            pos += matched_in_last
-            if matched_in_last < len(node.tokens):
-                break
-        return path, pos, matched_in_last
-
     def _descend(self, tokens: npt.NDArray[np.int32], namespace: str) -> tuple[list[RadixNode], int]:
-        """Walk down as `_find` does, and split the last node at the end of the match: all nodes then match whole."""
-        path, matched_len, matched_in_last = self._find(tokens, namespace)
+        """Walk down as `find` does, and split the last node at the end of the match: all nodes then match whole."""
+        path, matched_len, matched_in_last = find(self._root, tokens, namespace, self.page_size)
         if path and matched_in_last < len(path[-1].tokens):
             path[-1] = self._split(path[-1], matched_in_last)
         return path, matched_len
@@ -200,7 +180,7 @@ class RadixCache(BasePrefixCache):
         return upper
 
     def _namespace_node(self, namespace: str) -> RadixNode:
-        key = _namespace_key(namespace)
+        key = namespace_key(namespace)
         node = self._root.children.get(key)
         if node is None:
             node = RadixNode(self._root, key, EMPTY, EMPTY, self._tick)
@@ -313,6 +293,7 @@ class RadixCache(BasePrefixCache):
             return
         if parent.parent is self._root:  # a namespace without tokens
             del self._root.children[parent.key]
+            self.num_cuts += 1
             if parent.lock_count:
                 self._discarded.add(parent)
         elif parent.lock_count == 0:
@@ -350,7 +331,7 @@ class RadixCache(BasePrefixCache):
     def discard(self, tokens: npt.NDArray[np.int32], kept_len: int, namespace: str = "") -> None:
         assert kept_len % self.page_size == 0
         path, matched_len = self._descend(tokens[:kept_len], namespace)
-        parent = path[-1] if path else self._root.children.get(_namespace_key(namespace))
+        parent = path[-1] if path else self._root.children.get(namespace_key(namespace))
         if parent is None or matched_len < kept_len:
             return
         top = parent.children.get(tokens[kept_len : kept_len + self.page_size].tobytes())
@@ -359,6 +340,7 @@ class RadixCache(BasePrefixCache):
         if self.retentions is not None:
             self.retentions.cut_off(top)
         self._unlink(top)
+        self.num_cuts += 1
         freed = [EMPTY]
         stack = [top]
         while stack:
@@ -388,12 +370,7 @@ class RadixCache(BasePrefixCache):
         return 0 if self.retentions is None else self.retentions.num_tokens
 
     def hottest(self, max_prefixes: int, max_tokens: int) -> list[HotPrefix]:
-        return hottest(self._root.children.get(_namespace_key("")), max_prefixes, max_tokens)
+        return hottest(self._root.children.get(namespace_key("")), max_prefixes, max_tokens)
 
     def audit_slices(self) -> Iterator[npt.NDArray[np.int32]]:
         return audit_slices(self)
-
-
-def _namespace_key(namespace: str) -> bytes:
-    # surrogatepass: every str is a valid namespace, and different strings give different bytes.
-    return namespace.encode("utf-8", "surrogatepass")

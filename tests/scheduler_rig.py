@@ -52,6 +52,8 @@ class Heard:
 class StopAfter:
     """A stop checker for tests. It matches when the last tokens are `pattern`."""
 
+    quiet = ()
+
     def __init__(self, pattern: tuple[int, ...]) -> None:
         self._pattern = pattern
         self._seen: list[int] = []

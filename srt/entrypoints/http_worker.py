@@ -28,6 +28,7 @@ from ..io_struct import BatchTextOut, BrokenMessage
 from ..ipc import AsyncReceiver, RunDir, Sender
 from ..model_files.model_config import ModelConfig, load_model_config
 from ..server_args import ServerArgs
+from ..settings.failures import HEARTBEAT_S
 from ..start_reports import HttpWorkerReady
 from ..text.tokenizer import Tokenizer, load_tokenizer
 from ..worker_messages import (
@@ -52,7 +53,6 @@ from .tracing import RequestTracer
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-_ALIVE_S = 0.5
 _SILENT_S = 1.0
 """When the parent has been silent for longer, streams and probes say so."""
 _NO_ANSWER = "the process that has the engine does not answer"
@@ -144,7 +144,7 @@ class HttpWorker:
         """Tells the parent twice a second that this process does not hang."""
         now = time.monotonic()
         if self._manager is not None and now >= self._next_sign:
-            self._next_sign = now + _ALIVE_S
+            self._next_sign = now + HEARTBEAT_S
             self._parent.send(WorkerAlive())
 
     def look_at_parent(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ..kv_events import read_config
 from ..origins import parse_origins
 from ..tenant_weights import parse_weights
+from .failures import HEARTBEAT_S, MIN_WATCHDOG_S
 from .setting import flag_name
 
 if TYPE_CHECKING:
@@ -123,7 +124,14 @@ def check_settings(args: ServerArgs) -> None:
         raise ValueError(f"--max-itl-ms must be a positive number of milliseconds, auto or none, got {bound}")
     if args.context_length == 1:
         raise ValueError("--context-length must be at least 2, for a prompt and its first token; got 1")
-    for name in ("watchdog_timeout", "soft_watchdog_timeout", "waiting_timeout", "running_timeout"):
+    for name in ("watchdog_timeout", "soft_watchdog_timeout"):
+        value = getattr(args, name)
+        if value is not None and not value >= MIN_WATCHDOG_S:
+            raise ValueError(
+                f"{flag_name(name)} must be at least {MIN_WATCHDOG_S:g}, because a healthy process may be silent for "
+                f"{HEARTBEAT_S:g} s; got {value:g}"
+            )
+    for name in ("waiting_timeout", "running_timeout"):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ValueError(f"{flag_name(name)} must be positive, got {value}")

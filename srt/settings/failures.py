@@ -7,6 +7,11 @@ from typing import Annotated, ClassVar
 
 from .setting import Setting
 
+HEARTBEAT_S = 0.5
+"""Each process of the engine gives a sign of life at least so often, unless a step takes longer."""
+MIN_WATCHDOG_S = 2 * HEARTBEAT_S
+"""The least timeout of a watchdog. A shorter one would take an idle process for one that hangs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FailureSettings:

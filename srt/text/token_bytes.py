@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 _SPACE_MARK = "\u2581"
+_MAX_SHARED = 8
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -40,6 +41,18 @@ class TokenBytes(dict[int, bytes]):
         super().__init__()
         self._backend = backend
         self._alphabet = byte_level_alphabet() if byte_level else None
+        self._without: dict[frozenset[int], set[int]] = {}
+
+    def known_without(self, some_bytes: frozenset[int]) -> set[int]:
+        """Tokens that are known to have none of some bytes: callers add those that they find.
+
+        Those who ask for the same bytes share a set, so the vocabulary is tested once. The last `_MAX_SHARED` sets are
+        kept, because clients choose the bytes.
+        """
+        found = self._without[some_bytes] = self._without.pop(some_bytes, set())
+        if len(self._without) > _MAX_SHARED:
+            del self._without[next(iter(self._without))]
+        return found
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBytes | None:

@@ -277,6 +277,8 @@ def test_a_stream_interval_holds_tokens_back_but_for_the_first_and_the_end(bench
 
 def test_a_stop_checker_that_fails_ends_its_request_alone(bench: Bench) -> None:
     class Broken:
+        quiet = ()
+
         def push(self, token: int) -> str | None:
             raise RuntimeError("no text")
 

@@ -18,6 +18,8 @@ from tercet.managers.kv_cache_manager import Int32Array, KVCacheManager
 from tercet.managers.kv_tiers import KVTiers
 from tercet.managers.pause import Pause
 from tercet.managers.req import Req
+from tercet.managers.req_hidden import ReqHidden
+from tercet.managers.req_logprobs import ReqLogprobs
 from tercet.managers.schedule_policy import MAX_PASSED_OVER
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.retention import Retentions
@@ -38,6 +40,8 @@ RARE = (
     "blocks read from files",
     "damaged files",
     "full disks",
+    "log probabilities beside reused KV",
+    "hidden states",
 )
 """What 30,000 steps must have seen."""
 FIRST_CASE = 0 if os.environ.get("CI") else Random().randrange(1 << 32)
@@ -65,6 +69,17 @@ def _pin(self: KVCacheManager, token_ids: Int32Array, seconds: float, options: R
     self.cache.lock(self.cache.match(token_ids, options.cache_salt).node)
 
 
+class _NotAsked:
+    """As `ReqHidden.reusable_len`, but KV of any length may be reused before the first step."""
+
+    def __get__(self, owner: ReqHidden, _: type) -> int:
+        return owner.__dict__.get("end", owner._num_prompt_tokens - 1)
+
+    def __set__(self, owner: ReqHidden, end: int) -> None:
+        if end:
+            owner.__dict__["end"] = end
+
+
 _retain = KVCacheManager.retain
 
 BREAKAGES: dict[str, tuple[type, str, Callable[..., object]]] = {
@@ -84,6 +99,8 @@ BREAKAGES: dict[str, tuple[type, str, Callable[..., object]]] = {
     "KV of old weights stays in the cache": (KVCacheManager, "flush", _ignore),
     "KV of old weights is read from files": (KVTiers, "change_identity", _ignore),
     "tokens of a dead engine are forgotten": (Req, "resume", _ignore),
+    "reused KV takes the log probabilities of a prompt": (ReqLogprobs, "reusable_len", None),
+    "reused KV takes hidden states": (ReqHidden, "reusable_len", _NotAsked()),
 }
 
 

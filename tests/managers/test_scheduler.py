@@ -305,6 +305,8 @@ def test_abort_all() -> None:
 
 
 class BrokenStopChecker:
+    quiet = ()
+
     def push(self, token: int) -> str | None:
         raise ZeroDivisionError
 

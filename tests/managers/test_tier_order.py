@@ -14,6 +14,7 @@ from tier_asks import ask, prompt, settle, settle_copies
 
 from tercet.managers.req_tiers import ReqTiers
 from tercet.mem_cache.block_keys import BlockKeys
+from tercet.mem_cache.host_blocks import HostBlocks
 from tercet.mem_cache.kv_folder import file_name
 
 
@@ -140,23 +141,34 @@ def test_a_policy_looks_up_a_block_once(tmp_path: Path) -> None:
     assert fresh.kv.match_len(req) == 160
 
 
-def test_what_was_found_is_looked_up_again_after_a_change() -> None:
+def test_what_was_found_is_looked_up_again_only_after_it_may_have_gone() -> None:
     tokens = np.arange(100, dtype=np.int32)
     keys = BlockKeys(b"", "", 4).cover(tokens)
-    known = CountingDict(dict.fromkeys(keys[:15], 0))
+    blocks = HostBlocks(17)
+    for key in [b"old", *reversed(keys[:15])]:
+        block = blocks.take()
+        blocks.name(block, key)
+        blocks.unpin(block)
+    blocks._block_of = known = CountingDict(blocks._block_of)
     state = ReqTiers(BlockKeys(b"", "", 4))
-    assert state.find_end(tokens, 3, [known], 1) == 15
+    assert state.expect_end(tokens, 3, blocks, None) == 15
     for first, is_known in ((3, True), (10, True), (15, True), (0, False), (5, True), (20, False), (4, False)):
         known.num_looked_up = 0
-        assert state.find_end(tokens, first, [known], 1) == max(first, 15)
+        assert state.expect_end(tokens, first, blocks, None) == max(first, 15)
         assert (known.num_looked_up <= 2) == (is_known or first == 20)
-    del known[keys[8]]
-    assert state.find_end(tokens, 0, [known], 2) == 8
-    assert state.find_end(tokens, 0, [known], 1) == 8
-    known[keys[8]] = 0
-    assert state.find_end(tokens, 2, [known], 1) == 15, "what is added needs no new version"
-    known.clear()
-    assert state.find_end(tokens, 2, [known]) == 2
+    added = blocks.take()
+    blocks.name(added, keys[15])
+    blocks.unpin(added)
+    assert state.expect_end(tokens, 4, blocks, None) == 16, "what is added is found"
+    assert blocks.take() is not None and blocks.find(b"old") is None
+    known.num_looked_up = 0
+    assert state.expect_end(tokens, 4, blocks, None) == 16
+    assert known.num_looked_up <= 2, "the block of another prefix has gone"
+    for end in (14, 13):
+        assert blocks.take() is not None
+        assert state.expect_end(tokens, 4, blocks, None) == end
+    blocks.clear()
+    assert state.expect_end(tokens, 4, blocks, None) == 4
 
 
 @given(places=st.lists(st.sets(st.integers(0, 9)), max_size=3), first=st.integers(0, 12), length=st.integers(0, 10))

@@ -18,8 +18,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.pins: dict[int, int] = {}
         self.keys: dict[int, bytes] = {}
         self.kept: list[int] = []  # least recently used first
-        self.found: set[bytes] = set()
-        self.num_forgotten = 0
+        self.found: dict[bytes, float] = {}
 
     @rule()
     def take(self) -> None:
@@ -84,9 +83,11 @@ class BlockMachine(RuleBasedStateMachine):
         assert self.blocks.num_free == self.blocks.num_blocks - len(self.pins) - len(self.kept)
         for key in KEYS:
             assert self.blocks.find(key) == next((block for block, one in self.keys.items() if one == key), None)
-        found = {key for key in KEYS if self.blocks.find(key) is not None}
-        assert found >= self.found or self.blocks.num_forgotten > self.num_forgotten
-        self.found, self.num_forgotten = found, self.blocks.num_forgotten
+        for key in KEYS:
+            if self.blocks.find(key) is not None:
+                self.found.setdefault(key, self.blocks.oldest_use([key]))
+            elif key in self.found:
+                assert self.found.pop(key) <= self.blocks.forgotten_until
         assert all(self.blocks.is_pinned(block) == (block in self.pins) for block in range(self.blocks.num_blocks))
 
 

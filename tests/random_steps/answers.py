@@ -32,6 +32,15 @@ class Answer:
         """The client has `num_heard` tokens. What the engine had computed after them is computed again."""
         self._weights = [(min(position, num_heard), weights) for position, weights in self._weights]
 
+    def weights_of(self, position: int) -> int:
+        """The version that has computed a token of the output."""
+        return next(weights for start, weights in reversed(self._weights) if start <= position)
+
+    @property
+    def all_weights(self) -> set[int]:
+        """The versions in use during its life. The prompt may have been computed by any of them."""
+        return {weights for _, weights in self._weights}
+
     def tokens(self, length: int) -> list[int]:
         """The first `length` tokens of the output."""
         output: list[int] = []

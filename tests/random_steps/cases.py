@@ -84,6 +84,8 @@ def draw_case(seed: int) -> Case:
     rig["max_retained_share"] = lives.choice([0.1, 0.5, 1.0])
     if lives.random() < 0.4:  # other policies honour no retention
         rig["eviction"] = "value"
+    returns = Random(f"log probabilities, hidden states and samples {seed}")
+    returning = returns.choice([0.0, 0.0, 0.3])
     updates_per_turn = lives.choice([0.0, 0.0, 0.02])
     restarts_per_turn = lives.choice([0.0, 0.0, 0.02])
     num_turns = rng.randint(30, _MAX_TURNS)
@@ -102,8 +104,11 @@ def draw_case(seed: int) -> Case:
             request["stream"] = lives.random() < 0.8
             if rig["eviction"] == "value":
                 request |= _draw_retention(lives, num_requests)
-            happenings.append(Happening(turn, "arrive", num_requests, request))
-            num_requests += 1
+            if returns.random() < returning:
+                request |= _draw_returned(returns, has_grammar="regex" in request)
+            for _ in range(1 if returns.random() > returning / 2 else 2):  # the samples of a request with `n`
+                happenings.append(Happening(turn, "arrive", num_requests, dict(request)))
+                num_requests += 1
         if rng.random() < events_per_turn:
             number = max(num_requests - 1 - rng.randrange(8), 0)
             happenings.append(Happening(turn, rng.choice(_EVENTS), number))
@@ -149,6 +154,14 @@ def _draw_retention(rng: Random, number: int) -> dict[str, Any]:
         "tool_call": rng.choice([None, (1, 60.0), (3, 0.5)]) if seconds is None else None,
         "continues": rng.randrange(max(number - 8, 0), number) if number and rng.random() < 0.4 else None,
     }
+
+
+def _draw_returned(rng: Random, *, has_grammar: bool) -> dict[str, Any]:
+    """`logprobs`: the first position of the prompt and the number of the most probable tokens. The fake model's log
+    probabilities are those before a mask, so a request with a grammar asks for none."""
+    kind = rng.choice(["logprobs", "logprobs", "hidden", "both"])
+    wish = (rng.choice([-1, 0, 4, 30]), rng.choice([0, 1]))
+    return {"hidden": kind != "logprobs", "logprobs": None if kind == "hidden" or has_grammar else wish}
 
 
 def _draw_update(rng: Random, turn: int) -> list[Happening]:

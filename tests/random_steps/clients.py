@@ -8,6 +8,7 @@ from typing import Any
 from random_steps.answers import SEED, Answer
 from random_steps.cases import CONTEXT_LEN, POISON
 from random_steps.retention import RetentionBooks
+from random_steps.returned import check_hidden, check_logprobs, wish_of
 from scheduler_rig import Rig
 
 from tercet.srt.errors import PromptTooLong, QueueFull, WaitingTimeout
@@ -52,7 +53,9 @@ class Clients:
         self._add(rid)
 
     def _add(self, rid: str, resumed: Resumed | None = None) -> None:
-        request = {name: value for name, value in self._arrived[rid].items() if name != "tool_call"}
+        request = {name: value for name, value in self._arrived[rid].items() if name not in ("tool_call", "logprobs")}
+        wish = self._arrived[rid].get("logprobs")
+        request["logprobs"] = None if wish is None else wish_of(wish, len(request["prompt"]))
         waited_s = None if resumed is not None and resumed.output_ids else 0.0
         self._rig.add(rid, ignore_eos=True, sampling_seed=SEED, resumed=resumed, waited_s=waited_s, **request)
 
@@ -150,6 +153,7 @@ class Clients:
             assert isinstance(heard.finish, AbortFinish) and heard.finish.err_type == PromptTooLong.__name__
             return
         assert heard.ids == answer.tokens(len(heard.ids)), f"{rid} has other tokens"
+        self._check_returned(rid, whole=not isinstance(heard.finish, AbortFinish))
         if not isinstance(heard.finish, AbortFinish):
             assert heard.finish == LengthFinish(length) and len(heard.ids) == length
             assert heard.last is not None
@@ -162,3 +166,15 @@ class Clients:
             assert not heard.ids, f"{rid} was refused after its first token"
         else:
             assert rid in self._aborted or "run" in heard.finish.message
+
+    def _check_returned(self, rid: str, *, whole: bool) -> None:
+        request, heard, answer = self._arrived[rid], self._rig.heard[rid], self._answers[rid]
+        ids, wish = self._tokens(rid), request.get("logprobs")
+        if wish is not None:
+            options = wish_of(wish, len(request["prompt"]))
+            num = check_logprobs(heard.logprobs, ids, options, answer, VOCAB, whole)
+            self._seen["log probabilities of prompts"] += num
+            assert heard.last is not None or not num
+            self._seen["log probabilities beside reused KV"] += bool(num and heard.last.counts.cached_tokens)
+        if request.get("hidden"):
+            self._seen["hidden states"] += check_hidden(heard.hidden, ids, len(request["prompt"]), answer, whole=whole)

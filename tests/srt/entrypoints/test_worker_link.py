@@ -48,7 +48,8 @@ class StoppedChild:
 def test_a_worker_that_hangs_while_it_starts_again_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         monkeypatch.setattr(http_workers, "ChildProcess", StoppedChild)
-        args = ServerArgs(model_path="m", tokenizer_worker_num=2, watchdog_timeout=0.02, engine_restarts=3)
+        args = ServerArgs(model_path="m", tokenizer_worker_num=2, engine_restarts=3)
+        object.__setattr__(args, "watchdog_timeout", 0.02)  # no user may set it so low
         workers = HttpWorkers(args, [socket.socket()], "m")
         workers._engine = object()  # type: ignore[assignment]
         workers._workers[0].child.kill()

@@ -1,0 +1,87 @@
+"""Where the longest cached prefix of some tokens ends in the radix tree, and whether it still ends there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from .base_prefix_cache import Lookup
+from .radix_node import RadixNode, common_len
+
+if TYPE_CHECKING:  # it imports this file
+    from .radix_cache import RadixCache
+
+
+class RadixLookup(Lookup):
+    """The length of a prefix, and the place of its end in the tree. It is current as long as that place is as it was.
+
+    A node leaves the tree after its descendants. So the whole prefix is in the tree while the last node is, and it has
+    not grown while that node has no child for the next page. The edge of a node only ever gets shorter: when it is
+    split, when its end is evicted, and when the node is removed. What a node does not show, `RadixCache.num_cuts` does.
+    """
+
+    __slots__ = ("_cache", "_edge_len", "_next_key", "_node", "_num_cuts", "length")
+
+    def __init__(self, cache: RadixCache, length: int, node: RadixNode, next_key: bytes | None) -> None:
+        """`node`: the last one that matches, whole or in part. `next_key`: of the child that would continue the prefix;
+        None: no child can."""
+        self.length = length
+        self._cache = cache
+        self._num_cuts = cache.num_cuts
+        self._node = node
+        self._edge_len = len(node.tokens)
+        self._next_key = next_key
+
+    def is_current(self) -> bool:
+        node = self._node
+        return (
+            self._next_key not in node.children
+            and len(node.tokens) == self._edge_len
+            and self._num_cuts == self._cache.num_cuts
+        )
+
+
+def find(
+    root: RadixNode, tokens: npt.NDArray[np.int32], namespace: str, page_size: int
+) -> tuple[list[RadixNode], int, int]:
+    """Walk down as far as the tokens match. Has no effect on the tree.
+
+    Returns the nodes on the path without the namespace's node, the matched length, and the matched length within the
+    last node, which may match only in part.
+    """
+    assert tokens.dtype == np.int32
+    end = len(tokens) // page_size * page_size
+    path: list[RadixNode] = []
+    pos = matched_in_last = 0
+    node = root.children.get(namespace_key(namespace))
+    while node is not None and pos < end:
+        node = node.children.get(tokens[pos : pos + page_size].tobytes())
+        if node is None:
+            break
+        path.append(node)
+        # Never 0: the key is the whole first page.
+        matched_in_last = common_len(node.tokens, tokens[pos:end]) // page_size * page_size
+        pos += matched_in_last
+        if matched_in_last < len(node.tokens):
+            break
+    return path, pos, matched_in_last
+
+
+def look_up(cache: RadixCache, root: RadixNode, tokens: npt.NDArray[np.int32], namespace: str) -> RadixLookup:
+    """See BasePrefixCache."""
+    path, length, matched_in_last = find(root, tokens, namespace, cache.page_size)
+    key = namespace_key(namespace)
+    last = path[-1] if path else root.children.get(key)
+    if last is None:
+        return RadixLookup(cache, 0, root, key)
+    next_page = tokens[length : length + cache.page_size]
+    is_open = matched_in_last == len(last.tokens) and len(next_page) == cache.page_size
+    return RadixLookup(cache, length, last, next_page.tobytes() if is_open else None)
+
+
+def namespace_key(namespace: str) -> bytes:
+    """The key of a namespace's node below the root."""
+    # surrogatepass: every str is a valid namespace, and different strings give different bytes.
+    return namespace.encode("utf-8", "surrogatepass")

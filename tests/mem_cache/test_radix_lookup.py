@@ -1,0 +1,70 @@
+"""Look-ups that are kept while the tree changes: they tell when their length may have changed, and only then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from radix_makers import i32, make, put
+
+from tercet.mem_cache.radix_lookup import RadixLookup
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=10)
+ACTS = st.one_of(
+    st.tuples(st.just("put"), PROMPTS, st.sampled_from(["", "x"])),
+    st.tuples(st.just("evict"), st.integers(1, 12), st.just("")),
+    st.tuples(st.just("discard"), PROMPTS, st.sampled_from(["", "x"])),
+    st.tuples(st.just("lock"), PROMPTS, st.sampled_from(["", "x"])),
+    st.tuples(st.just("unlock"), st.just(0), st.just("")),
+    st.tuples(st.just("reset"), st.just(0), st.just("")),
+)
+
+
+@given(st.sampled_from([1, 2]), st.lists(ACTS, max_size=25), st.lists(PROMPTS, min_size=1, max_size=6))
+@settings(deadline=None)
+def test_a_current_look_up_has_the_right_length(page: int, acts: list[tuple[str, Any, str]], asked: list[Any]) -> None:
+    cache, allocator = make(page)
+    kept: dict[tuple[int, str], Any] = {}
+    locked: list[Any] = []
+    for act, what, namespace in acts:
+        if act == "put":
+            put(cache, allocator, what, namespace)
+        elif act == "evict":
+            cache.evict(what)
+        elif act == "discard":
+            cache.discard(i32(what), len(what) // 2 // page * page, namespace)
+        elif act == "lock":
+            locked.append(cache.match(i32(what), namespace).node)
+            cache.lock(locked[-1])
+        elif act == "unlock" and locked:
+            cache.unlock(locked.pop())
+        elif act == "reset" and not locked:
+            cache.reset()
+            allocator.clear()
+        for index, tokens in enumerate(asked):
+            for name in ("", "x"):
+                length = cache.match(i32(tokens), name).slots.size if act == "lock" else None
+                before = kept.get((index, name))
+                found = cache.look_up(i32(tokens), name)
+                assert length is None or found.length == length
+                assert found.is_current()
+                assert before is None or not before.is_current() or before.length == found.length
+                kept[index, name] = before if before is not None and before.is_current() else found
+
+
+@pytest.mark.parametrize(("prompt", "length"), [([9, 9], 0), ([1, 2, 3, 9], 3), ([1, 2, 9], 2), ([1, 2, 3], 3)])
+def test_a_look_up_stays_current_while_other_prefixes_come_and_go(prompt: list[int], length: int) -> None:
+    cache, allocator = make()
+    put(cache, allocator, [1, 2, 3])
+    found = cache.look_up(i32(prompt))
+    assert isinstance(found, RadixLookup) and found.length == length
+    cache.lock(cache.match(i32([1, 2, 3])).node)
+    for number in range(20):
+        put(cache, allocator, [4, number, 5])
+        put(cache, allocator, [number, 7], "x")
+        cache.evict(2)
+        assert found.is_current()
+    put(cache, allocator, prompt)
+    assert found.is_current() == (length == len(prompt))
