@@ -7,19 +7,22 @@ handler gets the same events with the same numbers. Then the samples go on in it
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 from starlette.types import Message, Scope
 
 from ...managers.generation import Generation, OutputReader, Timings
-from ...managers.request_registry import PromptSamples
+from ...managers.request_registry import Prompt, PromptSamples
 from ...managers.tokenizer_manager import TokenizerManager
 from ..errors import StreamChanged
 from ..io_struct import TextOut
 from .job import Sample
 from .request_names import RequestNames
 from .stream_journal import SavedOut, SavedPrompt, SavedRequest, SavedStream, StreamJournal
+from .tenants import key_of
 
 _REPLAY = "tercet.replay"
 _YIELD_AFTER = 32
@@ -121,6 +124,18 @@ class Replay:
         """The token ids of its prompts."""
         return [prompt.ids for prompt in self.saved.request.prompts]
 
+    def with_tenants(self, scope: Scope, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """The prompts with the tenants that began the stream. `scope`: of the request that continues it.
+
+        With several API keys, the key is the tenant. It may have had another number at the server before.
+        """
+        key = key_of(scope)
+        tenants = [saved.options.tenant if key is None else key for saved in self.saved.request.prompts]
+        return [
+            dataclasses.replace(prompt, options=msgspec.structs.replace(prompt.options, tenant=tenant))
+            for prompt, tenant in zip(prompts, tenants, strict=True)
+        ]
+
     def reader(self, manager: TokenizerManager, samples: Sequence[Sample]) -> ReplayingReader:
         return ReplayingReader(self, manager, samples)
 
@@ -164,7 +179,8 @@ class ReplayingReader:
         age_s = max(time.time() - request.began_s, 0.0)
         for sample in self._samples:
             prompt = request.prompts[sample.prompt_index]
-            self._manager.restore(sample.generation, prompt.ids, prompt.options, age_s)
+            options = msgspec.structs.replace(prompt.options, tenant=sample.prompt.options.tenant)
+            self._manager.restore(sample.generation, prompt.ids, options, age_s)
 
 
 def replay_of(scope: Scope) -> Replay | None:

@@ -107,8 +107,8 @@ async def answer(
     `name`: the name for /abort_request. It is the rid of a single prompt, or the common name of several prompts.
     """
     check_request_size(prompts)
-    prompts = with_tenant(request.scope, prompts)
     replay = replay_of(request.scope)
+    prompts = with_tenant(request.scope, prompts) if replay is None else replay.with_tenants(request.scope, prompts)
     opened = server.manager.open(prompts, name=name)
     job = Job(server.manager, opened, request.receive if replay is None else replay.receive)
     try:
