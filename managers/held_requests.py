@@ -116,8 +116,8 @@ class HeldRequests:
 def _is_waiting_over(generation: Generation) -> bool:
     """It has begun, or it is a suspect.
 
-    A suspect waits for its trial however long that takes. If it ended before, nobody would learn what kills the engine,
-    and its client would send it again.
+    A suspect has a limit of its own (`Recovery.end_late`), which begins when the engine runs again. If it ended before,
+    nobody would learn what kills the engine, and its client would send it again.
     """
     return generation.has_begun or bool(generation.output_ids) or generation.num_strikes > 0
 
