@@ -152,24 +152,31 @@ class ReplayingReader:
 
     async def next(self) -> list[tuple[int, TextOut]]:
         batches = self._replay.saved.batches
-        if self._num_replayed < len(batches):
+        while self._num_replayed < len(batches):
             batch = batches[self._num_replayed]
             self._num_replayed += 1
             if not self._num_replayed % _YIELD_AFTER:
                 await asyncio.sleep(0)
-            for saved in batch:
-                generation = self._samples[saved.place].generation
-                generation.restore(saved.out, saved.num_recoveries, saved.first_token_s)
-                if saved.out.finish is not None:
-                    generation.finished_s = saved.finished_s
-                    generation.timings = None if saved.timings is None else Timings(*saved.timings)
-        elif not self._replay.is_replayed.is_set():
+            if sum(self._restore(saved) for saved in batch):
+                return await self._reader.next()
+        if not self._replay.is_replayed.is_set():
             batches.clear()  # they take more memory than their records
             self._num_replayed = 0
             self._replay.is_replayed.set()
             await self._replay.is_wanted.wait()
             self._send()
         return await self._reader.next()
+
+    def _restore(self, saved: SavedOut) -> bool:
+        """Returns False if the sample has ended here: it was aborted meanwhile, or the engine has died for good."""
+        generation = self._samples[saved.place].generation
+        if generation.is_over:
+            return False
+        generation.restore(saved.out, saved.num_recoveries, saved.first_token_s)
+        if saved.out.finish is not None:
+            generation.finished_s = saved.finished_s
+            generation.timings = None if saved.timings is None else Timings(*saved.timings)
+        return True
 
     def _send(self) -> None:
         request = self._replay.saved.request
