@@ -149,3 +149,25 @@ def test_streams_are_told_of_the_pause_once_the_engine_runs_again() -> None:
         assert engine.manager.stall is None
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_pause_is_known_though_its_caller_is_gone(ends: bool) -> None:
+    """The HTTP worker that has forwarded the call dies before the step ends."""
+
+    async def work() -> None:
+        manager = make_manager(FakeScheduler())
+        if ends:
+            await manager.pause.begin("in_place")
+        call = asyncio.create_task(manager.pause.end() if ends else manager.pause.begin("in_place"))
+        for _ in range(2):
+            await asyncio.sleep(0)
+        assert manager.pause.is_on == ends
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert manager.pause.is_on != ends and manager.stall == (None if ends else "paused")
+
+    asyncio.run(work())
