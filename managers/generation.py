@@ -77,6 +77,8 @@ class Generation:
         self.on_queue_full: Callable[[], object] | None = None
         """Called instead of ending by QueueFull. Its owner sends the sample again. None: QueueFull ends the sample."""
         self.is_over = False
+        self.is_complete = False
+        """It has ended by itself: neither by an error nor by an abort."""
         self.request: GenerateReq | None = None
         """What the engine has, or will get as soon as it takes requests again; None before."""
         self.output_ids: list[int] = []
@@ -270,6 +272,7 @@ class Generation:
 
     def _on_last_output(self, finish: FinishReason) -> None:
         self.is_over = True
+        self.is_complete = not isinstance(finish, AbortFinish)
         if self._timeout is not None:
             self._timeout.cancel()
         if error_of(finish) is not None and self._is_sent and not self._is_stopped:

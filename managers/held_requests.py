@@ -116,8 +116,8 @@ class HeldRequests:
 def _is_waiting_over(generation: Generation) -> bool:
     """It has begun, or it is a suspect.
 
-    The waiting timeout does not end a suspect. Otherwise the cause of the death would stay unknown, and its client
-    would send it again.
+    A suspect has a limit of its own (`Recovery.end_late`), which begins when the engine runs again. If it ended before,
+    the cause of the death would stay unknown, and its client would send it again.
     """
     return generation.has_begun or bool(generation.output_ids) or generation.num_strikes > 0
 

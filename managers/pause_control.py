@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -35,7 +36,13 @@ class PauseControl:
         self._on_pause = on_pause
 
     async def begin(self, mode: PauseMode) -> None:
-        """Returns when no step runs. Raises EngineDead and EngineRestarting; then nothing is paused."""
+        """Returns when no step runs. Raises EngineDead and EngineRestarting; then nothing is paused.
+
+        A caller that is cancelled, as with its HTTP worker, does not stop the engine, which gets the message anyway.
+        """
+        await asyncio.shield(asyncio.create_task(self._begin(mode)))
+
+    async def _begin(self, mode: PauseMode) -> None:
         link = self._link()
         if mode == "abort":
             self._abort_all()
@@ -46,7 +53,13 @@ class PauseControl:
         self._on_pause()
 
     async def end(self) -> None:
-        """Generation continues. Raises EngineDead and EngineRestarting; then the pause continues."""
+        """Generation continues. Raises EngineDead and EngineRestarting; then the pause continues.
+
+        A caller that is cancelled does not stop that, as in `begin`.
+        """
+        await asyncio.shield(asyncio.create_task(self._end()))
+
+    async def _end(self) -> None:
         await self._calls.ask(self._link(), ContinueReq, PauseReply)
         if self.is_on:
             self._paused_s += time.monotonic() - self._paused_at

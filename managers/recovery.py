@@ -5,11 +5,14 @@ step are suspects. Suspects are sent again one after the other: the next one fol
 place where the engine died. Beside them run only streams that had begun and were not in the fatal step. Requests that
 have not run yet wait for the end of the trials. So a second death names the culprit, which ends with an error. All
 equal requests end, too, and new ones are refused for a while, because clients send a failed request again.
+
+A suspicion outlives its request (strikes.py): an equal request is a suspect when it comes. Otherwise a client that goes
+away before the second death could kill the engine again and again. A client may go away before the first death, too, as
+when a step hangs. So samples that the engine was told to stop are suspects until their end has come from the engine.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,12 +20,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..srt.errors import FatalRequest
+from ..srt.errors import MAX_RETRY_AFTER_S, FatalRequest, WaitingTimeout
 from ..srt.io_struct import GenerateReq
 from .generation import Generation
+from .strikes import Strikes, digest_of
 
 _MARGIN = 2
 """Tokens after the place of the fatal step. A fault on a device may be reported one step late."""
+TRIALS_S = 300.0
+"""How long suspects wait for their trials, from the time when the engine runs again. Pauses do not count."""
+MAX_STOPPED = 1024
+"""Samples that the engine was told to stop, and whose end has not come yet. Of more, the newest are no suspects."""
 
 
 class Blame(NamedTuple):
@@ -39,6 +47,7 @@ class _Suspect(NamedTuple):
     generation: Generation
     cleared_at: int
     """With this number of output tokens, it has passed the place of the fatal step."""
+    digest: bytes
 
     @property
     def is_cleared(self) -> bool:
@@ -61,10 +70,14 @@ class Recovery:
         self._died_at: float | None = None
         """When the engine died that is being restarted."""
         self._last_restart_s: float | None = None
-        self._memory_s = memory_s
         self._clock = clock
-        self._convicted: dict[bytes, float] = {}
-        """Digests of culprits, with the times at which they are forgotten."""
+        self._strikes = Strikes(memory_s, lambda: self._clock())
+        self._stopped: dict[str, Generation] = {}
+        """Samples that the engine was told to stop, until it has."""
+        self._trials_began: float | None = None
+        """When `end_late` was called first in these trials."""
+        self._num_tried = 0
+        """In these trials."""
 
     @property
     def is_isolating(self) -> bool:
@@ -79,6 +92,9 @@ class Recovery:
         """
         self.num_restarts += 1
         self._died_at = self._clock() if self._died_at is None else self._died_at
+        self._trials_began = None
+        lost = [*lost, *self._stopped.values()]
+        self._stopped.clear()
         trial, self._on_trial = self._on_trial, None
         if trial is not None:
             self._suspects = {trial.generation.key: trial, **self._suspects}
@@ -106,41 +122,83 @@ class Recovery:
         return self._died_at + self._last_restart_s - self._clock()
 
     def take_innocent(self, waiting: Iterable[Generation]) -> list[Generation]:
-        """The waiting samples that may be sent now, in order. Suspects may not, nor new samples during trials.
+        """The waiting samples that may be sent now, in order. Suspects may not, nor new samples during trials. Some of
+        the new ones may become suspects here.
 
         Streams that have begun come first, the shortest one first: so the median stream waits for few tokens.
         """
         is_isolating = self.is_isolating
-        innocent = (one for one in waiting if one.key not in self._suspects and (one.output_ids or not is_isolating))
+        innocent = [one for one in waiting if one.key not in self._suspects and (one.output_ids or not is_isolating)]
+        if not is_isolating:
+            innocent = [one for one in innocent if not self.suspect_again(one)]
         return sorted(innocent, key=_num_tokens_if_begun)
 
     def next_trial(self) -> Generation | None:
         """The next suspect to be sent, if the last one is cleared."""
-        if self._on_trial is not None and not self._on_trial.is_cleared:
-            return None
+        if self._on_trial is not None:
+            if not self._on_trial.is_cleared:
+                return None
+            sample = self._on_trial.generation
+            self._strikes.acquit(self._on_trial.digest, math.inf if sample.is_complete else len(sample.output_ids))
+            self._num_tried += 1
         self._on_trial = None
         while self._suspects and self._on_trial is None:
             suspect = self._suspects.pop(next(iter(self._suspects)))
             if not suspect.generation.is_over:
                 self._on_trial = suspect
-        return None if self._on_trial is None else self._on_trial.generation
+        if self._on_trial is None:
+            self._trials_began = None
+            return None
+        return self._on_trial.generation
 
     def refusal(self, request: GenerateReq) -> FatalRequest | None:
-        """An error if an equal request has killed the engine twice (see `_digest`)."""
-        if not self._convicted:
-            return None
-        now = self._clock()
-        self._convicted = {digest: until for digest, until in self._convicted.items() if until > now}
-        until = self._convicted.get(_digest(request))
-        if until is None:
-            return None
-        return FatalRequest(f"the engine died twice on an equal request; it is refused for {until - now:.0f} s more")
+        """An error if an equal request has killed the engine twice (see `digest_of`)."""
+        return self._strikes.refusal(request)
+
+    def suspect_again(self, new: Generation) -> bool:
+        """Returns whether an equal request is under suspicion. Then the new sample is a suspect, too."""
+        strike = None if new.request is None or new.output_ids else self._strikes.find(new.request)
+        if strike is None:
+            return False
+        digest, cleared_at = strike
+        new.num_strikes += 1
+        self._suspects[new.key] = _Suspect(new, cleared_at, digest)
+        return True
+
+    def on_stop(self, sample: Generation | None) -> None:
+        """The engine is told to stop this sample. Until it does, a step of it may end the engine."""
+        if sample is not None and len(self._stopped) < MAX_STOPPED:
+            self._stopped[sample.key] = sample
+
+    def on_end(self, key: str) -> None:
+        """The engine has told the end of a sample."""
+        self._stopped.pop(key, None)
+
+    def end_late(self, now: float) -> None:
+        """Ends the suspects if the trials take too long, because others wait for their end. `now`: without pauses.
+
+        Nothing is lost by that: they are suspects again when they come again.
+        """
+        if self._trials_began is None:
+            self._trials_began, self._num_tried = now, 0
+        elapsed_s = now - self._trials_began
+        if elapsed_s < TRIALS_S:
+            return
+        late, self._suspects = self._suspects, {}
+        trial_s = elapsed_s / max(self._num_tried, 1)
+        for place, suspect in enumerate(late.values(), 1):
+            error = WaitingTimeout(
+                "the engine died in a step of several requests, which are tried one after the other; this one has "
+                f"waited for {TRIALS_S:g} s; try again later"
+            )
+            error.retry_after_s = min(math.ceil(place * trial_s), MAX_RETRY_AFTER_S)
+            suspect.generation.fail(error)
 
     def _convict(self, culprit: Generation, unfinished: Iterable[Generation]) -> None:
-        self.num_fatal += 1
+        self.num_fatal += not culprit.is_over
         self._suspects.pop(culprit.key, None)
         if culprit.request is not None:
-            self._convicted[_digest(culprit.request)] = self._clock() + self._memory_s
+            self._strikes.convict(culprit.request)
         culprit.fail(FatalRequest("the engine died twice while it worked on this request; it is not tried again"))
         for one in unfinished:
             error = None if one.request is None or one.is_over else self.refusal(one.request)
@@ -151,8 +209,13 @@ class Recovery:
     def _suspect(self, fatal: Sequence[Generation], positions: Mapping[str, int]) -> None:
         for one in fatal:
             one.num_strikes += 1
-            position = max(positions.get(one.key, 0), len(one.output_ids))
-            self._suspects[one.key] = _Suspect(one, position + 1 + _MARGIN)
+            cleared_at = max(positions.get(one.key, 0), len(one.output_ids)) + 1 + _MARGIN
+            digest = b""
+            if one.request is not None:
+                digest = digest_of(one.request)
+                self._strikes.add(digest, cleared_at)
+            if not one.is_over:
+                self._suspects[one.key] = _Suspect(one, cleared_at, digest)
 
 
 def _culprit(fatal: Sequence[Generation], trial: Generation | None, *, is_step_known: bool) -> Generation | None:
@@ -160,26 +223,6 @@ def _culprit(fatal: Sequence[Generation], trial: Generation | None, *, is_step_k
     if trial is not None and trial in fatal and (is_step_known or all(one.num_strikes for one in fatal)):
         return trial
     return fatal[0] if len(fatal) == 1 and fatal[0].num_strikes else None
-
-
-def _digest(request: GenerateReq) -> bytes:
-    """Equal requests have equal digests. What does not change the computation does not count. Nor do the seed and the
-    numbers of tokens, which depend on the engine's memory."""
-    sampling = msgspec.structs.replace(
-        request.options.sampling, sampling_seed=None, max_new_tokens=None, min_new_tokens=0
-    )
-    options = msgspec.structs.replace(
-        request.options,
-        sampling=sampling,
-        stream=False,
-        priority=0,
-        tenant="",
-        waiting_timeout=None,
-        running_timeout=None,
-        session_id="",
-        retention_seconds=None,
-    )
-    return hashlib.blake2b(msgspec.msgpack.encode(options) + request.input_ids, digest_size=16).digest()
 
 
 def _num_tokens_if_begun(generation: Generation) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -257,10 +257,12 @@ class RequestRegistry:
         for generation in self.live():
             generation.abort()
 
-    def fail(self, error: TercetError) -> None:
-        """Ends all samples with this error."""
-        for generation in self.live():
-            generation.fail(error)
+    def fail(self, error: TercetError, keys: Iterable[str] | None = None) -> None:
+        """Ends the samples of these keys with this error; None: all samples."""
+        for key in list(self._generations) if keys is None else keys:
+            generation = self._generations.get(key)
+            if generation is not None:
+                generation.fail(error)
 
     def next_key(self) -> str:
         return f"{self._key_prefix}{next(self._keys)}"

@@ -178,10 +178,12 @@ class TokenizerManager:
         error = self.failure or self.recovery.refusal(generation.request)
         if error is not None:
             generation.fail(error)
-        elif not (self.is_recovering or self.weights.is_holding):
-            self._resend(generation)
-        else:
+        elif self.is_recovering or self.weights.holds(generation):
             self._held.add(generation)
+        elif self.recovery.suspect_again(generation):
+            self._try_next()
+        else:
+            self._resend(generation)
 
     async def submit(
         self, content: str | Sequence[int], options: RequestOptions, *, rid: str | None = None
@@ -237,9 +239,11 @@ class TokenizerManager:
         """Why samples that have begun may get no tokens for a while: "restarting", "paused", "waiting", or None.
 
         Waiting: a process is stopped, or its step takes very long (`Heartbeats.is_late`)."""
-        if self.is_recovering or self.failure is not None:
-            return "restarting" if self.failure is None else None
-        return "paused" if self.pause.is_on else "waiting" if self.heartbeats.is_late else None
+        if self.failure is not None:
+            return None
+        if self.pause.is_on and not self.is_restarting:  # also while suspects wait: their trials wait for its end
+            return "paused"
+        return "restarting" if self.is_recovering else "waiting" if self.heartbeats.is_late else None
 
     def tell_stall(self) -> None:
         """Tells the streams that they have to wait. They learn from `stall` when that is over."""
@@ -324,7 +328,6 @@ class TokenizerManager:
         self.pause.carry_over(scheduler)
         self.heartbeats.reset()
         self._send_held()
-        self._try_next()
 
     def fail(self, message: str) -> None:
         """Called when a process of the engine is gone. Every waiting client gets an error."""
@@ -337,7 +340,7 @@ class TokenizerManager:
     def on_message(self, message: ToTokenizer | BrokenMessage) -> None:
         """Handles a message of the detokenizer or the scheduler."""
         if isinstance(message, BrokenMessage):
-            self._fail_named(message)
+            self._requests.fail(TercetError(message.reason), message.rids)
             return
         self.heartbeats.hear(message)
         if isinstance(message, BatchTextOut):
@@ -345,6 +348,8 @@ class TokenizerManager:
                 generation = self._requests.generation(out.rid)
                 if generation is not None:  # otherwise it was closed here before its last outputs arrived
                     generation.push(out)
+                if out.finish is not None:
+                    self.recovery.on_end(out.rid)
         elif isinstance(message, Heartbeat | StateReply):
             self._last_state = message.state, time.monotonic()
         self._try_next()  # also without an output: the suspect may have been closed here
@@ -354,20 +359,22 @@ class TokenizerManager:
     # Inside
 
     def _send_held(self) -> None:
-        """Sends the samples that wait for the engine, except suspects."""
+        """Sends the samples that wait for the engine, and of the suspects the one whose turn it is."""
         if self._scheduler is None:
             return
-        waiting = [generation for generation in self._requests.live() if generation.waits_for_engine]
+        waiting = [one for one in self._requests.live() if one.waits_for_engine and not self.weights.holds(one)]
         for generation in self.recovery.take_innocent(waiting):
             self._resend(generation)
+        self._try_next()
 
     def _try_next(self) -> None:
         """Sends the next suspect, if it is its turn. After the last trial, sends what has waited for its end."""
         if self._scheduler is None or not self.recovery.is_isolating:
             return
+        self.recovery.end_late(self.pause.now())
         if (generation := self.recovery.next_trial()) is not None:
             self._resend(generation, is_suspect=True)
-        elif not (self.recovery.is_isolating or self.weights.is_holding):
+        elif not self.recovery.is_isolating:
             self._send_held()
 
     def _resend(self, generation: Generation, *, is_suspect: bool = False) -> None:
@@ -376,12 +383,6 @@ class TokenizerManager:
         self.recovery.num_resumed += request.resumed is not None
         generation.mark_sent()
         self._scheduler.send(watched(request) if is_suspect else request)
-
-    def _fail_named(self, message: BrokenMessage) -> None:
-        for rid in message.rids:
-            generation = self._requests.generation(rid)
-            if generation is not None:
-                generation.fail(TercetError(message.reason))
 
     def _link(self) -> SchedulerLink:
         """The scheduler. Raises EngineDead, EngineRestarting."""
@@ -393,4 +394,5 @@ class TokenizerManager:
 
     def _send_abort(self, key: str) -> None:
         if self.failure is None and self._scheduler is not None:
+            self.recovery.on_stop(self._requests.generation(key))
             self._scheduler.send(AbortReq(key))

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..srt.errors import EngineBusy, EngineDead, InvalidRequest, TercetError
+from ..srt.errors import EngineBusy, EngineDead, InvalidRequest, StreamChanged, TercetError
 from ..srt.pause_messages import ContinueReq, PauseReply, PauseReq
 from ..srt.server_args import ServerArgs
 from ..srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq, WeightFacts
 from .calls import Calls, SchedulerLink
+from .generation import Generation
 from .pause_control import PauseControl
 from .request_registry import RequestRegistry
 
@@ -55,6 +56,8 @@ class WeightControl:
         self._pause = pause
         self._requests = requests
         self._release = release
+        self._is_changing = False
+        """No sample runs, and the engine loads weights."""
         self.is_updating = False
         """An update waits for running requests, or the engine loads weights."""
 
@@ -62,6 +65,11 @@ class WeightControl:
     def version(self) -> str:
         """The name of the weights in use."""
         return self.server_args.weight_version
+
+    def holds(self, generation: Generation) -> bool:
+        """Whether a sample has to wait for the end of an update. Samples that an engine has had may end before it, with
+        the weights that began them."""
+        return self.is_holding and (self._is_changing or generation.waits_to_begin)
 
     async def update(
         self,
@@ -113,7 +121,7 @@ class WeightControl:
 
     def _end(self) -> None:
         """The update is over: what it has held is sent."""
-        self.is_updating = False
+        self.is_updating = self._is_changing = False
         if self.is_holding:
             self.is_holding = False
             self._release()
@@ -127,8 +135,12 @@ class WeightControl:
         while not self._pause.is_on:
             self._link()
             self.is_holding = True
-            num_running = sum(generation.is_sent for generation in self._requests.live())
+            # Suspects that wait for their trials have tokens of the old weights.
+            num_running = sum(
+                one.is_sent or (one.waits_for_engine and not self.holds(one)) for one in self._requests.live()
+            )
             if not num_running:
+                self._is_changing = True
                 return
             if time.monotonic() >= deadline:
                 raise EngineBusy(
@@ -166,5 +178,8 @@ class WeightControl:
         self.server_args = dataclasses.replace(args, **changes)
         self.num_updates += 1
         for generation in self._requests.live():
+            if self._is_changing and generation.waits_for_engine and generation.output_ids:
+                # A stream of another server came while the weights were loaded.
+                generation.fail(StreamChanged("the weights were updated before the stream could continue"))
             generation.weight_version = version  # these weights compute its tokens from now on
         logger.info("The engine uses the weights in %s, version %s", model_path, version)

@@ -189,6 +189,7 @@ BY_TYPE: dict[str, type[TercetError]] = {
         PromptTooLong,
         RequestAborted,
         QueueFull,
+        StreamChanged,
         WaitingTimeout,
         GrammarNotChecked,
         InvalidLogits,

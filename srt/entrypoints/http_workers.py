@@ -204,6 +204,8 @@ class HttpWorkers:
         task.add_done_callback(self._tasks.discard)
 
     async def _replace(self, listener: socket.socket) -> None:
+        if self._is_stopping or self.failed.done():
+            return
         try:
             worker = self._start(listener)
         except OSError as error:  # for example no memory, or too many open files
@@ -222,7 +224,9 @@ class HttpWorkers:
             return
         assert self._engine is not None
         worker.open(self._engine, self.tell_news)
-        worker.sender.send(self._engine.news())
+        self.tell_news()  # so that all workers know the same, and hear of the next change
+        assert self._news is not None
+        worker.sender.send(self._news)
 
 
 def _with_aborts(endpoint: Endpoint, workers: HttpWorkers) -> Endpoint:

@@ -7,19 +7,22 @@ handler gets the same events with the same numbers. Then the samples go on in it
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
 from starlette.types import Message, Scope
 
 from ...managers.generation import Generation, OutputReader, Timings
-from ...managers.request_registry import PromptSamples
+from ...managers.request_registry import Prompt, PromptSamples
 from ...managers.tokenizer_manager import TokenizerManager
 from ..errors import StreamChanged
 from ..io_struct import TextOut
 from .job import Sample
 from .request_names import RequestNames
 from .stream_journal import SavedOut, SavedPrompt, SavedRequest, SavedStream, StreamJournal
+from .tenants import key_of
 
 _REPLAY = "tercet.replay"
 _YIELD_AFTER = 32
@@ -121,6 +124,18 @@ class Replay:
         """The token ids of its prompts."""
         return [prompt.ids for prompt in self.saved.request.prompts]
 
+    def with_tenants(self, scope: Scope, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """The prompts with the tenants that began the stream. `scope`: of the request that continues it.
+
+        With several API keys, the key is the tenant. It may have had another number at the server before.
+        """
+        key = key_of(scope)
+        tenants = [saved.options.tenant if key is None else key for saved in self.saved.request.prompts]
+        return [
+            dataclasses.replace(prompt, options=msgspec.structs.replace(prompt.options, tenant=tenant))
+            for prompt, tenant in zip(prompts, tenants, strict=True)
+        ]
+
     def reader(self, manager: TokenizerManager, samples: Sequence[Sample]) -> ReplayingReader:
         return ReplayingReader(self, manager, samples)
 
@@ -137,24 +152,31 @@ class ReplayingReader:
 
     async def next(self) -> list[tuple[int, TextOut]]:
         batches = self._replay.saved.batches
-        if self._num_replayed < len(batches):
+        while self._num_replayed < len(batches):
             batch = batches[self._num_replayed]
             self._num_replayed += 1
             if not self._num_replayed % _YIELD_AFTER:
                 await asyncio.sleep(0)
-            for saved in batch:
-                generation = self._samples[saved.place].generation
-                generation.restore(saved.out, saved.num_recoveries, saved.first_token_s)
-                if saved.out.finish is not None:
-                    generation.finished_s = saved.finished_s
-                    generation.timings = None if saved.timings is None else Timings(*saved.timings)
-        elif not self._replay.is_replayed.is_set():
+            if sum(self._restore(saved) for saved in batch):
+                return await self._reader.next()
+        if not self._replay.is_replayed.is_set():
             batches.clear()  # they take more memory than their records
             self._num_replayed = 0
             self._replay.is_replayed.set()
             await self._replay.is_wanted.wait()
             self._send()
         return await self._reader.next()
+
+    def _restore(self, saved: SavedOut) -> bool:
+        """Returns False if the sample has ended here: it was aborted meanwhile, or the engine has died for good."""
+        generation = self._samples[saved.place].generation
+        if generation.is_over:
+            return False
+        generation.restore(saved.out, saved.num_recoveries, saved.first_token_s)
+        if saved.out.finish is not None:
+            generation.finished_s = saved.finished_s
+            generation.timings = None if saved.timings is None else Timings(*saved.timings)
+        return True
 
     def _send(self) -> None:
         request = self._replay.saved.request
@@ -164,7 +186,8 @@ class ReplayingReader:
         age_s = max(time.time() - request.began_s, 0.0)
         for sample in self._samples:
             prompt = request.prompts[sample.prompt_index]
-            self._manager.restore(sample.generation, prompt.ids, prompt.options, age_s)
+            options = msgspec.structs.replace(prompt.options, tenant=sample.prompt.options.tenant)
+            self._manager.restore(sample.generation, prompt.ids, options, age_s)
 
 
 def replay_of(scope: Scope) -> Replay | None:

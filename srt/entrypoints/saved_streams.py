@@ -90,11 +90,14 @@ class SavedStreams:
         scope: Mapping[str, Any],
         handle: Replayed,
     ) -> None:
-        """Makes a stream of the server before one of this server. Does nothing for a stream that is not known.
+        """Makes a stream of the server before one of this server. Does nothing for a stream that is not known, or of
+        which somebody else is the owner: who asks is told the same in both cases.
 
         `weight_version`: gives that of the weights in use. `handle`: handles the recorded request. Raises EngineDead,
         StreamChanged, and what the handler raises.
         """
+        if self._journal.owner(stream_id) != owner:
+            return
         if stream_id in self._waiting:
             task = self._restoring.get(stream_id)
             if task is None:
@@ -102,8 +105,6 @@ class SavedStreams:
                     request = self._journal.request(stream_id)
                 except msgspec.DecodeError:
                     raise StreamChanged(_OTHER_VERSION) from None
-                if request.owner != owner:
-                    return
                 self._check(request, weight_version())
                 task = asyncio.create_task(self._restore(stream_id, weight_version, scope, handle))
                 self._restoring[stream_id] = task

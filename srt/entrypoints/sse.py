@@ -107,8 +107,8 @@ async def answer(
     `name`: the name for /abort_request. It is the rid of a single prompt, or the common name of several prompts.
     """
     check_request_size(prompts)
-    prompts = with_tenant(request.scope, prompts)
     replay = replay_of(request.scope)
+    prompts = with_tenant(request.scope, prompts) if replay is None else replay.with_tenants(request.scope, prompts)
     opened = server.manager.open(prompts, name=name)
     job = Job(server.manager, opened, request.receive if replay is None else replay.receive)
     try:
@@ -146,14 +146,15 @@ async def _stream(
     reader: OutputReader | ReplayingReader,
     take: Callable[[Sample, TextOut], None],
     recorder: StreamRecorder | None,
+    *,
+    has_begun: bool,
 ) -> AsyncGenerator[bytes, None]:
     """The outputs that have come together are one part of the stream, so a step costs one write.
 
     A failure before the first part is raised. A later one is an event. `take`: what becomes of an output besides its
     events: it is counted only, or kept for the log, too. With a `recorder`, the end of the engine is no failure that
-    the client is told: it raises Interrupted.
+    the client is told: it raises Interrupted. `has_begun`: the client has a status already.
     """
-    has_begun = False
     while True:
         data = b""
         batch: Sequence[tuple[int, TextOut]] = ()
@@ -213,7 +214,7 @@ async def _begin_stream(
         recorder = server.saved.recorder(request, scope[ROUTE], owner, opened.prompts, replay)
     reader = OutputReader([one.generation for one in samples]) if replay is None else replay.reader(manager, samples)
     take = Sample.collect if keeps_text(manager.server_args) else Sample.count
-    events = _stream(samples, response_format, reader, take, recorder)
+    events = _stream(samples, response_format, reader, take, recorder, has_begun=replay is not None)
     try:
         first = await anext(events) if replay is None else b""
     except BaseException:  # it gets an HTTP status

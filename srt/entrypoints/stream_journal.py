@@ -54,7 +54,7 @@ class SavedRequest(msgspec.Struct, frozen=True, array_like=True):
     path: str
     body: bytes
     owner: str
-    """Who may continue the stream (`tenants.owner_of`)."""
+    """Who may continue the stream (`tenants.owner_of`). It is the third field in every version (see `_Owned`)."""
     nonce: bytes
     began_s: float
     """With `nonce`: its RequestNames."""
@@ -66,6 +66,14 @@ class SavedRequest(msgspec.Struct, frozen=True, array_like=True):
     def weight_version(self) -> str:
         """The name of the weights that computed the outputs."""
         return self.settings[WEIGHTS]
+
+
+class _Owned(msgspec.Struct, frozen=True, array_like=True):
+    """The first fields of a SavedRequest of any version."""
+
+    path: str
+    body: bytes
+    owner: str
 
 
 class SavedOut(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -87,6 +95,7 @@ class SavedStream(msgspec.Struct, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
+_decode_owned = msgspec.msgpack.Decoder(_Owned).decode
 _decode_request = msgspec.msgpack.Decoder(SavedRequest).decode
 _decode_batch = msgspec.msgpack.Decoder(list[SavedOut]).decode
 
@@ -143,6 +152,16 @@ class StreamJournal:
     def request(self, stream_id: str) -> SavedRequest:
         """The request of a stream. Raises KeyError, and msgspec.DecodeError for a record of another version."""
         return _decode_request(self._payload(self._records[stream_id][0]))
+
+    def owner(self, stream_id: str) -> str | None:
+        """Who may continue the stream, also if another version has recorded it. None: nobody, or it is not known."""
+        records = self._records.get(stream_id)
+        if not records:
+            return None
+        try:
+            return _decode_owned(self._payload(records[0])).owner
+        except msgspec.DecodeError:
+            return None
 
     def load(self, stream_id: str) -> SavedStream:
         """What is recorded of a stream. Raises as `request` does.
@@ -221,11 +240,7 @@ class StreamJournal:
                 del self._owner_bytes[owner]
 
     def _note_owner(self, stream_id: str) -> None:
-        try:
-            owner = self.request(stream_id).owner
-        except msgspec.DecodeError:  # of another version
-            owner = ""
-        self._owners[stream_id] = owner
+        owner = self._owners[stream_id] = self.owner(stream_id) or ""
         self._owner_bytes[owner] += sum(map(len, self._records[stream_id]))
 
     def _warn_of_no_room(self, stream_id: str) -> None:

@@ -10,7 +10,8 @@ from fake_http import text_of
 from gated_engine import Engine, options, scenario
 
 from tercet.managers.generation import Generation, error_of
-from tercet.managers.recovery import Blame, _digest
+from tercet.managers.recovery import Blame
+from tercet.managers.strikes import digest_of
 from tercet.srt.errors import FatalRequest
 from tercet.srt.io_struct import GenerateReq
 
@@ -58,7 +59,7 @@ async def test_equal_requests_of_one_step_end_together(engine: Engine) -> None:
 
 def test_what_makes_two_requests_equal() -> None:
     def digest(ids: bytes = b"abcd", sampling: dict[str, Any] | None = None, **others: Any) -> bytes:
-        return _digest(GenerateReq("1", ids, msgspec.structs.replace(options(**sampling or {}), **others)))
+        return digest_of(GenerateReq("1", ids, msgspec.structs.replace(options(**sampling or {}), **others)))
 
     same = [digest(sampling={"max_new_tokens": 3}), digest(sampling={"sampling_seed": 5}), digest(tenant="key-2")]
     same += [digest(stream=False), digest(priority=1), digest(waiting_timeout=1.0), digest(running_timeout=1.0)]

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from fake_http import FakeScheduler, Site, error_of, make_manager
+from gated_engine import Engine
 
 from tercet.managers.pause_control import PauseControl
+from tercet.managers.recovery import Blame
 from tercet.srt.errors import EngineRestarting
 from tercet.srt.io_struct import AbortFinish, LengthFinish
 from tercet.srt.pause_messages import ContinueReq, PauseReq
@@ -123,5 +125,49 @@ def test_a_pause_that_the_engine_does_not_survive_is_no_pause() -> None:
 def test_the_control_is_the_managers() -> None:
     async def work() -> None:
         assert isinstance(make_manager(FakeScheduler()).pause, PauseControl)
+
+    asyncio.run(work())
+
+
+def test_streams_are_told_of_the_pause_once_the_engine_runs_again() -> None:
+    """The trial of a suspect waits for the end of the pause."""
+
+    async def work() -> None:
+        engine = Engine()
+        await engine.submit(1)
+        engine.step(2)
+        await engine.manager.pause.begin("in_place")
+        engine.die(Blame(None))
+        assert engine.manager.stall == "restarting"
+        engine.restart()
+        assert engine.manager.is_recovering and engine.manager.stall == "paused"
+        await engine.manager.pause.end()
+        assert engine.manager.stall == "restarting"
+        engine.step(3)
+        assert engine.manager.stall is None
+        engine.manager.fail("gone")
+        assert engine.manager.stall is None
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_pause_is_known_though_its_caller_is_gone(ends: bool) -> None:
+    """The HTTP worker that has forwarded the call dies before the step ends."""
+
+    async def work() -> None:
+        manager = make_manager(FakeScheduler())
+        if ends:
+            await manager.pause.begin("in_place")
+        call = asyncio.create_task(manager.pause.end() if ends else manager.pause.begin("in_place"))
+        for _ in range(2):
+            await asyncio.sleep(0)
+        assert manager.pause.is_on == ends
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert manager.pause.is_on != ends and manager.stall == (None if ends else "paused")
 
     asyncio.run(work())
