@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import compiled_fp8
+import pytest
 import torch
 import triton
 from sass import InstructionCounts
@@ -133,15 +134,31 @@ def folder_of(version: str) -> Path:
     return ROOT / ".triton" / version
 
 
+def run_tests_with(version: str, *chosen: str) -> None:
+    """Run chosen tests in a process of their own, with this Triton. Skips the calling test if it is not installed."""
+    if not (folder_of(version) / "triton").is_dir():
+        pytest.skip(f"Triton {version} is not installed: scripts/setup --tritons")
+    options = ["-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "--timeout=0"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *chosen],
+        env=_environment(version),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout[-10_000:] + ran.stderr[-5_000:]
+
+
+def _environment(version: str) -> dict[str, str]:
+    path = os.pathsep.join([str(folder_of(version)), *(entry for entry in sys.path if entry)])
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
 @cache
 def compiled_with(version: str) -> dict[str, list[Resources]]:
     """The resources of every case's kernels, compiled in one process by this Triton."""
-    path = os.pathsep.join([str(folder_of(version)), *(entry for entry in sys.path if entry)])
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-W", "ignore", __file__], env=_environment(version), capture_output=True, text=True
     )
     if ran.returncode:
         raise AssertionError(ran.stdout[-5_000:] + ran.stderr[-10_000:])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
 import torch
+from compiled_attention import run_tests_with
 from serving_shapes import BATCH, CONTEXT, SLOTS, TOKENS, meta
 from triton_aot import TARGETS, assert_fits, compile_launch, recorded
 
@@ -114,6 +115,13 @@ CASES: dict[str, Callable[[], object]] = {
 }
 
 
+EACH_KERNEL = (
+    "split_map", "store-8x128-fp8", "rotary-16x8x128-norm-store", "rmsnorm-4096-fused", "silu-14336",
+    "argmax-151936", "token_logprobs-151936", "skinny-2048x8192-gated", "sample-128256",
+)  # fmt: skip
+"""Cases that launch every kernel of CASES. Triton 3.6.0 compiles them for sm_90; all cases would take too long."""
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("arch", TARGETS)
 def test_compiles_and_fits(arch: str, case: str) -> None:
@@ -146,3 +154,23 @@ def test_edits_round_every_product_as_torch_does() -> None:
 def test_products_and_sums_are_fused_whatever_tritons_default_is() -> None:
     """Triton 3.10 separates them unless it is told otherwise, and it reads this variable."""
     assert os.environ["TRITON_DEFAULT_FP_FUSION"] == "1"
+
+
+def test_few_cases_launch_every_kernel() -> None:
+    def kernels(cases: Iterable[str]) -> set[str]:
+        with recorded() as launches:
+            for case in cases:
+                CASES[case]()
+        return {launch.kernel.fn.__name__ for launch in launches}
+
+    assert kernels(EACH_KERNEL) == kernels(CASES)
+
+
+@pytest.mark.timeout(1500)
+def test_the_same_under_the_triton_of_torch_2_11() -> None:
+    fit = [f"{test_compiles_and_fits.__name__}[sm_90-{case}]" for case in EACH_KERNEL]
+    read = [
+        test_the_weight_of_a_small_step_is_copied_16_bytes_at_a_time_while_tiles_are_multiplied.__name__,
+        test_edits_round_every_product_as_torch_does.__name__,
+    ]
+    run_tests_with("3.6.0", *(f"{__file__}::{name}" for name in (*fit, *read)))
