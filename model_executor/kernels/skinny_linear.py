@@ -92,6 +92,7 @@ def skinny_linear(
     norm: Norm | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute rms_norm(x) @ weight.T + bias in float32, then an epilogue: [T, in] -> [T, out].
 
@@ -103,13 +104,16 @@ def skinny_linear(
         norm: the norm; None: x is multiplied as it is
         gated: whether the result is silu(first half) * second half
         residual: [T, out], contiguous. The result is added to it in place, and it is returned
+        out: [T, out], contiguous, of any float type, without `residual`: where to write the result, which is returned
     """
     num_rows, num_in = x.shape
     num_out = len(weight) // 2 if gated else len(weight)
     assert num_rows <= MAX_ROWS and x.dtype in _BLOCK_K and has_dense_rows(x)
     assert weight.shape[1] == num_in and weight.dtype == x.dtype and weight.is_contiguous()
     assert residual is None or (residual.shape == (num_rows, num_out) and residual.is_contiguous())
-    out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device) if residual is None else residual
+    assert out is None or (residual is None and out.shape == (num_rows, num_out) and out.is_contiguous())
+    if out is None:
+        out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device) if residual is None else residual
     if num_rows:
         _skinny_linear_kernel[(cdiv(num_out, _BLOCK_N),)](
             x, weight if norm is None else norm.weight, weight, weight if bias is None else bias, out, out,
@@ -130,15 +134,18 @@ def skinny_linear_ref(
     norm: Norm | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`skinny_linear` in plain torch, without a rounding before the end."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if norm is not None:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
-    out = wide @ weight.to(wide.dtype).T
+    result = wide @ weight.to(wide.dtype).T
     if bias is not None:
-        out += bias
+        result += bias
     if gated:
-        gate, up = out.chunk(2, dim=-1)
-        out = torch.nn.functional.silu(gate) * up
-    return out.to(x.dtype) if residual is None else residual.copy_(residual.to(out.dtype) + out)
+        gate, up = result.chunk(2, dim=-1)
+        result = torch.nn.functional.silu(gate) * up
+    if out is not None:
+        return out.copy_(result)
+    return result.to(x.dtype) if residual is None else residual.copy_(residual.to(result.dtype) + result)

@@ -59,6 +59,17 @@ class FusedSummedLayer(SummedLayer):
         return None
 
 
+class FusedHead(Linear):
+    """The output head whose logits of few tokens have the same bits in any batch."""
+
+    def float32(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        if len(x) > MAX_ROWS:
+            return super().float32(x, out)
+        if out is None:
+            out = torch.empty((len(x), len(self.weight)), dtype=torch.float32, device=x.device)
+        return skinny_linear(x, self.weight, out=out)
+
+
 class FusedTritonAttention(TritonAttention):
     """The TritonAttention that is one kernel where its backend can fuse."""
 
@@ -87,3 +98,6 @@ class FusedTritonLayers(TritonLayers):
     def before_sum(self, layer: Layer) -> BeforeSum:
         assert isinstance(layer, Linear)
         return FusedSummedLayer(layer)
+
+    def head(self, weight: torch.Tensor) -> Layer:
+        return FusedHead(weight)

@@ -29,6 +29,20 @@ class Linear:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
+    def float32(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """The output head, which has no bias: x [n, in] -> float32 [n, out], written to `out` if given.
+
+        A GPU multiplies 16-bit numbers with a float32 result, so the logits are rounded once and not twice, and written
+        once. A CPU has no such operation.
+        """
+        if self.weight.dtype.itemsize == 2 and x.device.type != "cpu":
+            weight = self.weight.t()
+            if out is None:
+                return torch.mm(x, weight, out_dtype=torch.float32)
+            return torch.mm(x, weight, out_dtype=torch.float32, out=out)
+        logits = self(x)
+        return logits.float() if out is None else out.copy_(logits)
+
 
 class GatedLinear:
     """A linear layer with a gated activation: x [T, in] -> activation(x @ weight.T + bias) [T, out].
@@ -53,16 +67,9 @@ class GatedLinear:
 def float32_logits(
     head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """The head's output in float32, written to `out` if that is given: hidden [n, in] -> [n, vocab].
-
-    A GPU multiplies 16-bit numbers with a float32 result, so the logits are rounded once and not twice, and written
-    once. A CPU has no such operation.
-    """
-    if isinstance(head, Linear) and head.weight.dtype.itemsize == 2 and hidden.device.type != "cpu":
-        weight = head.weight.t()
-        if out is None:
-            return torch.mm(hidden, weight, out_dtype=torch.float32)
-        return torch.mm(hidden, weight, out_dtype=torch.float32, out=out)
+    """The head's output in float32, written to `out` if that is given: hidden [n, in] -> [n, vocab]."""
+    if isinstance(head, Linear):
+        return head.float32(hidden, out)
     logits = head(hidden)
     return logits.float() if out is None else out.copy_(logits)
 

@@ -224,7 +224,8 @@ class EngineCore:
         run_dir = self._life.run_dir
         self._drop_old_spares()
         for role, spare in list(self._spares.items()):
-            # A new process is ready before a stopped one would answer. After SIGBUS, a file that all forks map is damaged.
+            # A new process is ready before a stopped one would answer. After SIGBUS, a file that all forks map may be
+            # damaged.
             if is_stopped(spare.pid) or death.returncode == -signal.SIGBUS:
                 self._spares.pop(role).kill()
         if death.was_oom and "scheduler" in self._spares:

@@ -74,6 +74,7 @@ def skinny(num_in: int, num_out: int, dtype: torch.dtype = BF16, *, bias: bool =
     )  # fmt: skip
     if not gated:
         skinny_linear(x, weight, residual=meta(4, num_out, dtype=dtype))
+        skinny_linear(x, weight, out=meta(4, num_out, dtype=F32))
 
 
 def norm(width: int, dtype: torch.dtype, fused: bool) -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from triton_interpreter import dots_by_rows, examples
 
 from tercet.model_executor.kernels.skinny_linear import MAX_ROWS, Norm, skinny_linear, skinny_linear_ref
+from tercet.model_executor.layers.fused_layers import FusedHead
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -79,3 +80,17 @@ def test_too_many_rows_and_float16_are_mistakes() -> None:
     for layer in (Layer(0, MAX_ROWS + 1, 20, 10, torch.float32, 0), Layer(0, 1, 20, 10, torch.float16, 0)):
         with pytest.raises(AssertionError):
             layer.run(skinny_linear)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_head_of_few_rows_is_rounded_once_and_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
+    layer = Layer(3, MAX_ROWS, 130, 70, dtype, 0)
+    head = FusedHead.__new__(FusedHead)  # a CPU would pack the weight
+    head.weight, head.bias, head.is_packed = layer.weight, None, False
+    x = layer.x.contiguous()
+    with dots_by_rows():
+        whole = head.float32(x, torch.empty(MAX_ROWS, 70))
+        assert torch.equal(head.float32(x[5:6], None), whole[5:6])
+    expected = skinny_linear_ref(x.double(), layer.weight.double())
+    assert whole.dtype == torch.float32
+    assert (whole.double() - expected).abs().max() < 1e-4
