@@ -18,7 +18,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from compiled_attention import TRITONS, run_tests_with
 from fake_accelerator import FakeAccelerator, use_fake
 from fake_gpu_driver import REGISTERS, FakeDriver, fake_gpu
 from hypothesis import given, settings
@@ -29,6 +28,7 @@ from triton import knobs
 from triton.runtime import _allocation
 from triton.runtime.jit import JITFunction
 from triton_interpreter import examples
+from tritons import TRITONS, run_tests_with
 
 from tercet.model_executor.kernels import bound as module
 from tercet.model_executor.kernels.bound import Bound
