@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 _ACCESSES = ("create_masked_load", "create_masked_store", "create_atomic_rmw")
-_BURSTS = (1, 2, 5, 1000)
-"""Numbers of accesses until another program goes on. A large one lets a program end while others are within a line."""
+_BURSTS = ((1,), (1, 2, 5, 1000))
+"""Numbers of accesses until another program goes on, for even seeds and for odd ones. With ones, programs reach the
+same line at about the same time. With a large one, a program ends while others are within a line."""
 
 
 class _LaunchEndedError(BaseException):
@@ -75,8 +76,10 @@ class _Program(threading.Thread):
 class _Launch:
     """Takes the place of a kernel's function. It collects the calls, one for each program, and runs them together."""
 
-    def __init__(self, fn: Callable[..., object], builder: Any, rng: np.random.Generator) -> None:
-        self._fn, self._builder, self._rng = fn, builder, rng
+    def __init__(
+        self, fn: Callable[..., object], builder: Any, rng: np.random.Generator, bursts: tuple[int, ...]
+    ) -> None:
+        self._fn, self._builder, self._rng, self._bursts = fn, builder, rng, bursts
         self._calls: list[tuple[tuple[int, int, int], dict[str, Any]]] = []
         # What the interpreter asks of a function.
         self.__name__, self.__globals__ = fn.__name__, fn.__globals__
@@ -92,7 +95,7 @@ class _Launch:
         try:
             while programs:
                 program = programs[self._rng.integers(len(programs))]
-                for _ in range(self._rng.choice(_BURSTS)):
+                for _ in range(self._rng.choice(self._bursts)):
                     program.advance()
                     if program.has_ended:
                         programs.remove(program)
@@ -131,7 +134,7 @@ def interleaved_programs(seed: int) -> Iterator[None]:
         return paused
 
     def together(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.fn = _Launch(self.fn, interpreter.interpreter_builder, rng)
+        self.fn = _Launch(self.fn, interpreter.interpreter_builder, rng, _BURSTS[seed % 2])
         in_turn(self, *args, **kwargs)
 
     for name, access in accesses.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ from sampling_cases import Rows
 from triton.runtime import interpreter
 from triton_interpreter import examples, used_memory
 
+from tercet.model_executor.kernels import logit_edits, sampling
 from tercet.model_executor.kernels.argmax import argmax
 from tercet.model_executor.kernels.fp8_linear import fp8_linear
+from tercet.model_executor.kernels.sampling_layout import Column
 from tercet.model_executor.kernels.skinny_linear import Norm, skinny_linear
 from tercet.model_executor.kernels.token_logprobs import token_logprobs
 from tercet.model_executor.kernels.tuning import DecodeTile, ExtendTile
@@ -30,7 +33,7 @@ from tercet.model_executor.kernels.tuning import DecodeTile, ExtendTile
 Tensors = tuple[torch.Tensor, ...]
 
 CASE = Case(
-    seed=3, dtype=torch.bfloat16, fp8=False, num_kv_heads=1, group=3, head_dim=16, page_size=4, lens=(50, 1, 16),
+    seed=3, dtype=torch.bfloat16, fp8=False, num_kv_heads=1, group=3, head_dim=16, page_size=4, lens=(70, 1, 16),
     extend_lens=(4, 1, 16), window=None, soft_cap=None, sm_scale=0.125,
 )  # fmt: skip
 WINDOWED = dataclasses.replace(CASE, window=20, fp8=True)
@@ -52,6 +55,16 @@ def fused(case: Case) -> Tensors:
     return make_step(case, DECODE, norm=True).fused(list(range(len(case.lens))))
 
 
+def sampled(seed: int, num_rows: int, num_candidates: int) -> Tensors:
+    """Rows with top-k, of 8 chunks."""
+    rows = Rows(seed, num_rows, 2000, "random")
+    rows.table[:, Column.GREEDY] = 0
+    rows.table[:, Column.TOP_K] = 300
+    rows.table[:, Column.TEMPERATURE] = 4
+    with mock.patch.object(sampling, "CHUNK", 256), mock.patch.object(logit_edits, "CHUNK", 256):
+        return rows.chosen(num_candidates=num_candidates)
+
+
 def logprobs() -> torch.Tensor:
     return token_logprobs(drawn(2, 9000), torch.tensor([1, 0, 1]), torch.tensor([[5, 8999]] * 3))
 
@@ -70,8 +83,8 @@ KERNELS: dict[str, Callable[[], Tensors]] = {
     "extend, splits as units": lambda: (extend(WINDOWED, by_unit=True),),
     "decode in one kernel": lambda: fused(CASE),
     "decode in one kernel, window": lambda: fused(WINDOWED),
-    "sampling, gathered": lambda: Rows(1, 2, 4200, "ties").chosen(),
-    "sampling, too many to gather": lambda: Rows(2, 1, 4200, "flat").chosen(num_candidates=64),
+    "sampling, gathered": lambda: sampled(1, 2, 4096),
+    "sampling, too many to gather": lambda: sampled(2, 1, 64),
     "argmax": lambda: (argmax(drawn(2, 9000)),),
     "logprobs": lambda: (logprobs(),),
     "fp8 linear": lambda: (fp8(),),
@@ -94,7 +107,7 @@ def test_launches_of_other_batches_leave_the_counts_as_they_should_be() -> None:
     step = make_step(CASE, DECODE, norm=False)
     everyone = step.fused([0, 1, 2])[0]
     counts = torch.zeros(5, dtype=torch.int32)
-    for seed, pick in enumerate(([0, 1, 2], [0], [2, 0])):
+    for seed, pick in zip((0, 2, 4), ([0, 1, 2], [0], [2, 0]), strict=True):
         used = len(pick) * CASE.num_kv_heads
         counts[used:] = 777
         with interleaved_programs(seed):
