@@ -1,40 +1,20 @@
-"""The attention kernels' launches for the shapes of serving, and what a Triton makes of them for sm_90.
-
-As a program it compiles CASES, and those of compiled_fp8.py, with the Triton that it finds, and prints
-{case: [resources of each kernel]} as JSON.
-`compiled_with` runs it with a Triton that `scripts/setup --tritons` has installed beside the environment's own.
-"""
+"""The attention kernels' launches for the shapes of serving, to compile them for GPUs that need not be here."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from functools import cache, partial
-from pathlib import Path
-from typing import Any
+from functools import partial
 from unittest.mock import patch
 
-import compiled_fp8
 import torch
-import triton
-from sass import InstructionCounts
 from serving_shapes import BATCH, CONTEXT, SHAPES, TOKENS, Shape, meta, operands, options
-from triton_aot import Launch, Resources, compile_launch, recorded
+from triton_aot import Launch, recorded
 
 from tercet.model_executor.kernels import decode_attention as decode_module
 from tercet.model_executor.kernels import extend_attention as extend_module
 from tercet.model_executor.kernels import fused_decode as fused_module
 from tercet.model_executor.kernels.tuning import ExtendTile, decode_tile, extend_tile
 from tercet.model_executor.kernels.work_map import query_split_map, query_tile_map, split_map
-
-ROOT = Path(__file__).resolve().parents[1]
-TRITONS = ("3.6.0", "3.7.1", "3.9.0")
-"""Of torch 2.11, of torch 2.13, and of the CPU builds that scripts/setup installs."""
-
 
 SPLITS = ("one split", "splits in turn", "splits as units")
 
@@ -126,41 +106,3 @@ def shape_of(case: str) -> Shape:
     """The shape of a case."""
     name = case.partition("-")[2].partition(",")[0]
     return next(shape for shape in SHAPES if str(shape) == name)
-
-
-def folder_of(version: str) -> Path:
-    """Where `scripts/setup --tritons` installs this Triton."""
-    return ROOT / ".triton" / version
-
-
-@cache
-def compiled_with(version: str) -> dict[str, list[Resources]]:
-    """The resources of every case's kernels, compiled in one process by this Triton."""
-    path = os.pathsep.join([str(folder_of(version)), *(entry for entry in sys.path if entry)])
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    if ran.returncode:
-        raise AssertionError(ran.stdout[-5_000:] + ran.stderr[-10_000:])
-    found = json.loads(ran.stdout.splitlines()[-1])
-    assert found.pop("version") == version
-    return {name: [_resources(fields) for fields in kernels] for name, kernels in found.items()}
-
-
-def _resources(fields: dict[str, Any]) -> Resources:
-    return Resources(**fields | {"counts": InstructionCounts(**fields["counts"])})
-
-
-def main() -> None:
-    found: dict[str, object] = {"version": triton.__version__}
-    for name, launches in (CASES | compiled_fp8.CASES).items():
-        compiled = [dataclasses.replace(compile_launch(launch, "sm_90"), assembly="") for launch in launches()]
-        found[name] = [dataclasses.asdict(resources) for resources in compiled]
-    sys.stdout.write(json.dumps(found) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -37,18 +37,21 @@ class Step:
         p = self.problem
         return p.req_to_token[p.rows[list(pick)], p.seq_lens[list(pick)] - 1].long()
 
-    def fused(self, pick: list[int]) -> tuple[torch.Tensor, ...]:
-        """The output of requests `pick` in that order, and the pools after it."""
+    def fused(self, pick: list[int], counts: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """The output of requests `pick` in that order, and the pools after it. counts: None: new zeros."""
         p, (k, v) = self.problem, self.pools()
         lens, before = p.seq_lens[pick], self.qkv[pick]
         qkv = before.clone()
-        counts = torch.zeros(len(pick) * k.shape[1] + 3, dtype=torch.int32, device=k.device)
+        used = len(pick) * k.shape[1]
+        if counts is None:
+            counts = torch.zeros(used + 3, dtype=torch.int32, device=k.device)
+        unused = counts[used:].clone()
         out = fused_decode(
             qkv, p.case.num_heads, self.cos[pick], self.sin[pick], k, v, self.slots(pick), p.req_to_token,
             p.rows[pick], lens, split_map(lens, self.tile.split, int((-(-lens // self.tile.split)).sum())), counts,
             tile=self.tile, **self.norm, **p.options,
         )  # fmt: skip
-        assert torch.equal(qkv, before) and not counts.any()
+        assert torch.equal(qkv, before) and not counts[:used].any() and torch.equal(counts[used:], unused)
         return out, k, v
 
     def apart(self) -> tuple[torch.Tensor, ...]:

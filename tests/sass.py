@@ -30,6 +30,8 @@ class InstructionCounts:
     """Asynchronous copies to shared memory (LDGSTS) of 128 bits a thread."""
     copies: int
     """All asynchronous copies to shared memory."""
+    wide_loads: int
+    """Loads of global memory (LDG) of 128 bits a thread."""
     spills_in_loops: int
     """Accesses to spilled registers (STL, LDL) in the innermost loops with products."""
 
@@ -40,14 +42,17 @@ def count_instructions(sass: str) -> InstructionCounts:
     def number(prefix: str) -> int:
         return sum(count for name, count in found.items() if name.startswith(prefix))
 
-    wide = sum(count for name, count in found.items() if re.match(r"LDGSTS\..*\.128", name))
+    def wide(operation: str) -> int:
+        return sum(count for name, count in found.items() if re.match(rf"{operation}\..*\.128", name))
+
     return InstructionCounts(
         number("HGMMA") + number("QGMMA"),
         number("WARPGROUP.ARRIVE"),
         number("WARPGROUP.DEPBAR"),
         number("HMMA"),
-        wide,
+        wide("LDGSTS"),
         number("LDGSTS"),
+        wide("LDG"),
         _spills_in_loops(sass),
     )
 

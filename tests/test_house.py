@@ -344,6 +344,19 @@ def test_links_in_the_documents_lead_somewhere() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_tests_that_documents_name_exist() -> None:
+    """The log may name tests of its time."""
+    tests = {f"{path.relative_to(ROOT)}": text for path, text in text_files() if path.name.startswith("test_")}
+    wrong = [
+        f"{path.relative_to(ROOT)} -> {file}::{name}"
+        for path, text in text_files()
+        if path.suffix == ".md" and path.name != "log.md"
+        for file, name in re.findall(r"([\w/]+\.py)::(\w+)", text)
+        if not any(f"def {name}(" in source for test, source in tests.items() if f"/{test}".endswith(f"/{file}"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_documented_settings_are_the_settings() -> None:
     text = (ROOT / "docs/server_args.md").read_text(encoding="utf-8")
     assert text.endswith("\n" + command_line.docs_tables()), "out of date: scripts/check --fix rewrites it"

@@ -42,6 +42,7 @@ class Launch:
     kernel: JITFunction
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    grid: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def recorded() -> Iterator[list[Launch]]:
 
     def note(self: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
         assert all(isinstance(n, int) and n > 0 for n in grid), f"{self.fn.__name__}: grid {grid}"
-        launches.append(Launch(self, args, kwargs))
+        launches.append(Launch(self, args, kwargs, grid))
 
     JITFunction.run = note
     try:
@@ -128,10 +129,10 @@ def assert_overlaps(resources: Resources) -> None:
     """Checks that attention for sm_90 waits neither for each product nor for each element of a KV tile."""
     counts = resources.counts
     assert counts is not None
+    # 128 bits a thread for K and V, or for partial results. Narrow copies are those of slots and sums.
+    assert counts.wide_copies > 0, resources
     if resources.kernel in ("_decode_merge_kernel", "extend_merge_kernel"):
         return
-    # 128 bits a thread for K and V. The narrow copies are those of the slots.
-    assert counts.wide_copies > 0, resources
     if not counts.wgmma:
         assert counts.mma > 0, resources
         return

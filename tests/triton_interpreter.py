@@ -114,6 +114,31 @@ def poison_new_tensors() -> None:
 
 
 @contextmanager
+def used_memory(seed: int) -> Iterator[None]:
+    """A context in which new tensors of torch.empty have any bytes, as an earlier launch may have left them."""
+    import torch  # imported here, because the outer process does not need it
+
+    rng = np.random.default_rng(seed)
+    fills = (lambda n: torch.from_numpy(rng.integers(0, 256, n, np.uint8)), lambda n: 0, lambda n: 255)
+    fill = fills[seed % 3]
+    makers = torch.empty, torch.empty_like
+
+    def filled(make: Any) -> Any:
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = make(*args, **kwargs)
+            tensor.view(-1).view(torch.uint8)[:] = fill(tensor.nbytes)
+            return tensor
+
+        return made
+
+    torch.empty, torch.empty_like = map(filled, makers)
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like = makers
+
+
+@contextmanager
 def permuted_programs(seed: int) -> Iterator[None]:
     """A context in which the programs of a launch run in a random order."""
     from triton.runtime import interpreter  # only here: the outer process never imports Triton

@@ -33,6 +33,8 @@ from .work_map import WorkMap
 _MAX_HEAD_BLOCK = 64
 MERGE_CHAINS = 8
 """Partial results that are added at a time. The order of the sums, and so their bits, depend on it."""
+_MERGE_STAGES = 5
+"""Rounds of partial results in shared memory, of which 4 are on their way: 16 KB for 128 components."""
 _programs: dict[tuple[object, ...], int] = {}
 """Programs per multiprocessor for which the registers suffice, by all that the compiled split kernel depends on."""
 
@@ -113,13 +115,13 @@ def attend_to_split(
 @triton.jit
 def merge_splits(
     part_o_ptr, part_lse_ptr, begin, end, heads, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, CHAINS: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHAINS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of units begin to end, for each of `heads`: float32 [heads, BLOCK_D].
 
     Chain i adds units begin + i, begin + i + CHAINS, and so on. Then chains are added in pairs. A sum of two has one
-    order, so neither the number of heads nor the layout of a tile in registers changes the bits. UNROLL: rounds whose
-    loads do not wait for each other.
+    order, so neither the number of heads nor the layout of a tile in registers changes the bits. STAGES: while a round
+    of CHAINS units is added, the next STAGES - 1 rounds are copied to shared memory.
     """
     BLOCK_G: tl.constexpr = heads.shape[0]
     BLOCK_L: tl.constexpr = 16 * CHAINS
@@ -137,7 +139,7 @@ def merge_splits(
         top = tl.maximum(top, tl.max(lse, axis=0))
     total = tl.zeros([CHAINS, BLOCK_G], tl.float32)
     acc = tl.zeros([CHAINS, BLOCK_G, BLOCK_D], tl.float32)
-    for start in tl.range(0, count, CHAINS, num_stages=1, loop_unroll_factor=UNROLL):
+    for start in tl.range(0, count, CHAINS, num_stages=STAGES):
         valid = (start + offs_s < count)[:, None]
         part = (start + offs_s)[:, None] * NUM_HEADS + heads[None, :]
         lse = tl.load(lse_ptr + part, mask=valid, other=float("-inf"))
@@ -248,6 +250,7 @@ def _decode_merge_kernel(
     HAS_WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
     CHAINS: tl.constexpr,
+    STAGES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     b = tl.program_id(0)
@@ -263,8 +266,7 @@ def _decode_merge_kernel(
     if HAS_WINDOW:
         seq_len = tl.load(seq_lens_ptr + b).to(tl.int32)
         begin += tl.maximum(seq_len - window, 0) // SPLIT
-    UNROLL: tl.constexpr = 4 if BLOCK_D <= 128 else 1  # what the registers hold
-    out = merge_splits(part_o_ptr, part_lse_ptr, begin, end, head, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS, UNROLL)
+    out = merge_splits(part_o_ptr, part_lse_ptr, begin, end, head, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS, STAGES)
     target = out_ptr + (out_token * NUM_HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=(offs_d < HEAD_DIM)[None, :])
 
@@ -350,7 +352,8 @@ def decode_attention(
     _decode_merge_kernel[(batch, num_heads)](
         part_o, part_lse, work.starts, seq_lens, rows if q_loc is None else q_loc, out, window or 0,
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, HAS_Q_LOC=q_loc is not None, HAS_WINDOW=window is not None,
-        SPLIT=tile.split, CHAINS=MERGE_CHAINS, BLOCK_D=block_d, num_warps=4,
+        SPLIT=tile.split, CHAINS=MERGE_CHAINS, STAGES=_MERGE_STAGES, BLOCK_D=block_d,
+        num_warps=4,
     )  # fmt: skip
 
 

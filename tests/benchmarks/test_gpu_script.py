@@ -83,6 +83,32 @@ def test_missing_packages_are_named_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.fixture
+def python(tmp_path: Path) -> dict[str, str]:
+    """An environment whose Python is version 3.12 and prints its search path and arguments."""
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\nif [ "$1" = -c ]; then echo 3.12; else echo "$PYTHONPATH"; echo "$@"; fi\n')
+    program.chmod(0o755)
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHON": str(program)}
+
+
+def test_packages_beside_the_checkout_are_found(python: dict[str, str]) -> None:
+    ran = subprocess.run([str(SCRIPT)], env=python, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[0].split(":")[1] == str(SCRIPT.parents[1] / ".gpu-packages" / "3.12")
+
+
+def test_all_that_an_image_with_transformers_lacks_is_fetched(
+    python: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    needed = set(importlib.import_module("gpu_session").NEEDED)
+    there = {"torch", "triton", "transformers"}
+    there |= {"jinja2", "numpy", "safetensors", "tokenizers", "tqdm", "yaml"}  # which those need themselves
+    ran = subprocess.run([str(SCRIPT), "--fetch", "no-version"], env=python, capture_output=True, text=True)
+    fetched = {word.replace("pyzmq", "zmq").replace("-", "_") for word in ran.stdout.split()}
+    assert there < needed and needed - there <= fetched
+
+
+@pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], list[Any]]:
     """The parts on a machine with the CUDA toolkit."""
     monkeypatch.syspath_prepend(SCRIPT.parent)
@@ -95,7 +121,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], list[Any]]:
 def test_small_steps_are_measured_with_their_kernels_and_without(plan, quick: bool) -> None:
     parts = {part.name: part for part in plan(quick)}
     names = list(parts)
-    assert names[0] == "tests"
+    assert names[0] == "tests" and parts["tests"].limit_s == 300
     for model in ("1b", "8b"):
         plain, fused = parts[f"one-batch-{model}"], parts[f"one-batch-{model}-fused"]
         assert names.index(fused.name) == names.index(plain.name) + 1

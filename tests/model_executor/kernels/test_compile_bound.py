@@ -6,8 +6,6 @@ The tests run under the environment's Triton, and in processes of their own unde
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from types import FrameType, SimpleNamespace
@@ -20,7 +18,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from compiled_attention import ROOT, TRITONS, folder_of
 from fake_accelerator import FakeAccelerator, use_fake
 from fake_gpu_driver import REGISTERS, FakeDriver, fake_gpu
 from hypothesis import given, settings
@@ -31,6 +28,7 @@ from triton import knobs
 from triton.runtime import _allocation
 from triton.runtime.jit import JITFunction
 from triton_interpreter import examples
+from tritons import TRITONS, run_tests_with
 
 from tercet.model_executor.kernels import bound as module
 from tercet.model_executor.kernels.bound import Bound
@@ -292,26 +290,4 @@ def test_an_unknown_triton_launches_itself(monkeypatch: pytest.MonkeyPatch, capl
 
 @pytest.mark.parametrize("version", OTHERS)
 def test_the_same_under_another_triton(version: str) -> None:
-    if not (folder_of(version) / "triton").is_dir():
-        pytest.skip(f"Triton {version} is not installed: scripts/setup --tritons")
-    path = os.pathsep.join([str(folder_of(version)), *(entry for entry in sys.path if entry)])
-    ran = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--rootdir={ROOT}",
-            "--timeout=0",
-            "-k",
-            "not under_another_triton",
-            __file__,
-        ],
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stdout[-10_000:] + ran.stderr[-5_000:]
+    run_tests_with(version, "-k", "not under_another_triton", __file__)

@@ -39,6 +39,18 @@ def test_decode_in_a_step_with_prompts(arch: str, shape: Shape) -> None:
     check(arch, shape, mixed=True)
 
 
+@pytest.mark.parametrize("name", ["32x8x64-bfloat16", "32x8x128-bfloat16", "32x8x192-bfloat16"])
+def test_the_merge_reads_several_partial_results_at_a_time(name: str) -> None:
+    """Copies of 4 rounds are queued before the loop, and one in it. Loads into registers waited for each round."""
+    shape = next(shape for shape in SHAPES if str(shape) == name)
+    _, merge = decode_launches(shape, "sm_90", mixed=False)
+    resources = compile_launch(merge, "sm_90")
+    assert resources.counts is not None
+    round_bytes = merge.kwargs["CHAINS"] * merge.kwargs["BLOCK_D"] * 4
+    assert resources.counts.wide_copies == 5 * round_bytes // (16 * resources.threads)
+    assert resources.shared >= 4 * round_bytes
+
+
 FUSED = {
     "9x3x64-bfloat16": False,
     "16x8x128-bfloat16": True,

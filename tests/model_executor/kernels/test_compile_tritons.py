@@ -1,4 +1,4 @@
-"""Attention and fp8 products, compiled for sm_90 by every Triton that a supported torch brings.
+"""All kernels, compiled for sm_90 by every Triton that a supported torch brings.
 
 `scripts/setup --tritons` installs them beside the environment's own. The compilers differ: asynchronous products that
 one of them overlaps, another may serialise. So the machine code is read, not the assembly.
@@ -6,28 +6,28 @@ one of them overlaps, another may serialise. So the machine code is read, not th
 
 from __future__ import annotations
 
+import dataclasses
+
+import compiled_attention
 import compiled_fp8
+import compiled_others
 import pytest
 import triton
-from compiled_attention import CASES, TRITONS, compiled_with, folder_of, shape_of
-from triton_aot import Resources, assert_fits, assert_overlaps, assert_plan_holds
+from compiled_attention import extend_launches, shape_of
+from serving_shapes import SHAPES
+from triton_aot import assert_fits, assert_overlaps, assert_plan_holds, compile_launch
+from tritons import TRITONS, compiled_with
 
 pytestmark = pytest.mark.timeout(1500)  # the first test of a Triton compiles every case
 
 OTHERS = [version for version in TRITONS if version != triton.__version__]
-"""The environment's own Triton compiles in test_compile_decode.py and test_compile_extend.py."""
+"""The environment's own Triton compiles in the other test_compile_*.py."""
 
 
-def compiled(version: str, case: str) -> list[Resources]:
-    if not (folder_of(version) / "triton").is_dir():
-        pytest.skip(f"Triton {version} is not installed: scripts/setup --tritons")
-    return compiled_with(version)[case]
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", compiled_attention.CASES)
 @pytest.mark.parametrize("version", OTHERS)
 def test_products_and_copies_are_asynchronous(version: str, case: str) -> None:
-    for resources in compiled(version, case):
+    for resources in compiled_with(version)[case]:
         assert_fits(resources, "sm_90")
         assert_overlaps(resources)
         assert_plan_holds(resources, shape_of(case))
@@ -36,6 +36,25 @@ def test_products_and_copies_are_asynchronous(version: str, case: str) -> None:
 @pytest.mark.parametrize("case", compiled_fp8.CASES)
 @pytest.mark.parametrize("version", OTHERS)
 def test_fp8_products_are_asynchronous(version: str, case: str) -> None:
-    for resources in compiled(version, case):
+    for resources in compiled_with(version)[case]:
         assert_fits(resources, "sm_90")
         compiled_fp8.assert_multiplies_fp8(resources)
+
+
+@pytest.mark.parametrize("case", compiled_others.CASES)
+@pytest.mark.parametrize("version", OTHERS)
+def test_the_other_kernels_compute_as_meant(version: str, case: str) -> None:
+    for resources in compiled_with(version)[case]:
+        assert_fits(resources, "sm_90")
+        compiled_others.assert_computes_as_meant(resources)
+
+
+def test_serialised_products_are_seen() -> None:
+    """With ARRIVE and DEPBAR around each product, as Triton 3.6 compiled a loop that may have no iteration."""
+    resources = compile_launch(extend_launches(SHAPES[2], "sm_90", "one split")[0], "sm_90")
+    assert_overlaps(resources)
+    assert resources.counts is not None
+    num = resources.counts.wgmma
+    serialised = dataclasses.replace(resources.counts, wgmma_batches=num, wgmma_waits=num)
+    with pytest.raises(AssertionError):
+        assert_overlaps(dataclasses.replace(resources, counts=serialised))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from fake_accelerator import FakeAccelerator, use_fake
+from toy_runner import make_toy_runner
 
 from tercet.model_executor.kernels.host_compiler import needs_c_compiler
 
@@ -15,3 +17,14 @@ def test_a_missing_c_compiler_is_named() -> None:
 def test_other_errors_stay_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="out of memory"), needs_c_compiler():
         raise RuntimeError("out of memory")
+
+
+class WithoutCompiler(FakeAccelerator):
+    def peak_bytes(self, work, *, to_record=False):
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+
+def test_a_server_that_starts_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fake(monkeypatch, WithoutCompiler())
+    with pytest.raises(ValueError, match="install gcc or clang, or set CC"):
+        make_toy_runner()

@@ -1,0 +1,168 @@
+"""The launches of all kernels but attention and fp8 products, in the shapes of serving, and checks of their code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from serving_shapes import BATCH, CONTEXT, SLOTS, TOKENS, meta
+from triton_aot import Launch, Resources, recorded
+
+from tercet.model_executor.kernels.activation import act_and_mul
+from tercet.model_executor.kernels.argmax import argmax
+from tercet.model_executor.kernels.decode_start import decode_start
+from tercet.model_executor.kernels.logit_edits import EditTables
+from tercet.model_executor.kernels.rmsnorm import rmsnorm
+from tercet.model_executor.kernels.rotary import rotary
+from tercet.model_executor.kernels.sampling import choose_tokens
+from tercet.model_executor.kernels.sampling_layout import Column, Field
+from tercet.model_executor.kernels.skinny_linear import Norm, skinny_linear
+from tercet.model_executor.kernels.store_kv import store_kv
+from tercet.model_executor.kernels.token_logprobs import token_logprobs
+from tercet.model_executor.kernels.work_map import query_split_map, query_tile_map, split_map
+
+I32 = torch.int32
+BF16, F16, F32, F64, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn
+
+
+def store(heads: int, head_dim: int, dtype: torch.dtype, pool_dtype: torch.dtype) -> None:
+    qkv = meta(TOKENS, 6 * heads, head_dim, dtype=dtype)
+    pool = meta(SLOTS, heads, head_dim, dtype=pool_dtype)
+    store_kv(qkv[:, 4 * heads : 5 * heads], qkv[:, 5 * heads :], pool, pool, meta(TOKENS))
+
+
+def rotate(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    pool_dtype: torch.dtype | None = None,
+    *,
+    dtype: torch.dtype = BF16,
+    norm: bool = False,
+    neox: bool = True,
+) -> None:
+    qkv = meta(TOKENS, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    angles = meta(TOKENS, 2, head_dim // 2, dtype=F32)[:, 0]
+    weight = meta(head_dim, dtype=dtype) if norm else None
+    pool = None if pool_dtype is None else meta(SLOTS, kv_heads, head_dim, dtype=pool_dtype)
+    slots = None if pool is None else meta(TOKENS)
+    rotary(
+        qkv, heads, kv_heads, angles, angles, neox=neox, q_weight=weight, k_weight=weight, eps=1e-6, k_buffer=pool,
+        v_buffer=pool, slots=slots,
+    )  # fmt: skip
+
+
+def sample(vocab: int) -> None:
+    edits = EditTables(
+        meta(4, vocab, dtype=I32), meta(4, vocab, dtype=F32), meta(9), meta(4, -(-vocab // 32), dtype=I32)
+    )
+    choose_tokens(
+        meta(BATCH, vocab, dtype=F32), meta(BATCH, len(Column), dtype=F64), meta(BATCH, len(Field)), edits,
+        num_edited=BATCH, any_sampled=True, any_ranked=True,
+    )  # fmt: skip
+
+
+def skinny(num_in: int, num_out: int, dtype: torch.dtype = BF16, *, bias: bool = False, gated: bool = False) -> None:
+    """The linear layers of a small step: after a norm, or before a sum. The output head has both kinds of input."""
+    x, weight = meta(4, num_in, dtype=dtype), meta(2 * num_out if gated else num_out, num_in, dtype=dtype)
+    skinny_linear(
+        x, weight, meta(len(weight), dtype=dtype) if bias else None, norm=Norm(meta(num_in, dtype=dtype), 1e-5),
+        gated=gated,
+    )  # fmt: skip
+    if not gated:
+        skinny_linear(x, weight, residual=meta(4, num_out, dtype=dtype))
+        skinny_linear(x, weight, out=meta(4, num_out, dtype=F32))
+        skinny_linear(x, weight, norm=Norm(meta(num_in, dtype=dtype), 1e-5), out=meta(4, num_out, dtype=F32))
+
+
+def start(hidden: int, head_dim: int, dtype: torch.dtype = BF16) -> None:
+    inputs = meta(3, BATCH)
+    decode_start(
+        *inputs, meta(BATCH + 1), meta(BATCH + 1, CONTEXT, dtype=I32), meta(32_000, hidden, dtype=dtype),
+        meta(CONTEXT, 2, head_dim // 2, dtype=F32),
+    )  # fmt: skip
+
+
+def norm(width: int, dtype: torch.dtype, fused: bool) -> None:
+    x = meta(TOKENS, width, dtype=dtype)
+    rmsnorm(x, meta(width, dtype=dtype), 1e-5, meta(TOKENS, width, dtype=dtype) if fused else None)
+
+
+CALLS: dict[str, Callable[[], object]] = {
+    "split_map": lambda: split_map(meta(BATCH), 256, CONTEXT),
+    "split_map-mixed": lambda: split_map(meta(512), 256, CONTEXT, meta(513)),
+    "query_split_map": lambda: query_split_map(meta(BATCH + 1), meta(BATCH), 4, 128, 2048, TOKENS),
+    "query_tile_map": lambda: query_tile_map(meta(BATCH + 1), 4, 128, TOKENS),
+    "store-8x128": lambda: store(8, 128, BF16, BF16),
+    "store-3x64-fp16": lambda: store(3, 64, F16, F16),
+    "store-8x128-fp8": lambda: store(8, 128, BF16, FP8),
+    "rotary-32x8x128-store": lambda: rotate(32, 8, 128, BF16),
+    "rotary-32x8x128-fp8": lambda: rotate(32, 8, 128, FP8),
+    "rotary-16x8x128-norm-store": lambda: rotate(16, 8, 128, BF16, norm=True),
+    "rotary-16x8x128-norm-fp8": lambda: rotate(16, 8, 128, FP8, norm=True),
+    "rotary-9x3x64-fp16-store": lambda: rotate(9, 3, 64, F16, dtype=F16),
+    "rotary-9x3x64-fp32-store": lambda: rotate(9, 3, 64, F32, dtype=F32),
+    "rotary-16x8x256-fp32-norm-store": lambda: rotate(16, 8, 256, F32, dtype=F32, norm=True),
+    "rotary-32x32x80": lambda: rotate(32, 32, 80),
+    "rotary-16x16x256-gptj": lambda: rotate(16, 16, 256, BF16, neox=False),
+    "rmsnorm-576": lambda: norm(576, BF16, False),
+    "rmsnorm-4096-fused": lambda: norm(4096, BF16, True),
+    "rmsnorm-16384-fused": lambda: norm(16384, F16, True),
+    "silu-14336": lambda: act_and_mul(meta(TOKENS, 2 * 14336, dtype=BF16)),
+    "gelu_tanh-3072": lambda: act_and_mul(meta(TOKENS, 2 * 3072, dtype=BF16), "gelu_tanh"),
+    "decode_start-4096x128": lambda: start(4096, 128),
+    "decode_start-576x64-fp32": lambda: start(576, 64, F32),
+    "decode_start-16384x256": lambda: start(16384, 256),
+    "argmax-151936": lambda: argmax(meta(BATCH, 151936, dtype=BF16)),
+    "argmax-49152-fp32": lambda: argmax(meta(BATCH, 49152, dtype=F32)),
+    "token_logprobs-151936": lambda: token_logprobs(meta(BATCH, 151936, dtype=F32), meta(BATCH), meta(BATCH, 21)),
+    "skinny-2048x3072-bias": lambda: skinny(2048, 3072, bias=True),
+    "skinny-2048x8192-gated": lambda: skinny(2048, 8192, gated=True),
+    "skinny-576x960-fp32": lambda: skinny(576, 960, F32),
+    "skinny-576x1536-fp32-gated": lambda: skinny(576, 1536, F32, gated=True),
+    "sample-128256": lambda: sample(128256),
+    "sample-49153": lambda: sample(49153),
+}
+
+
+def launches_of(call: str) -> list[Launch]:
+    """The launches of one of CALLS."""
+    with recorded() as launches:
+        CALLS[call]()
+    return launches
+
+
+CASES: dict[str, Callable[[], list[Launch]]] = {
+    call: partial(launches_of, call)
+    for call in (
+        "split_map", "store-8x128-fp8", "rotary-16x8x128-norm-store", "rmsnorm-4096-fused", "silu-14336",
+        "decode_start-4096x128", "argmax-151936", "token_logprobs-151936", "skinny-2048x8192-gated", "sample-128256",
+    )
+}  # fmt: skip
+"""What each Triton compiles for sm_90: calls that launch every kernel of CALLS. All calls would take too long."""
+
+
+_READ_MUCH = {
+    "_store_kv_kernel", "_rotary_kernel", "_rmsnorm_kernel", "_act_and_mul_kernel", "_argmax_chunk_kernel",
+    "_chunk_kernel", "_edit_kernel", "_weigh_kernel",
+}  # fmt: skip
+"""Kernels that take as long as their reading of activations or logits."""
+
+
+def assert_computes_as_meant(resources: Resources) -> None:
+    """Checks the widths of loads, the order of copies and products, and the rounding of products, where they matter."""
+    assembly, counts = resources.assembly, resources.counts
+    if resources.kernel in _READ_MUCH:
+        assert counts is not None and counts.wide_loads > 0, "a thread loads less than 128 bits"
+    if resources.kernel == "_skinny_linear_kernel":
+        # Copies of 16 bytes are in flight before the first product, and the norm's scale is known only after the last.
+        assert assembly.count("cp.async.cg.shared.global") > 16
+        first_product = assembly.index("mma.sync")
+        assert assembly.index("cp.async.cg") < first_product
+        assert "rsqrt" not in assembly or first_product < assembly.index("rsqrt")
+    if resources.kernel == "_decode_start_kernel":
+        assert "ld.global.v4" in assembly and "st.global.v4" in assembly, "a thread copies less than 16 bytes"
+        assert resources.registers <= 32 and not resources.spilled
+    if resources.kernel == "_edit_kernel":
+        assert "fma.rn.f32" not in assembly, "torch rounds each product before it is added"

@@ -1,0 +1,80 @@
+"""The tests' kernels compiled by each Triton that a supported torch brings.
+
+As a program it compiles CASES with the Triton that it finds, and prints {case: [resources of each kernel]} as JSON.
+`compiled_with` runs it with a Triton that `scripts/setup --tritons` has installed beside the environment's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import compiled_attention
+import compiled_fp8
+import compiled_others
+import pytest
+import triton
+from sass import InstructionCounts
+from triton_aot import Launch, Resources, compile_launch
+
+ROOT = Path(__file__).resolve().parents[1]
+TRITONS = ("3.6.0", "3.7.1", "3.9.0")
+"""Of torch 2.11, of torch 2.13, and of the CPU builds that scripts/setup installs."""
+CASES: dict[str, Callable[[], list[Launch]]] = compiled_attention.CASES | compiled_fp8.CASES | compiled_others.CASES
+
+
+def run_tests_with(version: str, *chosen: str) -> None:
+    """Run chosen tests in a process of their own, with this Triton. Skips the calling test if it is not installed."""
+    environment = _environment(version)
+    options = ["-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "--timeout=0"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *chosen], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout[-10_000:] + ran.stderr[-5_000:]
+
+
+@cache
+def compiled_with(version: str) -> dict[str, list[Resources]]:
+    """The resources of every case's kernels, compiled in one process. Skips the calling test without this Triton."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__], env=_environment(version), capture_output=True, text=True
+    )
+    if ran.returncode:
+        raise AssertionError(ran.stdout[-5_000:] + ran.stderr[-10_000:])
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found.pop("version") == version
+    return {name: [_resources(fields) for fields in kernels] for name, kernels in found.items()}
+
+
+def _environment(version: str) -> dict[str, str]:
+    """An environment in which Python imports this Triton."""
+    folder = ROOT / ".triton" / version
+    if not (folder / "triton").is_dir():
+        pytest.skip(f"Triton {version} is not installed: scripts/setup --tritons")
+    path = os.pathsep.join([str(folder), *(entry for entry in sys.path if entry)])
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def _resources(fields: dict[str, Any]) -> Resources:
+    return Resources(**fields | {"counts": InstructionCounts(**fields["counts"])})
+
+
+def main() -> None:
+    found: dict[str, object] = {"version": triton.__version__}
+    for name, launches in CASES.items():
+        compiled = [compile_launch(launch, "sm_90") for launch in launches()]
+        if name not in compiled_others.CASES:  # the assembly of attention is large, and only its counts are tested
+            compiled = [dataclasses.replace(resources, assembly="") for resources in compiled]
+        found[name] = [dataclasses.asdict(resources) for resources in compiled]
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
