@@ -16,7 +16,6 @@ from tier_asks import VOCAB, ask, prompt, settle
 
 from fakes import expected_output
 from tercet.managers import kv_tiers
-from tercet.mem_cache import kv_storage
 from tercet.mem_cache.block_keys import BlockKeys
 from tercet.mem_cache.kv_files import KVFiles
 from tercet.srt.io_struct import AbortFinish, FlushCacheReply, FlushCacheReq
@@ -197,11 +196,8 @@ def test_a_file_that_another_server_evicts_before_it_is_read_costs_its_tokens(
     settle(fresh)
 
 
-def test_servers_that_evict_each_others_files_answer_as_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The folder has room for the files of one prompt."""
-    monkeypatch.setattr(kv_storage, "_LOOK_INTERVAL_S", 0.001)
+def test_servers_that_evict_each_others_files_answer_as_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The folder has room for the files of one prompt. A server learns of a loss when it reads or makes room."""
     rigs = [Rig(page_size=4, pool_size=64, host_blocks=4, storage=tmp_path, storage_bytes=2000) for _ in range(2)]
     for number in range(12):
         for rig in rigs:
