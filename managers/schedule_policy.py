@@ -36,7 +36,7 @@ Order = Callable[[Sequence[Req], PolicyInputs], Sequence[Req]]
 
 
 def longest_prefix_first(reqs: Sequence[Req], inputs: PolicyInputs) -> Sequence[Req]:
-    return sorted(reqs, key=lambda req: -inputs.kv.match_len(req))
+    return sorted(reqs, key=inputs.kv.match_len, reverse=True)  # equal ones keep their order
 
 
 def heaviest_subtree_first(reqs: Sequence[Req], inputs: PolicyInputs) -> Sequence[Req]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 from scheduler_rig import Rig
 
 from fakes import expected_output
+from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.planner import Planner
 from tercet.managers.schedule_policy import POLICIES
 from tercet.mem_cache.radix_cache import RadixCache
@@ -16,15 +19,20 @@ from tercet.srt.io_struct import AbortFinish
 class Lookups:
     """Counts the look-ups of prefixes in the radix cache."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, owner: type, names: Sequence[str] = ("match", "match_len", "match_path")
+    ) -> None:
+        """Counts the calls of these methods."""
         self.count = 0
-        find = RadixCache._find
+        for name in names:
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
 
-        def counted(cache: RadixCache, *given: object) -> object:
+    def _counted(self, call: Callable[..., object]) -> Callable[..., object]:
+        def counted(*given: object) -> object:
             self.count += 1
-            return find(cache, *given)
+            return call(*given)
 
-        monkeypatch.setattr(RadixCache, "_find", counted)
+        return counted
 
     def during(self, rig: Rig, num_turns: int) -> int:
         before = self.count
@@ -48,7 +56,7 @@ def full_rig(num_waiting: int, **settings: object) -> Rig:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_decode_step_looks_up_no_waiting_request_again(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, lookups = full_rig(20, policy=policy), Lookups(monkeypatch)
+    rig, lookups = full_rig(20, policy=policy), Lookups(monkeypatch, KVCacheManager)
     assert lookups.during(rig, 10) == 0
     rig.add("new", [90] * 60, max_new_tokens=60, ignore_eos=True)
     assert lookups.during(rig, 1) > 0  # it might be the best one
@@ -58,6 +66,14 @@ def test_a_decode_step_looks_up_no_waiting_request_again(policy: str, monkeypatc
     assert lookups.during(rig, 10) == 0
     rig.run()
     assert rig.heard["w0"].ids == expected_output([2] * 60, 1, 60, 97)
+
+
+def test_the_tree_is_asked_only_for_requests_whose_prefix_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, lookups = full_rig(20), Lookups(monkeypatch, RadixCache, ["look_up"])
+    rig.add("new", [90] * 60, max_new_tokens=60, ignore_eos=True)
+    assert lookups.during(rig, 2) == 1
+    rig.abort("new")
+    assert lookups.during(rig, 3) == 0
 
 
 def test_a_new_request_with_a_cached_prefix_goes_before_those_without_memory() -> None:
