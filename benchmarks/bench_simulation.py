@@ -6,7 +6,8 @@ For each workload, a server of the default model records its schedule while a cl
 The cost of a step is fitted to the recorded steps, and the time outside the scheduler to single requests that are sent
 before. The same requests are simulated with both. The simulated planner begins with what the recorded one had learned,
 simulated steps scatter around their cost as the recorded ones, and requests that the scheduler read at once arrive at
-once.
+once. From the second round on, the workload is also simulated with the step times of the round before, so the
+simulation knows none of the times that it predicts.
 """
 
 from __future__ import annotations
@@ -125,15 +126,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = result.table(
         "Measured by the client, and simulated",
         [
-            "workload", "output tok/s", "simulated", "error", "TTFT p50, ms", "simulated", "error", "without scatter",
-            "steps", "step error",
+            "workload", "output tok/s", "simulated", "error", "other round", "TTFT p50, ms", "simulated", "error",
+            "without scatter", "other round", "steps", "step error",
         ],
     )  # fmt: skip
+    last: dict[str, Replay] = {}
     for round_number, name in itertools.product(range(1, options.rounds + 1), names):
         try:
             with tempfile.TemporaryDirectory(prefix="tercet-check-") as folder:
-                measured, simulated, smooth, replay = check(
-                    WORKLOADS[name], Path(folder), model_path, vocab_size, options.seed
+                measured, simulated, smooth, predicted, replay = check(
+                    WORKLOADS[name], Path(folder), model_path, vocab_size, options.seed, last.get(name)
                 )
         except (ServerFailed, ValueError) as error:
             sys.stderr.write(f"{name}: {error}\n")
@@ -142,13 +144,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if found.difference is not None:
             table.notes.append(f"{name}: {found.num_equal} of {found.num_recorded} steps equal. {found.difference}")
         sys.stderr.write(f"{name}: measured {measured}, simulated {simulated}\n")  # a long run may be cut short
+        last[name] = replay
         step_error, _ = fit_errors(replay, replay.fit(name))
         table.row(
             name,
             number(measured.output_throughput), number(simulated.output_throughput),
-            percent(simulated.output_throughput / measured.output_throughput - 1),
+            *(_error("output_throughput", figures, measured) for figures in (simulated, predicted)),
             *(number(figures.median_ttft_s * 1000) for figures in (measured, simulated)),
-            *(percent(figures.median_ttft_s / measured.median_ttft_s - 1) for figures in (simulated, smooth)),
+            *(_error("median_ttft_s", figures, measured) for figures in (simulated, smooth, predicted)),
             str(len(replay.script.steps)), percent(step_error),
         )  # fmt: skip
         result.values[name if options.rounds == 1 else f"{name}, round {round_number}"] = {
@@ -157,6 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "median_ttft_ms": measured.median_ttft_s * 1000,
             "simulated_median_ttft_ms": simulated.median_ttft_s * 1000,
             "median_ttft_ms_without_scatter": smooth.median_ttft_s * 1000,
+            "throughput_with_the_fit_of_another_round": predicted and predicted.output_throughput,
+            "median_ttft_ms_with_the_fit_of_another_round": predicted and predicted.median_ttft_s * 1000,
             "equal_steps": found.num_equal,
             "steps": found.num_recorded,
             "median_step_error": step_error,
@@ -165,11 +170,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _error(name: str, simulated: Figures | None, measured: Figures) -> str:
+    return "" if simulated is None else percent(getattr(simulated, name) / getattr(measured, name) - 1)
+
+
 def check(
-    make: _Make, folder: Path, model_path: str, vocab_size: int, seed: int
-) -> tuple[Figures, Figures, Figures, Replay]:
-    """One workload: measured, simulated, and simulated without scatter. Raises ServerFailed, and ValueError as
-    `simulate`."""
+    make: _Make, folder: Path, model_path: str, vocab_size: int, seed: int, other: Replay | None = None
+) -> tuple[Figures, Figures, Figures, Figures | None, Replay]:
+    """One workload: measured, simulated, simulated without scatter, and simulated with the step times of another run.
+
+    Raises ServerFailed, and ValueError as `simulate`.
+    """
     path = folder / "schedule"
     port = free_port()
     argv = [sys.executable, "-m", "tercet", "serve", model_path, "--skip-tokenizer-init", "--log-level", "warning"]
@@ -181,17 +192,28 @@ def check(
     simulated, smooth = (
         simulate(make(vocab_size, seed), replay, round_trip_s, scatters=scatters) for scatters in (True, False)
     )
-    return measured, simulated, smooth, replay
+    predicted = simulate(make(vocab_size, seed), replay, round_trip_s, timed=other) if other else None
+    return measured, simulated, smooth, predicted, replay
 
 
-def simulate(requests: Iterator[SimRequest], replay: Replay, round_trip_s: float, *, scatters: bool = True) -> Figures:
+def simulate(
+    requests: Iterator[SimRequest],
+    replay: Replay,
+    round_trip_s: float,
+    *,
+    scatters: bool = True,
+    timed: Replay | None = None,
+) -> Figures:
     """The figures that a client would measure, with the recorded settings and step times.
 
     `round_trip_s`: the time of a request outside the scheduler. `scatters`: whether steps scatter around their cost.
+    `timed`: another run of the workload, whose step times are used.
+
     Raises ValueError if this scheduler does not decide as recorded before the workload begins.
     """
     first = _NUM_WARMUPS + _NUM_PROBES
-    fitted = replay.fit("fitted", since=first)
+    timed = timed or replay
+    fitted = timed.fit("fitted", since=first)
     burst = _late(requests, _num_at_once(replay, first))
     simulation = Simulation(
         replay.server_args(),
@@ -199,7 +221,7 @@ def simulate(requests: Iterator[SimRequest], replay: Replay, round_trip_s: float
         fitted,
         Traffic(burst, _CONCURRENCY, _round_trips_s(replay, first, round_trip_s)),
         statistics := _ExactStatistics(),
-        scatter=replay.scatter(fitted, since=first) if scatters else None,
+        scatter=timed.scatter(fitted, since=first) if scatters else None,
         learned=learned(replay, first),
     )
     simulation.run()

@@ -24,6 +24,10 @@ from .timing import median_s
 
 _INSTRUCTION_S = 0.05
 """Time to measure one instruction of a CPU."""
+_TRIAL_SIZE = 256
+"""Size of the matrices of a first, short measurement of torch's product."""
+_TRIAL_SHARE = 0.25
+"""Share of the best instruction's rate that the short measurement must reach. Small products are slower than large."""
 TORCH_PRODUCT = "torch's matrix product"
 
 
@@ -55,10 +59,13 @@ def best_rate(device: torch.device, dtype: torch.dtype, size: int) -> Rate:
 
     On a CPU, torch's product does not always use the fastest instruction.
     """
-    rates = [Rate(matmul_flops_per_s(device, dtype, size), TORCH_PRODUCT)]
+    rates: list[Rate] = []
     if device.type == "cpu" and cpu_extension.load() is not None:
         measured = torch.ops.tercet_cpu.instruction_rates(dtype, _INSTRUCTION_S)
-        rates += [Rate(ops_per_s, name) for name, ops_per_s in measured.items()]
+        rates = [Rate(ops_per_s, name) for name, ops_per_s in measured.items()]
+    # Torch's product of a type that the processor does not multiply can take minutes.
+    if not rates or matmul_flops_per_s(device, dtype, min(size, _TRIAL_SIZE)) > _TRIAL_SHARE * max(rates).ops_per_s:
+        rates.append(Rate(matmul_flops_per_s(device, dtype, size), TORCH_PRODUCT))
     return max(rates)
 
 

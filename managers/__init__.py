@@ -1,1 +1,1 @@
-"""Management layer: tokenise, schedule, detokenise; each role a process that knows the others only by message."""
+"""Management layer: TokenizerManager, Scheduler and DetokenizerManager. They exchange only messages."""

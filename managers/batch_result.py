@@ -76,7 +76,7 @@ class ResultProcessor:
         self._metrics.on_result(num_new)
 
     def _free_rejected(self, reqs: Sequence[Req], num_drafts: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
-        """Gives back the KV of rejected drafts, before anything of these requests may enter the cache.
+        """Frees the KV of rejected drafts. Must be called before any KV of these requests enters the cache.
 
         A step with d drafts returns a <= d + 1 tokens. The newest token and the first a - 1 drafts were right, so the
         KV of the last d + 1 - a positions is of wrong tokens.
@@ -146,7 +146,7 @@ class ResultProcessor:
 
 
 def _failure_of(req: Req, error: Exception) -> AbortFinish:
-    """Why a request ends whose new tokens could not be taken. Other requests go on."""
+    """The error of a request whose new tokens could not be processed. Other requests continue."""
     if isinstance(error, GrammarFailed):
         return AbortFinish.of(grammar_error(req, error))
     logger.error("Could not check the stop strings of request %s", req.rid, exc_info=error)

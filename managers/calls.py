@@ -1,4 +1,4 @@
-"""Questions to another process that it answers with one reply each, such as the state of the scheduler."""
+"""Calls to another process, each with one reply, such as a call for the state of the scheduler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KnownState(NamedTuple):
 
 
 class SchedulerLink(Protocol):
-    """The way to the scheduler: an `ipc.Sender`, or a test's fake."""
+    """The link to the scheduler: an `ipc.Sender`, or a test's fake."""
 
     def send(self, message: ToScheduler) -> None: ...
 

@@ -119,7 +119,7 @@ def run_detokenizer(
     tokenizer: Tokenizer | None,
     should_stop: Callable[[], bool],
 ) -> None:
-    """The loop of the detokenizer's process. It calls `should_stop` and gives a sign of life at least twice a second.
+    """The loop of the detokenizer's process. It calls `should_stop` and sends a heartbeat at least twice a second.
 
     One message answers all messages that arrived during the previous turn.
     """

@@ -1,4 +1,4 @@
-"""What the scheduler asks of a runner: to run steps, and how large they may be."""
+"""The interface of a runner for the scheduler: it runs steps, and says how large they may be."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class StepLimits(Protocol):
 
 
 class EngineRunner(Runner, Protocol):
-    """A runner and what the scheduler must know of it. A ModelRunner, or the fake device of a simulation."""
+    """A runner, and the facts about it that the scheduler needs. It is a ModelRunner, or the fake device of a
+    simulation."""
 
     @property
     def settings(self) -> StepLimits: ...

@@ -1,4 +1,4 @@
-"""A view of the engine for people: its last steps, its requests, and the hottest prefixes of its cache."""
+"""The data of the live view of the engine: its last steps, its requests, and the hottest prefixes of its cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--explain-schedule`: says of each request that waited long which limits and which requests it waited for."""
+"""`--explain-schedule`: logs for each request that waited long which limits and which requests it waited for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Admission(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """What had been counted when a request came into the queue, also by a retraction."""
+    """The counts at the time when a request entered the queue, also by a retraction."""
 
     at_s: float
     num_admitted: int
@@ -58,7 +58,7 @@ class _Arrival(NamedTuple):
 
 
 class ExplainedPlanner(Planner):
-    """A Planner that logs why requests waited. It only watches, so the plans are the same."""
+    """A Planner that logs why requests waited. It does not change the plans."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class ExplainedPlanner(Planner):
         log.event(logger, logging.INFO, "Waited", fields)
 
     def _find_limit(self, batch: ScheduleBatch | None) -> Limit | None:
-        """What keeps the first waiting request from starting until the next plan. None: nobody waits."""
+        """The limit that keeps the first waiting request from starting until the next plan. None: no request waits."""
         waiting = self.queues.waiting
         if not waiting:
             return None

@@ -42,8 +42,8 @@ def make_policy(
 class FairPolicy(SchedulePolicy):
     """Deficit longest prefix match: of the tenants in credit, the request with the longest cached prefix goes first.
 
-    More urgent requests go first, whoever sends them. With one tenant it is `lpm`. The bound on waiting holds among the
-    requests of a tenant: MAX_PASSED_OVER passes may admit a later request of the same tenant. Between tenants, the
+    Requests of higher priority go first, of any tenant. With one tenant it is `lpm`. The bound on waiting holds among
+    the requests of a tenant: MAX_PASSED_OVER passes may admit a later request of the same tenant. Between tenants, the
     shares are the bound. A bound across tenants would make those who send little wait behind those who send much.
 
     Tokens are charged when they are computed: the uncached tokens of a prompt at its admission, output tokens at the
@@ -66,8 +66,8 @@ class FairPolicy(SchedulePolicy):
         self._num_charged.pop(req, None)
 
     def order(self, waiting: Collection[Req]) -> Iterable[Req]:
-        """All of `waiting`, best first. Of more than MAX_SORTED, only some are sorted: the most urgent ones, and of
-        equally urgent ones the first of each tenant."""
+        """All of `waiting`, best first. Of more than MAX_SORTED, only some are sorted: those of the highest priority,
+        and among equals the first of each tenant."""
         if not self.waiting.has_several_tenants:
             return super().order(waiting)
         for req in self._num_charged:

@@ -160,7 +160,7 @@ class Generation:
         self._timeout = asyncio.get_running_loop().call_later(ABORT_TIMEOUT_S, self._end_aborted)
 
     def close(self) -> None:
-        """Nobody reads the sample any more. Ends it without waiting for the engine. Does nothing if it has ended."""
+        """Ends the sample without waiting for the engine: it is no longer read. Does nothing if it has ended."""
         if self.is_over:
             return
         if self._is_sent and not self._is_stopped:
@@ -190,7 +190,7 @@ class Generation:
         return self.waits_for_engine and not self.num_recoveries
 
     def hold(self, request: GenerateReq, age_s: float = 0.0) -> None:
-        """The engine shall get this request: now (`mark_sent`), or when it has been restarted.
+        """Sets the request for the engine. It is sent now (`mark_sent`), or after a restart of the engine.
 
         `age_s`: how long ago another server process sent it.
         """
@@ -220,7 +220,7 @@ class Generation:
         return True
 
     def resumption(self) -> GenerateReq:
-        """The request for an engine that may have to go on after the tokens that have come."""
+        """The request for an engine, with the tokens so far, after which the engine continues."""
         assert self.request is not None
         if not self.num_recoveries:
             return self.request
@@ -236,7 +236,7 @@ class Generation:
         return msgspec.structs.replace(self.request, resumed=resumed)
 
     def restore(self, out: TextOut, num_recoveries: int, first_token_s: float | None) -> None:
-        """Takes an output that another server process has got, before the sample is sent."""
+        """Adds an output that another server process has received. Must be called before the sample is sent."""
         self.num_recoveries = num_recoveries
         Generation.push(self, out)
         self.first_token_s = first_token_s
@@ -286,7 +286,7 @@ class Generation:
         self._owner.stop(self)
 
     def _end_aborted(self) -> None:
-        """Ends the sample with the tokens so far and the whole text of these, which no engine will complete."""
+        """Ends the sample with the tokens so far and their whole text, because no engine will complete it."""
         self._end(AbortFinish(_ABORTED), self._owner.held_text(self) if self.output_ids else "")
 
     def _end(self, finish: AbortFinish, text: str = "") -> None:

@@ -38,7 +38,7 @@ usually takes less than 0.2 ms, but an ambiguous grammar takes longer with each 
 
 
 class GrammarFailed(Exception):
-    """A matcher cannot go on: a limit was reached, or no token may come next. The message is for the client."""
+    """A matcher cannot continue: a limit was reached, or no token may come next. The message is for the client."""
 
 
 class Matcher(Protocol):
@@ -137,7 +137,7 @@ def invalid(spec: GrammarSpec, reason: str) -> InvalidRequest:
 class GrammarState:
     """The grammar of one request: its matcher, the time that it may take, and the tokens that must wait.
 
-    The tokens that end the request are barred before `min_new_tokens`, unless the grammar allows nothing else. With
+    The tokens that end the request are masked before `min_new_tokens`, unless the grammar allows nothing else. With
     `ignore_eos` the same holds for EOS at any time. So a mask is never empty.
     """
 
@@ -196,7 +196,7 @@ class GrammarState:
             self._call(self._matcher.accept, token)
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call the library. Raises GrammarFailed, whatever the library raises, and if it takes too much time."""
+        """Call the library. Raises GrammarFailed for any error of the library, and if it takes too much time."""
         began_s = self._clock()
         try:
             function(*arguments)

@@ -1,7 +1,7 @@
-"""Checks the grammars of requests before the scheduler sees them. Lives in the event loop of the TokenizerManager.
+"""Checks the grammars of requests before the scheduler sees them. Runs in the event loop of the TokenizerManager.
 
-Each grammar is compiled once, in a grammar worker, and its verdict is kept. Grammars are compiled one at a time, in the
-order of their first requests. Equal grammars that arrive together wait for one compilation. A request waits here,
+Each grammar is compiled once, in a grammar worker, and the result is cached. Grammars are compiled one at a time, in
+the order of their first requests. Equal grammars that arrive together wait for one compilation. A request waits here,
 outside the scheduler's queue, so its grammar delays no request that has none. A grammar whose clients have all gone
 leaves the queue.
 """
@@ -19,11 +19,11 @@ from ..srt.grammar_spec import GrammarSpec
 logger = logging.getLogger(__name__)
 
 MAX_VERDICT_BYTES = 16 << 20
-"""Size of all verdicts that are kept, with the descriptions of their grammars."""
+"""Size of all cached results, with the descriptions of their grammars."""
 MAX_WAITING = 256
 """Grammars that wait for their compilation, with the one that is compiled. Together they have at most 32 MiB."""
 _ENTRY_BYTES = 512
-"""What a verdict takes beside its texts."""
+"""Size of a cached result without its texts."""
 
 
 class GrammarWorker(Protocol):
@@ -32,12 +32,12 @@ class GrammarWorker(Protocol):
     async def compile(self, spec: GrammarSpec) -> str | None:
         """Why the grammar cannot be used; None if it can. Called for one grammar at a time.
 
-        What it raises is no verdict: the grammar could not be checked.
+        If it raises, the grammar could not be checked, and may be valid.
         """
 
 
 class GrammarChecks(Protocol):
-    """The judge of grammars: a GrammarChecker, or a test's fake."""
+    """The interface for checks of grammars: a GrammarChecker, or a test's fake."""
 
     async def check(self, spec: GrammarSpec) -> None:
         """Returns if the scheduler can compile the grammar. Raises InvalidRequest."""
@@ -135,7 +135,7 @@ class GrammarChecker:
 
 
 class _Compilation:
-    """One that waits for its turn or runs, and the number of requests that wait for it."""
+    """A compilation that waits or runs, and the number of requests that wait for it."""
 
     def __init__(self) -> None:
         self.verdict: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()

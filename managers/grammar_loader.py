@@ -1,8 +1,8 @@
 """Gives requests their grammars, in the scheduler: from a cache, or compiled in a thread while the request waits.
 
-A request that waits for its grammar stands in the queue, and admission passes over it. The HTTP process has let a
-grammar worker compile the same description before (grammar_checker.py), so no compilation here is endless or crashes.
-The libraries release Python's lock while they compile.
+A request that waits for its grammar is in the waiting queue, and admission passes over it. A grammar worker has
+compiled the same description before (grammar_checker.py), so no compilation here is endless or crashes. The libraries
+release the GIL while they compile.
 """
 
 from __future__ import annotations

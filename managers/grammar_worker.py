@@ -1,8 +1,8 @@
-"""The grammar worker: a process that compiles grammars of clients, so that none can hurt another process.
+"""The grammar worker: a process that compiles the grammars of clients, so that a grammar cannot harm another process.
 
-It tells whether a grammar can be compiled, and keeps nothing. A grammar that takes too much memory or crashes a library
-ends the worker, and one that takes too long is ended by the parent (grammar_checker.py). Either is the end of that one
-request; the parent starts another worker.
+It reports whether a grammar can be compiled, and keeps nothing. A grammar that takes too much memory or crashes a
+library ends the worker. If a grammar takes too long, the parent ends the worker (grammar_checker.py). Then only that
+request fails, and the parent starts another worker.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def grammar_vocabulary(tokenizer: Tokenizer | None, model_config: ModelConfig) -
 
 
 def limit_resources() -> None:
-    """Limit the address space of this process to what it has now and some more, and let others go first.
+    """Limit the address space of this process to its present size plus _MEMORY_BYTES, and lower its priority.
 
     Call it when everything is loaded. A crash writes no core file.
     """

@@ -1,4 +1,4 @@
-"""When each process of the engine was last heard of."""
+"""When each process of the engine sent its last message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATE_S = 10.0
 
 
 class Heartbeats:
-    """Every message is a sign of life. A text comes from the detokenizer, which has it from the scheduler."""
+    """Every message counts as a heartbeat. A text comes from the detokenizer, which has it from the scheduler."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds from any start."""
@@ -38,14 +38,14 @@ class Heartbeats:
 
     @property
     def longest_silence_s(self) -> float:
-        """That of the process that was last heard of first."""
+        """That of the process that has been silent longest."""
         return self._clock() - min(self._scheduler, self._detokenizer)
 
     @property
     def is_late(self) -> bool:
-        """A process is silent for so long that streams show a sign of life instead."""
+        """A process is silent for so long that streams send comments instead."""
         return self.longest_silence_s > (STOPPED_LATE_S if self.is_stopped else LATE_S)
 
     def silent_s(self, role: str) -> float:
-        """Seconds since the last sign of life of the process with this role."""
+        """Seconds since the last heartbeat of the process with this role."""
         return self._clock() - (self._detokenizer if role == "detokenizer" else self._scheduler)

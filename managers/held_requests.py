@@ -96,8 +96,8 @@ class HeldRequests:
         return shorter(self._waiting_s, generation.request.options.waiting_timeout)
 
     def _to_refuse(self, new: Generation, waiting: Sequence[Generation]) -> Generation:
-        """As in the scheduler's queue: of the least urgent, the newest. With shares, the newest of the tenant with the
-        most places for its weight."""
+        """The sample to refuse, by the rule of the scheduler's queue: among those of the lowest priority, the newest.
+        With shares, the newest of the tenant with the most places for its weight."""
         least = min(map(self._urgency, waiting))
         found = [one for one in waiting if self._urgency(one) == least]
         if self._has_shares:

@@ -1,4 +1,4 @@
-"""The audit of the KV books of an idle engine. It must not delay the next request.
+"""The audit of the ownership of KV slots in an idle engine. It must not delay the next request.
 
 An engine that becomes idle compares sums, which takes microseconds. The whole audit takes seconds in a large pool. It
 starts after `QUIET_S` without a request, and runs in slices of a few milliseconds. Each turn of the scheduler runs one
@@ -29,8 +29,8 @@ class _State(Enum):
 
 
 class IdleAudit:
-    """Logs, repairs and counts errors in the books. An idle engine holds no KV, so the pool can be rebuilt while the
-    server continues."""
+    """Logs, repairs and counts errors in the ownership of slots. An idle engine holds no KV, so the pool can be rebuilt
+    while the server continues."""
 
     def __init__(self, kv: KVCacheManager, clock: Callable[[], float]) -> None:
         """`clock`: seconds from any start."""
@@ -47,7 +47,8 @@ class IdleAudit:
         return self._state is _State.RUNNING
 
     def restart(self) -> None:
-        """Ends an audit that has started, because the books change. The next one starts after `QUIET_S` of idleness."""
+        """Ends an audit that has started, because the owners of slots change. The next one starts after `QUIET_S` of
+        idleness."""
         if self._state is not _State.BUSY:
             self._state = _State.BUSY
             self._slices = iter(())

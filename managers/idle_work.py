@@ -1,9 +1,9 @@
-"""The work of an idle engine, in slices of a few milliseconds: memory for the KV pool, then the audit of its books.
+"""The work of an idle engine, in slices of a few milliseconds: memory for the KV pool, then the audit of its slots.
 
-Files that KV events report are part of each turn. If there are more of them, an idle engine does not sleep.
+Each turn, also a busy one, reports some KV events of files. While some remain, an idle engine does not sleep.
 
-Each turn of the scheduler does one slice, and looks for messages before the next one. So no request waits longer than
-a slice.
+Each turn of the scheduler does one slice, and looks for messages before the next one. So no request waits longer than a
+slice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class IdleWork:
         return self._touch_ahead is not None and self._touch_ahead.is_due
 
     def restart(self) -> None:
-        """The engine is busy, or its books change: the audit must start again."""
+        """The engine is busy, or the owners of slots change: the audit must start again."""
         self._audit.restart()
 
     def on_idle_turn(self) -> None:

@@ -1,7 +1,7 @@
 """What Tercet does with a JSON schema before a library compiles it.
 
-A schema is closed: an object with `properties` gets no other properties, unless the schema speaks of them. Dates are
-days that exist. And a schema is plain if it has only keywords that a fast library (xgrammar) is known to enforce
+A schema is closed: an object with `properties` gets no other properties, unless the schema mentions them. Dates are
+days that exist. A schema is plain if it has only keywords that a fast library (xgrammar) is known to enforce
 completely. That library ignores other keywords, so it must not get them.
 """
 

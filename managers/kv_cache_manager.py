@@ -1,6 +1,6 @@
 """The KVCacheManager: it alone moves KV slots between requests, the prefix cache and the free list.
 
-Positions of one request, in order (docs/memory.md has the whole life):
+Positions of one request, in order (docs/memory.md has all stages of a request):
 
     [0, locked_len)        owned by the prefix cache, locked by this request
     [locked_len, kv_len)   private to the request
@@ -319,7 +319,7 @@ class KVCacheManager:
         self.req_to_token_pool.clear()
 
     def rebuild(self) -> None:
-        """As `flush`, after the books were found wrong: none of the KV is saved, because it may be wrong, too."""
+        """As `flush`, after the audit found an error: none of the KV is saved, because it may be wrong, too."""
         if self.tiers is not None:
             self.tiers.drop_copies()
         self.flush()

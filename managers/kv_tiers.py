@@ -5,7 +5,7 @@ When a request is released, its blocks are copied to host memory, unless a tier 
 them to the disk from there. When a request is admitted, the blocks that continue its cached prefix are copied back into
 slots of its own. Blocks that only the disk has are read into host memory first, while the request waits.
 
-The scheduler's side holds numbers only. The copies travel in `StepInputs.kv_copies`, and the runner makes them.
+This side holds only numbers of slots and blocks. The runner makes the copies that `StepInputs.kv_copies` lists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .tier_counts import TierCounts
 READ_TIMEOUT_S = 2.0
 """How long a request waits for its blocks to be read. What is not there by then is computed."""
 CLOSE_TIMEOUT_S = 3.0
-"""How long a scheduler that stops goes on writing."""
+"""How long the scheduler continues writing at shutdown."""
 _WAIT_S = 0.001
 _MAX_FILE_CHANGES = 16
 """Files that one turn of the scheduler reports. Each takes about as long as hashing its tokens."""

@@ -10,7 +10,7 @@ from .timeouts import Timeouts
 
 
 class Pause:
-    """Whether generation is paused. New requests wait, aborts and questions are handled as always."""
+    """Whether generation is paused. New requests wait; aborts and calls are handled as usual."""
 
     def __init__(self, planner: Planner, timeouts: Timeouts, queue_limits: QueueLimits, io: SchedulerIO) -> None:
         self.is_on = False

@@ -1,4 +1,4 @@
-"""The pause of generation as the TokenizerManager sees it. It outlives the engine's processes."""
+"""The pause of generation as the TokenizerManager sees it. It continues after a restart of the engine."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class PauseControl:
         abort_all: Callable[[], None],
         on_pause: Callable[[], None],
     ) -> None:
-        """`link`: the way to the scheduler; it raises EngineDead and EngineRestarting. `on_pause`: called when a
-        pause has begun."""
+        """`link`: the link to the scheduler; it raises EngineDead and EngineRestarting. `on_pause`: called when a pause
+        has begun."""
         self.is_on = False
         self._paused_at = 0.0
         self._paused_s = 0.0
@@ -53,7 +53,7 @@ class PauseControl:
         self._on_pause()
 
     async def end(self) -> None:
-        """Generation continues. Raises EngineDead and EngineRestarting; then the pause goes on.
+        """Generation continues. Raises EngineDead and EngineRestarting; then the pause continues.
 
         A caller that is cancelled stops nothing, as in `begin`.
         """

@@ -142,12 +142,12 @@ class Planner:
     # Priorities
 
     def _preempt(self, threshold: int) -> bool:
-        """Retracts running requests for the most urgent waiting one, if it needs that and it is enough. Returns whether
-        it did.
+        """Retracts running requests for the waiting one of the highest priority, if it needs their rows or KV and these
+        suffice. Returns whether it did.
 
-        The least urgent goes first, and of equal ones the newest. While an equally urgent prompt is in chunks nothing
-        is preempted: a long candidate might not start beside it. A request that waits for its grammar or for files is
-        no candidate: the preempted ones would start again before it.
+        The lowest priority goes first, and among equals the newest. While a prompt of the same priority is in chunks,
+        nothing is preempted: a long candidate might not start beside it. A request that waits for its grammar or for
+        files is no candidate: the preempted ones would start again before it.
         """
         queues = self.queues
         ready = (req for req in queues.waiting if req.pending_abort is None and not req.awaits_grammar)
@@ -269,7 +269,8 @@ class Planner:
         return min(going_on, key=lambda req: req.place, default=None)
 
     def _due(self) -> Req | None:
-        """The unfinished prompt that may not be held back any longer, if any. More urgent ones still go first."""
+        """The unfinished prompt that may not be held back any longer, if any. Those of higher priority still go
+        first."""
         if self._num_held_back < MAX_HELD_BACK:
             return None
         oldest = self._oldest_unfinished()
@@ -305,7 +306,7 @@ class Planner:
     def _plan_forced(self, decodes: list[Req]) -> ScheduleBatch | None:
         """A step in which requests compute all their forced tokens, and the others their newest one.
 
-        None if no request has any, or if there is no room for all: forced tokens retract nobody.
+        None if no request has any, or if there is no room for all: forced tokens never cause a retraction.
         """
         num_left = self._limits.max_prefill_tokens - len(decodes)
         forced: dict[Req, list[int]] = {}
@@ -324,8 +325,8 @@ class Planner:
         return build_extend(self.kv, [], reqs, new_ids)
 
     def _drafts(self, decodes: list[Req]) -> list[Sequence[int]] | None:
-        """The newest token and the drafts of each request. None if there is no draft, or no room for all: drafts
-        retract nobody."""
+        """The newest token and the drafts of each request. None if there is no draft, or no room for all: drafts never
+        cause a retraction."""
         if self._propose is None:
             return None
         drafts = [self._propose(req, req.max_kv_len - req.kv_len - 1) if req.takes_drafts else [] for req in decodes]

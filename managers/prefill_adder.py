@@ -1,4 +1,4 @@
-"""A pass of admissions: it fills the next extend step with prompts and chunks."""
+"""One admission pass: it fills the next extend step with prompts and chunks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PrefillAdder:
     of an unfinished and a waiting one the shorter. Beside them, the step has at most one chunk that does not end its
     prompt. It is short if others end in the step; otherwise it takes the whole step. It belongs to the unfinished
     prompt with the fewest tokens left, or to a waiting prompt that starts. A prompt starts in chunks if it is at most
-    half as long as what is left of each unfinished one, or more urgent. So few prompts are unfinished at a time.
+    half as long as what is left of each unfinished one, or of higher priority. So few prompts are unfinished at a time.
 
     All lengths are those that are not cached. A request that does not fit into memory ends the pass, so that no later
     request can starve it.
@@ -78,7 +78,7 @@ class PrefillAdder:
     ) -> None:
         """`joining`: the decodes that take part in the step. `max_tokens`: prompt tokens in the step; `chunk_size`:
         prompt tokens of one request in it. `expected`: tokens to leave free: those that running requests are expected
-        to need later, and the watermark. `unfinished`: prompts in chunks that go on. `time`: of the step, if running
+        to need later, and the watermark. `unfinished`: prompts in chunks that continue. `time`: of the step, if running
         requests wait for it and that is bounded."""
         self.extends: list[Extend] = []
         self.refused: tuple[Req, int] | None = None
@@ -100,7 +100,7 @@ class PrefillAdder:
         self._shared_soon: set[tuple[str, bytes]] = set()
         """Prefixes that are not in the cache yet, and will be soon (`_next_prefix`)."""
         self._unfinished = sorted(unfinished, key=lambda req: (-req.urgency, _rest(req), req.place))
-        """Those that are not in the step, most urgent and then shortest first."""
+        """Those that are not in the step, highest priority and then shortest first."""
         for req in unfinished:
             self._reserve(req)
         if self._unfinished:
@@ -112,7 +112,7 @@ class PrefillAdder:
         return self._kv.num_available - self._num_charged
 
     def has_memory_for(self, num_needed: int) -> bool:
-        """Whether so many tokens are free beside those that others are expected to need."""
+        """Whether this number of tokens is free, besides those that others are expected to need."""
         return num_needed < self.num_left - self._expected
 
     def fill(self, waiting: Iterable[Req], *, due: Req | None = None) -> list[Extend]:
@@ -219,11 +219,12 @@ class PrefillAdder:
     # The step
 
     def _reserve(self, req: Req) -> None:
-        """Lets others leave room for all new tokens of a request."""
+        """Reserves memory for all new tokens of a request, which other requests leave free."""
         self._expected += self._kv.growth(req.kv_len, req.num_tokens) + expected_growth(req)
 
     def _announce_prefix(self, req: Req) -> None:
-        """Lets others wait for the next tokens of a request, if these are worth it."""
+        """Records the next tokens of a request, so that other requests with this prefix wait for them, if that saves
+        enough."""
         prefix = self._next_prefix(req, req.locked_len, req.num_tokens)
         if prefix is not None:
             self._shared_soon.add(prefix)

@@ -13,7 +13,7 @@ class ProfileControl:
     """Starts and stops profiles. A profile ends with its scheduler: a restarted engine runs none."""
 
     def __init__(self, calls: Calls, link: Callable[[], SchedulerLink]) -> None:
-        """`link`: the way to the scheduler; it raises EngineDead and EngineRestarting."""
+        """`link`: the link to the scheduler; it raises EngineDead and EngineRestarting."""
         self._calls = calls
         self._link = link
 

@@ -1,4 +1,4 @@
-"""The profile of the scheduler's steps. While none runs, the scheduler launches its steps on the bare runner."""
+"""The profile of the scheduler's steps. While none runs, the scheduler launches its steps directly on the runner."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The wait is estimated when a request arrives: the tokens that requests ahead of it have to compute, divided by the rate
 at which such tokens left the queue in the last seconds. The rate is measured only while requests wait, so it includes
-everything that they wait for: prefill, decode steps between, free rows and free memory. The queue knows who is ahead,
-and who gives way.
+everything that they wait for: prefill, decode steps between, free rows and free memory. The queue decides which
+requests are ahead, and which one is displaced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_KEPT = 1024
 _MAX_AGE_S = 60.0
 """Older drains tell nothing about the present."""
 _MIN_MEASURED = 4
-"""With fewer drains there is no rate, and nobody is refused for the time."""
+"""With fewer drains there is no rate, and no request is refused for its estimated wait."""
 
 
 class _Drain(NamedTuple):
@@ -84,8 +84,8 @@ class DrainRate:
 class QueueLimits:
     """Refuses new requests for which the queue has no place, or which would wait too long.
 
-    Each refusal says when to try again: when enough of the queue will have drained, after all those that were told to
-    come earlier. So clients that obey do not come back together.
+    Each refusal says when to try again: when the queue will have a place, counting the clients that were refused
+    before. So refused clients do not return at the same time.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class QueueLimits:
         self._clock = clock
         self._rate = DrainRate(clock)
         self._next_return_s: dict[str, float] = {}
-        """When the next refused client may come back, on the clock. By the tenant, if tenants have shares."""
+        """When the next refused client may try again, on the clock. By the tenant, if tenants have shares."""
 
     def on_arrival(self, req: Req) -> None:
         """Called with each request, before `check_wait`."""
@@ -138,7 +138,8 @@ class QueueLimits:
             )
 
     def make_room(self, req: Req) -> tuple[Req, QueueFull] | None:
-        """Who gets which error because the waiting queue is full: the new request, or one that gives way to it."""
+        """The request to refuse because the waiting queue is full, and its error: the new request, or one that it
+        displaces. None: the queue has a place."""
         queues = self._queues
         if not queues.is_full:
             return None
@@ -152,7 +153,7 @@ class QueueLimits:
         return refused, QueueFull.of(num_waiting, retry_after_s)
 
     def _tokens_before(self, req: Req) -> int:
-        """Tokens to compute before a new request, if equally urgent ones of its tenant keep the order of arrival."""
+        """Tokens to compute before a new request, if those of its tenant and priority keep the order of arrival."""
         queues = self._queues
         num_tokens = sum(other.num_tokens - other.kv_len for other in queues.unfinished)
         return num_tokens + queues.waiting.num_tokens_before(req)

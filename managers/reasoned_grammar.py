@@ -1,7 +1,7 @@
 """`ReasonedGrammar`: a grammar whose text comes after the model's reasoning.
 
-The reasoning is free text up to a token that ends it. EOS and other special tokens are barred in it, so the text of the
-grammar always follows. Its masks cost nothing: all are the same.
+The reasoning is free text up to a token that ends it. EOS and other special tokens are masked in it, so the text of the
+grammar always follows. All masks of the reasoning are one array, so they cost nothing.
 """
 
 from __future__ import annotations

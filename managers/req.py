@@ -195,7 +195,7 @@ class Req:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its place in the waiting queue: most urgent first, then in the order of arrival."""
+        """Its place in the waiting queue: highest priority first, then in the order of arrival."""
         return (-self.urgency, self.arrival)
 
     @property

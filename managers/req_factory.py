@@ -26,7 +26,7 @@ class ReqFactory:
         make_stop_checker: Callable[[SamplingParams], StopChecker | None],
     ) -> None:
         """`max_total_tokens`: prompt and output of one request, the lesser of context and KV pool.
-        `low_priority_values_first`: a lower priority is more urgent."""
+        `low_priority_values_first`: a lower value is a higher priority."""
         self._eos_ids = eos_ids
         self._max_total_tokens = max_total_tokens
         self._urgency_sign = -1 if low_priority_values_first else 1

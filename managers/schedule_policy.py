@@ -94,11 +94,11 @@ POLICIES = {
 
 
 class SchedulePolicy:
-    """Orders the waiting queue by a policy of the table, and lets no request be passed over for ever.
+    """Orders the waiting queue by a policy of the table, and lets no request be passed over forever.
 
-    More urgent requests go first. Among equally urgent ones there is a bound: when MAX_PASSED_OVER passes have admitted
-    later arrivals before a request, every later pass tries it before all later arrivals. Then only memory,
-    prompts in chunks, or a prefix that the step computes delays it.
+    Requests of higher priority go first. Among equals there is a bound: when MAX_PASSED_OVER passes have admitted later
+    arrivals before a request, every later pass tries it before all later arrivals. Then only memory, prompts in chunks,
+    or a prefix that the step computes delays it.
     """
 
     def __init__(self, name: str, kv: KVCacheManager, clock: Callable[[], float], seed: int = 0) -> None:

@@ -1,7 +1,7 @@
 """The time of a step: a linear cost, and a model that fits it to measured steps while the engine serves.
 
-A step costs seconds for being a step, for each row, for each prompt token, and for each position that attention reads.
-All coefficients are at least 0, so more work never costs less.
+The time of a step is a constant, plus a cost for each row, each prompt token, and each position that attention reads.
+All coefficients are at least 0, so more work never takes less time.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ most in the cost of a prompt token."""
 class StepCostModel:
     """Fits a StepCost to measured steps, by least squares of the relative errors.
 
-    Old steps are forgotten exponentially, but a step makes only steps of its own kind forgotten: however long the
+    The weight of old steps decays exponentially, but a step lowers only the weights of its own kind: however long the
     engine only decodes, the cost of prompts stays known. The solver is coordinate descent from the last solution, with
     coefficients >= 0. What the steps say nothing about keeps its value. An observation takes some 15 us on average.
     """

@@ -1,4 +1,4 @@
-"""Find the first stop string or regular expression in a text that comes in pieces, and never show its beginning.
+"""Finds the first stop string or regular expression in a text that comes in pieces, and never shows its beginning.
 
 Used only for requests with `stop_regex`: it looks at each character in Python. stop_strings.py is the faster one for
 strings alone, and this class has its interface.

@@ -8,8 +8,8 @@ common `round`:
     credit = (round - position) * quantum * weight
 
 So a refill of any number of tenants, any number of times, is one addition. A tenant has at most one quantum of credit.
-A tenant that is new, or that was away, begins with a credit of 0. So absence earns nothing, and a client gains nothing
-by changing its name.
+A tenant that is new, or that was idle, begins with a credit of 0. So idle time earns no credit, and a client gains
+nothing by changing its name.
 
 While two tenants both have requests waiting, their service, divided by their weights, differs by at most one quantum
 and what is charged for a request after its choice: its prefill, and the outputs of running requests.
@@ -36,7 +36,7 @@ class TenantShares:
         self._forget_above = _MIN_FORGET
 
     def __len__(self) -> int:
-        """The number of tenants in memory. Those that went away are forgotten once their debt is paid."""
+        """The number of tenants in memory. Idle ones are removed once their debt is paid."""
         return len(self._positions)
 
     def join(self, tenant: str) -> None:
@@ -63,7 +63,8 @@ class TenantShares:
         self._raise(tenant, self.position(tenant), num_tokens)
 
     def charge_chosen(self, tenant: str, num_tokens: int) -> None:
-        """The tenant was chosen before all others that wait. If it was not in credit, then nobody was: a refill."""
+        """The tenant was chosen before all others that wait. If it was not in credit, no tenant was, and all get a
+        refill."""
         position = self.position(tenant)
         self.round = max(self.round, math.floor(position) + 1)
         self._raise(tenant, position, num_tokens)

@@ -1,4 +1,4 @@
-"""What has moved between the tiers of the KV cache since the start (kv_tiers.py)."""
+"""Counts of the copies between the tiers of the KV cache since the start (kv_tiers.py)."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Timeouts:
             self._paused_at = self._clock()
 
     def resume(self) -> None:
-        """The time goes on."""
+        """The time runs again."""
         if self._paused_at is not None:
             self._paused_s += self._clock() - self._paused_at
             self._paused_at = None

@@ -11,7 +11,7 @@ from .req import Req
 from .step_cost import StepCost, StepCostModel, StepShape
 
 MIN_TOKENS = 32
-"""Prompt tokens that a step may have whatever they cost. So prompts go on under a bound that no step can keep."""
+"""Prompt tokens that a step may always have. So prompts progress even if no step can keep the bound."""
 DECODES_PER_EXTEND = 3
 """Decode steps that follow an extend step for which running requests had to wait. A step has a cost however few tokens
 it computes, so an endless run of small prompts must not get most of the steps."""

@@ -23,7 +23,7 @@ def fill_masks(
 ) -> TokenMasks | None:
     """The masks of `lines`, positions in `batch.sampled`. None if none is needed, because these requests have ended.
 
-    `fail` is called for a request whose grammar cannot go on.
+    `fail` is called for a request whose grammar cannot continue.
     """
     bits = np.empty((len(lines), num_words), np.int32)
     filled: list[int] = []
@@ -47,7 +47,7 @@ def fill_masks(
 
 
 def grammar_error(req: Req, error: GrammarFailed) -> TercetError:
-    """The error of a request whose grammar cannot go on."""
+    """The error of a request whose grammar cannot continue."""
     spec = req.sampling.grammar
     assert spec is not None
     message = f"the grammar cannot be followed after {len(req.output_ids)} tokens of output: {error}"

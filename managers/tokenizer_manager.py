@@ -155,7 +155,7 @@ class TokenizerManager:
         self._send_or_hold(generation)
 
     def restore(self, generation: Generation, packed_ids: bytes, options: RequestOptions, age_s: float) -> None:
-        """Sends a sample that another server process began `age_s` seconds ago. It goes on after its outputs.
+        """Sends a sample that another server process began `age_s` seconds ago. It continues after its outputs.
 
         `options`: those in the request of the first sample of its prompt.
         """
@@ -259,7 +259,7 @@ class TokenizerManager:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether all processes are alive, and have given a sign of life within `watchdog_timeout`."""
+        """Whether all processes are alive, and have sent a heartbeat within `watchdog_timeout`."""
         is_up = self.failure is None and self._scheduler is not None
         return is_up and self.heartbeats.longest_silence_s < self.server_args.watchdog_timeout
 
@@ -307,7 +307,7 @@ class TokenizerManager:
     def on_death(self, blame: Blame | None, begun: Container[str] = ()) -> bool:
         """A process of the engine is gone, and a new engine will be given to `resume`.
 
-        Samples that are being aborted end now. So do those of a request that is proved to be to blame; then it returns
+        Samples that are being aborted end now. So do those of a request that is proved to be the cause; then it returns
         True. All others wait. `begun`: as of `Generation.lose`.
         """
         was_up, self._scheduler = self._scheduler is not None, None

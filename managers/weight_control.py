@@ -29,7 +29,7 @@ DRAIN_TIMEOUT_S = 60.0
 
 
 class WeightControl:
-    """The weights of the engine. They outlive its processes: a restarted engine loads those of the last update."""
+    """The weights of the engine. After a restart, the engine loads those of the last update."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class WeightControl:
         abort_all: bool,
         drain_timeout_s: float = DRAIN_TIMEOUT_S,
     ) -> int:
-        """Loads other weights of the same model. Returns the number of requests that wait and go on with them.
+        """Loads other weights of the same model. Returns the number of requests that wait and continue with them.
 
         If generation is not paused, running requests end first, and new ones wait. `version`: None: a name that no
         other weights have. `dtype`: of the engine. Raises InvalidRequest for weights that do not suit the engine,

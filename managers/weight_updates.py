@@ -1,4 +1,4 @@
-"""Updates of the weights in the scheduler: between two steps, and all KV of the old weights is forgotten."""
+"""Updates of the weights in the scheduler, between two steps. All KV of the old weights is dropped."""
 
 from __future__ import annotations
 

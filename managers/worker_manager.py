@@ -89,7 +89,7 @@ class WorkerManager(TokenizerManager):
         return had_any
 
     def _resend(self, generation: Generation, *, is_suspect: bool = False) -> None:
-        """The parent knows what the sample has to go on after, and whether it is a suspect."""
+        """The parent knows the tokens so far of the sample, and whether it is a suspect."""
         request = generation.request
         assert request is not None
         generation.mark_sent()

@@ -1,8 +1,8 @@
 """The samples of one HTTP worker, in the process that has the engine.
 
-The worker has checked and tokenised them. The TokenizerManager of this process owns them like its own: it sends them
-to the scheduler, resumes them in a restarted engine, and finds the one that kills engines. Their outputs go on to the
-worker, those of one turn of the event loop in one message.
+The worker has checked and tokenised them. The TokenizerManager of this process owns them like its own: it sends them to
+the scheduler, resumes them in a restarted engine, and finds the one that crashes the engine. It sends their outputs to
+the worker, those of one turn of the event loop in one message.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class WorkerRelay:
         self._send(BatchTextOut([generation.take() for generation in ready]))
 
     def close(self) -> int:
-        """The worker has died: nobody reads its samples. Returns the number of those that had not ended."""
+        """The worker has died, so its samples are no longer read. Returns the number of those that had not ended."""
         self._is_closed = True
         live = list(self._live.values())
         for generation in live:

@@ -1,14 +1,14 @@
 """Allocators: which slots of the KV pool are free.
 
 A slot holds K and V of one token in every layer. A page is `page_size` consecutive slots, which hold consecutive
-positions of one sequence. Page 0 (slot 0 when the page size is 1) is a dummy: it is never allocated, and padded
-batch entries write to it.
+positions of one sequence. Page 0 (slot 0 when the page size is 1) is a dummy: it is never allocated, and padded batch
+entries write to it.
 
 The free list keeps its units (pages, or slots when the page size is 1) in three places: a sorted run, a stack of freed
 units in the order of their return, and the units that were never allocated. An allocation takes the low end of the run.
 When the run is too short, the top of the stack is merged into it. Units that were never allocated come last. So
 
-- a request gets neighbouring, ascending slots where there are any, and its KV is read in long strides,
+- a request gets adjacent, ascending slots where possible, and its KV is read sequentially,
 - allocating is one slice, and freeing is one copy,
 - a unit is sorted once between two allocations of it,
 - a pool in host memory, which the system provides on first access, takes no more memory than its users needed at once.

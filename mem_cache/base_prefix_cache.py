@@ -142,7 +142,7 @@ class BasePrefixCache(ABC):
     def retained_size(self) -> int:
         """Tokens of all prefixes that are retained. They may be locked or not.
 
-        A retention lapses at the first use of the cache after its time.
+        A retention expires at the first use of the cache after its time.
         """
         return 0
 

@@ -35,7 +35,7 @@ conversations that are over displace those of conversations that go on (docs/log
 class Value:
     """What is lost least first: the policy that honours retention.
 
-    Unretained prefixes go before all retained ones. Of retained prefixes, the one that lapses first goes first. The
+    Unretained prefixes go before all retained ones. Of retained prefixes, the one that expires first goes first. The
     unretained ones go by a virtual time of the last access:
 
         last access + (cost - 1) * lead

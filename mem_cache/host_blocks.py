@@ -1,9 +1,9 @@
-"""The books of the host's KV memory: which blocks are free, which hold the KV of which key, and which are in use.
+"""The blocks of host KV memory: which are free, which hold the KV of which key, and which are in use.
 
 A block is in exactly one of these states:
 
     free        no key, no pin
-    kept        a key and no pin: it may be found, and it may be taken for something else, least recently used first
+    kept        a key and no pin: it can be found, and it can be reused for another key, least recently used first
     pinned      with a key (copied, written to disk, or about to be loaded), or without one (being filled)
 """
 

@@ -2,7 +2,7 @@
 
 A job names a block of the host's KV memory. The thread has that block from `read` or `write` until `poll` returns the
 job. Reads go before writes. A read has a deadline: what is not read by then is not read. Between the jobs it looks
-regularly for files of other servers, and renews the times of use of the files.
+regularly for files of other servers, and updates the last-use times of the files.
 
 For KV events, the thread also tells which files there are, and what their keys stand for.
 """

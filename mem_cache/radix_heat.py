@@ -1,4 +1,4 @@
-"""The hottest edges of the radix cache's tree, for people."""
+"""The hottest edges of the radix cache's tree, for the live view."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Retentions: requests whose prefix will probably be needed again say for how long it should be kept.
 
-A retention is no pin. It only moves the prefix back in the order of eviction, and it lapses. Everything that no request
-uses can still be evicted.
+A retention is no pin. It only moves the prefix back in the order of eviction, and it expires. Everything that no
+request uses can still be evicted.
 
 A retention belongs to the node where its request ended, because eviction begins at leaves. When that node is evicted,
 the retention moves to the node's parent, which has become the end of what is left. Each node counts the retentions at

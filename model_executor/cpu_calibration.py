@@ -1,4 +1,4 @@
-"""The choice of what differs between processors in the compiled CPU operations: by measurement, once for each machine.
+"""Tunes the compiled CPU operations for the processor, by a measurement that runs once on each machine.
 
 The choice is made before a model is loaded and never changes while it runs, so a token has the same bits in every
 batch. Sizes change no bit of a result. The kind of products of bfloat16 does, so it is part of the identity of KV and

@@ -1,4 +1,4 @@
-"""The command line of an engine: flags, YAML file and docs tables. All are made from the fields of ServerArgs."""
+"""The command line of an engine: flags, YAML file and docs tables, all generated from the fields of ServerArgs."""
 
 from __future__ import annotations
 

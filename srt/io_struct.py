@@ -130,7 +130,7 @@ class StateReq(msgspec.Struct, frozen=True, tag="state"):
 
 
 class ViewReq(msgspec.Struct, frozen=True, tag="view"):
-    """Describe what the engine is doing, for people. The answer is a ViewReply."""
+    """Describe what the engine is doing, for the live view. The answer is a ViewReply."""
 
     call_id: int
     after_step: int

@@ -48,7 +48,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """All media are empty. What files have is told anew."""
+    """All media are empty. The contents of files are published again."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared

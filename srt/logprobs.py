@@ -135,7 +135,7 @@ class NewLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The log probabilities of a request since its last output."""
 
     input: Logprobs | None
-    """Of the prompt tokens behind the first listed one, in the first output; None: no news."""
+    """Of the prompt tokens behind the first listed one, in the first output; None: none in this output."""
     output: Logprobs
     """Of the new output tokens."""
 
@@ -145,7 +145,7 @@ class NewLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def joined(cls, parts: Sequence[NewLogprobs]) -> NewLogprobs:
-        """Successive news as one."""
+        """Several successive values as one."""
         inputs = [part.input for part in parts if part.input is not None]
         return cls(Logprobs.concat(inputs) if inputs else None, Logprobs.concat([part.output for part in parts]))
 

@@ -1,4 +1,4 @@
-"""An append-only file of checksummed records. Whatever ends the process that writes it, its whole records are readable.
+"""An append-only file of checksummed records. However its writer ends, the complete records stay readable.
 
     file:    MAGIC, mark (8 random bytes), records
     record:  mark, length of the payload (4 bytes), CRC-32 of mark and payload (4 bytes), payload

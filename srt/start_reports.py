@@ -56,7 +56,7 @@ class GrammarWorkerReady(msgspec.Struct, frozen=True, tag="grammar_worker_ready"
 
 
 class HttpWorkerReady(msgspec.Struct, frozen=True, tag="http_worker_ready"):
-    """The HTTP worker accepts connections, and has its tokenizer. It waits for news of the engine."""
+    """The HTTP worker accepts connections, and has its tokenizer. It waits for the first EngineNews."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):

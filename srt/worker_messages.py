@@ -17,7 +17,7 @@ from .start_reports import SchedulerReady
 
 
 class SampleReq(msgspec.Struct, frozen=True, tag="sample"):
-    """A GenerateReq, and what the client knows the sample by: crash reports and the log name it so."""
+    """A GenerateReq, and the client's name for the sample, which crash reports and the log use."""
 
     rid: str
     """The key of the sample: the `rid` of its GenerateReq."""
@@ -52,11 +52,11 @@ class AbortReply(msgspec.Struct, frozen=True, tag="aborted"):
 
 
 class WorkerServes(msgspec.Struct, frozen=True, tag="serves"):
-    """The worker has the first news of the engine, and takes requests."""
+    """The worker has the first EngineNews, and takes requests."""
 
 
 class WorkerAlive(msgspec.Struct, frozen=True, tag="alive"):
-    """The worker's event loop turns. Sent twice a second from `WorkerServes` on."""
+    """A heartbeat: the worker's event loop runs. Sent twice a second from `WorkerServes` on."""
 
 
 class WorkerDrained(msgspec.Struct, frozen=True, tag="drained"):

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "attention_plan.h"
+#include "linear.h"
 
 namespace tercet {
 
@@ -101,6 +102,12 @@ class Graph : public torch::CustomClassHolder {
     return plans_.emplace_back(std::make_shared<StepPlan>(batch, bytes_per_number));
   }
 
+  /// Where to find the weight of the linear layer that is recorded after this one.
+  std::shared_ptr<const NextWeight> add_weight(const NextWeight& weight) {
+    if (last_weight_) *last_weight_ = weight;
+    return last_weight_ = std::make_shared<NextWeight>();
+  }
+
   Arena& arena() { return *arena_; }
   int64_t num_operations() const { return static_cast<int64_t>(operations_.size()); }
 
@@ -121,6 +128,7 @@ class Graph : public torch::CustomClassHolder {
   std::shared_ptr<Arena> arena_ = std::make_shared<Arena>();
   std::vector<std::function<void(int64_t)>> operations_;
   std::vector<std::shared_ptr<StepPlan>> plans_;
+  std::shared_ptr<NextWeight> last_weight_;
   int64_t max_rows_ = 0;
   at::CallbackHandle callback_ = 0;
   std::set<std::string> unrecorded_;
@@ -139,6 +147,16 @@ void run_or_record(int64_t rows, F operation) {
 inline at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options) {
   Graph* graph = Graph::recording();
   return graph ? graph->arena().empty(sizes, options) : at::empty(sizes, options);
+}
+
+/// The weight of the next linear layer, or none. `weight` is this one's.
+template <typename Weight>
+std::shared_ptr<const NextWeight> next_weight(const Weight& weight, int64_t num_panels) {
+  static const auto none = std::make_shared<const NextWeight>();
+  Graph* graph = Graph::recording();
+  if (!graph) return none;
+  return graph->add_weight(
+      {reinterpret_cast<const char*>(weight.panels), Weight::panel_bytes(weight.k), num_panels});
 }
 
 inline std::shared_ptr<StepPlan> step_plan(const AttentionBatch& batch, int64_t bytes_per_number) {

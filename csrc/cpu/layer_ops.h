@@ -74,8 +74,9 @@ void with_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& 
 inline Tensor linear_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, bool to_float) {
   const auto out = empty_result({x.size(0), n}, to_float ? x.options().dtype(at::kFloat) : x.options());
   with_weight(x, packed, bias, n, [&]<typename T>(T, const auto* numbers, const auto& weight) {
+    const auto next = next_weight(weight, ceil_div(n, kPanel));
     const auto to = [&](auto* out) {
-      run_or_record(x.size(0), [=](int64_t rows) { linear(numbers, rows, weight, n, out); });
+      run_or_record(x.size(0), [=](int64_t rows) { linear(numbers, rows, weight, *next, n, out); });
     };
     to_float ? to(out.template data_ptr<float>()) : to(out.template data_ptr<T>());
   });
@@ -85,8 +86,9 @@ inline Tensor linear_op(const Tensor& x, const Tensor& packed, const optional<Te
 inline Tensor linear_silu_mul_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n) {
   const auto out = empty_result({x.size(0), n}, x.options());
   with_weight(x, packed, bias, 2 * round_up(n, kLanes), [&]<typename T>(T, const auto* numbers, const auto& weight) {
+    const auto next = next_weight(weight, ceil_div(n, kLanes));
     run_or_record(x.size(0), [=, out = out.template data_ptr<T>()](int64_t rows) {
-      linear_silu_mul(numbers, rows, weight, n, out);
+      linear_silu_mul(numbers, rows, weight, *next, n, out);
     });
   });
   return out;
@@ -124,7 +126,7 @@ inline Tensor quantized_embedding_op(const Tensor& ids, const Tensor& packed, at
   return out;
 }
 
-/// Quantises x, then calls f(quantised x, number of rows, weight) with a weight of so many bits.
+/// Quantises x, then calls f(quantised x, number of rows, weight, next weight) with a weight of so many bits.
 template <typename F>
 void with_quantized(
     const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, int64_t bits, const F& f) {
@@ -141,7 +143,8 @@ void with_quantized(
   });
   const auto call = [&]<typename Weights>() {
     const auto weight = quantized_weight<QuantizedPacked<Weights>>(x, packed, bias, columns);
-    run_or_record(x.size(0), [=](int64_t rows) { f(quantized, rows, weight); });
+    const auto next = next_weight(weight, panels);
+    run_or_record(x.size(0), [=](int64_t rows) { f(quantized, rows, weight, *next); });
   };
   bits == 4 ? call.template operator()<Int4Weights>() : call.template operator()<Int8Weights>();
 }
@@ -152,8 +155,8 @@ inline Tensor quantized_linear_op(
   TERCET_ANY_FLOAT(out.scalar_type(), [&] {
     with_quantized(
         x, packed, bias, n, bits,
-        [n, out = out.data_ptr<scalar_t>()](const auto& x, int64_t rows, const auto& weight) {
-          linear(x, rows, weight, n, out);
+        [n, out = out.data_ptr<scalar_t>()](const auto& x, int64_t rows, const auto& weight, const NextWeight& next) {
+          linear(x, rows, weight, next, n, out);
         });
   });
   return out;
@@ -165,8 +168,8 @@ inline Tensor quantized_linear_silu_mul_op(
   TERCET_ANY_FLOAT(x.scalar_type(), [&] {
     with_quantized(
         x, packed, bias, 2 * round_up(n, kLanes), bits,
-        [n, out = out.data_ptr<scalar_t>()](const auto& x, int64_t rows, const auto& weight) {
-          linear_silu_mul(x, rows, weight, n, out);
+        [n, out = out.data_ptr<scalar_t>()](const auto& x, int64_t rows, const auto& weight, const NextWeight& next) {
+          linear_silu_mul(x, rows, weight, next, n, out);
         });
   });
   return out;

@@ -101,30 +101,63 @@ struct Packed {
   }
 };
 
+/// The packed weight that the next linear layer of a recorded step multiplies. The caches get its first panels early.
+struct NextWeight {
+  const char* panels = nullptr;
+  int64_t panel_bytes = 0, num_panels = 0;
+};
+
+/// Threads claim the panels of a weight in runs of neighbours.
+struct Runs {
+  static constexpr int64_t kPerThread = 3, kMaxLength = 8;
+  int64_t num_panels, count;
+
+  Runs(int64_t num_panels, int64_t threads)
+      : num_panels(num_panels),
+        count(std::min(num_panels, std::max(kPerThread * threads, ceil_div(num_panels, kMaxLength)))) {}
+  int64_t first_panel(int64_t run) const { return num_panels * run / count; }
+};
+
 /// Multiplies rows of x with all panels. Calls store(row, panel, left sums, right sums) for every row and panel. X is
 /// the form of x that this kind of weight multiplies.
 ///
 /// Threads claim runs of neighbouring panels, for one block of rows at a time. While a thread multiplies one panel it
 /// prefetches the next one, evenly over all rows: with few rows, memory bandwidth is the limit and should never idle.
-/// At the end of a run it prefetches the first panel of the run this thread will probably claim next.
+/// At the end of a run it prefetches the first panel of the run this thread will probably claim next. That may be one of
+/// the next weight.
 template <typename X, typename Weight, typename Store>
-void multiply(const X& x, int64_t rows, const Weight& weight, int64_t num_panels, const Store& store) {
-  constexpr int64_t kRunsPerThread = 3, kMaxRunLength = 8;
+void multiply(
+    const X& x,
+    int64_t rows,
+    const Weight& weight,
+    int64_t num_panels,
+    const NextWeight& next_weight,
+    const Store& store) {
   const Tuning tuning = Tuning::get();
   const int64_t blocks =
       std::max(ceil_div(rows * weight.row_bytes(), tuning.block_bytes), ceil_div(rows, kMaxBlockRows));
   const int64_t threads = ThreadPool::get().num_threads();
-  const int64_t runs = std::min(num_panels, std::max(kRunsPerThread * threads, ceil_div(num_panels, kMaxRunLength)));
-  const auto first_panel = [=](int64_t run) { return num_panels * run / runs; };
-  ThreadPool::get().run(blocks * runs, [&](int64_t item) {
+  const Runs runs(num_panels, threads);
+  const int64_t items = blocks * runs.count;
+  const auto first_of_item = [&](int64_t item) {
+    if (item >= items && next_weight.panels) {
+      const Runs next_runs(next_weight.num_panels, threads);
+      const int64_t run = std::min(next_runs.count - 1, item - items);
+      return next_weight.panels + next_runs.first_panel(run) * next_weight.panel_bytes;
+    }
+    const int64_t run = std::min(runs.count - 1, item / blocks);
+    return reinterpret_cast<const char*>(weight.panels) + runs.first_panel(run) * Weight::panel_bytes(weight.k);
+  };
+  ThreadPool::get().run(items, [&](int64_t item) {
     // All blocks of rows multiply a run before the next run begins, so its panels are read from memory once.
     const int64_t block = item % blocks, run = item / blocks;
     const int64_t first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
-    const int64_t end = first_panel(run + 1), next_run = first_panel(std::min(runs - 1, (item + threads) / blocks));
+    const int64_t end = runs.first_panel(run + 1), panel_bytes = Weight::panel_bytes(weight.k);
+    const char* next_run = first_of_item(item + threads);
     RowSums sums[kMaxBlockRows];
-    for (int64_t panel = first_panel(run); panel < end; ++panel) {
-      const int64_t next_panel = panel + 1 < end ? panel + 1 : next_run;
-      const char* next = reinterpret_cast<const char*>(weight.panels) + next_panel * Weight::panel_bytes(weight.k);
+    for (int64_t panel = runs.first_panel(run); panel < end; ++panel) {
+      const char* next =
+          panel + 1 < end ? reinterpret_cast<const char*>(weight.panels) + (panel + 1) * panel_bytes : next_run;
       std::memset(sums, 0, count * sizeof(RowSums));
       for (Chunk chunk{0, 0}; chunk.begin < weight.k; chunk.begin = chunk.end) {
         chunk.end = count <= Weight::kWholeRows ? weight.k : std::min(chunk.begin + tuning.chunk, weight.k);
@@ -149,8 +182,8 @@ void multiply(const X& x, int64_t rows, const Weight& weight, int64_t num_panels
 
 /// x [rows, k] -> out [rows, n]
 template <typename X, typename Weight, typename Out>
-void linear(const X& x, int64_t rows, const Weight& weight, int64_t n, Out* out) {
-  multiply(x, rows, weight, ceil_div(n, kPanel), [=](int64_t row, int64_t panel, Vec left, Vec right) {
+void linear(const X& x, int64_t rows, const Weight& weight, const NextWeight& next, int64_t n, Out* out) {
+  multiply(x, rows, weight, ceil_div(n, kPanel), next, [=](int64_t row, int64_t panel, Vec left, Vec right) {
     const int64_t column = panel * kPanel;
     store_pair(out + row * n + column, {left, right}, n - column);
   });
@@ -158,8 +191,8 @@ void linear(const X& x, int64_t rows, const Weight& weight, int64_t n, Out* out)
 
 /// x [rows, k] -> silu(x @ gate.T) * (x @ up.T) [rows, n]. A panel has kLanes columns of gate, then kLanes of up.
 template <typename X, typename Weight, typename Out>
-void linear_silu_mul(const X& x, int64_t rows, const Weight& weight, int64_t n, Out* out) {
-  multiply(x, rows, weight, ceil_div(n, kLanes), [=](int64_t row, int64_t panel, Vec gate, Vec up) {
+void linear_silu_mul(const X& x, int64_t rows, const Weight& weight, const NextWeight& next, int64_t n, Out* out) {
+  multiply(x, rows, weight, ceil_div(n, kLanes), next, [=](int64_t row, int64_t panel, Vec gate, Vec up) {
     const int64_t column = panel * kLanes;
     const Vec silu = gate / (Vec(1.f) + exp_for<Out>(gate.neg()));
     store_pair(out + row * n + column, {silu * up, Vec(0.f)}, std::min(kLanes, n - column));

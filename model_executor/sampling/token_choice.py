@@ -1,6 +1,6 @@
 """The TokenChoice interface, and its implementation in plain torch.
 
-triton_choice.py and cpu_choice.py implement it with kernels.
+cpu_choice.py implements it with compiled CPU operations. On a GPU, triton_sampling.py takes its place.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     weight_version: Annotated[str, doc("Name of the weights in use")]
     load_format: Annotated[str, doc("The setting --load-format")]
     model_type: Annotated[str, doc("The family, as the model's files call it")]
-    architectures: Annotated[list[str], doc("The one architecture, as the model's files call it")]
+    architectures: Annotated[list[str], doc("The architecture, as named in the model's files")]
     has_image_understanding: Annotated[bool, doc("Always false")]
     has_audio_understanding: Annotated[bool, doc("Always false")]
 
@@ -70,7 +70,7 @@ async def health(server: Server, request: Request, body: None) -> ASGIApp:
     """200 when every process is alive, their loops turn and requests are accepted; 503 otherwise.
 
     Also 200 while the engine is being restarted, and while generation is paused: a supervisor must not end a server
-    that will soon go on.
+    that will soon continue.
     """
     check_up(server)
     if server.manager.is_restarting:

@@ -67,7 +67,8 @@ def _tokenizer_files(args: ServerArgs) -> Iterator[str]:
 
 
 def _content(given: str) -> str:
-    """The fingerprint of a file. A text that names none, such as a template or a name for transformers, as it is."""
+    """The fingerprint of a file. A text that names no file, such as a template or a name for transformers, is returned
+    unchanged."""
     return fingerprint(given) if os.path.isfile(given) else given
 
 

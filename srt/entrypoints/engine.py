@@ -166,8 +166,8 @@ class Engine:
     def pause_generation(self, mode: PauseMode = "abort") -> None:
         """Stops generation. Returns when no step runs. New requests wait until `continue_generation`.
 
-        `mode`: abort: requests end with what they have; retract: running requests release their KV, so the cache can be
-        flushed; in_place: running requests keep their KV. Their tokens do not depend on the pause.
+        `mode`: abort: requests end with the output so far; retract: running requests release their KV, so the cache
+        can be flushed; in_place: running requests keep their KV. Their tokens do not depend on the pause.
         """
         self._thread.wait(self._server.manager.pause.begin(mode))
 

@@ -50,7 +50,7 @@ class EngineCore:
     """A running engine. It belongs to the event loop in which it was started; call its methods only from there.
 
     When a process dies, the core ends the other one, starts both again, and gives the unfinished requests to them. If
-    that is not allowed or fails, the engine has died for good.
+    that is not allowed or fails, the engine has failed.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class EngineCore:
             self._give_up(death.message)
 
     def _on_restart_ended(self, restart: asyncio.Task[None]) -> None:
-        """After a defect of the restart, no client waits for ever."""
+        """After a defect of the restart, no client waits forever."""
         if not restart.cancelled() and restart.exception() is not None and not self.died.done():
             logger.error("The restart has failed", exc_info=restart.exception())
             self._die(f"the engine could not be restarted: {restart.exception()}")
@@ -288,7 +288,7 @@ class EngineCore:
             logger.exception("Could not write a report about this")
 
     async def _watch(self) -> None:
-        """Reports a process whose loop does not turn, and kills it, so that the engine is restarted."""
+        """Reports a process whose loop hangs, and kills it, so that the engine is restarted."""
         manager = self.tokenizer_manager
         args = manager.server_args
         detectors = {

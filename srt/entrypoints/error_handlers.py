@@ -29,8 +29,8 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
     message: Annotated[str, doc("What is wrong, for a person")]
     type: Annotated[str, doc("Kind of error")]
-    param: Annotated[str | None, doc("Path of the field of the request that is wrong, where there is one")]
-    code: Annotated[str | None, doc("What programs tell errors apart by; see the table of statuses")]
+    param: Annotated[str | None, doc("Path of the wrong field of the request, if there is one")]
+    code: Annotated[str | None, doc("Machine-readable kind of the error; see the table of statuses")]
 
 
 class ErrorEnvelope(msgspec.Struct, frozen=True):

@@ -3,8 +3,8 @@
 It compiles one grammar at a time, so a grammar at the limit makes other new grammars wait for that long, but no request
 that has none, and none whose grammar is known already.
 
-A grammar is refused for its processor time, which does not depend on what else the machine does. A worker that gets no
-processor time, or that somebody kills, tells nothing about its grammar.
+A grammar is refused for its processor time, which does not depend on what else the machine does. If a worker gets no
+processor time, or another process kills it, nothing is known about its grammar.
 """
 
 from __future__ import annotations
@@ -78,17 +78,17 @@ class GrammarProcess:
         """Why the grammar cannot be used; None if it can. Must be called for one grammar at a time.
 
         Raises EngineDead after `stop` and if the worker's settings are refused, GrammarNotChecked if two attempts give
-        no verdict.
+        no result.
         """
         try:
             return await self._attempt(spec)
         except _NoVerdict as error:
-            logger.warning("A grammar (%s) has no verdict: its worker %s; trying again", spec.kind, error)
+            logger.warning("A grammar (%s) could not be checked: its worker %s; trying again", spec.kind, error)
         try:
             return await self._attempt(spec)
         except _NoVerdict as error:
             raise GrammarNotChecked(
-                f"{spec.kind} could not be checked: two grammar workers gave no verdict, and the last one {error}"
+                f"{spec.kind} could not be checked: two grammar workers gave no result, and the last one {error}"
             ) from None
 
     async def _attempt(self, spec: GrammarSpec) -> str | None:

@@ -109,7 +109,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         ("POST",),
         "/v1/score",
-        "Tells the probabilities of given tokens after each prompt: SGLang's endpoint",
+        "Returns the probabilities of given tokens after each prompt: SGLang's endpoint",
         score.score,
         body=score.SCORE_CODEC,
         runs_model=True,
@@ -175,7 +175,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         ("GET",), "/ready", "200 when the server accepts requests; 503 otherwise", admin.ready, answer=admin.Status
     ),
-    Endpoint(("GET",), "/version", "Tells Tercet's version", info.version, answer=info.Version),
+    Endpoint(("GET",), "/version", "Returns Tercet's version", info.version, answer=info.Version),
     Endpoint(
         ("GET",),
         "/tokenizer_info",

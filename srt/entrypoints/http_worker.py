@@ -103,7 +103,7 @@ async def _serve(
 
 
 class HttpWorker:
-    """The links of a worker to its parent, and its app, which begins with the first news of the engine."""
+    """The links of a worker to its parent, and its app, which starts when the worker has the first EngineNews."""
 
     def __init__(
         self,
@@ -148,10 +148,10 @@ class HttpWorker:
             self._parent.send(WorkerAlive())
 
     def look_at_parent(self) -> None:
-        """Finds out whether the parent is silent, as a process is that was stopped or hangs.
+        """Checks whether the parent is silent, because it is stopped or hangs.
 
-        It is, if it was too silent at two looks in a row: after a halt of this process, its messages are read between
-        two looks.
+        It counts as silent after two such checks in a row. If this process was stopped itself, it reads the parent's
+        messages between the two checks.
         """
         if self._manager is None:
             return

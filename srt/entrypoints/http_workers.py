@@ -1,8 +1,9 @@
 """The HTTP workers of `--tokenizer-worker-num`, in the process that has the engine, their parent.
 
 Each worker is a process that listens on the server's port. It sends tokenised requests here and gets outputs back
-(worker_relay.py), asks for what concerns the whole server (forwarded.py), and hears the news of the engine. A worker
-that dies or hangs is started again: its connections break, and its requests end. Those of the other workers go on.
+(worker_relay.py), forwards requests that concern the whole server (forwarded.py), and is told the state of the engine.
+A worker that dies or hangs is started again: its connections break, and its requests end. Those of the other workers go
+on.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from .worker_link import ServedEngine, Worker
 logger = logging.getLogger(__name__)
 
 _NEWS_S = 0.1
-"""Time between two looks for news of the engine that no output has told."""
+"""Time between two checks for changes of the engine's state that came with no output."""
 _ALIVE_S = 0.25
-"""Time between two signs of life to each worker."""
+"""Time between two heartbeats to each worker."""
 _SLOWER_START = 5
 """A worker may take so many times as long to start as the slowest of those before."""
 
@@ -89,7 +90,7 @@ class HttpWorkers:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
 
     def is_idle(self) -> bool:
-        """Whether every worker has told that its requests have ended, after the news that the server shuts down.
+        """Whether every worker has reported that its requests have ended, after it was told that the server shuts down.
 
         A worker that is still starting has none.
         """
@@ -110,7 +111,7 @@ class HttpWorkers:
         if had_any or any(found):
             return True
         if None in found:
-            raise EngineDead("an HTTP worker does not answer; it aborts such a request when it goes on")
+            raise EngineDead("an HTTP worker does not answer; it will abort such a request when it runs again")
         return False
 
     async def stop(self) -> None:
@@ -135,7 +136,8 @@ class HttpWorkers:
         self._run_dir.remove()
 
     def tell_news(self) -> None:
-        """Tells every worker what has changed. A failure comes after the last outputs, all else before the next."""
+        """Tells every worker what has changed. A failure is sent after the last outputs, everything else before the
+        next ones."""
         news = self._engine.news() if self._engine is not None else None
         if news is None or news == self._news:
             return

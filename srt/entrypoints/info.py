@@ -1,4 +1,4 @@
-"""Small endpoints that clients and routers of other servers ask: /version, /load and /tokenizer_info."""
+"""Small endpoints that clients and routers of other engines expect: /version, /load and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TokenizerInfo(msgspec.Struct, frozen=True):
 
     tokenizer_class: Annotated[str, doc("Always `PreTrainedTokenizerFast`: the class of `transformers` for such files")]
     vocab_size: Annotated[int, doc("Tokens of the tokenizer, special tokens included")]
-    model_max_length: Annotated[int, doc("Most tokens of a prompt and its answer together")]
+    model_max_length: Annotated[int, doc("Maximum number of tokens of a prompt and its answer together")]
     bos_token: Annotated[str | None, doc("Text of the token that begins a text, if there is one")]
     eos_token: Annotated[str | None, doc("Text of the token that ends a text, if there is one")]
     unk_token: Annotated[str | None, doc("Text of the token for unknown text, if there is one")]

@@ -70,7 +70,7 @@ class _Client:
         self.num_running = 0
 
     def is_at_rest(self, now: float) -> bool:
-        """It has all of its limits, so it can be forgotten."""
+        """The client has used none of its limits, so its entry can be removed."""
         return not self.num_running and (self.bucket is None or not self.bucket.full_in_s(now))
 
 

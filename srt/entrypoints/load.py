@@ -127,7 +127,7 @@ def _sections(include: str) -> set[str]:
 async def metrics(server: Server, request: Request, body: None) -> ASGIApp:
     """Prometheus' page. Raises MetricsOff without --enable-metrics."""
     if server.metrics is None:
-        raise MetricsOff("the server counts nothing; start it with --enable-metrics")
+        raise MetricsOff("metrics are off; start the server with --enable-metrics")
     # In a thread: 65 tenants make a page of 3,000 lines, which takes some 20 ms.
     page, content_type = await asyncio.to_thread(server.metrics.render)
     return Response(page, headers={"content-type": content_type})

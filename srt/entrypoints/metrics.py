@@ -156,7 +156,7 @@ class MetricsPage(Collector):
     def _of_restarts(self, recovery: Recovery) -> Iterator[Metric]:
         own = (
             ("engine_restarts", "Restarts of the engine", recovery.num_restarts),
-            ("resumed_samples", "Samples that went on after a restart, once for each time", recovery.num_resumed),
+            ("resumed_samples", "Samples that continued after a restart, once for each restart", recovery.num_resumed),
             ("fatal_samples", "Samples that ended because the engine died twice on them", recovery.num_fatal),
         )
         for name, text, value in own:

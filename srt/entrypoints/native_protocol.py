@@ -107,7 +107,9 @@ class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     token_ids_logprob: Annotated[
         list[Int32 | list[Int32]] | None, doc("Also list these tokens, at most 1024; a list of lists is per prompt")
     ] = None
-    return_text_in_logprobs: Annotated[bool | None, doc("Give each listed token its text, default false")] = None
+    return_text_in_logprobs: Annotated[bool | None, doc("Also return the text of each listed token, default false")] = (
+        None
+    )
     return_hidden_states: Annotated[
         bool | list[bool] | None,
         doc("Return hidden states in `meta_info`; needs the flag --enable-return-hidden-states; not in a stream"),
@@ -131,7 +133,7 @@ class GenerateBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
         float | list[float] | None,
         doc(
             "Seconds after its end for which the prefix will probably be needed again, at most --max-retention-s; "
-            "0: it will not"
+            "0: no retention"
         ),
     ] = None
     custom_labels: Annotated[Any, only("metrics have only the label model_name", {})] = None
@@ -159,15 +161,18 @@ Entry = list[float | int | str | None]
 class MetaInfo(msgspec.Struct, frozen=True):
     """What /generate tells about a sample."""
 
-    id: Annotated[str, doc("The request's name: its `rid`, or one that the server made up")]
+    id: Annotated[str, doc("The request's name: its `rid`, or a random one")]
     finish_reason: Annotated[FinishReason | None, doc("Why the sample ended; null while it runs")]
     prompt_tokens: Annotated[int, doc("Tokens of the prompt")]
     completion_tokens: Annotated[int, doc("Tokens generated so far")]
     cached_tokens: Annotated[int, doc("Prompt tokens whose KV the prefix cache had")]
-    num_retractions: Annotated[int, doc("How often the sample lost its KV and had to wait again")]
-    num_recoveries: Annotated[int, doc("How often the sample went on in a restarted engine")]
+    num_retractions: Annotated[int, doc("Number of retractions: the sample lost its KV and waited again")]
+    num_recoveries: Annotated[int, doc("Number of restarts of the engine during the sample")]
     weight_version: Annotated[
-        str, doc("Name of the weights that computed the last token; after an update, the first tokens may be of others")
+        str,
+        doc(
+            "Name of the weights that computed the last token; after an update, the first tokens may be from older ones"
+        ),
     ]
     e2e_latency: Annotated[
         float | UnsetType, doc("Seconds from submission to the last token; only in a sample that has finished")

@@ -1,4 +1,4 @@
-"""The page for people at `/`: a chat and a live view of the engine. The files are in web/, and load nothing else."""
+"""The web page at `/`: a chat and a live view of the engine. The files are in web/, and load nothing else."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class EngineViewAnswer(msgspec.Struct, frozen=True):
     model: Annotated[str, doc("The served name")]
     version: Annotated[str, doc("Tercet's version")]
     max_running_requests: Annotated[int, doc("Most requests that run at once")]
-    context_len: Annotated[int, doc("Most tokens of a prompt and its answer together")]
+    context_len: Annotated[int, doc("Maximum number of tokens of a prompt and its answer together")]
     now_s: Annotated[float, doc("Time on the scheduler's clock, in seconds")]
     state: Annotated[dict[str, Any], doc("The scheduler's state, as in `internal_states` of /server_info")]
     generated_tokens: Annotated[int, doc("Tokens generated since the engine's start, which a restart begins again")]

@@ -18,7 +18,7 @@ class PauseBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     mode: Annotated[
         Literal["abort", "retract", "in_place"] | None,
         doc(
-            "abort (default): requests end with what they have; retract: running requests give back their KV and wait "
+            "abort (default): requests end with the output so far; retract: running requests release their KV and wait "
             "again; in_place: running requests keep their KV"
         ),
     ] = None
@@ -27,7 +27,7 @@ class PauseBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
 class ContinueBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of /continue_generation."""
 
-    torch_empty_cache: Annotated[Any, only("the memory of the KV pool is never given back", True, False)] = None
+    torch_empty_cache: Annotated[Any, only("the memory of the KV pool is never released", True, False)] = None
 
 
 class PauseAnswer(msgspec.Struct, frozen=True):

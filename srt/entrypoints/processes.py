@@ -1,4 +1,4 @@
-"""Starts and watches the engine's child processes. No other file starts processes.
+"""Starts and watches the engine's child processes. Only this file and fork_server.py start processes.
 
 A child is a new interpreter (`python -m tercet.srt.entrypoints.child ROLE`), or the fork of such a child
 (fork_server.py). Nothing is pickled, and this process is not forked, so an engine also starts from a notebook and from

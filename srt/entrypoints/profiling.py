@@ -46,8 +46,8 @@ class StartProfileBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         str | None, doc("Start of the file's name: up to 64 letters, digits, dots, dashes and underscores")
     ] = None
     start_step: Annotated[Any, only("recording begins with the next step")] = None
-    profile_by_stage: Annotated[Any, only("one trace has all steps, and their names tell their kinds", False)] = None
-    profile_stages: Annotated[Any, only("one trace has all steps, and their names tell their kinds")] = None
+    profile_by_stage: Annotated[Any, only("one trace has all steps, with their kinds in their names", False)] = None
+    profile_stages: Annotated[Any, only("one trace has all steps, with their kinds in their names")] = None
     merge_profiles: Annotated[Any, only("one process runs the model, so there is one trace", True, False)] = None
 
 
@@ -83,7 +83,9 @@ async def begin_profile(manager: TokenizerManager, folder: Path, body: StartProf
     if manager.facts.device == "cpu":
         activities.discard("GPU")
     if not activities:
-        raise InvalidRequest(f"activities has nothing to record on {manager.facts.device}", param="activities")
+        raise InvalidRequest(
+            f"activities has nothing that can be recorded on {manager.facts.device}", param="activities"
+        )
     prefix = body.profile_prefix
     if prefix is not None and not _PREFIX.fullmatch(prefix):
         raise InvalidRequest(
@@ -107,7 +109,7 @@ async def begin_profile(manager: TokenizerManager, folder: Path, body: StartProf
 def _profile_dir(server: Server) -> str:
     folder = server.manager.server_args.profile_dir
     if folder is None:
-        raise NotAllowed("the server writes no profiles; start it with --profile-dir")
+        raise NotAllowed("profiles are off; start the server with --profile-dir")
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The streams of `--resume-file`: what the journal is told while a stream runs, and how another server plays it again.
+"""The streams of `--resume-file`: what is recorded while a stream runs, and how another server replays it.
 
 A handler writes the events of a stream from its outputs alone. So a server that gives the recorded outputs to the same
 handler gets the same events with the same numbers. Then the samples go on in its engine.

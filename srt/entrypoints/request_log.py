@@ -1,4 +1,4 @@
-"""The name of each HTTP request, and what the log tells about it: `--access-log` and `--log-requests`.
+"""The name of each HTTP request, and its log lines: `--access-log` and `--log-requests`.
 
 A request is named by its header `x-request-id`, or else by a random name. The response has the name in the same header,
 and each line of the log about the request has it, too.

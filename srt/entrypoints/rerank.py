@@ -40,7 +40,7 @@ class RerankBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     query: Annotated[str, doc("What the documents are compared with")]
     documents: Annotated[list[str | RerankDocument], doc("Texts, or objects with a `text`")]
-    top_n: Annotated[Int32 | None, doc("Return so many of the best documents, default all")] = None
+    top_n: Annotated[Int32 | None, doc("Number of documents to return, best first; default all")] = None
     return_documents: Annotated[bool | None, doc("Return the texts of the documents, too, default true")] = None
     pooling: Annotated[
         Pooling | None, doc("Compare the mean over all tokens (default), or the hidden state of the last token")
@@ -62,7 +62,7 @@ class RankedText(msgspec.Struct, frozen=True):
 class Ranked(msgspec.Struct, frozen=True):
     """One document with its score."""
 
-    index: Annotated[int, doc("Which document of the request this is, counted from 0")]
+    index: Annotated[int, doc("Index of the document in the request, from 0")]
     relevance_score: Annotated[float, doc("Cosine of the embeddings of the query and of the document, in [-1, 1]")]
     document: Annotated[RankedText | UnsetType, doc("The document, unless `return_documents` is false")] = UNSET
 

@@ -48,7 +48,7 @@ class RestartBudget:
         return True
 
     def give_back(self) -> None:
-        """A request was proved to be to blame for the last two deaths, and has ended.
+        """A request was proved to be the cause of the last two deaths, and has ended.
 
         At most `limit` times within the window. The restarts of further culprits count, so there is always an end.
         """
@@ -87,8 +87,9 @@ class Death(NamedTuple):
 
     @property
     def is_from_outside(self) -> bool:
-        """Somebody killed the process, so no request is to blame. An unknown end counts as that if somebody killed the
-        fork server, too. The next engine has a new one, so if a request is the cause, its next deaths are known."""
+        """Another program killed the process, so no request is the cause. An unknown end counts as that if another
+        program killed the fork server, too. The next engine has a new one, so if a request is the cause, its next
+        deaths are known."""
         killed = self.returncode in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
         killed |= self.returncode == UNKNOWN_EXIT and not self.has_ended_fork_servers
         return killed and not self.was_hung and not self.was_oom

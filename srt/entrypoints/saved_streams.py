@@ -1,7 +1,7 @@
-"""The streams that a server finds in its `--resume-file`, and what it tells that file of its own.
+"""The streams that a server finds in its `--resume-file`, and the records of its own streams.
 
-A stream is restored when its client asks for it, not at the start: no step is spent on clients that never come back,
-and a request that ends servers does not run before somebody wants it.
+A stream is restored when its client asks for it, not at the start: no step is spent on clients that never return, and a
+request that crashes servers runs only if its client returns.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class SavedStreams:
         self._settings = settings
         self._grace_s = grace_s
         self._waiting = set(journal.ids())
-        """Streams of the server before that nobody has asked for yet."""
+        """Streams of the previous server that no client has asked for yet."""
         self._restoring: dict[str, asyncio.Task[None]] = {}
         self._is_grace_over = False
 
     def begin_grace(self) -> None:
         """The server is ready: from now on, the clients of the server before have the grace time."""
         if self._waiting:
-            logger.info("%d streams of the server before can be continued", len(self._waiting))
+            logger.info("%d streams of the previous server can be continued", len(self._waiting))
             asyncio.get_running_loop().call_later(self._grace_s, self._forget_waiting)
 
     def _forget_waiting(self) -> None:

@@ -26,7 +26,7 @@ from .wire import BodyCodec, Int32, Wire, doc
 class ScoreBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Body of /v1/score. `query` and `items` are both texts or both token ids."""
 
-    query: Annotated[str | list[int], doc("What all prompts have in common: a text or token ids")]
+    query: Annotated[str | list[int], doc("The common part of all prompts: a text or token ids")]
     items: Annotated[str | list[str | list[int]], doc("A text, or a list of texts or of token id lists")]
     label_token_ids: Annotated[list[Int32], doc("Tokens whose probabilities are returned, 1 to 1024")]
     apply_softmax: Annotated[

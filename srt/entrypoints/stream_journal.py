@@ -4,7 +4,7 @@ A stream has a record of its request, and one for each batch of outputs that bec
 options are all that a sample needs to go on; the batches give the events the same numbers and bytes again.
 
 An event is sent only after its record has been written (`flush`), so no client can have an event that the file lacks.
-The records of the streams that are kept are in memory, too. The file is written anew from them when most of it is
+The records of the streams that are kept are in memory, too. The file is rewritten from them when most of it is
 records of other streams.
 """
 
@@ -31,7 +31,7 @@ MAX_BYTES = 256 << 20
 WEIGHTS = "weight_version"
 """The setting that an update of the weights changes while the server runs."""
 _MIN_REWRITE_BYTES = 16 << 20
-"""A smaller file is not written anew."""
+"""A smaller file is not rewritten."""
 _RETRY_S = 5.0
 """The pause after an attempt to write that has failed."""
 _WARN_S = 60.0
@@ -136,9 +136,7 @@ class StreamJournal:
         try:
             records, num_lost = _read(data, file.mark)
             if num_lost:
-                logger.warning(
-                    "%s: %d places were damaged; the streams continue as far as they are whole", path, num_lost
-                )
+                logger.warning("%s: %d places were damaged; streams continue only up to the damage", path, num_lost)
             file.adopt(file.write_new(_joined(records.values())), b"")
         except BaseException:
             file.close()
@@ -168,7 +166,8 @@ class StreamJournal:
     def load(self, stream_id: str) -> SavedStream:
         """What is recorded of a stream. Raises as `request` does.
 
-        A long stream takes tenths of a second. A thread may do this if nobody notes or forgets the stream meanwhile.
+        A long stream takes tenths of a second. A thread may do this if no record of the stream is added or removed
+        meanwhile.
         """
         batches = [_decode_batch(self._payload(framed)) for framed in self._records[stream_id][1:]]
         return SavedStream(self.request(stream_id), batches)
@@ -249,7 +248,7 @@ class StreamJournal:
         if now >= self._no_warning_until:
             self._no_warning_until = now + _WARN_S
             logger.warning(
-                "%s: no room for the stream %s, which will end with this server; more such streams are told of in %g s",
+                "%s: no room for the stream %s, which will end with this server; no further such warning for %g s",
                 self._file.path,
                 stream_id,
                 _WARN_S,

@@ -45,7 +45,7 @@ class TokenizeAnswer(msgspec.Struct, frozen=True):
 
     tokens: Annotated[Sequence[int | list[int]], doc("Token ids; for a list of texts: a list of them for each text")]
     count: Annotated[int | list[int], doc("Number of tokens; for a list of texts: a list of numbers")]
-    max_model_len: Annotated[int, doc("Most tokens of a prompt and its answer together")]
+    max_model_len: Annotated[int, doc("Maximum number of tokens of a prompt and its answer together")]
     token_strs: Annotated[
         Sequence[str | list[str | None] | None] | UnsetType,
         doc("The tokens as the vocabulary writes them; only with `return_token_strs`; for a list of texts: lists"),

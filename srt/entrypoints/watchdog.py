@@ -1,4 +1,4 @@
-"""Finds a process of the engine whose loop does not turn, and gets the stacks of its threads."""
+"""Finds a process of the engine whose loop hangs, and gets the stacks of its threads."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class UpdateWeightsBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=T
     ] = None
     abort_all_requests: Annotated[
         bool | None,
-        doc("End all requests first, with what they have; default false: requests run to their end"),
+        doc("End all requests first, with the output so far; default false: requests run to their end"),
     ] = None
     drain_timeout: Annotated[
         float | None,
@@ -40,7 +40,7 @@ class UpdateWeightsBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=T
     flush_cache: Annotated[Any, only("cached KV of the old weights is never used", True)] = None
     is_async: Annotated[Any, only("no step runs while weights are loaded", False)] = None
     keep_pause: Annotated[Any, only("a pause lasts until /continue_generation", False)] = None
-    torch_empty_cache: Annotated[Any, only("the memory of the old weights is always given back", True, False)] = None
+    torch_empty_cache: Annotated[Any, only("the memory of the old weights is always released", True, False)] = None
     recapture_cuda_graph: Annotated[Any, only("recorded steps always read the new weights", True, False)] = None
     token_step: Annotated[Any, only("weight_version names the weights", 0)] = None
     manifest: Annotated[Any, only("the files themselves are read")] = None
@@ -49,7 +49,7 @@ class UpdateWeightsBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=T
 class UpdateWeightsAnswer(msgspec.Struct, frozen=True):
     success: Annotated[bool, doc("Always true; a refusal is an error")]
     message: Annotated[str, doc("What was done")]
-    num_paused_requests: Annotated[int, doc("Requests that waited, and go on with the new weights")]
+    num_paused_requests: Annotated[int, doc("Requests that waited, and continue with the new weights")]
     weight_version: Annotated[str, doc("The name of the new weights")]
 
 
@@ -60,7 +60,7 @@ async def update_weights_from_disk(server: Server, request: Request, body: Updat
     """Answers when the new weights are in use. Raises NotAllowed, InvalidRequest, EngineBusy."""
     folder = server.manager.server_args.update_weights_dir
     if folder is None:
-        raise NotAllowed("the server loads no other weights; start it with --update-weights-dir")
+        raise NotAllowed("updates of the weights are off; start the server with --update-weights-dir")
     path = path_inside(folder, body.model_path, param="model_path", flag="--update-weights-dir")
     return json_response(await load_weights(server.manager, str(path), body))
 

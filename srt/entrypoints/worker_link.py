@@ -89,7 +89,7 @@ class Worker:
         self._receiver.start(asyncio.get_running_loop())
         self._stacks = run_dir.stacks("http_worker")
         self._heard: float | None = None
-        """When its last sign of life came. The first one is that it is ready; None before."""
+        """When its last heartbeat came. The first one is that it is ready; None before."""
         self._calls = Calls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._engine: ServedEngine | None = None
@@ -102,11 +102,11 @@ class Worker:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since its last sign of life; 0 while it starts, which has a limit of its own (`HttpWorkers`)."""
+        """Seconds since its last heartbeat; 0 while it starts, which has a limit of its own (`HttpWorkers`)."""
         return 0.0 if self._heard is None else time.monotonic() - self._heard
 
     async def on_hang(self, verdict: Verdict) -> None:
-        """Its loop does not turn. Logs that, and kills it unless it has been heard of meanwhile."""
+        """Its loop hangs. Logs that, and kills it unless it has sent a heartbeat meanwhile."""
         silent_s = self.silent_s
         await report_hang(self.child, self._stacks, silent_s, verdict)
         if verdict is Verdict.END and self.silent_s >= silent_s:
@@ -200,7 +200,7 @@ class Worker:
         except TercetError as error:
             failure = AbortFinish.of(error)
         except Exception:
-            # Without a verdict, the request would wait for ever.
+            # Without a verdict, the request would wait forever.
             logger.exception("A grammar could not be checked")
             failure = AbortFinish.of(TercetError("the grammar could not be checked"))
         self.sender.send(GrammarVerdict(question.call_id, reason, failure))

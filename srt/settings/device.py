@@ -23,7 +23,9 @@ class DeviceSettings:
     ] = "auto"
     mem_fraction_static: Annotated[
         float | None,
-        Setting("Fraction of memory for weights and KV; default: on a GPU all that steps leave, on a CPU a small pool"),
+        Setting(
+            "Fraction of memory for weights and KV; default: on a GPU all that steps do not need, on a CPU a small pool"
+        ),
     ] = None
     max_total_tokens: Annotated[
         int | None, Setting("Size of the KV pool in tokens; default: computed from the memory")
@@ -36,7 +38,7 @@ class DeviceSettings:
         Setting("Data type of the KV cache; auto: --dtype; fp8_e4m3: 8 bits, scale 1, with --attention-backend triton"),
     ] = "auto"
     disable_overlap_schedule: Annotated[
-        bool, Setting("Plan a step only after the tokens of the last step are known, as is always done on a CPU")
+        bool, Setting("Process the tokens of a step before planning the next one; a CPU always does this")
     ] = False
     disable_cuda_graph: Annotated[
         bool, Setting("Do not record decode steps: launch each kernel or operation separately")
@@ -48,7 +50,7 @@ class DeviceSettings:
         bool,
         Setting(
             "With Triton attention, compute steps of at most 8 tokens with fewer kernels: norms, sums and activations "
-            "inside the linear layers, and attention with its rotation in one kernel. Tokens have other bits than "
-            "without the flag. Not measured on a GPU yet"
+            "inside the linear layers, and attention with its rotation in one kernel. The bits of the results differ "
+            "from those without the flag. Not measured on a GPU yet"
         ),
     ] = False

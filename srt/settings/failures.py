@@ -15,15 +15,19 @@ class FailureSettings:
     TITLE: ClassVar[str] = "Failures of the engine"
 
     watchdog_timeout: Annotated[
-        float, Setting("Seconds that a step may take; then the engine logs the stacks of its threads and is restarted")
+        float,
+        Setting("Seconds that a step may take; after that the engine logs the stacks of its threads and restarts"),
     ] = 300.0
     soft_watchdog_timeout: Annotated[
-        float | None, Setting("Seconds after which the stacks of a step are logged, and it goes on; default: never")
+        float | None,
+        Setting("Seconds after which the stacks of a running step are logged; the step continues; default: never"),
     ] = None
     engine_restarts: Annotated[
-        int, Setting("Number of restarts within --engine-restart-window after a process of the engine died; 0: none")
+        int,
+        Setting("Maximum number of restarts of the engine within --engine-restart-window; 0: the server exits instead"),
     ] = 3
-    engine_restart_window: Annotated[float, Setting("Seconds for which a restart counts")] = 600.0
+    engine_restart_window: Annotated[float, Setting("Window for --engine-restarts, in seconds")] = 600.0
     crash_report_requests: Annotated[
-        bool, Setting("Reports about crashes have the whole requests: token ids and all parameters; default: lengths")
+        bool,
+        Setting("Write whole requests to crash reports: token ids and all parameters; default: no texts or token ids"),
     ] = False

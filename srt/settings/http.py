@@ -48,19 +48,22 @@ class HttpSettings:
     ssl_certfile: Annotated[str | None, _server("PEM file of the certificate chain; serves HTTPS instead of HTTP")] = (
         None
     )
-    ssl_keyfile: Annotated[str | None, _server("PEM file of the private key; default: --ssl-certfile has it, too")] = (
+    ssl_keyfile: Annotated[str | None, _server("PEM file of the private key; default: the file of --ssl-certfile")] = (
         None
     )
     ssl_keyfile_password: Annotated[str | None, _server("Password of an encrypted private key", secret=True)] = None
     ssl_ca_certs: Annotated[
-        str | None, _server("PEM file of authorities; only clients with a certificate of theirs can connect")
+        str | None,
+        _server("PEM file of CA certificates; only clients with a certificate of one of these CAs can connect"),
     ] = None
     incremental_streaming_output: Annotated[
-        bool, _server("/generate streams only new text and ids in each event, instead of all so far")
+        bool, _server("Each event of a /generate stream has only the new text and ids, not the whole output so far")
     ] = False
     resume_grace: Annotated[
         float,
-        _server("Seconds for which a client can continue a stream whose connection broke; 0: such a request ends"),
+        _server(
+            "Seconds for which a client can continue a stream after its connection broke; 0: the request ends at once"
+        ),
     ] = 0.0
     resume_file: Annotated[
         str | None,

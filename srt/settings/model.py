@@ -24,7 +24,7 @@ class ModelSettings:
         Literal["auto", "safetensors", "gguf", "dummy"], Setting("Format of the weights; dummy: random weights")
     ] = "auto"
     weight_version: Annotated[
-        str, Setting("Name of the weights in answers; KV files of another name are never read")
+        str, Setting("Name of the weights, shown in answers; KV files of weights with another name are not read")
     ] = "default"
     weight_cache: Annotated[
         str,
@@ -35,19 +35,19 @@ class ModelSettings:
     cpu_kernels: Annotated[
         str,
         Setting(
-            "How the C++ kernels of a CPU are tuned; auto: measured at the first start, and kept in the folder of "
-            "--weight-cache; fixed: nothing is measured; or a JSON file such as one that auto has kept"
+            "Tuning of the C++ kernels for the CPU; auto: measured at the first start, and kept in the folder of "
+            "--weight-cache; fixed: not measured; or a JSON file, such as one that auto has kept"
         ),
     ] = "auto"
     update_weights_dir: Annotated[
-        str | None, _server("Folder whose models /update_weights_from_disk may load; default: it is refused")
+        str | None, _server("Folder whose models /update_weights_from_disk may load; default: updates are refused")
     ] = None
     context_length: Annotated[int | None, Setting("Maximum context length in tokens; default: the model's")] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
         Setting(
             "Data type of weights, activations and KV; auto: float16 or bfloat16 on a GPU, bfloat16 or float32 on a "
-            "CPU; with float32, a CPU keeps matrices as their file stores them"
+            "CPU; with float32, matrices in the memory of a CPU keep the data type of their file"
         ),
     ] = "auto"
     quantization: Annotated[
@@ -70,7 +70,7 @@ class ModelSettings:
             "pythonic",
             "qwen3_coder",
         ],
-        _server("Format of the model's tool calls; auto: the one that the chat template shows"),
+        _server("Format of the model's tool calls; auto: detected from the chat template"),
     ] = "auto"
     reasoning_parser: Annotated[
         Literal["deepseek-r1", "gpt-oss", "granite", "mistral", "qwen3"] | None,
@@ -88,7 +88,11 @@ class ModelSettings:
         Setting("Source of default sampling parameters: the model's generation_config, or OpenAI's defaults"),
     ] = "model"
     enable_return_hidden_states: Annotated[
-        bool, Setting("Let requests ask for hidden states; the decode steps of such requests are not recorded")
+        bool,
+        Setting(
+            "Allow requests to get hidden states; decode steps of such requests are slower, because they are not "
+            "recorded"
+        ),
     ] = False
     allow_auto_truncate: Annotated[
         bool, Setting("Drop the first tokens of a prompt that is too long, instead of refusing it")

@@ -31,7 +31,7 @@ class ObservabilitySettings:
     ] = 0
     decode_log_interval: Annotated[int, Setting("Number of steps between two log lines of the throughput")] = 40
     enable_metrics: Annotated[
-        bool, _server("Count requests for Prometheus: /metrics, and times in the meta_info of /generate")
+        bool, _server("Serve Prometheus metrics at /metrics, and add times to the meta_info of /generate")
     ] = False
     otlp_traces_endpoint: Annotated[
         str | None,
@@ -39,7 +39,7 @@ class ObservabilitySettings:
     ] = None
     explain_schedule: Annotated[
         float | None,
-        Setting("Log which limits and requests a request waited for, if it waited so many seconds; default: never"),
+        Setting("Log which limits and requests a request waited for, if it waited this many seconds; default: never"),
     ] = None
     record_schedule: Annotated[
         str | None,

@@ -23,7 +23,7 @@ class PrefixCacheSettings:
         ),
     ] = "value"
     max_retention_s: Annotated[
-        float, Setting("Maximum of a request's retention_seconds; 0: only requests without retention")
+        float, Setting("Maximum of retention_seconds in a request; 0: requests cannot ask for retention")
     ] = 3600.0
     tool_call_retention_s: Annotated[
         float,
@@ -39,25 +39,25 @@ class PrefixCacheSettings:
     kv_events_config: Annotated[
         str | None,
         Setting(
-            "Publishes what the KV pool, host memory and files store and drop, for routers. JSON with the names of "
-            "vLLM and SGLang: "
+            "Publish KV events for routers: the blocks that the KV pool, host memory and files store and remove. JSON "
+            "with the keys of vLLM and SGLang: "
             '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": ""}'
         ),
     ] = None
     enable_hierarchical_cache: Annotated[
-        bool, Setting("Keep the KV of prefixes that leave the KV pool in host memory, in files, or in both")
+        bool, Setting("Also keep the KV of ended requests in host memory, in files, or in both")
     ] = False
     hicache_size: Annotated[
         float | None,
         Setting("GB (2**30 bytes) of host memory for KV; default: none, or 1 with --hicache-storage-dir"),
     ] = None
     hicache_storage_dir: Annotated[
-        str | None, Setting("Folder for files with KV, which survive a restart and which several servers may share")
+        str | None, Setting("Folder for KV files, which survive a restart and which several servers may share")
     ] = None
     hicache_storage_size: Annotated[
         float,
         Setting(
-            "GB (2**30 bytes) of all files in --hicache-storage-dir, of all its servers; the least recently used ones "
-            "go first; less if the disk is nearly full"
+            "Maximum GB (2**30 bytes) of all files in --hicache-storage-dir, of all servers; the least recently used "
+            "files are removed first; less if the disk is nearly full"
         ),
     ] = 16.0

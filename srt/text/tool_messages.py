@@ -88,7 +88,7 @@ def _arguments(arguments: Any, as_text: bool) -> Any:
 
 
 def without_tools(messages: Sequence[Message], tools: Sequence[Message] | None, *, takes_system: bool) -> list[Message]:
-    """The chat as text only, for a template that knows no tools.
+    """The chat as text only, for a template without tools.
 
     takes_system: the template renders a system message. If not, the first user message begins with the functions.
     """
@@ -125,7 +125,7 @@ def _with_functions(chat: list[Message], tools: Sequence[Message], role: str) ->
 
 
 def functions_text(tools: Sequence[Message]) -> str:
-    """The functions, and how to call them: the text for a model whose template knows no tools."""
+    """The functions, and how to call them: the text for a model whose template has no tools."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return (
         "You can call functions. Each line between the tools tags describes one of them. Its parameters are a JSON "

@@ -38,6 +38,19 @@ def test_the_ceiling_is_the_best_instruction_or_torchs_product(
     assert (measured.flops_per_s, measured.flops_source) == best
 
 
+def test_a_product_far_below_the_best_instruction_is_measured_at_a_small_size_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the full size it would take minutes on a processor that does not multiply the type."""
+    fake_ops = SimpleNamespace(instruction_rates=lambda dtype, seconds: {"FMA": 100.0})
+    monkeypatch.setattr(torch.ops, "tercet_cpu", fake_ops)
+    monkeypatch.setattr(cpu_extension, "load", lambda: "a build")
+    sizes: list[int] = []
+    monkeypatch.setattr(ceilings, "matmul_flops_per_s", lambda _device, _dtype, size: sizes.append(size) or 0.1)
+    assert best_rate(CPU, torch.int8, 2048) == Rate(100.0, "FMA")
+    assert sizes == [256]
+
+
 def test_without_compiled_operations_the_ceiling_is_torchs_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_extension, "load", lambda: None)
     assert best_rate(CPU, torch.float32, 64).source == TORCH_PRODUCT

@@ -142,7 +142,7 @@ def test_a_fault_allows_only_its_own_errors() -> None:
 
 def test_only_two_faults_of_the_grammar_worker_may_refuse_a_grammar() -> None:
     refused = failure(
-        "grammar_not_checked: two grammar workers gave no verdict, and the last one was killed", lost=False
+        "grammar_not_checked: two grammar workers gave no result, and the last one was killed", lost=False
     )
     kill, stop = Event("kill the grammar worker", 11.0, 11.0), Event("stop the grammar worker", 12.0, 13.0)
     assert unexcused([refused], [kill, stop]) == []

@@ -18,7 +18,7 @@ REFUSED_AGAIN = "on an equal request"
 """In the message for a later request that equals a fatal one."""
 OWN_DEATHS = frozenset(("failed allocation", "hanging step", "short memory"))
 """The engine dies by itself, so its requests are suspects. Two such deaths may convict one."""
-_NO_VERDICT = "two grammar workers gave no verdict"
+_NO_VERDICT = "two grammar workers gave no result"
 _NOT_FINITE = "logits for this request are not finite"
 _ERRORS = {
     "invalid logits": (_NOT_FINITE,),

@@ -20,7 +20,7 @@ from toy_engine import ServerProcess, is_gone
 from tercet.benchmarks.http_client import HttpClient
 
 _DEATH = re.compile(r"The engine has failed: ")
-_NO_VERDICT = re.compile(r"A grammar .* has no verdict")
+_NO_VERDICT = re.compile(r"A grammar .* could not be checked: its worker")
 _BACK = re.compile(r"The engine runs again after")
 _QUIET_S = 120.0
 _START_S = 300.0

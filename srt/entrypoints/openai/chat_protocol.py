@@ -150,7 +150,7 @@ class ChatBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_fields=True
     ] = None
     safety_identifier: Annotated[str | None, doc("A label for the client's own use; it has no effect")] = None
     chat_template: Annotated[
-        Any, only("a request cannot bring a chat template; the server's flag --chat-template sets it")
+        Any, only("a request cannot supply a chat template; the server's flag --chat-template sets it")
     ] = None
     documents: Annotated[Any, only("documents are not supported", [])] = None
     add_special_tokens: Annotated[Any, only("the chat template writes the special tokens", False)] = None
@@ -166,7 +166,7 @@ class AssistantMessage(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    index: Annotated[int, doc("Which of the request's choices this is, counted from 0")]
+    index: Annotated[int, doc("Index of the choice, from 0")]
     message: Annotated[AssistantMessage, doc("What the model says")]
     logprobs: Annotated[ChatLogprobs | None, doc("Only with `logprobs`, else null")]
     finish_reason: Annotated[ChatFinishName, doc("Why the choice ended")]
@@ -179,9 +179,9 @@ class ChatChoice(msgspec.Struct, frozen=True):
 class ChatCompletion(msgspec.Struct, frozen=True):
     """Answer of /v1/chat/completions."""
 
-    id: Annotated[str, doc("The request's name: its `rid`, or one that the server made up")]
+    id: Annotated[str, doc("The request's name: its `rid`, or a random one")]
     object: Annotated[Literal["chat.completion"], doc("The type of this object")]
-    created: Annotated[int, doc("Unix time at which the request came, in seconds")]
+    created: Annotated[int, doc("Unix time at which the request arrived, in seconds")]
     model: Annotated[str, doc("The served name")]
     choices: Annotated[list[ChatChoice], doc("The samples")]
     usage: Annotated[Usage, doc("Counts of tokens")]
@@ -199,7 +199,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
-    index: Annotated[int, doc("Which of the request's choices this is, counted from 0")]
+    index: Annotated[int, doc("Index of the choice, from 0")]
     delta: Annotated[Delta, doc("What is new in the message")]
     logprobs: Annotated[
         ChatLogprobs | None, doc("Those of new tokens, whose text may follow later; only with `logprobs`, else null")
@@ -219,7 +219,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     object: Annotated[Literal["chat.completion.chunk"], doc("The type of this object")]
     created: Annotated[int, doc("As in the answer that is not a stream")]
     model: Annotated[str, doc("The served name")]
-    choices: Annotated[list[ChunkChoice], doc("One choice that has news, or none beside `usage` or `sglext`")]
+    choices: Annotated[list[ChunkChoice], doc("One choice with new content, or none beside `usage` or `sglext`")]
     usage: Annotated[Usage | UnsetType | None, doc("Counts of tokens; see stream_options")] = UNSET
     prompt_token_ids: Annotated[
         list[int] | UnsetType, doc("Token ids of the rendered chat; only with `return_token_ids`")

@@ -39,8 +39,8 @@ class CompletionBody(OpenAIBody, kw_only=True, frozen=True, forbid_unknown_field
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    index: Annotated[int, doc("Which of the request's choices this is, counted from 0")]
-    text: Annotated[str, doc("The text, with `echo` behind the prompt; in a stream: what is new")]
+    index: Annotated[int, doc("Index of the choice, from 0")]
+    text: Annotated[str, doc("The text, with `echo` after the prompt; in a stream: the new text")]
     logprobs: Annotated[CompletionLogprobs | None, doc("Only with `logprobs`, else null; in a stream: what is new")]
     finish_reason: Annotated[FinishName | None, doc("Why the choice ended; null while it runs")]
     matched_stop: Annotated[
@@ -58,13 +58,13 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 class Completion(msgspec.Struct, frozen=True):
     """Answer of /v1/completions, and a chunk of its stream."""
 
-    id: Annotated[str, doc("The request's name: its `rid`, or one that the server made up")]
+    id: Annotated[str, doc("The request's name: its `rid`, or a random one")]
     object: Annotated[Literal["text_completion"], doc("The type of this object")]
-    created: Annotated[int, doc("Unix time at which the request came, in seconds")]
+    created: Annotated[int, doc("Unix time at which the request arrived, in seconds")]
     model: Annotated[str, doc("The served name")]
     choices: Annotated[
         list[CompletionChoice],
-        doc("The samples, prompt by prompt; in a stream: one that has news, or none beside `usage` or `sglext`"),
+        doc("The samples, prompt by prompt; in a stream: one with new content, or none beside `usage` or `sglext`"),
     ]
     usage: Annotated[Usage | UnsetType | None, doc("Counts of tokens; in a stream see stream_options")] = UNSET
     sglext: Annotated[Extension | UnsetType, doc("Only with `return_cached_tokens_details`")] = UNSET

@@ -24,7 +24,7 @@ class EmbeddingBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
         Literal["float", "base64"] | None, doc("`base64`: the bytes of float32 numbers, the lowest byte first")
     ] = None
     dimensions: Annotated[
-        Int32 | None, doc("Return the first numbers only, and give them length 1; default: as many as the model has")
+        Int32 | None, doc("Return only the first numbers, normalised to length 1; default: all that the model has")
     ] = None
     pooling: Annotated[
         Pooling | None, doc("The hidden state of the last token (default), or the mean over all tokens")

@@ -31,7 +31,7 @@ RetentionSeconds = Annotated[
     float | None,
     doc(
         "Seconds after its end for which the prefix will probably be needed again, at most --max-retention-s; "
-        "0: it will not"
+        "0: no retention"
     ),
 ]
 
@@ -179,7 +179,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     owned_by: Annotated[str, doc("Always `tercet`")]
     root: Annotated[str, doc("Name of the model's folder or file, without the path on the server")]
     parent: Annotated[None, doc("Always null")]
-    max_model_len: Annotated[int, doc("Most tokens of a prompt and its answer together")]
+    max_model_len: Annotated[int, doc("Maximum number of tokens of a prompt and its answer together")]
 
 
 class ModelList(msgspec.Struct, frozen=True):

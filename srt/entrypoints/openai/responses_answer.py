@@ -56,7 +56,7 @@ OutputItem = OutputMessage | FunctionCallItem | ReasoningItem
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: Annotated[int, doc("Prompt tokens whose KV the prefix cache had")]
-    cache_write_tokens: Annotated[int, doc("Always 0: nobody pays for writing to the cache")]
+    cache_write_tokens: Annotated[int, doc("Always 0: tokens written to the cache are not counted")]
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
     id: Annotated[str, doc("Name of the request, for /abort_request")]
     object: Annotated[Literal["response"], doc("The type of this object")] = "response"
-    created_at: Annotated[int, doc("Unix time at which the request came, in seconds")]
+    created_at: Annotated[int, doc("Unix time at which the request arrived, in seconds")]
     completed_at: Annotated[int | None, doc("Unix time at which the answer was complete, in seconds, else null")]
     status: Annotated[
         Literal["in_progress", "completed", "incomplete", "cancelled", "failed"],

@@ -118,7 +118,7 @@ class FunctionCallDelta(msgspec.Struct, frozen=True):
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    index: Annotated[int, doc("Which of the message's calls this is, counted from 0")]
+    index: Annotated[int, doc("Index of the call in the message, from 0")]
     id: Annotated[str | UnsetType, doc("Name of the call; only in the call's first chunk")] = UNSET
     type: Annotated[Literal["function"] | UnsetType, doc("Only in the call's first chunk")] = UNSET
     function: Annotated[FunctionCallDelta | UnsetType, doc("What is new in the call")] = UNSET

@@ -132,8 +132,8 @@ def constrained(body: ChatBody, plan: AnswerPlan) -> tuple[ChatBody, AnswerPlan]
     assert plan.form is not None and plan.form.tools is not None
     if kind == "ebnf" or not may_stand_beside_calls(plan.form.tools):
         raise InvalidRequest(
-            f"{field} is not possible beside tools: no grammar has the choice between it and calls in the format of "
-            f"this model ({plan.form.tools}); send tool_choice none or no tools",
+            f"{field} is not possible beside tools: no grammar can offer the choice between it and calls in "
+            f"the format of this model ({plan.form.tools}); send tool_choice none or no tools",
             param=field,
         )
     other = {"type": "regex", "pattern": value} if kind == "regex" else _json_form(value, field)
@@ -252,7 +252,9 @@ def _check_named(choice: ToolChoice, offered: Mapping[str, Function]) -> tuple[M
     if choice.allowed_tools is not None:
         mode, names = choice.allowed_tools.mode, [tool.function.name for tool in choice.allowed_tools.tools]
     if not names:
-        raise InvalidRequest("allowed_tools names no function; tool_choice none allows no call", param="tool_choice")
+        raise InvalidRequest(
+            "allowed_tools names no function; send tool_choice none to allow no calls", param="tool_choice"
+        )
     for name in names:
         if name not in offered:
             raise InvalidRequest(

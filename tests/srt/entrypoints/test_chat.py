@@ -192,7 +192,7 @@ def test_token_ids(site: Site) -> None:
             "chat_template_kwargs",
             "must not contain messages",
         ),
-        ({"messages": HI, "chat_template": "{{ 7 * 7 }}"}, "chat_template", "a request cannot bring a chat template"),
+        ({"messages": HI, "chat_template": "{{ 7 * 7 }}"}, "chat_template", "a request cannot supply a chat template"),
         ({"messages": HI, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "must not contain self"),
         ({"messages": HI, "chat_template_kwargs": {"continue_final_message": 1}}, "chat_template_kwargs", "must not"),
         ({"messages": [{"role": "user", "content": "x" * 240}]}, "messages", "at most 255 fit"),

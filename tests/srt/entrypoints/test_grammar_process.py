@@ -180,7 +180,7 @@ def test_a_worker_that_gets_no_processor_time_is_no_verdict() -> None:
 
 def test_a_grammar_whose_workers_are_killed_twice_has_no_verdict() -> None:
     async def work(process: GrammarProcess) -> None:
-        with pytest.raises(GrammarNotChecked, match="two grammar workers gave no verdict, and the last one was killed"):
+        with pytest.raises(GrammarNotChecked, match="two grammar workers gave no result, and the last one was killed"):
             await process.compile(spec("killed"))
         assert "crashed the compiler" in (await process.compile(spec("crash")) or "")
 
