@@ -170,9 +170,10 @@ class Recovery:
         if sample is not None and len(self._stopped) < MAX_STOPPED:
             self._stopped[sample.key] = sample
 
-    def on_end(self, key: str) -> None:
-        """The engine has told the end of a sample."""
-        self._stopped.pop(key, None)
+    def on_end(self, *keys: str) -> None:
+        """The engine has told the end of these samples, or has never had them."""
+        for key in keys:
+            self._stopped.pop(key, None)
 
     def end_late(self, now: float) -> None:
         """Ends the suspects if the trials take too long, because others wait for their end. `now`: without pauses.

@@ -341,6 +341,7 @@ class TokenizerManager:
         """Handles a message of the detokenizer or the scheduler."""
         if isinstance(message, BrokenMessage):
             self._requests.fail(TercetError(message.reason), message.rids)
+            self.recovery.on_end(*message.rids)
             return
         self.heartbeats.hear(message)
         if isinstance(message, BatchTextOut):

@@ -222,6 +222,8 @@ class HttpWorkers:
         except (ValueError, TercetError) as error:  # it ends, and `_on_end` decides
             logger.error("An HTTP worker could not start: %s", error)
             return
+        if worker.child.ended.done():
+            return  # it died at once, and `_on_end` has started another
         assert self._engine is not None
         worker.open(self._engine, self.tell_news)
         self.tell_news()  # so that all workers know the same, and hear of the next change

@@ -16,7 +16,7 @@ from tercet.managers.generation import Generation, error_of
 from tercet.managers.recovery import TRIALS_S, Blame
 from tercet.managers.strikes import Strikes
 from tercet.srt.errors import FatalRequest, WaitingTimeout
-from tercet.srt.io_struct import AbortFinish, BatchTextOut, Counts, GenerateReq, TextOut, TokenOut
+from tercet.srt.io_struct import AbortFinish, BatchTextOut, BrokenMessage, Counts, GenerateReq, TextOut, TokenOut
 
 LEAVES: list[Callable[[Generation], None]] = [Generation.close, Generation.abort]
 
@@ -128,6 +128,10 @@ async def test_stopped_samples_do_not_pile_up(engine: Engine) -> None:
     out = TextOut(tokens=TokenOut(rid=sample.key, token_ids=[], finish=finish, counts=Counts(1)), text="")
     engine.manager.on_message(BatchTextOut([out]))
     assert engine.scheduler.aborted == [sample.key], "the detokenizer may have ended it"
+    engine.scheduler.dead = True  # it does not know the sample
+    never = await one(engine, "never arrives")
+    engine.manager.on_message(BrokenMessage([never.key], "broken"))
+    assert never.is_over
     assert not engine.manager.recovery._stopped
 
 

@@ -135,3 +135,19 @@ def test_two_workers_that_cannot_be_started_again_are_one_failure(monkeypatch: p
         assert "Too many open files" in rig.workers.failed.result() and not rig.workers._tasks and not unraised
 
     run(work, monkeypatch)
+
+
+def test_a_worker_that_dies_when_it_is_ready_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(rig: Rig) -> None:
+        unraised: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unraised.append(context))
+        Child.started[0].kill()
+        await turns()
+        died = rig.workers._workers[1]
+        Child.started[2].ready.set_result(None)
+        Child.started[2].kill()
+        await turns()
+        assert len(Child.started) == 4 and not died.is_open and not unraised
+        assert [worker.child for worker in rig.workers._workers] == [Child.started[1], Child.started[3]]
+
+    run(work, monkeypatch)
