@@ -277,7 +277,8 @@ class FakeRunner:
         wish = self._wishes[row]
         assert wish is not None
         ids, first = self._kv_token[slots], len(slots) - num_drafts
-        scores = [score(ids[:end], token, wish, self.vocab_size) for end, token in enumerate(tokens, start=first)]
+        places = enumerate(tokens, start=first)
+        scores = [score(ids[:end], max(token, 0), wish, self.vocab_size) for end, token in places]  # -1: invalid logits
         return Logprobs.concat(scores)
 
     def _score_prompt(self, step: StepInputs, one: PromptScore) -> Logprobs:

@@ -18,7 +18,6 @@ from tercet.managers.kv_cache_manager import Int32Array, KVCacheManager
 from tercet.managers.kv_tiers import KVTiers
 from tercet.managers.pause import Pause
 from tercet.managers.req import Req
-from tercet.managers.req_hidden import ReqHidden
 from tercet.managers.req_logprobs import ReqLogprobs
 from tercet.managers.schedule_policy import MAX_PASSED_OVER
 from tercet.mem_cache.radix_cache import RadixCache
@@ -69,17 +68,6 @@ def _pin(self: KVCacheManager, token_ids: Int32Array, seconds: float, options: R
     self.cache.lock(self.cache.match(token_ids, options.cache_salt).node)
 
 
-class _NotAsked:
-    """As `ReqHidden.reusable_len`, but KV of any length may be reused before the first step."""
-
-    def __get__(self, owner: ReqHidden, _: type) -> int:
-        return owner.__dict__.get("end", owner._num_prompt_tokens - 1)
-
-    def __set__(self, owner: ReqHidden, end: int) -> None:
-        if end:
-            owner.__dict__["end"] = end
-
-
 _retain = KVCacheManager.retain
 
 BREAKAGES: dict[str, tuple[type, str, Callable[..., object]]] = {
@@ -100,7 +88,7 @@ BREAKAGES: dict[str, tuple[type, str, Callable[..., object]]] = {
     "KV of old weights is read from files": (KVTiers, "change_identity", _ignore),
     "tokens of a dead engine are forgotten": (Req, "resume", _ignore),
     "reused KV takes the log probabilities of a prompt": (ReqLogprobs, "reusable_len", None),
-    "reused KV takes hidden states": (ReqHidden, "reusable_len", _NotAsked()),
+    "reused KV takes hidden states": (Req, "reusable_len", property(lambda self: self.num_tokens - 1)),
 }
 
 
