@@ -48,7 +48,7 @@ def test_a_hang_is_ended_once_and_reported_once() -> None:
 
 def test_a_hung_scheduler_shows_its_stacks_and_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        core = await start(tmp_path, watchdog_timeout=0.5, engine_restarts=50)
+        core = await start(tmp_path, watchdog_timeout=1.0, engine_restarts=50)
         (sample,) = await core.tokenizer_manager.submit([fake_child.HANG], OPTIONS)
         finish = (await asyncio.wait_for(sample.result(), 50)).finish
         assert isinstance(finish, AbortFinish) and finish.err_type == "FatalRequest"
@@ -63,7 +63,7 @@ def test_a_hung_scheduler_shows_its_stacks_and_is_killed(tmp_path: Path, caplog:
 
 def test_without_restarts_a_hung_engine_dies(tmp_path: Path) -> None:
     async def scenario() -> None:
-        core = await start(tmp_path, watchdog_timeout=0.5, engine_restarts=0)
+        core = await start(tmp_path, watchdog_timeout=1.0, engine_restarts=0)
         await core.tokenizer_manager.submit([fake_child.HANG], OPTIONS)
         assert "signal 9" in await asyncio.wait_for(asyncio.shield(core.died), 50)
         await core.stop()
@@ -78,7 +78,7 @@ def test_the_soft_watchdog_only_reports(
     monkeypatch.setenv("FAKE_CHILD_GO", str(flag))
 
     async def scenario() -> None:
-        core = await start(tmp_path, soft_watchdog_timeout=0.3)
+        core = await start(tmp_path, soft_watchdog_timeout=1.0)
         pids = core.child_pids
         (sample,) = await core.tokenizer_manager.submit([fake_child.HANG], OPTIONS)
         async with asyncio.timeout(50):
