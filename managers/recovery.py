@@ -6,9 +6,10 @@ place where the engine died. Beside them run only streams that had begun and wer
 have not run yet wait for the end of the trials. So a second death names the culprit, which ends with an error. All
 equal requests end, too, and new ones are refused for a while, because clients send a failed request again.
 
-A suspicion outlives its request (strikes.py): an equal request is a suspect when it comes. Otherwise a client that goes
-away before the second death could kill the engine again and again. A client may go away before the first death, too, as
-when a step hangs. So samples that the engine was told to stop are suspects until their end has come from the engine.
+A request may end before its trial, because its client disconnects. The strike is kept (strikes.py), and an equal new
+request is a suspect at once. Otherwise that client could crash the engine again and again. A client may also disconnect
+before the first death, for example while a step hangs. So an aborted sample is a suspect until the engine reports its
+end.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MARGIN = 2
 TRIALS_S = 300.0
 """How long suspects wait for their trials, from the time when the engine runs again. Pauses do not count."""
 MAX_STOPPED = 1024
-"""Samples that the engine was told to stop, and whose end has not come yet. Of more, the newest are no suspects."""
+"""Aborted samples whose end the engine has not reported yet. If there are more, the newest are no suspects."""
 
 
 class Blame(NamedTuple):
@@ -73,7 +74,7 @@ class Recovery:
         self._clock = clock
         self._strikes = Strikes(memory_s, lambda: self._clock())
         self._stopped: dict[str, Generation] = {}
-        """Samples that the engine was told to stop, until it has."""
+        """Aborted samples whose end the engine has not reported yet."""
         self._trials_began: float | None = None
         """When `end_late` was called first in these trials."""
         self._num_tried = 0
@@ -156,7 +157,7 @@ class Recovery:
         return self._strikes.refusal(request)
 
     def suspect_again(self, new: Generation) -> bool:
-        """Returns whether an equal request is under suspicion. Then the new sample is a suspect, too."""
+        """Makes a new sample a suspect if an equal request has a strike. Returns whether it has."""
         strike = None if new.request is None or new.output_ids else self._strikes.find(new.request)
         if strike is None:
             return False
@@ -166,19 +167,19 @@ class Recovery:
         return True
 
     def on_stop(self, sample: Generation | None) -> None:
-        """The engine is told to stop this sample. Until it does, a step of it may end the engine."""
+        """The sample is aborted. Until the engine reports its end, a step of it may crash the engine."""
         if sample is not None and len(self._stopped) < MAX_STOPPED:
             self._stopped[sample.key] = sample
 
     def on_end(self, *keys: str) -> None:
-        """The engine has told the end of these samples, or has never had them."""
+        """The engine has reported the end of these samples, or has never had them."""
         for key in keys:
             self._stopped.pop(key, None)
 
     def end_late(self, now: float) -> None:
         """Ends the suspects if the trials take too long, because others wait for their end. `now`: without pauses.
 
-        Nothing is lost by that: they are suspects again when they come again.
+        Their strikes stay: an equal new request is a suspect again.
         """
         if self._trials_began is None:
             self._trials_began, self._num_tried = now, 0

@@ -1,7 +1,7 @@
-"""What is remembered of the requests in whose steps the engine died, whether or not they have ended since.
+"""A record of the requests in whose steps the engine died. It outlives the requests.
 
-A client that gives up, or gets an error, often sends its request again. If the first one was about to be tried, then so
-is the second one; if it has killed the engine twice, the second one is refused. Both are forgotten after a while.
+A client that disconnects or gets an error often sends its request again. If the engine died once in a step of the first
+request, the second one is tried alone. If it died twice, the second one is refused. A record expires after a while.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..srt.errors import FatalRequest
 from ..srt.io_struct import GenerateReq
 
 MAX_STRIKES = 4096
-"""Requests with a strike that are remembered. Of more, the oldest strike is forgotten."""
+"""Most requests with a strike. If there are more, the oldest strike is dropped."""
 
 
 class _Strike(NamedTuple):
@@ -26,7 +26,7 @@ class _Strike(NamedTuple):
 
 
 class Strikes:
-    """The digests of requests that may have killed the engine (strikes), and of those that have (convictions)."""
+    """Digests of requests that may have crashed the engine (strikes), and of those that have (convictions)."""
 
     def __init__(self, memory_s: float, clock: Callable[[], float]) -> None:
         """`memory_s`: seconds until a strike or a conviction is forgotten."""
@@ -47,7 +47,7 @@ class Strikes:
             del self._strikes[next(iter(self._strikes))]
 
     def acquit(self, digest: bytes, num_tokens: float) -> None:
-        """A request has come so far, and the engine lives. `num_tokens`: infinite if it has ended by itself."""
+        """A request has this number of output tokens, and the engine runs. Infinite: the request is complete."""
         strike = self._strikes.get(digest)
         if strike is not None and num_tokens >= strike.cleared_at:
             del self._strikes[digest]
