@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for round_number, name in itertools.product(range(1, options.rounds + 1), names):
         try:
             with tempfile.TemporaryDirectory(prefix="tercet-check-") as folder:
-                measured, simulated, smooth, predicted, replay = check(
+                replay, measured, simulated, smooth, predicted = run_round(
                     WORKLOADS[name], Path(folder), model_path, vocab_size, options.seed, last.get(name)
                 )
         except (ServerFailed, ValueError) as error:
@@ -174,10 +175,22 @@ def _error(name: str, simulated: Figures | None, measured: Figures) -> str:
     return "" if simulated is None else percent(getattr(simulated, name) / getattr(measured, name) - 1)
 
 
-def check(
+class Round(NamedTuple):
+    """One run of a workload."""
+
+    replay: Replay
+    measured: Figures
+    simulated: Figures
+    smooth: Figures
+    """without scatter"""
+    predicted: Figures | None
+    """with the step times of another run, if there was one"""
+
+
+def run_round(
     make: _Make, folder: Path, model_path: str, vocab_size: int, seed: int, other: Replay | None = None
-) -> tuple[Figures, Figures, Figures, Figures | None, Replay]:
-    """One workload: measured, simulated, simulated without scatter, and simulated with the step times of another run.
+) -> Round:
+    """Measures and simulates one run of a workload. `other`: an earlier run.
 
     Raises ServerFailed, and ValueError as `simulate`.
     """
@@ -193,7 +206,7 @@ def check(
         simulate(make(vocab_size, seed), replay, round_trip_s, scatters=scatters) for scatters in (True, False)
     )
     predicted = simulate(make(vocab_size, seed), replay, round_trip_s, timed=other) if other else None
-    return measured, simulated, smooth, predicted, replay
+    return Round(replay, measured, simulated, smooth, predicted)
 
 
 def simulate(
