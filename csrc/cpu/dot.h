@@ -118,31 +118,36 @@ struct NoPrefetch {
   void operator()() {}
 };
 
-/// Adds the products of kRows rows with a panel to `sums`.
+/// Adds the products of kRows rows with kPanels panels to `sums`: first those of row 0 with each panel.
 ///
-/// a: rows of D::kPerWord * words numbers, a_stride numbers apart. panel: `words` rows of kPanel words, panel_stride numbers apart. A
-/// row's sums grow in the order of its words, whatever the other rows are. prefetch() is called once for each word.
-template <typename D, int kRows, typename P = NoPrefetch>
+/// a: rows of D::kPerWord * words numbers, a_stride numbers apart. panel: `words` rows of kPanel words, panel_stride
+/// numbers apart; the next panel is panel_distance numbers later. A row's sums with a panel grow in the order of its
+/// words, whatever the other rows and panels are. prefetch() is called once for each word.
+template <typename D, int kRows, int kPanels = 1, typename P = NoPrefetch>
 inline void multiply_panel(
     const typename D::Row* a,
     int64_t a_stride,
     const typename D::Panel* panel,
     int64_t panel_stride,
     int64_t words,
-    typename D::Sums (&sums)[kRows][2],
-    P&& prefetch = P()) {
+    typename D::Sums (&sums)[kRows * kPanels][2],
+    P&& prefetch = P(),
+    int64_t panel_distance = 0) {
   auto prefetch_word = prefetch;  // in registers
   for (int64_t k = 0; k < words; ++k) {
     prefetch_word();
 #pragma GCC unroll 2
     for (int part = 0; part < D::kParts; ++part) {
-      typename D::Words left, right;
-      D::load(panel + k * panel_stride, part, left, right);
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; ++p) {
+        typename D::Words left, right;
+        D::load(panel + p * panel_distance + k * panel_stride, part, left, right);
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const auto word = D::broadcast(a + r * a_stride + k * D::kPerWord, part);
-        D::add(sums[r][0], word, left);
-        D::add(sums[r][1], word, right);
+        for (int r = 0; r < kRows; ++r) {
+          const auto word = D::broadcast(a + r * a_stride + k * D::kPerWord, part);
+          D::add(sums[r * kPanels + p][0], word, left);
+          D::add(sums[r * kPanels + p][1], word, right);
+        }
       }
     }
   }

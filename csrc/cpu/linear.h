@@ -28,10 +28,10 @@ struct Chunk {
 using RowSums = Floats[2];
 
 /// Adds sums of a piece to those in memory, or, without kAdd, overwrites them.
-template <bool kAdd, int kRows>
-inline void add_part(RowSums* sums, const Floats (&part)[kRows][2]) {
-  for (int r = 0; r < kRows; ++r)
-    for (int side = 0; side < 2; ++side) sums[r][side] = kAdd ? sums[r][side] + part[r][side] : part[r][side];
+template <bool kAdd, int kSums>
+inline void add_part(RowSums* sums, const Floats (&part)[kSums][2]) {
+  for (int i = 0; i < kSums; ++i)
+    for (int side = 0; side < 2; ++side) sums[i][side] = kAdd ? sums[i][side] + part[i][side] : part[i][side];
   // Sums of two kinds do not fit into the registers. GCC keeps those in memory only if it has to.
   asm volatile("" ::: "memory");
 }
@@ -42,29 +42,32 @@ inline float* chunk_of_floats() {
   return floats;
 }
 
-/// sums[r] += row r of x times a chunk of a panel. x: kRows rows, x_stride numbers apart. `numbers`: size of the chunk.
-template <typename D, int kRows, typename P>
+/// sums[r * kPanels + p] += row r of x times a chunk of panel p. x: kRows rows, x_stride numbers apart. Panels are
+/// panel_distance numbers apart. `numbers`: size of the chunk.
+template <typename D, int kRows, int kPanels = 1, typename P>
 inline void multiply_chunk(
     const typename D::Row* x,
     int64_t x_stride,
     const typename D::Panel* panel,
     int64_t numbers,
     RowSums* sums,
-    P&& prefetch) {
+    P&& prefetch,
+    int64_t panel_distance = 0) {
   constexpr int64_t kPanelStride = kPanel * D::kPerWord;
   constexpr bool kInParts = std::is_same_v<typename D::Row, float>;
   const int64_t words = numbers / D::kPerWord, step = kInParts ? kProductsOfSum / D::kPerWord : words;
   for (int64_t word = 0; word < words; word += step) {
-    Floats part[kRows][2] = {};
+    Floats part[kRows * kPanels][2] = {};
     if constexpr (!kInParts) std::memcpy(part, sums, sizeof(part));
-    multiply_panel<D, kRows>(
+    multiply_panel<D, kRows, kPanels>(
         x + word * D::kPerWord,
         x_stride,
         panel + word * kPanelStride,
         kPanelStride,
         std::min(step, words - word),
         part,
-        prefetch);
+        prefetch,
+        panel_distance);
     add_part<kInParts>(sums, part);
   }
 }
@@ -83,6 +86,8 @@ struct Packed {
   static constexpr int64_t kMaxRows = tercet::kMaxRows;
   /// Most rows that multiply a whole panel at once. More multiply it in chunks.
   static constexpr int64_t kWholeRows = kMaxRows;
+  /// Most rows that multiply several panels at once.
+  static constexpr int64_t kFewRows = 2;
   /// Bytes of a row of x.
   int64_t row_bytes() const { return k * sizeof(X); }
   /// Bytes of so many numbers of all columns of a panel.
@@ -94,10 +99,10 @@ struct Packed {
     return panels + kPanel * (panel * k + chunk.begin);
   }
 
-  /// sums[r] += the chunk of row (first + r) of x times the same of a panel
-  template <int kRows>
-  void multiply(const X* x, int64_t first, Chunk chunk, const T* opened, RowSums* sums, Prefetch prefetch) const {
-    multiply_chunk<D, kRows>(x + first * k + chunk.begin, k, opened, chunk.size(), sums, prefetch);
+  /// sums[r * kPanels + p] += the chunk of row (first + r) of x times the same of panel p, counted from the opened one
+  template <int kRows, int kPanels = 1, typename P>
+  void multiply(const X* x, int64_t first, Chunk chunk, const T* opened, RowSums* sums, P prefetch) const {
+    multiply_chunk<D, kRows, kPanels>(x + first * k + chunk.begin, k, opened, chunk.size(), sums, prefetch, kPanel * k);
   }
 };
 
@@ -118,13 +123,77 @@ struct Runs {
   int64_t first_panel(int64_t run) const { return num_panels * run / count; }
 };
 
+/// Panels [begin, end) of a weight, which one thread multiplies. It will probably go on at `next`.
+struct Run {
+  int64_t begin, end;
+  const char* next;
+
+  /// Where panel `panel` begins, or, after the last one, the next run.
+  template <typename Weight>
+  const char* address(const Weight& weight, int64_t panel) const {
+    if (panel >= end) return next + (panel - end) * Weight::panel_bytes(weight.k);
+    return reinterpret_cast<const char*>(weight.panels) + panel * Weight::panel_bytes(weight.k);
+  }
+};
+
+/// Adds the bias to the sums of a row with a panel, and stores them.
+template <typename Weight, typename Store>
+inline void store_sums(const Weight& weight, int64_t row, int64_t panel, const RowSums& sums, const Store& store) {
+  Floats bias[2] = {};
+  if (weight.bias) {
+    bias[0] = load_floats(weight.bias + panel * kPanel);
+    bias[1] = load_floats(weight.bias + panel * kPanel + kLanes);
+  }
+  store(row, panel, to_vec(sums[0] + bias[0]), to_vec(sums[1] + bias[1]));
+}
+
+/// Multiplies kRows rows, of which `first` is the first, with a run of panels, several at once. With one panel, each
+/// product would wait for the sum before it, and one stream of addresses is read more slowly than several. The processor
+/// prefetches each stream, except its first lines.
+template <int kRows, typename X, typename Weight, typename Store>
+void multiply_few_rows(const X& x, int64_t first, const Weight& weight, const Run& run, const Store& store) {
+  constexpr int64_t kPanelsAtOnce = std::min<int64_t>(4, kMaxRows / kRows), kFirstLines = 8;
+  const Chunk all{0, weight.k};
+  for_each_piece<kPanelsAtOnce>(run.end - run.begin, [&](int64_t at, auto panels) {
+    const int64_t panel = run.begin + at;
+    for (int64_t p = 0; p < panels; ++p)
+      for (int64_t line = 0; line < kFirstLines; ++line)
+        prefetch_line(run.address(weight, panel + panels + p) + 64 * line);
+    RowSums sums[kRows * panels] = {};
+    weight.template multiply<kRows, panels>(x, first, all, weight.open(panel, all, kRows, {}), sums, NoPrefetch());
+    for (int64_t r = 0; r < kRows; ++r)
+      for (int64_t p = 0; p < panels; ++p) store_sums(weight, first + r, panel + p, sums[r * panels + p], store);
+  });
+}
+
+/// Multiplies `rows` rows, of which `first` is the first, with a run of panels. While the thread multiplies one panel, it
+/// prefetches the next one, evenly over all rows.
+template <typename X, typename Weight, typename Store>
+void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weight, const Run& run, const Store& store) {
+  const int64_t max_chunk = rows <= Weight::kWholeRows ? weight.k : Tuning::get().chunk;
+  RowSums sums[kMaxBlockRows];
+  for (int64_t panel = run.begin; panel < run.end; ++panel) {
+    std::memset(sums, 0, rows * sizeof(RowSums));
+    for (Chunk chunk{0, 0}; chunk.begin < weight.k; chunk.begin = chunk.end) {
+      chunk.end = std::min(chunk.begin + max_chunk, weight.k);
+      const char* next_chunk = run.address(weight, panel + 1) + Weight::panel_bytes(chunk.begin);
+      const int64_t chunk_bytes = Weight::panel_bytes(chunk.size()), words = chunk.size() / Weight::kPerWord;
+      const auto opened = weight.open(panel, chunk, rows, Prefetch{next_chunk, chunk_bytes / words});
+      for_each_piece<Weight::kMaxRows>(rows, [&](int64_t at, auto piece) {
+        const Prefetch prefetch{next_chunk + chunk_bytes * at / rows, chunk_bytes / words * piece / rows};
+        weight.template multiply<piece>(x, first + at, chunk, opened, sums + at, prefetch);
+      });
+    }
+    for (int64_t r = 0; r < rows; ++r) store_sums(weight, first + r, panel, sums[r], store);
+  }
+}
+
 /// Multiplies rows of x with all panels. Calls store(row, panel, left sums, right sums) for every row and panel. X is
 /// the form of x that this kind of weight multiplies.
 ///
-/// Threads claim runs of neighbouring panels, for one block of rows at a time. While a thread multiplies one panel it
-/// prefetches the next one, evenly over all rows: with few rows, memory bandwidth is the limit and should never idle.
-/// At the end of a run it prefetches the first panel of the run this thread will probably claim next. That may be one of
-/// the next weight.
+/// Threads claim runs of neighbouring panels, for one block of rows at a time. With few rows, memory bandwidth is the
+/// limit and should never idle. So at the end of a run a thread prefetches the beginning of the run that it will
+/// probably claim next. That may be one of the next weight.
 template <typename X, typename Weight, typename Store>
 void multiply(
     const X& x,
@@ -133,9 +202,8 @@ void multiply(
     int64_t num_panels,
     const NextWeight& next_weight,
     const Store& store) {
-  const Tuning tuning = Tuning::get();
   const int64_t blocks =
-      std::max(ceil_div(rows * weight.row_bytes(), tuning.block_bytes), ceil_div(rows, kMaxBlockRows));
+      std::max(ceil_div(rows * weight.row_bytes(), Tuning::get().block_bytes), ceil_div(rows, kMaxBlockRows));
   const int64_t threads = ThreadPool::get().num_threads();
   const Runs runs(num_panels, threads);
   const int64_t items = blocks * runs.count;
@@ -150,33 +218,17 @@ void multiply(
   };
   ThreadPool::get().run(items, [&](int64_t item) {
     // All blocks of rows multiply a run before the next run begins, so its panels are read from memory once.
-    const int64_t block = item % blocks, run = item / blocks;
+    const int64_t block = item % blocks, index = item / blocks;
     const int64_t first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
-    const int64_t end = runs.first_panel(run + 1), panel_bytes = Weight::panel_bytes(weight.k);
-    const char* next_run = first_of_item(item + threads);
-    RowSums sums[kMaxBlockRows];
-    for (int64_t panel = runs.first_panel(run); panel < end; ++panel) {
-      const char* next =
-          panel + 1 < end ? reinterpret_cast<const char*>(weight.panels) + (panel + 1) * panel_bytes : next_run;
-      std::memset(sums, 0, count * sizeof(RowSums));
-      for (Chunk chunk{0, 0}; chunk.begin < weight.k; chunk.begin = chunk.end) {
-        chunk.end = count <= Weight::kWholeRows ? weight.k : std::min(chunk.begin + tuning.chunk, weight.k);
-        const char* next_chunk = next + Weight::panel_bytes(chunk.begin);
-        const int64_t chunk_bytes = Weight::panel_bytes(chunk.size()), words = chunk.size() / Weight::kPerWord;
-        const auto opened = weight.open(panel, chunk, count, Prefetch{next_chunk, chunk_bytes / words});
-        for_each_piece<Weight::kMaxRows>(count, [&](int64_t at, auto piece) {
-          const Prefetch prefetch{next_chunk + chunk_bytes * at / count, chunk_bytes / words * piece / count};
-          weight.template multiply<piece>(x, first + at, chunk, opened, sums + at, prefetch);
-        });
+    const Run run{runs.first_panel(index), runs.first_panel(index + 1), first_of_item(item + threads)};
+    if constexpr (Weight::kFewRows > 0) {
+      if (count <= Weight::kFewRows) {
+        for_each_piece<Weight::kFewRows>(
+            count, [&](int64_t, auto few) { multiply_few_rows<few>(x, first, weight, run, store); });
+        return;
       }
-      Floats bias[2] = {};
-      if (weight.bias) {
-        bias[0] = load_floats(weight.bias + panel * kPanel);
-        bias[1] = load_floats(weight.bias + panel * kPanel + kLanes);
-      }
-      for (int64_t r = 0; r < count; ++r)
-        store(first + r, panel, to_vec(sums[r][0] + bias[0]), to_vec(sums[r][1] + bias[1]));
     }
+    multiply_block(x, first, count, weight, run, store);
   });
 }
 

@@ -178,6 +178,7 @@ struct QuantizedPacked {
   /// The sums of integers must fit into the registers. Those of floats, used once a group, may be in memory.
   static constexpr int64_t kMaxRows = 6;
   static constexpr int64_t kWholeRows = kMaxRows;
+  static constexpr int64_t kFewRows = 0;  // the sums of several panels do not fit into the registers
 
   const uint8_t* panels;
   const float* bias;

@@ -44,6 +44,7 @@ struct WidenedPacked {
   static constexpr int64_t kGroupBytes = QuantizedPacked<Weights>::kGroupBytes;
   static constexpr int64_t kMaxRows = tercet::kMaxRows;
   static constexpr int64_t kWholeRows = 2 * kMaxRows / 3;
+  static constexpr int64_t kFewRows = 0;  // the sums of several panels do not fit into the registers
 
   const uint8_t* panels;
   const float* bias;
