@@ -112,6 +112,13 @@ struct Prefetch {
     prefetch_line(next + 64);
     next += bytes;
   }
+
+  /// Prefetches with so many words at once.
+  void operator()(int64_t words) {
+    const char* end = next + words * bytes;
+    for (; next < end; next += 64) prefetch_line(next);
+    next = end;
+  }
 };
 
 struct NoPrefetch {

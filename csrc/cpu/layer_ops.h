@@ -135,14 +135,15 @@ void with_quantized(
   TORCH_CHECK(k % kGroup == 0, "rows of x must be whole groups");
   TORCH_CHECK(bits == 4 || bits == 8, "weights must have 4 or 8 bits");
   if (bias) check(*bias, "bias", at::kFloat, {panels, kPanel});
-  const auto scratch = empty_result({x.size(0), QuantizedRows::row_bytes(k)}, x.options().dtype(at::kByte));
-  const QuantizedRows quantized{scratch.data_ptr<uint8_t>(), k};
-  TERCET_ANY_FLOAT(x.scalar_type(), [&] {
-    run_or_record(
-        x.size(0), [=, x = x.const_data_ptr<scalar_t>()](int64_t rows) { quantize_rows(x, rows, quantized); });
-  });
   const auto call = [&]<typename Weights>() {
-    const auto weight = quantized_weight<QuantizedPacked<Weights>>(x, packed, bias, columns);
+    using Weight = QuantizedPacked<Weights>;
+    const auto weight = quantized_weight<Weight>(x, packed, bias, columns);
+    const auto scratch = empty_result({x.size(0), weight.row_bytes()}, x.options().dtype(at::kByte));
+    const typename Weight::Rows quantized{scratch.template data_ptr<uint8_t>(), k};
+    TERCET_ANY_FLOAT(x.scalar_type(), [&] {
+      run_or_record(
+          x.size(0), [=, x = x.const_data_ptr<scalar_t>()](int64_t rows) { quantize_rows(x, rows, quantized); });
+    });
     const auto next = next_weight(weight, panels);
     run_or_record(x.size(0), [=](int64_t rows) { f(quantized, rows, weight, *next); });
   };

@@ -10,6 +10,7 @@
 
 #include "linear.h"
 #include "norm.h"
+#include "short_products.h"
 
 namespace tercet {
 
@@ -73,6 +74,9 @@ struct Dot<Int8Weights> : IntegerDot {
     std::memcpy(&left, words, sizeof(left));
     std::memcpy(&right, words + sizeof(left), sizeof(right));
   }
+#ifdef TERCET_ROWS_OF_SHORTS
+  using Row = int16_t;
+#endif
 };
 
 /// Weights of 4 bits. Weight (minimum + scale * q) is stored as q, half a byte. A group of a panel: scales, then
@@ -111,32 +115,41 @@ struct Dot<Int4Weights> : IntegerDot {
 #endif
 };
 
-/// Rows of x, quantised: x is about scale * values, with a scale for each group.
-struct QuantizedRows {
-  struct Group {
-    float scale;
-    float sum;       // the sum of scale * values; a 4-bit group's minimum is multiplied with it
-    int32_t offset;  // -128 * the sum of values: corrects the products with 8-bit weights, stored as w + 128
-  };
+/// What belongs to a group of a quantised row.
+struct RowGroup {
+  float scale;
+  float sum;       // the sum of scale * values; a 4-bit group's minimum is multiplied with it
+  int32_t offset;  // -128 * the sum of values: corrects the products with 8-bit weights, stored as w + 128
+};
 
+/// Rows of x, quantised: x is about scale * values, with a scale for each group. The values have 8 bits, in memory also 16.
+template <typename Value>
+struct QuantizedRows {
   uint8_t* rows;
   int64_t k;
 
-  static int64_t row_bytes(int64_t k) { return k + k / kGroup * sizeof(Group); }
-  int8_t* values(int64_t row) const { return reinterpret_cast<int8_t*>(rows + row * row_bytes(k)); }
-  Group* groups(int64_t row) const { return reinterpret_cast<Group*>(rows + row * row_bytes(k) + k); }
+  static int64_t row_bytes(int64_t k) { return k * sizeof(Value) + k / kGroup * sizeof(RowGroup); }
+  Value* values(int64_t row) const { return reinterpret_cast<Value*>(rows + row * row_bytes(k)); }
+  RowGroup* groups(int64_t row) const { return reinterpret_cast<RowGroup*>(values(row) + k); }
 };
 
 /// Stores whole numbers of at most 127 in magnitude.
-inline void store_bytes(int8_t* to, Vec x) {
+inline void store_values(int8_t* to, Vec x) {
   typedef int8_t Narrow __attribute__((vector_size(kLanes)));
   const Narrow narrow = __builtin_convertvector(__builtin_convertvector(to_floats(x), Ints), Narrow);
   std::memcpy(to, &narrow, sizeof(narrow));
 }
 
+/// The same with 16 bits, in the order in which the parts of a word have them.
+inline void store_values(int16_t* to, Vec x) {
+  typedef int16_t Narrow __attribute__((vector_size(kLanes * sizeof(int16_t))));
+  const Narrow narrow = __builtin_convertvector(__builtin_convertvector(to_floats(x), Ints), Narrow);
+  for (int64_t i = 0; i < kLanes; ++i) to[i] = narrow[i / 4 * 4 + (i % 4 == 1 ? 2 : i % 4 == 2 ? 1 : i % 4)];
+}
+
 /// Rounds a group of x to the nearest multiples of a 127th of its largest magnitude.
-template <typename T>
-inline QuantizedRows::Group quantize_group(const T* x, int8_t* values) {
+template <typename T, typename Value>
+inline RowGroup quantize_group(const T* x, Value* values) {
   constexpr int64_t kPairs = kGroup / kPanel;
   const auto larger = [](Vec a, Vec b) { return at::vec::clamp_min(a, b); };
   FloatPair parts[kPairs];
@@ -150,8 +163,8 @@ inline QuantizedRows::Group quantize_group(const T* x, int8_t* values) {
   Vec sums(0.f);
   for (int64_t i = 0; i < kPairs; ++i) {
     const FloatPair rounded{(parts[i].left * inverse).round(), (parts[i].right * inverse).round()};
-    store_bytes(values + i * kPanel, rounded.left);
-    store_bytes(values + i * kPanel + kLanes, rounded.right);
+    store_values(values + i * kPanel, rounded.left);
+    store_values(values + i * kPanel + kLanes, rounded.right);
     sums = sums + (rounded.left + rounded.right);
   }
   const float sum = sum_of(sums);
@@ -161,8 +174,8 @@ inline QuantizedRows::Group quantize_group(const T* x, int8_t* values) {
 }
 
 /// x: [rows, k], k a multiple of kGroup.
-template <typename T>
-void quantize_rows(const T* x, int64_t rows, const QuantizedRows& to) {
+template <typename T, typename Value>
+void quantize_rows(const T* x, int64_t rows, const QuantizedRows<Value>& to) {
   for_each_row_block(rows, to.k, [&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row)
       for (int64_t group = 0; group < to.k / kGroup; ++group)
@@ -174,6 +187,7 @@ void quantize_rows(const T* x, int64_t rows, const QuantizedRows& to) {
 template <typename Weights>
 struct QuantizedPacked {
   using D = Dot<Weights>;
+  using Rows = QuantizedRows<typename D::Row>;
   static constexpr int64_t kGroupBytes = D::kHeaderBytes + kGroup / D::kPerWord * D::kWordBytes;
   /// The sums of integers must fit into the registers. Those of floats, used once a group, may be in memory.
   static constexpr int64_t kMaxRows = 6;
@@ -184,7 +198,7 @@ struct QuantizedPacked {
   const float* bias;
   int64_t k;
 
-  int64_t row_bytes() const { return QuantizedRows::row_bytes(k); }
+  int64_t row_bytes() const { return Rows::row_bytes(k); }
   static int64_t panel_bytes(int64_t numbers) { return numbers / kGroup * kGroupBytes; }
   static constexpr int64_t kPerWord = D::kPerWord;
 
@@ -194,36 +208,31 @@ struct QuantizedPacked {
 
   template <int kRows>
   void multiply(
-      const QuantizedRows& x,
+      const Rows& x,
       int64_t first,
       Chunk chunk,
       const uint8_t* weights,
       RowSums* row_sums,
       Prefetch prefetch) const {
-    const int64_t groups = chunk.size() / kGroup;
-    const int8_t* values = x.values(first) + chunk.begin;
-    const QuantizedRows::Group* row_groups[kRows];
+    const int64_t groups = chunk.size() / kGroup, stride = row_bytes();
+    const typename D::Row* values = x.values(first) + chunk.begin;
+    const RowGroup* row_groups[kRows];
     for (int r = 0; r < kRows; ++r) row_groups[r] = x.groups(first + r) + chunk.begin / kGroup;
     Floats sums[kRows][2];
-    std::memcpy(sums, row_sums, sizeof(sums));
+    unrolled<2 * kRows>([&](auto i) { sums[i / 2][i % 2] = row_sums[i / 2][i % 2]; });
     for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes) {
       typename D::Sums products[kRows][2] = {};
       if constexpr (!D::kHasMin)
-        for (int r = 0; r < kRows; ++r) products[r][0] = products[r][1] = Ints{} + row_groups[r][g].offset;
-      multiply_panel<D, kRows>(
-          values + g * kGroup,
-          row_bytes(),
-          weights + D::kHeaderBytes,
-          D::kWordBytes,
-          kGroup / D::kPerWord,
-          products,
-          prefetch);
+        unrolled<kRows>([&](auto r) { products[r][0] = products[r][1] = Ints{} + row_groups[r][g].offset; });
+      multiply_group<kRows>(values + g * kGroup, stride, weights + D::kHeaderBytes, products, prefetch);
       const auto* header = reinterpret_cast<const at::Half*>(weights);
       const Columns scales = load_columns(header);
-      for (int r = 0; r < kRows; ++r)
-        for (int side = 0; side < 2; ++side)
+      unrolled<kRows>([&](auto r) {
+        unrolled<2>([&](auto side) {
           sums[r][side] +=
               scales[side] * row_groups[r][g].scale * __builtin_convertvector(D::total(products[r][side]), Floats);
+        });
+      });
       if constexpr (D::kHasMin) {
         const Columns minima = load_columns(header + kPanel);
         for (int r = 0; r < kRows; ++r)
@@ -235,6 +244,24 @@ struct QuantizedPacked {
 
  private:
   using Columns = std::array<Floats, 2>;
+
+  /// Adds the products of kRows rows, `stride` bytes apart, with the words of a group.
+  template <int kRows>
+  static void multiply_group(
+      const typename D::Row* values,
+      int64_t stride,
+      const uint8_t* words,
+      typename D::Sums (&products)[kRows][2],
+      Prefetch& prefetch) {
+    constexpr int64_t kWords = kGroup / D::kPerWord;
+#ifdef TERCET_ROWS_OF_SHORTS
+    if constexpr (std::is_same_v<typename D::Row, int16_t>) {
+      prefetch(kWords);
+      multiply_shorts<kRows>(values, stride, words, products);
+    } else
+#endif
+      multiply_panel<D, kRows>(values, stride, words, D::kWordBytes, kWords, products, prefetch);
+  }
 
   static Columns load_columns(const at::Half* from) {
     const FloatPair pair = load_pair(from);

@@ -32,6 +32,14 @@ inline Floats load_floats(const float* from) {
   return loaded;
 }
 
+/// Calls f(0), f(1), ... f(n - 1). The indices are constants. After a loop, GCC may keep an array of sums in memory.
+template <int n, typename F>
+[[gnu::always_inline]] inline void unrolled(const F& f) {
+  [&]<int... kAt>(std::integer_sequence<int, kAt...>) {
+    (f(std::integral_constant<int, kAt>()), ...);
+  }(std::make_integer_sequence<int, n>());
+}
+
 /// A vector of equal floats. The compiler has to keep the addition of zero (-0 becomes 0), but not its subtraction.
 inline Floats broadcast_float(float x) { return x - Floats{}; }
 
