@@ -204,6 +204,8 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
 def _complete(options: argparse.Namespace) -> None:
     """Fills in defaults and checks the flags of the traffic. Raises ValueError."""
     _refuse_not_simulated(vars(options))
+    if "dlpm" in (options.policies or "").split(",") and not hasattr(options, "schedule_policy"):
+        options.schedule_policy = "dlpm"  # the one with settings of its own; each run has its policy
     if options.replay is not None:
         if options.traffic or options.num_requests or options.max_concurrency or options.config:
             raise ValueError("--traffic, --num-requests, --max-concurrency and --config have no effect with --replay")

@@ -143,6 +143,15 @@ def test_a_recording_with_tiers_is_simulated_without_them(tmp_path: Path, capsys
     assert "The simulation has none" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("own", [[], ["--schedule-policy", "dlpm"]])
+def test_settings_of_one_policy_do_not_hinder_the_comparison_with_others(
+    own: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--policies", "dlpm,lpm", "--tenants", "2", "--tenant-weights", "0=2"]
+    evictions = ["--eviction-policies", "value,lru", "--max-retained-share", "0.3"]
+    assert list(run(capsys, *own, *argv, *evictions)["runs"]) == ["dlpm, value", "dlpm, lru", "lpm, value", "lpm, lru"]  # type: ignore[call-overload]
+
+
 def test_the_tenants_of_a_recording_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "record"
     sampling = SamplingParams(max_new_tokens=3, sampling_seed=0, ignore_eos=True)
