@@ -126,7 +126,7 @@ def _runs(case: Case, options: argparse.Namespace) -> dict[str, Run]:
 
 def _with_policies(args: ServerArgs, policy: Any, eviction: Any) -> ServerArgs:
     """The settings with these policies, without settings that only other policies have."""
-    ignored = () if policy == "dlpm" else ("tenant_weights",)
+    ignored: tuple[str, ...] = () if policy == "dlpm" else ("tenant_weights",)
     ignored += () if eviction == "value" else RETENTION_SETTINGS
     defaults = {name: getattr(ServerArgs, name) for name in ignored}
     return dataclasses.replace(args, schedule_policy=policy, radix_eviction_policy=eviction, **defaults)

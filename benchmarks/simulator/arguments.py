@@ -228,6 +228,9 @@ def _complete(options: argparse.Namespace) -> None:
     options.goodput = dict(slos)
     if len(options.goodput) < len(slos):
         raise ValueError("--goodput names an objective twice")
+    for flag, path in (("--save-cost", options.save_cost), ("--plot", options.plot and Path(options.plot))):
+        if path and not path.parent.is_dir():  # found before the simulation, not after it
+            raise ValueError(f"{flag}: there is no folder {path.parent}")
     if options.plot:
         if not options.plot.endswith(".png"):
             raise ValueError(f"--plot must name a .png file, got {options.plot!r}")

@@ -55,8 +55,26 @@ def test_a_profile_survives_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step_s": -1.0}, "step_s must be in"),
+        ({"host_s": -5.0}, "host_s must be in"),
+        ({"row_s": 1e308}, "row_s must be in"),
+    ],
+)
+def test_costs_that_no_machine_has_are_refused(change: dict[str, float], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(PROFILES["smollm2-135m-2-cores"], path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}), encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        load_profile(str(path))
+
+
+@pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--save-cost", "/no/such/folder/cost.json"], "--save-cost: there is no folder /no/such/folder"),
+        (["--plot", "/no/such/folder/plot.png"], "--plot: there is no folder /no/such/folder"),
         (["--traffic", "agents", "--tree-levels", "3"], "--tree-levels has no effect"),
         (["--traffic", "mooncake"], "has no effect with --traffic mooncake"),
         (["--policies", "lpm,none"], "'none' is none of"),
