@@ -21,9 +21,14 @@ def not_negative_int(text: str) -> int:
 
 
 def above_zero(text: str) -> float:
-    if not (value := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    if not 0 < (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
     return value
+
+
+def rate(text: str) -> float:
+    """Of arrivals; inf: all at once."""
+    return math.inf if float(text) == math.inf else above_zero(text)
 
 
 def not_negative(text: str) -> float:

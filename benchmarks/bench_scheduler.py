@@ -30,6 +30,7 @@ from ..mem_cache.evict_policy import EVICT_POLICIES
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.schedule_record import Recording
 from ..srt.server_args import ServerArgs
+from ..srt.settings.checks import RETENTION_SETTINGS
 from .results import Result, finish
 from .simulator.arguments import engine_of, parse, replayed_args, traffic_of
 from .simulator.comparison import compare
@@ -106,7 +107,7 @@ def _runs(case: Case, options: argparse.Namespace) -> dict[str, Run]:
     slos_s = {name: limit_ms / 1000 for name, limit_ms in options.goodput.items()}
     runs = {}
     for policy, planner, eviction in itertools.product(policies, planners, evictions):
-        server_args = dataclasses.replace(case.server_args, schedule_policy=policy, radix_eviction_policy=eviction)
+        server_args = _with_policies(case.server_args, policy, eviction)
         statistics = RunStatistics(slos_s)
         simulation = Simulation(
             server_args,
@@ -121,6 +122,14 @@ def _runs(case: Case, options: argparse.Namespace) -> dict[str, Run]:
         parts = policy, planner if planner != TERCET else "", eviction if options.eviction_policies else ""
         runs[", ".join(filter(None, parts))] = Run.of(simulation)
     return runs
+
+
+def _with_policies(args: ServerArgs, policy: Any, eviction: Any) -> ServerArgs:
+    """The settings with these policies, without settings that only other policies have."""
+    ignored: tuple[str, ...] = () if policy == "dlpm" else ("tenant_weights",)
+    ignored += () if eviction == "value" else RETENTION_SETTINGS
+    defaults = {name: getattr(ServerArgs, name) for name in ignored}
+    return dataclasses.replace(args, schedule_policy=policy, radix_eviction_policy=eviction, **defaults)
 
 
 def _names(flag: str, given: str, known: Collection[str]) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .argument_types import above_zero, not_negative, not_negative_int, positive, ratio, slo
+from .argument_types import above_zero, not_negative, not_negative_int, positive, rate, ratio, slo
 from .backends import BACKENDS
 from .metrics import SLO_NAMES
 from .plots import has_matplotlib
@@ -125,7 +125,7 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--request-rate",
         metavar="R",
-        type=above_zero,
+        type=rate,
         default=math.inf,
         help="requests per second (default: inf, all at once)",
     )

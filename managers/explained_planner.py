@@ -1,4 +1,7 @@
-"""`--explain-schedule`: logs for each request that waited long which limits and which requests it waited for."""
+"""`--explain-schedule`: logs for each request that waited long which limits and which requests it waited for.
+
+A request that ends while it waits is explained, too: it may have waited longer than all others.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from itertools import islice
 from typing import NamedTuple
 
 from ..srt import log
+from ..srt.io_struct import AbortFinish
 from .kv_cache_manager import KVCacheManager
 from .planner import PlanLimits, Planner, Proposer
-from .req import Req
+from .req import Req, Stage
 from .request_queues import RequestQueues
 from .schedule_batch import ScheduleBatch
 from .schedule_policy import expected_growth
@@ -81,6 +85,7 @@ class ExplainedPlanner(Planner):
         """Seconds for which each limit held the first request, since the start."""
         self._limit: Limit | None = None
         self._last_s = clock()
+        queues.observers.append(self)
 
     def plan(self) -> ScheduleBatch | None:
         now = self._count_time()
@@ -104,17 +109,28 @@ class ExplainedPlanner(Planner):
         return now
 
     def _note_arrivals(self) -> None:
-        waiting = self.queues.waiting
-        for req in waiting:
+        for req in self.queues.waiting:
             if req not in self._arrivals:
-                # A request in the queue that has had a row lost it in the last plan.
-                at_s = self._last_s if req.num_retractions else req.arrived_s
-                limit_s = dict(self._limit_s)
-                if self._limit is not None:
-                    limit_s[self._limit] += max(at_s - self._last_s, 0.0)
-                self._arrivals[req] = _Arrival(at_s, self._num_admitted, limit_s)
-        if len(self._arrivals) > len(waiting):  # some have ended while they waited
-            self._arrivals = {req: self._arrivals[req] for req in waiting}
+                self._arrivals[req] = self._arrival_of(req)
+
+    def _arrival_of(self, req: Req) -> _Arrival:
+        """Of a request that has entered the queue since the last call of `_note_arrivals`."""
+        # A request in the queue that has had a row lost it in the last plan.
+        at_s = self._last_s if req.num_retractions else req.arrived_s
+        return _Arrival(at_s, self._num_admitted, self._limits_until(at_s))
+
+    def _limits_until(self, time_s: float) -> dict[Limit, float]:
+        """Seconds of each limit from the start until a time, which is not before that of the last count."""
+        limit_s = dict(self._limit_s)
+        if self._limit is not None:
+            limit_s[self._limit] += max(time_s - self._last_s, 0.0)
+        return limit_s
+
+    def on_end(self, req: Req) -> None:
+        if req.stage is Stage.WAITING:
+            arrival, now = self._arrivals.pop(req, None) or self._arrival_of(req), self._clock()
+            if now - arrival.at_s >= self._slow_s:
+                self._explain(req, arrival, now)
 
     def _note_admissions(self, batch: ScheduleBatch, now: float) -> None:
         new_rows = {new.row for new in batch.inputs.new_rows}
@@ -130,12 +146,13 @@ class ExplainedPlanner(Planner):
     def _explain(self, req: Req, arrival: _Arrival, now: float) -> None:
         before = [one for one in self._admissions if one.number >= arrival.num_admitted]
         heaviest = sorted(before, key=lambda one: -one.num_tokens)
-        waits = {limit: seconds - arrival.limit_s[limit] for limit, seconds in self._limit_s.items()}
+        waits = {limit: seconds - arrival.limit_s[limit] for limit, seconds in self._limits_until(now).items()}
         holders = sorted((one for one in self.queues.holders() if one is not req), key=lambda one: -one.kv_len)
         fields = {
             "sample": req.rid,
             "queue_s": round(now - arrival.at_s, 3),
             "num_retractions": req.num_retractions,
+            "ended": _end_of(req),
             "limits_s": {limit.value: round(seconds, 3) for limit, seconds in waits.items() if seconds > 0},
             "num_admitted_before": self._num_admitted - arrival.num_admitted,
             "tokens_admitted_before": sum(one.num_tokens for one in before),
@@ -166,3 +183,8 @@ class ExplainedPlanner(Planner):
         expected += sum(expected_growth(one) + one.num_tokens - one.kv_len for one in self.queues.unfinished)
         needed = req.num_tokens - self.kv.device_match_len(req) + expected_growth(req) + self.kv.page_size
         return needed < self.kv.num_available - expected
+
+
+def _end_of(req: Req) -> str | None:
+    """Why a request has ended while it waited; None: it has started."""
+    return req.finish.message if isinstance(req.finish, AbortFinish) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from operator import attrgetter
@@ -56,22 +57,26 @@ class FairPolicy(SchedulePolicy):
         """`clock`: that of `Req.arrived_s`. `weights`, `quantum`: those of TenantShares."""
         super().__init__("dlpm", kv, clock)
         self.shares = TenantShares(weights, quantum)
-        self.waiting = TenantQueue(self.shares)
+        self.waiting = TenantQueue(self.shares, self._on_join)
         """The waiting queue of the engine."""
         self._num_charged: dict[Req, int] = {}
         """Admitted live requests, and how many of their output tokens are charged."""
+        self._num_admitted: Counter[str] = Counter()
+        """Those of each tenant."""
 
     def on_end(self, req: Req) -> None:
         self._charge_output(req)
-        self._num_charged.pop(req, None)
+        if self._num_charged.pop(req, None) is not None:
+            self._num_admitted[req.tenant] -= 1
+            if not self._num_admitted[req.tenant]:
+                del self._num_admitted[req.tenant]
 
     def order(self, waiting: Collection[Req]) -> Iterable[Req]:
         """All of `waiting`, best first. Of more than MAX_SORTED, only some are sorted: those of the highest priority,
         and among equals the first of each tenant."""
         if not self.waiting.has_several_tenants:
             return super().order(waiting)
-        for req in self._num_charged:
-            self._charge_output(req)
+        self._charge_outputs()
         if len(waiting) <= MAX_SORTED:
             return self._by_credit(waiting)
         first = dict.fromkeys(sorted(self.waiting.in_turn(MAX_SORTED), key=_place_of))
@@ -90,6 +95,7 @@ class FairPolicy(SchedulePolicy):
             else:  # its urgency may have chosen it
                 self.shares.charge(req.tenant, num_tokens)
             self._charge_output(req)  # of the time before a retraction
+            self._num_admitted[req.tenant] += req not in self._num_charged
             self._num_charged[req] = len(req.output_ids)
             last[req.tenant] = max(req.place, last.get(req.tenant, req.place))
         end = max(last.values())
@@ -127,6 +133,19 @@ class FairPolicy(SchedulePolicy):
         """Those that were passed over too often come first, in the order of arrival, then the longest prefix."""
         is_young = req.passed_over < MAX_PASSED_OVER
         return is_young, -self._kv.match_len(req) if is_young else 0
+
+    def _on_join(self, tenant: str) -> None:
+        """The tenant is about to have requests waiting, and has none now."""
+        active = self._num_admitted.keys() | self.waiting.tenants
+        if not active:
+            self.shares.clear()
+        elif active != {tenant}:
+            self._charge_outputs()
+            self.shares.catch_up(active)
+
+    def _charge_outputs(self) -> None:
+        for req in self._num_charged:
+            self._charge_output(req)
 
     def _charge_output(self, req: Req) -> None:
         """Charges the tokens that an admitted request has generated since the last call."""

@@ -91,7 +91,8 @@ class Planner:
             max_prefill_tokens=limits.max_prefill_tokens,
         )
         if isinstance(self._policy, FairPolicy):
-            queues.waiting, queues.observer = self._policy.waiting, self._policy
+            queues.waiting = self._policy.waiting
+            queues.observers.append(self._policy)
         self._watermark = int(limits.admission_watermark * kv.allocator.size)
         self.gap = None if limits.max_itl_s is None else TokenGapBound(limits.max_itl_s)
         """The bound on token gaps, with the costs that it has learned. None: there is no bound."""

@@ -96,6 +96,7 @@ class RequestMetrics(RequestCounts):
         """Those of them that came from files."""
         self.inter_token_latency = Histogram(_INTER_TOKEN_BOUNDS)
         self.e2e_request_latency = Histogram(_E2E_BOUNDS)
+        """Of those that had their first step. A refusal takes no time, so an overloaded server would look fast."""
         self.tenants: dict[str, TenantCounts] = {}
         """By the name of the tenant; "" for requests without one. At most MAX_TENANTS and OTHER_TENANTS."""
 
@@ -190,7 +191,8 @@ class ObservedGeneration(Generation):
             one.num_aborted += isinstance(out.finish, AbortFinish)
             if queue_time_s is not None:
                 one.queue_time.observe(queue_time_s)
-        self._metrics.e2e_request_latency.observe(self._clock() - self._opened)
+        if queue_time_s is not None or self._num_tokens:
+            self._metrics.e2e_request_latency.observe(self._clock() - self._opened)
         decode_s = self._last_token_at - self._first_token_at
         num_decoded = self._num_tokens - self._num_first_tokens
         throughput = num_decoded / decode_s if num_decoded and decode_s > 0 else None

@@ -10,7 +10,7 @@ from .waiting_queue import WaitingQueue
 
 
 class QueueObserver(Protocol):
-    """Is told of each request that ends."""
+    """Is told of each request that ends, while it is still in its queue."""
 
     def on_end(self, req: Req) -> None: ...
 
@@ -33,7 +33,7 @@ class RequestQueues:
         """Live requests with a grammar."""
         self.num_with_hidden = 0
         """Live requests that want hidden states."""
-        self.observer: QueueObserver | None = None
+        self.observers: list[QueueObserver] = []
         self._live: dict[str, Req] = {}
 
     @property
@@ -84,13 +84,13 @@ class RequestQueues:
         self.waiting.put_back(reqs)
 
     def finish(self, req: Req) -> None:
+        for observer in self.observers:
+            observer.on_end(req)
         self._leave(req)
         req.stage = Stage.FINISHED
         del self._live[req.rid]
         self.num_constrained -= req.sampling.grammar is not None
         self.num_with_hidden -= req.hidden is not None
-        if self.observer is not None:
-            self.observer.on_end(req)
 
     def _leave(self, req: Req) -> None:
         """Removes a request from its place."""

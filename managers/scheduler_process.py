@@ -16,7 +16,7 @@ from ..mem_cache.allocator import BaseAllocator, make_allocator
 from ..mem_cache.base_prefix_cache import BasePrefixCache
 from ..mem_cache.chunk_cache import ChunkCache
 from ..mem_cache.evict_policy import equal_cost_depth
-from ..mem_cache.kv_files import KVFiles
+from ..mem_cache.kv_files import MAX_OVERHEAD_BYTES, KVFiles
 from ..mem_cache.kv_storage import KVStorage
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
@@ -279,13 +279,19 @@ def _memory(
 
 
 def _tiers(server_args: ServerArgs, model_config: ModelConfig, runner: ModelRunner) -> KVTiers | None:
-    """The tiers below the KV pool. Raises ValueError if the folder of the files cannot be used."""
+    """The tiers below the KV pool. Raises ValueError if the folder of the files cannot be used, or is too small."""
     host_kv = runner.host_kv
     if host_kv is None:
         return None
     storage = None
     if server_args.hicache_storage_dir is not None:
-        files = KVFiles(Path(server_args.hicache_storage_dir), int(server_args.hicache_storage_size * 2**30))
+        max_bytes, block_bytes = int(server_args.hicache_storage_size * 2**30), host_kv.memory.shape[1]
+        if max_bytes < block_bytes + MAX_OVERHEAD_BYTES:  # first, because KVFiles would remove what others have
+            raise ValueError(
+                f"--hicache-storage-size {server_args.hicache_storage_size:g} is less than one file of "
+                f"{host_kv.block_len} tokens ({block_bytes} bytes)"
+            )
+        files = KVFiles(Path(server_args.hicache_storage_dir), max_bytes)
         storage = KVStorage(files, host_kv.memory, time.monotonic)
     return KVTiers(
         page_size=runner.settings.page_size,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from itertools import chain, islice, zip_longest
 from typing import cast
 
@@ -80,10 +80,22 @@ class TenantLevel(Level):
 class TenantQueue(WaitingQueue):
     """A waiting queue whose tenants have shares."""
 
-    def __init__(self, shares: TenantShares) -> None:
+    def __init__(self, shares: TenantShares, on_join: Callable[[str], None] = lambda tenant: None) -> None:
+        """`on_join`: called before a tenant has requests waiting that had none."""
         super().__init__()
         self._shares = shares
+        self._on_join = on_join
         self._places: Counter[str] = Counter()
+
+    def add(self, req: Req) -> None:
+        if req.tenant not in self._places:
+            self._on_join(req.tenant)
+        super().add(req)
+
+    @property
+    def tenants(self) -> Set[str]:
+        """Those with requests waiting."""
+        return self._places.keys()
 
     @property
     def has_several_tenants(self) -> bool:

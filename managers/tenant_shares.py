@@ -9,7 +9,9 @@ common `round`:
 
 So a refill of any number of tenants, any number of times, is one addition. A tenant has at most one quantum of credit.
 A tenant that is new, or that was idle, begins with a credit of 0. So idle time earns no credit, and a client gains
-nothing by changing its name.
+nothing by changing its name. Nor does the use of an idle engine cost anything later: when a tenant joins, the round
+goes up to the least position of those that have requests (`catch_up`), as the virtual time of fair queueing does. An
+engine without requests forgets all debts (`clear`).
 
 While two tenants both have requests waiting, their service, divided by their weights, differs by at most one quantum
 and what is charged for a request after its choice: its prefill, and the outputs of running requests.
@@ -18,7 +20,7 @@ and what is charged for a request after its choice: its prefill, and the outputs
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _MIN_FORGET = 64
 
@@ -42,6 +44,14 @@ class TenantShares:
     def join(self, tenant: str) -> None:
         """The tenant has requests waiting, so the next refill is for it, too."""
         self._positions.setdefault(tenant, self.round)
+
+    def catch_up(self, active: Iterable[str]) -> None:
+        """A tenant joins these, which have requests. What all of them have had more than it, they had without it."""
+        self.round = max(self.round, math.floor(min(map(self.position, active))))
+
+    def clear(self) -> None:
+        """No tenant has requests: nobody has had anything at the expense of another."""
+        self._positions.clear()
 
     def position(self, tenant: str) -> float:
         """In rounds. The tenant is in credit if this is below `round`."""

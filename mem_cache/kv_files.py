@@ -53,6 +53,8 @@ _HEADER = struct.Struct(f"<8sIIQ{KEY_BYTES}sI")
 """Magic, version, CRC-32 of key, content and data, bytes of data, key, bytes of the content."""
 _CONTENT = struct.Struct(f"<{KEY_BYTES}sI")
 """The key before, bytes of the namespace. The namespace and the tokens follow."""
+MAX_OVERHEAD_BYTES = 1 << 13
+"""Of a file of this engine, beside the data: a salt of 256 characters, and a token id for each token of a block."""
 _MAX_CONTENT_BYTES = 1 << 20
 """A file that claims more is damaged."""
 _FILL_AFTER_TRIM = 0.9

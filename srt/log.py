@@ -1,4 +1,4 @@
-"""The logging of all processes: to stderr, one line per entry, as text or as JSON."""
+"""The logging of all processes: to stderr, one line per entry, as text or as JSON. So are the warnings of libraries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -14,8 +14,8 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 def configure(role: str, level: str, log_format: str = "text") -> None:
-    """Set up the `tercet` logger of this process. A second call replaces the first. `log_format`: text or json."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Set up the loggers of this process. A second call replaces the first. `log_format`: text or json."""
+    handler = _Handler(sys.stderr)
     if log_format == "json":
         handler.setFormatter(JsonFormatter(role))
     else:
@@ -24,6 +24,13 @@ def configure(role: str, level: str, log_format: str = "text") -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+    root = logging.getLogger()
+    root.handlers[:] = [*(one for one in root.handlers if not isinstance(one, _Handler)), handler]
+    logging.captureWarnings(True)
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """The handler of a process."""
 
 
 def event(logger: logging.Logger, level: int, name: str, fields: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from ...srt.model_files.model_config import ModelConfig, load_model_config
 from ...srt.server_args import ServerArgs
 from ...srt.settings.setting import flag_name
-from ..argument_types import above_zero, not_negative, not_negative_int, positive, ratio, slo
+from ..argument_types import above_zero, not_negative, not_negative_int, positive, rate, ratio, slo
 from ..engine_args import add_engine_arguments, engine_args
 from ..metrics import SLO_NAMES
 from ..offline_workloads import Span
@@ -70,8 +70,10 @@ _NOT_SIMULATED = (
     "hicache_storage_dir",
     "hicache_storage_size",
     "kv_events_config",
+    "record_schedule",
+    "explain_schedule",
 )
-"""Settings of the engine that a simulation would ignore: it has no lower tiers, and publishes nothing."""
+"""Settings of the engine that a simulation would ignore: it has no lower tiers, and writes and publishes nothing."""
 _DEFAULT_POOL_TOKENS = 65_536
 _DEFAULT_REQUESTS = 1_000
 _DEFAULT_ROUND_TRIP_MS = 2.0
@@ -137,7 +139,7 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=not_negative_int, default=0, help="seed of the traffic (default: 0)")
     add("--trace-path", "file of the trace", metavar="FILE", type=Path)
     add("--slowdown", "factor of the times of the trace", type=above_zero)
-    add("--request-rate", "mean arrivals per second; inf: all at once", type=above_zero)
+    add("--request-rate", "mean arrivals per second; inf: all at once", type=rate)
     add("--burstiness", "shape of the gamma distribution of gaps; below 1: bursts", type=above_zero)
     add("--input-len", "own tokens of a prompt, N or A-B", type=Span.parse)
     add("--output-len", "tokens of an answer, N or A-B", type=Span.parse)
@@ -202,6 +204,8 @@ def _add_run_flags(group: argparse._ArgumentGroup) -> None:
 def _complete(options: argparse.Namespace) -> None:
     """Fills in defaults and checks the flags of the traffic. Raises ValueError."""
     _refuse_not_simulated(vars(options))
+    if "dlpm" in (options.policies or "").split(",") and not hasattr(options, "schedule_policy"):
+        options.schedule_policy = "dlpm"  # the one with settings of its own; each run has its policy
     if options.replay is not None:
         if options.traffic or options.num_requests or options.max_concurrency or options.config:
             raise ValueError("--traffic, --num-requests, --max-concurrency and --config have no effect with --replay")
@@ -224,6 +228,9 @@ def _complete(options: argparse.Namespace) -> None:
     options.goodput = dict(slos)
     if len(options.goodput) < len(slos):
         raise ValueError("--goodput names an objective twice")
+    for flag, path in (("--save-cost", options.save_cost), ("--plot", options.plot and Path(options.plot))):
+        if path and not path.parent.is_dir():  # found before the simulation, not after it
+            raise ValueError(f"{flag}: there is no folder {path.parent}")
     if options.plot:
         if not options.plot.endswith(".png"):
             raise ValueError(f"--plot must name a .png file, got {options.plot!r}")
@@ -239,7 +246,9 @@ def _refuse_not_simulated(given: Collection[str]) -> None:
     """Raises ValueError if one of these settings would be ignored."""
     for name in _NOT_SIMULATED:
         if name in given:
-            raise ValueError(f"{flag_name(name)} has no effect: the simulator has no tiers and no KV events")
+            raise ValueError(
+                f"{flag_name(name)} has no effect: the simulator has no tiers, and records and publishes nothing"
+            )
 
 
 def traffic_of(options: argparse.Namespace, vocab_size: int) -> Traffic:
@@ -287,9 +296,12 @@ def replayed_args(options: argparse.Namespace, replay: Replay) -> ServerArgs:
 
 
 def _from_trace(options: argparse.Namespace, vocab_size: int) -> Iterator[SimRequest]:
+    request = None
     for request in TRACES[options.traffic](options.trace_path, vocab_size, options.seed, options.num_requests):
         request.arrival_s *= options.slowdown
         yield request
+    if request is None:
+        raise ValueError(f"{options.trace_path} has no request")
 
 
 def engine_of(

@@ -8,6 +8,8 @@ import msgspec
 
 from ...managers.step_cost import StepCost
 
+_MAX_SECONDS = 3600.0
+
 
 class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The coefficients of a StepCost in seconds, and the host. `name` says where they come from; reports show it."""
@@ -26,6 +28,12 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """From the first message to an idle scheduler until it reads its messages. So those of a burst come together."""
     is_asynchronous: bool = False
     """Whether the host plans a step while the device works on the one before, as with a GPU."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for costs that no machine has: time would run backwards."""
+        for name in (*StepCost._fields, "host_s", "wake_s"):
+            if not 0 <= getattr(self, name) <= _MAX_SECONDS:
+                raise ValueError(f"{name} must be in [0, {_MAX_SECONDS:g}], got {getattr(self, name)}")
 
     @classmethod
     def of(cls, name: str, cost: StepCost, *, host_s: float = 0.0, is_asynchronous: bool = False) -> DeviceProfile:

@@ -114,7 +114,12 @@ class Replay:
             "chunked_prefill_size": start.chunked_prefill_size,
             "max_total_tokens": start.max_total_num_tokens,
         }
-        without = {"skip_tokenizer_init": True, "record_schedule": None, "kv_events_config": None}
+        without = {
+            "skip_tokenizer_init": True,
+            "kv_events_config": None,
+            "record_schedule": None,
+            "explain_schedule": None,
+        }
         no_tiers = {"enable_hierarchical_cache": False, "hicache_size": None, "hicache_storage_dir": None}
         return ServerArgs.from_dict({**given, **limits, **without, **no_tiers})
 
@@ -190,6 +195,7 @@ class Replay:
                     self.recording.ids(message.ids),
                     UNENDED if left else max(len(output_ids), 1),
                     message.options.sampling.max_new_tokens or 0,
+                    message.options.tenant,
                     aborts_after_s=end.at_s - message.at_s if left else None,
                     options=message.options,
                     recorded_ids=output_ids,

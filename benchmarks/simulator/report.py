@@ -97,9 +97,9 @@ def add_tables(result: Result, runs: Mapping[str, Run], traffic: str, engine: st
     cache = result.table(
         "Prefix cache", ["policy", "hit rate", "of the first", "their hit rate", "best possible", "share"]
     )
-    tenants = sorted({tenant for run in runs.values() for tenant in run.statistics.tenant_prompts})
+    tenants = sorted({tenant for run in runs.values() for tenant in run.statistics.tenant_prompts}, key=str)
     if 1 < len(tenants) <= _MAX_TENANTS_SHOWN:
-        rates_of = result.table("Hit rate of each tenant", ["policy", *map(str, tenants)])
+        rates_of = result.table("Hit rate of each tenant", ["policy", *(str(tenant) or "none" for tenant in tenants)])
         for policy, run in runs.items():
             found = run.statistics.tenant_hit_rates
             rates_of.row(policy, *(percent(found.get(tenant)) for tenant in tenants))

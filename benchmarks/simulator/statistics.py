@@ -16,7 +16,7 @@ from .histogram import LogHistogram
 class Served:
     """A request that has ended."""
 
-    tenant: int
+    tenant: int | str
     num_prompt_tokens: int
     num_output_tokens: int
     arrival_s: float
@@ -58,9 +58,9 @@ class RunStatistics:
     num_cached_tokens: int = 0
     """Those of them that the prefix cache had."""
     last_end_s: float = 0.0
-    tenant_tokens: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    tenant_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    tenant_prompts: dict[int, HitCounts] = field(default_factory=lambda: defaultdict(HitCounts))
+    tenant_tokens: dict[int | str, int] = field(default_factory=lambda: defaultdict(int))
+    tenant_s: dict[int | str, float] = field(default_factory=lambda: defaultdict(float))
+    tenant_prompts: dict[int | str, HitCounts] = field(default_factory=lambda: defaultdict(HitCounts))
 
     def add(self, served: Served) -> None:
         self.last_end_s = served.end_s
@@ -84,7 +84,7 @@ class RunStatistics:
         self.tenant_tokens[served.tenant] += served.num_output_tokens
         self.tenant_s[served.tenant] += latency_s
 
-    def on_admission(self, tenant: int, num_prompt_tokens: int, num_cached: int) -> None:
+    def on_admission(self, tenant: int | str, num_prompt_tokens: int, num_cached: int) -> None:
         counts = self.tenant_prompts[tenant]
         counts.num_tokens += num_prompt_tokens
         counts.num_cached += num_cached
@@ -96,7 +96,7 @@ class RunStatistics:
         return self.num_cached_tokens / max(self.num_admitted_tokens, 1)
 
     @property
-    def tenant_hit_rates(self) -> dict[int, float]:
+    def tenant_hit_rates(self) -> dict[int | str, float]:
         return {tenant: counts.num_cached / max(counts.num_tokens, 1) for tenant, counts in self.tenant_prompts.items()}
 
     @property

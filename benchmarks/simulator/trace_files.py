@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,10 @@ from .traffic import SimRequest
 
 MOONCAKE_BLOCK = 512
 """Tokens for each hash id (Mooncake: a KVCache-centric disaggregated architecture, 2024)."""
+MAX_LENGTH = 1 << 24
+"""Tokens of a prompt or an answer. No model has such a context, and more would fill the memory."""
+_MAX_NUMBER = 1e15
+"""Of a time in ms: beyond it, float has no fractions of a second."""
 _OWN = 1 << 62
 """Added to the number of a request to make the tokens that it shares with no other one."""
 _TRIPLES = (
@@ -42,7 +47,8 @@ def mooncake(path: Path, vocab_size: int, seed: int, num_requests: int | None = 
             hash_ids = fields.get("hash_ids", [])
             if not isinstance(hash_ids, list) or not all(type(hash_id) is int and hash_id >= 0 for hash_id in hash_ids):
                 raise ValueError(f"{where}: hash_ids must be a list of numbers")
-            shared = [tokens_of(hash_id, MOONCAKE_BLOCK, vocab_size, seed) for hash_id in hash_ids]
+            num_blocks = -(-input_len // MOONCAKE_BLOCK)
+            shared = [tokens_of(hash_id, MOONCAKE_BLOCK, vocab_size, seed) for hash_id in hash_ids[:num_blocks]]
             num_own = max(input_len - MOONCAKE_BLOCK * len(hash_ids), 0)
             own = tokens_of(_OWN + place, num_own, vocab_size, seed)
             yield SimRequest(at_s - start_s, np.concatenate([*shared, own])[:input_len], output_len)
@@ -70,6 +76,8 @@ def burstgpt(path: Path, vocab_size: int, seed: int, num_requests: int | None = 
                 )  # fmt: skip
             except (TypeError, ValueError):
                 raise ValueError(f"{where}: the time and the numbers of tokens must be numbers") from None
+            if not math.isfinite(at_s) or max(input_len, output_len) > MAX_LENGTH:
+                raise ValueError(f"{where}: the time must be finite, and the numbers at most {MAX_LENGTH}")
             if input_len < 1 or output_len < 1:
                 continue
             start_s = at_s if start_s is None else start_s
@@ -103,7 +111,7 @@ def _key_of(name: str) -> int:
 def _object(where: str, line: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: the line must be a JSON object")
@@ -112,13 +120,13 @@ def _object(where: str, line: str) -> dict[str, Any]:
 
 def _number(fields: dict[str, Any], name: str, where: str) -> float:
     value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{where}: {name} must be a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _MAX_NUMBER:
+        raise ValueError(f"{where}: {name} must be a number of less than {_MAX_NUMBER:g}")
     return float(value)
 
 
 def _length(fields: dict[str, Any], name: str, where: str) -> int:
     value = fields.get(name)
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{where}: {name} must be a number of at least 1")
+    if type(value) is not int or not 1 <= value <= MAX_LENGTH:
+        raise ValueError(f"{where}: {name} must be a number from 1 to {MAX_LENGTH}")
     return value

@@ -33,7 +33,8 @@ class SimRequest:
     """Tokens after which it ends, at least 1."""
     max_new_tokens: int = 0
     """The limit that the client sends; 0: `num_output_tokens`."""
-    tenant: int = 0
+    tenant: int | str = 0
+    """Its number, or the name of a recorded one."""
     priority: int = 0
     aborts_after_s: float | None = None
     """Seconds from its arrival until its client leaves, if it has not ended before."""

@@ -148,7 +148,9 @@ class MetricsPage(Collector):
             "inter_token_latency_seconds", "Time between two tokens of a request", metrics.inter_token_latency
         )
         yield self._histogram(
-            "e2e_request_latency_seconds", "Time from the request to its end", metrics.e2e_request_latency
+            "e2e_request_latency_seconds",
+            "Time from the request to its end, of those that have begun",
+            metrics.e2e_request_latency,
         )
         yield self._histogram("queue_time_seconds", "Time in the waiting queue", metrics.queue_time)
         yield from self._of_tenants(list(metrics.tenants.items()))

@@ -58,8 +58,16 @@ def tenant_of(scope: Scope) -> str | None:
         return of_key
     for name, value in scope["headers"]:
         if name == HEADER and value.strip():
-            return tenant_name(value.strip().decode("latin-1"))
+            return tenant_name(_text_of(value.strip()))
     return None
+
+
+def _text_of(value: bytes) -> str:
+    """Gateways send UTF-8, so that a name is the same in the header and in a body. Other bytes are Latin-1."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def with_tenant(scope: Scope, prompts: Sequence[Prompt]) -> Sequence[Prompt]:

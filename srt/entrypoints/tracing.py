@@ -5,11 +5,14 @@ names (W3C Trace Context), whose sampling decision it follows. Its children are 
 prefill and decode. The attributes have the names of OpenTelemetry's conventions for generative AI, or vLLM's.
 
 A span is made when its request ends, from times that are measured anyway. A thread of the SDK sends the spans. Its
-queue is bounded: if the collector is slow or gone, spans are dropped, and requests are not delayed.
+queue is bounded: if the collector is slow or gone, spans are dropped, and requests are not delayed. The log has a line
+about that at most once a minute.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +35,7 @@ SPAN_NAME = "llm_request"
 MAX_SAMPLES = 16
 """Samples of one request whose phases are traced."""
 _CLOSE_TIMEOUT_S = 3.0
+_LOG_INTERVAL_S = 60.0
 _NS = 1_000_000_000
 _CONTEXT_HEADERS = frozenset({b"traceparent", b"tracestate"})
 
@@ -53,8 +57,8 @@ class RequestTracer:
         self._context_of = set_span_in_context
 
     @classmethod
-    def start(cls, args: ServerArgs) -> RequestTracer | None:
-        """None without --otlp-traces-endpoint. Raises ValueError if the packages are missing."""
+    def start(cls, args: ServerArgs, clock: Callable[[], float] = time.monotonic) -> RequestTracer | None:
+        """None without --otlp-traces-endpoint. `clock`: in seconds. Raises ValueError if the packages are missing."""
         if args.otlp_traces_endpoint is None:
             return None
         try:
@@ -67,6 +71,7 @@ class RequestTracer:
             raise ValueError(
                 f"--otlp-traces-endpoint needs OpenTelemetry's SDK: pip install 'tercet[tracing]' ({error})"
             ) from None
+        logging.getLogger(OTLPSpanExporter.__module__).filters[:] = [_Seldom(clock)]
         ours = Resource({"service.name": "tercet", "service.version": __version__})
         provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=args.otlp_traces_endpoint)))
@@ -140,6 +145,21 @@ class RequestTracer:
                 attributes["tercet.cached_tokens"] = sample.counts.cached_tokens
             child = self._tracer.start_span(name, context, attributes=attributes, start_time=at(sent_s + start_s))
             child.end(at(sent_s + stop_s))
+
+
+class _Seldom(logging.Filter):
+    """Lets a line pass once in a minute: the SDK writes several for each batch while the collector is gone."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock = clock
+        self._next_s = -math.inf
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if self._clock() < self._next_s:
+            return False
+        self._next_s = self._clock() + _LOG_INTERVAL_S
+        return True
 
 
 def _totals(record: RequestRecord) -> dict[str, Any]:

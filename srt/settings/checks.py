@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 MAX_RETENTION_S = 86_400.0
 """A day: more than any prefix stays in a KV pool."""
 
+RETENTION_SETTINGS = ("max_retention_s", "tool_call_retention_s", "max_retained_share")
+"""Settings of retention, which only the eviction policy `value` honours. 0 turns the first two off."""
 MAX_HTTP_WORKERS = 64
 _OF_ONE_HTTP_PROCESS = (
     "resume_file",
@@ -93,8 +95,9 @@ def check_settings(args: ServerArgs) -> None:
             "--priority-scheduling-preemption-threshold must be at least 0, "
             f"got {args.priority_scheduling_preemption_threshold}"
         )
-    if args.schedule_low_priority_values_first and not args.enable_priority_scheduling:
-        raise ValueError("--schedule-low-priority-values-first needs --enable-priority-scheduling")
+    for name in ("schedule_low_priority_values_first", "priority_scheduling_preemption_threshold"):
+        if not args.enable_priority_scheduling and getattr(args, name) != getattr(type(args), name):
+            raise ValueError(f"{flag_name(name)} needs --enable-priority-scheduling")
     if args.explain_schedule is not None and not 0 <= args.explain_schedule < math.inf:
         raise ValueError(f"--explain-schedule must be a number of seconds, 0 or more, got {args.explain_schedule}")
     endpoint = args.otlp_traces_endpoint
@@ -119,6 +122,11 @@ def check_settings(args: ServerArgs) -> None:
         )
     if not 0 < args.max_retained_share <= 1:
         raise ValueError(f"--max-retained-share must be in (0, 1], got {args.max_retained_share}")
+    if args.disable_radix_cache and args.radix_eviction_policy != type(args).radix_eviction_policy:
+        raise ValueError("--radix-eviction-policy has no effect with --disable-radix-cache")
+    for name in RETENTION_SETTINGS:
+        if not args.honours_retention and getattr(args, name) not in (0, getattr(type(args), name)):
+            raise ValueError(f"{flag_name(name)} needs a prefix cache with --radix-eviction-policy value")
     bound = args.max_itl_ms
     if bound not in ("auto", "none") and not (isinstance(bound, int | float) and 0 < bound < math.inf):
         raise ValueError(f"--max-itl-ms must be a positive number of milliseconds, auto or none, got {bound}")

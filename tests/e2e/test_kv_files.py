@@ -84,3 +84,16 @@ def assert_in_files(server: ServerProcess, prompt: list[int], first: Answer) -> 
         restored = ask(server, prompt)
     assert restored[:2] == first[:2]
     assert restored.cached == whole and restored.details == {"device": 0, "host": 0, "storage": whole}
+
+
+def test_a_size_that_no_file_fits_into_is_refused_before_anything_is_removed(tmp_path: Path) -> None:
+    model = write_toy_config(tmp_path, max_position_embeddings=2048, hidden_size=64, num_hidden_layers=2)
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    other = folder / f"tercet-kv-{'ab' * 32}.kv"
+    other.write_bytes(bytes(20_000))
+    argv = [*flags(model, folder), "--hicache-storage-size", "0.00001"]
+    with ServerProcess(tmp_path, argv, module=REAL_SERVER) as server:
+        assert server.exit_code(PATIENCE_S) == 1
+        assert "--hicache-storage-size 1e-05 is less than one file of 64 tokens" in server.log
+    assert other.exists()

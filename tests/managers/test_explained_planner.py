@@ -170,3 +170,34 @@ def test_a_wait_for_files(lines: Lines, tmp_path: Path, monkeypatch: pytest.Monk
     rig.add("b", list(range(41)))
     run(rig, seconds=0.5)
     assert only_limit(lines["b"]) is Limit.FILES
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_request_that_never_starts_is_explained_at_its_end(lines: Lines, is_paused: bool) -> None:
+    rig = make_rig(max_running=1)
+    rig.add("long", [1] * 5, max_new_tokens=90)
+    rig.turn()
+    rig.add("late", [2] * 5, waiting_timeout=20.0)
+    rig.add("leaves", [3] * 5)
+    for _ in range(30):
+        rig.turn()
+        rig.clock.now += 1.0
+    if is_paused:
+        rig.inbox.messages.append(PauseReq(1, False))
+        rig.turn()
+        rig.add("in the pause", [4] * 5)
+        rig.turn()
+        rig.clock.now += 10.0
+        rig.abort("in the pause")
+    rig.abort("leaves")
+    rig.turn()
+    fields = lines["late"]
+    assert 20 <= fields["queue_s"] <= 21 and only_limit(fields) is Limit.RUNNING
+    assert fields["ended"] == rig.heard["late"].finish.message
+    assert lines["leaves"]["ended"] and lines["leaves"]["queue_s"] >= 29
+    if is_paused:
+        assert lines["in the pause"]["limits_s"] == {"pause": 10.0}
+    rig.inbox.messages.append(ContinueReq(2))
+    rig.add("starts", [5] * 5)
+    run(rig)
+    assert lines["starts"]["ended"] is None

@@ -181,3 +181,43 @@ def test_backlogged_tenants_get_service_by_their_weights(seed: int) -> None:
     for rid, (prompt, max_new_tokens) in prompts.items():
         assert rig.heard[rid].ids == expected_output(prompt, 1, max_new_tokens, 97)
     assert not (policy._num_charged or policy.waiting)
+
+
+@pytest.mark.parametrize("rest", [0, 200])
+def test_what_a_tenant_used_alone_costs_it_nothing_later(rest: int) -> None:
+    """One tenant has had long outputs alone. Then another one floods the engine, at once or after a rest."""
+    rng = Random(rest)
+    rig = Rig(pool_size=8192, max_running=8, policy="dlpm", audit=False, context_len=512, overlap=False)
+    num_sent = dict.fromkeys("ab", 0)
+
+    def add(tenant: str, max_new_tokens: int) -> None:
+        num_sent[tenant] += 1
+        prompt = [rng.randrange(97) for _ in range(30)]
+        rig.add(f"{tenant}{num_sent[tenant]}", prompt, tenant=tenant, max_new_tokens=max_new_tokens)
+
+    for _ in range(8):
+        add("a", 300)
+    for _ in range(290 + rest):
+        rig.turn()
+    assert rig.is_busy == (not rest)
+    for _ in range(200):
+        for tenant in "ba":
+            for _ in range(4 - sum(req.tenant == tenant for req in rig.scheduler.queues.waiting)):
+                add(tenant, 5)
+        rig.turn()
+    num_done = [sum(rig.heard[f"{one}{number}"].finish is not None for number in range(9, 900)) for one in "ab"]
+    assert min(num_done) > 0.4 * sum(num_done) > 20
+
+
+def test_a_tenant_that_joins_has_as_much_as_those_that_are_there() -> None:
+    policy = make(make_kv(1))
+    there, leaves, joins = of("a", 0, [1] * 4), of("b", 1, [1] * 4), of("c", 2, [1] * 4)
+    order(policy, [there, leaves])
+    for tenant, quanta in (("a", 50), ("b", 80)):
+        policy.shares.charge(tenant, quanta * QUANTUM_TOKENS)
+    policy.waiting.add(joins)
+    assert policy.shares.position("c") == policy.shares.position("a") == 50  # not 0, and not that of b
+    for req in (there, leaves, joins):
+        policy.waiting.remove(req)
+    policy.waiting.add(joins)
+    assert len({policy.shares.position(tenant) for tenant in "abc"}) == 1  # nobody had requests

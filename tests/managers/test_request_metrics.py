@@ -136,6 +136,17 @@ def test_an_answer_without_a_token_has_a_prompt() -> None:
     assert seen.generation.timings is not None and seen.generation.timings.decode_throughput is None
 
 
+def test_a_refused_request_has_no_latency() -> None:
+    """Otherwise the median of an overloaded server would be that of its refusals."""
+    seen = Observed()
+    counts = Counts(3, 0, 0, 0, None)
+    end = TokenOut(rid="0", token_ids=[], finish=AbortFinish.of(QueueFull("full")), counts=counts)
+    seen.clock.now += 0.001
+    seen.generation.push(TextOut(tokens=end, text=""))
+    assert (seen.metrics.num_requests, seen.metrics.num_aborted) == (1, 1)
+    assert sum(seen.metrics.e2e_request_latency.counts) == 0
+
+
 def test_a_closed_request_is_an_aborted_one() -> None:
     seen = Observed()
     seen.push(1.0, 1)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -11,10 +12,13 @@ from tercet.srt import log
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    logger = logging.getLogger("tercet")
+    logger, root = logging.getLogger("tercet"), logging.getLogger()
     before = (logger.handlers[:], logger.level, logger.propagate)
+    before_root = root.handlers[:]
     yield
     logger.handlers[:], logger.level, logger.propagate = before
+    root.handlers[:] = before_root
+    logging.captureWarnings(False)
 
 
 def test_json_has_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,3 +43,15 @@ def test_a_value_forges_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     log.event(logging.getLogger("tercet.x"), logging.INFO, "Access", {"path": "/a\n[00:00:00 http] INFO b", "n": 1})
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith('INFO Access path="/a\\n[00:00:00 http] INFO b" n=1')
+
+
+def test_lines_of_libraries_have_the_same_format(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as those of OpenTelemetry's exporter, whose collector is gone."""
+    for _ in range(2):
+        log.configure("http", "info", "json")
+    logging.getLogger("some.library").warning("no collector")
+    logging.getLogger("some.library").info("not shown")
+    warnings.warn("old", stacklevel=1)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["logger"] for line in lines] == ["some.library", "py.warnings"]
+    assert lines[0]["message"] == "no collector"

@@ -11,6 +11,9 @@ from recorded_schedules import Recorded, workload
 from tercet.benchmarks import bench_scheduler
 from tercet.benchmarks.simulator import arguments
 from tercet.benchmarks.simulator.cost import PROFILES, load_profile, save_profile
+from tercet.srt.io_struct import GenerateReq, pack_ids
+from tercet.srt.request_options import RequestOptions
+from tercet.srt.sampling_params import SamplingParams
 
 SMALL = ["--num-requests", "30", "--request-rate", "20", "--input-len", "8-40", "--output-len", "2-6"]
 
@@ -52,8 +55,26 @@ def test_a_profile_survives_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step_s": -1.0}, "step_s must be in"),
+        ({"host_s": -5.0}, "host_s must be in"),
+        ({"row_s": 1e308}, "row_s must be in"),
+    ],
+)
+def test_costs_that_no_machine_has_are_refused(change: dict[str, float], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(PROFILES["smollm2-135m-2-cores"], path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}), encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        load_profile(str(path))
+
+
+@pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--save-cost", "/no/such/folder/cost.json"], "--save-cost: there is no folder /no/such/folder"),
+        (["--plot", "/no/such/folder/plot.png"], "--plot: there is no folder /no/such/folder"),
         (["--traffic", "agents", "--tree-levels", "3"], "--tree-levels has no effect"),
         (["--traffic", "mooncake"], "has no effect with --traffic mooncake"),
         (["--policies", "lpm,none"], "'none' is none of"),
@@ -66,6 +87,9 @@ def test_a_profile_survives_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--enable-hierarchical-cache"], "--enable-hierarchical-cache has no effect"),
         (["--hicache-size", "1"], "--hicache-size has no effect"),
         (["--kv-events-config", '{"publisher": "zmq"}'], "--kv-events-config has no effect"),
+        (["--record-schedule", "file"], "--record-schedule has no effect"),
+        (["--explain-schedule", "1"], "--explain-schedule has no effect"),
+        (["--abort-after", "inf"], "must be above 0 and finite"),
     ],
 )
 def test_what_has_no_meaning_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,6 +106,19 @@ def test_a_file_of_settings_that_are_not_simulated_is_refused(
     with pytest.raises(SystemExit):
         bench_scheduler.main([*SMALL, "--config", str(path)])
     assert "--enable-hierarchical-cache has no effect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("mooncake", "\n"), ("burstgpt", "Timestamp,Request tokens,Response tokens\n")]
+)
+def test_a_trace_without_requests_is_refused(
+    kind: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit):
+        bench_scheduler.main(["--traffic", kind, "--trace-path", str(path)])
+    assert f"{path} has no request" in capsys.readouterr().err
 
 
 def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,3 +159,27 @@ def test_a_recording_with_tiers_is_simulated_without_them(tmp_path: Path, capsys
     Recorded(path, 1, host_blocks=8, **settings).run(workload(4), num_turns=50)
     assert bench_scheduler.main(["--replay", str(path)]) == 0
     assert "The simulation has none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("own", [[], ["--schedule-policy", "dlpm"]])
+def test_settings_of_one_policy_do_not_hinder_the_comparison_with_others(
+    own: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--policies", "dlpm,lpm", "--tenants", "2", "--tenant-weights", "0=2"]
+    evictions = ["--eviction-policies", "value,lru", "--max-retained-share", "0.3"]
+    assert list(run(capsys, *own, *argv, *evictions)["runs"]) == ["dlpm, value", "dlpm, lru", "lpm, value", "lpm, lru"]  # type: ignore[call-overload]
+
+
+def test_the_tenants_of_a_recording_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "record"
+    sampling = SamplingParams(max_new_tokens=3, sampling_seed=0, ignore_eos=True)
+    requests = [
+        GenerateReq(str(number), pack_ids([number + 1] * 9), RequestOptions(sampling=sampling, tenant=tenant))
+        for number, tenant in enumerate(["alice", "bob"] * 4)
+    ]
+    Recorded(path, 1).run(lambda turn: [] if turn else [*requests], num_turns=50)
+    assert bench_scheduler.main(["--replay", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "Hit rate of each tenant" in out and "alice" in out
+    (run,) = json.loads(out.splitlines()[-1])["runs"].values()
+    assert set(run["tenant_hit_rates"]) == {"alice", "bob"} and 0.5 < run["jain_fairness"] <= 1

@@ -50,7 +50,10 @@ def test_mooncake(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"timestamp": "1"}, "line 2: timestamp must be a number"),
-        ({"input_length": 0}, "line 2: input_length must be a number of at least 1"),
+        ({"timestamp": float("nan")}, "line 2: timestamp must be a number"),
+        ({"timestamp": 10**400}, "line 2: timestamp must be a number"),
+        ({"input_length": 0}, "line 2: input_length must be a number from 1"),
+        ({"input_length": 10**12}, "line 2: input_length must be a number from 1"),
         ({"hash_ids": ["a"]}, "line 2: hash_ids"),
     ],
 )
@@ -86,7 +89,15 @@ def test_burstgpt_with_sessions(tmp_path: Path) -> None:
     assert len(set(heads)) == 4, "only a session shares its tokens"
 
 
-@pytest.mark.parametrize(("text", "message"), [("a,b\n1,2\n", "no column"), (BURSTGPT_1 + "x,m,1,1,1,l\n", "line 6")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,2\n", "no column"),
+        (BURSTGPT_1 + "x,m,1,1,1,l\n", "line 6"),
+        (BURSTGPT_1 + "inf,m,1,1,1,l\n", "line 6: the time must be finite"),
+        (BURSTGPT_1 + f"200,m,{10**15},1,1,l\n", "line 6: .* the numbers at most"),
+    ],
+)
 def test_another_csv_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(text, encoding="utf-8")
@@ -100,3 +111,9 @@ def test_the_tokens_of_a_key_do_not_depend_on_their_number() -> None:
     assert (tokens_of(7, 64, 1000, seed=1) != tokens_of(7, 64, 1000, seed=2)).any()
     starts = {tokens_of(key, 8, 1000, seed=0).tobytes() for key in range(3000)}
     assert len(starts) == 3000
+
+
+def test_equal_blocks_beyond_the_prompt_take_no_memory(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace", [{**MOONCAKE[0], "input_length": 5, "hash_ids": [1] * 100_000}])
+    (found,) = mooncake(path, 32_000, seed=0)
+    assert found.prompt_ids.tolist() == tokens_of(1, 5, 32_000, seed=0).tolist()

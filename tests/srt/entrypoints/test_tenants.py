@@ -10,6 +10,7 @@ from fake_http import Site
 from prometheus_client.parser import text_string_to_metric_families
 
 from tercet.managers.request_metrics import MAX_TENANTS
+from tercet.srt.entrypoints.tenants import tenant_of
 from tercet.srt.errors import WaitingTimeout
 from tercet.srt.io_struct import AbortFinish
 from tercet.srt.tenant_names import MAX_NAME_CHARS, tenant_name
@@ -62,6 +63,11 @@ def test_each_prompt_of_a_list_may_have_a_tenant() -> None:
         assert site.post("/generate", body, headers=headers).status_code == 200
         assert [one.options.tenant for one in site.scheduler.received] == expected
     site.close()
+
+
+@pytest.mark.parametrize(("header", "name"), [("é".encode(), "é"), ("東京".encode(), "東京"), (b"caf\xe9", "café")])
+def test_a_name_is_the_same_in_the_header_and_in_a_body(header: bytes, name: str) -> None:
+    assert tenant_of({"type": "http", "headers": [(b"x-tenant", header)]}) == name
 
 
 @pytest.mark.parametrize("name", ["x" * (MAX_NAME_CHARS + 1), "a\nb", "\u2028"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from breakable_http import Connection
 from fake_http import Site
 
+from fakes import FakeClock
 from tercet.srt.entrypoints import server, tracing
 from tercet.srt.entrypoints.tracing import RequestTracer
 from tercet.srt.io_struct import AbortFinish
@@ -201,3 +203,20 @@ def test_without_the_package_the_server_says_what_to_install(
 def test_the_endpoint_is_a_url(endpoint: str) -> None:
     with pytest.raises(ValueError, match="--otlp-traces-endpoint"):
         ServerArgs(model_path="m", otlp_traces_endpoint=endpoint)
+
+
+@has_sdk
+def test_a_collector_that_is_gone_costs_a_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    args = ServerArgs(model_path="m", otlp_traces_endpoint="http://127.0.0.1:9/v1/traces")
+    tracer = RequestTracer.start(args, clock)
+    assert tracer is not None
+    exporter = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    lines = []
+    for later_s in (0.0, 0.1, 58.0, 2.0, 1.0, 90.0):
+        clock.now += later_s
+        caplog.clear()
+        exporter.warning("Failed to export")
+        lines.append(len(caplog.records))
+    tracer.close()
+    assert lines == [1, 0, 0, 1, 0, 1]
