@@ -31,14 +31,14 @@ import numpy.typing as npt
 from .block_keys import KEY_BYTES, BlockContent
 from .kv_folder import (
     BLOCK_STEP_NS,
-    PREFIX,
-    UNFINISHED,
     KVFile,
     Listing,
     file_mode,
     file_name,
     in_order_of_use,
     list_folder,
+    open_file,
+    open_unfinished,
     spare_bytes,
     use_time_ns,
 )
@@ -222,7 +222,7 @@ class KVFiles:
     def content(self, key: bytes) -> BlockContent | None:
         """What a file says about its key. Returns None if there is no file, or one that is damaged."""
         try:
-            with open(self._folder / file_name(key), "rb", buffering=0) as file:
+            with open_file(self._folder / file_name(key)) as file:
                 magic, version, *_, length = _unpack_header(file.read(_HEADER.size))
                 packed = file.read(length)
         except FileNotFoundError:
@@ -238,27 +238,25 @@ class KVFiles:
             self._changes.append((key, is_there))
 
     def _write(self, name: str, header: bytes, data: Bytes, used_ns: int) -> None:
-        descriptor, unfinished = tempfile.mkstemp(UNFINISHED, PREFIX, self._folder)
-        try:
-            with open(descriptor, "wb", buffering=0) as file:
-                os.fchmod(descriptor, self._mode)
+        file, unfinished = open_unfinished(self._folder)
+        with file:
+            try:
+                os.fchmod(file.fileno(), self._mode)
                 for part in (memoryview(header), data.data):
                     while part:
                         part = part[file.write(part) :]
-                os.utime(descriptor, ns=(used_ns, used_ns))
-            os.replace(unfinished, self._folder / name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
-            raise
+                os.utime(file.fileno(), ns=(used_ns, used_ns))
+                os.close(os.dup(file.fileno()))  # only a close tells all errors of a network file system
+                os.replace(unfinished, self._folder / name)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(unfinished)
+                raise
 
     def _scan(self) -> Listing:
-        """Look at all files, and remove unfinished ones that are abandoned. Raises OSError."""
+        """Look at all files. Raises OSError."""
         scanned = os.stat(self._folder).st_mtime_ns
         listing = list_folder(self._folder)
-        for name in listing.abandoned:
-            with contextlib.suppress(OSError):
-                (self._folder / name).unlink()
         before, self._known = self._known, {file.key: file.used_ns for file in listing.files}
         # No operation on whole sets, because other threads could not run meanwhile.
         gone = [key for key in before if key not in self._known]
@@ -342,7 +340,7 @@ def _unpack(packed: bytes) -> BlockContent | None:
 
 def _read(path: Path, key: bytes, target: Bytes) -> str | None:
     """Fill `target` from a file. Returns what is wrong with the file, if anything. Raises OSError."""
-    with open(path, "rb", buffering=0) as file:
+    with open_file(path) as file:
         header = file.read(_HEADER.size)
         try:
             packed = file.read(_unpack_header(header)[-1])
