@@ -40,6 +40,7 @@ RARE = (
     "damaged files",
     "full disks",
     "log probabilities beside reused KV",
+    "log probabilities under a grammar",
     "hidden states",
 )
 """What 30,000 steps must have seen."""
