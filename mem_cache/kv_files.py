@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .block_keys import KEY_BYTES, BlockContent
+from .forgotten_keys import ForgottenKeys
 from .kv_folder import (
     BLOCK_STEP_NS,
     KVFile,
@@ -72,8 +73,8 @@ class KVFiles:
         """How many files this server has removed because they were damaged, and how many to make room."""
         self.used_bytes = 0
         """Of all files, as of the last scan, and of what was written since."""
-        self.num_forgotten = 0
-        """It has grown whenever `has` returns False for a key for which it returned True before."""
+        self.forgotten = ForgottenKeys()
+        """It has each key for which `has` returned True before and now returns False."""
         self._folder = folder
         self._known: dict[bytes, int] = {}
         """The time of the last use of each file (kv_folder), in ns."""
@@ -260,8 +261,8 @@ class KVFiles:
         before, self._known = self._known, {file.key: file.used_ns for file in listing.files}
         # No operation on whole sets, because other threads could not run meanwhile.
         gone = [key for key in before if key not in self._known]
-        if gone:
-            self.num_forgotten += 1
+        for key in gone:
+            self.forgotten.add(key)
         if self._changes is not None:
             for key in gone:
                 self._note(key, is_there=False)
@@ -298,10 +299,10 @@ class KVFiles:
                 self.num_removed += 1
 
     def _forget(self, key: bytes) -> None:
-        """`num_forgotten` grows last, because the scheduler's thread reads it first."""
+        """`forgotten` gets the key last, because the scheduler's thread reads it first."""
         self._known.pop(key, None)
         self._note(key, is_there=False)
-        self.num_forgotten += 1
+        self.forgotten.add(key)
 
 
 def _header(key: bytes, packed: bytes, data: Bytes) -> bytes:

@@ -255,22 +255,20 @@ def test_a_folder_that_cannot_be_listed_is_an_error_at_the_start(
         KVFiles(tmp_path, 1 << 20)
 
 
-def test_it_counts_what_is_forgotten(tmp_path: Path) -> None:
+def test_it_tells_what_is_forgotten(tmp_path: Path) -> None:
     files, other = KVFiles(tmp_path, 1 << 20), KVFiles(tmp_path, 1 << 20)
     for number in (1, 2, 3):
         files.write(key(number), CONTENT, block(number))
     other.look()
-    counts = [other.num_forgotten]
     next(tmp_path.glob(f"*{key(1).hex()}*")).unlink()
     assert not read(other, 1)
-    counts.append(other.num_forgotten)
+    assert other.forgotten.after(0) == [key(1)]
     next(tmp_path.glob(f"*{key(2).hex()}*")).unlink()
     other.look()
-    counts.append(other.num_forgotten)
+    assert other.forgotten.after(1) == [key(2)]
     next(tmp_path.glob(f"*{key(3).hex()}*")).write_bytes(b"damaged")
     assert not read(other, 3)
-    counts.append(other.num_forgotten)
-    assert counts == sorted(set(counts))
+    assert other.forgotten.after(2) == [key(3)] and other.forgotten.count == 3
 
 
 def content(number: int, namespace: str = "") -> BlockContent:
