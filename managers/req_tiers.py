@@ -57,7 +57,7 @@ class ReqTiers:
 
     def restart(self) -> None:
         """It waits again, after a retraction."""
-        self.job = self.give_up_s = None
+        self.job = self.give_up_s = self.expected = None
         self.is_settled = False
 
     def find_end(self, tokens: Int32Array, first: int, places: Sequence[Container[bytes]]) -> int:
