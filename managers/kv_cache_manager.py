@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..mem_cache.allocator import BaseAllocator
-from ..mem_cache.base_prefix_cache import BasePrefixCache, CacheNode, MatchResult, RetentionOwner
+from ..mem_cache.base_prefix_cache import BasePrefixCache, CacheNode, InsertResult, MatchResult, RetentionOwner
 from ..mem_cache.block_events import BlockEvents
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
@@ -169,6 +169,8 @@ class KVCacheManager:
 
         `num_new`: new tokens of each request, one number for all or int32 [len(reqs)]. More than 1 includes drafts.
         """
+        if self.page_size == 1:  # then the lengths do not matter
+            return len(reqs) * num_new if isinstance(num_new, int) else int(num_new.sum())
         starts = np.fromiter((req.kv_len for req in reqs), np.int32, len(reqs))
         return self.allocator.tokens_needed(starts, starts + num_new)
 
@@ -221,25 +223,25 @@ class KVCacheManager:
     def share(self, req: Req) -> None:
         """Inserts the KV of a running request into the cache, and locks it there. A step may still be computing it."""
         assert req.node is not None
-        num_tokens = min(req.kv_len, req.num_tokens)
-        num_taken = self._insert(req, num_tokens)
-        if num_taken <= req.locked_len:
+        tokens = req.token_ids()[: req.kv_len]
+        result = self._insert(req, tokens)
+        if result is None or result.taken_len <= req.locked_len:
             return
-        match = self.cache.match(req.token_ids()[:num_taken], req.namespace)
-        assert len(match.slots) == num_taken
-        held = self._table[req.row, req.locked_len : num_taken]
-        if not np.array_equal(held, match.slots[req.locked_len :]):  # the cache has duplicates in other slots
-            self.req_to_token_pool.write(req.row, req.locked_len, match.slots[req.locked_len :])
-        self.cache.move_lock(req.node, match.node)
-        req.node = match.node
-        req.locked_len = num_taken
+        if result.duplicate_len > req.locked_len:
+            known = self.cache.match(tokens[: result.duplicate_len], req.namespace).slots
+            self.req_to_token_pool.write(req.row, req.locked_len, known[req.locked_len :])
+        self.cache.move_lock(req.node, result.node)
+        req.node = result.node
+        req.locked_len = result.taken_len
 
     def release(self, req: Req) -> None:
         """Takes the row and all slots from the request. The cache keeps the whole pages of its KV."""
         assert req.node is not None
-        num_taken = max(req.locked_len, self._insert(req, min(req.kv_len, req.num_tokens)))
+        tokens = req.token_ids()
+        result = self._insert(req, tokens[: req.kv_len])
         if self.tiers is not None:  # now, so that readers of KV events know each block before those that follow it
-            self.tiers.save(req, self._table[req.row])
+            self.tiers.save(req, tokens, self._table[req.row])
+        num_taken = req.locked_len if result is None else max(result.taken_len, req.locked_len)
         self.allocator.free(self._table[req.row, num_taken : req.kv_len])
         self.cache.unlock(req.node)
         self.req_to_token_pool.free(req.row)
@@ -265,21 +267,21 @@ class KVCacheManager:
         assert not req.row
         self.cache.discard(req.token_ids(), req.reused_len, req.namespace)
 
-    def _insert(self, req: Req, num_tokens: int) -> int:
-        """Offers the KV of the first `num_tokens` tokens to the cache, and frees the request's duplicates.
+    def _insert(self, req: Req, tokens: Int32Array) -> InsertResult | None:
+        """Offers the KV of a request's first tokens to the cache, and frees the request's duplicates.
 
-        Returns the number of these tokens that the cache has now: 0 after a discarded prefix, which nothing continues.
+        Returns None after a discarded prefix, which nothing continues.
         """
         assert req.node is not None
         if self.cache.is_discarded(req.node):
-            return 0
+            return None
         if self._events is not None:
             self._events.session_id = req.options.session_id
-        slots = self._table[req.row, :num_tokens]
-        result = self.cache.insert(req.token_ids()[:num_tokens], slots, req.namespace)
+        slots = self._table[req.row, : len(tokens)]
+        result = self.cache.insert(tokens, slots, req.namespace)
         if result.duplicate_len > req.locked_len:
             self.allocator.free(slots[req.locked_len : result.duplicate_len])
-        return result.taken_len
+        return result
 
     # Lower tiers
 

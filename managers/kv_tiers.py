@@ -25,7 +25,7 @@ from ..srt.io_struct import AbortFinish
 from ..srt.kv_events import KVEvent
 from ..srt.tier_state import TierState
 from .req import Req
-from .req_tiers import ReqTiers
+from .req_tiers import ExpectedEnd, ReqTiers
 from .tier_copies import TierCopies
 from .tier_counts import TierCounts
 
@@ -123,7 +123,12 @@ class KVTiers:
         """
         state = self._state(req)
         files = None if state.is_settled else self._storage
-        return self._end(req, start, state.expect_end(*self._from(req, start), self.blocks, files))
+        known = state.expected
+        is_same = known is not None and known.start == start and known.num_output == len(req.output_ids)
+        if known is None or not is_same or not state.is_current(self.blocks, files):
+            end = self._end(req, start, state.expect_end(*self._from(req, start), self.blocks, files))
+            state.expected = known = ExpectedEnd(start, len(req.output_ids), end)
+        return known.end
 
     def _from(self, req: Req, start: int) -> tuple[Int32Array, int]:
         return req.token_ids(), start // self._block_len
@@ -195,7 +200,7 @@ class KVTiers:
         job = ReadJob(taken, state.give_up_s)
         self._reading.update((key, job) for key, _ in taken)
         if self._events is not None:
-            first = state.keys.keys.index(taken[0][0])
+            first = state.keys.places[taken[0][0]]
             for index in range(first, first + len(taken)):
                 self._events.on_read_begins(state.keys.keys, index, req.token_ids(), req.namespace)
         self._storage.read(job)
@@ -209,56 +214,55 @@ class KVTiers:
 
     # Saving
 
-    def save(self, req: Req, slots: Int32Array) -> None:
+    def save(self, req: Req, tokens: Int32Array, slots: Int32Array) -> None:
         """Plan the copies of a request's blocks that no tier has, before another step may write to its slots.
 
-        `slots`: int32 [>= kv_len], of its positions. Only KV that is known to give finite logits is saved.
+        `tokens`: those of the request. `slots`: int32 [>= kv_len], of its positions. Only KV that is known to give
+        finite logits is saved.
         """
         state = self._state(req)
         state.restart()
-        keys = state.keys.cover(req.token_ids()[: self._num_checked(req, state)])
+        keys = state.keys.cover(tokens[: self._num_checked(req, state)])
         if self._storage is not None:
             self._storage.use(keys)
-        per_block = self._pages_per_block
         found: list[int] = []
+        filled: dict[int, int] = {}
         job: WriteJob | None = None
         for index, key in enumerate(keys):
             block = self.blocks.find(key)
             if block is not None:
-                self._write_again(req, key, block, index)
+                self._write_again(state.keys, tokens, block, index)
                 self.blocks.pin(block)  # or a later block of this prefix could take it
                 found.append(block)
                 continue
             if self._storage is not None and self._storage.has(key):
                 if self._events is not None:
-                    self._events.on_used_file(state.keys.keys, index, req.token_ids(), req.namespace)
+                    self._events.on_used_file(keys, index, tokens, req.namespace)
                 continue
             block = self._take()
             if block is None:
                 break
             self.blocks.name(block, key)
-            starts = slots[index * self._block_len : (index + 1) * self._block_len : self._page_size]
-            self._next.out_pages.append(starts // self._page_size)
-            self._next.out_host.append(np.arange(block * per_block, (block + 1) * per_block, dtype=np.int32))
-            job = WriteJob(key, block, state.keys.content(req.token_ids(), index), use_time_ns(index))
+            filled[index] = block
+            job = WriteJob(key, block, state.keys.content(tokens, index), use_time_ns(index))
             self._next.filled.append(job)
-            self.counts.num_saved += 1
             if self._events is not None:
-                self._events.on_saved(state.keys.keys, index, req.token_ids(), req.namespace)
+                self._events.on_saved(keys, index, tokens, req.namespace)
         for block in reversed(found):
             self.blocks.unpin(block)
         if job is not None:
             job.prefix = keys
+            self._next.copy_out(slots, filled, self._page_size, self._pages_per_block)
+            self.counts.num_saved += len(filled)
 
-    def _write_again(self, req: Req, key: bytes, block: int, index: int) -> None:
+    def _write_again(self, keys: BlockKeys, tokens: Int32Array, block: int, index: int) -> None:
         """Write a block of host memory whose file is missing, unless something is being done with the block."""
-        storage = self._storage
+        storage, key = self._storage, keys.keys[index]
         if storage is None or storage.has(key) or self.blocks.is_pinned(block) or not storage.is_writing:
             return
         self.blocks.pin(block)
         self._num_writing += 1
-        content = self._state(req).keys.content(req.token_ids(), index)
-        storage.write(WriteJob(key, block, content, use_time_ns(index)))
+        storage.write(WriteJob(key, block, keys.content(tokens, index), use_time_ns(index)))
 
     def _take(self) -> int | None:
         if self._num_writing and self._storage is not None:

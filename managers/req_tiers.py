@@ -6,11 +6,22 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from typing import NamedTuple
 
 from ..mem_cache.block_keys import BlockKeys
 from ..mem_cache.host_blocks import HostBlocks
 from ..mem_cache.kv_storage import KVStorage, ReadJob
 from ..model_executor.step import Int32Array
+
+
+class ExpectedEnd(NamedTuple):
+    """The end of the KV that is found for a request, in tokens."""
+
+    start: int
+    """Tokens that the prefix cache has."""
+    num_output: int
+    """Output tokens of the request."""
+    end: int
 
 
 @dataclass(eq=False, slots=True)
@@ -28,12 +39,16 @@ class ReqTiers:
     is_settled: bool = False
     """Whether it waits for no read, because there is nothing to read or because it has waited long enough."""
 
+    expected: ExpectedEnd | None = None
+    """What KVTiers has last told a policy."""
     _found: range = range(0)
     """Blocks that `expect_end` has found."""
+    _next_key: bytes | None = None
+    """Of the block after them, which no place had; None: the tokens do not fill it."""
     _oldest_use: float = 0
     """Of those of them that host memory has."""
     _num_forgotten: int | None = None
-    """Files that were forgotten when it found them; None: it did not look at files."""
+    """Keys of files that were forgotten before it found them; None: it did not look at files."""
 
     @property
     def awaits_files(self) -> bool:
@@ -42,7 +57,7 @@ class ReqTiers:
 
     def restart(self) -> None:
         """It waits again, after a retraction."""
-        self.job = self.give_up_s = None
+        self.job = self.give_up_s = self.expected = None
         self.is_settled = False
 
     def find_end(self, tokens: Int32Array, first: int, places: Sequence[Container[bytes]]) -> int:
@@ -58,16 +73,35 @@ class ReqTiers:
     def expect_end(self, tokens: Int32Array, first: int, blocks: HostBlocks, files: KVStorage | None) -> int:
         """As `find_end`, in host memory and, unless None, in files. What it has found is looked up again only if it may
         have gone: a policy calls this often for each waiting request."""
-        num_forgotten = None if files is None else files.num_forgotten
-        found, oldest_use = self._found, self._oldest_use
-        is_known = oldest_use > blocks.forgotten_until and num_forgotten == self._num_forgotten
-        if not (is_known and found.start <= first <= found.stop):
+        num_forgotten = None if files is None else files.forgotten.count
+        oldest_use = self._oldest_use
+        found = self._still_found(files) if oldest_use > blocks.forgotten_until else None
+        if found is None or not found.start <= first <= found.stop:
             found, oldest_use = range(first, first), math.inf
         end = self.find_end(tokens, found.stop, [blocks.index] if files is None else [blocks.index, files.index])
         if end > found.stop:
             oldest_use = min(oldest_use, blocks.oldest_use(self.keys.keys[found.stop : end]))
         self._found, self._oldest_use, self._num_forgotten = range(found.start, end), oldest_use, num_forgotten
+        self._next_key = self.keys.key(tokens, end)
         return end
+
+    def is_current(self, blocks: HostBlocks, files: KVStorage | None) -> bool:
+        """Whether `expect_end` would certainly find the same again. It takes far less time."""
+        if self._oldest_use <= blocks.forgotten_until or self._next_key in blocks.index:
+            return False
+        if files is None:
+            return self._num_forgotten is None
+        return self._num_forgotten == files.forgotten.count and self._next_key not in files.index
+
+    def _still_found(self, files: KVStorage | None) -> range | None:
+        """Those blocks of `_found` before the first one whose file has gone. None: it is not known which."""
+        if files is None:
+            return self._found if self._num_forgotten is None else None
+        gone = None if self._num_forgotten is None else files.forgotten.after(self._num_forgotten)
+        if gone is None:
+            return None
+        places = [self.keys.places[key] for key in gone if key in self.keys.places]
+        return range(self._found.start, min((one for one in places if one in self._found), default=self._found.stop))
 
 
 def _end_of_known(keys: Sequence[bytes], index: int, places: Sequence[Container[bytes]]) -> int:

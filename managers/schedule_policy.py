@@ -176,7 +176,7 @@ class NewTokenRatio:
 
     def reserved_by(self, running: Collection[Req]) -> float:
         """The number of tokens that running requests are expected to need in addition to those that they hold."""
-        likely = sum(map(expected_growth, running))
+        likely = sum([expected_growth(req) for req in running])
         sure = sum([expected_growth(req) for req in running if req.options.sampling.ignore_eos])
         return likely * self.value + sure * (1 - self.value)
 

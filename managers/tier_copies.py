@@ -28,6 +28,14 @@ class TierCopies:
         """A block for each pin."""
         return [*self.loaded, *(job.block for job in self.filled)]
 
+    def copy_out(self, slots: Int32Array, filled: dict[int, int], page_size: int, pages_per_block: int) -> None:
+        """Adds copies of a request's KV into host memory. `slots`: of its positions. `filled`: the block of host memory
+        for each block of the prefix."""
+        blocks = np.array([*filled.items()], np.int32)
+        pages = np.add.outer(blocks.T * pages_per_block, np.arange(pages_per_block, dtype=np.int32)).reshape(2, -1)
+        self.out_pages.append(slots[pages[0] * page_size] // page_size)
+        self.out_host.append(pages[1])
+
     def arrays(self) -> KVCopies:
         return KVCopies(*map(_concatenated, (self.out_pages, self.out_host, self.in_host, self.in_pages)))
 

@@ -69,7 +69,7 @@ class TokenGapBound:
     def budget(self, decodes: Sequence[Req], *, always_join: bool) -> TimeBudget:
         """For an extend step that these requests wait for. `always_join`: they join it, even if it is slower."""
         cost = self.model.cost
-        alone = StepShape(False, len(decodes), 0, 0, sum(req.kv_len for req in decodes) + len(decodes))
+        alone = StepShape(False, len(decodes), 0, 0, sum([req.kv_len for req in decodes]) + len(decodes))
         decode_s = cost.seconds(alone)
         gap_s = self._planned_gap_s(decode_s)
         before_s = gap_s - decode_s

@@ -52,6 +52,8 @@ class InsertResult(NamedTuple):
 
     duplicate_len: int
     taken_len: int
+    node: CacheNode
+    """The end of the first `taken_len` tokens, as `match` would return it."""
 
 
 class RetentionOwner(NamedTuple):

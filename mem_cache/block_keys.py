@@ -45,6 +45,8 @@ class BlockKeys:
 
     def __init__(self, identity: bytes, namespace: str, block_len: int) -> None:
         self.keys: list[bytes] = []
+        self.places: dict[bytes, int] = {}
+        """The index of each key."""
         self._namespace = namespace
         self._first = self._before = first_key(identity, namespace)
         self._block_len = block_len
@@ -64,6 +66,7 @@ class BlockKeys:
         for index in range(len(self.keys), num_blocks):
             block = tokens[index * self._block_len : (index + 1) * self._block_len]
             self._before = _hash(self._before + block.tobytes())
+            self.places[self._before] = index
             self.keys.append(self._before)
         return self.keys[:num_blocks]
 

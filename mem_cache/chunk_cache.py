@@ -46,7 +46,7 @@ class ChunkCache(BasePrefixCache):
         slots: npt.NDArray[np.int32],
         namespace: str = "",
     ) -> InsertResult:
-        return InsertResult(duplicate_len=0, taken_len=0)
+        return InsertResult(duplicate_len=0, taken_len=0, node=self._no_match.node)
 
     def lock(self, node: CacheNode, *, is_use: bool = True) -> None:
         """Does nothing: there is no KV to protect."""

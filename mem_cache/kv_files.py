@@ -29,16 +29,17 @@ import numpy as np
 import numpy.typing as npt
 
 from .block_keys import KEY_BYTES, BlockContent
+from .forgotten_keys import ForgottenKeys
 from .kv_folder import (
     BLOCK_STEP_NS,
-    PREFIX,
-    UNFINISHED,
     KVFile,
     Listing,
     file_mode,
     file_name,
     in_order_of_use,
     list_folder,
+    open_file,
+    open_unfinished,
     spare_bytes,
     use_time_ns,
 )
@@ -74,8 +75,8 @@ class KVFiles:
         """How many files this server has removed because they were damaged, and how many to make room."""
         self.used_bytes = 0
         """Of all files, as of the last scan, and of what was written since."""
-        self.num_forgotten = 0
-        """It has grown whenever `has` returns False for a key for which it returned True before."""
+        self.forgotten = ForgottenKeys()
+        """It has each key for which `has` returned True before and now returns False."""
         self._folder = folder
         self._known: dict[bytes, int] = {}
         """The time of the last use of each file (kv_folder), in ns."""
@@ -224,7 +225,7 @@ class KVFiles:
     def content(self, key: bytes) -> BlockContent | None:
         """What a file says about its key. Returns None if there is no file, or one that is damaged."""
         try:
-            with open(self._folder / file_name(key), "rb", buffering=0) as file:
+            with open_file(self._folder / file_name(key)) as file:
                 magic, version, *_, length = _unpack_header(file.read(_HEADER.size))
                 packed = file.read(length)
         except FileNotFoundError:
@@ -240,32 +241,30 @@ class KVFiles:
             self._changes.append((key, is_there))
 
     def _write(self, name: str, header: bytes, data: Bytes, used_ns: int) -> None:
-        descriptor, unfinished = tempfile.mkstemp(UNFINISHED, PREFIX, self._folder)
-        try:
-            with open(descriptor, "wb", buffering=0) as file:
-                os.fchmod(descriptor, self._mode)
+        file, unfinished = open_unfinished(self._folder)
+        with file:
+            try:
+                os.fchmod(file.fileno(), self._mode)
                 for part in (memoryview(header), data.data):
                     while part:
                         part = part[file.write(part) :]
-                os.utime(descriptor, ns=(used_ns, used_ns))
-            os.replace(unfinished, self._folder / name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
-            raise
+                os.utime(file.fileno(), ns=(used_ns, used_ns))
+                os.close(os.dup(file.fileno()))  # only a close tells all errors of a network file system
+                os.replace(unfinished, self._folder / name)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(unfinished)
+                raise
 
     def _scan(self) -> Listing:
-        """Look at all files, and remove unfinished ones that are abandoned. Raises OSError."""
+        """Look at all files. Raises OSError."""
         scanned = os.stat(self._folder).st_mtime_ns
         listing = list_folder(self._folder)
-        for name in listing.abandoned:
-            with contextlib.suppress(OSError):
-                (self._folder / name).unlink()
         before, self._known = self._known, {file.key: file.used_ns for file in listing.files}
         # No operation on whole sets, because other threads could not run meanwhile.
         gone = [key for key in before if key not in self._known]
-        if gone:
-            self.num_forgotten += 1
+        for key in gone:
+            self.forgotten.add(key)
         if self._changes is not None:
             for key in gone:
                 self._note(key, is_there=False)
@@ -302,10 +301,10 @@ class KVFiles:
                 self.num_removed += 1
 
     def _forget(self, key: bytes) -> None:
-        """`num_forgotten` grows last, because the scheduler's thread reads it first."""
+        """`forgotten` gets the key last, because the scheduler's thread reads it first."""
         self._known.pop(key, None)
         self._note(key, is_there=False)
-        self.num_forgotten += 1
+        self.forgotten.add(key)
 
 
 def _header(key: bytes, packed: bytes, data: Bytes) -> bytes:
@@ -344,7 +343,7 @@ def _unpack(packed: bytes) -> BlockContent | None:
 
 def _read(path: Path, key: bytes, target: Bytes) -> str | None:
     """Fill `target` from a file. Returns what is wrong with the file, if anything. Raises OSError."""
-    with open(path, "rb", buffering=0) as file:
+    with open_file(path) as file:
         header = file.read(_HEADER.size)
         try:
             packed = file.read(_unpack_header(header)[-1])

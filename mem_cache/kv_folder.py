@@ -3,30 +3,37 @@
 The modification time of a file is the time of its last use, rounded down to a whole minute, and 1 ms earlier for each
 block that precedes it in its prefix. A use of a block counts as a use of the blocks before it. So if files are removed
 in the order of these times, oldest first, a block is removed before those that it continues.
+
+A file is written under another name, and renamed when it is complete. Its writer holds a lock on it, which the system
+ends with the process. So an unfinished file without a lock is abandoned.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import heapq
 import os
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
 from .block_keys import KEY_BYTES
 
-PREFIX = "tercet-kv-"
-UNFINISHED = ".tmp"
+_PREFIX = "tercet-kv-"
+_UNFINISHED = ".tmp"
 MIN_FREE_BYTES = 1 << 30
 MIN_FREE_SHARE = 0.05
 """The files leave this share of the disk free, or MIN_FREE_BYTES if that is less."""
 _SUFFIX = ".kv"
 _ABANDONED_NS = 3600 * 10**9
-"""An unfinished file of this age is abandoned: its writer has died."""
+"""An unfinished file of this age is abandoned, if nobody can ask for its lock."""
 _SORTED_AT_ONCE = 4096
 """To sort so many files takes less than 5 ms. No other thread runs meanwhile."""
 _USE_GRAIN_NS = 60 * 10**9
@@ -41,13 +48,11 @@ class KVFile(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """The contents of a folder. Other files are ignored."""
+    """The contents of a folder. Other files are ignored, and so is everything that is no regular file."""
 
     files: list[KVFile]
     unfinished_bytes: int
-    """Of the unfinished files, except for `abandoned`."""
-    abandoned: list[str]
-    """Names of unfinished files whose writers have died."""
+    """Of the files that are being written."""
 
     @property
     def num_bytes(self) -> int:
@@ -55,27 +60,76 @@ class Listing(NamedTuple):
 
 
 def file_name(key: bytes) -> str:
-    return f"{PREFIX}{key.hex()}{_SUFFIX}"
+    return f"{_PREFIX}{key.hex()}{_SUFFIX}"
 
 
 def list_folder(folder: Path) -> Listing:
-    """Raises OSError."""
-    files, abandoned, unfinished_bytes = [], [], 0
-    now_ns = time.time_ns()
+    """Also removes the unfinished files of writers that have died. Raises OSError."""
+    files, unfinished_bytes = [], 0
     with os.scandir(folder) as entries:
         for entry in entries:
             key = _key(entry.name)
-            if key is None and not (entry.name.startswith(PREFIX) and entry.name.endswith(UNFINISHED)):
+            if key is None and not (entry.name.startswith(_PREFIX) and entry.name.endswith(_UNFINISHED)):
                 continue
             with contextlib.suppress(OSError):  # another server has removed it
                 found = entry.stat(follow_symlinks=False)
+                if not stat.S_ISREG(found.st_mode):
+                    continue
                 if key is not None:
                     files.append(KVFile(found.st_mtime_ns, found.st_size, key))
-                elif now_ns - found.st_mtime_ns > _ABANDONED_NS:
-                    abandoned.append(entry.name)
-                else:
+                elif not _remove_abandoned(entry.path, found.st_mtime_ns):
                     unfinished_bytes += found.st_size
-    return Listing(files, unfinished_bytes, abandoned)
+    return Listing(files, unfinished_bytes)
+
+
+def open_file(path: Path) -> FileIO:
+    """Open a regular file for reading. Raises OSError, also for anything else: to open a named pipe could take for
+    ever."""
+    return open(_open_regular(path, os.O_RDONLY), "rb", buffering=0)
+
+
+def open_unfinished(folder: Path) -> tuple[FileIO, str]:
+    """Make a file for writing, locked until it is closed. Returns it and its path. Raises OSError."""
+    while True:
+        descriptor, path = tempfile.mkstemp(_UNFINISHED, _PREFIX, folder)
+        try:
+            is_locked = _lock(descriptor, path)
+        except OSError:  # the file system has no locks, so no other server asks for this one
+            is_locked = True
+        if is_locked:
+            return open(descriptor, "wb", buffering=0), path
+        os.close(descriptor)  # another server has removed it before it was locked
+
+
+def _remove_abandoned(path: str, modified_ns: int) -> bool:
+    """Remove an unfinished file if its writer has died. Returns whether it has. Raises OSError."""
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = _open_regular(path, os.O_RDWR)
+            stack.callback(os.close, descriptor)
+            is_abandoned = _lock(descriptor, path)
+        except OSError:  # a file of another user, or a file system without locks
+            is_abandoned = time.time_ns() - modified_ns > _ABANDONED_NS
+        if is_abandoned:
+            os.unlink(path)
+        return is_abandoned
+
+
+def _open_regular(path: str | Path, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "Not a regular file")
+
+
+def _lock(descriptor: int, path: str) -> bool:
+    """Lock a file until it is closed. Returns False if it is locked, or no longer there. Raises OSError."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except (BlockingIOError, FileNotFoundError):
+        return False
 
 
 def in_order_of_use(files: Sequence[KVFile], *, latest_first: bool = False) -> Iterator[KVFile]:
@@ -113,9 +167,9 @@ def file_mode(folder: Path) -> int:
 
 def _key(name: str) -> bytes | None:
     """The key of a file, or None if the name is no name of `file_name`."""
-    if not (name.startswith(PREFIX) and name.endswith(_SUFFIX)):
+    if not (name.startswith(_PREFIX) and name.endswith(_SUFFIX)):
         return None
     with contextlib.suppress(ValueError):
-        key = bytes.fromhex(name[len(PREFIX) : -len(_SUFFIX)])
+        key = bytes.fromhex(name[len(_PREFIX) : -len(_SUFFIX)])
         return key if len(key) == KEY_BYTES else None
     return None

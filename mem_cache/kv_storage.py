@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .block_keys import BlockContent
+from .forgotten_keys import ForgottenKeys
 from .kv_files import KVFiles
 
 _LOOK_INTERVAL_S = 5.0
@@ -115,9 +116,9 @@ class KVStorage:
         return self.files.has(key)
 
     @property
-    def num_forgotten(self) -> int:
-        """It has grown whenever `has` returns False for a key for which it returned True before."""
-        return self.files.num_forgotten
+    def forgotten(self) -> ForgottenKeys:
+        """It has each key for which `has` returned True before and now returns False."""
+        return self.files.forgotten
 
     @property
     def index(self) -> Container[bytes]:

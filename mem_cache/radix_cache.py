@@ -120,10 +120,11 @@ class RadixCache(BasePrefixCache):
         taken_len = len(tokens) // self.page_size * self.page_size
         path, duplicate_len = self._descend(tokens, namespace)
         self._touch(path)
+        end = path[-1] if path else self._root
         if duplicate_len < taken_len:
             parent = path[-1] if path else self._namespace_node(namespace)
-            self._add_leaf(parent, tokens[duplicate_len:taken_len], slots[duplicate_len:taken_len])
-        return InsertResult(duplicate_len, taken_len)
+            end = self._add_leaf(parent, tokens[duplicate_len:taken_len], slots[duplicate_len:taken_len])
+        return InsertResult(duplicate_len, taken_len, end)
 
     def retain(self, tokens: npt.NDArray[np.int32], seconds: float, owner: RetentionOwner, namespace: str = "") -> None:
         assert self.retentions is not None, "the eviction policy honours no retention"
@@ -187,7 +188,7 @@ class RadixCache(BasePrefixCache):
             self._root.children[key] = node
         return node
 
-    def _add_leaf(self, parent: RadixNode, tokens: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> None:
+    def _add_leaf(self, parent: RadixNode, tokens: npt.NDArray[np.int32], slots: npt.NDArray[np.int32]) -> RadixNode:
         key = tokens[: self.page_size].tobytes()
         leaf = RadixNode(parent, key, tokens.copy(), slots.copy(), self._tick)
         parent.children[key] = leaf
@@ -199,6 +200,7 @@ class RadixCache(BasePrefixCache):
         self._push(leaf)
         if self.listener is not None:
             self.listener.stored(leaf)
+        return leaf
 
     # Locks
 

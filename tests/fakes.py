@@ -112,17 +112,17 @@ class FakeStep:
     def __init__(
         self,
         rows: list[list[int]],
-        owners: list[int],
+        places: list[tuple[int, int]],
         runner: FakeRunner,
         logprobs: dict[int, Logprobs],
         prompt_logprobs: list[Logprobs],
         hidden_sums: list[np.ndarray],
         hidden_states: list[np.ndarray],
     ) -> None:
-        """`rows`: the new tokens of each sampled row. `owners`: their rows of the table."""
+        """`rows`: the new tokens of each sampled row. `places`: their rows of the table, and their lengths."""
         self._hidden = hidden_sums, hidden_states
         self._rows = rows
-        self._owners = owners
+        self._places = places
         self._runner = runner
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
@@ -139,8 +139,12 @@ class FakeStep:
             allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._runner.vocab_size]
             (token,) = self._rows[line]  # a masked row brings no drafts
             if token >= 0:
+                row, seq_len = self._places[line]
                 self._rows[line] = [choose(token, allowed)]
-                self._runner._future[self._owners[line]] = self._rows[line][0]
+                self._runner._future[row] = self._rows[line][0]
+                if line in self._logprobs:  # of the chosen token, before the mask
+                    slots = self._runner._table[row, :seq_len]
+                    self._logprobs[line] = self._runner._score_output(row, slots, 0, self._rows[line])
 
     def wait(self) -> StepOutput:
         assert self.is_sampled
@@ -221,20 +225,20 @@ class FakeRunner:
             self.is_nan[slots] = before | np.logical_or.accumulate(ids == self.poison)
             offset += length
             work.append((row, seq_len, length - 1 if is_decode else 0))
-        rows, owners = [], []
+        rows, places = [], []
         logprobs = {}
         for (row, seq_len, num_drafts), is_wanted in zip(work, wanted.tolist(), strict=True):
             slots = self._table[row, :seq_len]
             assert (self._kv_position[slots] == np.arange(seq_len)).all(), f"row {row} reads KV of other positions"
             if is_wanted:
                 rows.append(self._verify(row, slots, num_drafts))
-                owners.append(row)
+                places.append((row, seq_len))
                 if self._wishes.get(row) is not None:
                     logprobs[len(rows) - 1] = self._score_output(row, slots, num_drafts, rows[-1])
         scores = [self._score_prompt(step, one) for one in step.prompt_scores]
         hidden_sums = [self._sum_hidden(step, one) for one in step.hidden_sums]
         states = [self._hidden_of(step, one) for one in step.hidden_states]
-        self._last = FakeStep(rows, owners, self, logprobs, scores, hidden_sums, states)
+        self._last = FakeStep(rows, places, self, logprobs, scores, hidden_sums, states)
         return self._last
 
     def _copy(self, copies: KVCopies) -> None:

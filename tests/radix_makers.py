@@ -22,7 +22,7 @@ def put(cache: RadixCache, allocator: BaseAllocator, tokens: object, namespace: 
     tokens = i32(tokens)
     slots = allocator.alloc_extend(i32([0]), i32([len(tokens)]), i32([0]))
     assert slots is not None
-    duplicate_len, taken_len = cache.insert(tokens, slots, namespace)
+    duplicate_len, taken_len, _ = cache.insert(tokens, slots, namespace)
     allocator.free(slots[:duplicate_len])
     allocator.free(slots[taken_len:])
     return slots

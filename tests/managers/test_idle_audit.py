@@ -197,7 +197,7 @@ def test_a_slice_looks_at_a_bounded_part_of_a_large_pool(page_size: int, monkeyp
         slots = allocator.alloc_extend(none, np.array([length], dtype=np.int32), none)
         # A few beginnings that many share: nodes with many children, too.
         tokens = np.concatenate(([length % 7] * page_size, rng.integers(0, 1000, length - page_size)))
-        duplicate_len, _ = cache.insert(tokens.astype(np.int32), slots, namespace=str(length % 3))
+        duplicate_len = cache.insert(tokens.astype(np.int32), slots, namespace=str(length % 3)).duplicate_len
         allocator.free(slots[:duplicate_len])
     looked = []
     for slots in cache.audit_slices():

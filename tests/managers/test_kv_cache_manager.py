@@ -215,7 +215,7 @@ def test_of_two_equal_prompts_the_second_takes_over_the_slots_of_the_first(page_
     assert second.locked_len == taken
     assert table(kv, second, 45) == [*kept[:duplicates].tolist(), *own[duplicates:].tolist()]
     (update,) = kv.req_to_token_pool.take_updates()
-    assert (update.row, update.start, len(update.slots)) == (second.row, 0, taken)
+    assert (update.row, update.start, len(update.slots)) == (second.row, 0, duplicates)
     assert kv.cache.protected_size == taken
     kv.audit([first, second])
 

@@ -39,7 +39,12 @@ RARE = (
     "blocks read from files",
     "damaged files",
     "full disks",
+    "files that others have removed",
+    "blocks displaced from host memory",
+    "retractions",
+    "preemptions",
     "log probabilities beside reused KV",
+    "log probabilities under a grammar",
     "hidden states",
 )
 """What 30,000 steps must have seen."""

@@ -13,7 +13,7 @@ import pytest
 from tercet.mem_cache import kv_files
 from tercet.mem_cache.block_keys import BlockContent
 from tercet.mem_cache.kv_files import KVFiles
-from tercet.mem_cache.kv_folder import BLOCK_STEP_NS
+from tercet.mem_cache.kv_folder import BLOCK_STEP_NS, open_unfinished
 
 SIZE = 1000
 CONTENT = BlockContent(b"before" * 5 + b"..", "salt", b"tokens.." * 2)
@@ -211,15 +211,31 @@ def test_a_file_that_another_server_removes_is_missed_in_silence(
 
 
 def test_abandoned_files_are_removed_and_foreign_ones_stay(tmp_path: Path) -> None:
-    for name in ("tercet-kv-x.tmp", "tercet-kv-y.tmp", "notes.txt"):
+    for name in ("tercet-kv-x.tmp", "notes.txt"):
         (tmp_path / name).write_bytes(b"x")
-    os.utime(tmp_path / "tercet-kv-x.tmp", (0, 0))
-    files = KVFiles(tmp_path, 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "tercet-kv-y.tmp"]
-    assert files.is_writing and files.used_bytes == 1, "the other one may be finished soon"
-    os.utime(tmp_path / "tercet-kv-y.tmp", (0, 0))
+    file, path = open_unfinished(tmp_path)
+    with file:
+        file.write(b"x")
+        files = KVFiles(tmp_path, 1)
+        assert {one.name for one in tmp_path.iterdir()} == {"notes.txt", Path(path).name}
+        assert files.is_writing and files.used_bytes == 1, "the other one will be finished"
+    (tmp_path / "changed").touch()
     files.look()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"] and files.used_bytes == 0
+    assert {one.name for one in tmp_path.iterdir()} == {"notes.txt", "changed"} and files.used_bytes == 0
+
+
+@pytest.mark.timeout(20)
+def test_a_named_pipe_is_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a writer, to open one takes for ever."""
+    files = KVFiles(tmp_path, 1 << 20)
+    files.write(key(1), CONTENT, block(1))
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    os.mkfifo(path)
+    assert not read(files, 1) and files.content(key(1)) is None
+    assert "Not a regular file" in caplog.text
+    assert not KVFiles(tmp_path, 1 << 20).has(key(1))
+    assert files.write(key(1), CONTENT, block(1)) and read(files, 1), "a file takes its place"
 
 
 def test_a_folder_that_cannot_be_used_is_an_error_at_the_start(tmp_path: Path) -> None:
@@ -239,22 +255,20 @@ def test_a_folder_that_cannot_be_listed_is_an_error_at_the_start(
         KVFiles(tmp_path, 1 << 20)
 
 
-def test_it_counts_what_is_forgotten(tmp_path: Path) -> None:
+def test_it_tells_what_is_forgotten(tmp_path: Path) -> None:
     files, other = KVFiles(tmp_path, 1 << 20), KVFiles(tmp_path, 1 << 20)
     for number in (1, 2, 3):
         files.write(key(number), CONTENT, block(number))
     other.look()
-    counts = [other.num_forgotten]
     next(tmp_path.glob(f"*{key(1).hex()}*")).unlink()
     assert not read(other, 1)
-    counts.append(other.num_forgotten)
+    assert other.forgotten.after(0) == [key(1)]
     next(tmp_path.glob(f"*{key(2).hex()}*")).unlink()
     other.look()
-    counts.append(other.num_forgotten)
+    assert other.forgotten.after(1) == [key(2)]
     next(tmp_path.glob(f"*{key(3).hex()}*")).write_bytes(b"damaged")
     assert not read(other, 3)
-    counts.append(other.num_forgotten)
-    assert counts == sorted(set(counts))
+    assert other.forgotten.after(2) == [key(3)] and other.forgotten.count == 3
 
 
 def content(number: int, namespace: str = "") -> BlockContent:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.mem_cache import kv_folder
-from tercet.mem_cache.kv_folder import KVFile, file_name, in_order_of_use, list_folder, spare_bytes, use_time_ns
+from tercet.mem_cache.kv_folder import (
+    KVFile,
+    file_name,
+    in_order_of_use,
+    list_folder,
+    open_file,
+    open_unfinished,
+    spare_bytes,
+    use_time_ns,
+)
 
 
 def test_a_list_has_the_files_of_blocks_only(tmp_path: Path) -> None:
@@ -20,8 +32,81 @@ def test_a_list_has_the_files_of_blocks_only(tmp_path: Path) -> None:
     for name in (file_name(key), "tercet-kv-.kv", "tercet-kv-00.kv", "tercet-kv-x.kv", "x.tmp", "tercet-kv-a.tmp"):
         (tmp_path / name).write_bytes(b"12345")
     os.utime(tmp_path / file_name(key), ns=(5, 7))
-    found = list_folder(tmp_path)
-    assert found.files == [(7, 5, key)] and found.abandoned == [] and found.num_bytes == 10
+    for number in range(2):
+        os.mkfifo(tmp_path / file_name(bytes([number]) * 32))
+    (tmp_path / "tercet-kv-b.tmp").mkdir()
+    file, _ = open_unfinished(tmp_path)
+    with file:
+        file.write(b"1234567")
+        found = list_folder(tmp_path)
+    assert found.files == [(7, 5, key)] and found.num_bytes == 12
+
+
+def test_an_unfinished_file_goes_with_its_writer(tmp_path: Path) -> None:
+    program = (
+        "import sys, time\nfrom pathlib import Path\nfrom tercet.mem_cache.kv_folder import open_unfinished\n"
+        "file, path = open_unfinished(Path(sys.argv[1]))\nfile.write(b'123')\nprint(path, flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        path = Path(writer.stdout.readline().strip())
+        os.utime(path, (0, 0))
+        assert list_folder(tmp_path).num_bytes == 3 and path.exists(), "however long it takes"
+        writer.kill()
+    assert list_folder(tmp_path).num_bytes == 0 and not path.exists()
+
+
+@pytest.mark.parametrize("call", ["open", "flock"])
+def test_what_nobody_can_lock_stays_for_an_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    with monkeypatch.context() as patch:
+        if call == "flock":
+            patch.setattr(kv_folder.fcntl, "flock", fail)
+        file, path = open_unfinished(tmp_path)
+        file.close()
+        if call == "open":  # a file of another user
+            patch.setattr(kv_folder.os, "open", fail)
+        list_folder(tmp_path)
+        assert os.path.exists(path)
+        os.utime(path, (0, 0))
+        list_folder(tmp_path)
+        assert not os.path.exists(path)
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, others = fcntl.flock, [tmp_path]
+
+    def late(descriptor: int, operation: int) -> None:
+        for folder in others[:1]:  # another server looks at the folder first
+            others.clear()
+            list_folder(folder)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(kv_folder.fcntl, "flock", late)
+    file, path = open_unfinished(tmp_path)
+    with file:
+        assert os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    assert [one.name for one in tmp_path.iterdir()] == [Path(path).name]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "link"])
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "x"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path = Path("/dev/zero")
+    else:
+        path.symlink_to(__file__)
+    with pytest.raises(OSError, match=r"Not a regular file|Too many levels of symbolic links"):
+        open_file(path)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.binary(max_size=1))), st.booleans())

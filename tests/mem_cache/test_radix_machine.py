@@ -86,18 +86,18 @@ class CacheMachine(RuleBasedStateMachine):
         request.slots += slots.tolist()
         return True
 
-    def insert(self, request: Request) -> int:
-        """Offer all KV of a request and free its duplicates; the length that is the cache's now."""
+    def insert(self, request: Request) -> tuple[int, CacheNode]:
+        """Offer all KV of a request and free its duplicates; the length that is the cache's now, and its end."""
         is_discarded = any(page.is_discarded for page in request.pages)
         assert self.cache.is_discarded(request.node) == is_discarded
         if is_discarded:
-            return request.locked_len
+            return request.locked_len, request.node
         tokens, slots = request.tokens[: len(request.slots)], request.slots
         result = self.cache.insert(i32(tokens), i32(slots), request.namespace)
-        assert result == self.model.insert(request.namespace, tokens, slots)
+        assert result[:2] == self.model.insert(request.namespace, tokens, slots)
         assert result.duplicate_len >= request.locked_len
         self.allocator.free(i32(slots[request.locked_len : result.duplicate_len]))
-        return result.taken_len
+        return result.taken_len, result.node
 
     def unlock(self, request: Request) -> None:
         self.cache.unlock(request.node)
@@ -128,12 +128,12 @@ class CacheMachine(RuleBasedStateMachine):
     def stash(self, number: int, by_moving: bool) -> None:
         """What is there of an unfinished prompt goes to the cache, so that others can share it."""
         request = self.pick(number)
-        taken_len = self.insert(request)
+        taken_len, node = self.insert(request)
         if self.cache.is_discarded(request.node):
             return
         match = self.cache.match(i32(request.tokens[:taken_len]), request.namespace)
         assert match.slots.tolist() == self.model.match(request.namespace, request.tokens[:taken_len])
-        assert len(match.slots) == taken_len
+        assert len(match.slots) == taken_len and match.node is node
         if by_moving:
             self.cache.move_lock(request.node, match.node)
             request.pages += self.model.lock(request.namespace, request.tokens[:taken_len], already=request.locked_len)
@@ -160,7 +160,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(number=picks)
     def finish(self, number: int) -> None:
         request = self.pick(number)
-        taken_len = self.insert(request)
+        taken_len, _ = self.insert(request)
         self.allocator.free(i32(request.slots[taken_len:]))
         self.unlock(request)
         self.requests.remove(request)
@@ -349,7 +349,7 @@ def test_pages_go_in_the_order_of_the_model(policy: str, turns: list[int]) -> No
         if turn == "insert":
             slots = allocator.alloc_extend(i32([0]), i32([len(tokens)]), i32([0]))
             assert slots is not None
-            duplicate_len, _ = cache.insert(i32(tokens), slots)
+            duplicate_len = cache.insert(i32(tokens), slots).duplicate_len
             model.insert("", tokens, slots.tolist())
             allocator.free(slots[:duplicate_len])
         elif turn == "evict":

@@ -105,7 +105,7 @@ def draw_case(seed: int) -> Case:
             if rig["eviction"] == "value":
                 request |= _draw_retention(lives, num_requests)
             if returns.random() < returning:
-                request |= _draw_returned(returns, has_grammar="regex" in request)
+                request |= _draw_returned(returns)
             for _ in range(1 if returns.random() > returning / 2 else 2):  # the samples of a request with `n`
                 happenings.append(Happening(turn, "arrive", num_requests, dict(request)))
                 num_requests += 1
@@ -156,12 +156,11 @@ def _draw_retention(rng: Random, number: int) -> dict[str, Any]:
     }
 
 
-def _draw_returned(rng: Random, *, has_grammar: bool) -> dict[str, Any]:
-    """`logprobs`: the first position of the prompt and the number of the most probable tokens. The fake model's log
-    probabilities are those before a mask, so a request with a grammar asks for none."""
+def _draw_returned(rng: Random) -> dict[str, Any]:
+    """`logprobs`: the first position of the prompt and the number of the most probable tokens."""
     kind = rng.choice(["logprobs", "logprobs", "hidden", "both"])
     wish = (rng.choice([-1, 0, 4, 30]), rng.choice([0, 1]))
-    return {"hidden": kind != "logprobs", "logprobs": None if kind == "hidden" or has_grammar else wish}
+    return {"hidden": kind != "logprobs", "logprobs": None if kind == "hidden" else wish}
 
 
 def _draw_update(rng: Random, turn: int) -> list[Happening]:

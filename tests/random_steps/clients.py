@@ -174,6 +174,7 @@ class Clients:
             options = wish_of(wish, len(request["prompt"]))
             num = check_logprobs(heard.logprobs, ids, options, answer, VOCAB, whole)
             self._seen["log probabilities of prompts"] += num
+            self._seen["log probabilities under a grammar"] += len(heard.ids) if "regex" in request else 0
             assert heard.last is not None or not num
             self._seen["log probabilities beside reused KV"] += bool(num and heard.last.counts.cached_tokens)
         if request.get("hidden"):

@@ -8,24 +8,31 @@ from random import Random
 import numpy as np
 
 from tercet.mem_cache.block_keys import BlockContent
+from tercet.mem_cache.forgotten_keys import ForgottenKeys
 from tercet.mem_cache.kv_storage import FileChange, ReadJob, WriteJob
 
 
 class FakeStorage:
-    """A KVStorage whose jobs take a random number of polls. Some reads find damaged files, and the disk may be full."""
+    """A KVStorage whose jobs take a random number of polls. Some reads find damaged files, the disk may be full,
+    and another server may remove files."""
 
     def __init__(self, memory: np.ndarray, seed: str, before: FakeStorage | None = None) -> None:
         """`memory`: uint8 [num_blocks, block_bytes]. `before`: that of the last engine, whose files are still there."""
         self.is_writing = True
         self.files = self
         self.used_bytes = self.max_bytes = 0
-        self.num_damaged = self.num_removed = self.num_read = self.num_forgotten = 0
+        self.num_damaged = self.num_removed = self.num_read = 0
+        self.forgotten = ForgottenKeys()
         self._memory = memory
         self._rng = Random(seed)
         self._done_share = self._rng.choice([0.5, 0.5, 0.02])
         """Probability that a poll returns a job. A slow disk lets requests wait until they compute KV themselves."""
         self._full_share = self._rng.choice([0.005, 0.1])
         """Probability that a write finds a full disk."""
+        self._others = Random(f"other servers {seed}")
+        self._gone_share = self._others.choice([0.0, 0.0, 0.1])
+        """Probability that another server has removed a file before a poll."""
+        self.num_gone = 0
         self._files: dict[bytes, np.ndarray] = {} if before is None else before._files
         self.contents: dict[bytes, BlockContent] = {} if before is None else before.contents
         """What the key of each file stands for."""
@@ -76,6 +83,9 @@ class FakeStorage:
         self.jobs.append(job)
 
     def poll(self, timeout_s: float = 0.0) -> list[ReadJob | WriteJob]:
+        if self._files and self._others.random() < self._gone_share:
+            self._forget(self._others.choice(list(self._files)))
+            self.num_gone += 1
         done = [job for job in self.jobs if self._rng.random() < self._done_share]
         self.jobs = [job for job in self.jobs if job not in done]
         for job in done:
@@ -91,9 +101,7 @@ class FakeStorage:
     def _read(self, job: ReadJob) -> None:
         for key, block in job.blocks:
             if self._rng.random() < 0.05:  # damaged: it is removed, and may have changed the memory
-                self._files.pop(key, None)
-                self.num_forgotten += 1
-                self._note(key, None)
+                self._forget(key)
                 self._memory[block] = 0xA5
                 self.num_damaged += 1
             if key not in self._files:
@@ -101,6 +109,11 @@ class FakeStorage:
             self._memory[block] = self._files[key]
             job.num_read += 1
             self.num_read += 1
+
+    def _forget(self, key: bytes) -> None:
+        self._files.pop(key, None)
+        self._note(key, None)
+        self.forgotten.add(key)
 
     def close(self, timeout_s: float) -> None:
         self.jobs.clear()

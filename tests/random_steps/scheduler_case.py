@@ -144,10 +144,22 @@ class SchedulerCase:
         self._listener = Listener(rig) if case.has_listener else None
         self._bound = WaitingBound(rig)
         self._check_matches()
+        self._count_preemptions()
         self._retention = None
         if isinstance(rig.kv.cache, RadixCache) and rig.kv.cache.retentions is not None:
             self._retention = RetentionBooks(rig.kv, case.rig["max_retained_share"], rig.clock)
         self._clients.meet(rig, self._retention)
+
+    def _count_preemptions(self) -> None:
+        planner = self._rig.planner
+        preempt = planner._preempt
+
+        def counted(threshold: int) -> bool:
+            has_preempted = preempt(threshold)
+            self.seen["preemptions"] += has_preempted
+            return has_preempted
+
+        planner._preempt = counted  # type: ignore[method-assign]
 
     def _use_weights(self, version: int) -> None:
         self._weights = self._rig.runner.weights = version
@@ -289,9 +301,14 @@ class SchedulerCase:
         self._clients.resume()
 
     def _close(self) -> None:
-        """Counts what the files of an engine have seen."""
+        """Counts what an engine has done."""
+        planner, tiers = self._rig.planner, self._rig.kv.tiers
+        self.seen["retractions"] += planner.num_retractions
+        if tiers is not None:
+            self.seen["blocks displaced from host memory"] += tiers.blocks.num_dropped
         if self._storage is not None:
             self.seen["blocks read from files"] += self._storage.num_read
+            self.seen["files that others have removed"] += self._storage.num_gone
             self.seen["damaged files"] += self._storage.num_damaged
             self.seen["full disks"] += not self._storage.is_writing
 
