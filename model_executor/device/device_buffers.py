@@ -177,7 +177,7 @@ class Downloads:
         size = max(_MIN_BUFFER_BYTES, 1 << max(source.nbytes - 1, 0).bit_length())
         spare = self._spare.setdefault(size, [])
         buffer = spare.pop() if spare else self._accelerator.pinned(size)
-        target = buffer[: source.nbytes].view(source.dtype)
+        target = buffer[: source.nbytes].view(source.dtype).view(source.shape)
         arrived = self._accelerator.fetch(source, target)
         return ArrayCopy(target, _Copy(source, arrived, lambda: spare.append(buffer)))
 

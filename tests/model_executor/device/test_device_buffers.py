@@ -112,6 +112,12 @@ def test_arrays_of_any_size_come_home(steps, lag) -> None:
         assert result.wait().tolist() == expected
 
 
+def test_an_array_keeps_its_shape() -> None:
+    downloads = Downloads(8, FakeAccelerator(lag=3))
+    array = torch.arange(12, dtype=torch.int16).view(3, 4)
+    assert downloads.fetch_array(array).wait().tolist() == array.tolist()
+
+
 def test_buffers_for_tokens_are_used_again() -> None:
     accelerator = FakeAccelerator(lag=3)
     downloads = Downloads(8, accelerator)
