@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 
-from ...srt import env
 from .memory import Memory
 
 
@@ -36,7 +35,6 @@ class Accelerator:
     """A CUDA device. The constructor makes it the calling thread's current device. Work goes to its current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        env.set_allocator_defaults()
         # Triton launches on the current device, whatever device its tensors are on.
         torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device.index)
         self._copies = torch.cuda.Stream(device)

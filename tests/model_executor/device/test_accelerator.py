@@ -12,7 +12,6 @@ import torch
 
 from tercet.model_executor.device import accelerator as module
 from tercet.model_executor.device.accelerator import Accelerator
-from tercet.srt import env
 
 SEGMENT = 1 << 20
 
@@ -99,8 +98,6 @@ class _Restores:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=fake, Tensor=torch.Tensor))
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
     return fake
 
 
@@ -128,12 +125,3 @@ def test_a_graph_lives_as_long_as_the_accelerator(cuda: FakeCuda) -> None:
     graph = weakref.ref(accelerator.record(lambda: None))
     gc.collect()
     assert graph() is not None
-
-
-def test_segments_can_grow_unless_the_user_says_otherwise(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env.os, "environ", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"})
-    Accelerator(DEVICE)
-    assert env.os.environ == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
-    monkeypatch.setattr(env.os, "environ", {})
-    Accelerator(DEVICE)
-    assert env.os.environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
