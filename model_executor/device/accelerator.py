@@ -6,12 +6,17 @@ so that the code above it is tested without a GPU.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from ...srt.machine.huge_pages import zeroed
 from .memory import Memory
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for every CUDA context."""
 
 
 class Event(Protocol):
@@ -48,6 +53,21 @@ class Accelerator:
         The allocation may wait for the device, so the hot path reuses its buffers.
         """
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def pinned_exactly(self, num_bytes: int) -> torch.Tensor:
+        """Like `pinned`, for much memory: it takes no more than `num_bytes`. `pinned` takes the next power of two.
+
+        It is released with its last view. Raises MemoryError if the system refuses.
+        """
+        memory = zeroed(num_bytes)
+        runtime = torch.cuda.cudart()
+        address = memory.ctypes.data
+        error = int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE))
+        if error:
+            raise MemoryError(f"CUDA error {error}: {num_bytes >> 20} MiB of host memory cannot be page-locked")
+        # The driver itself releases what is left at the end of the process.
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        return torch.from_numpy(memory)
 
     def record_event(self) -> Event:
         """Queue an event behind the work queued so far."""
