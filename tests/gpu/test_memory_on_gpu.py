@@ -16,13 +16,14 @@ MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
     hidden_size=256,
     intermediate_size=512,
-    num_layers=16,
+    num_layers=64,
     num_heads=8,
-    num_kv_heads=8,
+    num_kv_heads=2,
     head_dim=64,
     vocab_size=4099,
     context_len=2048,
 )
+"""Its layers are those of test_runner_on_gpu.py, whose kernels are compiled already."""
 
 
 def test_the_pool_leaves_room_for_the_largest_steps():
