@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -12,6 +14,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = [sys.executable, "-m"]
 _TESTS = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+_MEMORY_TEST = "tests/gpu/test_memory_on_gpu.py"
+"""Takes nearly all memory, so no other test may run beside it."""
+_MOST_TEST_PROCESSES = 12
+"""Each takes half a GiB of device memory for its context."""
+_MODELS = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b")
+_FUSED_MODELS = ("llama-3.2-1b", "llama-3.1-8b")
 
 
 @dataclass(frozen=True)
@@ -38,13 +46,9 @@ def parts(quick: bool) -> list[Part]:
     fused = f"--fuse-small-steps --batch-size 1,8 {one_batch} --prefill-len ''"
     batch_of_32 = "--model-path llama-3.1-8b --num-prompts 32 --input-len 32 --output-len"
     return [
-        Part(
-            "tests",
-            "correctness on the device",
-            [*_TESTS, *_test_folders()],
-            20,
-            300,
-        ),
+        Part("tests", "correctness on the device", _tests_at_once(), 20, 300),
+        Part("tests-memory", "the KV pool leaves room for the largest steps", [*_TESTS, _MEMORY_TEST], 20, 120),
+        Part("compile", "the kernels of the models below, on all cores", _compilation(), 15, 120),
         bench(
             "check",
             "kernels against their twins",
@@ -53,7 +57,6 @@ def parts(quick: bool) -> list[Part]:
             20,
             120,
         ),
-        *sanitizer_parts(),
         bench(
             "one-batch-1b",
             "Llama-3.2-1B: decode with and without CUDA graphs, device idle time",
@@ -128,6 +131,7 @@ def parts(quick: bool) -> list[Part]:
             120 if quick else 300,
             580,
         ),
+        *sanitizer_parts(),
         *profile_parts(),
     ]
 
@@ -216,5 +220,13 @@ def tiny_parts(folder: Path) -> list[Part]:
     ]  # fmt: skip
 
 
-def _test_folders() -> list[str]:
-    return [folder for folder in ("tests/gpu", "tests/model_executor") if (ROOT / folder).is_dir()]
+def _tests_at_once() -> list[str]:
+    """Tests of one process compile some 300 kernels one after the other, which takes over 5 minutes."""
+    at_once = []
+    if importlib.util.find_spec("xdist") is not None:
+        at_once = ["-n", str(min(len(os.sched_getaffinity(0)), _MOST_TEST_PROCESSES)), "--dist", "worksteal"]
+    return [*_TESTS, *at_once, "tests/gpu", "--ignore", _MEMORY_TEST]
+
+
+def _compilation() -> list[str]:
+    return [sys.executable, str(ROOT / "scripts" / "gpu_compile.py"), *_MODELS, *(f"{m}+fused" for m in _FUSED_MODELS)]

@@ -64,7 +64,7 @@ def set_allocator_defaults() -> None:
     """torch's allocator on a GPU grows its segments, unless the user has set it up otherwise.
 
     Without this, memory of steps of different sizes stays in segments that no other tensor fits into. torch reads the
-    variable at its first allocation on the GPU.
+    variable when it first uses a GPU.
     """
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -78,6 +78,9 @@ class FakeAccelerator:
         self._seen[id(buffer)] = _content(buffer).copy()
         return buffer
 
+    def pinned_exactly(self, num_bytes: int) -> torch.Tensor:
+        return self.pinned(num_bytes)
+
     def record_event(self) -> FakeEvent:
         self.tick()
         staged = []

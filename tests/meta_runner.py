@@ -21,7 +21,16 @@ from tercet.model_executor.attention.base import AttentionBackend
 from tercet.model_executor.models.parameters import decoder_parameters
 from tercet.model_executor.runner import load, settings
 from tercet.model_executor.runner.warmup import all_allowed
-from tercet.model_executor.step import FROM_DEVICE, ForwardMode, NewRow, PromptScore, StepInputs, TableUpdate
+from tercet.model_executor.step import (
+    FROM_DEVICE,
+    ForwardMode,
+    HiddenRange,
+    HiddenSum,
+    NewRow,
+    PromptScore,
+    StepInputs,
+    TableUpdate,
+)
 from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.sampling_params import SamplingParams
 
@@ -139,7 +148,10 @@ def make_meta_runner(monkeypatch, config, attention=MetaAttention, **options):
 
 
 def every_kind_of_step():
-    """Steps of every kind: prefills, chunks, decodes and mixed steps, with and without sampled rows and updates."""
+    """Steps of every kind: prefills, chunks, decodes and mixed steps, with and without sampled rows and updates.
+
+    One returns log probabilities of prompt tokens, sums of hidden states, and hidden states.
+    """
     rows = np.arange(1, len(EVERY_SAMPLING) + 1, dtype=np.int32)
     n = len(rows)
     none = np.empty(0, np.int32)
@@ -150,7 +162,7 @@ def every_kind_of_step():
         for row, params in zip(rows, EVERY_SAMPLING, strict=True)
     ]
 
-    def extend(lens, extend_lens, ids, sampled, updates, new_rows=(), scores=()):
+    def extend(lens, extend_lens, ids, sampled, updates, new_rows=(), scores=(), sums=(), states=()):
         total = int(np.sum(extend_lens))
         return StepInputs(
             ForwardMode.EXTEND,
@@ -163,6 +175,8 @@ def every_kind_of_step():
             np.array(ids, np.int32),
             np.array(sampled),
             list(scores),
+            list(sums),
+            list(states),
         )
 
     def decode(count, length, updates=()):
@@ -171,7 +185,8 @@ def every_kind_of_step():
 
     updates = [TableUpdate(int(row), 0, prompt) for row in rows]
     scores = [PromptScore(1, 1, prompt[:2]), PromptScore(2, 3, prompt)]
-    yield extend([3] * n, [3] * n, [5] * 3 * n, [False] * n, updates, new, scores)
+    sums, states = [HiddenSum(0, 3)], [HiddenRange(3, 2), HiddenRange(6, 3)]
+    yield extend([3] * n, [3] * n, [5] * 3 * n, [False] * n, updates, new, scores, sums, states)
     yield extend([4] * n, [1] * n, [5] * n, [True] * n, [TableUpdate(1, 3, prompt[:1])])
     mixed = [FROM_DEVICE] * 2 + [5] * (2 * (n - 2))
     yield extend([5, 5] + [6] * (n - 2), [1, 1] + [2] * (n - 2), mixed, [True] * n, updates)

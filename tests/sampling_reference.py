@@ -1,14 +1,27 @@
-"""The reference for tests of the sampler: the same semantics in plain numpy with float64, one row at a time."""
+"""What tests of the sampler share: rows of every kind, and a reference in numpy with float64, one row at a time."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tercet.model_executor.sampling.sampler import Sampler
 from tercet.model_executor.step import NewRow
 from tercet.srt.sampling_params import SamplingParams
 
 Float64Array = npt.NDArray[np.float64]
+EVERY_KIND: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.5, "min_p": 0.1},
+    {"top_k": 5},
+    {"top_k": 3000, "temperature": 2.0},
+    {"top_p": 0.9, "frequency_penalty": 0.5},
+    {"top_k": 50, "top_p": 0.8, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "min_new_tokens": 10, "logit_bias": {"1": 3.0}, "presence_penalty": 1.0},
+]
 
 
 def new_row(
@@ -21,6 +34,17 @@ def new_row(
 ) -> NewRow:
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
     return NewRow(row, sampling, seed, np.array(prompt, np.int32), np.array(output, np.int32), stops)
+
+
+def sampler_of_every_kind(vocab_size: int, device: str = "cpu") -> Sampler:
+    sampler = Sampler(len(EVERY_KIND), vocab_size, device)
+    for i, params in enumerate(EVERY_KIND):
+        sampler.set_row(new_row(i + 1, seed=i, stops=(0, 2), **params))
+    return sampler
+
+
+def all_rows(first: int = 1) -> np.ndarray:
+    return np.arange(first, len(EVERY_KIND) + 1, dtype=np.int32)
 
 
 def edited_logits(logits: Float64Array, row: NewRow, generated: list[int]) -> Float64Array:

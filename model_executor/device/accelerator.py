@@ -6,13 +6,17 @@ so that the code above it is tested without a GPU.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from ...srt import env
+from ...srt.machine.huge_pages import zeroed
 from .memory import Memory
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for every CUDA context."""
 
 
 class Event(Protocol):
@@ -36,7 +40,6 @@ class Accelerator:
     """A CUDA device. The constructor makes it the calling thread's current device. Work goes to its current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        env.set_allocator_defaults()
         # Triton launches on the current device, whatever device its tensors are on.
         torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device.index)
         self._copies = torch.cuda.Stream(device)
@@ -50,6 +53,21 @@ class Accelerator:
         The allocation may wait for the device, so the hot path reuses its buffers.
         """
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def pinned_exactly(self, num_bytes: int) -> torch.Tensor:
+        """Like `pinned`, for much memory: it takes no more than `num_bytes`. `pinned` takes the next power of two.
+
+        It is released with its last view. Raises MemoryError if the system refuses.
+        """
+        memory = zeroed(num_bytes)
+        runtime = torch.cuda.cudart()
+        address = memory.ctypes.data
+        error = int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE))
+        if error:
+            raise MemoryError(f"CUDA error {error}: {num_bytes >> 20} MiB of host memory cannot be page-locked")
+        # The driver itself releases what is left at the end of the process.
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        return torch.from_numpy(memory)
 
     def record_event(self) -> Event:
         """Queue an event behind the work queued so far."""

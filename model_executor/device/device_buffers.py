@@ -46,9 +46,11 @@ class Uploads:
         """accelerator: None if device memory is host memory."""
         self._device = device
         self._accelerator = accelerator
-        self._buffers: deque[_Staging] = deque()
+        self._buffers: dict[int, deque[_Staging]] = {}
+        """By their size in bytes, the one that was used first in front."""
         if accelerator is not None:
-            self._buffers.extend(self._allocate(_MIN_BUFFER_BYTES) for _ in range(_NUM_INITIAL_BUFFERS))
+            first = (self._allocate(_MIN_BUFFER_BYTES) for _ in range(_NUM_INITIAL_BUFFERS))
+            self._buffers[_MIN_BUFFER_BYTES] = deque(first)
 
     def send(self, *arrays: Array) -> tuple[torch.Tensor, ...]:
         """Send arrays to the device. Returns one tensor for each array, with its dtype and shape.
@@ -80,22 +82,19 @@ class Uploads:
 
     def _stage(self, arrays: tuple[Array, ...], starts: list[int], num_bytes: int) -> _Staging:
         """Copy arrays into a free pinned buffer. The caller sets the buffer's `copied`."""
-        oldest = self._buffers[0]
-        if oldest.copied is not None and not oldest.copied.query():
-            # All buffers are in transfer: add another.
-            staging = self._allocate(num_bytes)
-        else:
-            staging = self._buffers.popleft()
-            if len(staging.view) < num_bytes:
-                staging = self._allocate(num_bytes)
-        self._buffers.append(staging)
+        size = max(_MIN_BUFFER_BYTES, 1 << (num_bytes - 1).bit_length())
+        buffers = self._buffers.setdefault(size, deque())
+        if buffers and (buffers[0].copied is None or buffers[0].copied.query()):
+            staging = buffers.popleft()
+        else:  # all buffers of this size are in transfer
+            staging = self._allocate(size)
+        buffers.append(staging)
         for start, array in zip(starts, arrays, strict=True):
             staging.view[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return staging
 
-    def _allocate(self, num_bytes: int) -> _Staging:
+    def _allocate(self, size: int) -> _Staging:
         assert self._accelerator is not None
-        size = max(_MIN_BUFFER_BYTES, 1 << (num_bytes - 1).bit_length())
         tensor = self._accelerator.pinned(size)
         return _Staging(tensor, tensor.numpy())
 
@@ -177,7 +176,7 @@ class Downloads:
         size = max(_MIN_BUFFER_BYTES, 1 << max(source.nbytes - 1, 0).bit_length())
         spare = self._spare.setdefault(size, [])
         buffer = spare.pop() if spare else self._accelerator.pinned(size)
-        target = buffer[: source.nbytes].view(source.dtype)
+        target = buffer[: source.nbytes].view(source.dtype).view(source.shape)
         arrived = self._accelerator.fetch(source, target)
         return ArrayCopy(target, _Copy(source, arrived, lambda: spare.append(buffer)))
 

@@ -166,7 +166,8 @@ def fp8_linear(
 def quantize_rows_ref(x: torch.Tensor) -> RoundedRows:
     """`quantize_rows` in plain torch, with the same bits."""
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % FP8_BLOCK)).unflatten(1, (-1, FP8_BLOCK))
-    scales = groups.abs().amax(2) / FP8_MAX
+    most = groups.abs().amax(2)
+    scales = most / torch.full_like(most, FP8_MAX)  # on a GPU, torch divides by a number with two roundings
     scales = torch.where(scales > 0, scales, 1)
     rounded = (groups / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return RoundedRows(rounded.flatten(1)[:, : x.shape[1]].contiguous(), scales.t().contiguous())

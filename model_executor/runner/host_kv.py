@@ -66,7 +66,7 @@ class HostKV:
         self._uploads = uploads
         self._accelerator = accelerator
         num_bytes = self.num_blocks * block_bytes
-        flat = torch.from_numpy(zeroed(num_bytes)) if accelerator is None else accelerator.pinned(num_bytes)
+        flat = torch.from_numpy(zeroed(num_bytes)) if accelerator is None else accelerator.pinned_exactly(num_bytes)
         self._pages = flat.view(self.num_blocks * pages_per_block, kv_pool.page_bytes)
         self._batch = max(_BATCH_BYTES // kv_pool.page_bytes, 1)
 

@@ -119,8 +119,11 @@ class _RunnerBuilder:
         accelerator = self.accelerator
         assert accelerator is not None
         with needs_c_compiler():
-            sizes, reserve = self._measure(self._build(self.settings.page_size), accelerator)
-        runner = self._build(self._pool_tokens(accelerator.memory(), reserve))
+            measured = self._build(self.settings.page_size)
+            sizes, reserve = self._measure(measured, accelerator)
+        memory = accelerator.memory()  # that is left beside a model's tables, because the next model has them, too
+        del measured
+        runner = self._build(self._pool_tokens(memory, reserve))
         if sizes:
             runner.record_decodes(self._record_on_accelerator(runner, accelerator, sizes))
         return runner

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...srt import env
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.server_args import ServerArgs
 from ..attention.registry import default_page_size, resolve_attention_backend, resolve_kv_dtype
@@ -181,14 +182,19 @@ def weight_bytes(settings: RunnerSettings, config: ModelConfig) -> int:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device called `name`: `auto`, `cpu`, `cuda` or `cuda:N`. Raises ValueError for a device that is missing."""
+    """The device called `name`: `auto`, `cpu`, `cuda` or `cuda:N`. Raises ValueError for a device that is missing.
+
+    For a GPU it also sets what torch's allocator reads at its first use.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be auto, cpu or cuda, got {name!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a GPU, but torch finds none")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("--device cuda needs a GPU, but torch finds none")
+        env.set_allocator_defaults()  # here, because whoever uses the device asks for it first
     return device
 
 

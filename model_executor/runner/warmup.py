@@ -21,8 +21,8 @@ def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int, tile_
     - the largest step: `max_prefill_tokens` in as many requests as possible, sampled in the way that takes most memory,
     - the same step with the log probabilities of all its tokens,
     - a small step that samples from the whole vocabulary,
-    - a small greedy step of a request with one token and a request with two, and one of the latter alone, for servers
-      with one row,
+    - a small greedy step of a request with one token and a request with two, without log probabilities and with them,
+      and one of the latter alone, for servers with one row,
     - long requests, with `max_prefill_tokens` new tokens in as many as possible, and with two in one: attention splits
       their KV in two ways,
     - if `max_prefill_tokens` is at most `tile_tokens`, a step of more tokens, as decode rows and prompts together may
@@ -44,6 +44,7 @@ def warmup_steps(num_rows: int, context_len: int, max_prefill_tokens: int, tile_
         *([_prefill(tall, SamplingParams(temperature=0.0))] if more else []),
         _prefill(mixed[:1], SamplingParams(temperature=1.0)),
         _prefill(mixed, SamplingParams(temperature=0.0)),
+        _prefill(mixed, SamplingParams(temperature=0.0), LogprobOptions()),
         _prefill(np.array([min(2, context_len)], np.int32), SamplingParams(temperature=0.0)),
         _prefill(np.maximum(long, new), SamplingParams(temperature=0.0), new=new),
         _prefill(long[:1], SamplingParams(temperature=0.0), new=2),

@@ -132,6 +132,29 @@ def test_small_steps_are_measured_with_their_kernels_and_without(plan, quick: bo
         assert fused_args.prefill_len == []
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_kernels_of_all_models_are_compiled_before_they_are_measured(plan, quick: bool) -> None:
+    """One after the other, at the start of each part, they would take a minute of each part's time."""
+    parts = {part.name: part for part in plan(quick)}
+    measured = set()
+    for part in parts.values():
+        if "--model-path" in part.command:
+            model = part.command[part.command.index("--model-path") + 1]
+            measured.add(model + ("+fused" if "--fuse-small-steps" in part.command else ""))
+    assert set(parts["compile"].command[2:]) == measured
+    names = list(parts)
+    assert names.index("compile") < min(names.index(name) for name in names if name.startswith("one-batch"))
+    assert names.index("sanitizer") > names.index("peer-8b"), "it is slow, and measures nothing"
+
+
+def test_tests_run_beside_one_another_except_the_one_that_takes_all_memory(plan) -> None:
+    parts = {part.name: part.command for part in plan(True)}
+    assert parts["tests"][parts["tests"].index("-n") + 1].isdigit()
+    ignored = parts["tests"][parts["tests"].index("--ignore") + 1]
+    assert ignored == parts["tests-memory"][-1] and "-n" not in parts["tests-memory"]
+    assert (SCRIPT.parents[1] / ignored).is_file()
+
+
 def test_a_quick_session_reaches_the_comparison_in_its_budget(plan) -> None:
     """Each part before the longest comparison starts if those before it take what they need."""
     needs = {part.name: part.needs_s for part in plan(True)}
@@ -154,6 +177,6 @@ def test_profiles_are_of_kernels_that_exist(plan) -> None:
 
 def test_the_parts_have_names(tmp_path: Path) -> None:
     listed = run("--list", "--skip", "peer-8b").stdout.split("\n")
-    assert [line.split(" ")[0] for line in listed[:2]] == ["tests", "check"]
+    assert [line.split(" ")[0] for line in listed[:4]] == ["tests", "tests-memory", "compile", "check"]
     assert not any(line.startswith("peer-8b") for line in listed)
     assert "there is no part 'nothing'" in run("--only", "nothing").stderr

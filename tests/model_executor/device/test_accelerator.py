@@ -12,7 +12,6 @@ import torch
 
 from tercet.model_executor.device import accelerator as module
 from tercet.model_executor.device.accelerator import Accelerator
-from tercet.srt import env
 
 SEGMENT = 1 << 20
 
@@ -39,6 +38,21 @@ class FakeCuda:
         self.reserved = self.peak = 0
         self.cached = 0
         self.now = FakeStream()
+        self.registered: dict[int, int] = {}
+        self.refuses = False
+
+    def cudart(self) -> FakeCuda:
+        return self
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        if self.refuses:
+            return 2
+        self.registered[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
 
     def allocate(self, num_bytes: int) -> None:
         """A tensor that is freed at once: its segments stay with torch."""
@@ -99,8 +113,6 @@ class _Restores:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=fake, Tensor=torch.Tensor))
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
     return fake
 
 
@@ -130,10 +142,20 @@ def test_a_graph_lives_as_long_as_the_accelerator(cuda: FakeCuda) -> None:
     assert graph() is not None
 
 
-def test_segments_can_grow_unless_the_user_says_otherwise(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env.os, "environ", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"})
-    Accelerator(DEVICE)
-    assert env.os.environ == {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
-    monkeypatch.setattr(env.os, "environ", {})
-    Accelerator(DEVICE)
-    assert env.os.environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+def test_much_pinned_memory_has_the_size_that_was_asked_for(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own pinned memory would have the next power of two: 64 MiB instead of 33."""
+    monkeypatch.setattr(module.torch, "from_numpy", torch.from_numpy, raising=False)
+    memory = Accelerator(DEVICE).pinned_exactly(33 << 20)
+    assert cuda.registered == {memory.data_ptr(): 33 << 20} and memory.nbytes == 33 << 20
+    view = memory.view(33, 1 << 20)[1:]
+    del memory
+    assert len(cuda.registered) == 1, "a view is still in use"
+    del view
+    assert cuda.registered == {}
+
+
+def test_memory_that_cannot_be_pinned_is_an_error(cuda: FakeCuda) -> None:
+    cuda.refuses = True
+    with pytest.raises(MemoryError, match="CUDA error 2: 33 MiB"):
+        Accelerator(DEVICE).pinned_exactly(33 << 20)
+    assert cuda.registered == {}

@@ -16,9 +16,11 @@ from triton_aot import TARGETS, recorded, what_is_compiled
 
 from tercet.model_executor.kernels import extend_attention
 from tercet.model_executor.kernels.tuning import extend_tile
-from tercet.model_executor.runner.warmup import LONG_TOKENS
+from tercet.model_executor.runner.warmup import LONG_TOKENS, _prefill
 from tercet.model_executor.step import TokenMasks, num_mask_words
+from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.model_files.model_config import ModelConfig
+from tercet.srt.sampling_params import SamplingParams
 
 TWO_KINDS_OF_LAYER = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -99,3 +101,18 @@ def test_no_step_waits_for_the_compiler(
     for arch in TARGETS:
         keys = [what_is_compiled(launch, arch) for launch in launches]
         assert set(keys[before:]) <= set(keys[:before])
+
+
+def test_log_probabilities_of_a_short_prompt_do_not_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head of few tokens has a kernel without the norm, which warming up with many long prompts does not launch."""
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    use_fake(monkeypatch, FakeAccelerator(), attention=None)
+    with recorded() as launches:
+        runner = make_runner(
+            TWO_KINDS_OF_LAYER, dtype="bfloat16", attention_backend="triton", max_running_requests=10,
+            max_total_tokens=400, max_prefill_tokens=160, fuse_small_steps=True, cuda_graph_max_bs=1,
+        )  # fmt: skip
+        before = len(launches)
+        runner.launch(_prefill(np.array([3], np.int32), SamplingParams(temperature=0.0), LogprobOptions())).sample()
+    keys = [what_is_compiled(launch, "sm_90") for launch in launches]
+    assert keys[before:] and set(keys[before:]) <= set(keys[:before])

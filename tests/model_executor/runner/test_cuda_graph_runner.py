@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from runner_driver import RunnerDriver
 from toy_runner import TOY, make_toy_runner
 
 from tercet.model_executor.device.memory import Memory
+from tercet.model_executor.runner import load
 from tercet.model_executor.runner.cuda_graph_runner import batch_sizes, max_work_lens
 from tercet.model_executor.runner.warmup import warmup_steps
 from tercet.model_executor.step import ForwardMode, StepInputs
@@ -32,6 +34,27 @@ def make_runner(monkeypatch):
         return runner
 
     return make
+
+
+def test_the_memory_for_the_pool_is_what_is_left_beside_a_model(make_runner, monkeypatch):
+    """The model that is measured has tables as large as those of the model that serves, and is freed before it."""
+    made, seen = [], []
+    build, accelerator = load._RunnerBuilder._build, FakeAccelerator(lag=3)
+    free = accelerator.memory()
+
+    def note(what):
+        seen.append((what, [model() is not None for model in made]))
+
+    def noted_build(builder, pool_tokens):
+        note("build")
+        runner = build(builder, pool_tokens)
+        made.append(weakref.ref(runner.model))
+        return runner
+
+    monkeypatch.setattr(load._RunnerBuilder, "_build", noted_build)
+    accelerator.memory = lambda: note("memory") or free
+    make_runner(accelerator, cuda_graph_max_bs=1)
+    assert seen[:4] == [("build", []), ("memory", [True]), ("memory", [True]), ("build", [False])]
 
 
 def test_batch_sizes():

@@ -13,6 +13,7 @@ from toy_runner import TOY
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.attention import registry
 from tercet.model_executor.runner import settings as settings_module
+from tercet.srt import env
 from tercet.srt.server_args import ServerArgs
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -76,3 +77,22 @@ def test_fused_small_steps_need_triton_and_a_type_with_a_wide_range(settings: di
     with pytest.raises(ValueError, match="--fuse-small-steps needs triton attention and bfloat16 or float32, got t"):
         make_settings(config, fuse_small_steps=True, **settings)
     assert make_settings(config, fuse_small_steps=True, attention_backend="triton", dtype="bfloat16").fuse_small_steps
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:1", "auto"])
+def test_segments_can_grow_unless_the_user_says_otherwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set with the choice of the device: torch reads it once, and benchmarks use the GPU before there is a runner."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for before, after in (
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+    ):
+        monkeypatch.setattr(env.os, "environ", dict(before))
+        assert settings_module.resolve_device(name).type == "cuda"
+        assert env.os.environ == after
+
+
+def test_a_cpu_needs_no_settings_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env.os, "environ", {})
+    settings_module.resolve_device("cpu")
+    assert env.os.environ == {}

@@ -7,34 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling_reference import new_row
+from sampling_reference import EVERY_KIND, all_rows, new_row, sampler_of_every_kind
 
 from tercet.model_executor.sampling.sampler import INVALID_TOKEN, Sampler
 
 pytestmark = pytest.mark.usefixtures("each_cpu_choice")
 
 ONE = np.ones(1, np.int32)
-EVERY_KIND = [
-    {"temperature": 0.0},
-    {},
-    {"temperature": 0.5, "min_p": 0.1},
-    {"top_k": 5},
-    {"top_k": 3000, "temperature": 2.0},
-    {"top_p": 0.9, "frequency_penalty": 0.5},
-    {"top_k": 50, "top_p": 0.8, "repetition_penalty": 1.2},
-    {"temperature": 0.0, "min_new_tokens": 10, "logit_bias": {"1": 3.0}, "presence_penalty": 1.0},
-]
-
-
-def sampler_of_every_kind(vocab_size: int, device: str = "cpu") -> Sampler:
-    sampler = Sampler(len(EVERY_KIND), vocab_size, device)
-    for i, params in enumerate(EVERY_KIND):
-        sampler.set_row(new_row(i + 1, seed=i, stops=(0, 2), **params))
-    return sampler
-
-
-def all_rows(first: int = 1) -> np.ndarray:
-    return np.arange(first, len(EVERY_KIND) + 1, dtype=np.int32)
 
 
 @given(
@@ -157,24 +136,3 @@ def test_no_step_needs_a_value_from_the_device() -> None:
     assert tokens.shape == (n,)
     with pytest.raises(RuntimeError, match="meta"):
         tokens.nonzero()
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_nothing_waits_and_the_tokens_are_the_cpus() -> None:
-    n, vocab_size = len(EVERY_KIND), 50_001
-    on_gpu, on_cpu = sampler_of_every_kind(vocab_size, "cuda"), sampler_of_every_kind(vocab_size)
-    logits = torch.randn(4, n, vocab_size, generator=torch.Generator().manual_seed(2)) * 2
-    logits_gpu = logits.cuda()
-    torch.cuda.synchronize()
-    tokens = []
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for step in range(4):
-            seq_lens = np.full(n, 3 + step, np.int32)
-            tokens.append(on_gpu.sample(logits_gpu[step], all_rows(), seq_lens))
-        on_gpu.set_row(new_row(2, seed=5, output=(1, 2), repetition_penalty=1.1))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    for step in range(4):
-        expected = on_cpu.sample(logits[step], all_rows(), np.full(n, 3 + step, np.int32))
-        assert tokens[step].tolist() == expected.tolist()

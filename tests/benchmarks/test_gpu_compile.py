@@ -1,0 +1,88 @@
+"""scripts/gpu_compile.py compiles what a server launches, in shares that leave nothing out."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_accelerator import FakeAccelerator, use_fake
+from fake_gpu_driver import fake_gpu
+from runners import make_runner
+
+from tercet.benchmarks.presets import load_shape
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 9001,
+    "max_position_embeddings": 5000, "use_sliding_window": False, "eos_token_id": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script as a module, on a machine with an H100."""
+    gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module("gpu_compile")
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
+    """The kernels that Triton compiles from now on: name, and what the key in its cache depends on."""
+    from triton import compiler  # imported in a test: the fake driver has replaced its function
+
+    found: list[tuple[str, str, str]] = []
+    compile = compiler.compile
+
+    def noted(src: Any, *, target: Any, options: dict[str, Any]) -> Any:
+        found.append((src.fn.__name__, src.hash(), json.dumps([str(target), options], default=str, sort_keys=True)))
+        return compile(src, target=target, options=options)
+
+    monkeypatch.setattr(compiler, "compile", noted)
+    return found
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_server_finds_all_its_kernels(fused: bool, program: Any, tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(MODEL), encoding="utf-8")
+    kernels = program.kernels_of([f"{path}+fused" if fused else str(path)])
+    with fake_gpu(), pytest.MonkeyPatch.context() as patch:
+        ahead = compiled(patch)
+        assert [program.compile_share(kernels, share, 3) for share in range(3)] == [0, 0, 0]
+    assert len(ahead) == len(kernels)
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # nothing runs that would write to them
+    use_fake(monkeypatch, FakeAccelerator(), attention=None)
+    with fake_gpu(), pytest.MonkeyPatch.context() as patch, program.as_if_on("sm_90", 132, patch):
+        by_a_server = compiled(patch)
+        make_runner(
+            load_shape(str(path)), dtype="bfloat16", attention_backend="triton", max_running_requests=64,
+            max_total_tokens=4096, max_prefill_tokens=600, fuse_small_steps=fused,
+        )  # fmt: skip
+    assert len(by_a_server) > 20 and set(by_a_server) <= set(ahead)
+
+
+def test_a_kernel_that_does_not_compile_stops_no_other(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    done = []
+
+    def launch(name: str) -> SimpleNamespace:
+        def warmup(*, grid: tuple[int, ...]) -> SimpleNamespace:
+            if name == "bad":
+                raise RuntimeError("no such instruction")
+            done.append(name)
+            return SimpleNamespace(src=None, metadata=None)
+
+        kernel = SimpleNamespace(warmup=warmup, fn=SimpleNamespace(__name__=name))
+        return SimpleNamespace(kernel=kernel, args=(), kwargs={}, grid=(1,))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "drivers", SimpleNamespace(active=SimpleNamespace(launcher_cls=lambda *_: None)))
+        assert program.compile_share([launch("one"), launch("bad"), launch("two")], 0, 1) == 1
+    assert done == ["one", "two"] and "bad: RuntimeError: no such instruction" in capsys.readouterr().out
