@@ -28,12 +28,10 @@ import zmq
 from ..managers.engine_view import StepLog
 from ..managers.kv_event_publisher import KVEventPublisher
 from ..managers.kv_tiers import KVTiers
-from ..managers.schedule_batch import ScheduleBatch
 from ..managers.schedule_policy import MAX_SORTED
 from ..managers.schedule_recorder import ScheduleRecorder, SchedulerEnds
 from ..managers.scheduler_io import SchedulerIO
 from ..managers.scheduler_process import build_scheduler
-from ..managers.step_cost import StepShape
 from ..srt.io_struct import GenerateReq, ToDetokenizer, ToScheduler, ToTokenizer
 from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.kv_events import KVEventsConfig
@@ -50,7 +48,17 @@ from .engine_args import add_engine_arguments
 from .metrics_cpu import metrics_ms
 from .offline_workloads import Span
 from .results import Result, add_results_arguments, finish, number
-from .scheduler_cpu import RECORDER_CALLS, NullDevice, Phase, PhaseTimer, TimedInbox, TimedOutbox, TimedScheduler, Turn
+from .scheduler_cpu import (
+    RECORDER_CALLS,
+    NullDevice,
+    Phase,
+    PhaseTimer,
+    TimedInbox,
+    TimedOutbox,
+    TimedScheduler,
+    Turn,
+    tell_planner,
+)
 from .scheduler_cpu_tiers import make_tiers, saved
 from .simulator.arguments import engine_of
 from .simulator.cost import PROFILES, DeviceProfile, load_profile
@@ -258,7 +266,7 @@ def _scheduler(
         stack.callback(recorder.close)
         links.timer.wrap(recorder, RECORDER_CALLS, Phase.OBSERVE)
         ends = recorder.wrap(ends)
-    _tell_planner(ends.step_log, profile)
+    tell_planner(ends.step_log, profile, links.timer)
     scheduler = build_scheduler(
         server_args,
         config,
@@ -272,17 +280,6 @@ def _scheduler(
         tiers=tiers,
     )
     return TimedScheduler(scheduler, device)
-
-
-def _tell_planner(step_log: StepLog, profile: DeviceProfile) -> None:
-    """From now on, the planner learns the times of the profile, so each round has the same schedule."""
-    measure = step_log.on_result
-
-    def on_result(batch: ScheduleBatch) -> float:
-        measure(batch)
-        return profile.cost.seconds(StepShape.of(batch.inputs, batch.num_decodes))
-
-    step_log.on_result = on_result  # type: ignore[method-assign]
 
 
 class _Links:
@@ -381,9 +378,11 @@ def _add_metrics(
     values["metrics_ms"] = added_ms = metrics_ms(num_running)
     step_s = _mean([profile.cost.seconds(turn.shape) for turn in turns])
     values["metrics_share"] = share = added_ms / 1000 / step_s
-    result.tables[-1].notes.append(
-        f"HTTP process: counting {num_running} tokens takes {number(added_ms)} ms, {100 * share:.2f} % of such a step"
-    )
+    values["observability_share"] = all_share = values["observe_share"] + share
+    result.tables[-1].notes += [
+        f"HTTP process: counting {num_running} tokens takes {number(added_ms)} ms, {100 * share:.2f} % of such a step",
+        f"observability, in both processes: {100 * all_share:.2f} % of the time of the device",
+    ]
 
 
 def _figures(ms: np.ndarray) -> dict[str, float | None]:

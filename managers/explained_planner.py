@@ -78,14 +78,18 @@ class ExplainedPlanner(Planner):
         super().__init__(limits, kv, queues, propose, clock=clock)
         self._slow_s = slow_s
         self._clock = clock
+        self._new: dict[Req, None] = {}
+        """Requests that have entered the waiting queue since the last plan."""
         self._arrivals: dict[Req, _Arrival] = {}
+        """Of the other requests in the waiting queue."""
         self._admissions: deque[_Admission] = deque(maxlen=_MAX_ADMISSIONS)
         self._num_admitted = 0
         self._limit_s = dict.fromkeys(Limit, 0.0)
         """Seconds for which each limit held the first request, since the start."""
         self._limit: Limit | None = None
         self._last_s = clock()
-        queues.observers.append(self)
+        queues.on_wait.append(self._on_wait)
+        queues.on_end.append(self._on_end)
 
     def plan(self) -> ScheduleBatch | None:
         now = self._count_time()
@@ -99,6 +103,16 @@ class ExplainedPlanner(Planner):
         self._count_time()
         self._limit = Limit.PAUSE
 
+    def _on_wait(self, req: Req) -> None:
+        self._new[req] = None
+
+    def _on_end(self, req: Req) -> None:
+        if req.stage is Stage.WAITING:
+            arrival, now = self._arrivals.pop(req, None) or self._arrival_of(req), self._clock()
+            self._new.pop(req, None)
+            if now - arrival.at_s >= self._slow_s:
+                self._explain(req, arrival, now)
+
     def _count_time(self) -> float:
         """Adds the time since the last call to the limit of that time. Returns the time now."""
         self._note_arrivals()
@@ -109,9 +123,9 @@ class ExplainedPlanner(Planner):
         return now
 
     def _note_arrivals(self) -> None:
-        for req in self.queues.waiting:
-            if req not in self._arrivals:
-                self._arrivals[req] = self._arrival_of(req)
+        for req in self._new:
+            self._arrivals[req] = self._arrival_of(req)
+        self._new.clear()
 
     def _arrival_of(self, req: Req) -> _Arrival:
         """Of a request that has entered the queue since the last call of `_note_arrivals`."""
@@ -126,17 +140,12 @@ class ExplainedPlanner(Planner):
             limit_s[self._limit] += max(time_s - self._last_s, 0.0)
         return limit_s
 
-    def on_end(self, req: Req) -> None:
-        if req.stage is Stage.WAITING:
-            arrival, now = self._arrivals.pop(req, None) or self._arrival_of(req), self._clock()
-            if now - arrival.at_s >= self._slow_s:
-                self._explain(req, arrival, now)
-
     def _note_admissions(self, batch: ScheduleBatch, now: float) -> None:
         new_rows = {new.row for new in batch.inputs.new_rows}
         admitted = [req for req in batch.reqs if req.row in new_rows]
         for req in admitted:
             arrival = self._arrivals.pop(req, None)  # None: it was preempted in this plan
+            self._new.pop(req, None)
             if arrival is not None and now - arrival.at_s >= self._slow_s:
                 self._explain(req, arrival, now)
         for req in admitted:

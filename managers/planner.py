@@ -92,7 +92,7 @@ class Planner:
         )
         if isinstance(self._policy, FairPolicy):
             queues.waiting = self._policy.waiting
-            queues.observers.append(self._policy)
+            queues.on_end.append(self._policy.on_end)
         self._watermark = int(limits.admission_watermark * kv.allocator.size)
         self.gap = None if limits.max_itl_s is None else TokenGapBound(limits.max_itl_s)
         """The bound on token gaps, with the costs that it has learned. None: there is no bound."""
@@ -224,7 +224,7 @@ class Planner:
     def _has_interrupted(self) -> bool:
         """Whether a request without its KV has output: its engine has died, or it was retracted. The gap between two of
         its tokens has begun."""
-        return any(req.output_ids for req in chain(self.queues.unfinished, self.queues.waiting))
+        return any(req.output_ids for req in self.queues.interrupted)
 
     def _decodes_after(self, batch: ScheduleBatch) -> int:
         if self.gap is None:

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Callable, Collection
 
 from .req import Req, Stage
 from .waiting_queue import WaitingQueue
-
-
-class QueueObserver(Protocol):
-    """Is told of each request that ends, while it is still in its queue."""
-
-    def on_end(self, req: Req) -> None: ...
 
 
 class RequestQueues:
@@ -33,7 +26,13 @@ class RequestQueues:
         """Live requests with a grammar."""
         self.num_with_hidden = 0
         """Live requests that want hidden states."""
-        self.observers: list[QueueObserver] = []
+        self.interrupted: dict[Req, None] = {}
+        """The requests in `waiting` and `unfinished` that had KV before, and those that came with output. If they have
+        no output yet, it may come from a step in flight."""
+        self.on_wait: list[Callable[[Req], object]] = []
+        """Called with each request that enters the waiting queue, a new or a retracted one."""
+        self.on_end: list[Callable[[Req], object]] = []
+        """Called with each request that ends, while it is still in its place."""
         self._live: dict[str, Req] = {}
 
     @property
@@ -58,6 +57,10 @@ class RequestQueues:
         assert req.rid not in self._live
         self._live[req.rid] = req
         self.waiting.add(req)
+        if req.output_ids:
+            self.interrupted[req] = None
+        for tell in self.on_wait:
+            tell(req)
         self.num_constrained += req.sampling.grammar is not None
         self.num_with_hidden += req.hidden is not None
 
@@ -72,6 +75,7 @@ class RequestQueues:
         if whole:
             req.stage = Stage.DECODING
             self.running[req] = None
+            self.interrupted.pop(req, None)
         else:
             req.stage = Stage.EXTENDING
             self.unfinished[req] = None
@@ -81,14 +85,18 @@ class RequestQueues:
         for req in reqs:
             self._leave(req)
             req.stage = Stage.WAITING
+            self.interrupted[req] = None
+            for tell in self.on_wait:
+                tell(req)
         self.waiting.put_back(reqs)
 
     def finish(self, req: Req) -> None:
-        for observer in self.observers:
-            observer.on_end(req)
+        for tell in self.on_end:
+            tell(req)
         self._leave(req)
         req.stage = Stage.FINISHED
         del self._live[req.rid]
+        self.interrupted.pop(req, None)
         self.num_constrained -= req.sampling.grammar is not None
         self.num_with_hidden -= req.hidden is not None
 

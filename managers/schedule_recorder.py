@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ..mem_cache.evict_policy import equal_cost_depth
-from ..model_executor.step import Int32Array
 from ..srt.io_struct import (
     AbortReq,
     BatchTokenOut,
@@ -32,6 +31,7 @@ from ..srt.schedule_record import VERSION, Abort, Arrival, End, Flush, RecordFil
 from ..srt.server_args import ServerArgs
 from .engine_runner import EngineRunner
 from .engine_view import StepLog
+from .req import Req
 from .schedule_batch import ScheduleBatch
 from .scheduler_io import Inbox, Outbox
 
@@ -44,7 +44,9 @@ class _Live:
     """A request that has arrived and not ended."""
 
     number: int
-    output_ids: list[int]
+    resumed_ids: list[int]
+    req: Req | None = None
+    """It has all output tokens. None: it has not started."""
     first_token_s: float | None = None
 
 
@@ -94,8 +96,8 @@ class ScheduleRecorder:
         """Live requests, by rid."""
         self._ended: OrderedDict[str, int] = OrderedDict()
         """Numbers of the last requests that have ended, by rid."""
-        self._last: tuple[int, Int32Array, Int32Array] | None = None
-        """Of the last step: the part of the recording that has it, its rows, and its lengths."""
+        self._last: tuple[int, bytes, bytes] | None = None
+        """Of the last step: the part of the recording that has it, its rows, and the lengths that they have next."""
 
     def wrap(self, ends: SchedulerEnds) -> SchedulerEnds:
         """The same ends, through the recorder. The step log is another one, which also measures by `clock`."""
@@ -142,43 +144,40 @@ class ScheduleRecorder:
         if not batch.reqs:
             return
         step = batch.inputs
-        rows, lens = step.rows, step.seq_lens
-        if step.extend_lens is None and self._goes_on(rows, lens):
+        if step.new_rows:
+            for req in batch.reqs[: len(batch.reqs) - batch.num_decodes]:
+                live = self._live.get(req.rid)
+                if live is not None:
+                    live.req = req
+        rows, lens = step.rows.tobytes(), step.seq_lens.tobytes()
+        part = self._file.part
+        # A decode step of the rows of the step before, each with one token more, if its file has that step.
+        if step.extend_lens is None and self._last == (part, rows, lens):
             record = Step(turn, start_s, end_s, batch.num_decodes)
         else:
             extend_lens = None if step.extend_lens is None else step.extend_lens.tobytes()
-            record = Step(turn, start_s, end_s, batch.num_decodes, rows.tobytes(), lens.tobytes(), extend_lens)
-        self._last = self._file.part, rows, lens
+            record = Step(turn, start_s, end_s, batch.num_decodes, rows, lens, extend_lens)
+        self._last = part, rows, (step.seq_lens + 1).tobytes()
         self._file.write(record, end_s)
 
     def on_outputs(self, batch: BatchTokenOut) -> None:
         now_s = self._clock()
-        live_of = self._live
-        for rid, token in zip(batch.next.rids, batch.next.token_ids, strict=True):
-            live_of[rid].output_ids.append(token)
         for out in batch.outs:
-            live = live_of.get(out.rid)
+            live = self._live.get(out.rid)
             if live is None:
                 continue
             if out.token_ids and live.first_token_s is None:
                 live.first_token_s = now_s
-            live.output_ids.extend(out.token_ids)
             if out.finish is not None:
                 del self._live[out.rid]
                 self._ended[out.rid] = live.number
                 if len(self._ended) > _MAX_ENDED:
                     self._ended.popitem(last=False)
-                ids = pack_ids(np.array(live.output_ids, dtype=np.int32), self._vocab_size)
+                output_ids = live.resumed_ids if live.req is None else live.req.output_ids
+                ids = pack_ids(np.array(output_ids, dtype=np.int32), self._vocab_size)
                 self._file.write(End(self._turn, now_s, live.number, live.first_token_s, ids, out.finish), now_s)
         if not self._live:
             self._file.flush()
-
-    def _goes_on(self, rows: Int32Array, lens: Int32Array) -> bool:
-        """Whether a decode step has the rows of the step before, each with one token more, and stands in its file."""
-        if self._last is None:
-            return False
-        last_part, last_rows, last_lens = self._last
-        return last_part == self._file.part and np.array_equal(rows, last_rows) and np.array_equal(lens, last_lens + 1)
 
 
 class _RecordingInbox:

@@ -290,10 +290,8 @@ class TokenizerManager:
     @property
     def last_state(self) -> KnownState | None:
         """The last state that the scheduler told; None before it has told one."""
-        if self._last_state is None:
-            return None
-        state, told_at = self._last_state
-        return KnownState(state, time.monotonic() - told_at)
+        last = self._last_state
+        return None if last is None else KnownState(last[0], time.monotonic() - last[1])
 
     async def engine_view(self, after_step: int, timeout_s: float) -> EngineView:
         """The steps, requests and hottest prefixes of the engine. Raises EngineDead if there is no answer in time."""
@@ -345,12 +343,15 @@ class TokenizerManager:
             return
         self.heartbeats.hear(message)
         if isinstance(message, BatchTextOut):
+            if self.metrics is not None:
+                self.metrics.begin_message()
             for out in message.outs:
-                generation = self._requests.generation(out.rid)
-                if generation is not None:  # otherwise it was closed here before its last outputs arrived
+                if (generation := self._requests.generation(out.rid)) is not None:  # otherwise it was closed here
                     generation.push(out)
                 if out.finish is not None:
                     self.recovery.on_end(out.rid)
+            if self.metrics is not None:
+                self.metrics.end_message()
         elif isinstance(message, Heartbeat | StateReply):
             self._last_state = message.state, time.monotonic()
         self._try_next()  # also without an output: the suspect may have been closed here

@@ -69,7 +69,8 @@ def test_every_case_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
             assert phases["total"][kind]["mean"] == pytest.approx(parts)
             assert all(phases[name][kind]["p50"] > 0 for name in ("plan", "results", "kv", "observe"))
         assert 0 < phases["cache_share"] < 1
-    assert found["observed"]["metrics_share"] != 0
+    observed = found["observed"]
+    assert observed["observability_share"] == observed["observe_share"] + observed["metrics_share"] != 0
 
 
 @pytest.mark.parametrize(

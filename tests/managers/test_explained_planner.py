@@ -13,6 +13,8 @@ from scheduler_rig import Rig
 
 from tercet.managers import explained_planner, kv_tiers
 from tercet.managers.explained_planner import Limit
+from tercet.managers.req import Req
+from tercet.managers.waiting_queue import WaitingQueue
 from tercet.srt.pause_messages import ContinueReq, PauseReq
 
 Lines = dict[str, dict[str, Any]]
@@ -201,3 +203,28 @@ def test_a_request_that_never_starts_is_explained_at_its_end(lines: Lines, is_pa
     rig.add("starts", [5] * 5)
     run(rig)
     assert lines["starts"]["ended"] is None
+
+
+def test_waiting_requests_cost_nothing_until_they_start(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a turn without an arrival or an end, at most the first request of the queue is looked at."""
+    num_read = 0
+
+    def counted(queue: WaitingQueue) -> Iterator[Req]:
+        nonlocal num_read
+        for level in queue.levels():
+            for req in level.reqs:
+                num_read += 1
+                yield req
+
+    rig = make_rig(max_running=1, max_itl_s=1.0)
+    rig.add("long", [1] * 5, max_new_tokens=60)
+    rig.turn()
+    for index in range(200):
+        rig.add(f"r{index}", [2] * 5, max_new_tokens=1)
+    rig.turn()
+    monkeypatch.setattr(WaitingQueue, "__iter__", counted)
+    for _ in range(20):
+        rig.turn()
+        assert not rig.planner._has_interrupted()
+    assert len(rig.planner.queues.waiting) == 200
+    assert num_read <= 20

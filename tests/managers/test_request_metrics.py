@@ -38,10 +38,11 @@ class Owner:
 class Observed:
     """One observed sample, with a clock that the test moves."""
 
-    def __init__(self, metrics: RequestMetrics | None = None, tenant: str = "") -> None:
-        self.metrics = metrics or RequestMetrics()
-        self.clock = FakeClock()
-        self.generation = ObservedGeneration(Owner(tenant), 0, "0", self.metrics, self.clock)
+    def __init__(self, metrics: RequestMetrics | None = None, tenant: str = "", clock: FakeClock | None = None) -> None:
+        """`clock`: that of `metrics`."""
+        self.clock = clock or FakeClock()
+        self.metrics = metrics or RequestMetrics(self.clock)
+        self.generation = ObservedGeneration(Owner(tenant), 0, "0", self.metrics)
 
     def push(
         self,
@@ -53,6 +54,13 @@ class Observed:
         queue_s: float = 0.5,
     ) -> None:
         self.clock.now += after_s
+        self.metrics.begin_message()
+        self.push_in_message(num_tokens, finish, cached=cached, queue_s=queue_s)
+        self.metrics.end_message()
+
+    def push_in_message(
+        self, num_tokens: int, finish: FinishReason | None = None, *, cached: int = 0, queue_s: float = 0.5
+    ) -> None:
         counts = Counts(3, num_tokens, cached, 0, queue_s if finish is not None else None)
         tokens = TokenOut(rid="0", token_ids=[], finish=finish, counts=counts)
         self.generation.push(TextOut(tokens=tokens, text=""))
@@ -111,7 +119,10 @@ class BusyMetrics(RequestMetrics):
             if self.num_reads == 0:
                 count = Counts(9, 2, cached_tokens=8, queue_time_s=0.5, host_tokens=3, storage_tokens=4)
                 tokens = TokenOut(rid="0", token_ids=[], finish=LengthFinish(2), counts=count)
-                Observed(self).generation.push(TextOut(tokens=tokens, text=""))
+                generation = Observed(self).generation
+                self.begin_message()
+                generation.push(TextOut(tokens=tokens, text=""))
+                self.end_message()
         return found
 
 
@@ -126,6 +137,70 @@ def test_no_counter_falls_from_one_page_to_the_next(num_reads: int) -> None:
     )
     assert metrics.num_requests == 1
     assert not [name for name, value in before.items() if value > after[name]]
+
+
+OUTS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), min_size=1, max_size=8)
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 3), OUTS), max_size=12))
+def test_the_gap_before_each_token_is_that_of_its_own_request(
+    messages: list[tuple[float, list[tuple[int, int]]]],
+) -> None:
+    """Each message brings requests some tokens; a request may have two outputs in it. Requests 0 to 2 have a tenant."""
+    clock = FakeClock()
+    metrics = RequestMetrics(clock)
+    some = [Observed(metrics, "ann" if number < 3 else "bob") for number in range(6)]
+    expected = Histogram(metrics.inter_token_latency.bounds)
+    last_s: dict[int, float] = {}
+    num_tokens = [0] * 6
+    for after_s, outs in messages:
+        clock.now += after_s
+        metrics.begin_message()
+        for number, num_new in outs:
+            if number in last_s:
+                expected.observe((clock.now - last_s[number]) / num_new, num_new)
+            last_s[number] = clock.now
+            num_tokens[number] += num_new
+            some[number].push_in_message(num_tokens[number])
+        metrics.end_message()
+    assert metrics.inter_token_latency.counts == expected.counts
+    assert metrics.inter_token_latency.total == pytest.approx(expected.total)
+    assert metrics.generation_tokens == sum(num_tokens)
+    by_tenant = {"ann": sum(num_tokens[:3]), "bob": sum(num_tokens[3:])}
+    assert {name: one.generation_tokens for name, one in metrics.tenants.items()} == {
+        name: count for name, count in by_tenant.items() if count
+    }
+
+
+def test_the_tokens_of_a_message_that_failed_are_counted_with_the_next_one() -> None:
+    seen = Observed()
+    seen.push(1.0, 1)
+    seen.clock.now += 0.5
+    seen.metrics.begin_message()
+    seen.push_in_message(2)
+    seen.push(1.5, 3)
+    assert seen.metrics.generation_tokens == 3
+    assert seen.metrics.inter_token_latency.total == 2.0
+
+
+class CountedHistogram(Histogram):
+    num_calls = 0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.num_calls += 1
+        super().observe(value, times)
+
+
+def test_a_message_of_equal_gaps_is_one_observation() -> None:
+    metrics = RequestMetrics()
+    gaps = metrics.inter_token_latency = CountedHistogram(metrics.inter_token_latency.bounds)
+    some = [Observed(metrics) for _ in range(50)]
+    for num_tokens in range(1, 11):
+        metrics.begin_message()
+        for one in some:
+            one.push_in_message(num_tokens)
+        metrics.end_message()
+    assert gaps.num_calls == 9 and sum(gaps.counts) == 9 * 50
 
 
 def test_an_answer_without_a_token_has_a_prompt() -> None:
@@ -171,11 +246,12 @@ SECONDS = st.floats(0, 5000)
 @given(st.lists(st.tuples(st.sampled_from(["", "ann", "bob", "eve", "other"]), SECONDS, SECONDS, st.booleans())))
 def test_the_counts_of_all_tenants_make_the_totals(samples: list[tuple[str, float, float, bool]]) -> None:
     """Two tenants have counts of their own, and all others share theirs."""
-    metrics = RequestMetrics()
+    clock = FakeClock()
+    metrics = RequestMetrics(clock)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request_metrics, "MAX_TENANTS", 2)
         for tenant, first_s, queue_s, is_aborted in samples:
-            one = Observed(metrics, tenant)
+            one = Observed(metrics, tenant, clock)
             one.push(first_s, 1)
             one.push(1.0, 4, AbortFinish("by the client") if is_aborted else LengthFinish(4), queue_s=queue_s)
     tenants = metrics.tenants

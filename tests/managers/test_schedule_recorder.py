@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -24,7 +24,9 @@ from tercet.benchmarks.simulator.traffic import Traffic
 from tercet.managers import schedule_recorder
 from tercet.managers.token_out_reader import TokenOutReader
 from tercet.model_executor.step import StepInputs
-from tercet.srt.io_struct import GenerateReq
+from tercet.srt.io_struct import AbortReq, BatchTokenOut, GenerateReq, NextTokens, Resumed, pack_ids
+from tercet.srt.request_options import RequestOptions
+from tercet.srt.sampling_params import SamplingParams
 from tercet.srt.schedule_record import Arrival, End, RecordFile, Recording, Retain, Step
 
 
@@ -186,6 +188,32 @@ def test_a_recording_has_all_requests_with_their_outputs(tmp_path: Path) -> None
     assert any(step.rows is None for step in steps), "steps that go on are short"
     assert all(step.start_s < step.end_s for step in steps)
     assert path.stat().st_mode & 0o077 == 0, "only the owner may read prompts"
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_the_output_of_a_resumed_request_has_the_tokens_of_the_first_engine(tmp_path: Path, is_aborted: bool) -> None:
+    """Also if it ends before its first step."""
+    options = RequestOptions(sampling=SamplingParams(max_new_tokens=6, sampling_seed=1, ignore_eos=True))
+    resumed = Resumed([11, 12], 0, 0)
+    messages: list[object] = [GenerateReq("r0", pack_ids([1, 2, 3]), options, resumed)]
+    recorded = Recorded(tmp_path / "record", 1)
+    recorded.run(lambda turn: messages + [AbortReq("r0")] * is_aborted, num_turns=1)
+    recording = Recording(tmp_path / "record")
+    (end,) = [record for record in recording.records() if isinstance(record, End)]
+    ids = recording.ids(end.ids).tolist()
+    reader = TokenOutReader()
+    said = [token for message in recorded.outbox.messages for out in reader.read(message) for token in out.token_ids]
+    assert ids == [11, 12, *said] and len(ids) == (2 if is_aborted else 6)
+
+
+class Unread(list[str]):
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("the recorder reads the next tokens of each step")
+
+
+def test_next_tokens_cost_the_recorder_nothing(tmp_path: Path) -> None:
+    recorded = Recorded(tmp_path / "record", 1)
+    recorded.recorder.on_outputs(BatchTokenOut([], NextTokens(Unread(["r0"]), [7])))
 
 
 def test_the_profile_is_fitted_to_the_recorded_times(tmp_path: Path) -> None:

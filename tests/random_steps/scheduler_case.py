@@ -207,8 +207,11 @@ class SchedulerCase:
         self.num_turns += 1
         self._clients.hear(self.num_turns)
         self._count_replies(self._num_loads - num_loads)
-        holders = rig.scheduler.queues.holders()
+        queues = rig.scheduler.queues
+        holders = queues.holders()
         check_owners(rig.kv, holders)
+        without_kv = [*queues.waiting, *queues.unfinished]
+        assert {one for one in without_kv if one.output_ids} == {one for one in queues.interrupted if one.output_ids}
         if rig.kv.tiers is not None:
             rig.kv.tiers.audit()
             check_host_blocks(rig.kv.tiers, self._storage)
