@@ -349,7 +349,7 @@ def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> Scheduler
     )
     if facts.cpu_kernels is not None:
         logger.info(
-            "CPU kernels: build %s, blocks of %d KiB, chunks of %d, bfloat16 %s (%s)",
+            "CPU kernels: build %s, blocks of %d KiB, chunks of %d, bfloat16 %s, linear layers of %s (%s)",
             *msgspec.structs.astuple(facts.cpu_kernels),
         )
     return facts
@@ -366,4 +366,5 @@ def _cpu_kernels(settings: RunnerSettings) -> CpuKernels | None:
     if settings.cpu_kernels is None or variant is None:
         return None
     tuning, source = settings.cpu_kernels
-    return CpuKernels(variant.name, *tuning, source)
+    linears = "onednn" if settings.onednn else "tercet"
+    return CpuKernels(variant.name, tuning.block_kib, tuning.chunk, tuning.bfloat16, linears, source)

@@ -1,8 +1,8 @@
 """Tunes the compiled CPU operations for the processor, by a measurement that runs once on each machine.
 
 The choice is made before a model is loaded and never changes while it runs, so a token has the same bits in every
-batch. Sizes change no bit of a result. The kind of products of bfloat16 does, so it is part of the identity of KV and
-of what a stream can be continued with.
+batch. Sizes change no bit of a result. The kind of products of bfloat16 and the choice of oneDNN do, so they are part
+of the identity of KV and of what a stream can be continued with.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import torch
 from ..srt import env
 from ..srt.machine.cores import usable_cores
 from . import cpu_extension
+from .layers.linear import can_pack
+from .layers.onednn_layers import OneDnnLinear
 from .layers.quantized_weight import GROUP
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,10 @@ _BUDGET_S = 0.4
 _BLOCK_KIB = (96, 256, 640)
 _CHUNKS = (256, 1024)
 _NUM_OUT, _NUM_IN = 384, 1536
+_FEW_AND_MANY = (4, 128)
+"""Rows for choices that change bits: such a choice is for all, because a row must have the same bits in every batch."""
+_MULTIPLIED = (torch.float32, torch.bfloat16)
+_ONEDNN = ("none", "float32", "bfloat16", "float32+bfloat16")
 _CPU_FACTS = (
     *("vendor_id", "cpu family", "model", "model name", "stepping", "cache size", "flags"),
     *("CPU implementer", "CPU part", "CPU variant", "CPU revision", "Features"),  # arm64
@@ -54,13 +60,26 @@ class CpuTuning(NamedTuple):
     """numbers of a row that are multiplied before the next"""
     bfloat16: str
     """products of bfloat16 in linear layers: native, or widened to float32"""
+    onednn: str = "none"
+    """types of which oneDNN's linear layers are faster: one of `_ONEDNN`"""
+
+    def prefers_onednn(self, dtype: torch.dtype) -> bool:
+        """Whether oneDNN's linear layers are faster for activations and weights of this type."""
+        return str(dtype).removeprefix("torch.") in self.onednn.split("+")
 
     def apply(self) -> None:
         """Use it in this process from the next operation on. Raises ValueError if this build cannot."""
+        for dtype in _MULTIPLIED:
+            if self.prefers_onednn(dtype) and not _onednn_multiplies(dtype):
+                raise ValueError(f"oneDNN has no linear layers of {str(dtype).removeprefix('torch.')} here")
         try:
             torch.ops.tercet_cpu.set_tuning(self.block_kib << 10, self.chunk, self.bfloat16 == "widened")
         except RuntimeError as error:
             raise ValueError(str(error).splitlines()[0]) from None
+
+
+Call = Callable[[CpuTuning], object]
+"""What is timed: a layer that computes as the tuning says."""
 
 
 class ChosenTuning(NamedTuple):
@@ -142,7 +161,8 @@ def _kept(path: Path, key: Mapping[str, Any]) -> ChosenTuning | None:
 
 
 def _with_default_bits(tuning: CpuTuning) -> CpuTuning:
-    return tuning._replace(bfloat16=default_tuning().bfloat16)
+    default = default_tuning()
+    return tuning._replace(bfloat16=default.bfloat16, onednn=default.onednn)
 
 
 def machine_key() -> dict[str, Any]:
@@ -185,24 +205,37 @@ def measure(clock: Callable[[], float] = time.thread_time) -> CpuTuning:
 
 def _measured(clock: Callable[[], float]) -> CpuTuning:
     tuning = default_tuning()
+    native = tuning.bfloat16 == "native"
     # Sizes: many rows, longer than a chunk.
     sizes = [tuning._replace(block_kib=block, chunk=chunk) for block in _BLOCK_KIB for chunk in _CHUNKS]
     calls = [*_linears(torch.float32, (128,)), _quantized_linear(128)]
-    if tuning.bfloat16 == "native":
+    if native:
         calls += _linears(torch.bfloat16, (128,))
     tuning = fastest(tuning, sizes, calls, _BUDGET_S, clock)
-    if tuning.bfloat16 == "native":
+    if native:
         kinds = [tuning._replace(bfloat16="widened")]
-        # Few rows and many: the kind is the same for all, because a row must have the same bits in every batch.
-        tuning = fastest(tuning, kinds, _linears(torch.bfloat16, (4, 128)), _BUDGET_S, clock)
+        tuning = fastest(tuning, kinds, _linears(torch.bfloat16, _FEW_AND_MANY), _BUDGET_S, clock)
+    for dtype in (torch.float32, torch.bfloat16) if native else (torch.float32,):
+        if _onednn_multiplies(dtype):
+            with_onednn = tuning._replace(onednn=_with(tuning.onednn, dtype))
+            tuning = fastest(tuning, [with_onednn], _linears(dtype, _FEW_AND_MANY), _BUDGET_S, clock)
     tuning.apply()
     return tuning
+
+
+def _onednn_multiplies(dtype: torch.dtype) -> bool:
+    return can_pack(torch.empty((1, 1), dtype=dtype))
+
+
+def _with(onednn: str, dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return name if onednn == "none" else f"{onednn}+{name}"
 
 
 def fastest(
     default: CpuTuning,
     others: Iterable[CpuTuning],
-    calls: Sequence[Callable[[], object]],
+    calls: Sequence[Call],
     budget_s: float,
     clock: Callable[[], float],
 ) -> CpuTuning:
@@ -220,7 +253,7 @@ def fastest(
             candidate.apply()
             for index, call in enumerate(calls):
                 before = clock()
-                call()
+                call(candidate)
                 times[candidate, index] = min(times[candidate, index], clock() - before)
     cost = {
         candidate: sum(times[candidate, index] / max(times[default, index], 1e-9) for index in range(len(calls)))
@@ -228,28 +261,35 @@ def fastest(
     }
     best = min(candidates, key=cost.__getitem__)
     chosen = best if cost[best] < (1 - MIN_GAIN) * cost[default] else default
-    shares = ", ".join(f"{one.block_kib}/{one.chunk}/{one.bfloat16} {cost[one] / len(calls):.2f}" for one in candidates)
+    shares = ", ".join(f"{'/'.join(map(str, one))} {cost[one] / len(calls):.2f}" for one in candidates)
     logger.debug("CPU kernels, time relative to the default: %s", shares)
     return chosen
 
 
-def _linears(dtype: torch.dtype, rows: Sequence[int]) -> list[Callable[[], object]]:
+def _linears(dtype: torch.dtype, rows: Sequence[int]) -> list[Call]:
     """Calls of a linear layer of 1,536 inputs and 384 outputs, one for each number of rows."""
     width, per_word = 2 * cpu_extension.lanes(), 4 // dtype.itemsize
     generator = torch.Generator().manual_seed(0)
     shape = (_NUM_OUT // width, _NUM_IN // per_word, width, per_word)  # that of `packing.panels_of`
     packed = torch.randn(shape, generator=generator).to(dtype)
     inputs = [torch.randn(count, _NUM_IN, generator=generator).to(dtype) for count in rows]
-    return [functools.partial(torch.ops.tercet_cpu.linear, x, packed, None, _NUM_OUT) for x in inputs]
+    onednn = functools.cache(lambda: OneDnnLinear(packed.view(_NUM_OUT, _NUM_IN)))
+
+    def call(x: torch.Tensor, tuning: CpuTuning) -> object:
+        if tuning.prefers_onednn(dtype):
+            return onednn()(x)
+        return torch.ops.tercet_cpu.linear(x, packed, None, _NUM_OUT)
+
+    return [functools.partial(call, x) for x in inputs]
 
 
-def _quantized_linear(rows: int) -> Callable[[], object]:
+def _quantized_linear(rows: int) -> Call:
     """The same with weights of 8 bits that are widened to float32."""
     width = 2 * cpu_extension.lanes()
     bytes_of_group = width * (2 + GROUP)  # a float16 scale and the values of each column
     packed = torch.zeros(_NUM_OUT // width, _NUM_IN // GROUP, bytes_of_group, dtype=torch.uint8)
     x = torch.randn(rows, _NUM_IN, generator=torch.Generator().manual_seed(0))
-    return functools.partial(torch.ops.tercet_cpu.linear, x, packed, None, _NUM_OUT)
+    return lambda _: torch.ops.tercet_cpu.linear(x, packed, None, _NUM_OUT)
 
 
 def _parse(content: bytes) -> CpuTuning:
@@ -263,6 +303,8 @@ def _parse(content: bytes) -> CpuTuning:
         raise ValueError("block_kib and chunk must be positive whole numbers")
     if tuning.bfloat16 not in ("native", "widened"):
         raise ValueError(f"bfloat16 must be native or widened, got {tuning.bfloat16!r}")
+    if tuning.onednn not in _ONEDNN:
+        raise ValueError(f"onednn must be {', '.join(_ONEDNN[:-1])} or {_ONEDNN[-1]}, got {tuning.onednn!r}")
     return tuning
 
 

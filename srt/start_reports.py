@@ -15,6 +15,8 @@ class CpuKernels(msgspec.Struct, frozen=True):
     chunk: int
     bfloat16: str
     """Products of bfloat16: native or widened."""
+    linears: str
+    """Whose linear layers the model has: tercet or onednn."""
     source: str
     """Where the tuning is from: default, measured, or a file."""
 

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runners import make_runner
+from runners import make_settings
 
 from tercet.model_executor import cpu_extension
+from tercet.model_executor.layers.linear import can_pack
+from tercet.model_executor.runner.load import load_runner
 from tercet.srt.model_files.model_config import ModelConfig
 
 # The context is longer than a split of attention, and the vocabulary is not a multiple of the panel width.
@@ -28,13 +30,15 @@ CONFIG = ModelConfig(
     load_format="dummy",
 )
 VARIANTS = [
-    # dtype, quantization, page size
+    # dtype, quantization or onednn, page size
     ("float32", None, 1),
     ("bfloat16", None, 1),
     ("float32", "int8", 1),
     ("bfloat16", "int4", 1),
     ("float32", None, 32),
     ("bfloat16", None, 32),
+    ("float32", "onednn", 1),
+    ("bfloat16", "onednn", 1),
 ]
 
 
@@ -43,17 +47,21 @@ def make_cpu_runner(variant=VARIANTS[0], config=CONFIG, **options):
 
     Skips the test if this variant leaves the products to torch.
     """
-    dtype, quantization, page_size = variant
-    if not cpu_extension.multiplies(getattr(torch, dtype)) and quantization is None:
+    dtype, products, page_size = variant
+    if not cpu_extension.multiplies(getattr(torch, dtype)) and products is None:
         pytest.skip("torch multiplies this type here")
+    onednn = products == "onednn"
+    if onednn and not can_pack(torch.empty(1, 1, dtype=getattr(torch, dtype))):
+        pytest.skip("oneDNN does not multiply this type here")
     settings = {
         "max_running_requests": 64,
         "max_total_tokens": 8000,
         "dtype": dtype,
-        "quantization": quantization,
+        "quantization": None if onednn else products,
         "attention_backend": "cpu",
         "page_size": page_size,
         **options,
     }
     # With pages, the head dimension must fill whole panels.
-    return make_runner(config if page_size == 1 else replace(config, head_dim=32), **settings)
+    config = config if page_size == 1 else replace(config, head_dim=32)
+    return load_runner(replace(make_settings(config, **settings), onednn=onednn), config)

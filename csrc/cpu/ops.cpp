@@ -5,6 +5,7 @@
 #include "attention_ops.h"
 #include "choice_ops.h"
 #include "layer_ops.h"
+#include "onednn.h"
 #include "rates.h"
 
 /// model_executor/cpu_build.py reads it from the compiled file, before that is loaded: the version of torch and a
@@ -31,6 +32,10 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def("instruction_rates(ScalarType type, float seconds) -> Dict(str, float)", &instruction_rates_op);
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, bool to_float=False) -> Tensor", &linear_op);
   m.def("linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_silu_mul_op);
+  m.def("pack_for_onednn(Tensor weight) -> Tensor", &pack_for_onednn_op);
+  m.def(
+      "onednn_linear(Tensor x, Tensor[] parts, Tensor[] biases, int n, bool is_gated=False) -> Tensor",
+      &onednn_linear_op);
   m.def("embedding(Tensor ids, Tensor packed, ScalarType dtype) -> Tensor", &embedding_op);
   m.def("quantized_embedding(Tensor ids, Tensor packed, ScalarType dtype) -> Tensor", &quantized_embedding_op);
   m.def(

@@ -129,12 +129,14 @@ def layers_for(
     *,
     quantized: bool = False,
     widths: Iterable[int] = (),
+    onednn: bool = False,
     fuse_small_steps: bool = False,
 ) -> LayerKinds:
     """The kind of layers that goes with an attention backend.
 
     `quantized`: whether weights are QuantizedWeights, which only `cpu` has. `widths`: lengths of the vectors that
-    linear layers multiply. `fuse_small_steps`: see FusedTritonLayers; other backends have no such layers.
+    linear layers multiply. `onednn`: whether a CPU's linear layers are oneDNN's. `fuse_small_steps`: see
+    FusedTritonLayers; other backends have no such layers.
     """
     assert not quantized or attention_backend == "cpu"
     match attention_backend:
@@ -150,6 +152,10 @@ def layers_for(
             from .quantized_layers import QuantizedLayers  # needs the compiled operations
 
             return QuantizedLayers(dtype)
+        case "cpu" if onednn:
+            from .onednn_layers import OneDnnLayers  # needs the compiled operations
+
+            return OneDnnLayers(dtype)
         case "cpu":
             from .cpu_layers import cpu_layers  # needs the compiled operations, which this backend has loaded
 

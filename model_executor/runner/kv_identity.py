@@ -14,6 +14,7 @@ from ... import __version__
 from ...srt.model_files.fingerprint import weight_fields, weight_fingerprints
 from ...srt.model_files.model_config import ModelConfig
 from .. import cpu_extension
+from ..cpu_calibration import processor
 from .settings import RunnerSettings
 
 
@@ -36,6 +37,8 @@ def kv_identity(settings: RunnerSettings, config: ModelConfig, weight_version: s
         "page_size": settings.page_size,
         "device": "cpu" if on_cpu else torch.cuda.get_device_name(settings.device),
         "build": None if variant is None else variant.name,
+        # oneDNN chooses its instructions by the processor.
+        "onednn": processor() if settings.onednn else None,
         "bfloat16_products": None if settings.cpu_kernels is None else settings.cpu_kernels.tuning.bfloat16,
         "versions": [__version__, torch.__version__],
     }

@@ -82,7 +82,7 @@ class _RunnerBuilder:
             open_cache_folder(settings.weight_cache),
             weight_dtype=settings.weight_dtype,
             forms=settings.weight_forms,
-            packed=self._layers(settings.attention_backend).compiled,
+            packed=self._layers(settings).compiled and not settings.onednn,
         )
         self.uploads = Uploads(settings.device, self.accelerator)
         self.sampler = Sampler(
@@ -135,7 +135,7 @@ class _RunnerBuilder:
         """
         settings, config = self.settings, self.config
         num_rows = settings.max_running_requests
-        compiled = self._layers(settings.attention_backend).compiled
+        compiled = self._layers(settings).compiled
         quantized = settings.rounds_to_integers
         step_bytes = partial(activation_bytes, config, settings.dtype, compiled=compiled, quantized=quantized)
         reserve = step_bytes(tokens=settings.max_prefill_tokens + num_rows, rows=num_rows)
@@ -160,14 +160,15 @@ class _RunnerBuilder:
             )
         return reserve
 
-    def _layers(self, attention_backend: str) -> LayerKinds:
+    def _layers(self, settings: RunnerSettings) -> LayerKinds:
         return layers_for(
-            attention_backend,
-            self.settings.dtype,
-            quantized=self.settings.rounds_to_integers,
+            settings.attention_backend,
+            settings.dtype,
+            quantized=settings.rounds_to_integers,
             # Only the widths that may be odd: head_dim is even, so the width of all heads is, too.
             widths=(self.config.hidden_size, self.config.intermediate_size),
-            fuse_small_steps=self.settings.fuse_small_steps,
+            onednn=settings.onednn,
+            fuse_small_steps=settings.fuse_small_steps,
         )
 
     def _pool_tokens(self, memory: Memory, reserve: int) -> int:
@@ -197,7 +198,7 @@ class _RunnerBuilder:
             kv_panel(settings.attention_backend, settings.page_size, config.head_dim, settings.kv_dtype),
         )
         attention = create_attention_backend(settings.attention_backend, family_of(config).attention(config), kv_pool)
-        model = self._model(self.parameters, attention)
+        model = self._model(settings, self.parameters, attention)
         num_bytes = RunnerBytes(self.weight_bytes, pool_tokens * self.bytes_per_token)
         return ModelRunner(
             settings,
@@ -212,18 +213,18 @@ class _RunnerBuilder:
             num_bytes,
         )
 
-    def _model(self, parameters: Parameters, attention: AttentionBackend) -> Model:
-        layers = self._layers(attention.name)
-        return family_of(self.config).build(self.config, parameters, attention, layers, self.settings.context_len)
+    def _model(self, settings: RunnerSettings, parameters: Parameters, attention: AttentionBackend) -> Model:
+        layers = self._layers(settings)
+        return family_of(self.config).build(self.config, parameters, attention, layers, settings.context_len)
 
     def weight_updater(self, runner: ModelRunner) -> WeightUpdater:
         """What loads other weights into the runner."""
 
-        def build(parameters: Parameters) -> BuiltModel:
+        def build(settings: RunnerSettings, parameters: Parameters) -> BuiltModel:
             device = self.settings.device
             if device.type != "cpu":
                 parameters = {name: tensor.to(device) for name, tensor in parameters.items()}
-            model = self._model(parameters, runner.attention)
+            model = self._model(settings, parameters, runner.attention)
             is_recorded = self.accelerator is None and model.compiled and self.settings.record_decodes
             return BuiltModel(model, self._record_on_cpu(runner, model) if is_recorded else None)
 

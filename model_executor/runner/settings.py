@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,8 +16,19 @@ from ..attention.registry import default_page_size, resolve_attention_backend, r
 from ..cpu_calibration import ChosenTuning, resolve_tuning
 from ..device.dtypes import resolve_dtype
 from ..layers.fp8_weight import FP8_FORMS
+from ..layers.onednn_layers import keeps_bits, part_shapes
+from ..models.family import family_of
 from ..weights.loader import checkpoint_dtype, stored_forms, stored_fp8_forms, stored_matrix_dtype
-from ..weights.quantization import BITS_PER_WEIGHT, FP8, check_quantization, parameter_bytes, quantized_forms
+from ..weights.quantization import (
+    BITS_PER_WEIGHT,
+    FP8,
+    check_quantization,
+    is_linear,
+    parameter_bytes,
+    quantized_forms,
+)
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_RECORDED_ROWS = 256
 _DEFAULT_HOST_GB = 1.0
@@ -57,6 +69,8 @@ class RunnerSettings:
     """type of the KV pool"""
     cpu_kernels: ChosenTuning | None
     """the tuning of the compiled CPU operations; None if they are not used"""
+    onednn: bool
+    """whether linear layers are oneDNN's"""
     attention_backend: str
     """one of attention.registry.BACKEND_NAMES"""
     quantization: str | None
@@ -123,13 +137,15 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     context_len = server_args.context_length or config.context_len
     if context_len > config.context_len:
         raise ValueError(f"--context-length must be at most the model's {config.context_len}, got {context_len}")
+    cpu_kernels = resolve_tuning(server_args.cpu_kernels, server_args.weight_cache) if backend == "cpu" else None
     return RunnerSettings(
         device=device,
         dtype=dtype,
         weight_dtype=weights.dtype,
         weight_forms=weights.forms,
         kv_dtype=resolve_kv_dtype(server_args.kv_cache_dtype, dtype, backend),
-        cpu_kernels=(resolve_tuning(server_args.cpu_kernels, server_args.weight_cache) if backend == "cpu" else None),
+        cpu_kernels=cpu_kernels,
+        onednn=cpu_kernels is not None and uses_onednn(cpu_kernels, dtype, weights, config),
         attention_backend=backend,
         quantization=server_args.quantization,
         weight_cache=server_args.weight_cache,
@@ -172,6 +188,23 @@ def resolve_weights(dtype: torch.dtype, config: ModelConfig, backend: str, quant
     if has_whole_words and stored_matrix_dtype(config) == torch.bfloat16:
         return WeightTypes(torch.bfloat16, {})
     return WeightTypes(dtype, stored_forms(config))
+
+
+def uses_onednn(chosen: ChosenTuning, dtype: torch.dtype, weights: WeightTypes, config: ModelConfig) -> bool:
+    """Whether linear layers are oneDNN's: it is faster here, matrices have the type of the activations, `dtype`, and a
+    row has the same bits in every batch. Logs it if only the last is not true."""
+    has_whole_words = all(width * dtype.itemsize % 4 == 0 for width in (config.hidden_size, config.intermediate_size))
+    if not chosen.tuning.prefers_onednn(dtype) or weights.forms or weights.dtype != dtype or not has_whole_words:
+        return False
+    parameters = {parameter.name: parameter for parameter in family_of(config).parameters(config)}
+    for name, parameter in parameters.items():
+        if not is_linear(parameter):
+            continue
+        is_gated, has_bias = name.endswith("gate_up_proj.weight"), name.removesuffix("weight") + "bias" in parameters
+        if not all(map(keeps_bits, part_shapes(parameter.shape, dtype, is_gated=is_gated, has_bias=has_bias))):
+            logger.warning("oneDNN's linear layers are not used: bits of a row of %s depend on the batch", name)
+            return False
+    return True
 
 
 def weight_bytes(settings: RunnerSettings, config: ModelConfig) -> int:

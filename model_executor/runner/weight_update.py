@@ -19,7 +19,7 @@ from ..device.memory import Memory
 from ..models.family import Model, Parameters
 from ..weights.loader import load_parameters
 from .decode_runner import DecodeRunner
-from .settings import RunnerSettings, resolve_weights, weight_bytes
+from .settings import RunnerSettings, resolve_weights, uses_onednn, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +75,12 @@ class WeightUpdater:
         config: ModelConfig,
         *,
         host_memory: Callable[[], Memory],
-        build: Callable[[Parameters], BuiltModel],
+        build: Callable[[RunnerSettings, Parameters], BuiltModel],
         use: Callable[[BuiltModel], None],
         in_place: Parameters | None,
         accelerator: Accelerator | None,
     ) -> None:
-        """`build`: makes a model of the same kind from parameters on the runner's device. `use`: puts it in the place
+        """`build`: makes a model from settings and parameters on the runner's device. `use`: puts it in the place
         of the old one. `in_place`: the device's tensors that the running model reads by their addresses; the new
         weights are written to them, because the device has no memory for both. None: a new model is built."""
         self._settings = settings
@@ -118,7 +118,7 @@ class WeightUpdater:
             forms=settings.weight_forms,
         )
         if self._in_place is None:
-            self._use(self._build(CopiedParameters(stored)))
+            self._use(self._build(settings, CopiedParameters(stored)))
         else:
             self._overwrite(self._in_place, stored)
         trim_heap()
@@ -127,8 +127,9 @@ class WeightUpdater:
     def _settings_for(self, config: ModelConfig) -> RunnerSettings:
         """The settings with the types of the new matrices. Their file may store other types than the old one."""
         settings = self._settings
-        dtype, forms = resolve_weights(settings.dtype, config, settings.attention_backend, settings.quantization)
-        return dataclasses.replace(settings, weight_dtype=dtype, weight_forms=forms)
+        weights = resolve_weights(settings.dtype, config, settings.attention_backend, settings.quantization)
+        onednn = settings.cpu_kernels is not None and uses_onednn(settings.cpu_kernels, settings.dtype, weights, config)
+        return dataclasses.replace(settings, weight_dtype=weights.dtype, weight_forms=weights.forms, onednn=onednn)
 
     def _overwrite(self, targets: Parameters, stored: Parameters) -> None:
         """Read all new weights to the host, and only then write the first one to the device."""

@@ -7,14 +7,18 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from default_model import generate, is_greedy, model_path, prompts
-from runners import make_runner
+from runners import make_settings
 
 from fakes import FakeInbox, FakeOutbox
 from tercet.managers.scheduler import InFlight
 from tercet.managers.scheduler_io import SchedulerIO
 from tercet.managers.scheduler_process import build_scheduler
 from tercet.managers.token_out_reader import TokenOutReader
+from tercet.model_executor import cpu_extension
+from tercet.model_executor.layers.linear import can_pack
+from tercet.model_executor.runner.load import load_runner
 from tercet.srt.io_struct import GenerateReq, pack_ids
 from tercet.srt.model_files.model_config import load_model_config
 from tercet.srt.request_options import RequestOptions
@@ -32,11 +36,12 @@ PROMPTS = prompts(TOKENIZER, NUM_PROMPTS)
 class InProcessEngine:
     """The scheduler on the real model, without processes and sockets; audits the books after every turn."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, onednn: bool = False, **settings: Any) -> None:
+        """`onednn`: with oneDNN's linear layers, for which matrices must have the type of the activations."""
         args = ServerArgs(model_path=str(model_path()), dtype="float32", max_total_tokens=16384)
         args = dataclasses.replace(args, **settings)
         config = load_model_config(args.model_path)
-        runner = make_runner(
+        runner_settings = make_settings(
             config,
             max_running_requests=args.max_running_requests,
             dtype=args.dtype,
@@ -44,6 +49,11 @@ class InProcessEngine:
             page_size=args.page_size,
             max_total_tokens=args.max_total_tokens,
         )
+        if onednn:
+            runner_settings = dataclasses.replace(
+                runner_settings, weight_dtype=torch.float32, weight_forms={}, onednn=True
+            )
+        runner = load_runner(runner_settings, config)
         self.inbox = FakeInbox()
         self.outbox = FakeOutbox()
         io = SchedulerIO(self.inbox, self.outbox, FakeOutbox(), time.monotonic)
@@ -118,3 +128,16 @@ def test_after_forced_retraction(overlap: bool, expected: list[list[int]]) -> No
     )
     assert engine.generate([PROMPTS[index] for index in chosen]) == [expected[index] for index in chosen]
     assert engine.num_retractions > 0
+
+
+@pytest.mark.skipif(
+    cpu_extension.load() is None or not can_pack(torch.empty(1, 1)), reason="no build of csrc/cpu, or no oneDNN"
+)
+def test_on_linear_layers_of_onednn() -> None:
+    """Each prompt alone, then in batches and chunks. Rounding may decide between two tokens of equal logits."""
+    chosen = PROMPTS[::5]
+    alone = InProcessEngine(onednn=True, disable_radix_cache=True)
+    outputs = [alone.generate([prompt])[0] for prompt in chosen]
+    assert all(is_greedy(prompt, ids) for prompt, ids in zip(chosen, outputs, strict=True))
+    batched = InProcessEngine(onednn=True, chunked_prefill_size=64, page_size=16)
+    assert batched.generate(chosen) == outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from toy_runner import TOY
 
 from tercet.model_executor import cpu_calibration, cpu_extension
 from tercet.model_executor.cpu_calibration import ChosenTuning, CpuTuning, default_tuning, fastest, resolve_tuning
+from tercet.model_executor.layers.linear import can_pack
 from tercet.model_executor.runner.kv_identity import kv_identity
 from tercet.model_executor.weights.cache_folder import CacheFolder
 
@@ -50,8 +52,9 @@ def chosen(times: dict[CpuTuning, list[float]], monkeypatch: pytest.MonkeyPatch)
     clock, applied, left = Clock(), [], {one: list(turns) for one, turns in times.items()}
     monkeypatch.setattr(CpuTuning, "apply", lambda self: applied.append(self))
 
-    def call() -> None:
-        turns = left[applied[-1]]
+    def call(tuning: CpuTuning) -> None:
+        assert tuning == applied[-1]
+        turns = left[tuning]
         clock.now += turns.pop(0) if len(turns) > 1 else turns[0]
 
     default, *others = times
@@ -76,7 +79,7 @@ def test_the_least_time_of_several_turns_counts(monkeypatch: pytest.MonkeyPatch,
 def test_the_budget_ends_the_turns(monkeypatch: pytest.MonkeyPatch, other: CpuTuning) -> None:
     clock, calls = Clock(), []
 
-    def call() -> None:
+    def call(_: CpuTuning) -> None:
         clock.now += 10
         calls.append(1)
 
@@ -90,6 +93,26 @@ def test_a_real_measurement_chooses_a_candidate_and_leaves_the_threads(monkeypat
     monkeypatch.setattr(cpu_calibration, "_ROUNDS", 1)
     tuning = cpu_calibration.measure(clock=lambda: float(next(ticks)))  # all calls take one tick
     assert tuning == default_tuning() and torch.ops.tercet_cpu.num_threads() == threads
+
+
+def test_onednn_is_chosen_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each type that it multiplies."""
+    clock = itertools.count()
+
+    class Fast:
+        def __init__(self, weight: torch.Tensor) -> None:
+            self.dtype = weight.dtype
+
+        def __call__(self, x: torch.Tensor) -> None:
+            assert x.dtype == self.dtype and len(x) in (4, 128)
+            took.append(-0.5)
+
+    took: list[float] = []
+    monkeypatch.setattr(cpu_calibration, "OneDnnLinear", Fast)
+    dtypes = [torch.float32] + [torch.bfloat16] * (default_tuning().bfloat16 == "native")
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes if can_pack(torch.empty(1, 1, dtype=dtype))]
+    tuning = cpu_calibration.measure(clock=lambda: next(clock) + sum(took))
+    assert tuning == default_tuning()._replace(onednn="+".join(names) or "none")
 
 
 def kept_or_measured(folder: Path | None, tuning: CpuTuning, key: dict[str, Any] = KEY) -> ChosenTuning:
@@ -124,7 +147,7 @@ def test_a_server_that_makes_room_leaves_a_file_that_is_written(
 def test_what_is_not_kept_changes_no_bit(tmp_path: Path, other: CpuTuning) -> None:
     """An engine that is started again must go on with the same bits, and might measure something else."""
     (tmp_path / "file").touch()
-    measured = other._replace(bfloat16="widened" if other.bfloat16 == "native" else "native")
+    measured = other._replace(bfloat16="widened" if other.bfloat16 == "native" else "native", onednn="float32")
     assert kept_or_measured(None, measured).tuning == other
     assert kept_or_measured(tmp_path / "file" / "x", measured).tuning == other
     assert kept_or_measured(tmp_path / "cache", measured).tuning == measured
@@ -188,6 +211,9 @@ def test_a_setting_overrides_the_measurement(tmp_path: Path, other: CpuTuning, m
         resolve_tuning("/missing", "off")
     path.write_text("{}")
     with pytest.raises(ValueError, match='the file must be JSON with "chosen"'):
+        resolve_tuning(str(path), "off")
+    path.write_text(json.dumps({"chosen": default_tuning()._asdict() | {"onednn": "float16"}}))
+    with pytest.raises(ValueError, match=r"onednn must be none, float32, bfloat16 or float32\+bfloat16, got 'float16'"):
         resolve_tuning(str(path), "off")
 
 
@@ -279,3 +305,6 @@ def test_a_tuning_that_the_build_does_not_have_is_refused() -> None:
     if default.bfloat16 != "native":
         with pytest.raises(ValueError, match="can multiply bfloat16 only as float"):
             default._replace(bfloat16="native").apply()
+    if not can_pack(torch.empty(1, 1, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="oneDNN has no linear layers of bfloat16 here"):
+            default._replace(onednn="float32+bfloat16").apply()

@@ -52,7 +52,7 @@ def test_chunks_of_any_size_and_prefixes_that_are_there(make_driver):
         assert torch.equal(found[299], expected), chunks
 
 
-@pytest.mark.parametrize("make_driver", VARIANTS[4:], indirect=True, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("make_driver", VARIANTS[4:6], indirect=True, ids=["float32", "bfloat16"])
 def test_panels_change_no_bit(make_driver):
     ids = np.random.default_rng(4).integers(0, 301, 300)
     expected = make_driver(page_size=1).logits_along(1, ids, [50, 230])

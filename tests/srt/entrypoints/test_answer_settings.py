@@ -45,9 +45,11 @@ def test_the_kind_of_products_decides_answers_but_sizes_do_not(tmp_path: Path) -
     def of(tuning: CpuKernels) -> dict[str, str]:
         return answer_settings(args, config, msgspec.structs.replace(FACTS, cpu_kernels=tuning))
 
-    before = of(CpuKernels("avx512_bf16", 256, 1024, "native", "measured"))
-    assert not changed(before, of(CpuKernels("avx512_bf16", 96, 256, "native", "default")))
-    assert changed(before, of(CpuKernels("avx512_bf16", 256, 1024, "widened", "measured"))) == ["bfloat16_products"]
+    kernels = CpuKernels("avx512_bf16", 256, 1024, "native", "tercet", "measured")
+    before = of(kernels)
+    assert not changed(before, of(CpuKernels("avx512_bf16", 96, 256, "native", "tercet", "default")))
+    assert changed(before, of(msgspec.structs.replace(kernels, bfloat16="widened"))) == ["bfloat16_products"]
+    assert changed(before, of(msgspec.structs.replace(kernels, linears="onednn"))) == ["linears"]
 
 
 def test_files_that_decide_answers(tmp_path: Path) -> None:
