@@ -151,9 +151,7 @@ def _find_overflows_in_numpy(interpreter: Any) -> None:
         kind = left.type.scalar
         if kind.int_bitwidth < 64:
             assert kind == right.type.scalar and kind.is_int()
-            wide = operations[operation.__name__](
-                left.handle.data.astype(np.int64), right.handle.data.astype(np.int64)
-            )
+            wide = operations[operation.__name__](left.handle.data.astype(np.int64), right.handle.data.astype(np.int64))
             low, high = kind.get_int_min_value(), kind.get_int_max_value()
             assert ((wide >= low) & (wide <= high)).all(), f"{kind} overflows in {operation.__name__}"
 
