@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from longest_first import sort_files
 
 # Test servers inherit this. A missing model then fails the test instead of being downloaded.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -41,7 +42,9 @@ def _logger_as_it_was() -> Iterator[None]:
     logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of pytest-xdist's workers
+        sort_files(items)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

@@ -1,4 +1,4 @@
-"""Runs pytest in forks of this process, which has loaded torch and Triton (see triton_interpreter.py).
+"""Runs pytest in forks of this process, which has loaded what takes long to import (see triton_interpreter.py).
 
 A line of the input is a JSON list: the arguments of pytest, and the file for its output. The answer is a line with the
 exit code. The process ends with its input.
@@ -10,8 +10,9 @@ import json
 import os
 import sys
 
+import hypothesis  # noqa: F401
 import pytest
-import torch  # noqa: F401
+import torch._dynamo  # noqa: F401  # torch.use_deterministic_algorithms imports it
 import triton.language  # noqa: F401
 
 

@@ -105,6 +105,59 @@ def let_scalars_be_indices() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def make_cheaper() -> None:
+    """Removes work of the interpreter that depends on no data. It was most of its time."""
+    from triton.runtime import interpreter  # only here: the outer process never imports Triton
+
+    _patch_the_language_once(interpreter)
+    _find_overflows_in_numpy(interpreter)
+    numpy_dtype, found = interpreter._get_np_dtype, {}
+
+    def known_dtype(kind: Any) -> Any:
+        if kind.name not in found:
+            found[kind.name] = numpy_dtype(kind)
+        return found[kind.name]
+
+    interpreter._get_np_dtype = known_dtype
+
+
+def _patch_the_language_once(interpreter: Any) -> None:
+    """Leaves Triton's language as the interpreter needs it, because this process compiles no kernel.
+
+    The interpreter patches the language at each launch and each call of a device function.
+    """
+    patch_lang, languages = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
+    patched: set[tuple[bool, ...]] = set()
+    kinds: dict[int, tuple[bool, ...]] = {}
+
+    def patch_once(fn: Any) -> Any:
+        space = fn.__globals__  # of a module, which is never unloaded
+        if id(space) not in kinds:
+            seen = {id(value) for value in space.values()}
+            kinds[id(space)] = tuple(id(language) in seen for language in languages)
+        if kinds[id(space)] not in patched:
+            patched.add(kinds[id(space)])
+            patch_lang(fn)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_once
+
+
+def _find_overflows_in_numpy(interpreter: Any) -> None:
+    """Asserts that narrow integers do not overflow by one numpy operation. Triton takes a dozen of its own."""
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def check(self: Any, left: Any, right: Any, operation: Any) -> None:
+        kind = left.type.scalar
+        if kind.int_bitwidth < 64:
+            assert kind == right.type.scalar and kind.is_int()
+            wide = operations[operation.__name__](left.handle.data.astype(np.int64), right.handle.data.astype(np.int64))
+            low, high = kind.get_int_min_value(), kind.get_int_max_value()
+            assert ((wide >= low) & (wide <= high)).all(), f"{kind} overflows in {operation.__name__}"
+
+    interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = check
+
+
 def poison_new_tensors() -> None:
     """Fills new tensors of torch.empty with NaN or the largest integer, so that a test notices missing output."""
     import torch  # imported here, because the outer process does not need it

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from triton_interpreter import INTERPRETING, InterpretedFile, let_scalars_be_indices
+from triton_interpreter import INTERPRETING, InterpretedFile, let_scalars_be_indices, make_cheaper
 
 if INTERPRETING:
     let_scalars_be_indices()
+    make_cheaper()
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from triton_interpreter import INTERPRETING, InterpretedFile, let_scalars_be_indices, poison_new_tensors
+from triton_interpreter import INTERPRETING, InterpretedFile, let_scalars_be_indices, make_cheaper, poison_new_tensors
 
 COMPILES = "test_compile_"
 """Files of this name compile kernels and cannot run where they are interpreted."""
 
 if INTERPRETING:
     let_scalars_be_indices()
+    make_cheaper()
     poison_new_tensors()
 
 

@@ -57,7 +57,7 @@ def test_few_tokens_after_a_long_prefix_are_split(new: list[int], prefix: list[i
 
 
 @settings(max_examples=examples(20))
-@given(case=cases(max_len=90), tile=st.sampled_from(TILES))
+@given(case=cases(max_len=90, max_requests=2, max_query_rows=80), tile=st.sampled_from(TILES))
 @example(case=dataclasses.replace(PLAIN, lens=(150,), extend_lens=(5,)), tile=TILES[1])
 @example(case=dataclasses.replace(PLAIN, lens=(150, 40), extend_lens=(9, 2), window=20), tile=TILES[0])
 def test_splits_as_units_have_the_bits_of_splits_in_turn(case: Case, tile: ExtendTile) -> None:
