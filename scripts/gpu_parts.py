@@ -74,6 +74,14 @@ def parts(quick: bool) -> list[Part]:
             120,
         ),
         bench(
+            "one-batch-1b-dependent",
+            "Llama-3.2-1B: the same with --dependent-launch",
+            "bench_one_batch",
+            f"--model-path llama-3.2-1b {fused} --dependent-launch --compare-cuda-graph",
+            25,
+            120,
+        ),
+        bench(
             "one-batch-8b",
             "Llama-3.1-8B: decode, prefill of 4,096 tokens",
             "bench_one_batch",

@@ -53,7 +53,7 @@ def launch_decode(shape: Shape, arch: str, *, mixed: bool) -> None:
         )  # fmt: skip
 
 
-def fused_launches(shape: Shape, arch: str, *, norm: bool) -> list[Launch]:
+def fused_launches(shape: Shape, arch: str, *, norm: bool, dependent: bool = False) -> list[Launch]:
     """Decode attention with the rotation, in one kernel. norm: with a norm of query and key heads."""
     rows, width = 4, shape.head_dim
     with patch.object(fused_module, "arch_of", lambda device: arch), recorded() as launches:
@@ -65,7 +65,7 @@ def fused_launches(shape: Shape, arch: str, *, norm: bool) -> list[Launch]:
         fused_module.fused_decode(
             meta(rows, heads, width, dtype=shape.dtype), shape.num_heads, angles, angles, *pools, meta(rows), table,
             meta(rows), meta(rows), work, meta(rows * shape.num_kv_heads, dtype=torch.int32), q_weight=weight,
-            k_weight=weight, eps=1e-6, **options(shape),
+            k_weight=weight, eps=1e-6, dependent=dependent, **options(shape),
         )  # fmt: skip
     return launches[1:]
 

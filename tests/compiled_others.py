@@ -63,17 +63,24 @@ def sample(vocab: int) -> None:
     )  # fmt: skip
 
 
-def skinny(num_in: int, num_out: int, dtype: torch.dtype = BF16, *, bias: bool = False, gated: bool = False) -> None:
+def skinny(
+    num_in: int,
+    num_out: int,
+    dtype: torch.dtype = BF16,
+    *,
+    bias: bool = False,
+    gated: bool = False,
+    dependent: bool = False,
+) -> None:
     """The linear layers of a small step: after a norm, or before a sum. The output head has both kinds of input."""
     x, weight = meta(4, num_in, dtype=dtype), meta(2 * num_out if gated else num_out, num_in, dtype=dtype)
-    skinny_linear(
-        x, weight, meta(len(weight), dtype=dtype) if bias else None, norm=Norm(meta(num_in, dtype=dtype), 1e-5),
-        gated=gated,
-    )  # fmt: skip
+    linear = partial(skinny_linear, x, weight, dependent=dependent)
+    norm = Norm(meta(num_in, dtype=dtype), 1e-5)
+    linear(meta(len(weight), dtype=dtype) if bias else None, norm=norm, gated=gated)
     if not gated:
-        skinny_linear(x, weight, residual=meta(4, num_out, dtype=dtype))
-        skinny_linear(x, weight, out=meta(4, num_out, dtype=F32))
-        skinny_linear(x, weight, norm=Norm(meta(num_in, dtype=dtype), 1e-5), out=meta(4, num_out, dtype=F32))
+        linear(residual=meta(4, num_out, dtype=dtype))
+        linear(out=meta(4, num_out, dtype=F32))
+        linear(norm=norm, out=meta(4, num_out, dtype=F32))
 
 
 def start(hidden: int, head_dim: int, dtype: torch.dtype = BF16) -> None:

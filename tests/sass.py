@@ -34,6 +34,8 @@ class InstructionCounts:
     """Loads of global memory (LDG) of 128 bits a thread."""
     spills_in_loops: int
     """Accesses to spilled registers (STL, LDL) in the innermost loops with products."""
+    before_wait: list[str] | None
+    """The accesses to global memory, and PREEXIT, before a dependent launch waits (ACQBULK). None: it does not wait."""
 
 
 def count_instructions(sass: str) -> InstructionCounts:
@@ -54,7 +56,16 @@ def count_instructions(sass: str) -> InstructionCounts:
         number("LDGSTS"),
         wide("LDG"),
         _spills_in_loops(sass),
+        _before_wait(sass),
     )
+
+
+def _before_wait(sass: str) -> list[str] | None:
+    names = _INSTRUCTION.findall(sass)
+    if "ACQBULK" not in names:
+        return None
+    ahead = names[: names.index("ACQBULK")]
+    return [name for name in ahead if name.startswith(("LDG", "STG", "CCTL", "ATOM", "RED", "UTMA", "PREEXIT"))]
 
 
 def _spills_in_loops(sass: str) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import compiled_attention
+import compiled_dependent
 import compiled_fp8
 import compiled_others
 import pytest
@@ -27,7 +28,9 @@ from triton_aot import Launch, Resources, compile_launch
 ROOT = Path(__file__).resolve().parents[1]
 TRITONS = ("3.6.0", "3.7.1", "3.9.0")
 """Of torch 2.11, of torch 2.13, and of the CPU builds that scripts/setup installs."""
-CASES: dict[str, Callable[[], list[Launch]]] = compiled_attention.CASES | compiled_fp8.CASES | compiled_others.CASES
+CASES: dict[str, Callable[[], list[Launch]]] = (
+    compiled_attention.CASES | compiled_fp8.CASES | compiled_others.CASES | compiled_dependent.CASES
+)
 
 
 def run_tests_with(version: str, *chosen: str) -> None:

@@ -115,17 +115,27 @@ class TritonAttentionBackend(AttentionBackend):
         return is_small and can_fuse_decode(self.num_heads, self.num_kv_heads, self.head_dim, dtype)
 
     def attend_fused(
-        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer_id: int, batch: ForwardBatch, **norm: Any
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer_id: int,
+        batch: ForwardBatch,
+        *,
+        dependent: bool = False,
+        **norm: Any,
     ) -> torch.Tensor:
         """Normalise, rotate and store the new tokens, then `attend`, all in one launch.
 
         qkv: [T, num_heads + 2 * num_kv_heads, head_dim]. norm: `q_weight`, `k_weight` and `eps`, or nothing.
+        dependent: see `fused_decode`.
         """
         plan = self._plan
         assert plan is not None and plan.decode is not None, "plan() comes first"
         out = fused_decode(
             qkv, self.num_heads, cos, sin, self.kv_pool.k_buffer[layer_id], self.kv_pool.v_buffer[layer_id],
             batch.out_cache_loc, batch.req_to_token, batch.rows, batch.seq_lens, plan.decode, self._counts,
-            sm_scale=self.scales[layer_id], window=self.sliding_windows[layer_id], tile=self._decode_tile, **norm,
+            sm_scale=self.scales[layer_id], window=self.sliding_windows[layer_id], tile=self._decode_tile,
+            dependent=dependent, **norm,
         )  # fmt: skip
         return out.view(len(out), -1)

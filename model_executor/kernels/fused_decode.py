@@ -29,6 +29,7 @@ from .decode_attention import (
     num_programs,
     split_bounds,
 )
+from .dependent_launch import begin_dependent, launch_options
 from .primitives import as_kernel_operand, is_interpreted, kv_format, score_scales
 from .rotary import head_scale, load_heads, rotary_ref, store_heads, turn
 from .tuning import DecodeTile, arch_of, decode_tile, next_power_of_2, padded_head_dim
@@ -131,7 +132,10 @@ def _fused_decode_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_G: tl.constexpr,
     CHAINS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    if DEPENDENT:
+        begin_dependent()
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     kv_head = tl.program_id(0)
     in_group = tl.arange(0, BLOCK_H)
@@ -213,6 +217,7 @@ def fused_decode(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     tile: DecodeTile | None = None,
+    dependent: bool = False,
 ) -> torch.Tensor:
     """`rotary` and `decode_attention` for one token of each request: the output, [B, num_heads, head_dim].
 
@@ -220,6 +225,7 @@ def fused_decode(
     does not change. The arguments are those of the two functions, with these limits: `can_fuse_decode`; cos and sin
     have head_dim / 2 columns; every request has at least one token, the new one.
     counts: int32 of at least B * num_kv_heads zeros, contiguous. They are zeros again when the kernel ends.
+    dependent: whether the launch is dependent (dependent_launch.py).
     """
     batch, num_qkv_heads, head_dim = qkv.shape
     num_slots, num_kv_heads, _ = k_buffer.shape
@@ -293,8 +299,10 @@ def fused_decode(
         BLOCK_HALF=next_power_of_2(head_dim // 2),
         BLOCK_G=min(next_power_of_2(group), max(1, columns // block_d)),
         CHAINS=MERGE_CHAINS,
+        DEPENDENT=dependent,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **launch_options(dependent=dependent),
     )
     note_registers(kind, arch, tile, compiled)
     return out

@@ -8,7 +8,10 @@ one kernel computes
 A program has BLOCK_N outputs of all rows, and reads its part of the weight once, in order. The weight does not wait for
 the norm: rms_norm(x) = x * norm_weight * scale, with one scale for each row, so the product is scaled at its end. Each
 row of a product is a sum of its own, in the same order for any number of rows. So a row has the same bits alone and
-beside 7 others. NOT YET MEASURED ON A DEVICE.
+beside 7 others.
+
+With a dependent launch (dependent_launch.py) a program prefetches the beginning of its part of the weight while
+the kernel before it still runs. NOT YET MEASURED ON A DEVICE.
 """
 
 from __future__ import annotations
@@ -20,10 +23,14 @@ import triton
 import triton.language as tl
 
 from .bound import bound
+from .dependent_launch import begin_dependent, launch_options, prefetch_lines
 from .primitives import dot, has_dense_rows, is_interpreted
 from .tuning import cdiv, next_power_of_2
 
 MAX_ROWS = 8
+_LINES = 16
+"""Cache lines of each row of the weight that a dependent launch prefetches: 32 or 64 KB for each program."""
+_LINE_BYTES = 128
 _ROWS = 16
 """Rows of a product on matrix units. The rows from the last one on are zeros."""
 _BLOCK_N, _NUM_STAGES = 16, 8
@@ -44,12 +51,20 @@ class Norm(NamedTuple):
 def _skinny_linear_kernel(
     x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, N: tl.constexpr,
     K: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, DEPENDENT: tl.constexpr,
+    LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows, in_columns = row < num_rows, column < N
     weights = weight_ptr + column.to(tl.int64)[:, None] * K
+    if DEPENDENT:
+        ahead = weight_ptr + tl.minimum(column, N - 1).to(tl.int64)[:, None] * K
+        ahead += tl.minimum(tl.arange(0, LINES) * LINE, K - 1)[None, :]
+        prefetch_lines(ahead)
+        if GATED:
+            prefetch_lines(ahead + N * K)
+        begin_dependent()
     total = tl.zeros([ROWS, BLOCK_N], tl.float32)
     total_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
     squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
@@ -93,6 +108,7 @@ def skinny_linear(
     gated: bool = False,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    dependent: bool = False,
 ) -> torch.Tensor:
     """Compute rms_norm(x) @ weight.T + bias in float32, then an epilogue: [T, in] -> [T, out].
 
@@ -105,6 +121,7 @@ def skinny_linear(
         gated: whether the result is silu(first half) * second half
         residual: [T, out], contiguous. The result is added to it in place, and it is returned
         out: [T, out], contiguous, of any float type, without `residual`: where to write the result, which is returned
+        dependent: whether the launch is dependent (dependent_launch.py)
     """
     num_rows, num_in = x.shape
     num_out = len(weight) // 2 if gated else len(weight)
@@ -120,8 +137,9 @@ def skinny_linear(
             x.stride(0), num_rows, 0.0 if norm is None else norm.eps, N=num_out, K=num_in, NORM=norm is not None,
             GATED=gated, ADD=residual is not None, HAS_BIAS=bias is not None, ROWS=_ROWS, BLOCK_N=_BLOCK_N,
             BLOCK_K=min(_BLOCK_K[x.dtype], max(16, next_power_of_2(num_in))),
-            WIDEN=is_interpreted(_skinny_linear_kernel) and x.dtype == torch.bfloat16, num_warps=4,
-            num_stages=_NUM_STAGES,
+            WIDEN=is_interpreted(_skinny_linear_kernel) and x.dtype == torch.bfloat16, DEPENDENT=dependent,
+            LINES=_LINES, LINE=_LINE_BYTES // x.itemsize, num_warps=4, num_stages=_NUM_STAGES,
+            **launch_options(dependent=dependent),
         )  # fmt: skip
     return out
 

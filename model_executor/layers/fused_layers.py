@@ -27,8 +27,9 @@ from .triton_layers import TritonAttention, TritonLayers
 class FusedNormedLayer(NormedLayer):
     """The AfterNorm that is one kernel for few tokens."""
 
-    def __init__(self, norm: RMSNorm, layer: Linear | GatedLinear) -> None:
+    def __init__(self, norm: RMSNorm, layer: Linear | GatedLinear, *, dependent: bool) -> None:
         super().__init__(norm, layer)
+        self._dependent = dependent
         self._gated = isinstance(layer, GatedLinear)
         self._linear = layer.linear if isinstance(layer, GatedLinear) else layer
         assert not self._linear.is_packed
@@ -41,30 +42,33 @@ class FusedNormedLayer(NormedLayer):
         if stream is None:
             return super().__call__(pending, residual, batch)
         weight, bias = self._linear.weight, self._linear.bias
-        return skinny_linear(stream, weight, bias, norm=self._norm_args, gated=self._gated), stream
+        out = skinny_linear(stream, weight, bias, norm=self._norm_args, gated=self._gated, dependent=self._dependent)
+        return out, stream
 
 
 class FusedSummedLayer(SummedLayer):
     """The BeforeSum that adds in the layer's own kernel for few tokens."""
 
-    def __init__(self, layer: Linear) -> None:
+    def __init__(self, layer: Linear, *, dependent: bool) -> None:
         super().__init__(layer)
         assert not layer.is_packed
         self._linear = layer
+        self._dependent = dependent
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor | None:
         if len(x) > MAX_ROWS:
             return super().__call__(x, residual, batch)
-        skinny_linear(x, self._linear.weight, self._linear.bias, residual=residual)
+        skinny_linear(x, self._linear.weight, self._linear.bias, residual=residual, dependent=self._dependent)
         return None
 
 
 class FusedHead(PlainHead):
     """The OutputHead that is one kernel for few tokens. Their logits have the same bits in any batch."""
 
-    def __init__(self, norm: RMSNorm, layer: Linear) -> None:
+    def __init__(self, norm: RMSNorm, layer: Linear, *, dependent: bool) -> None:
         super().__init__(norm, layer)
         assert not layer.is_packed
+        self._dependent = dependent
         self._weight = layer.weight
         self._norm_args = Norm(norm.weight, norm.eps)
 
@@ -80,41 +84,48 @@ class FusedHead(PlainHead):
     def _few_logits(self, x: torch.Tensor, norm: Norm | None, out: torch.Tensor | None) -> torch.Tensor:
         if out is None:
             out = torch.empty((len(x), len(self._weight)), dtype=torch.float32, device=x.device)
-        return skinny_linear(x, self._weight, norm=norm, out=out)
+        return skinny_linear(x, self._weight, norm=norm, out=out, dependent=self._dependent)
 
 
 class FusedTritonAttention(TritonAttention):
     """The TritonAttention that is one kernel where its backend can fuse."""
 
-    def __init__(self, layer_id: int, backend: TritonAttentionBackend, qk_norm: QKNorm | None) -> None:
+    def __init__(
+        self, layer_id: int, backend: TritonAttentionBackend, qk_norm: QKNorm | None, *, dependent: bool
+    ) -> None:
         super().__init__(layer_id, backend, qk_norm)
         self._triton = backend
+        self._dependent = dependent
 
     def __call__(self, qkv: torch.Tensor, cos_sin: CosSin, batch: ForwardBatch) -> torch.Tensor:
         if not self._triton.can_fuse(batch, qkv.dtype):
             return super().__call__(qkv, cos_sin, batch)
         qkv = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        return self._triton.attend_fused(qkv, *cos_sin, self.layer_id, batch, **self._norm)
+        return self._triton.attend_fused(qkv, *cos_sin, self.layer_id, batch, dependent=self._dependent, **self._norm)
 
 
 class FusedTritonLayers(TritonLayers):
     """TritonLayers with fused kernels for steps of at most MAX_ROWS tokens. Types other than float16."""
 
+    def __init__(self, *, dependent: bool = False) -> None:
+        """`dependent`: whether the fused kernels are dependent launches (kernels/dependent_launch.py)."""
+        self._dependent = dependent
+
     def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer:
         assert isinstance(backend, TritonAttentionBackend)
-        return FusedTritonAttention(layer_id, backend, qk_norm)
+        return FusedTritonAttention(layer_id, backend, qk_norm, dependent=self._dependent)
 
     def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
         assert isinstance(layer, (Linear, GatedLinear))
-        return FusedNormedLayer(norm, layer)
+        return FusedNormedLayer(norm, layer, dependent=self._dependent)
 
     def before_sum(self, layer: Layer) -> BeforeSum:
         assert isinstance(layer, Linear)
-        return FusedSummedLayer(layer)
+        return FusedSummedLayer(layer, dependent=self._dependent)
 
     def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
         assert isinstance(layer, Linear)
-        return FusedHead(norm, layer)
+        return FusedHead(norm, layer, dependent=self._dependent)
 
 
 def _few_rows(stream: Stream) -> torch.Tensor | None:

@@ -131,19 +131,20 @@ def layers_for(
     widths: Iterable[int] = (),
     onednn: bool = False,
     fuse_small_steps: bool = False,
+    dependent_launch: bool = False,
 ) -> LayerKinds:
     """The kind of layers that goes with an attention backend.
 
     `quantized`: whether weights are QuantizedWeights, which only `cpu` has. `widths`: lengths of the vectors that
-    linear layers multiply. `onednn`: whether a CPU's linear layers are oneDNN's. `fuse_small_steps`: see
-    FusedTritonLayers; other backends have no such layers.
+    linear layers multiply. `onednn`: whether a CPU's linear layers are oneDNN's. `fuse_small_steps`
+    and `dependent_launch`: see FusedTritonLayers; other backends have no such layers.
     """
     assert not quantized or attention_backend == "cpu"
     match attention_backend:
         case "triton" if fuse_small_steps:
             from .fused_layers import FusedTritonLayers  # importing Triton takes half a second
 
-            return FusedTritonLayers()
+            return FusedTritonLayers(dependent=dependent_launch)
         case "triton":
             from .triton_layers import TritonLayers  # importing Triton takes half a second
 

@@ -169,6 +169,7 @@ class _RunnerBuilder:
             widths=(self.config.hidden_size, self.config.intermediate_size),
             onednn=settings.onednn,
             fuse_small_steps=settings.fuse_small_steps,
+            dependent_launch=settings.dependent_launch,
         )
 
     def _pool_tokens(self, memory: Memory, reserve: int) -> int:

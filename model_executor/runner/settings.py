@@ -92,6 +92,8 @@ class RunnerSettings:
     """most requests of a recorded decode step"""
     fuse_small_steps: bool
     """whether steps of few tokens have fused kernels"""
+    dependent_launch: bool
+    """whether these kernels are dependent launches"""
     host_kv: HostKVSettings | None
     """the host's KV memory; None: there are no tiers below the KV pool"""
     seed: int
@@ -132,6 +134,10 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         raise ValueError(
             f"--cpu-kernels {server_args.cpu_kernels} needs the attention backend cpu, but it is {backend}"
         )
+    if server_args.dependent_launch and not (server_args.fuse_small_steps and _has_dependent_launch(device)):
+        raise ValueError(
+            "--dependent-launch needs --fuse-small-steps and an NVIDIA GPU of compute capability 9.0 or higher"
+        )
     if server_args.fuse_small_steps and weights.forms:
         raise ValueError("--fuse-small-steps has no kernels for fp8 weights: leave it out")
     context_len = server_args.context_length or config.context_len
@@ -161,6 +167,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
             server_args.max_running_requests, server_args.cuda_graph_max_bs or _DEFAULT_RECORDED_ROWS
         ),
         fuse_small_steps=server_args.fuse_small_steps,
+        dependent_launch=server_args.dependent_launch,
         host_kv=_host_kv(server_args),
         seed=server_args.random_seed or 0,
     )
@@ -188,6 +195,11 @@ def resolve_weights(dtype: torch.dtype, config: ModelConfig, backend: str, quant
     if has_whole_words and stored_matrix_dtype(config) == torch.bfloat16:
         return WeightTypes(torch.bfloat16, {})
     return WeightTypes(dtype, stored_forms(config))
+
+
+def _has_dependent_launch(device: torch.device) -> bool:
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def uses_onednn(chosen: ChosenTuning, dtype: torch.dtype, weights: WeightTypes, config: ModelConfig) -> bool:

@@ -54,3 +54,10 @@ class DeviceSettings:
             "from those without the flag. Not measured on a GPU yet"
         ),
     ] = False
+    dependent_launch: Annotated[
+        bool,
+        Setting(
+            "With --fuse-small-steps, a kernel of these steps starts before the one before it has ended, and already "
+            "fetches weights. Needs compute capability 9.0. Not run on a GPU yet"
+        ),
+    ] = False

@@ -130,6 +130,8 @@ def test_small_steps_are_measured_with_their_kernels_and_without(plan, quick: bo
         assert args.model_path == fused_args.model_path and args.context_len == fused_args.context_len
         assert fused_args.batch_size == [1, 8], "the flag does nothing for more than 8 requests"
         assert fused_args.prefill_len == []
+    dependent = bench_one_batch._parser().parse_args(parts["one-batch-1b-dependent"].command[3:])
+    assert dependent.dependent_launch and names.index("one-batch-1b-dependent") == names.index("one-batch-1b-fused") + 1
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -101,6 +101,20 @@ def test_graphs_change_no_token_and_no_logit(config):
         assert torch.equal(graphed, plain)
 
 
+@CONFIGS
+@pytest.mark.parametrize("disable_cuda_graph", [False, True])
+def test_dependent_launches_change_no_token_and_no_logit(config, disable_cuda_graph):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("dependent launches need compute capability 9.0")
+    fused = {"fuse_small_steps": True, "disable_cuda_graph": disable_cuda_graph, "dtype": "bfloat16"}
+    drivers = [RunnerDriver(make_runner(config, dependent_launch=dependent, **fused)) for dependent in (False, True)]
+    for _ in range(5):  # a kernel that starts too early does not always read too early
+        tokens = [play(driver) for driver in drivers]
+        assert tokens[0] == tokens[1]
+        for plain, dependent in zip(drivers[0].logits, drivers[1].logits, strict=True):
+            assert torch.equal(plain, dependent)
+
+
 @pytest.fixture
 def weights_of_a_cpu(monkeypatch):
     """The random weights of every device are those of a CPU. A seed gives other numbers on a GPU."""

@@ -81,6 +81,7 @@ CHOICES: dict[str, list[Any]] = {
     "num_warps": [4, 8],
     "num_stages": [1, 2],
     "enable_fp_fusion": [True, False],
+    "launch_pdl": [False, True],
     "grid": [(3,), (3, 2), (3, 2, 5), (0,), lambda arguments: (arguments["BLOCK"],)],
     "device": [0, 1],
     "stream": [0, 1],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import compiled_attention
+import compiled_dependent
 import compiled_fp8
 import compiled_others
 import pytest
@@ -47,6 +48,14 @@ def test_the_other_kernels_compute_as_meant(version: str, case: str) -> None:
     for resources in compiled_with(version)[case]:
         assert_fits(resources, "sm_90")
         compiled_others.assert_computes_as_meant(resources)
+
+
+@pytest.mark.parametrize("case", compiled_dependent.CASES)
+@pytest.mark.parametrize("version", OTHERS)
+def test_dependent_kernels_wait_before_they_read(version: str, case: str) -> None:
+    for resources in compiled_with(version)[case]:
+        assert_fits(resources, "sm_90")
+        compiled_dependent.assert_waits_first(resources)
 
 
 def test_serialised_products_are_seen() -> None:

@@ -79,6 +79,20 @@ def test_fused_small_steps_need_triton_and_a_type_with_a_wide_range(settings: di
     assert make_settings(config, fuse_small_steps=True, attention_backend="triton", dtype="bfloat16").fuse_small_steps
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_dependent_launches_need_a_gpu_and_fused_steps(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(TOY, load_format="dummy")
+    triton = {"attention_backend": "triton", "dtype": "bfloat16", "fuse_small_steps": fused, "dependent_launch": True}
+    with pytest.raises(ValueError, match="--dependent-launch needs --fuse-small-steps and an NVIDIA GPU of compute"):
+        make_settings(config, **triton)
+    monkeypatch.setattr("tercet.model_executor.runner.settings._has_dependent_launch", lambda device: True)
+    if fused:
+        assert make_settings(config, **triton).dependent_launch
+    else:
+        with pytest.raises(ValueError, match="--dependent-launch needs --fuse-small-steps"):
+            make_settings(config, **triton)
+
+
 @pytest.mark.parametrize("name", ["cuda", "cuda:1", "auto"])
 def test_segments_can_grow_unless_the_user_says_otherwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set with the choice of the device: torch reads it once, and benchmarks use the GPU before there is a runner."""

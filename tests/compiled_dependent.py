@@ -1,0 +1,37 @@
+"""Kernels with a dependent launch, in the shapes of serving, and a check of what they do before they wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from compiled_attention import fused_launches
+from compiled_others import F32, skinny
+from serving_shapes import SHAPES
+from triton_aot import Launch, Resources, recorded
+
+
+def _skinny_launches(*args: object, **options: object) -> list[Launch]:
+    with recorded() as launches:
+        skinny(*args, dependent=True, **options)
+    return launches
+
+
+_LLAMA = next(shape for shape in SHAPES if str(shape) == "32x8x64-bfloat16")
+
+CASES: dict[str, Callable[[], list[Launch]]] = {
+    "dependent-2048x3072-bias": partial(_skinny_launches, 2048, 3072, bias=True),
+    "dependent-2048x8192-gated": partial(_skinny_launches, 2048, 8192, gated=True),
+    "dependent-576x960-fp32": partial(_skinny_launches, 576, 960, F32),
+    "dependent-fused-decode": partial(fused_launches, _LLAMA, "sm_90", norm=False, dependent=True),
+}
+
+
+def assert_waits_first(resources: Resources) -> None:
+    """Before the wait a kernel lets the next one start, and touches no memory but the weights, which it prefetches."""
+    assert resources.counts is not None
+    ahead = resources.counts.before_wait
+    assert ahead is not None and "PREEXIT" in ahead
+    prefetches = [name for name in ahead if name.startswith("CCTL") and "PF2" in name]
+    assert sorted(ahead) == sorted([*prefetches, "PREEXIT"]), f"it reads or writes before it waits: {ahead}"
+    assert bool(prefetches) == (resources.kernel == "_skinny_linear_kernel")
