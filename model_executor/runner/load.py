@@ -82,7 +82,7 @@ class _RunnerBuilder:
             open_cache_folder(settings.weight_cache),
             weight_dtype=settings.weight_dtype,
             forms=settings.weight_forms,
-            packed=self._layers(settings).compiled and not settings.onednn,
+            packed=self._layers(settings, settings.attention_backend).compiled and not settings.onednn,
         )
         self.uploads = Uploads(settings.device, self.accelerator)
         self.sampler = Sampler(
@@ -135,7 +135,7 @@ class _RunnerBuilder:
         """
         settings, config = self.settings, self.config
         num_rows = settings.max_running_requests
-        compiled = self._layers(settings).compiled
+        compiled = self._layers(settings, settings.attention_backend).compiled
         quantized = settings.rounds_to_integers
         step_bytes = partial(activation_bytes, config, settings.dtype, compiled=compiled, quantized=quantized)
         reserve = step_bytes(tokens=settings.max_prefill_tokens + num_rows, rows=num_rows)
@@ -160,9 +160,9 @@ class _RunnerBuilder:
             )
         return reserve
 
-    def _layers(self, settings: RunnerSettings) -> LayerKinds:
+    def _layers(self, settings: RunnerSettings, attention_backend: str) -> LayerKinds:
         return layers_for(
-            settings.attention_backend,
+            attention_backend,
             settings.dtype,
             quantized=settings.rounds_to_integers,
             # Only the widths that may be odd: head_dim is even, so the width of all heads is, too.
@@ -215,7 +215,7 @@ class _RunnerBuilder:
         )
 
     def _model(self, settings: RunnerSettings, parameters: Parameters, attention: AttentionBackend) -> Model:
-        layers = self._layers(settings)
+        layers = self._layers(settings, attention.name)
         return family_of(self.config).build(self.config, parameters, attention, layers, settings.context_len)
 
     def weight_updater(self, runner: ModelRunner) -> WeightUpdater:

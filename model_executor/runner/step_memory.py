@@ -16,8 +16,8 @@ _SLOT_BYTES = 8 + 1
 """An index of a slot, and its place in a mask."""
 _PLANNING_BYTES = 8 + 8 + 4
 """Per token of a rectangle while its slots are looked up: columns, positions, slots of 32 bits."""
-_SCRATCH_BYTES_OF_GROUP = GROUP + 12
-"""Bytes per group of activations quantized to 8 bits: the values, and the group's 12 bytes in csrc/cpu/quantized.h."""
+_SCRATCH_BYTES_OF_GROUP = 2 * GROUP + 12
+"""Bytes per group of activations quantized to 8 bits (csrc/cpu/quantized.h): values of at most 2 bytes, and 12 more."""
 
 
 def activation_bytes(

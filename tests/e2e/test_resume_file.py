@@ -39,7 +39,10 @@ def requests() -> list[tuple[str, dict[str, Any]]]:
         ("/generate", {"text": "There was", "sampling_params": {**seeded, "n": 2, "stop": ["qqq", "the", "\n\n"]}}),
         ("/v1/completions", {**completion, "n": 2, "logprobs": 2, "stream_options": {"include_usage": True}}),
         ("/v1/completions", {**completion, "temperature": 1.5, "seed": 3, "stop": ["impossible text"]}),
-        ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_schema", "json_schema": FORMAT}}),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "seed": 6, "response_format": {"type": "json_schema", "json_schema": FORMAT}},
+        ),
         ("/v1/chat/completions", {**CHAT, "tools": [LOOK], "tool_choice": "required", "temperature": 1.5, "seed": 4}),
         ("/v1/responses", {"input": "Who was king?", "max_output_tokens": NUM_TOKENS, "temperature": 0}),
     ]

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ def options(**sampling: Any) -> RequestOptions:
     return RequestOptions(sampling=SamplingParams(**sampling), stream=True)
 
 
+NewChildren = Callable[[], list[psutil.Process]]
+
+
 @pytest.fixture
 def server_args(tmp_path: Path) -> ServerArgs:
     return toy_args(tmp_path)
@@ -47,12 +51,19 @@ def run_dirs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     return path
 
 
+@pytest.fixture
+def new_children() -> NewChildren:
+    """The processes that the test has started and that run. Other tests of this pytest may have left some."""
+    before = set(psutil.Process().children())
+    return lambda: [child for child in psutil.Process().children() if child not in before]
+
+
 async def _start(server_args: ServerArgs, **changes: Any) -> EngineCore:
     server_args = dataclasses.replace(server_args, **changes)
     return await EngineCore.start(server_args, child_module=fake_child.MODULE)
 
 
-def test_a_request_goes_round(server_args: ServerArgs, run_dirs: Path) -> None:
+def test_a_request_goes_round(server_args: ServerArgs, run_dirs: Path, new_children: NewChildren) -> None:
     async def scenario() -> None:
         core = await _start(server_args)
         (generation,) = await core.tokenizer_manager.submit([1, 2, 3], options(max_new_tokens=4))
@@ -66,12 +77,12 @@ def test_a_request_goes_round(server_args: ServerArgs, run_dirs: Path) -> None:
 
     asyncio.run(scenario())
     assert os.listdir(run_dirs) == []
-    assert psutil.Process().children() == []
+    assert new_children() == []
 
 
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
 def test_without_restarts_a_killed_child_fails_every_request(
-    server_args: ServerArgs, run_dirs: Path, role: str
+    server_args: ServerArgs, run_dirs: Path, new_children: NewChildren, role: str
 ) -> None:
     async def scenario() -> None:
         core = await _start(server_args, engine_restarts=0)
@@ -95,7 +106,7 @@ def test_without_restarts_a_killed_child_fails_every_request(
 
     asyncio.run(scenario())
     assert os.listdir(run_dirs) == []
-    assert psutil.Process().children() == []
+    assert new_children() == []
 
 
 @pytest.mark.parametrize(
@@ -109,6 +120,7 @@ def test_without_restarts_a_killed_child_fails_every_request(
 def test_a_failed_start_says_why_and_leaves_nothing(
     server_args: ServerArgs,
     run_dirs: Path,
+    new_children: NewChildren,
     monkeypatch: pytest.MonkeyPatch,
     behaviour: str,
     error: type[Exception],
@@ -118,11 +130,11 @@ def test_a_failed_start_says_why_and_leaves_nothing(
     with pytest.raises(error, match=words):
         asyncio.run(asyncio.wait_for(_start(server_args), PATIENCE_S))
     assert os.listdir(run_dirs) == []
-    assert psutil.Process().children() == []
+    assert new_children() == []
 
 
 def test_a_parent_that_fails_after_its_children_are_ready_leaves_nothing(
-    server_args: ServerArgs, run_dirs: Path, monkeypatch: pytest.MonkeyPatch
+    server_args: ServerArgs, run_dirs: Path, new_children: NewChildren, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no manager today")
@@ -131,15 +143,17 @@ def test_a_parent_that_fails_after_its_children_are_ready_leaves_nothing(
     with pytest.raises(RuntimeError, match="no manager today"):
         asyncio.run(_start(server_args))
     assert os.listdir(run_dirs) == []
-    assert psutil.Process().children() == []
+    assert new_children() == []
 
 
-def test_a_start_can_be_cancelled(server_args: ServerArgs, run_dirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_can_be_cancelled(
+    server_args: ServerArgs, run_dirs: Path, new_children: NewChildren, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAKE_CHILD", "slow start")
 
     async def scenario() -> None:
         starting = asyncio.create_task(_start(server_args))
-        while len(psutil.Process().children()) < 2:
+        while len(new_children()) < 2:
             await asyncio.sleep(0.01)
         starting.cancel()
         await asyncio.wait([starting], timeout=PATIENCE_S)
@@ -147,7 +161,7 @@ def test_a_start_can_be_cancelled(server_args: ServerArgs, run_dirs: Path, monke
 
     asyncio.run(scenario())
     assert os.listdir(run_dirs) == []
-    assert psutil.Process().children() == []
+    assert new_children() == []
 
 
 def test_children_leave_sigterm_to_their_parent(server_args: ServerArgs, run_dirs: Path) -> None:
