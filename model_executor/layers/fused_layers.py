@@ -27,7 +27,7 @@ from .triton_layers import TritonAttention, TritonLayers
 class FusedNormedLayer(NormedLayer):
     """The AfterNorm that is one kernel for few tokens."""
 
-    def __init__(self, norm: RMSNorm, layer: Linear | GatedLinear, *, dependent: bool) -> None:
+    def __init__(self, norm: RMSNorm, layer: Linear | GatedLinear, *, dependent: bool = False) -> None:
         super().__init__(norm, layer)
         self._dependent = dependent
         self._gated = isinstance(layer, GatedLinear)
@@ -49,7 +49,7 @@ class FusedNormedLayer(NormedLayer):
 class FusedSummedLayer(SummedLayer):
     """The BeforeSum that adds in the layer's own kernel for few tokens."""
 
-    def __init__(self, layer: Linear, *, dependent: bool) -> None:
+    def __init__(self, layer: Linear, *, dependent: bool = False) -> None:
         super().__init__(layer)
         assert not layer.is_packed
         self._linear = layer
@@ -65,7 +65,7 @@ class FusedSummedLayer(SummedLayer):
 class FusedHead(PlainHead):
     """The OutputHead that is one kernel for few tokens. Their logits have the same bits in any batch."""
 
-    def __init__(self, norm: RMSNorm, layer: Linear, *, dependent: bool) -> None:
+    def __init__(self, norm: RMSNorm, layer: Linear, *, dependent: bool = False) -> None:
         super().__init__(norm, layer)
         assert not layer.is_packed
         self._dependent = dependent
@@ -91,7 +91,7 @@ class FusedTritonAttention(TritonAttention):
     """The TritonAttention that is one kernel where its backend can fuse."""
 
     def __init__(
-        self, layer_id: int, backend: TritonAttentionBackend, qk_norm: QKNorm | None, *, dependent: bool
+        self, layer_id: int, backend: TritonAttentionBackend, qk_norm: QKNorm | None, *, dependent: bool = False
     ) -> None:
         super().__init__(layer_id, backend, qk_norm)
         self._triton = backend
