@@ -117,5 +117,16 @@ class RunnerDriver:
         return found
 
 
+def short_logits(runner):
+    """The logits of a prompt and of two decode steps, [3, vocab]. The vocabulary has at least 131 tokens."""
+    driver = RunnerDriver(runner)
+    prompt, decoded = np.split(np.random.default_rng(3).integers(0, 131, 40), [38])
+    driver.extend({1: prompt}, new_rows=[driver.add(1)])
+    for token in decoded:
+        driver.decode([1], [int(token)])
+    runner.sampler.sample = driver._sample
+    return torch.cat(driver.logits)
+
+
 def relative_error(actual, expected):
     return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())

@@ -11,6 +11,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from tercet.srt.model_files.model_config import load_model_config
+
 BASE = {
     "vocab_size": 131,
     "hidden_size": 64,
@@ -73,6 +75,12 @@ def make_model(name, seed=0):
 def save(model, folder, **options):
     model.save_pretrained(folder, **options)
     return str(folder)
+
+
+def checkpoint(folder, name="llama", *, seed=1, dtype=torch.float32):
+    """The ModelConfig of a model saved in a new folder."""
+    folder.mkdir()
+    return load_model_config(save(make_model(name, seed).to(dtype), folder))
 
 
 @torch.inference_mode()

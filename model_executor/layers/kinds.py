@@ -136,8 +136,8 @@ def layers_for(
     """The kind of layers that goes with an attention backend.
 
     `quantized`: whether weights are QuantizedWeights, which only `cpu` has. `widths`: lengths of the vectors that
-    linear layers multiply. `onednn`: whether a CPU's linear layers are oneDNN's. `fuse_small_steps`
-    and `dependent_launch`: see FusedTritonLayers; other backends have no such layers.
+    linear layers multiply. `onednn`: whether a CPU's linear layers are oneDNN's. `fuse_small_steps` and
+    `dependent_launch`: see FusedTritonLayers; other backends have no such layers.
     """
     assert not quantized or attention_backend == "cpu"
     match attention_backend:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from gguf_models import Kind, write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runner_driver import RunnerDriver
+from runner_driver import short_logits
 from runners import make_settings
 from safetensors.torch import load_file, save_file
-from tiny_models import make_model, save
+from tiny_models import checkpoint, make_model
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers.quantized_weight import GROUP, QuantizedWeight, quantize
@@ -28,12 +27,6 @@ from tercet.srt.model_files.model_config import ModelConfig, load_model_config
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 
 CPU, FLOAT32, BFLOAT16 = torch.device("cpu"), torch.float32, torch.bfloat16
-IDS = np.random.default_rng(3).integers(0, 131, 40)
-
-
-def checkpoint(folder: Path, name: str = "llama", *, seed: int = 1, dtype: torch.dtype = BFLOAT16) -> ModelConfig:
-    folder.mkdir()
-    return load_model_config(save(make_model(name, seed).to(dtype), folder))
 
 
 def runner_of(config: ModelConfig, *, wide: bool = False) -> ModelRunner:
@@ -42,16 +35,6 @@ def runner_of(config: ModelConfig, *, wide: bool = False) -> ModelRunner:
     if wide:
         settings = dataclasses.replace(settings, weight_dtype=FLOAT32, weight_forms={})
     return load_runner(settings, config)
-
-
-def logits(runner: ModelRunner) -> torch.Tensor:
-    """Of a prompt and of two decode steps, [3, vocab]."""
-    driver = RunnerDriver(runner)
-    driver.extend({1: IDS[:-2]}, new_rows=[driver.add(1)])
-    for token in IDS[-2:]:
-        driver.decode([1], [int(token)])
-    runner.sampler.sample = driver._sample
-    return torch.cat(driver.logits)
 
 
 @settings(max_examples=40, deadline=None)
@@ -131,7 +114,7 @@ def test_a_quantized_file_is_kept_as_it_is_and_its_answers_are_those_of_float32(
         assert forms.get("embed_tokens.weight") == ("int8" if config.tie_word_embeddings else None)
         assert narrow.num_bytes.weights < 0.5 * wide.num_bytes.weights
         assert narrow.model.layers[1].down_proj.packed.dtype == torch.uint8
-    assert torch.equal(logits(narrow), logits(wide))
+    assert torch.equal(short_logits(narrow), short_logits(wide))
 
 
 def test_a_file_with_a_matrix_of_another_kind_is_dequantized(tmp_path: Path) -> None:
@@ -152,29 +135,29 @@ def test_the_default_model_is_kept_as_it_is() -> None:
 
 @pytest.mark.parametrize("name", ["llama_31_tied", "llama_biases", "qwen3"])
 def test_a_model_stored_in_bfloat16_keeps_its_bits_and_half_its_bytes(tmp_path: Path, name: str) -> None:
-    config = checkpoint(tmp_path / "m", name)
+    config = checkpoint(tmp_path / "m", name, dtype=BFLOAT16)
     narrow, wide = runner_of(config), runner_of(config, wide=True)
     assert narrow.settings.weight_dtype == BFLOAT16 and narrow.settings.kv_dtype == FLOAT32
     assert narrow.num_bytes.weights < 0.51 * wide.num_bytes.weights
     matrices = [layer.down_proj.packed for layer in narrow.model.layers]
     assert {matrix.dtype for matrix in matrices} == {BFLOAT16}
-    assert torch.equal(logits(narrow), logits(wide))
+    assert torch.equal(short_logits(narrow), short_logits(wide))
 
 
 def test_dummy_weights_have_the_values_of_a_stored_model(tmp_path: Path) -> None:
-    config = dataclasses.replace(checkpoint(tmp_path / "m"), load_format="dummy")
+    config = dataclasses.replace(checkpoint(tmp_path / "m", dtype=BFLOAT16), load_format="dummy")
     narrow, wide = runner_of(config), runner_of(config, wide=True)
     assert narrow.settings.weight_dtype == BFLOAT16
-    assert torch.equal(logits(narrow), logits(wide))
+    assert torch.equal(short_logits(narrow), short_logits(wide))
 
 
 def test_the_type_of_matrices_follows_the_file_and_not_the_config(tmp_path: Path) -> None:
-    stored = checkpoint(tmp_path / "bf16")
+    stored = checkpoint(tmp_path / "bf16", dtype=BFLOAT16)
     assert make_settings(stored, dtype="float32").weight_dtype == BFLOAT16
     assert make_settings(stored, dtype="float16").weight_dtype == torch.float16
     assert make_settings(stored, dtype="float32", attention_backend="torch").weight_dtype == FLOAT32
     assert make_settings(stored, dtype="float32", quantization="int8").weight_dtype == FLOAT32
-    wide = dataclasses.replace(checkpoint(tmp_path / "fp32", dtype=FLOAT32), dtype="bfloat16")
+    wide = dataclasses.replace(checkpoint(tmp_path / "fp32"), dtype="bfloat16")
     assert make_settings(wide, dtype="float32").weight_dtype == FLOAT32
     # rows that are no whole words
     odd = dataclasses.replace(stored, intermediate_size=97, load_format="dummy")
@@ -189,13 +172,13 @@ def test_the_type_of_matrices_follows_the_file_and_not_the_config(tmp_path: Path
 
 
 def test_new_weights_are_kept_as_their_own_file_stores_them(tmp_path: Path) -> None:
-    narrow, wide = checkpoint(tmp_path / "1"), checkpoint(tmp_path / "2", seed=2, dtype=FLOAT32)
-    expected = {config.model_path: logits(runner_of(config)) for config in (narrow, wide)}
+    narrow, wide = checkpoint(tmp_path / "1", dtype=BFLOAT16), checkpoint(tmp_path / "2", seed=2)
+    expected = {config.model_path: short_logits(runner_of(config)) for config in (narrow, wide)}
     runner = runner_of(narrow)
     for config, dtype in ((wide, FLOAT32), (narrow, BFLOAT16)):
         runner.weights.update(config)
         assert runner.model.layers[0].qkv_proj.packed.dtype == dtype
-        assert torch.equal(logits(runner), expected[config.model_path])
+        assert torch.equal(short_logits(runner), expected[config.model_path])
 
 
 def test_a_gguf_file_and_its_cached_weights(tmp_path: Path) -> None:

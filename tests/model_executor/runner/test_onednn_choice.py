@@ -8,12 +8,11 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from runner_driver import RunnerDriver, relative_error
+from runner_driver import relative_error, short_logits
 from runners import make_settings
-from tiny_models import make_model, save
+from tiny_models import checkpoint
 
 from tercet.managers.scheduler_process import scheduler_facts
 from tercet.model_executor import cpu_extension
@@ -23,16 +22,14 @@ from tercet.model_executor.layers.onednn_layers import OneDnnLinear, PartShape
 from tercet.model_executor.runner import settings as settings_module
 from tercet.model_executor.runner.kv_identity import kv_identity
 from tercet.model_executor.runner.load import load_runner
-from tercet.model_executor.runner.model_runner import ModelRunner
 from tercet.model_executor.runner.settings import RunnerSettings
-from tercet.srt.model_files.model_config import ModelConfig, load_model_config
+from tercet.srt.model_files.model_config import ModelConfig
 
 pytestmark = pytest.mark.skipif(
     cpu_extension.load() is None or not can_pack(torch.empty(1, 1)), reason="no build of csrc/cpu, or no oneDNN"
 )
 
 SettingsOf = Callable[..., RunnerSettings]
-IDS = np.random.default_rng(3).integers(0, 131, 40)
 
 
 @pytest.fixture
@@ -48,21 +45,6 @@ def settings_of(tmp_path: Path) -> SettingsOf:
     return of
 
 
-def checkpoint(folder: Path, name: str = "llama", *, seed: int = 1, dtype: torch.dtype = torch.float32) -> ModelConfig:
-    folder.mkdir()
-    return load_model_config(save(make_model(name, seed).to(dtype), folder))
-
-
-def logits(runner: ModelRunner) -> torch.Tensor:
-    """Of a prompt and of two decode steps, [3, vocab]."""
-    driver = RunnerDriver(runner)
-    driver.extend({1: IDS[:-2]}, new_rows=[driver.add(1)])
-    for token in IDS[-2:]:
-        driver.decode([1], [int(token)])
-    runner.sampler.sample = driver._sample
-    return torch.cat(driver.logits)
-
-
 @pytest.mark.parametrize("name", ["llama_31_tied", "llama_biases", "qwen3"])
 def test_a_file_of_float32(
     settings_of: SettingsOf, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
@@ -74,7 +56,7 @@ def test_a_file_of_float32(
     assert all(isinstance(layer.down_proj, OneDnnLinear) for layer in runner.model.layers)
     assert runner.has_recorded_decodes and not list(tmp_path.glob("cache/*.packed"))
     own = load_runner(settings_of(config, cpu_kernels="fixed"), config)
-    assert relative_error(logits(runner), logits(own)) < 1e-5
+    assert relative_error(short_logits(runner), short_logits(own)) < 1e-5
     facts = [scheduler_facts(one, config).cpu_kernels for one in (runner, own)]
     assert [one.linears for one in facts if one is not None] == ["onednn", "tercet"]
     assert "linear layers of onednn" in caplog.text
@@ -94,12 +76,12 @@ def test_narrower_matrices_keep_their_own_kernels(settings_of: SettingsOf, tmp_p
 
 def test_new_weights_of_another_type(settings_of: SettingsOf, tmp_path: Path) -> None:
     narrow, wide = checkpoint(tmp_path / "1", dtype=torch.bfloat16), checkpoint(tmp_path / "2", seed=2)
-    expected = {config.model_path: logits(load_runner(settings_of(config), config)) for config in (narrow, wide)}
+    expected = {config.model_path: short_logits(load_runner(settings_of(config), config)) for config in (narrow, wide)}
     runner = load_runner(settings_of(narrow), narrow)
     for config in (wide, narrow):
         assert runner.weights is not None
         assert runner.weights.update(config).onednn == (config is wide)
-        assert torch.equal(logits(runner), expected[config.model_path])
+        assert torch.equal(short_logits(runner), expected[config.model_path])
 
 
 def test_layers_whose_bits_depend_on_the_batch_are_not_used(

@@ -5,25 +5,17 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from fake_accelerator import FakeAccelerator, use_fake
-from runner_driver import RunnerDriver
+from runner_driver import short_logits
 from runners import make_runner
 from safetensors.torch import load_file, save_file
-from tiny_models import make_model, save
+from tiny_models import checkpoint
 
 from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.runner.model_runner import ModelRunner
-from tercet.srt.model_files.model_config import ModelConfig, load_model_config
-
-IDS = np.random.default_rng(3).integers(0, 131, 12)
-
-
-def checkpoint(folder: Path, seed: int) -> ModelConfig:
-    folder.mkdir()
-    return load_model_config(save(make_model("llama", seed), folder))
+from tercet.srt.model_files.model_config import ModelConfig
 
 
 def runner_of(config: ModelConfig, backend: str = "cpu", **settings) -> ModelRunner:
@@ -32,53 +24,43 @@ def runner_of(config: ModelConfig, backend: str = "cpu", **settings) -> ModelRun
     )
 
 
-def logits(runner: ModelRunner) -> torch.Tensor:
-    """Of a prompt and of two decode steps, [3, vocab]."""
-    driver = RunnerDriver(runner)
-    driver.extend({1: IDS[:10]}, new_rows=[driver.add(1)])
-    for token in IDS[10:]:
-        driver.decode([1], [int(token)])
-    runner.sampler.sample = driver._sample
-    return torch.cat(driver.logits)
-
-
 @pytest.mark.parametrize("settings", [{}, {"disable_cuda_graph": True}, {"quantization": "int8"}], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_an_updated_runner_computes_as_a_fresh_one(tmp_path: Path, backend: str, settings: dict) -> None:
     if backend == "torch" and "quantization" in settings:
         pytest.skip("only the cpu backend has quantized layers")
-    first, second = checkpoint(tmp_path / "1", 1), checkpoint(tmp_path / "2", 2)
+    first, second = checkpoint(tmp_path / "1"), checkpoint(tmp_path / "2", seed=2)
     runner, fresh = runner_of(first, backend, **settings), runner_of(second, backend, **settings)
-    before, expected = logits(runner), logits(fresh)
+    before, expected = short_logits(runner), short_logits(fresh)
     assert not torch.equal(before, expected)
     settings_then = runner.weights.update(second)
     assert settings_then.weight_dtype == fresh.settings.weight_dtype
     assert settings_then.weight_forms == fresh.settings.weight_forms
-    assert torch.equal(logits(runner), expected)
+    assert torch.equal(short_logits(runner), expected)
     # The files may change now: nothing is mapped.
     for path in (tmp_path / "2").glob("*.safetensors"):
         path.write_bytes(bytes(path.stat().st_size))
-    assert torch.equal(logits(runner), expected)
+    assert torch.equal(short_logits(runner), expected)
     runner.weights.update(first)
-    assert torch.equal(logits(runner), before)
+    assert torch.equal(short_logits(runner), before)
 
 
 def test_a_gpus_parameters_are_overwritten_where_graphs_read_them(tmp_path: Path, monkeypatch) -> None:
     """The graphs of the fake accelerator compute with the addresses that they recorded."""
-    second = checkpoint(tmp_path / "2", 2)
-    expected = logits(runner_of(second, "torch"))
+    second = checkpoint(tmp_path / "2", seed=2)
+    expected = short_logits(runner_of(second, "torch"))
     accelerator = FakeAccelerator()
     use_fake(monkeypatch, accelerator)
     runner = runner_of(dataclasses.replace(second, load_format="dummy"), "torch", cuda_graph_max_bs=2)
-    before, model, num_graphs = logits(runner), runner.model, len(accelerator.recorded)
+    before, model, num_graphs = short_logits(runner), runner.model, len(accelerator.recorded)
     assert num_graphs
     damage(tmp_path / "2", "model.norm.weight", [3])
     with pytest.raises(ValueError, match="norm"):
         runner.weights.update(second)
-    assert torch.equal(logits(runner), before)
-    checkpoint(tmp_path / "3", 2)
+    assert torch.equal(short_logits(runner), before)
+    checkpoint(tmp_path / "3", seed=2)
     runner.weights.update(dataclasses.replace(second, model_path=str(tmp_path / "3")))
-    torch.testing.assert_close(logits(runner), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(short_logits(runner), expected, rtol=1e-4, atol=1e-4)
     assert len(accelerator.recorded) == num_graphs and runner.model is model
 
 
@@ -92,11 +74,11 @@ def damage(folder: Path, name: str, shape: list[int]) -> None:
 
 
 def test_weights_that_do_not_fit_change_nothing(tmp_path: Path, monkeypatch) -> None:
-    first, second = checkpoint(tmp_path / "1", 1), checkpoint(tmp_path / "2", 2)
+    first, second = checkpoint(tmp_path / "1"), checkpoint(tmp_path / "2", seed=2)
     monkeypatch.setattr("tercet.model_executor.runner.load.host_memory", lambda: Memory(1 << 34, available[0]))
     available = [1 << 33]
     runner = runner_of(first)
-    before, model = logits(runner), runner.model
+    before, model = short_logits(runner), runner.model
     for name, value in (
         ("num_layers", 2),
         ("rms_norm_eps", 1e-3),
@@ -114,6 +96,6 @@ def test_weights_that_do_not_fit_change_nothing(tmp_path: Path, monkeypatch) -> 
         runner.weights.update(second)
     with pytest.raises(OSError):
         runner.weights.update(dataclasses.replace(second, model_path=str(tmp_path / "none")))
-    assert runner.model is model and torch.equal(logits(runner), before)
+    assert runner.model is model and torch.equal(short_logits(runner), before)
     runner.weights.update(first)
-    assert runner.model is not model and torch.equal(logits(runner), before)
+    assert runner.model is not model and torch.equal(short_logits(runner), before)

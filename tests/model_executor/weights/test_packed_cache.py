@@ -10,14 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from gguf_models import Kind, write_gguf
-from runner_driver import RunnerDriver
+from runner_driver import short_logits
 from runners import make_runner
 from safetensors.torch import load_file
-from tiny_models import make_model, save
+from tiny_models import checkpoint, make_model
 
 from tercet.model_executor import cpu_extension
 from tercet.model_executor.layers import packing
@@ -29,7 +28,6 @@ from tercet.srt.model_files.model_config import ModelConfig, load_model_config
 
 pytestmark = pytest.mark.skipif(cpu_extension.load() is None, reason="no build of csrc/cpu for this processor")
 
-IDS = np.random.default_rng(3).integers(0, 131, 12)
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 MODELS: dict[str, Callable[[Path], ModelConfig]] = {
     "bfloat16 tied": lambda folder: checkpoint(folder, "llama_31_tied", dtype=BFLOAT16),
@@ -47,11 +45,6 @@ CASES: list[tuple[str, str, dict]] = [
     ("float32 norms", "mapped", {"quantization": "int4"}),
     ("8 bits tied", "mapped", {"quantization": "int8"}),
 ]
-
-
-def checkpoint(folder: Path, name: str = "llama", seed: int = 1, dtype: torch.dtype = FLOAT32) -> ModelConfig:
-    folder.mkdir()
-    return load_model_config(save(make_model(name, seed).to(dtype), folder))
 
 
 def gguf(folder: Path, name: str, kind: Kind) -> ModelConfig:
@@ -76,16 +69,6 @@ def runner_of(config: ModelConfig, folder: Path | str, **settings) -> ModelRunne
     return make_runner(config, **{**defaults, **settings})
 
 
-def logits(runner: ModelRunner) -> torch.Tensor:
-    """Of a prompt and of two decode steps, [3, vocab]."""
-    driver = RunnerDriver(runner)
-    driver.extend({1: IDS[:10]}, new_rows=[driver.add(1)])
-    for token in IDS[10:]:
-        driver.decode([1], [int(token)])
-    runner.sampler.sample = driver._sample
-    return torch.cat(driver.logits)
-
-
 def entries(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.packed"))
 
@@ -97,13 +80,13 @@ def test_cached_weights_give_the_bits_of_packed_ones(
     """`use`: a file counts as being on huge pages (mapped), or not (copied)."""
     monkeypatch.setattr(packed_file, "bytes_on_huge_pages", lambda m: m.nbytes if use == "mapped" else 0)
     config = MODELS[model](tmp_path / "model")
-    expected = logits(runner_of(config, "off", **settings))
-    assert torch.equal(logits(runner_of(config, folder, **settings)), expected)
+    expected = short_logits(runner_of(config, "off", **settings))
+    assert torch.equal(short_logits(runner_of(config, folder, **settings)), expected)
     (entry,) = folder.iterdir()
     monkeypatch.setattr(packing, "on_huge_pages", None)  # nothing is packed again
     monkeypatch.setattr(packed_cache, "write_packed", None)
     runner = runner_of(config, folder, **settings)
-    assert torch.equal(logits(runner), expected)
+    assert torch.equal(short_logits(runner), expected)
     assert is_mapped(runner, entry) == (use == "mapped")
 
 
@@ -151,12 +134,12 @@ def test_what_is_not_right_is_made_again(
     harm: Callable[[Path], None], tmp_path: Path, folder: Path, said: pytest.LogCaptureFixture
 ) -> None:
     config = checkpoint(tmp_path / "model")
-    expected = logits(runner_of(config, folder))
+    expected = short_logits(runner_of(config, folder))
     (entry,) = entries(folder)
     good = entry.read_bytes()
     harm(entry)
     said.clear()
-    assert torch.equal(logits(runner_of(config, folder)), expected)
+    assert torch.equal(short_logits(runner_of(config, folder)), expected)
     assert f"Writing {entry} again" in said.text and "Cached the packed weights in" in said.text
     assert list(folder.iterdir()) == [entry] and entry.read_bytes() == good
 
@@ -193,15 +176,15 @@ def test_other_weights_settings_or_code_are_another_entry(
 def test_weights_that_change_in_place_are_noticed(tmp_path: Path, folder: Path) -> None:
     """The file keeps its size, and a program sets its time back."""
     config = checkpoint(tmp_path / "model")
-    before = logits(runner_of(config, folder))
+    before = short_logits(runner_of(config, folder))
     path = tmp_path / "model" / "model.safetensors"
     status = path.stat()
     other = checkpoint(tmp_path / "other", seed=2)
     path.write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert path.stat().st_size == status.st_size
-    after = logits(runner_of(config, folder))
-    assert torch.equal(after, logits(runner_of(other, "off"))) and not torch.equal(after, before)
+    after = short_logits(runner_of(config, folder))
+    assert torch.equal(after, short_logits(runner_of(other, "off"))) and not torch.equal(after, before)
 
 
 def test_another_index_is_noticed(tmp_path: Path, folder: Path) -> None:
@@ -216,8 +199,8 @@ def test_another_index_is_noticed(tmp_path: Path, folder: Path) -> None:
     for name in ("first", "second"):
         index = {"weight_map": dict.fromkeys(names, f"{name}.safetensors")}
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
-        found.append(logits(runner_of(config, folder)))
-        assert torch.equal(found[-1], logits(runner_of(config, "off")))
+        found.append(short_logits(runner_of(config, folder)))
+        assert torch.equal(found[-1], short_logits(runner_of(config, "off")))
     assert not torch.equal(*found)
 
 
@@ -225,8 +208,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, said: pytest.LogCapture
     """Root may write everywhere, so a file is in the way."""
     (tmp_path / "file").write_text("")
     config = checkpoint(tmp_path / "model")
-    found = logits(runner_of(config, tmp_path / "file" / "cache"))
-    assert torch.equal(found, logits(runner_of(config, "off")))
+    found = short_logits(runner_of(config, tmp_path / "file" / "cache"))
+    assert torch.equal(found, short_logits(runner_of(config, "off")))
     assert said.text.count("Could not cache the packed weights") == 1
 
 
@@ -235,7 +218,7 @@ def test_an_entry_that_cannot_be_read_is_left_to_others(
 ) -> None:
     """It may belong to another user, or this process has too many open files."""
     config = checkpoint(tmp_path / "model")
-    expected = logits(runner_of(config, folder))
+    expected = short_logits(runner_of(config, folder))
     (entry,) = folder.iterdir()
     before = os.stat(entry)
 
@@ -243,20 +226,20 @@ def test_an_entry_that_cannot_be_read_is_left_to_others(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(packed_file.PackedFile, "__init__", refused)
-    assert torch.equal(logits(runner_of(config, folder)), expected)
+    assert torch.equal(short_logits(runner_of(config, folder)), expected)
     assert os.stat(entry).st_ino == before.st_ino and f"Could not open {entry}: Permission denied" in said.text
 
 
 def test_a_read_only_folder_is_used(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = checkpoint(tmp_path / "model")
-    expected = logits(runner_of(config, folder))
+    expected = short_logits(runner_of(config, folder))
 
     def refused(*args: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "utime", refused)
     monkeypatch.setattr(cache_folder.CacheFolder, "make_room", refused)
-    assert torch.equal(logits(runner_of(config, folder)), expected)
+    assert torch.equal(short_logits(runner_of(config, folder)), expected)
 
 
 @pytest.mark.parametrize("where", ["free", "replace"])
@@ -272,7 +255,7 @@ def test_a_full_disk(
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     else:
         monkeypatch.setattr(os, "replace", full)
-    assert torch.equal(logits(runner_of(config, folder)), logits(runner_of(config, "off")))
+    assert torch.equal(short_logits(runner_of(config, folder)), short_logits(runner_of(config, "off")))
     assert "Could not cache" in said.text and not any(folder.iterdir())
 
 
@@ -283,14 +266,14 @@ def test_an_update_frees_the_mapping_and_leaves_the_file(
     first, second = checkpoint(tmp_path / "1", seed=1), checkpoint(tmp_path / "2", seed=2)
     runner = runner_of(first, folder)
     (entry,) = entries(folder)
-    content, before = entry.read_bytes(), logits(runner)
+    content, before = entry.read_bytes(), short_logits(runner)
     assert is_mapped(runner, entry)
     runner.weights.update(second)
-    assert torch.equal(logits(runner), logits(runner_of(second, "off")))
+    assert torch.equal(short_logits(runner), short_logits(runner_of(second, "off")))
     assert str(entry) not in Path("/proc/self/maps").read_text()
     assert entries(folder) == [entry] and entry.read_bytes() == content
     runner.weights.update(first)
-    assert torch.equal(logits(runner), before)
+    assert torch.equal(short_logits(runner), before)
 
 
 def test_nothing_is_read_before_the_first_access(tmp_path: Path, folder: Path) -> None:
