@@ -102,6 +102,17 @@ struct Dot<at::BFloat16> : WidenedDot<at::BFloat16> {};
 /// slower.
 inline void prefetch_line(const void* at) { __builtin_prefetch(at, 0, 2); }
 
+/// Prefetches a cache line that will be written. Without this, a store waits until the line comes from memory or from
+/// the cache of another core.
+inline void prefetch_to_write(const void* at) {
+#ifdef __x86_64__
+  // GCC takes this instruction only for some processors. The others ignore it.
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(at)));
+#else
+  __builtin_prefetch(at, 1);
+#endif
+}
+
 /// Prefetches `bytes` bytes, at most two lines, with every word that `multiply_panel` multiplies.
 struct Prefetch {
   const char* next;

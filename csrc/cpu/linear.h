@@ -167,7 +167,7 @@ void multiply_few_rows(const X& x, int64_t first, const Weight& weight, const Ru
 }
 
 /// Multiplies `rows` rows, of which `first` is the first, with a run of panels. While the thread multiplies one panel, it
-/// prefetches the next one, evenly over all rows.
+/// prefetches the next one, evenly over all rows, and the memory of the results.
 template <typename X, typename Weight, typename Store>
 void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weight, const Run& run, const Store& store) {
   const int64_t max_chunk = rows <= Weight::kWholeRows ? weight.k : Tuning::get().chunk;
@@ -180,6 +180,8 @@ void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weigh
       const int64_t chunk_bytes = Weight::panel_bytes(chunk.size()), words = chunk.size() / Weight::kPerWord;
       const auto opened = weight.open(panel, chunk, rows, Prefetch{next_chunk, chunk_bytes / words});
       for_each_piece<Weight::kMaxRows>(rows, [&](int64_t at, auto piece) {
+        if (chunk.end == weight.k)
+          for (int64_t r = at; r < at + piece; ++r) store.prefetch(first + r, panel);
         const Prefetch prefetch{next_chunk + chunk_bytes * at / rows, chunk_bytes / words * piece / rows};
         weight.template multiply<piece>(x, first + at, chunk, opened, sums + at, prefetch);
       });
@@ -188,8 +190,8 @@ void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weigh
   }
 }
 
-/// Multiplies rows of x with all panels. Calls store(row, panel, left sums, right sums) for every row and panel. X is
-/// the form of x that this kind of weight multiplies.
+/// Multiplies rows of x with all panels. Calls store(row, panel, left sums, right sums) for every row and panel. With
+/// many rows it calls store.prefetch(row, panel) before. X is the form of x that this kind of weight multiplies.
 ///
 /// Threads claim runs of neighbouring panels, for one block of rows at a time. With few rows, memory bandwidth is the
 /// limit and should never idle. So at the end of a run a thread prefetches the beginning of the run that it will
@@ -232,23 +234,43 @@ void multiply(
   });
 }
 
-/// x [rows, k] -> out [rows, n]
-template <typename X, typename Weight, typename Out>
-void linear(const X& x, int64_t rows, const Weight& weight, const NextWeight& next, int64_t n, Out* out) {
-  multiply(x, rows, weight, ceil_div(n, kPanel), next, [=](int64_t row, int64_t panel, Vec left, Vec right) {
+/// Stores the sums of a row with a panel of a linear layer in out [rows, n].
+template <typename Out>
+struct StoreSums {
+  Out* out;
+  int64_t n;
+
+  void operator()(int64_t row, int64_t panel, Vec left, Vec right) const {
     const int64_t column = panel * kPanel;
     store_pair(out + row * n + column, {left, right}, n - column);
-  });
-}
+  }
+  void prefetch(int64_t row, int64_t panel) const { prefetch_to_write(out + row * n + panel * kPanel); }
+};
 
-/// x [rows, k] -> silu(x @ gate.T) * (x @ up.T) [rows, n]. A panel has kLanes columns of gate, then kLanes of up.
-template <typename X, typename Weight, typename Out>
-void linear_silu_mul(const X& x, int64_t rows, const Weight& weight, const NextWeight& next, int64_t n, Out* out) {
-  multiply(x, rows, weight, ceil_div(n, kLanes), next, [=](int64_t row, int64_t panel, Vec gate, Vec up) {
+/// Stores silu(gate) * up of a row in out [rows, n]. A panel has kLanes columns of gate, then kLanes of up.
+template <typename Out>
+struct StoreSiluMul {
+  Out* out;
+  int64_t n;
+
+  void operator()(int64_t row, int64_t panel, Vec gate, Vec up) const {
     const int64_t column = panel * kLanes;
     const Vec silu = gate / (Vec(1.f) + exp_for<Out>(gate.neg()));
     store_pair(out + row * n + column, {silu * up, Vec(0.f)}, std::min(kLanes, n - column));
-  });
+  }
+  void prefetch(int64_t row, int64_t panel) const { prefetch_to_write(out + row * n + panel * kLanes); }
+};
+
+/// x [rows, k] -> out [rows, n]
+template <typename X, typename Weight, typename Out>
+void linear(const X& x, int64_t rows, const Weight& weight, const NextWeight& next, int64_t n, Out* out) {
+  multiply(x, rows, weight, ceil_div(n, kPanel), next, StoreSums<Out>{out, n});
+}
+
+/// x [rows, k] -> silu(x @ gate.T) * (x @ up.T) [rows, n]
+template <typename X, typename Weight, typename Out>
+void linear_silu_mul(const X& x, int64_t rows, const Weight& weight, const NextWeight& next, int64_t n, Out* out) {
+  multiply(x, rows, weight, ceil_div(n, kLanes), next, StoreSiluMul<Out>{out, n});
 }
 
 /// x [rows, k] as floats
