@@ -215,32 +215,33 @@ struct QuantizedPacked {
   template <int kRows>
   void multiply(
       const Rows& x, int64_t first, Chunk chunk, const uint8_t* weights, RowSums* sums, Prefetch prefetch) const {
+    const int64_t groups = chunk.size() / kGroup, stride = row_bytes();
     const auto* values = x.values(first) + chunk.begin;
     const RowGroup* row_groups = x.groups(first) + chunk.begin / kGroup;
 #ifdef TERCET_ROWS_OF_SHORTS
     if constexpr (std::is_same_v<typename D::Row, int16_t>) {
-      for (int64_t g = 0; g < chunk.size() / kGroup; ++g, weights += kGroupBytes) {
+      for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes) {
         prefetch(kGroup / kPerWord);
-        multiply_shorts<kRows>(values + g * kGroup, row_groups + g, row_bytes(), weights, sums);
+        multiply_shorts<kRows>(values + g * kGroup, row_groups + g, stride, weights, sums);
       }
     } else
 #endif
-      multiply_bytes<kRows>(values, row_groups, chunk.size() / kGroup, weights, sums, prefetch);
+      multiply_bytes<kRows>(values, row_groups, stride, groups, weights, sums, prefetch);
   }
 
  private:
   using Columns = std::array<Floats, 2>;
 
-  /// The same with rows of bytes. values, first_groups: those of the first row; the others follow at row_bytes().
+  /// The same with rows of bytes. values, first_groups: those of the first row. The next row is `stride` bytes later.
   template <int kRows>
   void multiply_bytes(
       const int8_t* values,
       const RowGroup* first_groups,
+      int64_t stride,
       int64_t groups,
       const uint8_t* weights,
       RowSums* row_sums,
       Prefetch prefetch) const {
-    const int64_t stride = row_bytes();
     const RowGroup* row_groups[kRows];
     for (int r = 0; r < kRows; ++r)
       row_groups[r] = reinterpret_cast<const RowGroup*>(reinterpret_cast<const char*>(first_groups) + r * stride);
