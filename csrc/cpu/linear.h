@@ -184,9 +184,11 @@ void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weigh
           for (int64_t r = at; r < at + piece; ++r) store.prefetch(first + r, panel);
         const Prefetch prefetch{next_chunk + chunk_bytes * at / rows, chunk_bytes / words * piece / rows};
         weight.template multiply<piece>(x, first + at, chunk, opened, sums + at, prefetch);
+        // Each piece on its own: the stores of a whole block at once would wait for their cache lines.
+        if (chunk.end == weight.k)
+          for (int64_t r = at; r < at + piece; ++r) store_sums(weight, first + r, panel, sums[r], store);
       });
     }
-    for (int64_t r = 0; r < rows; ++r) store_sums(weight, first + r, panel, sums[r], store);
   }
 }
 

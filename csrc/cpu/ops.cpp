@@ -22,6 +22,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
       .def("run", &Graph::run)
       .def("num_operations", &Graph::num_operations);
   m.def("lanes() -> int", [] { return kLanes; });
+  m.def("odd_bytes_are_signed() -> bool", [] { return kOddBytesAreSigned; });
   m.def("num_threads() -> int", [] { return ThreadPool::get().num_threads(); });
   m.def("set_num_threads(int n) -> ()", [](int64_t n) {
     TORCH_CHECK(n >= 0, "the number of threads must not be negative, got ", n);

@@ -33,12 +33,6 @@ inline void add_products(Ints& sums, Ints row, Bytes panel) {
   const auto row_even = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)row, 8), 8);
   const auto row_odd = _mm512_srai_epi16((__m512i)row, 8);
   sums += (Ints)_mm512_madd_epi16(even, row_even) + (Ints)_mm512_madd_epi16(odd, row_odd);
-#elif defined(__AVX2__)
-  const auto even = _mm256_and_si256((__m256i)panel, _mm256_set1_epi16(255));
-  const auto odd = _mm256_srli_epi16((__m256i)panel, 8);
-  const auto row_even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)row, 8), 8);
-  const auto row_odd = _mm256_srai_epi16((__m256i)row, 8);
-  sums += (Ints)_mm256_madd_epi16(even, row_even) + (Ints)_mm256_madd_epi16(odd, row_odd);
 #else
   for (int shift = 0; shift < 32; shift += 8) sums += ((Ints)panel >> shift & 255) * (row << (24 - shift) >> 24);
 #endif
@@ -62,9 +56,15 @@ struct IntegerDot {
   static Ints total(Ints sums) { return sums; }
 };
 
-/// Weights of 8 bits. Weight w is stored as the byte w + 128. A group of a panel: scales, float16 [kPanel]; then bytes
-/// [kGroup / 4, kPanel, 4].
+/// Weights of 8 bits. Weight w is stored as the byte w + 128, or, at the odd places of builds with
+/// TERCET_ROWS_OF_SHORTS, as w. A group of a panel: scales, float16 [kPanel]; then bytes [kGroup / 4, kPanel, 4].
 struct Int8Weights;
+
+#ifdef TERCET_ROWS_OF_SHORTS
+constexpr bool kOddBytesAreSigned = true;
+#else
+constexpr bool kOddBytesAreSigned = false;
+#endif
 
 template <>
 struct Dot<Int8Weights> : IntegerDot {
@@ -73,6 +73,15 @@ struct Dot<Int8Weights> : IntegerDot {
   static void load(const uint8_t* words, int, Bytes& left, Bytes& right) {
     std::memcpy(&left, words, sizeof(left));
     std::memcpy(&right, words + sizeof(left), sizeof(right));
+  }
+  /// The weights that are byte `at` of each word.
+  static Ints weights(Bytes words, int at) {
+    const auto ints = reinterpret_cast<Ints>(words);
+    return kOddBytesAreSigned && at % 2 ? ints << (24 - 8 * at) >> 24 : (ints >> 8 * at & 255) - 128;
+  }
+  /// The same for one column.
+  static int weight(const uint8_t* word, int64_t at) {
+    return kOddBytesAreSigned && at % 2 ? static_cast<int8_t>(word[at]) : word[at] - 128;
   }
 #ifdef TERCET_ROWS_OF_SHORTS
   using Row = int16_t;
@@ -94,6 +103,7 @@ struct Dot<Int4Weights> : IntegerDot {
     left = both & 15;
     right = both >> 4;
   }
+  static Ints weights(Bytes words, int at) { return reinterpret_cast<Ints>(words) >> 8 * at & 255; }
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
   // 16 bits hold the sums of a group: 8 words of pairs of products, each at most 15 * 127.
   using Sums = Shorts;
@@ -119,7 +129,7 @@ struct Dot<Int4Weights> : IntegerDot {
 struct RowGroup {
   float scale;
   float sum;       // the sum of scale * values; a 4-bit group's minimum is multiplied with it
-  int32_t offset;  // -128 * the sum of values: corrects the products with 8-bit weights, stored as w + 128
+  int32_t offset;  // -128 * the sum of the values that multiply 8-bit weights stored as w + 128: corrects these products
 };
 
 /// Rows of x, quantised: x is about scale * values, with a scale for each group. The values have 8 bits, in memory also 16.
@@ -138,13 +148,6 @@ inline void store_values(int8_t* to, Vec x) {
   typedef int8_t Narrow __attribute__((vector_size(kLanes)));
   const Narrow narrow = __builtin_convertvector(__builtin_convertvector(to_floats(x), Ints), Narrow);
   std::memcpy(to, &narrow, sizeof(narrow));
-}
-
-/// The same with 16 bits, in the order in which the parts of a word have them.
-inline void store_values(int16_t* to, Vec x) {
-  typedef int16_t Narrow __attribute__((vector_size(kLanes * sizeof(int16_t))));
-  const Narrow narrow = __builtin_convertvector(__builtin_convertvector(to_floats(x), Ints), Narrow);
-  for (int64_t i = 0; i < kLanes; ++i) to[i] = narrow[i / 4 * 4 + (i % 4 == 1 ? 2 : i % 4 == 2 ? 1 : i % 4)];
 }
 
 /// Rounds a group of x to the nearest multiples of a 127th of its largest magnitude.
@@ -170,7 +173,10 @@ inline RowGroup quantize_group(const T* x, Value* values) {
   const float sum = sum_of(sums);
   if (sum != sum) return {sum, sum, 0};  // x has a NaN or an infinity
   const float scale = largest_magnitude / 127.f;
-  return {scale, scale * sum, -128 * static_cast<int32_t>(sum)};
+  float offset_sum = sum;  // of the values whose weights are stored as w + 128
+  if constexpr (kOddBytesAreSigned && std::is_same_v<Value, int16_t>)
+    offset_sum = sum_of(Vec::blend<0b01010101>(Vec(0.f), sums));
+  return {scale, scale * sum, -128 * static_cast<int32_t>(offset_sum)};
 }
 
 /// x: [rows, k], k a multiple of kGroup.
@@ -208,23 +214,45 @@ struct QuantizedPacked {
 
   template <int kRows>
   void multiply(
-      const Rows& x,
-      int64_t first,
-      Chunk chunk,
+      const Rows& x, int64_t first, Chunk chunk, const uint8_t* weights, RowSums* sums, Prefetch prefetch) const {
+    const int64_t groups = chunk.size() / kGroup, stride = row_bytes();
+    const auto* values = x.values(first) + chunk.begin;
+    const RowGroup* row_groups = x.groups(first) + chunk.begin / kGroup;
+#ifdef TERCET_ROWS_OF_SHORTS
+    if constexpr (std::is_same_v<typename D::Row, int16_t>) {
+      for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes) {
+        prefetch(kGroup / kPerWord);
+        multiply_shorts<kRows>(values + g * kGroup, row_groups + g, stride, weights, sums);
+      }
+    } else
+#endif
+      multiply_bytes<kRows>(values, row_groups, stride, groups, weights, sums, prefetch);
+  }
+
+ private:
+  using Columns = std::array<Floats, 2>;
+
+  /// The same with rows of bytes. values, first_groups: those of the first row. The next row is `stride` bytes later.
+  template <int kRows>
+  void multiply_bytes(
+      const int8_t* values,
+      const RowGroup* first_groups,
+      int64_t stride,
+      int64_t groups,
       const uint8_t* weights,
       RowSums* row_sums,
       Prefetch prefetch) const {
-    const int64_t groups = chunk.size() / kGroup, stride = row_bytes();
-    const typename D::Row* values = x.values(first) + chunk.begin;
     const RowGroup* row_groups[kRows];
-    for (int r = 0; r < kRows; ++r) row_groups[r] = x.groups(first + r) + chunk.begin / kGroup;
+    for (int r = 0; r < kRows; ++r)
+      row_groups[r] = reinterpret_cast<const RowGroup*>(reinterpret_cast<const char*>(first_groups) + r * stride);
     Floats sums[kRows][2];
     unrolled<2 * kRows>([&](auto i) { sums[i / 2][i % 2] = row_sums[i / 2][i % 2]; });
     for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes) {
       typename D::Sums products[kRows][2] = {};
       if constexpr (!D::kHasMin)
         unrolled<kRows>([&](auto r) { products[r][0] = products[r][1] = Ints{} + row_groups[r][g].offset; });
-      multiply_group<kRows>(values + g * kGroup, stride, weights + D::kHeaderBytes, products, prefetch);
+      multiply_panel<D, kRows>(
+          values + g * kGroup, stride, weights + D::kHeaderBytes, D::kWordBytes, kGroup / kPerWord, products, prefetch);
       const auto* header = reinterpret_cast<const at::Half*>(weights);
       const Columns scales = load_columns(header);
       unrolled<kRows>([&](auto r) {
@@ -240,27 +268,6 @@ struct QuantizedPacked {
       }
     }
     add_part<false>(row_sums, sums);
-  }
-
- private:
-  using Columns = std::array<Floats, 2>;
-
-  /// Adds the products of kRows rows, `stride` bytes apart, with the words of a group.
-  template <int kRows>
-  static void multiply_group(
-      const typename D::Row* values,
-      int64_t stride,
-      const uint8_t* words,
-      typename D::Sums (&products)[kRows][2],
-      Prefetch& prefetch) {
-    constexpr int64_t kWords = kGroup / D::kPerWord;
-#ifdef TERCET_ROWS_OF_SHORTS
-    if constexpr (std::is_same_v<typename D::Row, int16_t>) {
-      prefetch(kWords);
-      multiply_shorts<kRows>(values, stride, words, products);
-    } else
-#endif
-      multiply_panel<D, kRows>(values, stride, words, D::kWordBytes, kWords, products, prefetch);
   }
 
   static Columns load_columns(const at::Half* from) {
@@ -281,7 +288,7 @@ void unpack_rows(const int64_t* ids, int64_t count, const QuantizedPacked<Int8We
         const float scale = reinterpret_cast<const at::Half*>(group)[column];
         const uint8_t* word = group + D::kHeaderBytes + column * D::kPerWord;
         for (int64_t w = 0; w < kGroup / D::kPerWord; ++w, word += D::kWordBytes)
-          for (int64_t b = 0; b < D::kPerWord; ++b) *to++ = static_cast<T>((word[b] - 128) * scale);
+          for (int64_t b = 0; b < D::kPerWord; ++b) *to++ = static_cast<T>(D::weight(word, b) * scale);
       }
     }
   });

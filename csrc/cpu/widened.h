@@ -11,13 +11,12 @@ namespace tercet {
 template <typename Weights, typename F>
 inline void widen_group(const uint8_t* group, Prefetch& prefetch, const F& f) {
   using D = Dot<Weights>;
-  constexpr int kZero = D::kHasMin ? 0 : 128;
   const auto* header = reinterpret_cast<const at::Half*>(group);
   const FloatPair scales = load_pair(header);
   FloatPair minima{Vec(0.f), Vec(0.f)};
   if constexpr (D::kHasMin) minima = load_pair(header + kPanel);
   const auto widen = [](Ints numbers, Vec scale, Vec minimum) {
-    Floats floats = __builtin_convertvector(numbers - kZero, Floats) * to_floats(scale);
+    Floats floats = __builtin_convertvector(numbers, Floats) * to_floats(scale);
     // The product is exact, so it does not matter whether the addition is fused with it.
     if constexpr (D::kHasMin) floats += to_floats(minimum);
     return floats;
@@ -31,8 +30,8 @@ inline void widen_group(const uint8_t* group, Prefetch& prefetch, const F& f) {
 #pragma GCC unroll 4
     for (int at = 0; at < D::kPerWord; ++at)
       f(i + at,
-        widen(reinterpret_cast<Ints>(left) >> 8 * at & 255, scales.left, minima.left),
-        widen(reinterpret_cast<Ints>(right) >> 8 * at & 255, scales.right, minima.right));
+        widen(D::weights(left, at), scales.left, minima.left),
+        widen(D::weights(right, at), scales.right, minima.right));
   }
   prefetch = prefetch_word;
 }

@@ -96,11 +96,19 @@ def _quantized_panels(weight: QuantizedWeight) -> torch.Tensor:
         return padded(x, 0, 2 * lanes).unflatten(0, (-1, 2 * lanes))
 
     header = [panels(x).transpose(1, 2).contiguous().view(torch.uint8) for x in weight[1:] if x is not None]
-    values = weight.values if weight.bits == 4 else weight.values.view(torch.uint8) ^ 128
+    values = weight.values if weight.bits == 4 else _bytes(weight.values)
     words = panels(values).unflatten(2, (-1, GROUP // _PER_WORD, _PER_WORD)).permute(0, 2, 3, 1, 4)
     if weight.bits == 4:
         words = words[..., :lanes, :] | words[..., lanes:, :] << 4
     return torch.cat((*header, words.flatten(2)), 2)
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    """Weights of 8 bits [n, k] as the operations read them: w + 128, in some builds w at odd places."""
+    stored = values.view(torch.uint8) ^ 128
+    if torch.ops.tercet_cpu.odd_bytes_are_signed():
+        stored[..., 1::2] ^= 128
+    return stored
 
 
 def interleave(gate_up: torch.Tensor) -> torch.Tensor:
