@@ -21,9 +21,9 @@ from tercet.mem_cache.kv_files import KVFiles
 
 BLOCK_BYTES = 1000
 FILE_BYTES = BLOCK_BYTES + 104
-NUM_BLOCKS = 60
+NUM_BLOCKS = 100
 MAX_FILES = 20
-LOOK_INTERVAL = 8
+LOOK_INTERVAL = 16
 """Steps between two looks at the folder. A step writes at most one file."""
 CONTENT = BlockContent(bytes(32), "", bytes(8))
 

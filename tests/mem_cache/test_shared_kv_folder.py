@@ -11,7 +11,7 @@ from pathlib import Path
 import kv_folder_user
 from kv_folder_user import FILE_BYTES, LOOK_INTERVAL, MAX_FILES
 
-NUM_STEPS = 600
+NUM_STEPS = 400
 NUM_SERVERS = 2
 
 
@@ -43,7 +43,7 @@ def test_servers_that_share_a_folder_read_right_bytes_and_keep_the_bound(tmp_pat
     for text, _ in ended:
         counts = json.loads(text)
         assert counts["damaged"] == 0
-        assert counts["written"] > 50 and counts["read"] > 50 and counts["removed"] > 50
+        assert min(counts["written"], counts["read"], counts["removed"]) > 30
         # Each of them may be writing one more file.
         assert counts["most bytes"] <= (MAX_FILES + LOOK_INTERVAL + NUM_SERVERS) * FILE_BYTES
     assert {path.suffix for path in tmp_path.iterdir()} == {".kv"}
