@@ -93,9 +93,13 @@ class Generation:
         """How often the engine died by itself in a step of this sample."""
         self.waits_since = 0.0
         """When the TokenizerManager got its request, on the clock of `PauseControl.now`."""
+        self.ran_s = 0.0
+        """How long it ran in engines that have died, from its first token on."""
         self._owner = owner
         self._submitted = time.monotonic()
         self._is_sent = False
+        self._sent_at = 0.0
+        """When the engine got its request, on the clock of `waits_since`."""
         self._is_stopped = False
         self._timeout: asyncio.TimerHandle | None = None
         self._waiting: list[TextOut] = []
@@ -198,15 +202,16 @@ class Generation:
         self.request = request
         self._submitted = time.monotonic() - age_s
 
-    def mark_sent(self) -> None:
-        """The engine has the request now."""
+    def mark_sent(self, now: float = 0.0) -> None:
+        """The engine has the request now. `now`: on the clock of `waits_since`, if this process restarts the engine."""
         assert not self._is_sent
         self._is_sent = True
+        self._sent_at = now
 
-    def lose(self, begun: Container[str] = ()) -> bool:
+    def lose(self, begun: Container[str], now: float) -> bool:
         """The engine has died. Returns whether it had the sample, which then waits for the next engine.
 
-        `begun`: the keys of samples that had their first step (see `Journal.begun`).
+        `begun`: the keys of samples that had their first step (see `Journal.begun`). `now`: as of `mark_sent`.
         A sample that is being aborted ends here, with the tokens so far.
         """
         if not self._is_sent or self.is_over:
@@ -217,6 +222,9 @@ class Generation:
             return False
         self.num_recoveries += 1
         self.has_begun |= self.key in begun
+        if self.output_ids:
+            since_first_token_s = time.monotonic() - self._submitted - (self.first_token_s or 0.0)
+            self.ran_s += max(min(since_first_token_s, now - self._sent_at), 0.0)
         return True
 
     def resumption(self) -> GenerateReq:
@@ -225,7 +233,7 @@ class Generation:
         if not self.num_recoveries:
             return self.request
         counts = self._counts
-        resumed = Resumed(list(self.output_ids), None, counts.num_retractions)
+        resumed = Resumed(list(self.output_ids), None, counts.num_retractions, ran_s=self.ran_s)
         if self.output_ids:
             resumed = msgspec.structs.replace(
                 resumed,

@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from ..mem_cache.block_events import BlockEvents
-from ..srt.kv_events import EventBatch, KVEvent, KVEventsConfig
+from ..srt.kv_events import AllBlocksCleared, BlockStored, EventBatch, KVEvent, KVEventsConfig
 from .kv_cache_manager import KVCacheManager
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,10 @@ _LINGER_MS = 200
 _SEQ_BYTES = 8
 _REPEAT_S = 60.0
 """How long after its start a publisher repeats everything for a new reader. ZeroMQ connects again after 0.1 s."""
+_REPEAT_INTERVAL_S = 1.0
+"""Repetitions come no faster, however many readers subscribe. Each takes a step some milliseconds."""
+_MAX_REPEATED = 1 << 18
+"""Tokens and hashes in the events that are repeated. If there are more, nothing is repeated any more."""
 _END = (-1).to_bytes(_SEQ_BYTES, "big", signed=True)
 
 
@@ -32,8 +36,9 @@ class KVEventPublisher:
     last `buffer_steps` batches are kept. A replay has those from a given number on.
 
     A reader may know the blocks of an engine that died, and its socket connects again when the new engine has already
-    published. So in the first minute, each subscription makes the next batch repeat all events since the start. The
-    first one is AllBlocksCleared, so a reader may apply that batch at any time.
+    published. So in the first minute, a subscription makes a batch repeat all events since the start, if these are few.
+    The first one is AllBlocksCleared, so a reader may apply that batch at any time. A replay has only the new events of
+    such a batch, so the buffer has each event once.
     """
 
     def __init__(self, config: KVEventsConfig, clock: Callable[[], float] = time.time) -> None:
@@ -44,8 +49,14 @@ class KVEventPublisher:
         self._encoder = msgspec.msgpack.Encoder()
         self._next_seq = 0
         self._since_start: list[KVEvent] | None = []
-        """All events; None after the first minute."""
+        """All events; None after the first minute, or if they are too many."""
+        self._num_since_start = 0
+        """Tokens and hashes in them."""
         self._start_s = clock()
+        self._repeat_s = self._start_s
+        """When the next repetition may come."""
+        self._is_wanted = False
+        """A reader has subscribed since the last one."""
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._replayer: threading.Thread | None = None
         self._context: zmq.Context[Any] = zmq.Context()
@@ -82,15 +93,19 @@ class KVEventPublisher:
             kv, blocks = self._watched
             kv.report_files()
             events = blocks.take()
+        now_s = self._clock()
+        repeated = None
         if self._since_start is not None:
-            events = self._with_repetition(events, self._since_start)
+            repeated = self._repetition(events, self._since_start, now_s)
         elif events:
             self._has_new_reader()  # frees the memory of what readers have sent
-        if not events:
+        if not events and repeated is None:
             return
-        payload = self._encoder.encode(EventBatch(self._clock(), events))
+        payload = self._encoder.encode(EventBatch(now_s, events))
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         self._buffer.append((seq, payload))
+        if repeated is not None:
+            payload = self._encoder.encode(EventBatch(now_s, repeated))
         self._socket.send_multipart(self._frames(seq, payload), zmq.NOBLOCK)
 
     def close(self) -> None:
@@ -99,13 +114,18 @@ class KVEventPublisher:
         if self._replayer is not None:
             self._replayer.join()
 
-    def _with_repetition(self, events: list[KVEvent], since_start: list[KVEvent]) -> list[KVEvent]:
-        """These events, or all events since the start if a reader has subscribed."""
-        if self._clock() - self._start_s > _REPEAT_S:
-            self._since_start = None
-            return events
+    def _repetition(self, events: list[KVEvent], since_start: list[KVEvent], now_s: float) -> list[KVEvent] | None:
+        """All events since the start, if a reader has subscribed. `events`: the new ones."""
         since_start += events
-        return list(since_start) if self._has_new_reader() else events
+        self._num_since_start += sum(map(_size, events))
+        if now_s - self._start_s > _REPEAT_S or self._num_since_start > _MAX_REPEATED:
+            self._since_start = None
+            return None
+        self._is_wanted |= self._has_new_reader()
+        if not self._is_wanted or now_s < self._repeat_s:
+            return None
+        self._is_wanted, self._repeat_s = False, now_s + _REPEAT_INTERVAL_S
+        return since_start
 
     def _has_new_reader(self) -> bool:
         """Whether a reader has subscribed since the last call."""
@@ -132,6 +152,13 @@ class KVEventPublisher:
             except zmq.ContextTerminated:
                 replay.close()
                 return
+
+
+def _size(event: KVEvent) -> int:
+    """Tokens and hashes."""
+    if isinstance(event, AllBlocksCleared):
+        return 1
+    return len(event.block_hashes) + (len(event.token_ids) if isinstance(event, BlockStored) else 0)
 
 
 def _open(socket: zmq.Socket[bytes], endpoint: str, *, always_bind: bool) -> None:

@@ -92,6 +92,7 @@ class Req:
         "prompt_ids",
         "queue_time_s",
         "queued_tokens",
+        "ran_s",
         "reused_len",
         "rid",
         "row",
@@ -163,6 +164,8 @@ class Req:
         """Tokens that it had to compute when it arrived, as far as that was known. QueueLimits writes it."""
         self.deadline = math.inf
         """When it is over its waiting time or its running time. Only Timeouts reads and writes it."""
+        self.ran_s = 0.0
+        """How long it has run in engines that have died."""
         self.matched_len = 0
         """Tokens found in the prefix cache by the last look-up while it waited, or in any tier by its admission."""
         self.num_unchecked = 0
@@ -330,6 +333,7 @@ class Req:
         self.cached_tokens = resumed.cached_tokens
         self.host_tokens, self.storage_tokens = resumed.host_tokens, resumed.storage_tokens
         self.num_retractions = resumed.num_retractions
+        self.ran_s = resumed.ran_s
         if resumed.output_ids:
             self.finish = self.accept(resumed.output_ids)
             if self.logprobs is not None:

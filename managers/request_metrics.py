@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ..srt.io_struct import AbortFinish, Counts, TextOut
+from ..srt.tenant_names import OTHER_TENANTS
 from .generation import Generation, GenerationOwner, Timings
 
 # SGLang's bounds, so that existing dashboards and alerts read the same percentiles. In seconds.
@@ -60,8 +61,6 @@ class Histogram:
 
 MAX_TENANTS = 64
 """The number of tenants with counts of their own. Each has 44 lines in /metrics."""
-OTHER_TENANTS = "other"
-"""All tenants that came later."""
 
 
 class RequestCounts:
@@ -125,7 +124,8 @@ class RequestMetrics(RequestCounts):
         self.e2e_request_latency = Histogram(_E2E_BOUNDS)
         """Of those that had their first step. A refusal takes no time, so an overloaded server would look fast."""
         self.tenants: dict[str, TenantCounts] = {}
-        """By the name of the tenant; "" for requests without one. At most MAX_TENANTS and OTHER_TENANTS."""
+        """By the name of the tenant; "" for requests without one. At most MAX_TENANTS, and OTHER_TENANTS for all later
+        ones."""
 
     def begin_message(self) -> None:
         """The outputs of a message follow."""

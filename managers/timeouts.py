@@ -20,7 +20,8 @@ class Timeouts:
 
     A request has at most one deadline: the end of its waiting time, or since its first step the end of its running
     time. Deadlines are in a heap, so a turn looks only at the earliest one. An entry is void when the request has
-    another deadline by now or has ended. Void entries are removed before they are the majority.
+    another deadline by now or has ended. Void entries are removed before they are the majority. What a request had run
+    since its first token in an engine that has died counts, too.
     """
 
     def __init__(self, waiting_s: float | None, running_s: float | None, clock: Callable[[], float]) -> None:
@@ -51,7 +52,7 @@ class Timeouts:
         for req in reqs:
             if req.queue_time_s is None:
                 limit_s = shorter(self._running_s, req.options.running_timeout)
-                self._set(req, math.inf if limit_s is None else self._now() + limit_s)
+                self._set(req, math.inf if limit_s is None else self._now() + limit_s - req.ran_s)
 
     def take_late(self) -> list[tuple[Req, AbortFinish]]:
         """The requests that are over their limit since the last call, each with the reason for its end."""

@@ -309,7 +309,7 @@ class TokenizerManager:
         True. All others wait. `begun`: as of `Generation.lose`.
         """
         was_up, self._scheduler = self._scheduler is not None, None
-        lost = [generation for generation in self._requests.live() if generation.lose(begun)]
+        lost = [generation for generation in self._requests.live() if generation.lose(begun, self.pause.now())]
         has_culprit = self.recovery.on_death(lost, blame, self._requests.live())
         self._held.watch(lost)
         self._calls.fail(EngineRestarting("the engine is being restarted; try again in a moment"))
@@ -383,7 +383,7 @@ class TokenizerManager:
         assert self._scheduler is not None
         request = self._held.with_waiting_time(generation, self.inputs.fitted(generation.resumption()))
         self.recovery.num_resumed += request.resumed is not None
-        generation.mark_sent()
+        generation.mark_sent(self.pause.now())
         self._scheduler.send(watched(request) if is_suspect else request)
 
     def _link(self) -> SchedulerLink:

@@ -91,10 +91,9 @@ class KVFiles:
         self._changes: list[tuple[bytes, bool]] | None = None
         """What `take_changes` will return. None: nobody asks."""
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_folder()
             with tempfile.TemporaryFile(dir=folder):
                 pass
-            self._mode = file_mode(folder)
             listing = self._scan()
             if self.used_bytes > max_bytes:
                 self._trim(listing, int(max_bytes * _FILL_AFTER_TRIM))
@@ -195,9 +194,9 @@ class KVFiles:
         return True
 
     def look(self) -> None:
-        """Learn which files other servers have written or removed, if any."""
+        """Learn which files other servers have written or removed, if any. Makes a folder again that is gone."""
         with contextlib.suppress(OSError):
-            if os.stat(self._folder).st_mtime_ns != self._scanned:
+            if self._modified_ns() != self._scanned:
                 self._scan()
 
     # What the folder has, for KV events
@@ -256,9 +255,23 @@ class KVFiles:
                     os.unlink(unfinished)
                 raise
 
+    def _make_folder(self) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._mode = file_mode(self._folder)
+
+    def _modified_ns(self) -> int:
+        """The modification time of the folder. Raises OSError."""
+        try:
+            return os.stat(self._folder).st_mtime_ns
+        except FileNotFoundError:
+            self._make_folder()
+        logger.warning("The folder %s was gone, with the KV in it. It is made again", self._folder)
+        self._retry_s = -math.inf
+        return os.stat(self._folder).st_mtime_ns
+
     def _scan(self) -> Listing:
         """Look at all files. Raises OSError."""
-        scanned = os.stat(self._folder).st_mtime_ns
+        scanned = self._modified_ns()
         listing = list_folder(self._folder)
         before, self._known = self._known, {file.key: file.used_ns for file in listing.files}
         # No operation on whole sets, because other threads could not run meanwhile.

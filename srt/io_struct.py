@@ -87,6 +87,8 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True):
     num_retractions: int
     host_tokens: int = 0
     storage_tokens: int = 0
+    ran_s: float = 0.0
+    """How long it has run, from its first token on. This counts for its running timeout."""
 
 
 class GenerateReq(msgspec.Struct, frozen=True, tag="generate"):

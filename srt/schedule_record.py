@@ -1,7 +1,8 @@
 """The file of `--record-schedule`: what arrived at a scheduler, what it decided in each step, and how long steps took.
 
 A file is a sequence of records. Each is a length (4 bytes, little endian) and an array in msgpack. The first record of
-a file is a Start. A file that has reached `MAX_BYTES` becomes FILE.1, FILE.1 becomes FILE.2, and so on.
+a file is a Start. A file that has reached `MAX_BYTES` becomes FILE.1, FILE.1 becomes FILE.2, and so on. Each file can
+be read without the others, so what is damaged in one costs at most the rest of that file.
 
 The file contains the token ids of prompts and answers. Only its owner may read it.
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,6 +37,8 @@ MAX_BYTES = 64 << 20
 NUM_KEPT = 16
 """Files that are kept, the newest ones."""
 _FLUSH_S = 1.0
+_RETRY_S = 60.0
+"""How long nothing is recorded after the disk has failed."""
 _LENGTH = struct.Struct("<I")
 _NARROW = 1 << 16
 
@@ -57,6 +62,8 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     is_asynchronous: bool
     equal_cost_depth: float | None = None
     """Of the eviction policy `value`. None: the recording is older."""
+    follows_gap: bool = False
+    """Records before this file are missing, because the disk had failed."""
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True, tag="arrival"):
@@ -126,6 +133,8 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
 
 
 Record = Start | Arrival | Abort | Retain | Flush | Step | End
+_BEGIN = re.compile(rb"[\x90-\x9f](?:\xa7arrival|\xa5abort|\xa6retain|\xa5flush|\xa4step|\xa3end)")
+"""The begin of a record, as it is encoded: a short array, and its tag."""
 
 
 def pack_ids(ids: npt.NDArray[np.int32], vocab_size: int) -> bytes:
@@ -139,7 +148,8 @@ def unpack_ids(data: bytes, vocab_size: int) -> npt.NDArray[np.int32]:
 
 
 class RecordFile:
-    """Writes records. An error of the disk ends the recording and not the engine."""
+    """Writes records. An error of the disk stops the recording for a while, and nothing else. It goes on in a new
+    file."""
 
     def __init__(self, path: Path, start: Start, max_bytes: int = MAX_BYTES, num_kept: int = NUM_KEPT) -> None:
         """Rotates a file that exists. Raises OSError if the file cannot be made, or if the path is no file's."""
@@ -152,8 +162,9 @@ class RecordFile:
         self._encoder = msgspec.msgpack.Encoder()
         self._flushed_s = 0.0
         self._size = 0
-        self._file: IO[bytes] | None = None
-        self._open()
+        self._retry_s: float | None = None
+        """When a new file is tried, if there is none. None: that much later than the next record."""
+        self._file: IO[bytes] | None = self._open(start)
 
     @property
     def part(self) -> int:
@@ -163,16 +174,16 @@ class RecordFile:
     def write(self, record: Record, now_s: float) -> None:
         """`now_s`: seconds from any start. The file is at most a second behind."""
         if self._file is None:
+            self._try_again(now_s)  # this record is lost, too: it may refer to another one that is
             return
         try:
-            self._write(record)
+            self._size += self._write(self._file, record)
             if now_s - self._flushed_s >= _FLUSH_S:
                 self._flushed_s = now_s
                 self._file.flush()
             if self._size >= self._max_bytes:
                 self._file.close()
-                self._start = msgspec.structs.replace(self._start, part=self._start.part + 1)
-                self._open()
+                self._begin_part(follows_gap=False)
         except OSError as error:
             self._end(error)
 
@@ -184,42 +195,82 @@ class RecordFile:
                 self._end(error)
 
     def close(self) -> None:
+        """Nothing is recorded after it."""
         if self._file is not None:
             try:
                 self._file.close()
                 self._file = None
             except OSError as error:
                 self._end(error)
+        self._retry_s = math.inf
 
     def _end(self, error: OSError) -> None:
         """The disk has failed. What is still in the buffer is lost."""
-        logger.error("The recording of the schedule ends, because %s cannot be written: %s", self._path, error)
+        logger.error("The recording of the schedule stops, because %s cannot be written: %s", self._path, error)
         file, self._file = self._file, None
+        self._retry_s = None
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
 
-    def _write(self, record: Record) -> None:
-        assert self._file is not None
-        data = self._encoder.encode(record)
-        self._file.write(_LENGTH.pack(len(data)))
-        self._file.write(data)
-        self._size += _LENGTH.size + len(data)
+    def _try_again(self, now_s: float) -> None:
+        """Begins a new file, if it is time and if the disk has room for a whole one."""
+        if self._retry_s is None:
+            self._retry_s = now_s + _RETRY_S
+        if now_s < self._retry_s:
+            return
+        self._retry_s = now_s + _RETRY_S
+        with contextlib.suppress(OSError):
+            if _free_bytes(self._path.parent) >= self._max_bytes:
+                self._begin_part(follows_gap=True)
+                logger.info("The recording of the schedule goes on in a new file %s", self._path)
 
-    def _open(self) -> None:
-        if self._path.exists():
-            self._rotate()
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        self._file = os.fdopen(descriptor, "wb", buffering=1 << 16)
-        self._size = 0
-        self._write(self._start)
+    def _begin_part(self, *, follows_gap: bool) -> None:
+        start = msgspec.structs.replace(self._start, part=self._start.part + 1, follows_gap=follows_gap)
+        self._file = self._open(start)
+        self._start = start
+
+    def _write(self, file: IO[bytes], record: Record) -> int:
+        """Returns the number of bytes."""
+        data = self._encoder.encode(record)
+        file.write(_LENGTH.pack(len(data)))
+        file.write(data)
+        return _LENGTH.size + len(data)
+
+    def _open(self, start: Start) -> IO[bytes]:
+        """Begins a file. The older ones are renamed only if that has succeeded. Raises OSError."""
+        new = self._path.with_name(f"{self._path.name}.new")
+        new.unlink(missing_ok=True)  # it may be a link, or open to others
+        file = os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=1 << 16)
+        try:
+            self._size = self._write(file, start)
+            file.flush()
+            if self._path.exists():
+                self._rotate()
+            new.replace(self._path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.close()
+            with contextlib.suppress(OSError):
+                new.unlink()
+            raise
+        return file
 
     def _rotate(self) -> None:
         for number in range(self._num_kept - 1, 0, -1):
             older = _part(self._path, number - 1)
             if older.exists():
                 older.replace(_part(self._path, number))
-        self._path.unlink(missing_ok=True)
+
+
+class _Damage(NamedTuple):
+    """The rest of a file that cannot be read: where a record begins is known only from the one before."""
+
+    at: int
+    """Bytes of the file before it."""
+    num_bytes: int
+    num_records: int
+    """Probably: so many beginnings of records are in it. At least 1."""
 
 
 class Recording:
@@ -228,17 +279,38 @@ class Recording:
     def __init__(self, path: Path) -> None:
         """`path`: the newest file. Raises OSError, or ValueError for a file of another kind."""
         self.start = _first(path)
+        self.is_whole = not self.start.follows_gap
+        """Whether no record is missing before the last one that `records` yields. `records` finds damaged files."""
         self._paths = [path]
-        while (older := _part(path, len(self._paths))).exists() and _first(older).run == self.start.run:
+        part, number = self.start.part, 0
+        while part > 0 and (older := _part(path, number := number + 1)).exists():
+            try:
+                start = _first(older)
+            except ValueError as error:
+                logger.warning("%s, so it is left out", error)
+                continue
+            if start.run != self.start.run:
+                break
+            self.is_whole &= start.part == part - 1 and not start.follows_gap
             self._paths.append(older)
+            part = start.part
+        self.is_whole &= part == 0
         self._paths.reverse()
-        self.is_whole = _first(self._paths[0]).part == 0
-        """Whether the first file is still there."""
 
     def records(self) -> Iterator[Record]:
-        """All records but Starts. A record that was cut when the process died is left out."""
+        """All records but Starts. The rest of a file after a cut or damaged record is left out, with a line in the log.
+        A process that dies leaves a record that is cut at the end of the newest file."""
         for path in self._paths:
-            yield from (record for record in _read(path) if not isinstance(record, Start))
+            for record in _read(path):
+                if isinstance(record, _Damage):
+                    self.is_whole &= path == self._paths[-1]
+                    logger.warning(
+                        "%s is cut or damaged at byte %d: the last %d bytes are left out, probably %d record(s)",
+                        path,
+                        *record,
+                    )
+                elif not isinstance(record, Start):
+                    yield record
 
     def ids(self, data: bytes) -> npt.NDArray[np.int32]:
         return unpack_ids(data, self.start.vocab_size)
@@ -246,6 +318,12 @@ class Recording:
 
 def _part(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number}") if number else path
+
+
+def _free_bytes(folder: Path) -> float:
+    """Free bytes of the disk. Raises OSError."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else math.inf  # some network file systems do not tell
 
 
 def _first(path: Path) -> Start:
@@ -259,16 +337,23 @@ def _first(path: Path) -> Start:
     return record
 
 
-def _read(path: Path) -> Iterator[Record]:
-    decoder = msgspec.msgpack.Decoder(Record)
+def _read(path: Path) -> Iterator[Record | _Damage]:
+    """The records of a file. A _Damage is the last one, if there is any."""
+    decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
     with path.open("rb") as file:
-        while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
-            (length,) = _LENGTH.unpack(head)
-            data = file.read(length)
-            if len(data) < length:
-                return
+        at, size = 0, os.fstat(file.fileno()).st_size
+        while at < size:
+            head = file.read(_LENGTH.size)
+            length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else size
+            end = at + _LENGTH.size + length
             try:
-                record: Record = decoder.decode(data)
-            except msgspec.MsgspecError as error:
-                raise ValueError(f"{path} is not a recording of --record-schedule: {error}") from None
+                if end > size:
+                    raise ValueError("the record is not complete")
+                record = decoder.decode(file.read(length))
+            except ValueError:  # DecodeError is one
+                file.seek(at)
+                rest = file.read()
+                yield _Damage(at, len(rest), max(len(_BEGIN.findall(rest)), 1))
+                return
             yield record
+            at = end

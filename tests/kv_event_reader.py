@@ -52,7 +52,7 @@ class KVEventReader:
         batch = msgspec.msgpack.decode(payload)
         assert isinstance(batch, list)
         time_s, events, rank = batch
-        assert isinstance(time_s, float) and rank in (0, None) and events
+        assert isinstance(time_s, float) and rank in (0, None) and isinstance(events, list)
         for event in events:
             {"BlockStored": self._stored, "BlockRemoved": self._removed, "AllBlocksCleared": self._cleared}[
                 event["type"]

@@ -14,7 +14,7 @@ from .replay import Replay
 
 
 def add_replay_table(result: Result, replay: Replay, comparison: Comparison | None, fitted: DeviceProfile) -> None:
-    """`comparison` None: the first file of the recording is gone, so decisions cannot be compared."""
+    """`comparison` None: records are missing, so decisions cannot be compared."""
     measured = replay.measured()
     table = result.table(
         f"Recording: {replay.num_requests} requests, {len(replay.script.steps)} steps",
@@ -64,7 +64,7 @@ def fit_errors(replay: Replay, fitted: DeviceProfile) -> tuple[float, float]:
 
 def _decisions(comparison: Comparison | None) -> str:
     if comparison is None:
-        return "The first file of this recording is gone, so decisions are not compared."
+        return "Records of this recording are missing, so decisions are not compared."
     if comparison.difference is None:
         return f"This scheduler decides all {comparison.num_recorded} steps as recorded."
     return (

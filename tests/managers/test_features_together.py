@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
 import pytest
+from grammar_cases import EOS, TOKENS, VOCABULARY
 from hash_grammar import HashGrammars
 from patience import PATIENCE_S
 from scheduler_rig import Rig
 
 from tercet.managers import kv_tiers
 from tercet.managers.fair_policy import OUTPUT_TOKEN_COST
+from tercet.managers.grammar_backends import make_compiler
+from tercet.managers.grammar_loader import GrammarLoader
 from tercet.managers.queue_limits import DrainRate
 from tercet.managers.tenant_shares import TenantShares
-from tercet.srt.io_struct import LengthFinish
+from tercet.srt.io_struct import LengthFinish, StopFinish
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -75,3 +79,30 @@ def test_a_tenant_pays_for_outputs_before_a_retraction_once(monkeypatch: pytest.
     rig.run()
     assert rig.planner.num_retractions > 0
     assert sum(charged) == sum(rig.extend_sizes) + OUTPUT_TOKEN_COST * 6 * 40
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_json_grammar_gives_the_same_output_after_a_retraction(overlap: bool) -> None:
+    """With the matcher of a library. The random steps have a fake one."""
+    pytest.importorskip("llguidance")
+    text = {"type": "string", "pattern": "^[a-z]{20,24}$"}
+    schema = json.dumps({"type": "object", "properties": {"a": text}, "required": ["a"]})
+
+    def run(pool_size: int) -> Rig:
+        rig = Rig(
+            pool_size=pool_size, overlap=overlap, vocab_size=len(TOKENS), eos_ids=frozenset({EOS}),
+            conservativeness=0.01,
+        )  # fmt: skip
+        rig.scheduler._grammars = GrammarLoader(
+            lambda: VOCABULARY, lambda vocabulary: make_compiler("llguidance", vocabulary), in_thread=False
+        )
+        for index in range(8):
+            rig.add(f"r{index}", [1, 2, 3, index], max_new_tokens=40, sampling_seed=index, json_schema=schema)
+        rig.run()
+        return rig
+
+    roomy, short = run(512), run(96)
+    assert short.planner.num_retractions > 0 == roomy.planner.num_retractions
+    for rid, heard in roomy.heard.items():
+        assert short.heard[rid].ids == heard.ids and short.heard[rid].finish == heard.finish == StopFinish(EOS)
+        assert 20 <= len(json.loads(b"".join(TOKENS[token] for token in heard.ids[:-1]))["a"]) <= 24

@@ -115,6 +115,27 @@ async def test_a_request_that_had_its_first_step_does_not_wait_again(engine: Eng
 
 
 @scenario
+async def test_the_scheduler_learns_how_long_a_request_has_run(engine: Engine) -> None:
+    """From its first token on, in all engines together, without the restarts. One without tokens begins anew."""
+    clock = with_clock(engine)
+    runs = await submit(engine)
+    engine.step(2)
+    prefills = await submit(engine)
+    runs._submitted -= 1000  # its clock is another one: it has waited for 990 s, and has run for 10 s
+    runs.first_token_s = 990.0
+    clock[0] += 300
+    engine.die(None, begun={prefills.key})
+    clock[0] += 50  # the restart
+    engine.restart()
+    assert [one.resumed.ran_s for one in engine.scheduler.received] == [pytest.approx(10, abs=5), 0]
+    clock[0] += 7
+    engine.die(None)
+    clock[0] += 50
+    engine.restart()
+    assert [one.resumed.ran_s for one in engine.scheduler.received] == [pytest.approx(17, abs=5), 0]
+
+
+@scenario
 async def test_a_pause_is_no_waiting_time(engine: Engine) -> None:
     manager = engine.manager
     await manager.pause.begin("retract")

@@ -14,11 +14,12 @@ import zmq
 from kv_event_reader import KVEventReader
 from radix_makers import make, put
 
+from tercet.managers import kv_event_publisher
 from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.kv_event_publisher import KVEventPublisher
 from tercet.mem_cache.radix_cache import RadixCache
 from tercet.mem_cache.req_to_token_pool import ReqToTokenPool
-from tercet.srt.kv_events import KVEventsConfig, read_config
+from tercet.srt.kv_events import BlockStored, KVEventsConfig, read_config
 from tercet.srt.server_args import ServerArgs
 
 END = b"\xff" * 8
@@ -39,6 +40,7 @@ def sockets() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
     def socket(kind: int, endpoint: str = "") -> zmq.Socket[bytes]:
         made = context.socket(kind)
         made.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+        made.setsockopt(zmq.LINGER, 0)
         if kind == zmq.SUB:
             made.setsockopt(zmq.SUBSCRIBE, b"")
         if endpoint:
@@ -159,6 +161,95 @@ def test_a_reader_that_comes_late_gets_only_what_is_new(
     live = sockets(zmq.SUB, server.endpoint)
     (event, *more) = msgspec.msgpack.decode(connected(server, live)[2])[1]
     assert event["type"] == "BlockStored" and not more
+    server.publisher.close()
+
+
+class Wire:
+    """In place of the publishing socket: keeps the batches, and readers subscribe before every one."""
+
+    def __init__(self, publisher: KVEventPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.batches: list[list[dict[str, Any]]] = []
+        monkeypatch.setattr(publisher, "_has_new_reader", lambda: True)
+        monkeypatch.setattr(publisher, "_socket", self)
+
+    def send_multipart(self, frames: list[bytes], flags: int) -> None:
+        assert flags == zmq.NOBLOCK
+        self.batches.append(msgspec.msgpack.decode(frames[2])[1])
+
+    @property
+    def num_repetitions(self) -> int:
+        return sum(batch[0]["type"] == "AllBlocksCleared" for batch in self.batches)
+
+
+def test_readers_that_subscribe_all_the_time_get_one_repetition_a_second(
+    folder: Path, sockets: Callable[..., zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(folder)
+    with monkeypatch.context() as patch:
+        wire = Wire(server.publisher, patch)
+        for turn in range(100):
+            server.now_s += 0.05
+            if turn % 2:
+                server.store(1)
+            else:
+                server.publisher.flush()
+        assert wire.num_repetitions == 5 and len(wire.batches[-1]) < 4
+    messages = replay(sockets(zmq.DEALER, server.replay), 0)
+    assert [int.from_bytes(seq, "big") for _, seq, _ in messages] == list(range(len(wire.batches) + 1))
+    assert sum(len(msgspec.msgpack.decode(payload)[1]) for *_, payload in messages) == 51, "each event once"
+    reader = KVEventReader()
+    for frames in messages:
+        reader.on_message(frames)
+    assert len(reader.prefixes) == num_cached(server.cache)
+    server.publisher.close()
+
+
+def test_what_is_kept_for_repetitions_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_event_publisher, "_MAX_REPEATED", 100)
+    server = Server(folder)
+    with monkeypatch.context() as patch:
+        wire = Wire(server.publisher, patch)
+        for _ in range(50):
+            server.now_s += 1.0  # less than a minute altogether
+            server.store(1)
+            assert sum(len(event.get("token_ids", ())) for event in wire.batches[-1]) <= 100
+    assert 5 < wire.num_repetitions < 20 and server.publisher._since_start is None
+    server.publisher.close()
+
+
+def test_what_a_slow_reader_misses_is_bounded_and_told(folder: Path, sockets: Callable[..., zmq.Socket[bytes]]) -> None:
+    server = Server(folder, hwm=1, buffer_steps=50)
+    live = sockets(zmq.SUB)
+    live.setsockopt(zmq.RCVHWM, 1)
+    live.connect(server.endpoint)
+    connected(server, live)
+    num_before = server.num_batches
+    assert server.publisher._watched is not None
+    for number in range(300):
+        block = BlockStored([number], None, [1 << 20] * 20_000, 20_000)  # 100 kB
+        server.publisher._watched[1].add(block)
+        server.publisher.flush()  # nobody reads: a call that waits for the reader would never return
+    received = []
+    while live.poll(100):
+        received.append(int.from_bytes(live.recv_multipart()[1], "big"))
+    assert len(received) < 60, "no more waits in memory"
+    end = num_before + 300
+    lost = set(range(num_before, end)).difference(received)
+    asked = min(lost)
+    replayed = [int.from_bytes(seq, "big") for _, seq, _ in replay(sockets(zmq.DEALER, server.replay), asked)]
+    assert asked < replayed[0] and replayed == list(range(end - 50, end)), "from there on it is complete"
+    server.publisher.close()
+
+
+def test_a_reader_that_takes_no_replay_delays_nobody(folder: Path, sockets: Callable[..., zmq.Socket[bytes]]) -> None:
+    server = Server(folder, hwm=1, buffer_steps=50)
+    stuck = sockets(zmq.DEALER)
+    stuck.setsockopt(zmq.RCVHWM, 1)
+    stuck.connect(server.replay)
+    for _ in range(200):
+        stuck.send_multipart([b"", (0).to_bytes(8, "big")])
+    server.store(100)
+    assert len(replay(sockets(zmq.DEALER, server.replay), 0)) == 50
     server.publisher.close()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE_S
 from scheduler_rig import Rig
-from tier_asks import VOCAB, ask, prompt, settle
+from tier_asks import VOCAB, ask, prompt, settle, settle_copies
 
 from fakes import expected_output
 from tercet.managers import kv_tiers
+from tercet.mem_cache import kv_files, kv_folder
 from tercet.mem_cache.block_keys import BlockKeys
 from tercet.mem_cache.kv_files import KVFiles
 from tercet.srt.io_struct import AbortFinish, FlushCacheReply, FlushCacheReq
@@ -211,6 +214,32 @@ def test_servers_that_evict_each_others_files_answer_as_ever(tmp_path: Path, cap
         settle(rig)
     assert any(rig.kv.tiers.state().files.num_removed for rig in rigs)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_folder_that_becomes_read_only_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is written any more, and what is there is still read."""
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    ask(rig, "a", prompt(1, 41))
+    settle(rig)
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    fresh = Rig(page_size=4, pool_size=96, host_blocks=8, storage=tmp_path, storage_bytes=2000)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for target, name in ((kv_folder.tempfile, "mkstemp"), (os, "utime"), (os, "replace"), (Path, "unlink")):
+        monkeypatch.setattr(target, name, refuse)
+    monkeypatch.setattr(kv_files, "_RETRY_S", 0.0)
+    for number in range(2, 8):
+        ask(fresh, f"r{number}", prompt(number, 41))
+        settle_copies(fresh)
+    assert ask(fresh, "b", prompt(1, 41)) == (40, 0, 40)
+    monkeypatch.undo()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "Read-only file system" in record.getMessage()
 
 
 def test_a_slow_disk_delays_a_request_for_a_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

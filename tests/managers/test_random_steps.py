@@ -42,6 +42,7 @@ RARE = (
     "files that others have removed",
     "blocks displaced from host memory",
     "retractions",
+    "retractions under a grammar",
     "preemptions",
     "log probabilities beside reused KV",
     "log probabilities under a grammar",
@@ -73,7 +74,14 @@ def _pin(self: KVCacheManager, token_ids: Int32Array, seconds: float, options: R
     self.cache.lock(self.cache.match(token_ids, options.cache_salt).node)
 
 
+def _begin_grammar_anew(self: Req) -> None:
+    _on_retract(self)
+    if self.grammar is not None:
+        self.grammar._matcher.rollback(len(self.output_ids))
+
+
 _retain = KVCacheManager.retain
+_on_retract = Req.on_retract
 
 BREAKAGES: dict[str, tuple[type, str, Callable[..., object]]] = {
     "KV that is NaN stays in the cache": (KVCacheManager, "discard", _ignore),
@@ -91,6 +99,7 @@ BREAKAGES: dict[str, tuple[type, str, Callable[..., object]]] = {
     "a retention never lapses": (Retentions, "lapse", lambda self, tick: tick),
     "KV of old weights stays in the cache": (KVCacheManager, "flush", _ignore),
     "KV of old weights is read from files": (KVTiers, "change_identity", _ignore),
+    "a retracted request begins its grammar anew": (Req, "on_retract", _begin_grammar_anew),
     "tokens of a dead engine are forgotten": (Req, "resume", _ignore),
     "reused KV takes the log probabilities of a prompt": (ReqLogprobs, "reusable_len", None),
     "reused KV takes hidden states": (Req, "reusable_len", property(lambda self: self.num_tokens - 1)),

@@ -24,10 +24,11 @@ from tercet.benchmarks.simulator.traffic import Traffic
 from tercet.managers import schedule_recorder
 from tercet.managers.token_out_reader import TokenOutReader
 from tercet.model_executor.step import StepInputs
+from tercet.srt import schedule_record
 from tercet.srt.io_struct import AbortReq, BatchTokenOut, GenerateReq, NextTokens, Resumed, pack_ids
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
-from tercet.srt.schedule_record import Arrival, End, RecordFile, Recording, Retain, Step
+from tercet.srt.schedule_record import Arrival, End, Record, RecordFile, Recording, Retain, Step
 
 
 def replayed(path: Path) -> Comparison:
@@ -250,6 +251,35 @@ def test_a_recording_whose_first_files_are_gone_can_be_read(
         assert last.rows.tolist() == expected.rows.tolist() and last.seq_lens.tolist() == expected.seq_lens.tolist()
         add_replay_table(Result("x", "x", "x", [], None), replay, None, replay.fit("x"))
     assert orphans > 0
+
+
+def test_a_recording_with_a_gap_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk was full for a while. The new file begins with a complete step."""
+
+    class Failing(RecordFile):
+        num_left = 120
+
+        def write(self, record: Record, now_s: float) -> None:
+            self.num_left -= 1
+            if not self.num_left:
+                self._end(OSError("the disk is full"))
+            super().write(record, now_s)
+
+    work = functools.partial(workload, 1, rate=0.1)
+    Recorded(tmp_path / "whole", 1).run(work(), num_turns=200)
+    monkeypatch.setattr(schedule_record, "_RETRY_S", 0.1)
+    monkeypatch.setattr(schedule_recorder, "RecordFile", Failing)
+    path = tmp_path / "record"
+    Recorded(path, 1).run(work(), num_turns=200)
+    assert [Recording(one).start.follows_gap for one in (path, tmp_path / "record.1")] == [True, False]
+    replay, whole = Replay(Recording(path)), Replay(Recording(tmp_path / "whole"))
+    assert whole.recording.is_whole and not replay.recording.is_whole
+    expected = {step.turn: step for step in whole.script.steps}
+    assert 100 < len(replay.script.steps) < len(expected) - 10
+    for step in replay.script.steps:
+        other = expected[step.turn]
+        assert step.rows.tolist() == other.rows.tolist() and step.seq_lens.tolist() == other.seq_lens.tolist()
+    assert 0 < sum(1 for _ in replay.requests()) < whole.num_requests
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tercet.managers import timeouts
 from tercet.managers.req import Req, Stage
 from tercet.managers.timeouts import Timeouts
 from tercet.srt.errors import InvalidRequest
-from tercet.srt.io_struct import AbortFinish, LengthFinish
+from tercet.srt.io_struct import AbortFinish, LengthFinish, Resumed
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
 
@@ -127,6 +127,21 @@ def test_a_request_of_an_engine_that_died_does_not_wait_again() -> None:
     clock.now += 5.0
     req.queue_time_s = 0.0
     assert [late.rid for late, _ in found.take_late()] == ["r0"]
+
+
+@pytest.mark.parametrize(("ran_s", "left_s"), [(0.0, 5.0), (3.0, 2.0), (9.0, 0.0)])
+def test_the_running_time_goes_on_in_the_next_engine(ran_s: float, left_s: float) -> None:
+    rig = Rig(running_timeout=5.0, overlap=False)
+    known = expected_output([1] * 9, 1, 4, 97)
+    rig.add("r", [1] * 9, max_new_tokens=100, resumed=Resumed(known, 0, 0, ran_s=ran_s), waited_s=None)
+    rig.turn()
+    start = rig.clock.now
+    while rig.heard["r"].finish is None:
+        rig.clock.now += 0.5
+        rig.turn()
+    assert left_s <= rig.clock.now - start <= left_s + 1.0
+    finish = rig.heard["r"].finish
+    assert isinstance(finish, AbortFinish) and finish.status_code is None and "run for 5 s" in finish.message
 
 
 def test_ended_requests_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

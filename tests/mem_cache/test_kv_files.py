@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -283,6 +284,40 @@ def test_a_file_says_what_its_key_stands_for(tmp_path: Path, namespace: str) -> 
     assert files.read(one.key, target) and np.array_equal(target, block(1))
     assert files.content(one.key) == one
     assert files.content(key(1)) is None
+
+
+def test_a_folder_that_is_gone_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "a" / "kv"
+    files = KVFiles(folder, 1 << 20)
+    files.write(key(1), CONTENT, block(1))
+    files.list_files()
+    files.take_changes()
+    shutil.rmtree(folder.parent)
+    with caplog.at_level(logging.INFO):
+        assert not files.write(key(2), CONTENT, block(2)) and not files.is_writing
+        assert not folder.exists(), "the thread looks every few seconds"
+        files.look()
+        assert files.take_changes() == [(key(1), False)]
+        assert not files.has(key(1)) and files.used_bytes == 0
+        files.look()
+        for number in (1, 2):
+            assert files.write(key(number), CONTENT, block(number)) and read(files, number)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    gone, again, goes_on = [record.getMessage() for record in caplog.records]
+    assert "No such file" in gone and "is made again" in again and "again" in goes_on
+
+
+def test_a_folder_that_cannot_be_made_again_costs_two_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = KVFiles(tmp_path / "kv" / "files", 1 << 20)
+    files.write(key(1), CONTENT, block(1))
+    shutil.rmtree(tmp_path / "kv")
+    (tmp_path / "kv").write_bytes(b"")  # a file is in its place
+    for _ in range(3):
+        files.look()
+        assert not files.write(key(2), CONTENT, block(2)) and not read(files, 1)
+        files._retry_s = 0.0  # a minute has passed
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["Writing", "Cannot"]
+    assert all("Not a directory" in record.getMessage() for record in caplog.records)
 
 
 def test_what_a_file_of_no_whole_tokens_says_is_not_believed(tmp_path: Path) -> None:

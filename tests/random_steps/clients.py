@@ -169,6 +169,8 @@ class Clients:
 
     def _check_returned(self, rid: str, *, whole: bool) -> None:
         request, heard, answer = self._arrived[rid], self._rig.heard[rid], self._answers[rid]
+        if "regex" in request and heard.ids and heard.last is not None:
+            self._seen["retractions under a grammar"] += heard.last.counts.num_retractions
         ids, wish = self._tokens(rid), request.get("logprobs")
         if wish is not None:
             options = wish_of(wish, len(request["prompt"]))

@@ -13,7 +13,7 @@ from tercet.managers.request_metrics import MAX_TENANTS
 from tercet.srt.entrypoints.tenants import tenant_of
 from tercet.srt.errors import WaitingTimeout
 from tercet.srt.io_struct import AbortFinish
-from tercet.srt.tenant_names import MAX_NAME_CHARS, tenant_name
+from tercet.srt.tenant_names import MAX_NAME_CHARS, OTHER_TENANTS, tenant_name
 from tercet.srt.tenant_weights import parse_weights
 
 BODY: dict[str, Any] = {"prompt": "abc", "max_tokens": 4}
@@ -70,7 +70,7 @@ def test_a_name_is_the_same_in_the_header_and_in_a_body(header: bytes, name: str
     assert tenant_of({"type": "http", "headers": [(b"x-tenant", header)]}) == name
 
 
-@pytest.mark.parametrize("name", ["x" * (MAX_NAME_CHARS + 1), "a\nb", "\u2028"])
+@pytest.mark.parametrize("name", ["x" * (MAX_NAME_CHARS + 1), "a\nb", "\u2028", OTHER_TENANTS])
 def test_a_name_that_no_label_could_have_is_a_digest(name: str) -> None:
     site = Site()
     digest = hashlib.sha256(name.encode()).hexdigest()[:16]
@@ -127,13 +127,15 @@ def test_the_metrics_have_what_each_tenant_got() -> None:
 
 def test_the_number_of_labels_is_bounded() -> None:
     site = Site(enable_metrics=True)
-    for number in range(MAX_TENANTS + 5):
+    named = tenant(site, OTHER_TENANTS)
+    for number in range(1, MAX_TENANTS + 5):
         tenant(site, f"t{number}")
     found = served(site)
     assert len(found) == 6
     for counts in found.values():
         assert len(counts) == MAX_TENANTS + 1
     tokens = found["generation_tokens"]
+    assert tokens[named] == 4, "it is no part of the others"
     assert tokens["other"] == 5 * 4 and sum(tokens.values()) == 4 * (MAX_TENANTS + 5)
     assert found["time_to_first_token_seconds"]["other"] == found["queue_time_seconds"]["other"] == 5
     site.close()

@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_child
 import pytest
 from toy_engine import toy_args
 
+from tercet.srt.entrypoints import engine_core
 from tercet.srt.entrypoints.engine_core import EngineCore
 from tercet.srt.entrypoints.watchdog import HangDetector, Verdict, answer_with_stacks, stacks_of
 from tercet.srt.io_struct import AbortFinish, LengthFinish
@@ -92,6 +94,43 @@ def test_the_soft_watchdog_only_reports(
     with caplog.at_level(logging.ERROR):
         asyncio.run(scenario())
     assert "it goes on" in caplog.text and "killing" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("verdict", "silent_s", "is_same_life", "is_stopped", "is_killed", "is_blamed"),
+    [
+        (Verdict.END, 11.0, True, False, True, True),
+        (Verdict.END, 0.5, True, False, False, False),  # it went on while its stacks were read
+        (Verdict.END, 11.0, False, False, False, False),  # it has died meanwhile, and another engine runs
+        (Verdict.END, 11.0, True, True, True, False),  # SIGSTOP: no request is to blame
+        (Verdict.REPORT, 11.0, True, False, False, False),
+    ],
+)
+def test_who_is_killed_after_its_stacks_were_read(
+    monkeypatch: pytest.MonkeyPatch,
+    verdict: Verdict,
+    silent_s: float,
+    is_same_life: bool,
+    is_stopped: bool,
+    is_killed: bool,
+    is_blamed: bool,
+) -> None:
+    killed: list[str] = []
+    child = SimpleNamespace(role="scheduler", pid=1, kill=lambda: killed.append("scheduler"))
+    life = SimpleNamespace(run_dir=SimpleNamespace(stacks=Path))
+    heartbeats = SimpleNamespace(silent_s=lambda role: silent_s)
+    manager = SimpleNamespace(heartbeats=heartbeats, server_args=SimpleNamespace(watchdog_timeout=10.0))
+    core = SimpleNamespace(_life=life, tokenizer_manager=manager, _hung=None, _stacks="")
+
+    async def report(*_: object) -> str:
+        core._life = life if is_same_life else None
+        return "stacks"
+
+    monkeypatch.setattr(engine_core, "report_hang", report)
+    monkeypatch.setattr(engine_core, "is_stopped", lambda pid: is_stopped)
+    asyncio.run(EngineCore._on_hang(core, child, verdict, 11.0))  # type: ignore[arg-type]
+    assert bool(killed) == is_killed and (core._hung is child) == is_blamed
+    assert core._stacks == ("stacks" if is_killed else "")
 
 
 def test_a_stopped_process_tells_nothing(tmp_path: Path) -> None:
