@@ -40,6 +40,8 @@ _BUDGET_S = 0.4
 """Processor time after which no further round starts."""
 _BLOCK_KIB = (96, 256, 640)
 _CHUNKS = (256, 1024)
+_MAX_SIZE = 1 << 20
+"""Largest size in a file: 1 GiB for a block, which no cache holds."""
 _NUM_OUT, _NUM_IN = 384, 1536
 _FEW_AND_MANY = (4, 128)
 """Rows for choices that change bits: such a choice is for all, because a row must have the same bits in every batch."""
@@ -297,10 +299,10 @@ def _parse(content: bytes) -> CpuTuning:
     try:
         chosen = json.loads(content)["chosen"]
         tuning = CpuTuning(**chosen)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f'the file must be JSON with "chosen": {{{", ".join(CpuTuning._fields)}}}') from None
-    if not all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in tuning[:2]):
-        raise ValueError("block_kib and chunk must be positive whole numbers")
+    if not all(type(value) is int and 0 < value <= _MAX_SIZE for value in tuning[:2]):
+        raise ValueError(f"block_kib and chunk must be whole numbers from 1 to {_MAX_SIZE}")
     if tuning.bfloat16 not in ("native", "widened"):
         raise ValueError(f"bfloat16 must be native or widened, got {tuning.bfloat16!r}")
     if tuning.onednn not in _ONEDNN:

@@ -172,6 +172,8 @@ DAMAGES: list[Callable[[str], str]] = [
     lambda text: text.replace('"processor": "a"', '"processor": "b"'),
     lambda text: text.replace("256", "-1"),
     lambda text: text.replace("256", "250"),
+    lambda text: text.replace("96", str(2**60)),
+    lambda text: "[" * 100_000,
     lambda text: text.replace("widened", "wide").replace("native", "wide"),
 ]
 
@@ -282,19 +284,19 @@ def test_a_row_has_the_same_bits_with_every_tuning_and_in_every_batch(
         assert torch.equal(layer(x[-1:].contiguous()), expected[-1:])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_products_of_bfloat16_is_exact_enough(kind: str) -> None:
+def test_each_kind_of_products_of_bfloat16_is_exact_enough() -> None:
+    """Widened products are exact, so their error is no larger than that of native ones."""
     from tercet.model_executor.layers.cpu_layers import CpuLinear  # needs the operations
 
     default = default_tuning()
-    if kind == "native" and default.bfloat16 != "native":
-        pytest.skip("this build has no instruction that multiplies bfloat16")
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((50, 1536), (90, 1536)))
-    default._replace(bfloat16=kind).apply()
     expected = x.double() @ weight.double().T
-    error = (CpuLinear(weight, to_float=True)(x) - expected).norm() / expected.norm()
-    assert error < {"native": 2e-6, "widened": 3e-7}[kind]
+    errors = {}
+    for kind in KINDS if default.bfloat16 == "native" else ["widened"]:
+        default._replace(bfloat16=kind).apply()
+        errors[kind] = float((CpuLinear(weight, to_float=True)(x) - expected).norm() / expected.norm())
+    assert errors["widened"] < 3e-7 and errors["widened"] <= errors.get("native", 1e-6) < 2e-6
 
 
 def test_a_tuning_that_the_build_does_not_have_is_refused() -> None:
