@@ -43,8 +43,9 @@ _CHUNKS = (256, 1024)
 _MAX_SIZE = 1 << 20
 """Largest size in a file: 1 GiB for a block, which no cache holds."""
 _NUM_OUT, _NUM_IN = 384, 1536
-_FEW_AND_MANY = (4, 128)
-"""Rows for choices that change bits: such a choice is for all, because a row must have the same bits in every batch."""
+_FEW_AND_MANY = (16, 256)
+"""Rows for choices that change bits: such a choice is for all, because a row must have the same bits in every batch.
+With fewer rows, the fixed costs of a call of oneDNN would decide against it even if its products took no time."""
 _MULTIPLIED = (torch.float32, torch.bfloat16)
 _ONEDNN = ("none", "float32", "bfloat16", "float32+bfloat16")
 _CPU_FACTS = (

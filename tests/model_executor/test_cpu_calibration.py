@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -104,7 +105,7 @@ def test_onednn_is_chosen_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) ->
             self.dtype = weight.dtype
 
         def __call__(self, x: torch.Tensor) -> None:
-            assert x.dtype == self.dtype and len(x) in (4, 128)
+            assert x.dtype == self.dtype and len(x) in cpu_calibration._FEW_AND_MANY
             took.append(-0.5)
 
     took: list[float] = []
@@ -113,6 +114,26 @@ def test_onednn_is_chosen_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) ->
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes if can_pack(torch.empty(1, 1, dtype=dtype))]
     tuning = cpu_calibration.measure(clock=lambda: next(clock) + sum(took))
     assert tuning == default_tuning()._replace(onednn="+".join(names) or "none")
+
+
+@pytest.mark.parametrize(("rate_of_onednn", "is_chosen"), [(1e12, True), (0.155e12, False)])
+def test_matrix_units_are_chosen_although_calls_of_onednn_have_fixed_costs(
+    rate_of_onednn: float, is_chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Panels with the rate of widened products on an Intel Xeon (docs/performance.md). Two calls of oneDNN with 27 us
+    each (docs/log.md) and 1.2 MB of weights at 40 GB/s, with a rate of matrix units, and with that of the panels."""
+    clock = Clock()
+    monkeypatch.setattr(CpuTuning, "apply", lambda self: None)
+    default = default_tuning()
+
+    def call(rows: int, tuning: CpuTuning) -> None:
+        ops = 2 * rows * cpu_calibration._NUM_OUT * cpu_calibration._NUM_IN
+        fixed_s, rate = (0.0, 0.155e12) if tuning == default else (2 * 27e-6 + 1.2e6 / 40e9, rate_of_onednn)
+        clock.now += fixed_s + ops / rate
+
+    calls = [functools.partial(call, rows) for rows in cpu_calibration._FEW_AND_MANY]
+    onednn = default._replace(onednn="bfloat16")
+    assert fastest(default, [onednn], calls, 1.0, clock) == (onednn if is_chosen else default)
 
 
 def kept_or_measured(folder: Path | None, tuning: CpuTuning, key: dict[str, Any] = KEY) -> ChosenTuning:
