@@ -242,10 +242,22 @@ def fastest(
     budget_s: float,
     clock: Callable[[], float],
 ) -> CpuTuning:
-    """The candidate whose `calls` take the least time, or the default unless that is clearly slower.
+    """The candidate whose `calls` take the least time, or the default unless that is clearly slower, twice.
 
-    The candidates take turns, and the least time of each call counts. A call counts as its share of the default's time.
+    Where other processes use the caches, the best of several equal candidates often seems clearly faster once.
     """
+    chosen = _fastest_once(default, others, calls, budget_s, clock)
+    return chosen if chosen == default else _fastest_once(default, [chosen], calls, budget_s, clock)
+
+
+def _fastest_once(
+    default: CpuTuning,
+    others: Iterable[CpuTuning],
+    calls: Sequence[Call],
+    budget_s: float,
+    clock: Callable[[], float],
+) -> CpuTuning:
+    """The candidates take turns, and the least time of each call counts, as its share of the default's time."""
     candidates = [default, *(other for other in others if other != default)]
     times = {(candidate, index): float("inf") for candidate in candidates for index in range(len(calls))}
     start = clock()
