@@ -35,15 +35,17 @@ from tercet.model_executor.kernels import (  # noqa: E402
     fused_decode,
     tuning,
 )
+from tercet.model_executor.runner import settings  # noqa: E402
 
-_FUSED = "+fused"
+_FUSED, _DEPENDENT = "+fused", "+dependent"
+"""Endings of a model: its server has --fuse-small-steps; it has --dependent-launch, too."""
 _THAT_ASK_FOR_THE_DEVICE = (triton_backend, decode_attention, extend_attention, fp8_linear, fused_decode)
 
 
 def main() -> int:
     """Returns the exit code: 1 if a kernel could not be compiled."""
     parser = argparse.ArgumentParser(prog="scripts/gpu_compile.py", description=__doc__)
-    parser.add_argument("models", nargs="+", help=f"presets or paths; MODEL{_FUSED}: with --fuse-small-steps")
+    parser.add_argument("models", nargs="+", help=f"presets or paths, each alone, with {_FUSED} or with {_DEPENDENT}")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="(default: one per core)")
     parser.add_argument("--share", type=int, help="compile only this share, in this process; counts from 0")
     parser.add_argument("--results", metavar="DIR", type=Path, help="folder of a file that says what was compiled")
@@ -70,7 +72,10 @@ def kernels_of(models: list[str]) -> list[Launch]:
     found: dict[tuple[str, str, str], Launch] = {}
     with pytest.MonkeyPatch.context() as patch, as_if_on(arch, properties.multi_processor_count, patch):
         for model in models:
-            for launch in warmup_launches(model.removesuffix(_FUSED), patch, fused=model.endswith(_FUSED)):
+            name, dependent = model.removesuffix(_FUSED).removesuffix(_DEPENDENT), model.endswith(_DEPENDENT)
+            if dependent and properties.major < 9:
+                continue  # servers refuse it there
+            for launch in warmup_launches(name, patch, fused=name != model, dependent=dependent):
                 # Which launches share machine code does not depend on the architecture within the tests' targets.
                 found.setdefault(what_is_compiled(launch, "sm_90"), launch)
     return list(found.values())
@@ -84,15 +89,17 @@ def as_if_on(arch: str, num_multiprocessors: int, patch: pytest.MonkeyPatch) -> 
             inner.setattr(module, "arch_of", lambda device: arch)
         for module in (tuning, extend_attention, decode_attention):
             inner.setattr(module, "num_multiprocessors", lambda device: num_multiprocessors)
+        inner.setattr(settings, "_has_dependent_launch", lambda device: True)
         yield
 
 
-def warmup_launches(model: str, patch: pytest.MonkeyPatch, *, fused: bool) -> list[Launch]:
+def warmup_launches(model: str, patch: pytest.MonkeyPatch, *, fused: bool, dependent: bool) -> list[Launch]:
     """The launches of Triton kernels while a server of the model starts. Few rows and tokens need the same kernels."""
     with recorded() as launches:
         make_meta_runner(
             patch, load_shape(model), attention=None, attention_backend="triton", disable_cuda_graph=True,
             max_running_requests=64, max_total_tokens=4096, max_prefill_tokens=512, fuse_small_steps=fused,
+            dependent_launch=dependent,
         )  # fmt: skip
     return launches
 

@@ -24,8 +24,9 @@ from gpu_parts import ROOT, Part, parts, tiny_parts
 
 RESULTS = ROOT / "benchmarks" / "results"
 NEEDED = (
-    "gguf", "httptools", "jinja2", "msgspec", "numpy", "prometheus_client", "pytest", "safetensors", "starlette",
-    "tokenizers", "torch", "tqdm", "transformers", "triton", "uvicorn", "yaml", "zmq",
+    "gguf", "httptools", "hypothesis", "jinja2", "msgspec", "numpy", "prometheus_client", "pytest", "pytest_timeout",
+    "safetensors", "starlette", "tokenizers", "torch", "tqdm", "transformers", "triton", "uvicorn", "uvloop",
+    "yaml", "zmq",
 )  # fmt: skip
 """Modules without which the parts fail."""
 INTERRUPTED = "interrupted"

@@ -9,6 +9,7 @@ import torch
 from runners import make_settings
 
 from tercet.model_executor import cpu_extension
+from tercet.model_executor.cpu_calibration import ChosenTuning, default_tuning
 from tercet.model_executor.layers.linear import can_pack
 from tercet.model_executor.runner.load import load_runner
 from tercet.srt.model_files.model_config import ModelConfig
@@ -30,7 +31,7 @@ CONFIG = ModelConfig(
     load_format="dummy",
 )
 VARIANTS = [
-    # dtype, quantization or onednn, page size
+    # dtype, quantization or kind of products, page size
     ("float32", None, 1),
     ("bfloat16", None, 1),
     ("float32", "int8", 1),
@@ -39,6 +40,7 @@ VARIANTS = [
     ("bfloat16", None, 32),
     ("float32", "onednn", 1),
     ("bfloat16", "onednn", 1),
+    ("bfloat16", "widened", 32),
 ]
 
 
@@ -50,6 +52,8 @@ def make_cpu_runner(variant=VARIANTS[0], config=CONFIG, **options):
     dtype, products, page_size = variant
     if not cpu_extension.multiplies(getattr(torch, dtype)) and products is None:
         pytest.skip("torch multiplies this type here")
+    if products == "widened" and not (cpu_extension.load() and torch.ops.tercet_cpu.multiplies_bfloat16()):
+        pytest.skip("this build has no other products of bfloat16")
     onednn = products == "onednn"
     if onednn and not can_pack(torch.empty(1, 1, dtype=getattr(torch, dtype))):
         pytest.skip("oneDNN does not multiply this type here")
@@ -57,11 +61,15 @@ def make_cpu_runner(variant=VARIANTS[0], config=CONFIG, **options):
         "max_running_requests": 64,
         "max_total_tokens": 8000,
         "dtype": dtype,
-        "quantization": None if onednn else products,
+        "quantization": products if products in ("int8", "int4") else None,
         "attention_backend": "cpu",
         "page_size": page_size,
         **options,
     }
     # With pages, the head dimension must fill whole panels.
     config = config if page_size == 1 else replace(config, head_dim=32)
-    return load_runner(replace(make_settings(config, **settings), onednn=onednn), config)
+    resolved = replace(make_settings(config, **settings), onednn=onednn)
+    if products == "widened":
+        tuning = default_tuning()._replace(bfloat16="widened")
+        resolved = replace(resolved, cpu_kernels=ChosenTuning(tuning, "test"))
+    return load_runner(resolved, config)

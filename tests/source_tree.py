@@ -97,6 +97,10 @@ class SourceTree:
             self._imports[name] = tuple(self._walk(module.tree, package, When.ALWAYS))
         return self._imports[name]
 
+    def imports_of(self, path: Path) -> tuple[Import, ...]:
+        """Everything that a file outside the package imports, in order."""
+        return tuple(self._walk(ast.parse(path.read_text(encoding="utf-8"), str(path)), [], When.ALWAYS))
+
     def _walk(self, node: ast.AST, package: list[str], when: When) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             for alias in node.names:

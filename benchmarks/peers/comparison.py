@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,12 @@ class Peer:
 
     def launch(self, model: ModelFiles, capacity: Capacity, port: int) -> Launch | None:
         launch = self.engine.launch(self.program, model, capacity, port)
-        return None if launch is None else replace(launch, argv=[*launch.argv, *self.flags])
+        if launch is None:
+            return None
+        words = [word for flag in self.flags for word in flag.split("=", 1)]
+        asked = [value for flag, value in pairwise(words) if flag == "--dtype"]
+        dtype = launch.dtype and [launch.dtype, *asked][-1]
+        return replace(launch, argv=[*launch.argv, *self.flags], dtype=dtype)
 
 
 @dataclass(frozen=True)

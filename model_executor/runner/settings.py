@@ -143,13 +143,19 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     context_len = server_args.context_length or config.context_len
     if context_len > config.context_len:
         raise ValueError(f"--context-length must be at most the model's {config.context_len}, got {context_len}")
+    kv_dtype = resolve_kv_dtype(server_args.kv_cache_dtype, dtype, backend)
+    if kv_dtype == torch.float8_e4m3fn and dtype == torch.float32 and device.type == "cuda":
+        raise ValueError(
+            f"--kv-cache-dtype {server_args.kv_cache_dtype} needs --dtype bfloat16 or float16 on a GPU: with float32, "
+            "its kernels lack registers"
+        )
     cpu_kernels = resolve_tuning(server_args.cpu_kernels, server_args.weight_cache) if backend == "cpu" else None
     return RunnerSettings(
         device=device,
         dtype=dtype,
         weight_dtype=weights.dtype,
         weight_forms=weights.forms,
-        kv_dtype=resolve_kv_dtype(server_args.kv_cache_dtype, dtype, backend),
+        kv_dtype=kv_dtype,
         cpu_kernels=cpu_kernels,
         onednn=cpu_kernels is not None and uses_onednn(cpu_kernels, dtype, weights, config),
         attention_backend=backend,

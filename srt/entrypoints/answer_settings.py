@@ -45,6 +45,7 @@ def answer_settings(args: ServerArgs, config: ModelConfig, facts: SchedulerReady
         "dtype": facts.dtype,
         "device": facts.device,
         "attention_backend": facts.attention_backend,
+        "cpu_build": "" if facts.cpu_kernels is None else facts.cpu_kernels.build,
         "linears": "" if facts.cpu_kernels is None else facts.cpu_kernels.linears,
         "bfloat16_products": "" if facts.cpu_kernels is None else facts.cpu_kernels.bfloat16,
         "context_length": str(facts.context_len),

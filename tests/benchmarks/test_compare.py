@@ -286,6 +286,17 @@ def test_every_server_is_started_on_the_model_with_its_port(name: str, toy: Mode
         assert launch.dtype == "bfloat16" and (asks == ["bfloat16"] or str(toy.gguf) in launch.argv)
 
 
+@pytest.mark.parametrize("flags", [["--dtype", "float32"], ["--seed", "1", "--dtype=float32"]])
+def test_the_type_that_a_server_is_asked_for_is_named(flags: list[str], toy: ModelFiles) -> None:
+    def named(engine: str, *flags: str) -> str | None:
+        launch = comparison.Peer(engine, ENGINES[engine], Path(engine), "1", flags).launch(toy, capacity_for(TOY), 1)
+        assert launch is not None
+        return launch.dtype
+
+    assert (named("vllm"), named("vllm", *flags)) == ("bfloat16", "float32")
+    assert named("tercet", *flags) is None, "its log says more"
+
+
 def test_llama_cpp_gets_a_slot_for_each_request_and_context_for_all(toy: ModelFiles) -> None:
     launch = ENGINES["llama.cpp"].launch(Path("llama-server"), toy, Capacity(16, 1088), 1)
     assert launch is not None

@@ -49,11 +49,20 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
     return found
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_server_finds_all_its_kernels(fused: bool, program: Any, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("ending", "options"),
+    [
+        ("", {}),
+        ("+fused", {"fuse_small_steps": True}),
+        ("+dependent", {"fuse_small_steps": True, "dependent_launch": True}),
+    ],
+)
+def test_a_server_finds_all_its_kernels(
+    ending: str, options: dict[str, bool], program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "model.json"
     path.write_text(json.dumps(MODEL), encoding="utf-8")
-    kernels = program.kernels_of([f"{path}+fused" if fused else str(path)])
+    kernels = program.kernels_of([f"{path}{ending}"])
     with fake_gpu(), pytest.MonkeyPatch.context() as patch:
         ahead = compiled(patch)
         assert [program.compile_share(kernels, share, 3) for share in range(3)] == [0, 0, 0]
@@ -64,7 +73,7 @@ def test_a_server_finds_all_its_kernels(fused: bool, program: Any, tmp_path: Pat
         by_a_server = compiled(patch)
         make_runner(
             load_shape(str(path)), dtype="bfloat16", attention_backend="triton", max_running_requests=64,
-            max_total_tokens=4096, max_prefill_tokens=600, fuse_small_steps=fused,
+            max_total_tokens=4096, max_prefill_tokens=600, **options,
         )  # fmt: skip
     assert len(by_a_server) > 20 and set(by_a_server) <= set(ahead)
 

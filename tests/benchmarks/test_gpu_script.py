@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from source_tree import HOUSE, ROOT, When
 
 from tercet.benchmarks import bench_one_batch
 
@@ -117,6 +118,41 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], list[Any]]:
     return module.parts
 
 
+def packages_of(modules: set[str], files: set[Path]) -> set[str]:
+    """The packages without which these modules of ours, and these files of scripts/ and tests/, cannot be imported."""
+    packages, modules, todo = set[str](), set(modules), set(files)
+    seen = set[Path]()
+    while todo:
+        seen.add(file := todo.pop())
+        for item in HOUSE.imports_of(file):
+            first, _, inside = item.target.partition(".")
+            helper = ROOT / "tests" / f"{first}.py"
+            if item.when is not When.ALWAYS:
+                continue
+            if first == "tercet":
+                modules |= {inside, f"{inside}.{item.name}"} & HOUSE.modules().keys()
+            elif helper.exists():
+                todo |= {helper} - seen
+            else:
+                packages.add(first)
+    loaded = {name for module in modules for name in HOUSE.loaded_with(module)}
+    items = [item for name in loaded for item in HOUSE.imports(name)]
+    packages |= {item.target.partition(".")[0] for item in items if not item.internal and item.when is When.ALWAYS}
+    return packages - sys.stdlib_module_names
+
+
+def test_all_that_the_parts_import_is_asked_for_first(plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    needed = set(importlib.import_module("gpu_session").NEEDED)
+    words = {word for part in plan(False) for word in part.command}
+    benchmarks = {word.removeprefix("tercet.") for word in words if word.startswith("tercet.benchmarks.")}
+    files = {ROOT / "tests" / "conftest.py", *(ROOT / "tests" / "gpu").glob("*.py")}
+    files |= {Path(word) for word in words if word.endswith("gpu_compile.py")}
+    packages = packages_of(benchmarks, files)
+    assert {"hypothesis", "torch", "msgspec"} <= packages <= needed, packages - needed
+    assert "pytest_timeout" in needed, "setup.cfg sets its time limit, and pytest refuses unknown settings"
+
+
 @pytest.mark.parametrize("quick", [False, True])
 def test_small_steps_are_measured_with_their_kernels_and_without(plan, quick: bool) -> None:
     parts = {part.name: part for part in plan(quick)}
@@ -142,7 +178,8 @@ def test_the_kernels_of_all_models_are_compiled_before_they_are_measured(plan, q
     for part in parts.values():
         if "--model-path" in part.command:
             model = part.command[part.command.index("--model-path") + 1]
-            measured.add(model + ("+fused" if "--fuse-small-steps" in part.command else ""))
+            fused, dependent = (flag in part.command for flag in ("--fuse-small-steps", "--dependent-launch"))
+            measured.add(model + ("+dependent" if dependent else "+fused" if fused else ""))
     assert set(parts["compile"].command[2:]) == measured
     names = list(parts)
     assert names.index("compile") < min(names.index(name) for name in names if name.startswith("one-batch"))

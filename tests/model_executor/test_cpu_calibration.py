@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -73,7 +74,14 @@ def test_the_least_time_of_several_turns_counts(monkeypatch: pytest.MonkeyPatch,
     """Other processes can only make a call slower."""
     default = default_tuning()
     assert chosen({default: [50.0, 1.0, 9.0], other: [1.2]}, monkeypatch) == default
-    assert chosen({default: [1.0], other: [70.0, 30.0, 0.5, 8.0]}, monkeypatch) == other
+    assert chosen({default: [1.0], other: [70.0, 30.0, 8.0, 0.5]}, monkeypatch) == other
+
+
+def test_a_gain_has_to_be_measured_twice(monkeypatch: pytest.MonkeyPatch, other: CpuTuning) -> None:
+    """The best of many candidates may seem faster by chance."""
+    default, rounds = default_tuning(), cpu_calibration._ROUNDS
+    assert chosen({default: [1.2] * rounds + [1.0], other: [1.0]}, monkeypatch) == default
+    assert chosen({default: [1.2] * 2 * rounds, other: [1.0]}, monkeypatch) == other
 
 
 def test_the_budget_ends_the_turns(monkeypatch: pytest.MonkeyPatch, other: CpuTuning) -> None:
@@ -104,7 +112,7 @@ def test_onednn_is_chosen_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) ->
             self.dtype = weight.dtype
 
         def __call__(self, x: torch.Tensor) -> None:
-            assert x.dtype == self.dtype and len(x) in (4, 128)
+            assert x.dtype == self.dtype and len(x) in cpu_calibration._FEW_AND_MANY
             took.append(-0.5)
 
     took: list[float] = []
@@ -113,6 +121,26 @@ def test_onednn_is_chosen_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) ->
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes if can_pack(torch.empty(1, 1, dtype=dtype))]
     tuning = cpu_calibration.measure(clock=lambda: next(clock) + sum(took))
     assert tuning == default_tuning()._replace(onednn="+".join(names) or "none")
+
+
+@pytest.mark.parametrize(("rate_of_onednn", "is_chosen"), [(1e12, True), (0.155e12, False)])
+def test_matrix_units_are_chosen_although_calls_of_onednn_have_fixed_costs(
+    rate_of_onednn: float, is_chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Panels with the rate of widened products on an Intel Xeon (docs/performance.md). Two calls of oneDNN with 27 us
+    each (docs/log.md) and 1.2 MB of weights at 40 GB/s, with a rate of matrix units, and with that of the panels."""
+    clock = Clock()
+    monkeypatch.setattr(CpuTuning, "apply", lambda self: None)
+    default = default_tuning()
+
+    def call(rows: int, tuning: CpuTuning) -> None:
+        ops = 2 * rows * cpu_calibration._NUM_OUT * cpu_calibration._NUM_IN
+        fixed_s, rate = (0.0, 0.155e12) if tuning == default else (2 * 27e-6 + 1.2e6 / 40e9, rate_of_onednn)
+        clock.now += fixed_s + ops / rate
+
+    calls = [functools.partial(call, rows) for rows in cpu_calibration._FEW_AND_MANY]
+    onednn = default._replace(onednn="bfloat16")
+    assert fastest(default, [onednn], calls, 1.0, clock) == (onednn if is_chosen else default)
 
 
 def kept_or_measured(folder: Path | None, tuning: CpuTuning, key: dict[str, Any] = KEY) -> ChosenTuning:
@@ -172,6 +200,8 @@ DAMAGES: list[Callable[[str], str]] = [
     lambda text: text.replace('"processor": "a"', '"processor": "b"'),
     lambda text: text.replace("256", "-1"),
     lambda text: text.replace("256", "250"),
+    lambda text: text.replace("96", str(2**60)),
+    lambda text: "[" * 100_000,
     lambda text: text.replace("widened", "wide").replace("native", "wide"),
 ]
 
@@ -282,19 +312,19 @@ def test_a_row_has_the_same_bits_with_every_tuning_and_in_every_batch(
         assert torch.equal(layer(x[-1:].contiguous()), expected[-1:])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_products_of_bfloat16_is_exact_enough(kind: str) -> None:
+def test_each_kind_of_products_of_bfloat16_is_exact_enough() -> None:
+    """Widened products are exact, so their error is no larger than that of native ones."""
     from tercet.model_executor.layers.cpu_layers import CpuLinear  # needs the operations
 
     default = default_tuning()
-    if kind == "native" and default.bfloat16 != "native":
-        pytest.skip("this build has no instruction that multiplies bfloat16")
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((50, 1536), (90, 1536)))
-    default._replace(bfloat16=kind).apply()
     expected = x.double() @ weight.double().T
-    error = (CpuLinear(weight, to_float=True)(x) - expected).norm() / expected.norm()
-    assert error < {"native": 2e-6, "widened": 3e-7}[kind]
+    errors = {}
+    for kind in KINDS if default.bfloat16 == "native" else ["widened"]:
+        default._replace(bfloat16=kind).apply()
+        errors[kind] = float((CpuLinear(weight, to_float=True)(x) - expected).norm() / expected.norm())
+    assert errors["widened"] < 3e-7 and errors["widened"] <= errors.get("native", 1e-6) < 2e-6
 
 
 def test_a_tuning_that_the_build_does_not_have_is_refused() -> None:

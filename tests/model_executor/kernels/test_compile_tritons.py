@@ -58,12 +58,15 @@ def test_dependent_kernels_wait_before_they_read(version: str, case: str) -> Non
         compiled_dependent.assert_waits_first(resources)
 
 
-def test_serialised_products_are_seen() -> None:
-    """With ARRIVE and DEPBAR around each product, as Triton 3.6 compiled a loop that may have no iteration."""
+def test_serialised_and_synchronous_products_are_seen() -> None:
+    """With ARRIVE and DEPBAR around each product, as Triton 3.6 compiled a loop that may have no iteration. And without
+    products of a warp group."""
     resources = compile_launch(extend_launches(SHAPES[2], "sm_90", "one split")[0], "sm_90")
     assert_overlaps(resources)
     assert resources.counts is not None
     num = resources.counts.wgmma
     serialised = dataclasses.replace(resources.counts, wgmma_batches=num, wgmma_waits=num)
-    with pytest.raises(AssertionError):
-        assert_overlaps(dataclasses.replace(resources, counts=serialised))
+    synchronous = dataclasses.replace(resources.counts, wgmma=0, wgmma_batches=0, wgmma_waits=0, mma=4 * num)
+    for counts in (serialised, synchronous):
+        with pytest.raises(AssertionError):
+            assert_overlaps(dataclasses.replace(resources, counts=counts))

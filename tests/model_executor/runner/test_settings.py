@@ -69,6 +69,16 @@ def test_the_kv_pool_has_the_type_of_its_setting() -> None:
         registry.resolve_kv_dtype("fp8", BF16, "triton")
 
 
+def test_fp8_kv_needs_activations_of_16_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With float32, extend attention spills 12 KB of registers, and decode attention 340 bytes."""
+    options = {"attention_backend": "triton", "kv_cache_dtype": "fp8_e4m3", "dtype": "float32"}
+    assert make_settings(TOY, **options).kv_dtype == torch.float8_e4m3fn, "in the interpreter"
+    monkeypatch.setattr(settings_module, "resolve_device", lambda name: torch.device("cuda"))
+    assert make_settings(TOY, **options | {"dtype": "float16"}).kv_dtype == torch.float8_e4m3fn
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp8_e4m3 needs --dtype bfloat16 or float16 on a GPU"):
+        make_settings(TOY, **options)
+
+
 @pytest.mark.parametrize(
     "settings", [{"attention_backend": "torch"}, {"attention_backend": "triton", "dtype": "float16"}]
 )

@@ -48,6 +48,7 @@ def test_the_kind_of_products_decides_answers_but_sizes_do_not(tmp_path: Path) -
     kernels = CpuKernels("avx512_bf16", 256, 1024, "native", "tercet", "measured")
     before = of(kernels)
     assert not changed(before, of(CpuKernels("avx512_bf16", 96, 256, "native", "tercet", "default")))
+    assert changed(before, of(msgspec.structs.replace(kernels, build="avx2"))) == ["cpu_build"]
     assert changed(before, of(msgspec.structs.replace(kernels, bfloat16="widened"))) == ["bfloat16_products"]
     assert changed(before, of(msgspec.structs.replace(kernels, linears="onednn"))) == ["linears"]
 
