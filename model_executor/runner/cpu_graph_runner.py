@@ -50,7 +50,6 @@ class CpuGraphRunner:
         slots, positions = of_tokens
         rows, seq_lens, selected, self._sampled_rows = of_requests
         self._of_tokens, self._of_requests, self._starts = of_tokens.numpy(), of_requests.numpy(), starts.numpy()
-        self._numbers = np.arange(max_rows + 1)
         self._x = torch.zeros((max_tokens, hidden_size), dtype=dtype)
         batch = ForwardBatch(
             mode=ForwardMode.EXTEND,
@@ -82,14 +81,12 @@ class CpuGraphRunner:
     def run(self, step: StepInputs) -> StepLogits:
         """Run a step."""
         num_tokens, num_requests = step.num_tokens, len(step.rows)
+        starts, positions = step.starts, step.positions
         if step.mode is ForwardMode.DECODE:
-            positions = step.seq_lens - 1
             token_rows = sampled_rows = step.rows
-            ids = self._newest_tokens[token_rows]
-            starts, selected = self._numbers[: num_requests + 1], self._numbers[:num_requests]
+            ids, selected = self._newest_tokens[token_rows], starts[:-1]
         else:
             assert step.extend_lens is not None and step.input_ids is not None and step.sampled is not None
-            starts, positions = step.starts, step.positions
             token_rows = np.repeat(step.rows, step.extend_lens)
             ids = np.where(step.input_ids == FROM_DEVICE, self._newest_tokens[token_rows], step.input_ids)
             selected, sampled_rows = (starts[1:] - 1)[step.sampled], step.rows[step.sampled]

@@ -148,9 +148,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     context_len = server_args.context_length or config.context_len
     if context_len > config.context_len:
         raise ValueError(f"--context-length must be at most the model's {config.context_len}, got {context_len}")
-    max_recorded_rows = min(
-        server_args.max_running_requests, server_args.cuda_graph_max_bs or _DEFAULT_RECORDED_ROWS
-    )
+    max_recorded_rows = min(server_args.max_running_requests, server_args.cuda_graph_max_bs or _DEFAULT_RECORDED_ROWS)
     cpu_kernels = resolve_tuning(server_args.cpu_kernels, server_args.weight_cache) if backend == "cpu" else None
     return RunnerSettings(
         device=device,

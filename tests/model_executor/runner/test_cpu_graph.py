@@ -105,7 +105,7 @@ def test_steps_of_few_tokens_and_requests_are_recorded():
     driver.extend({2: [5] * 257}, new_rows=[driver.add(2)])
     driver.extend({3: [5] * 128, 4: [6] * 129}, new_rows=[driver.add(3), driver.add(4)])
     driver.extend({5: [5] * 16, 6: [6]}, sampled=[False, False], new_rows=[driver.add(5), driver.add(6)])
-    driver.extend({row: None for row in (1, 2, 3, 4)})
+    driver.extend(dict.fromkeys((1, 2, 3, 4)))
     driver.extend({1: None, 2: [7] * 3, 3: None})
     driver.decode([1, 2, 3])
     driver.decode([1, 2, 3, 4])
@@ -185,7 +185,12 @@ def test_tensors_that_nobody_has_any_more_make_room_for_the_next():
 
 
 def test_rows_after_a_selection_are_the_selected_ones():
-    graph, x, norm, indices = torch.classes.tercet_cpu.Graph(), torch.randn(5, 32), torch.ones(32), torch.zeros(3).long()
+    graph, x, norm, indices = (
+        torch.classes.tercet_cpu.Graph(),
+        torch.randn(5, 32),
+        torch.ones(32),
+        torch.zeros(3).long(),
+    )
     graph.record(5, 1, 3)
     normed = ops.rms_norm(x, None, norm, 1e-5)
     selected = ops.select_rows(normed, indices)

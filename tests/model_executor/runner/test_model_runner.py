@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 from runner_driver import RunnerDriver, relative_error
