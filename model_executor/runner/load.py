@@ -142,8 +142,10 @@ class _RunnerBuilder:
         reserve += self.sampler.max_edit_bytes + self.sampler.max_choice_bytes
         reserve += block_bytes(config.vocab_size, compiled=cpu_extension.load() is not None)
         if compiled and settings.record_steps:
-            # A recorded step keeps its tensors, and shares memory only among tensors of equal size.
-            reserve += step_bytes(tokens=2 * settings.max_recorded_tokens, rows=settings.max_recorded_rows)
+            # A recorded step keeps its tensors, and shares memory only among tensors of equal size. Those of sampled
+            # rows are smaller than those of tokens.
+            rows = settings.max_recorded_rows
+            reserve += step_bytes(tokens=2 * settings.max_recorded_tokens + rows, rows=rows)
         # A sequence is no longer than the pool. Only the cpu backend's layers have a table of angles.
         longest = min(settings.context_len, memory.available // self.bytes_per_token)
         if settings.attention_backend == "cpu":
