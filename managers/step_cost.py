@@ -64,7 +64,8 @@ class StepCost(NamedTuple):
 
     step_s: float
     extend_s: float
-    """Of an extend step, beside `step_s`. Decode steps are recorded, and extend steps are not."""
+    """Of an extend step, beside `step_s`. Extend steps are launched, unless a CPU has recorded them; decode steps are
+    recorded."""
     row_s: float
     prompt_token_s: float
     prompt_context_s: float

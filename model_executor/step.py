@@ -164,6 +164,26 @@ class StepInputs:
         return len(self.out_cache_loc)
 
     @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """[B + 1], index in [T] of each row's first new token."""
+        if self.extend_lens is None:
+            return np.arange(len(self.rows) + 1)
+        return np.concatenate(([0], np.cumsum(self.extend_lens, dtype=np.int64)))
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """[T], positions of the new tokens."""
+        if self.extend_lens is None:
+            return self.seq_lens.astype(np.int64) - 1
+        ends = np.cumsum(self.extend_lens, dtype=np.int64)
+        return np.arange(ends[-1]) + np.repeat(self.seq_lens - ends, self.extend_lens)
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether log probabilities of prompt tokens or hidden states are wanted."""
+        return bool(self.prompt_scores or self.hidden_sums or self.hidden_states)
+
+    @property
     def num_sampled(self) -> int:
         """The number of rows whose next token is sampled."""
         return len(self.rows) if self.sampled is None else int(self.sampled.sum())

@@ -107,7 +107,6 @@ inline Tensor attention_op(
     check(*starts, "starts", at::kLong, {num_requests + 1});
   else
     TORCH_CHECK(tokens == num_requests, "without starts every request has one new token");
-  TORCH_CHECK(!starts || !Graph::recording(), "attention of prompts cannot be recorded");
   const auto out = empty_result({tokens, heads * dim}, q.options());
   constexpr int64_t kEverything = std::numeric_limits<int32_t>::max();
   const AttentionBatch batch{
@@ -131,7 +130,7 @@ inline Tensor attention_op(
         .scale = static_cast<float>(scale),
         .out = out.data_ptr<T>(),
     };
-    run_or_record(num_requests, [inputs, plan = step_plan(batch, sizeof(T))](int64_t requests) {
+    run_or_record_requests(num_requests, [inputs, plan = step_plan(batch, sizeof(T))](int64_t requests) {
       Attention<T, kInPanels>(inputs, plan->get(requests, ThreadPool::get().num_threads())).run();
     });
   };

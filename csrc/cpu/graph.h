@@ -52,6 +52,18 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::multimap<size_t, void*> free_;
 };
 
+/// The sizes of a step, or, of a recording, the largest ones.
+struct StepSize {
+  int64_t tokens;    // new ones
+  int64_t requests;  // with new tokens
+  int64_t selected;  // tokens whose logits are computed
+
+  bool has_room_for(const StepSize& step) const {
+    return 0 < step.tokens && step.tokens <= tokens && 0 < step.requests && step.requests <= requests &&
+        0 <= step.selected && step.selected <= selected;
+  }
+};
+
 /// A list of recorded operations. It holds addresses, not tensors: its owner must keep the inputs (weights, tokens, KV
 /// pools) alive. Intermediate and output tensors are in its arena, which lives as long as any of them.
 class Graph : public torch::CustomClassHolder {
@@ -62,11 +74,12 @@ class Graph : public torch::CustomClassHolder {
     return graph;
   }
 
-  /// Records the operations from here to `finish`. Their tensors have max_rows rows; `run` may have fewer.
-  void record(int64_t max_rows) {
+  /// Records the operations from here to `finish`. Their tensors have room for these sizes; `run` may have smaller ones.
+  void record(int64_t max_tokens, int64_t max_requests, int64_t max_selected) {
     TORCH_CHECK(!recording() && operations_.empty(), "a graph is recorded once, and one at a time");
-    TORCH_CHECK(max_rows > 0, "a graph must have room for rows, got ", max_rows);
-    max_rows_ = max_rows;
+    TORCH_CHECK(
+        std::min({max_tokens, max_requests, max_selected}) > 0, "a graph must have room for a token, a request and a row");
+    max_ = {max_tokens, max_requests, max_selected};
     recording() = this;
     callback_ = at::addThreadLocalCallback(
         at::RecordFunctionCallback(note_unrecorded).scopes({at::RecordScope::FUNCTION}));
@@ -83,17 +96,27 @@ class Graph : public torch::CustomClassHolder {
   }
 
   /// Runs all operations on the first rows of their tensors.
-  void run(int64_t rows) {
+  void run(int64_t tokens, int64_t requests, int64_t selected) {
+    const StepSize step{tokens, requests, selected};
     TORCH_CHECK(!recording(), "a graph cannot be part of another one");
-    TORCH_CHECK(0 < rows && rows <= max_rows_, "the graph has room for ", max_rows_, " rows, not ", rows);
+    TORCH_CHECK(
+        max_.has_room_for(step), "the graph has room for ", max_.tokens, " tokens of ", max_.requests,
+        " requests and ", max_.selected, " selected ones, not ", tokens, ", ", requests, " and ", selected);
     for (const auto& plan : plans_) plan->forget();
-    for (const auto& operation : operations_) operation(rows);
+    for (const auto& operation : operations_)
+      if (const int64_t count = step.*operation.size) operation.call(count);
   }
 
-  void add(int64_t rows, std::function<void(int64_t)> operation) {
-    TORCH_CHECK(rows == max_rows_, "recorded operations must have ", max_rows_, " rows, got ", rows);
-    operations_.push_back(std::move(operation));
+  /// Adds an operation on rows: one for each token, or, after `select`, for each selected one.
+  void add(int64_t rows, std::function<void(int64_t)> call) { add(rows_, rows, std::move(call)); }
+
+  /// Adds an operation on requests.
+  void add_for_requests(int64_t requests, std::function<void(int64_t)> call) {
+    add(&StepSize::requests, requests, std::move(call));
   }
+
+  /// From here on, rows are those of the selected tokens.
+  void select() { rows_ = &StepSize::selected; }
 
   /// The plan of a batch. Layers that attend to the same batch share it.
   std::shared_ptr<StepPlan> plan(const AttentionBatch& batch, int64_t bytes_per_number) {
@@ -112,6 +135,18 @@ class Graph : public torch::CustomClassHolder {
   int64_t num_operations() const { return static_cast<int64_t>(operations_.size()); }
 
  private:
+  using Size = int64_t StepSize::*;
+
+  struct Operation {
+    Size size;  // what it is called with
+    std::function<void(int64_t)> call;
+  };
+
+  void add(Size size, int64_t count, std::function<void(int64_t)> call) {
+    TORCH_CHECK(count == max_.*size, "recorded operations must have ", max_.*size, " rows, got ", count);
+    operations_.push_back({size, std::move(call)});
+  }
+
   /// Notes an operation of torch's that computes. Views do not: their addresses are known while recording. Operations
   /// of csrc/cpu record themselves.
   static std::unique_ptr<at::ObserverContext> note_unrecorded(const at::RecordFunction& called) {
@@ -126,10 +161,11 @@ class Graph : public torch::CustomClassHolder {
   }
 
   std::shared_ptr<Arena> arena_ = std::make_shared<Arena>();
-  std::vector<std::function<void(int64_t)>> operations_;
+  std::vector<Operation> operations_;
   std::vector<std::shared_ptr<StepPlan>> plans_;
   std::shared_ptr<NextWeight> last_weight_;
-  int64_t max_rows_ = 0;
+  StepSize max_{};
+  Size rows_ = &StepSize::tokens;
   at::CallbackHandle callback_ = 0;
   std::set<std::string> unrecorded_;
 };
@@ -141,6 +177,15 @@ void run_or_record(int64_t rows, F operation) {
     graph->add(rows, std::move(operation));
   else
     operation(rows);
+}
+
+/// The same for an operation on requests.
+template <typename F>
+void run_or_record_requests(int64_t requests, F operation) {
+  if (Graph* graph = Graph::recording())
+    graph->add_for_requests(requests, std::move(operation));
+  else
+    operation(requests);
 }
 
 /// Memory for an operation's result.

@@ -94,6 +94,28 @@ inline Tensor linear_silu_mul_op(const Tensor& x, const Tensor& packed, const op
   return out;
 }
 
+/// The rows of x with these indices. While a graph records, all operations from here on are on selected rows.
+inline Tensor select_rows_op(const Tensor& x, const Tensor& indices) {
+  const int64_t rows = x.size(0), n = x.size(1), row_bytes = n * x.element_size();
+  check(x, "x", x.scalar_type(), {rows, n});
+  check(indices, "indices", at::kLong, {indices.size(0)});
+  if (Graph* graph = Graph::recording()) graph->select();
+  const auto out = empty_result({indices.size(0), n}, x.options());
+  run_or_record(
+      indices.size(0),
+      [=,
+       x = static_cast<const char*>(x.const_data_ptr()),
+       index = indices.const_data_ptr<int64_t>(),
+       out = static_cast<char*>(out.data_ptr())](int64_t count) {
+        for (int64_t i = 0; i < count; ++i)
+          TORCH_CHECK(0 <= index[i] && index[i] < rows, "there is no row ", index[i], ", but ", rows, " rows");
+        for_each_row_block(count, n, [&](int64_t first, int64_t end) {
+          for (int64_t i = first; i < end; ++i) std::memcpy(out + i * row_bytes, x + index[i] * row_bytes, row_bytes);
+        });
+      });
+  return out;
+}
+
 /// Checks that ids are columns of so many panels. Returns their numbers.
 inline const int64_t* check_ids(const Tensor& ids, int64_t panels) {
   TORCH_CHECK(!Graph::recording(), "looking up vectors cannot be recorded");

@@ -37,6 +37,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def(
       "onednn_linear(Tensor x, Tensor[] parts, Tensor[] biases, int n, bool is_gated=False) -> Tensor",
       &onednn_linear_op);
+  m.def("select_rows(Tensor x, Tensor indices) -> Tensor", &select_rows_op);
   m.def("embedding(Tensor ids, Tensor packed, ScalarType dtype) -> Tensor", &embedding_op);
   m.def("quantized_embedding(Tensor ids, Tensor packed, ScalarType dtype) -> Tensor", &quantized_embedding_op);
   m.def(

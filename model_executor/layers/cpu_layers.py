@@ -147,6 +147,9 @@ class CpuLayers(TorchLayers):
     def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer:
         return CpuAttention(layer_id, backend, qk_norm)
 
+    def select_rows(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return _ops.select_rows(x, indices)
+
 
 class CpuFloatLayers(CpuLayers):
     """All layers on compiled operations."""

@@ -65,6 +65,9 @@ class LayerKinds(Protocol):
     def before_sum(self, layer: Layer) -> BeforeSum:
         """Join a layer and the sum with the residual after it. `layer`: made by `linear`."""
 
+    def select_rows(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Select the tokens whose logits are computed: x [T, n], indices int64 [num_sampled] -> [num_sampled, n]."""
+
     def head(self, weight: Any) -> Layer:
         """Make the layer of the output head, from hidden states to logits."""
 
@@ -106,6 +109,9 @@ class TorchLayers:
 
     def before_sum(self, layer: Layer) -> BeforeSum:
         return SummedLayer(layer)
+
+    def select_rows(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, indices)
 
     def head(self, weight: Any) -> Layer:
         return Linear(weight)

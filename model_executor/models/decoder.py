@@ -83,6 +83,7 @@ class Decoder:
         context_len: int,
     ) -> None:
         self.compiled = layers.compiled
+        self._select_rows = layers.select_rows
         self.norm = layers.norm(params["norm.weight"], config.rms_norm_eps)
         self.rotary = layers.rotary(config.rope, config.head_dim, context_len, self.norm.weight.device)
         self.layers = [DecoderLayer(config, index, params, backend, layers) for index in range(config.num_layers)]
@@ -106,8 +107,8 @@ class Decoder:
             attention_out, residual = layer.attend(pending, residual, rotation, batch)
             if layer is self.layers[-1] and batch.logits_indices is not None:
                 # K and V of all tokens are stored. The rest of the model is needed only for the sampled tokens.
-                attention_out = attention_out.index_select(0, batch.logits_indices)
-                residual = residual.index_select(0, batch.logits_indices)
+                attention_out = self._select_rows(attention_out, batch.logits_indices)
+                residual = self._select_rows(residual, batch.logits_indices)
                 if not len(residual):
                     return Stream(None, residual)
             pending = layer.feed_forward(attention_out, residual, batch)

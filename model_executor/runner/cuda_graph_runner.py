@@ -24,8 +24,8 @@ import torch
 from ..attention.base import AttentionBackend
 from ..device.accelerator import Accelerator, Graph
 from ..device.device_buffers import Uploads
-from ..step import Int32Array
-from .decode_runner import DecodeInputs, DecodeOutputs
+from ..step import ForwardMode, Int32Array, StepInputs
+from .recorded_steps import DecodeInputs, StepLogits
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +111,17 @@ class CudaGraphRunner:
         """The input buffers of the graph of this batch size. They are contiguous, so one copy fills them."""
         return DecodeInputs(*self._inputs[: 3 * size].view(3, size))
 
-    def run(self, rows: Int32Array, seq_lens: Int32Array, slots: Int32Array) -> DecodeOutputs:
+    def can_run(self, step: StepInputs) -> bool:
+        """Decode steps can be run, up to the largest batch size."""
+        return step.mode is ForwardMode.DECODE and len(step.rows) <= self.max_rows
+
+    def run(self, step: StepInputs) -> StepLogits:
         """Queue a decode step, padded to the smallest batch size that holds it."""
-        count = len(rows)
+        count = len(step.rows)
         size = next(size for size in self._sizes if size >= count)
         packed = np.zeros((3, size), np.int64)
         packed[1, count:] = 1
-        packed[:, :count] = rows, seq_lens, slots
+        packed[:, :count] = step.rows, step.seq_lens, step.out_cache_loc
         # The stream orders this copy after the previous step, which reads the same buffers.
         self._uploads.send_to(self._inputs[: 3 * size], packed.reshape(-1))
         inputs, lens = self._inputs_of(size), packed[1].astype(np.int32)
@@ -125,7 +129,7 @@ class CudaGraphRunner:
             self._graphs[size].replay()
         else:
             self._decode(inputs, lens, self._logits[:size])
-        return DecodeOutputs(self._logits[:count], inputs.rows[:count])
+        return StepLogits(self._logits[:count], inputs.rows[:count])
 
 
 def max_work_lens(size: int, pool_tokens: int, context_len: int) -> Int32Array:

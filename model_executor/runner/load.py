@@ -1,4 +1,4 @@
-"""The construction of a ModelRunner: weights, KV pool, layers, recorded decode steps, threads.
+"""The construction of a ModelRunner: weights, KV pool, layers, recorded steps, threads.
 
 The scheduler process, the benchmarks and the tests all build their runners here.
 """
@@ -30,10 +30,10 @@ from ..weights.cache_folder import open_cache_folder
 from ..weights.loader import load_parameters
 from .cpu_graph_runner import CpuGraphRunner
 from .cuda_graph_runner import CudaGraphRunner, batch_sizes, max_work_lens
-from .decode_runner import DecodeInputs
 from .host_kv import HostKV
 from .kv_budget import num_kv_tokens
 from .model_runner import ModelRunner, RunnerBytes
+from .recorded_steps import DecodeInputs
 from .settings import RunnerSettings, weight_bytes
 from .slot_table import SlotTable
 from .step_memory import activation_bytes, gather_bytes, rotation_bytes
@@ -106,8 +106,8 @@ class _RunnerBuilder:
         memory = Memory(host.total, max(host.available - taken, 0))
         runner = self._build(self._pool_tokens(memory, self.cpu_reserve(memory)))
         self.parameters = {}  # the layers hold what they need, so that an update of the weights frees it
-        if runner.model.compiled and self.settings.record_decodes:
-            runner.record_decodes(self._record_on_cpu(runner, runner.model))
+        if runner.model.compiled and self.settings.record_steps:
+            runner.record_steps(self._record_on_cpu(runner, runner.model))
         return runner
 
     def build_on_accelerator(self) -> ModelRunner:
@@ -125,7 +125,7 @@ class _RunnerBuilder:
         del measured
         runner = self._build(self._pool_tokens(memory, reserve))
         if sizes:
-            runner.record_decodes(self._record_on_accelerator(runner, accelerator, sizes))
+            runner.record_steps(self._record_on_accelerator(runner, accelerator, sizes))
         return runner
 
     def cpu_reserve(self, memory: Memory) -> int:
@@ -141,10 +141,11 @@ class _RunnerBuilder:
         reserve = step_bytes(tokens=settings.max_prefill_tokens + num_rows, rows=num_rows)
         reserve += self.sampler.max_edit_bytes + self.sampler.max_choice_bytes
         reserve += block_bytes(config.vocab_size, compiled=cpu_extension.load() is not None)
-        if compiled and settings.record_decodes:
-            recorded = settings.max_recorded_rows
-            # A recorded step keeps its tensors, and shares memory only among tensors of equal size.
-            reserve += step_bytes(tokens=2 * recorded, rows=recorded)
+        if compiled and settings.record_steps:
+            # A recorded step keeps its tensors, and shares memory only among tensors of equal size. Those of sampled
+            # rows are smaller than those of tokens.
+            rows = settings.max_recorded_rows
+            reserve += step_bytes(tokens=2 * settings.max_recorded_tokens + rows, rows=rows)
         # A sequence is no longer than the pool. Only the cpu backend's layers have a table of angles.
         longest = min(settings.context_len, memory.available // self.bytes_per_token)
         if settings.attention_backend == "cpu":
@@ -226,16 +227,16 @@ class _RunnerBuilder:
             if device.type != "cpu":
                 parameters = {name: tensor.to(device) for name, tensor in parameters.items()}
             model = self._model(settings, parameters, runner.attention)
-            is_recorded = self.accelerator is None and model.compiled and self.settings.record_decodes
+            is_recorded = self.accelerator is None and model.compiled and self.settings.record_steps
             return BuiltModel(model, self._record_on_cpu(runner, model) if is_recorded else None)
 
         def use(built: BuiltModel) -> None:
             runner.model = built.model
-            if built.decodes is not None:
-                runner.record_decodes(built.decodes)
+            if built.recorded is not None:
+                runner.record_steps(built.recorded)
 
         # Recorded steps of a GPU read the parameters by their addresses. Layers that are recorded keep no copies.
-        in_place = self.accelerator is not None and runner.has_recorded_decodes
+        in_place = self.accelerator is not None and runner.has_recorded_steps
         return WeightUpdater(
             self.settings,
             self.config,
@@ -273,8 +274,8 @@ class _RunnerBuilder:
             # Few rows and many have kernels of their own. Either kind may be absent from the recorded steps.
             for num_rows in (1, min(settings.max_running_requests, MAX_ROWS + 1)):
                 self._decode_padding(runner, num_rows, max_tokens)
-        reserve += accelerator.peak_bytes(decode, to_record=settings.record_decodes)
-        return sizes, reserve + (len(sizes) * _BYTES_PER_GRAPH if settings.record_decodes else 0)
+        reserve += accelerator.peak_bytes(decode, to_record=settings.record_steps)
+        return sizes, reserve + (len(sizes) * _BYTES_PER_GRAPH if settings.record_steps else 0)
 
     def _decode_padding(self, runner: ModelRunner, size: int, pool_tokens: int) -> None:
         """Run a decode step of padding, with the buffers of the largest graph for a pool of `pool_tokens` tokens."""
@@ -299,13 +300,14 @@ class _RunnerBuilder:
             pool_tokens=runner.max_total_num_tokens,
             context_len=self.settings.context_len,
             logits=self._logits_buffer(sizes[-1]),
-            record=self.settings.record_decodes,
+            record=self.settings.record_steps,
         )
 
     @torch.inference_mode()
     def _record_on_cpu(self, runner: ModelRunner, model: Model) -> CpuGraphRunner:
         return CpuGraphRunner(
             model,
+            max_tokens=self.settings.max_recorded_tokens,
             max_rows=self.settings.max_recorded_rows,
             hidden_size=self.config.hidden_size,
             dtype=self.settings.dtype,

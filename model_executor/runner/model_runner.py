@@ -20,10 +20,10 @@ from ..sampling.newest_tokens import NewestTokens
 from ..sampling.row_logprobs import PromptLogprobs, RowLogprobs, SampledLogprobs
 from ..sampling.sampler import Sampler
 from ..step import FROM_DEVICE, ForwardMode, Int32Array, KVCopies, StepInputs, StepOutput, TokenMasks
-from .decode_runner import DecodeInputs, DecodeRunner
 from .hidden_states import ArrivingStates, fetch_hidden
 from .hidden_sums import ArrivingSums, sum_hidden
 from .host_kv import CopiesUnderWay, HostKV
+from .recorded_steps import DecodeInputs, RecordedSteps, StepLogits
 from .settings import RunnerSettings
 from .slot_table import SlotTable
 from .weight_update import WeightUpdater
@@ -82,7 +82,7 @@ class ModelRunner:
             self._downloads,
             use_kernels=settings.attention_backend == "triton",
         )
-        self._recorded_decodes: DecodeRunner | None = None
+        self._recorded: RecordedSteps | None = None
         self.host_kv: HostKV | None = None
         """The memory of the host tier. None: there is no tier, and no step has `kv_copies`."""
         self.weights: WeightUpdater | None = None
@@ -94,13 +94,13 @@ class ModelRunner:
         return self.kv_pool.size
 
     @property
-    def has_recorded_decodes(self) -> bool:
-        return self._recorded_decodes is not None
+    def has_recorded_steps(self) -> bool:
+        return self._recorded is not None
 
-    def record_decodes(self, decodes: DecodeRunner) -> None:
-        """Run decode steps of up to `decodes.max_rows` requests with `decodes` from now on."""
-        self._recorded_decodes = decodes
-        self.num_bytes = self.num_bytes._replace(graphs=decodes.num_bytes)
+    def record_steps(self, recorded: RecordedSteps) -> None:
+        """Run the steps that `recorded` can run with it from now on."""
+        self._recorded = recorded
+        self.num_bytes = self.num_bytes._replace(graphs=recorded.num_bytes)
 
     @torch.inference_mode()
     def launch(self, step: StepInputs) -> RunningStep:
@@ -124,12 +124,18 @@ class ModelRunner:
         for new_row in step.new_rows:
             self.sampler.set_row(new_row)
             self._logprobs.set_row(new_row)
-        if step.mode is ForwardMode.DECODE:
-            logits, sampled_rows = self._launch_decode(step)
-            return RunningStep(self, logits, sampled_rows, step.rows, step.seq_lens)
-        assert step.sampled is not None
-        logits, sampled_rows, extras = self._launch_extend(step)
-        return RunningStep(self, logits, sampled_rows, step.rows[step.sampled], step.seq_lens[step.sampled], extras)
+        extras = NO_EXTRAS
+        if self._recorded is not None and self._recorded.can_run(step):
+            self._update_table(step)
+            outputs = self._recorded.run(step)
+        elif step.mode is ForwardMode.DECODE:
+            self._update_table(step)
+            outputs = self._launch_decode(step)
+        else:
+            outputs, extras = self._launch_extend(step)
+        if step.sampled is None:
+            return RunningStep(self, *outputs, step.rows, step.seq_lens)
+        return RunningStep(self, *outputs, step.rows[step.sampled], step.seq_lens[step.sampled], extras)
 
     @torch.inference_mode()
     def choose(
@@ -192,29 +198,27 @@ class ModelRunner:
         self._prepare(batch)
         return self.model.head(self.model.transform(start.x, start.rotation, batch), out)
 
-    def _launch_decode(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queue a DECODE step. Returns the logits and the rows (int64) to sample, which are all rows of the step."""
+    def _update_table(self, step: StepInputs) -> None:
+        """Queue the changes of the table before a step, without those for its new tokens."""
         if step.table_updates:
             self.table.write(*self._uploads.send(*self.table.places(step.table_updates)))
-        recorded = self._recorded_decodes
-        if recorded is not None and len(step.rows) <= recorded.max_rows:
-            return recorded.run(step.rows, step.seq_lens, step.out_cache_loc)
-        inputs = DecodeInputs(*self._uploads.send(*map(_int64, (step.rows, step.seq_lens, step.out_cache_loc))))
-        return self.decode(inputs, step.seq_lens), inputs.rows
 
-    def _launch_extend(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor, StepExtras]:
-        """Queue an EXTEND step. Returns the logits and the rows (int64) to sample, and what else is wanted."""
+    def _launch_decode(self, step: StepInputs) -> StepLogits:
+        """Queue a DECODE step that is not recorded."""
+        inputs = DecodeInputs(*self._uploads.send(*map(_int64, (step.rows, step.seq_lens, step.out_cache_loc))))
+        return StepLogits(self.decode(inputs, step.seq_lens), inputs.rows)
+
+    def _launch_extend(self, step: StepInputs) -> tuple[StepLogits, StepExtras]:
+        """Queue an EXTEND step that is not recorded. Returns also what is wanted besides logits."""
         extend_lens, input_ids, sampled = step.extend_lens, step.input_ids, step.sampled
         assert extend_lens is not None and input_ids is not None and sampled is not None
         prefix_lens_host = step.seq_lens - extend_lens
-        start_loc_host = np.concatenate(([0], np.cumsum(extend_lens, dtype=np.int64)))
-        positions_host = _ranges(prefix_lens_host, extend_lens)
+        start_loc_host, positions_host = step.starts, step.positions
         unknown = np.flatnonzero(input_ids == FROM_DEVICE)
         last_host = (start_loc_host[1:] - 1)[sampled]
         scored = [np.arange(len(score.targets), dtype=np.int64) + score.start for score in step.prompt_scores]
         pooled = [np.arange(one.length, dtype=np.int64) + one.start for one in step.hidden_sums]
         shown = [np.arange(one.length, dtype=np.int64) + one.start for one in step.hidden_states]
-        has_extras = bool(scored or pooled or shown)
         sent = self._uploads.send(
             *self.table.changes(step, positions_host),
             unknown,
@@ -226,7 +230,7 @@ class ModelRunner:
             positions_host,
             start_loc_host,
             _int64(prefix_lens_host),
-            np.concatenate((last_host, *scored, *pooled, *shown)) if has_extras else last_host,
+            np.concatenate((last_host, *scored, *pooled, *shown)) if step.has_extras else last_host,
             _int64(step.rows[sampled]),
         )
         places, new_slots, at, from_rows, rows, seq_lens, slots, ids, positions, starts, prefix_lens, wanted, chosen = (
@@ -249,8 +253,8 @@ class ModelRunner:
             seq_lens_host=step.seq_lens,
             extend_lens_host=extend_lens,
         )
-        if not has_extras:
-            return self.forward(batch), chosen, NO_EXTRAS
+        if not step.has_extras:
+            return StepLogits(self.forward(batch), chosen), NO_EXTRAS
         lens = [len(last_host), *(sum(map(len, places)) for places in (scored, pooled, shown))]
         hidden, of_scored, of_pooled, of_shown = self.model.head.normalise(self._stream(batch)).split(lens)
         extras = StepExtras(
@@ -258,7 +262,7 @@ class ModelRunner:
             sum_hidden(step.hidden_sums, of_pooled, self._downloads) if pooled else None,
             fetch_hidden(step.hidden_states, of_shown, self._downloads) if shown else None,
         )
-        return self.model.head.of_hidden(hidden), chosen, extras
+        return StepLogits(self.model.head.of_hidden(hidden), chosen), extras
 
 
 class StepExtras(NamedTuple):
@@ -316,9 +320,3 @@ class RunningStep:
 
 def _int64(array: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
     return array.astype(np.int64)
-
-
-def _ranges(starts: npt.NDArray[np.integer], lens: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-    """Concatenate ranges: starts[0], starts[0] + 1, ..., then starts[1], ..., with lens[i] numbers from starts[i]."""
-    ends = np.cumsum(lens, dtype=np.int64)
-    return np.arange(ends[-1], dtype=np.int64) + np.repeat(starts - (ends - lens), lens)

@@ -31,6 +31,9 @@ from ..weights.quantization import (
 logger = logging.getLogger(__name__)
 
 _DEFAULT_RECORDED_ROWS = 256
+_RECORDED_TOKENS = 256
+"""Most new tokens of a recorded step of a CPU, or more if a decode step may have more rows. In larger steps, the time
+between operations is less than 1 % of the default model's."""
 _DEFAULT_HOST_GB = 1.0
 """Size of the host's KV memory above files. It holds what is read and written, and what was used last."""
 _MIN_LIMITS_FOR_PAGES = (2048, 128, 128)
@@ -86,10 +89,12 @@ class RunnerSettings:
     """share of the memory for weights and KV pool; None: the default of `kv_budget.num_kv_tokens`"""
     max_total_tokens: int | None
     """tokens of the KV pool; None: computed from the memory"""
-    record_decodes: bool
-    """whether decode steps are recorded as graphs"""
+    record_steps: bool
+    """whether steps are recorded as graphs: decode steps, and on a CPU extend steps of few tokens, too"""
     max_recorded_rows: int
-    """most requests of a recorded decode step"""
+    """most requests of a recorded step"""
+    max_recorded_tokens: int
+    """most new tokens of a recorded step on a CPU"""
     fuse_small_steps: bool
     """whether steps of few tokens have fused kernels"""
     dependent_launch: bool
@@ -143,6 +148,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
     context_len = server_args.context_length or config.context_len
     if context_len > config.context_len:
         raise ValueError(f"--context-length must be at most the model's {config.context_len}, got {context_len}")
+    max_recorded_rows = min(server_args.max_running_requests, server_args.cuda_graph_max_bs or _DEFAULT_RECORDED_ROWS)
     kv_dtype = resolve_kv_dtype(server_args.kv_cache_dtype, dtype, backend)
     if kv_dtype == torch.float8_e4m3fn and dtype == torch.float32 and device.type == "cuda":
         raise ValueError(
@@ -168,10 +174,9 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         chunked_prefill_size=server_args.chunked_prefill_size or (1024 if on_cpu else 8192),
         mem_fraction_static=server_args.mem_fraction_static,
         max_total_tokens=server_args.max_total_tokens,
-        record_decodes=not server_args.disable_cuda_graph,
-        max_recorded_rows=min(
-            server_args.max_running_requests, server_args.cuda_graph_max_bs or _DEFAULT_RECORDED_ROWS
-        ),
+        record_steps=not server_args.disable_cuda_graph,
+        max_recorded_rows=max_recorded_rows,
+        max_recorded_tokens=max(max_recorded_rows, _RECORDED_TOKENS),
         fuse_small_steps=server_args.fuse_small_steps,
         dependent_launch=server_args.dependent_launch,
         host_kv=_host_kv(server_args),

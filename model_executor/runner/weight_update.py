@@ -18,7 +18,7 @@ from ..device.heap import trim_heap
 from ..device.memory import Memory
 from ..models.family import Model, Parameters
 from ..weights.loader import load_parameters
-from .decode_runner import DecodeRunner
+from .recorded_steps import RecordedSteps
 from .settings import RunnerSettings, resolve_weights, uses_onednn, weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -30,10 +30,10 @@ _MARGIN_BYTES = 64 << 20
 
 
 class BuiltModel(NamedTuple):
-    """A model with its recorded decode steps."""
+    """A model with its recorded steps."""
 
     model: Model
-    decodes: DecodeRunner | None
+    recorded: RecordedSteps | None
 
 
 def check_same_model(old: ModelConfig, new: ModelConfig) -> None:

@@ -40,9 +40,9 @@ class DeviceSettings:
     disable_overlap_schedule: Annotated[
         bool, Setting("Process the tokens of a step before planning the next one; a CPU always does this")
     ] = False
-    disable_cuda_graph: Annotated[
-        bool, Setting("Do not record decode steps: launch each kernel or operation separately")
-    ] = False
+    disable_cuda_graph: Annotated[bool, Setting("Do not record steps: launch each kernel or operation separately")] = (
+        False
+    )
     cuda_graph_max_bs: Annotated[
         int | None, Setting("Batch size of the largest recorded decode step; default: 256")
     ] = None

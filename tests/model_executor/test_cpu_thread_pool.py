@@ -57,14 +57,14 @@ def test_a_process_ends_while_another_thread_computes():
     """The thread is inside one long call, and does not come back to Python before the process has ended."""
     run("""
 graph, x, weight = torch.classes.tercet_cpu.Graph(), torch.randn(20000, 64), torch.ones(64)
-graph.record(20000)
+graph.record(20000, 1, 1)
 first = ops.rms_norm(x, None, weight, 1e-5)
 for _ in range(40000):
     ops.rms_norm(x, None, weight, 1e-5)
 graph.finish()
 first.zero_()
 kept = graph, x, weight, first  # by the thread, which outlives this module
-threading.Thread(target=lambda *kept: kept[0].run(20000), args=kept, daemon=True).start()
+threading.Thread(target=lambda *kept: kept[0].run(20000, 1, 1), args=kept, daemon=True).start()
 while not first.any():
     pass
 """)

@@ -165,3 +165,16 @@ def test_rows_of_an_output() -> None:
     ragged = StepOutput(np.array([4, 5, 6, 7], np.int32), np.array([1, 3], np.int32))
     assert ragged.rows() == [(4,), (5, 6, 7)]
     assert StepOutput(np.empty(0, np.int32)).rows() == []
+
+
+def test_starts_and_positions_of_new_tokens():
+    step = StepInputs(
+        mode=ForwardMode.EXTEND,
+        rows=np.array([2, 1, 7], np.int32),
+        seq_lens=np.array([5, 3, 8], np.int32),
+        out_cache_loc=np.arange(6, dtype=np.int32),
+        extend_lens=np.array([2, 3, 1], np.int32),
+    )
+    assert step.starts.tolist() == [0, 2, 5, 6] and step.positions.tolist() == [3, 4, 0, 1, 2, 7]
+    decode = dataclasses.replace(step, mode=ForwardMode.DECODE, out_cache_loc=step.rows, extend_lens=None)
+    assert decode.starts.tolist() == [0, 1, 2, 3] and decode.positions.tolist() == [4, 2, 7]

@@ -173,14 +173,14 @@ def test_steps_that_no_graph_holds_run_without(make_runner):
     assert runner.fake.num_replays == 0
     driver.decode([3, 1])
     assert runner.fake.num_replays == 1
-    assert runner._recorded_decodes.max_rows == 3
+    assert runner._recorded.max_rows == 3
 
 
 def test_more_work_than_a_graph_has_room_for_is_launched_as_large(make_runner):
     """Long requests that share their prefixes can be more work than the pool has tokens; padding counts, too."""
     runner = make_runner(max_total_tokens=32, context_length=32, max_running_requests=8)
     # twice the pool in 2 requests of the context's length, and 6 of one token: 2 * 4 + 6 units
-    assert runner._recorded_decodes._room[8] == 14
+    assert runner._recorded._room[8] == 14
     runner.table.tensor.fill_(1)
     for lens, replays in (([16] * 5, 1), ([17, 17, 17, 16, 8], 0), ([17, 17, 17, 8], 1), ([32] * 8, 0)):
         count = len(lens)  # units: 10 and 3 of padding; 12 and 3; 10 at size 4, whose room that is; 32
@@ -197,7 +197,7 @@ def test_a_backend_that_cannot_be_recorded_runs_without(monkeypatch):
 
     use_fake(monkeypatch, FakeAccelerator(), Unrecordable)
     runner = make_toy_runner(max_total_tokens=64)
-    assert runner._recorded_decodes is None and runner.num_bytes.graphs == 0
+    assert runner._recorded is None and runner.num_bytes.graphs == 0
     driver = RunnerDriver(runner)
     driver.extend({1: [1, 2]}, new_rows=[driver.add(1)])
     driver.decode([1])

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 from runner_driver import RunnerDriver, relative_error
@@ -16,7 +15,6 @@ from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.models.family import family_of
 from tercet.model_executor.runner import load
 from tercet.model_executor.runner.kv_budget import DEFAULT_CPU_SHARE
-from tercet.model_executor.runner.model_runner import _ranges
 from tercet.model_executor.runner.settings import resolve_device
 from tercet.srt.model_files.model_config import FAMILIES, load_model_config
 from tercet.srt.model_files.rope_config import FrequencyDivisors, RopeConfig
@@ -150,7 +148,3 @@ def test_frequency_divisors_change_the_rotation():
     for driver in (plain, divided):
         driver.extend({1: list(range(30))}, new_rows=[driver.add(1)])
     assert not torch.equal(plain.logits[0], divided.logits[0])
-
-
-def test_ranges():
-    assert _ranges(np.array([3, 0, 7]), np.array([2, 3, 1])).tolist() == [3, 4, 0, 1, 2, 7]
