@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_RECORDED_ROWS = 256
 _RECORDED_TOKENS = 256
-"""Most new tokens of a recorded step of a CPU, or more if a decode step may have more rows. In larger steps, the time
-between operations is less than 1 % of the default model's."""
+"""Most new tokens of a recorded step of a CPU, or more if a decode step may have more rows. A recording keeps memory
+for as many, and larger steps gain less."""
 _DEFAULT_HOST_GB = 1.0
 """Size of the host's KV memory above files. It holds what is read and written, and what was used last."""
 _MIN_LIMITS_FOR_PAGES = (2048, 128, 128)
