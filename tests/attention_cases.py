@@ -192,8 +192,12 @@ def poisoned(like: torch.Tensor) -> torch.Tensor:
     return torch.full(like.shape, torch.nan, dtype=like.dtype, device=like.device)
 
 
-def assert_close(out: torch.Tensor, reference: torch.Tensor) -> None:
-    """Checks the relative error of the norm separately for every leading index. NaN fails."""
+def assert_close(out: torch.Tensor, reference: torch.Tensor, *, tolerance: float | None = None) -> None:
+    """Checks the relative error of the norm separately for every leading index. NaN fails.
+
+    tolerance: None: that of the type.
+    """
+    size = reference.flatten(1).norm(dim=1)
     error = (out.double() - reference).flatten(1).norm(dim=1)
-    limit = TOLERANCE[out.dtype] * reference.flatten(1).norm(dim=1)
-    assert bool((error <= limit).all()), f"relative errors {(error / limit * TOLERANCE[out.dtype]).tolist()}"
+    limit = TOLERANCE[out.dtype] if tolerance is None else tolerance
+    assert bool((error <= limit * size).all()), f"relative errors {(error / size).tolist()}"

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from attention_cases import Case, assert_close
+from attention_cases import TOLERANCE, Case, assert_close
 from fused_cases import make_step, same_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -16,6 +16,7 @@ from tercet.model_executor.kernels.fused_decode import can_fuse_decode, fused_de
 from tercet.model_executor.kernels.tuning import DecodeTile
 
 PLAIN = Case(0, torch.float32, False, 1, 3, 64, 1, (70,), (1,), None, None, 0.125)
+LARGEST_ERROR = Case(642990, torch.bfloat16, False, 2, 1, 128, 4, (49,), (1,), None, None, 0.125)
 TILES = [
     DecodeTile(split=16, block_n=16, num_warps=1, num_stages=1, programs=1),
     DecodeTile(split=32, block_n=16, num_warps=1, num_stages=1, programs=3),
@@ -59,6 +60,7 @@ def test_has_the_bits_of_the_kernels_it_replaces(case: Case, tile: DecodeTile, n
 
 @settings(max_examples=examples(4))
 @given(case=cases(), norm=st.booleans())
+@example(case=LARGEST_ERROR, norm=False)
 def test_agrees_with_the_float64_twin(case: Case, norm: bool) -> None:
     step = make_step(dataclasses.replace(case, fp8=False), TILES[0], norm=norm)
     p, pools = step.problem, step.pools(torch.float64)
@@ -68,7 +70,10 @@ def test_agrees_with_the_float64_twin(case: Case, norm: bool) -> None:
         step.qkv.double(), case.num_heads, step.cos.double(), step.sin.double(), *pools, step.slots(everyone),
         p.req_to_token, p.rows, p.seq_lens, **wide, **p.options,
     )  # fmt: skip
-    assert_close(step.fused(everyone)[0], wanted)
+    # Triton's interpreter cuts bfloat16 where a GPU rounds. Unlike `decode_attention`, this kernel also converts the
+    # rotated queries and keys: an error of 1.1e-2 if they are cut, of 1.9e-3 if they are rounded.
+    tolerance = TOLERANCE[case.dtype] * (2 if case.dtype == torch.bfloat16 else 1)
+    assert_close(step.fused(everyone)[0], wanted, tolerance=tolerance)
 
 
 @pytest.mark.parametrize(
