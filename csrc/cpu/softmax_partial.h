@@ -30,7 +30,7 @@ inline void scale_row(float* acc, int64_t width, float factor) {
 inline void merge(Partial into, Partial from, int64_t rows, int64_t width) {
   for (int64_t first = 0; first < rows; first += kLanes) {
     const Vec into_m = Vec::loadu(into.m + first), from_m = Vec::loadu(from.m + first);
-    const Vec m = at::vec::maximum(into_m, from_m), a = (into_m - m).exp(), b = (from_m - m).exp();
+    const Vec m = at::vec::maximum(into_m, from_m), a = accurate_exp(into_m - m), b = accurate_exp(from_m - m);
     m.store(into.m + first);
     (Vec::loadu(into.l + first) * a + Vec::loadu(from.l + first) * b).store(into.l + first);
     float into_factors[kLanes], from_factors[kLanes];

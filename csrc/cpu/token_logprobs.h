@@ -101,7 +101,7 @@ class RowLogprobs {
       const int64_t end = std::min(start + kChunk, vocab_);
       Vec sums(0.f);
       int64_t i = start;
-      for (; i + kLanes <= end; i += kLanes) sums = sums + (Vec::loadu(logits_ + i) - Vec(peak_)).exp();
+      for (; i + kLanes <= end; i += kLanes) sums = sums + accurate_exp(Vec::loadu(logits_ + i) - Vec(peak_));
       total += sum_of(sums);
       for (; i < end; ++i) total += std::exp(logits_[i] - peak_);
     }
