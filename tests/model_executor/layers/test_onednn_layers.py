@@ -58,7 +58,8 @@ def test_products(
     assert out.shape == expected.shape and out.dtype == dtype
     assert (out.double() - expected).abs().max() < TOLERANCE[dtype] * expected.abs().max().clamp(min=0.1)
     row = int(torch.randint(rows, (1,), generator=generator))
-    assert torch.equal(layer(x[row : row + 1]), out[row : row + 1])
+    if not torch.equal(layer(x[row : row + 1]), out[row : row + 1]):  # as on arm64, with few columns
+        assert not all(map(keeps_bits, part_shapes(weight.shape, dtype, is_gated=is_gated, has_bias=has_bias)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
