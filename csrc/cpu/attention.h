@@ -34,6 +34,8 @@ class Attention {
   using Tile = typename Reader::Tile;
   using Panels = typename Reader::Panels;
   static constexpr int64_t kPerWord = Dot<C>::kPerWord;
+  /// Most rows that multiply two panels at once. With one panel, each product would wait for the sum before it.
+  static constexpr int64_t kFewRows = kMaxRows / 2;
 
  public:
   /// plan: of in.batch
@@ -63,17 +65,19 @@ class Attention {
   struct Scratch {
     std::vector<C> q, k_panels, v_panels, weights;
     std::vector<float> scores, split, total;
+    std::vector<Panels> panels;
     Tile tiles[2];
 
     static Scratch& with_room_for(int64_t heads, int64_t rows, int64_t width) {
       static thread_local Scratch scratch;
-      scratch.grow(scratch.q, heads * rows * width);
-      scratch.grow(scratch.k_panels, kTile * width);
-      scratch.grow(scratch.v_panels, kTile * width);
+      scratch.grow(scratch.q, rows * width);
+      scratch.grow(scratch.k_panels, heads * kTile * width);
+      scratch.grow(scratch.v_panels, heads * kTile * width);
       scratch.grow(scratch.weights, rows * kTile);
       scratch.grow(scratch.scores, rows * kTile);
-      scratch.grow(scratch.split, heads * rows * (width + 2));
-      scratch.grow(scratch.total, heads * rows * (width + 2));
+      scratch.grow(scratch.split, padded_rows(rows) * (width + 2));
+      scratch.grow(scratch.total, padded_rows(rows) * (width + 2));
+      scratch.grow(scratch.panels, heads);
       return scratch;
     }
 
@@ -83,15 +87,16 @@ class Attention {
     }
   };
 
-  int64_t num_rows(const Task& task) const { return task.queries.size() * group_; }
+  /// Rows of a task for one KV head. The rows of a task are those of its first KV head, then those of the next.
+  int64_t rows_per_head(const Task& task) const { return task.queries.size() * group_; }
+  int64_t num_rows(const Task& task) const { return task.kv_heads.size() * rows_per_head(task); }
   /// Rows that memory is reserved for: m and l have whole vectors.
   static int64_t padded_rows(int64_t rows) { return round_up(rows, kLanes); }
 
-  /// The partial result of the task's head `head` in a thread's memory.
-  Partial partial(std::vector<float>& memory, int64_t rows, int64_t head) const {
+  /// The partial result of a task in a thread's memory.
+  static Partial partial(std::vector<float>& memory, int64_t rows) {
     const int64_t padded = padded_rows(rows);
-    float* start = memory.data() + head * padded * (width_ + 2);
-    return {start, start + padded, start + 2 * padded};
+    return {memory.data(), memory.data() + padded, memory.data() + 2 * padded};
   }
 
   /// The saved result of a query's split, for the rows of a KV head.
@@ -112,71 +117,82 @@ class Attention {
   /// task has all splits of its queries, merges them and writes the output.
   void attend(const Task& task, bool save) const {
     const int64_t heads = task.kv_heads.size(), rows = num_rows(task);
-    Scratch& s = Scratch::with_room_for(heads, padded_rows(rows), width_);
+    Scratch& s = Scratch::with_room_for(heads, rows, width_);
     for (int64_t head = 0; head < heads; ++head)
-      gather_queries(task, task.kv_heads.from + head, s.q.data() + head * rows * width_);
+      gather_queries(task, task.kv_heads.from + head, s.q.data() + head * rows_per_head(task) * width_);
     Tile *tile = &s.tiles[0], *next = &s.tiles[1];
     reader_.find(task, task.keys.from, *tile);
+    const Partial total = partial(s.total, rows);
     for (int64_t from = task.keys.from, end; from < task.keys.end; from = end) {
       const int64_t split = from / kSplit;
       end = std::min((split + 1) * kSplit, task.keys.end);
       const bool first = save || from == task.keys.from;
-      std::vector<float>& into = first ? s.total : s.split;
-      for (int64_t head = 0; head < heads; ++head) begin_split(task, from, head, partial(into, rows, head));
+      const Partial result = first ? total : partial(s.split, rows);
+      begin_split(task, from, result);
       for (; from < end; from += kTile, std::swap(tile, next)) {
         reader_.find(task, from + kTile, *next);
-        for (int64_t head = 0; head < heads; ++head)
-          attend_tile(task, *tile, *next, head, s, partial(into, rows, head));
+        attend_tile(task, *tile, *next, s, result);
       }
-      for (int64_t head = 0; head < heads; ++head) {
-        const Partial result = partial(into, rows, head);
-        if (save)
-          for (int64_t i = 0; i < task.queries.size(); ++i)
-            copy_rows(
-                result, i * group_, saved(plan_.queries[task.queries.from + i], split, task.kv_heads.from + head), 0);
-        else if (!first)
-          merge(partial(s.total, rows, head), result, rows, width_);
-      }
+      if (save)
+        save_split(task, split, result);
+      else if (!first)
+        merge(total, result, rows, width_);
     }
-    if (!save)
-      for (int64_t head = 0; head < heads; ++head)
-        write_output(task.queries, task.kv_heads.from + head, partial(s.total, rows, head));
+    if (!save) write_output(task.queries, task.kv_heads, total);
   }
 
-  void attend_tile(
-      const Task& task, const Tile& tile, const Tile& next, int64_t head, Scratch& s, Partial result) const {
-    const int64_t rows = num_rows(task);
-    const Panels panels =
-        reader_.panels(tile, next, task.kv_heads.from + head, s.k_panels.data(), s.v_panels.data());
-    compute_scores(s.q.data() + head * rows * width_, rows, tile.num_keys, panels, s.scores.data());
+  /// Attends to a tile. The softmax is that of all heads at once, because it has few rows for each.
+  void attend_tile(const Task& task, const Tile& tile, const Tile& next, Scratch& s, Partial result) const {
+    const int64_t heads = task.kv_heads.size(), rows = rows_per_head(task), panel_size = kTile * width_;
+    for (int64_t head = 0; head < heads; ++head) {
+      s.panels[head] = reader_.panels(
+          tile,
+          next,
+          task.kv_heads.from + head,
+          s.k_panels.data() + head * panel_size,
+          s.v_panels.data() + head * panel_size);
+      const int64_t first = head * rows;
+      compute_scores(s.q.data() + first * width_, rows, tile.num_keys, s.panels[head], s.scores.data() + first * kTile);
+    }
     compute_weights(task, tile, s, result);
-    add_values(s.weights.data(), rows, tile.num_keys, panels, result.acc);
+    for (int64_t head = 0; head < heads; ++head) {
+      const int64_t first = head * rows;
+      add_values(s.weights.data() + first * kTile, rows, tile.num_keys, s.panels[head], result.acc + first * width_);
+    }
   }
 
   /// Sets the result that a split starts with: nothing, or what shared tasks saved of the same split.
-  void begin_split(const Task& task, int64_t from, int64_t head, Partial into) const {
+  void begin_split(const Task& task, int64_t from, Partial into) const {
     const int64_t rows = num_rows(task), padded = padded_rows(rows);
     std::fill_n(into.m, padded, kNoScore);
     std::fill_n(into.l, padded, 0.f);
     const Query& query = plan_.queries[task.queries.from];
     if (from % kSplit > 0 && from == query.shared)
-      copy_rows(saved(query, from / kSplit, task.kv_heads.from + head), 0, into, 0);
+      for (int64_t head = 0; head < task.kv_heads.size(); ++head)
+        copy_rows(saved(query, from / kSplit, task.kv_heads.from + head), 0, into, head * group_);
     else
       std::fill_n(into.acc, rows * width_, 0.f);
+  }
+
+  void save_split(const Task& task, int64_t split, Partial result) const {
+    int64_t row = 0;
+    for (int64_t head = task.kv_heads.from; head < task.kv_heads.end; ++head)
+      for (int64_t i = task.queries.from; i < task.queries.end; ++i, row += group_)
+        copy_rows(result, row, saved(plan_.queries[i], split, head), 0);
   }
 
   /// Merges the saved splits of a query and writes its output.
   void merge_splits(int64_t index) const {
     const Query& query = plan_.queries[index];
-    Scratch& s = Scratch::with_room_for(1, padded_rows(group_), width_);
-    const Partial total = partial(s.total, group_, 0), one = partial(s.split, group_, 0);
+    Scratch& s = Scratch::with_room_for(1, group_, width_);
+    const Partial total = partial(s.total, group_), one = partial(s.split, group_);
     for (int64_t kv_head = 0; kv_head < batch_.kv_heads; ++kv_head) {
       for (int64_t split = query.splits.from; split < query.splits.end; ++split) {
         const bool first = split == query.splits.from;
         copy_rows(saved(query, split, kv_head), 0, first ? total : one, 0);
         if (!first) merge(total, one, group_, width_);
       }
-      write_output({index, index + 1}, kv_head, total);
+      write_output({index, index + 1}, {kv_head, kv_head + 1}, total);
     }
   }
 
@@ -204,31 +220,44 @@ class Attention {
 
   /// scores [rows, kTile] = q k'
   void compute_scores(const C* q, int64_t rows, int64_t keys, const Panels& panels, float* scores) const {
-    for (int64_t i = 0; i < keys; i += kPanel)
-      for_each_piece(rows, [&](int64_t first, auto count) {
-        Floats sums[count][2];
-        // For `= {}` GCC sets the array in memory, by an instruction that took a tenth of this function's time.
-        unrolled<count>([&](auto r) { sums[r][0] = sums[r][1] = Floats{}; });
-        multiply_panel<Dot<C>, count>(
-            q + first * width_,
-            width_,
-            panels.k[i / kPanel].numbers,
-            kPanel * kPerWord,
-            width_ / kPerWord,
-            sums,
-            panels.k[i / kPanel].prefetch(0, first));
-        for (int r = 0; r < count; ++r) {
-          store_floats(scores + (first + r) * kTile + i, sums[r][0]);
-          store_floats(scores + (first + r) * kTile + i + kLanes, sums[r][1]);
-        }
-      });
+    int64_t i = 0;
+    if (rows <= kFewRows)
+      for (; i + kPanel < keys; i += 2 * kPanel)
+        for_each_piece<kFewRows>(
+            rows, [&](int64_t first, auto count) { multiply_keys<count, 2>(q, first, i, panels, scores); });
+    for (; i < keys; i += kPanel)
+      for_each_piece(rows, [&](int64_t first, auto count) { multiply_keys<count, 1>(q, first, i, panels, scores); });
+  }
+
+  /// The scores of kRows rows from `first` on, with kPanels panels of keys from key `i` on.
+  template <int kRows, int kPanels>
+  void multiply_keys(const C* q, int64_t first, int64_t i, const Panels& panels, float* scores) const {
+    const auto *one = &panels.k[i / kPanel], *last = one + kPanels - 1;
+    Floats sums[kRows * kPanels][2];
+    // For `= {}` GCC sets the array in memory, by an instruction that took a tenth of this function's time.
+    unrolled<kRows * kPanels>([&](auto r) { sums[r][0] = sums[r][1] = Floats{}; });
+    multiply_panel<Dot<C>, kRows, kPanels>(
+        q + first * width_,
+        width_,
+        one->numbers,
+        kPanel * kPerWord,
+        width_ / kPerWord,
+        sums,
+        prefetch_all<kPanels>(one->prefetch(0, first), last->prefetch(0, first)),
+        last->numbers - one->numbers);
+    unrolled<kRows * kPanels>([&](auto r) {
+      float* to = scores + (first + r / kPanels) * kTile + i + r % kPanels * kPanel;
+      store_floats(to, sums[r][0]);
+      store_floats(to + kLanes, sums[r][1]);
+    });
   }
 
   /// weights [rows, kTile] = exp(scale * score - m). Before that it raises m to this tile's largest score, and scales l
   /// and acc to the new m.
   void compute_weights(const Task& task, const Tile& tile, Scratch& s, Partial into) const {
     const int64_t rows = num_rows(task), padded_keys = round_up(tile.num_keys, kPanel);
-    mask_scores(task, tile, padded_keys, s.scores.data());
+    for (int64_t head = 0; head < task.kv_heads.size(); ++head)
+      mask_scores(task, tile, padded_keys, s.scores.data() + head * rows_per_head(task) * kTile);
     const Vec scale(in_.scale);
     // It takes as many rows at once as a vector has lanes, so their m and l are a vector each.
     for (int64_t first = 0; first < rows; first += kLanes) {
@@ -287,38 +316,56 @@ class Attention {
 
   /// acc += weights v
   void add_values(const C* weights, int64_t rows, int64_t keys, const Panels& panels, float* acc) const {
-    for (int64_t d = 0; d < width_; d += kPanel)
-      for_each_piece(rows, [&](int64_t first, auto count) {
-        Floats sums[count][2];
-        for (int r = 0; r < count; ++r) {
-          sums[r][0] = load_floats(acc + (first + r) * width_ + d);
-          sums[r][1] = load_floats(acc + (first + r) * width_ + d + kLanes);
-        }
-        for (int64_t i = 0; i < keys; i += kPanel)
-          multiply_panel<Dot<C>, count>(
-              weights + first * kTile + i,
-              kTile,
-              panels.v[i / kPanel].numbers + d * kPanel,
-              kPanel * kPerWord,
-              ceil_div(std::min(kPanel, keys - i), kPerWord),
-              sums,
-              panels.v[i / kPanel].prefetch(d * kPanel, first));
-        for (int r = 0; r < count; ++r) {
-          store_floats(acc + (first + r) * width_ + d, sums[r][0]);
-          store_floats(acc + (first + r) * width_ + d + kLanes, sums[r][1]);
-        }
-      });
+    if (rows <= kFewRows && width_ % (2 * kPanel) == 0) {
+      for (int64_t d = 0; d < width_; d += 2 * kPanel)
+        for_each_piece<kFewRows>(
+            rows, [&](int64_t first, auto count) { multiply_values<count, 2>(weights, first, d, keys, panels, acc); });
+    } else {
+      for (int64_t d = 0; d < width_; d += kPanel)
+        for_each_piece(
+            rows, [&](int64_t first, auto count) { multiply_values<count, 1>(weights, first, d, keys, panels, acc); });
+    }
+  }
+
+  /// The same for kRows rows from `first` on, and kPanels panels of components from component `d` on.
+  template <int kRows, int kPanels>
+  void multiply_values(const C* weights, int64_t first, int64_t d, int64_t keys, const Panels& panels, float* acc) const {
+    const auto sums_in_memory = [&](int r) { return acc + (first + r / kPanels) * width_ + d + r % kPanels * kPanel; };
+    Floats sums[kRows * kPanels][2];
+    unrolled<kRows * kPanels>([&](auto r) {
+      sums[r][0] = load_floats(sums_in_memory(r));
+      sums[r][1] = load_floats(sums_in_memory(r) + kLanes);
+    });
+    for (int64_t i = 0; i < keys; i += kPanel) {
+      const auto& panel = panels.v[i / kPanel];
+      multiply_panel<Dot<C>, kRows, kPanels>(
+          weights + first * kTile + i,
+          kTile,
+          panel.numbers + d * kPanel,
+          kPanel * kPerWord,
+          ceil_div(std::min(kPanel, keys - i), kPerWord),
+          sums,
+          prefetch_all<kPanels>(
+              panel.prefetch(d * kPanel, first), panel.prefetch((d + (kPanels - 1) * kPanel) * kPanel, first)),
+          kPanel * kPanel);
+    }
+    unrolled<kRows * kPanels>([&](auto r) {
+      store_floats(sums_in_memory(r), sums[r][0]);
+      store_floats(sums_in_memory(r) + kLanes, sums[r][1]);
+    });
   }
 
   /// out = acc / l
-  void write_output(Range queries, int64_t kv_head, Partial result) const {
-    for (int64_t i = queries.from, row = 0; i < queries.end; ++i)
-      for (int64_t g = 0; g < group_; ++g, ++row) {
-        T* out = in_.out + (plan_.queries[i].token * batch_.heads + kv_head * group_ + g) * head_dim_;
-        const Vec inverse(1.f / result.l[row]);
-        for (int64_t d = 0; d < head_dim_; d += kPanel)
-          store_pair(out + d, load_pair(result.acc + row * width_ + d) * inverse, head_dim_ - d);
-      }
+  void write_output(Range queries, Range kv_heads, Partial result) const {
+    int64_t row = 0;
+    for (int64_t kv_head = kv_heads.from; kv_head < kv_heads.end; ++kv_head)
+      for (int64_t i = queries.from; i < queries.end; ++i)
+        for (int64_t g = 0; g < group_; ++g, ++row) {
+          T* out = in_.out + (plan_.queries[i].token * batch_.heads + kv_head * group_ + g) * head_dim_;
+          const Vec inverse(1.f / result.l[row]);
+          for (int64_t d = 0; d < head_dim_; d += kPanel)
+            store_pair(out + d, load_pair(result.acc + row * width_ + d) * inverse, head_dim_ - d);
+        }
   }
 
   const AttentionInputs<T> in_;

@@ -136,6 +136,26 @@ struct NoPrefetch {
   void operator()() {}
 };
 
+/// Prefetches from two places.
+template <typename P>
+struct PrefetchTwo {
+  P one, other;
+
+  void operator()() {
+    one();
+    other();
+  }
+};
+
+/// What prefetches for one panel, or, with kPanels = 2, for both.
+template <int kPanels, typename P>
+inline auto prefetch_all(P one, P other) {
+  if constexpr (kPanels == 1)
+    return one;
+  else
+    return PrefetchTwo<P>{one, other};
+}
+
 /// Adds the products of kRows rows with kPanels panels to `sums`: first those of row 0 with each panel.
 ///
 /// a: rows of D::kPerWord * words numbers, a_stride numbers apart. panel: `words` rows of kPanel words, panel_stride
