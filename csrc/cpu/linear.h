@@ -192,8 +192,9 @@ void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weigh
   }
 }
 
-/// Multiplies rows of x with all panels. Calls store(row, panel, left sums, right sums) for every row and panel. With
-/// many rows it calls store.prefetch(row, panel) before. X is the form of x that this kind of weight multiplies.
+/// Multiplies rows of x with all panels. Calls store(row, panel, left sums, right sums) for every row and panel, with the
+/// `store` that store.for_item() gives for each item. With many rows it calls store.prefetch(row, panel) before. X is the
+/// form of x that this kind of weight multiplies.
 ///
 /// Threads claim runs of neighbouring panels, for one block of rows at a time. With few rows, memory bandwidth is the
 /// limit and should never idle. So at the end of a run a thread prefetches the beginning of the run that it will
@@ -225,14 +226,15 @@ void multiply(
     const int64_t block = item % blocks, index = item / blocks;
     const int64_t first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
     const Run run{runs.first_panel(index), runs.first_panel(index + 1), first_of_item(item + threads)};
+    const auto& store_of_item = store.for_item();
     if constexpr (Weight::kFewRows > 0) {
       if (count <= Weight::kFewRows) {
         for_each_piece<Weight::kFewRows>(
-            count, [&](int64_t, auto few) { multiply_few_rows<few>(x, first, weight, run, store); });
+            count, [&](int64_t, auto few) { multiply_few_rows<few>(x, first, weight, run, store_of_item); });
         return;
       }
     }
-    multiply_block(x, first, count, weight, run, store);
+    multiply_block(x, first, count, weight, run, store_of_item);
   });
 }
 
@@ -242,6 +244,7 @@ struct StoreSums {
   Out* out;
   int64_t n;
 
+  const StoreSums& for_item() const { return *this; }
   void operator()(int64_t row, int64_t panel, Vec left, Vec right) const {
     const int64_t column = panel * kPanel;
     store_pair(out + row * n + column, {left, right}, n - column);
@@ -255,6 +258,7 @@ struct StoreSiluMul {
   Out* out;
   int64_t n;
 
+  const StoreSiluMul& for_item() const { return *this; }
   void operator()(int64_t row, int64_t panel, Vec gate, Vec up) const {
     const int64_t column = panel * kLanes;
     const Vec silu = gate / (Vec(1.f) + exp_for<Out>(gate.neg()));

@@ -32,6 +32,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def("set_tuning(int block_bytes, int chunk, bool widens_bfloat16) -> ()", &set_tuning_op);
   m.def("instruction_rates(ScalarType type, float seconds) -> Dict(str, float)", &instruction_rates_op);
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, bool to_float=False) -> Tensor", &linear_op);
+  m.def("linear_argmax(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_argmax_op);
   m.def("linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_silu_mul_op);
   m.def("pack_for_onednn(Tensor weight) -> Tensor", &pack_for_onednn_op);
   m.def(
@@ -43,6 +44,9 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def(
       "quantized_linear(Tensor x, Tensor packed, Tensor? bias, int n, int bits, bool to_float=False) -> Tensor",
       &quantized_linear_op);
+  m.def(
+      "quantized_linear_argmax(Tensor x, Tensor packed, Tensor? bias, int n, int bits) -> Tensor",
+      &quantized_linear_argmax_op);
   m.def(
       "quantized_linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n, int bits) -> Tensor",
       &quantized_linear_silu_mul_op);
