@@ -18,8 +18,10 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.class_<Graph>("Graph")
       .def(torch::init<>())
       .def("record", &Graph::record)
+      .def("begin_ending", &Graph::begin_ending)
       .def("finish", &Graph::finish)
       .def("run", &Graph::run)
+      .def("run_ending", &Graph::run_ending)
       .def("num_operations", &Graph::num_operations);
   m.def("lanes() -> int", [] { return kLanes; });
   m.def("odd_bytes_are_signed() -> bool", [] { return kOddBytesAreSigned; });
