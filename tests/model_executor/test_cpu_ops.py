@@ -388,6 +388,7 @@ def test_slower_builds_that_run_here_do_the_same():
                 "layers/test_quantized_layers.py",
                 "test_widened_weights.py",
                 "test_linear_argmax.py",
+                "test_linear_chunks.py",
             )
             tests = [__file__, *(str(Path(__file__).parent / name) for name in others)]
             arguments = [sys.executable, "-c", RUN_WITH_A_SLOWER_BUILD, str(index), *tests]
