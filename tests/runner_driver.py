@@ -28,6 +28,7 @@ class RunnerDriver:
         self.logits = []
         self._sample = runner.sampler.sample
         runner.sampler.sample = self._record
+        runner.sampler.takes_most_probable = lambda *_: False  # greedy steps may compute tokens without logits
 
     def _record(self, logits, *arguments):
         self.logits.append(logits.clone())

@@ -64,8 +64,9 @@ struct StepSize {
   }
 };
 
-/// A list of recorded operations. It holds addresses, not tensors: its owner must keep the inputs (weights, tokens, KV
-/// pools) alive. Intermediate and output tensors are in its arena, which lives as long as any of them.
+/// A list of recorded operations, and alternative endings: further lists, of which a step runs one. It holds addresses,
+/// not tensors: its owner must keep the inputs (weights, tokens, KV pools) alive. Intermediate and output tensors are in
+/// its arena, which lives as long as any of them.
 class Graph : public torch::CustomClassHolder {
  public:
   /// The graph that records the operations of this thread; nullptr: operations run at once.
@@ -85,6 +86,15 @@ class Graph : public torch::CustomClassHolder {
         at::RecordFunctionCallback(note_unrecorded).scopes({at::RecordScope::FUNCTION}));
   }
 
+  /// Operations from here to the next call, or to `finish`, are an ending of the graph. All endings begin where the
+  /// other operations end.
+  void begin_ending() {
+    TORCH_CHECK(recording() == this, "this graph is not being recorded");
+    if (endings_.empty()) body_end_ = end_;
+    end_ = body_end_;
+    endings_.emplace_back();
+  }
+
   /// Raises an error if torch computed something since `record`: `run` would leave it out.
   void finish() {
     TORCH_CHECK(recording() == this, "this graph is not being recorded");
@@ -95,7 +105,7 @@ class Graph : public torch::CustomClassHolder {
     TORCH_CHECK(unrecorded_.empty(), "cannot be part of a recorded step: ", names);
   }
 
-  /// Runs all operations on the first rows of their tensors.
+  /// Runs all operations, without the endings, on the first rows of their tensors.
   void run(int64_t tokens, int64_t requests, int64_t selected) {
     const StepSize step{tokens, requests, selected};
     TORCH_CHECK(!recording(), "a graph cannot be part of another one");
@@ -103,12 +113,20 @@ class Graph : public torch::CustomClassHolder {
         max_.has_room_for(step), "the graph has room for ", max_.tokens, " tokens of ", max_.requests,
         " requests and ", max_.selected, " selected ones, not ", tokens, ", ", requests, " and ", selected);
     for (const auto& plan : plans_) plan->forget();
-    for (const auto& operation : operations_)
-      if (const int64_t count = step.*operation.size) operation.call(count);
+    step_ = step;
+    call(operations_);
+  }
+
+  /// Runs an ending of the step of the last `run`.
+  void run_ending(int64_t index) {
+    const int64_t count = static_cast<int64_t>(endings_.size());
+    TORCH_CHECK(0 <= index && index < count, "there is no ending ", index, ", but ", count, " endings");
+    TORCH_CHECK(!recording() && step_.tokens > 0, "an ending runs after the rest of its graph");
+    call(endings_[index]);
   }
 
   /// Adds an operation on rows: one for each token, or, after `select`, for each selected one.
-  void add(int64_t rows, std::function<void(int64_t)> call) { add(rows_, rows, std::move(call)); }
+  void add(int64_t rows, std::function<void(int64_t)> call) { add(end_.rows, rows, std::move(call)); }
 
   /// Adds an operation on requests.
   void add_for_requests(int64_t requests, std::function<void(int64_t)> call) {
@@ -116,7 +134,7 @@ class Graph : public torch::CustomClassHolder {
   }
 
   /// From here on, rows are those of the selected tokens.
-  void select() { rows_ = &StepSize::selected; }
+  void select() { end_.rows = &StepSize::selected; }
 
   /// The plan of a batch. Layers that attend to the same batch share it.
   std::shared_ptr<StepPlan> plan(const AttentionBatch& batch, int64_t bytes_per_number) {
@@ -127,11 +145,12 @@ class Graph : public torch::CustomClassHolder {
 
   /// Where to find the weight of the linear layer that is recorded after this one.
   std::shared_ptr<const NextWeight> add_weight(const NextWeight& weight) {
-    if (last_weight_) *last_weight_ = weight;
-    return last_weight_ = std::make_shared<NextWeight>();
+    if (end_.next_weight) *end_.next_weight = weight;
+    return end_.next_weight = std::make_shared<NextWeight>();
   }
 
   Arena& arena() { return *arena_; }
+  /// Without those of endings.
   int64_t num_operations() const { return static_cast<int64_t>(operations_.size()); }
 
  private:
@@ -142,9 +161,22 @@ class Graph : public torch::CustomClassHolder {
     std::function<void(int64_t)> call;
   };
 
+  using Operations = std::vector<Operation>;
+
+  /// What the next recorded operation follows.
+  struct End {
+    Size rows = &StepSize::tokens;
+    std::shared_ptr<NextWeight> next_weight;  // of the last linear layer
+  };
+
+  void call(const Operations& operations) const {
+    for (const auto& operation : operations)
+      if (const int64_t count = step_.*operation.size) operation.call(count);
+  }
+
   void add(Size size, int64_t count, std::function<void(int64_t)> call) {
     TORCH_CHECK(count == max_.*size, "recorded operations must have ", max_.*size, " rows, got ", count);
-    operations_.push_back({size, std::move(call)});
+    (endings_.empty() ? operations_ : endings_.back()).push_back({size, std::move(call)});
   }
 
   /// Notes an operation of torch's that computes. Views do not: their addresses are known while recording. Operations
@@ -161,11 +193,11 @@ class Graph : public torch::CustomClassHolder {
   }
 
   std::shared_ptr<Arena> arena_ = std::make_shared<Arena>();
-  std::vector<Operation> operations_;
+  Operations operations_;
+  std::vector<Operations> endings_;
   std::vector<std::shared_ptr<StepPlan>> plans_;
-  std::shared_ptr<NextWeight> last_weight_;
-  StepSize max_{};
-  Size rows_ = &StepSize::tokens;
+  StepSize max_{}, step_{};
+  End end_, body_end_;
   at::CallbackHandle callback_ = 0;
   std::set<std::string> unrecorded_;
 };

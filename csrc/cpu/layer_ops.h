@@ -3,6 +3,7 @@
 
 #include "graph.h"
 #include "linear.h"
+#include "linear_argmax.h"
 #include "norm.h"
 #include "op_checks.h"
 #include "quantized.h"
@@ -81,6 +82,18 @@ inline Tensor linear_op(const Tensor& x, const Tensor& packed, const optional<Te
     to_float ? to(out.template data_ptr<float>()) : to(out.template data_ptr<T>());
   });
   return out;
+}
+
+/// int64 [rows]
+inline Tensor linear_argmax_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n) {
+  const auto tokens = empty_result({x.size(0)}, x.options().dtype(at::kLong));
+  with_weight(x, packed, bias, n, [&](auto, const auto* numbers, const auto& weight) {
+    const auto next = next_weight(weight, ceil_div(n, kPanel));
+    run_or_record(x.size(0), [=, tokens = tokens.template data_ptr<int64_t>()](int64_t rows) {
+      linear_argmax(numbers, rows, weight, *next, n, tokens);
+    });
+  });
+  return tokens;
 }
 
 inline Tensor linear_silu_mul_op(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n) {
@@ -182,6 +195,18 @@ inline Tensor quantized_linear_op(
           linear(x, rows, weight, next, n, out);
         });
   });
+  return out;
+}
+
+inline Tensor quantized_linear_argmax_op(
+    const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t n, int64_t bits) {
+  const auto out = empty_result({x.size(0)}, x.options().dtype(at::kLong));
+  with_quantized(
+      x, packed, bias, n, bits,
+      [n, tokens = out.data_ptr<int64_t>()](
+          const auto& x, int64_t rows, const auto& weight, const NextWeight& next) {
+        linear_argmax(x, rows, weight, next, n, tokens);
+      });
   return out;
 }
 

@@ -36,6 +36,12 @@ inline void add_part(RowSums* sums, const Floats (&part)[kSums][2]) {
   asm volatile("" ::: "memory");
 }
 
+/// Sums in memory begin at zero.
+template <int kSums>
+inline void begin_sums(RowSums* sums) {
+  std::memset(sums, 0, kSums * sizeof(RowSums));
+}
+
 /// Memory of this thread for a chunk of a panel, widened to float.
 inline float* chunk_of_floats() {
   alignas(64) static thread_local float floats[Tuning::kMaxChunk * kPanel];
@@ -43,7 +49,7 @@ inline float* chunk_of_floats() {
 }
 
 /// sums[r * kPanels + p] += row r of x times a chunk of panel p. x: kRows rows, x_stride numbers apart. Panels are
-/// panel_distance numbers apart. `numbers`: size of the chunk.
+/// panel_distance numbers apart. `numbers`: size of the chunk. is_first: the sums begin here, at zero.
 template <typename D, int kRows, int kPanels = 1, typename P>
 inline void multiply_chunk(
     const typename D::Row* x,
@@ -51,14 +57,17 @@ inline void multiply_chunk(
     const typename D::Panel* panel,
     int64_t numbers,
     RowSums* sums,
+    bool is_first,
     P&& prefetch,
     int64_t panel_distance = 0) {
   constexpr int64_t kPanelStride = kPanel * D::kPerWord;
   constexpr bool kInParts = std::is_same_v<typename D::Row, float>;
   const int64_t words = numbers / D::kPerWord, step = kInParts ? kProductsOfSum / D::kPerWord : words;
+  if (kInParts && is_first) begin_sums<kRows * kPanels>(sums);
   for (int64_t word = 0; word < words; word += step) {
     Floats part[kRows * kPanels][2] = {};
-    if constexpr (!kInParts) std::memcpy(part, sums, sizeof(part));
+    // Zeros that are in registers already need not be stored and loaded.
+    if (!kInParts && !is_first) std::memcpy(part, sums, sizeof(part));
     multiply_panel<D, kRows, kPanels>(
         x + word * D::kPerWord,
         x_stride,
@@ -99,10 +108,12 @@ struct Packed {
     return panels + kPanel * (panel * k + chunk.begin);
   }
 
-  /// sums[r * kPanels + p] += the chunk of row (first + r) of x times the same of panel p, counted from the opened one
+  /// sums[r * kPanels + p] += the chunk of row (first + r) of x times the same of panel p, counted from the opened one.
+  /// The sums begin with the first chunk, whatever they were.
   template <int kRows, int kPanels = 1, typename P>
   void multiply(const X* x, int64_t first, Chunk chunk, const T* opened, RowSums* sums, P prefetch) const {
-    multiply_chunk<D, kRows, kPanels>(x + first * k + chunk.begin, k, opened, chunk.size(), sums, prefetch, kPanel * k);
+    multiply_chunk<D, kRows, kPanels>(
+        x + first * k + chunk.begin, k, opened, chunk.size(), sums, chunk.begin == 0, prefetch, kPanel * k);
   }
 };
 
@@ -159,7 +170,7 @@ void multiply_few_rows(const X& x, int64_t first, const Weight& weight, const Ru
     for (int64_t p = 0; p < panels; ++p)
       for (int64_t line = 0; line < kFirstLines; ++line)
         prefetch_line(run.address(weight, panel + panels + p) + 64 * line);
-    RowSums sums[kRows * panels] = {};
+    RowSums sums[kRows * panels];
     weight.template multiply<kRows, panels>(x, first, all, weight.open(panel, all, kRows, {}), sums, NoPrefetch());
     for (int64_t r = 0; r < kRows; ++r)
       for (int64_t p = 0; p < panels; ++p) store_sums(weight, first + r, panel + p, sums[r * panels + p], store);
@@ -173,7 +184,6 @@ void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weigh
   const int64_t max_chunk = rows <= Weight::kWholeRows ? weight.k : Tuning::get().chunk;
   RowSums sums[kMaxBlockRows];
   for (int64_t panel = run.begin; panel < run.end; ++panel) {
-    std::memset(sums, 0, rows * sizeof(RowSums));
     for (Chunk chunk{0, 0}; chunk.begin < weight.k; chunk.begin = chunk.end) {
       chunk.end = std::min(chunk.begin + max_chunk, weight.k);
       const char* next_chunk = run.address(weight, panel + 1) + Weight::panel_bytes(chunk.begin);
@@ -192,8 +202,9 @@ void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weigh
   }
 }
 
-/// Multiplies rows of x with all panels. Calls store(row, panel, left sums, right sums) for every row and panel. With
-/// many rows it calls store.prefetch(row, panel) before. X is the form of x that this kind of weight multiplies.
+/// Multiplies rows of x with all panels. Calls store(row, panel, left sums, right sums) for every row and panel, with the
+/// `store` that store.for_item() gives for each item. With many rows it calls store.prefetch(row, panel) before. X is the
+/// form of x that this kind of weight multiplies.
 ///
 /// Threads claim runs of neighbouring panels, for one block of rows at a time. With few rows, memory bandwidth is the
 /// limit and should never idle. So at the end of a run a thread prefetches the beginning of the run that it will
@@ -225,14 +236,15 @@ void multiply(
     const int64_t block = item % blocks, index = item / blocks;
     const int64_t first = rows * block / blocks, count = rows * (block + 1) / blocks - first;
     const Run run{runs.first_panel(index), runs.first_panel(index + 1), first_of_item(item + threads)};
+    const auto& store_of_item = store.for_item();
     if constexpr (Weight::kFewRows > 0) {
       if (count <= Weight::kFewRows) {
         for_each_piece<Weight::kFewRows>(
-            count, [&](int64_t, auto few) { multiply_few_rows<few>(x, first, weight, run, store); });
+            count, [&](int64_t, auto few) { multiply_few_rows<few>(x, first, weight, run, store_of_item); });
         return;
       }
     }
-    multiply_block(x, first, count, weight, run, store);
+    multiply_block(x, first, count, weight, run, store_of_item);
   });
 }
 
@@ -242,6 +254,7 @@ struct StoreSums {
   Out* out;
   int64_t n;
 
+  const StoreSums& for_item() const { return *this; }
   void operator()(int64_t row, int64_t panel, Vec left, Vec right) const {
     const int64_t column = panel * kPanel;
     store_pair(out + row * n + column, {left, right}, n - column);
@@ -255,6 +268,7 @@ struct StoreSiluMul {
   Out* out;
   int64_t n;
 
+  const StoreSiluMul& for_item() const { return *this; }
   void operator()(int64_t row, int64_t panel, Vec gate, Vec up) const {
     const int64_t column = panel * kLanes;
     const Vec silu = gate / (Vec(1.f) + exp_for<Out>(gate.neg()));

@@ -18,8 +18,10 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.class_<Graph>("Graph")
       .def(torch::init<>())
       .def("record", &Graph::record)
+      .def("begin_ending", &Graph::begin_ending)
       .def("finish", &Graph::finish)
       .def("run", &Graph::run)
+      .def("run_ending", &Graph::run_ending)
       .def("num_operations", &Graph::num_operations);
   m.def("lanes() -> int", [] { return kLanes; });
   m.def("odd_bytes_are_signed() -> bool", [] { return kOddBytesAreSigned; });
@@ -32,6 +34,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def("set_tuning(int block_bytes, int chunk, bool widens_bfloat16) -> ()", &set_tuning_op);
   m.def("instruction_rates(ScalarType type, float seconds) -> Dict(str, float)", &instruction_rates_op);
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, bool to_float=False) -> Tensor", &linear_op);
+  m.def("linear_argmax(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_argmax_op);
   m.def("linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n) -> Tensor", &linear_silu_mul_op);
   m.def("pack_for_onednn(Tensor weight) -> Tensor", &pack_for_onednn_op);
   m.def(
@@ -43,6 +46,9 @@ TORCH_LIBRARY(tercet_cpu, m) {
   m.def(
       "quantized_linear(Tensor x, Tensor packed, Tensor? bias, int n, int bits, bool to_float=False) -> Tensor",
       &quantized_linear_op);
+  m.def(
+      "quantized_linear_argmax(Tensor x, Tensor packed, Tensor? bias, int n, int bits) -> Tensor",
+      &quantized_linear_argmax_op);
   m.def(
       "quantized_linear_silu_mul(Tensor x, Tensor packed, Tensor? bias, int n, int bits) -> Tensor",
       &quantized_linear_silu_mul_op);

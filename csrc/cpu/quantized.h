@@ -215,6 +215,7 @@ struct QuantizedPacked {
   template <int kRows>
   void multiply(
       const Rows& x, int64_t first, Chunk chunk, const uint8_t* weights, RowSums* sums, Prefetch prefetch) const {
+    if (chunk.begin == 0) begin_sums<kRows>(sums);
     const int64_t groups = chunk.size() / kGroup, stride = row_bytes();
     const auto* values = x.values(first) + chunk.begin;
     const RowGroup* row_groups = x.groups(first) + chunk.begin / kGroup;

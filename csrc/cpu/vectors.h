@@ -203,6 +203,16 @@ inline Vec exp_for(Vec x) {
   return accurate_exp(x);
 }
 
+/// Whether all numbers of two vectors are less than a limit. NaN is not.
+inline bool all_less(Vec a, Vec b, float limit) {
+#ifdef CPU_CAPABILITY_AVX512
+  const __m512 limits = _mm512_set1_ps(limit);
+  return (_mm512_cmp_ps_mask(a, limits, _CMP_LT_OQ) & _mm512_cmp_ps_mask(b, limits, _CMP_LT_OQ)) == 0xFFFF;
+#else
+  return ((a < Vec(limit)) & (b < Vec(limit))).zero_mask() == 0;
+#endif
+}
+
 inline float sum_of(Vec x) {
   return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, x);
 }

@@ -77,9 +77,10 @@ struct WidenedPacked {
   void multiply(const float* x, int64_t first, Chunk chunk, Opened opened, RowSums* sums, Prefetch prefetch) const {
     x += first * k + chunk.begin;
     if (opened.floats) {
-      multiply_chunk<Dot<float>, kRows>(x, k, opened.floats, chunk.size(), sums, NoPrefetch());
+      multiply_chunk<Dot<float>, kRows>(x, k, opened.floats, chunk.size(), sums, chunk.begin == 0, NoPrefetch());
       return;
     }
+    if (chunk.begin == 0) begin_sums<kRows>(sums);
     // The parts are those of `multiply_chunk`.
     constexpr int64_t kGroups = kProductsOfSum / kGroup;
     static_assert(kGroups * kGroup == kProductsOfSum);

@@ -16,6 +16,7 @@ from .attention import QKNorm
 from .embedding import Embedding
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
+from .output_head import GreedyHead, OutputHead
 from .packing import Weight, interleave, pack, pack_bias, pack_gated
 from .rotary import RotationTable
 
@@ -44,6 +45,10 @@ class CpuLinear:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return _ops.linear(x, self.packed, self.bias, self.num_out, self._to_float)
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """The column of the first largest number of each row of the float32 result, as `GreedyLayer` says."""
+        return _ops.linear_argmax(x, self.packed, self.bias, self.num_out)
 
 
 class CpuGatedLinear:
@@ -168,6 +173,10 @@ class CpuFloatLayers(CpuLayers):
 
     def head(self, weight: Any) -> Layer:
         return CpuLinear(weight, to_float=True)
+
+    def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
+        assert isinstance(layer, CpuLinear)
+        return GreedyHead(norm, layer)
 
     def embedding(self, weight: Any) -> Layer:
         return Embedding(weight) if weight.dtype == self._dtype else WidenedEmbedding(weight, self._dtype)

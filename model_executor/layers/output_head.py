@@ -1,4 +1,4 @@
-"""The output head with the last norm before it: from the residual stream to logits."""
+"""The output head with the last norm before it: from the residual stream to logits, or to the most probable tokens."""
 
 from __future__ import annotations
 
@@ -39,3 +39,19 @@ class PlainHead:
 
     def __call__(self, stream: Stream, out: torch.Tensor | None = None) -> torch.Tensor:
         return self.of_hidden(self.normalise(stream), out)
+
+
+class GreedyLayer(Layer, Protocol):
+    """The layer of an output head that can keep only the largest logit of each row."""
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """The first most probable token of each row, int64 [n]; -1 if its logits have a NaN or are all -inf."""
+
+
+class GreedyHead(PlainHead):
+    """A PlainHead that computes the most probable tokens without writing logits."""
+
+    def __init__(self, norm: RMSNorm, layer: GreedyLayer) -> None:
+        super().__init__(norm, layer)
+        self.greedy = layer.argmax
+        """the tokens of hidden states [n, hidden]"""

@@ -9,6 +9,8 @@ import torch
 from ..forward_batch import ForwardBatch
 from .cpu_layers import CpuLayers, QuantizedEmbedding
 from .kinds import Layer
+from .layernorm import RMSNorm
+from .output_head import GreedyHead, OutputHead
 from .packing import PackedWeight, interleave, pack, pack_bias, pack_gated
 from .quantized_weight import QuantizedWeight
 
@@ -28,6 +30,10 @@ class QuantizedLinear:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         return _ops.quantized_linear(x, self.packed, self.bias, self.num_out, *self._options)
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """The column of the first largest number of each row of the float32 result, as `GreedyLayer` says."""
+        return _ops.quantized_linear_argmax(x, self.packed, self.bias, self.num_out, self._options[0])
 
 
 class QuantizedGatedLinear:
@@ -60,6 +66,10 @@ class QuantizedLayers(CpuLayers):
 
     def head(self, weight: Any) -> Layer:
         return QuantizedLinear(weight, to_float=True)
+
+    def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
+        assert isinstance(layer, QuantizedLinear)
+        return GreedyHead(norm, layer)
 
     def tied_embedding(self, weight: Any, head: Layer) -> Layer:
         assert isinstance(head, QuantizedLinear)

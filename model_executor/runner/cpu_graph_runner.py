@@ -1,8 +1,10 @@
 """Recorded steps of a CPU: hundreds of operations in one call, without Python or torch between them.
 
-The operations from embedded tokens to logits are recorded once, for the largest step, with the addresses that they
-read and write (csrc/cpu/graph.h). A step writes its inputs to these addresses and runs the operations for its tokens,
-its requests and its sampled rows. A decode step is one with a new token in each request.
+The operations from embedded tokens to hidden states are recorded once, for the largest step, with the addresses that
+they read and write (csrc/cpu/graph.h). A step writes its inputs to these addresses and runs the operations for its
+tokens, its requests and its sampled rows. A decode step is one with a new token in each request.
+
+The recording has two endings: logits, or only the most probable tokens. The choice of the next tokens runs one of them.
 """
 
 from __future__ import annotations
@@ -11,10 +13,14 @@ import numpy as np
 import torch
 
 from ..forward_batch import ForwardBatch
+from ..layers.output_head import GreedyHead
 from ..models.family import Model
 from ..step import FROM_DEVICE, ForwardMode, StepInputs
-from .recorded_steps import StepLogits
+from .recorded_steps import StepHead
 from .slot_table import SlotTable
+
+_LOGITS, _GREEDY = 0, 1
+"""The endings of the recording."""
 
 
 class CpuGraphRunner:
@@ -67,10 +73,15 @@ class CpuGraphRunner:
         )
         self._kept = model, batch
         """Kept alive, because the graph holds only their addresses."""
+        assert isinstance(model.head, GreedyHead), "all compiled layers have one"
         self._graph = torch.classes.tercet_cpu.Graph()
         self._graph.record(max_tokens, max_rows, max_rows)
         try:
-            self._logits = model.head(model.transform(self._x, model.rotary(positions), batch))
+            hidden = model.head.normalise(model.transform(self._x, model.rotary(positions), batch))
+            self._graph.begin_ending()
+            self._logits = model.head.of_hidden(hidden)
+            self._graph.begin_ending()
+            self._tokens = model.head.greedy(hidden)
         finally:
             self._graph.finish()
 
@@ -78,8 +89,8 @@ class CpuGraphRunner:
         """Steps that return only tokens can be run, up to the recorded sizes."""
         return step.num_tokens <= self.max_tokens and len(step.rows) <= self.max_rows and not step.has_extras
 
-    def run(self, step: StepInputs) -> StepLogits:
-        """Run a step."""
+    def run(self, step: StepInputs) -> StepHead:
+        """Run a step up to its hidden states."""
         num_tokens, num_requests = step.num_tokens, len(step.rows)
         starts, positions = step.starts, step.positions
         if step.mode is ForwardMode.DECODE:
@@ -99,4 +110,13 @@ class CpuGraphRunner:
         self._starts[: num_requests + 1] = starts
         self._x[:num_tokens] = self._embed(torch.from_numpy(ids))
         self._graph.run(num_tokens, num_requests, num_sampled)
-        return StepLogits(self._logits[:num_sampled], self._sampled_rows[:num_sampled])
+
+        def end(ending: int, output: torch.Tensor) -> torch.Tensor:
+            self._graph.run_ending(ending)
+            return output[:num_sampled]
+
+        return StepHead(
+            self._sampled_rows[:num_sampled],
+            lambda: end(_LOGITS, self._logits),
+            lambda: end(_GREEDY, self._tokens).clone(),  # the next step may be launched before the tokens are read
+        )

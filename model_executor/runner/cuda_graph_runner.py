@@ -25,7 +25,7 @@ from ..attention.base import AttentionBackend
 from ..device.accelerator import Accelerator, Graph
 from ..device.device_buffers import Uploads
 from ..step import ForwardMode, Int32Array, StepInputs
-from .recorded_steps import DecodeInputs, StepLogits
+from .recorded_steps import DecodeInputs, StepHead
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class CudaGraphRunner:
         """Decode steps can be run, up to the largest batch size."""
         return step.mode is ForwardMode.DECODE and len(step.rows) <= self.max_rows
 
-    def run(self, step: StepInputs) -> StepLogits:
+    def run(self, step: StepInputs) -> StepHead:
         """Queue a decode step, padded to the smallest batch size that holds it."""
         count = len(step.rows)
         size = next(size for size in self._sizes if size >= count)
@@ -129,7 +129,7 @@ class CudaGraphRunner:
             self._graphs[size].replay()
         else:
             self._decode(inputs, lens, self._logits[:size])
-        return StepLogits(self._logits[:count], inputs.rows[:count])
+        return StepHead(inputs.rows[:count], lambda: self._logits[:count])
 
 
 def max_work_lens(size: int, pool_tokens: int, context_len: int) -> Int32Array:

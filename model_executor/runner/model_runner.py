@@ -14,6 +14,7 @@ from ..attention.base import AttentionBackend
 from ..device.accelerator import Accelerator
 from ..device.device_buffers import Downloads, TokenCopy, Uploads
 from ..forward_batch import ForwardBatch
+from ..layers.output_head import GreedyHead
 from ..layers.residual import Stream
 from ..models.family import Model
 from ..sampling.newest_tokens import NewestTokens
@@ -23,7 +24,7 @@ from ..step import FROM_DEVICE, ForwardMode, Int32Array, KVCopies, StepInputs, S
 from .hidden_states import ArrivingStates, fetch_hidden
 from .hidden_sums import ArrivingSums, sum_hidden
 from .host_kv import CopiesUnderWay, HostKV
-from .recorded_steps import DecodeInputs, RecordedSteps, StepLogits
+from .recorded_steps import DecodeInputs, RecordedSteps, StepHead
 from .settings import RunnerSettings
 from .slot_table import SlotTable
 from .weight_update import WeightUpdater
@@ -116,7 +117,7 @@ class ModelRunner:
             running = self._launch(step)
         else:
             nothing = torch.empty(0, dtype=torch.int64)
-            running = RunningStep(self, nothing, nothing, step.rows, step.seq_lens)
+            running = RunningStep(self, StepHead(nothing, lambda: nothing), step.rows, step.seq_lens)
         running.copies = under_way
         return running
 
@@ -127,21 +128,20 @@ class ModelRunner:
         extras = NO_EXTRAS
         if self._recorded is not None and self._recorded.can_run(step):
             self._update_table(step)
-            outputs = self._recorded.run(step)
+            head = self._recorded.run(step)
         elif step.mode is ForwardMode.DECODE:
             self._update_table(step)
-            outputs = self._launch_decode(step)
+            head = self._launch_decode(step)
         else:
-            outputs, extras = self._launch_extend(step)
+            head, extras = self._launch_extend(step)
         if step.sampled is None:
-            return RunningStep(self, *outputs, step.rows, step.seq_lens)
-        return RunningStep(self, *outputs, step.rows[step.sampled], step.seq_lens[step.sampled], extras)
+            return RunningStep(self, head, step.rows, step.seq_lens)
+        return RunningStep(self, head, step.rows[step.sampled], step.seq_lens[step.sampled], extras)
 
     @torch.inference_mode()
     def choose(
         self,
-        logits: torch.Tensor,
-        device_rows: torch.Tensor,
+        head: StepHead,
         rows: Int32Array,
         lens: Int32Array,
         masks: TokenMasks | None = None,
@@ -150,15 +150,24 @@ class ModelRunner:
 
         Also queues the log probabilities of the rows that want them.
 
-        The next step reads the tokens from `future_tokens`. `logits`: float32 [R, vocab]. `device_rows`: int64 [R], the
-        rows on the device. `rows`: int32 [R], the rows on the host. `lens`: int32 [R], length of each request before
-        the new token. `masks`: the tokens that grammars allow; masked logits may be changed.
+        The next step reads the tokens from `future_tokens`. `rows`: int32 [R], the rows on the host. `lens`: int32 [R],
+        length of each request before the new token. `masks`: the tokens that grammars allow; masked logits may be
+        changed.
         """
-        masked = logits
+        newest = NewestTokens(self.future_tokens, head.rows)
+        if head.greedy is not None and masks is None and self._needs_no_logits(rows, lens):
+            tokens = head.greedy()
+            newest.store(tokens)
+            return self._downloads.fetch(tokens), None
+        logits = masked = head.logits()
         if masks is not None and self.sampler.masks_in_place and self._logprobs.wanted(rows):
             masked = logits.clone()  # log probabilities are those of the model
-        tokens = self.sampler.sample(masked, rows, lens, masks, NewestTokens(self.future_tokens, device_rows))
+        tokens = self.sampler.sample(masked, rows, lens, masks, newest)
         return self._downloads.fetch(tokens), self._logprobs.of_tokens(logits, tokens, rows)
+
+    def _needs_no_logits(self, rows: Int32Array, lens: Int32Array) -> bool:
+        """Whether the most probable token of each row is all that a step without masks needs."""
+        return self.sampler.takes_most_probable(rows, lens) and not self._logprobs.wanted(rows)
 
     def forward(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """Queue the forward pass of a batch. Returns float32 logits [num_sampled, vocab], written to `out` if given."""
@@ -180,6 +189,10 @@ class ModelRunner:
         The queued work must not depend on the values in tensors. `seq_lens`: int32 [B] on the host, used only as an
         upper bound of the attention work.
         """
+        return self.model.head(self._decode_stream(inputs, seq_lens), out)
+
+    def _decode_stream(self, inputs: DecodeInputs, seq_lens: Int32Array) -> Stream:
+        """Queue a decode step without the head."""
         start = self.model.start_decode(*inputs, self.future_tokens, self.table.tensor)
         batch = ForwardBatch(
             mode=ForwardMode.DECODE,
@@ -196,20 +209,29 @@ class ModelRunner:
             extend_lens_host=None,
         )
         self._prepare(batch)
-        return self.model.head(self.model.transform(start.x, start.rotation, batch), out)
+        return self.model.transform(start.x, start.rotation, batch)
 
     def _update_table(self, step: StepInputs) -> None:
         """Queue the changes of the table before a step, without those for its new tokens."""
         if step.table_updates:
             self.table.write(*self._uploads.send(*self.table.places(step.table_updates)))
 
-    def _launch_decode(self, step: StepInputs) -> StepLogits:
+    def _launch_decode(self, step: StepInputs) -> StepHead:
         """Queue a DECODE step that is not recorded."""
         inputs = DecodeInputs(*self._uploads.send(*map(_int64, (step.rows, step.seq_lens, step.out_cache_loc))))
-        return StepLogits(self.decode(inputs, step.seq_lens), inputs.rows)
+        return self._step_head(self._decode_stream(inputs, step.seq_lens), inputs.rows)
 
-    def _launch_extend(self, step: StepInputs) -> tuple[StepLogits, StepExtras]:
-        """Queue an EXTEND step that is not recorded. Returns also what is wanted besides logits."""
+    def _step_head(self, stream: Stream, rows: torch.Tensor) -> StepHead:
+        """The last part of a launched step. `stream`: of the sampled tokens. `rows`: int64 [R], on the device."""
+        head = self.model.head
+        if isinstance(head, GreedyHead):
+            hidden = head.normalise(stream)
+            return StepHead(rows, lambda: head.of_hidden(hidden), lambda: head.greedy(hidden))
+        logits = head(stream)  # now: a GPU computes them while the host waits for masks
+        return StepHead(rows, lambda: logits)
+
+    def _launch_extend(self, step: StepInputs) -> tuple[StepHead, StepExtras]:
+        """Queue an EXTEND step that is not recorded. Returns also what is wanted besides the next tokens."""
         extend_lens, input_ids, sampled = step.extend_lens, step.input_ids, step.sampled
         assert extend_lens is not None and input_ids is not None and sampled is not None
         prefix_lens_host = step.seq_lens - extend_lens
@@ -254,7 +276,7 @@ class ModelRunner:
             extend_lens_host=extend_lens,
         )
         if not step.has_extras:
-            return StepLogits(self.forward(batch), chosen), NO_EXTRAS
+            return self._step_head(self._stream(batch), chosen), NO_EXTRAS
         lens = [len(last_host), *(sum(map(len, places)) for places in (scored, pooled, shown))]
         hidden, of_scored, of_pooled, of_shown = self.model.head.normalise(self._stream(batch)).split(lens)
         extras = StepExtras(
@@ -262,7 +284,8 @@ class ModelRunner:
             sum_hidden(step.hidden_sums, of_pooled, self._downloads) if pooled else None,
             fetch_hidden(step.hidden_states, of_shown, self._downloads) if shown else None,
         )
-        return StepLogits(self.model.head.of_hidden(hidden), chosen), extras
+        logits = self.model.head.of_hidden(hidden)
+        return StepHead(chosen, lambda: logits), extras
 
 
 class StepExtras(NamedTuple):
@@ -282,16 +305,15 @@ class RunningStep:
     def __init__(
         self,
         runner: ModelRunner,
-        logits: torch.Tensor,
-        device_rows: torch.Tensor,
+        head: StepHead,
         rows: Int32Array,
         seq_lens: Int32Array,
         extras: StepExtras = NO_EXTRAS,
     ) -> None:
         self._runner = runner
-        self._forward: tuple[torch.Tensor, torch.Tensor, Int32Array, Int32Array] | None = None
+        self._forward: tuple[StepHead, Int32Array, Int32Array] | None = None
         if len(rows):
-            self._forward = logits, device_rows, rows, seq_lens
+            self._forward = head, rows, seq_lens
         self._tokens: TokenCopy | None = None
         self._logprobs: SampledLogprobs | None = None
         self._extras = extras

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,13 +18,19 @@ class DecodeInputs(NamedTuple):
     slots: torch.Tensor
 
 
-class StepLogits(NamedTuple):
-    """The outputs of a step's forward pass, on the device, for its R sampled rows."""
+class StepHead(NamedTuple):
+    """The last part of a step, for its R sampled rows. Its caller chooses one of the ends.
 
-    logits: torch.Tensor
-    """float32 [R, vocab]; that of a recorded step is overwritten by the next one"""
+    All tensors are on the device. Those of a recorded step are overwritten by the next one.
+    """
+
     rows: torch.Tensor
-    """int64 [R]; that of a recorded step is overwritten by the next one"""
+    """int64 [R]"""
+    logits: Callable[[], torch.Tensor]
+    """gives the logits, float32 [R, vocab]"""
+    greedy: Callable[[], torch.Tensor] | None = None
+    """gives the first most probable token of each row, int64 [R], without logits: -1 if they have a NaN or are all
+    -inf. None: not possible"""
 
 
 class RecordedSteps(Protocol):
@@ -35,5 +42,5 @@ class RecordedSteps(Protocol):
     def can_run(self, step: StepInputs) -> bool:
         """Whether the step is of a recorded kind and size."""
 
-    def run(self, step: StepInputs) -> StepLogits:
+    def run(self, step: StepInputs) -> StepHead:
         """Queue a step that `can_run` accepts. The caller has applied its `table_updates`."""

@@ -51,7 +51,7 @@ class LazyRowTable:
             self._free.append(int(self._lines[row]))
             self._lines[row] = -1
 
-    def lines(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def lines(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         """The line of each row; -1 for a row without a line."""
         return self._lines[rows]
 
@@ -117,7 +117,7 @@ class LogitEdits:
         """The present device memory of the tables, in bytes."""
         return self._counts.table.nbytes + self._bias.table.nbytes
 
-    def needed(self, rows: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def needed(self, rows: npt.NDArray[np.integer], seq_lens: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         """Which rows need edits at this step: bool [n]."""
         early = seq_lens < self._stops_from[rows]
         return (self._counts.lines(rows) >= 0) | (self._bias.lines(rows) >= 0) | early

@@ -100,6 +100,13 @@ class Sampler:
         self._state.set_row(new_row)
         self._edits.set_row(new_row)
 
+    def takes_most_probable(self, rows: Int32Array, seq_lens: Int32Array) -> bool:
+        """Whether all of these rows are greedy and their logits need no edits. Arguments as for `sample`.
+
+        Then `sample` without masks would choose the first largest logit of each row, and only store the tokens.
+        """
+        return self._state.all_greedy(rows) and not self._edits.needed(rows, seq_lens).any()
+
     @torch.inference_mode()
     def sample(
         self,

@@ -109,6 +109,10 @@ class SamplingState:
     def seeds(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return self._seeds[rows]
 
+    def all_greedy(self, rows: npt.NDArray[np.integer]) -> bool:
+        """Whether a batch has only greedy rows."""
+        return bool(self._greedy[rows].all())
+
     def kinds(self, rows: npt.NDArray[np.int64]) -> Kinds:
         """What kinds of row a batch has. rows: int64 [n]."""
         sampled = rows[~self._greedy[rows]]

@@ -37,9 +37,14 @@ class FaultyRunner:
             self._torch.empty(_PETABYTE, dtype=self._torch.uint8)
         running = self._runner.launch(step)
         if fault == "nan" and running._forward is not None:
-            with self._torch.inference_mode():
-                running._forward[0][:1] = float("nan")
+            head, *rows = running._forward
+            running._forward = head._replace(greedy=None, logits=lambda: _spoiled(head.logits())), *rows
         return running
+
+
+def _spoiled(logits: Any) -> Any:
+    logits[:1] = float("nan")
+    return logits
 
 
 def load_scheduler(server_args: Any) -> Any:

@@ -383,7 +383,13 @@ def test_slower_builds_that_run_here_do_the_same():
     for index, variant in enumerate(cpu_extension.VARIANTS):
         is_built = Path(cpu_extension.__file__).with_name(cpu_build.file_name(variant.name)).exists()
         if index > fastest and variant.is_supported() and is_built:
-            others = ("sampling/test_cpu_choice.py", "layers/test_quantized_layers.py", "test_widened_weights.py")
+            others = (
+                "sampling/test_cpu_choice.py",
+                "layers/test_quantized_layers.py",
+                "test_widened_weights.py",
+                "test_linear_argmax.py",
+                "test_linear_chunks.py",
+            )
             tests = [__file__, *(str(Path(__file__).parent / name) for name in others)]
             arguments = [sys.executable, "-c", RUN_WITH_A_SLOWER_BUILD, str(index), *tests]
             done = subprocess.run(arguments, capture_output=True, text=True, timeout=250)
