@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not set(names) <= set(here):
         parser.error(f"--kinds must name kinds of {', '.join(here)} for this model and processor, got {args.kinds}")
     torch.manual_seed(args.seed)
-    keep_freed_memory()  # a server does the same
+    keep_freed_memory(of_any_size=True)  # a server records the head's logits in memory that it keeps
     kinds = [here[name] for name in names]
     model = model_name(args.model_path)
     result = Result(f"linears-{model}", f"Linear layers: {model}", parser.prog, argv, _CPU)

@@ -113,23 +113,22 @@ inline void prefetch_to_write(const void* at) {
 #endif
 }
 
-/// Prefetches `bytes` bytes, at most two lines, with every word that `multiply_panel` multiplies.
-struct Prefetch {
-  const char* next;
-  int64_t bytes;
+/// Prefetches `bytes` bytes with every word that `multiply_panel` multiplies. Each line is prefetched once.
+class Prefetch {
+ public:
+  Prefetch(const char* from, int64_t bytes) : line_(from), end_(from), bytes_(bytes) {}
 
-  void operator()() {
-    prefetch_line(next);
-    prefetch_line(next + 64);
-    next += bytes;
-  }
+  void operator()() { (*this)(1); }
 
   /// Prefetches with so many words at once.
   void operator()(int64_t words) {
-    const char* end = next + words * bytes;
-    for (; next < end; next += 64) prefetch_line(next);
-    next = end;
+    end_ += words * bytes_;
+    for (; line_ < end_; line_ += 64) prefetch_line(line_);
   }
+
+ private:
+  const char *line_, *end_;
+  int64_t bytes_;  // of a word
 };
 
 struct NoPrefetch {

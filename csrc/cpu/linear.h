@@ -65,9 +65,12 @@ inline void multiply_chunk(
   const int64_t words = numbers / D::kPerWord, step = kInParts ? kProductsOfSum / D::kPerWord : words;
   if (kInParts && is_first) begin_sums<kRows * kPanels>(sums);
   for (int64_t word = 0; word < words; word += step) {
-    Floats part[kRows * kPanels][2] = {};
-    // Zeros that are in registers already need not be stored and loaded.
-    if (!kInParts && !is_first) std::memcpy(part, sums, sizeof(part));
+    Floats part[kRows * kPanels][2];
+    // For `= {}` or a memcpy, GCC sets the array in memory, by an instruction that takes 100 cycles and more.
+    if (kInParts || is_first)
+      unrolled<2 * kRows * kPanels>([&](auto i) { part[i / 2][i % 2] = Floats{}; });
+    else
+      unrolled<2 * kRows * kPanels>([&](auto i) { part[i / 2][i % 2] = sums[i / 2][i % 2]; });
     multiply_panel<D, kRows, kPanels>(
         x + word * D::kPerWord,
         x_stride,
@@ -171,7 +174,7 @@ void multiply_few_rows(const X& x, int64_t first, const Weight& weight, const Ru
       for (int64_t line = 0; line < kFirstLines; ++line)
         prefetch_line(run.address(weight, panel + panels + p) + 64 * line);
     RowSums sums[kRows * panels];
-    weight.template multiply<kRows, panels>(x, first, all, weight.open(panel, all, kRows, {}), sums, NoPrefetch());
+    weight.template multiply<kRows, panels>(x, first, all, weight.open(panel, all, kRows, Prefetch(nullptr, 0)), sums, NoPrefetch());
     for (int64_t r = 0; r < kRows; ++r)
       for (int64_t p = 0; p < panels; ++p) store_sums(weight, first + r, panel + p, sums[r * panels + p], store);
   });
@@ -188,11 +191,11 @@ void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weigh
       chunk.end = std::min(chunk.begin + max_chunk, weight.k);
       const char* next_chunk = run.address(weight, panel + 1) + Weight::panel_bytes(chunk.begin);
       const int64_t chunk_bytes = Weight::panel_bytes(chunk.size()), words = chunk.size() / Weight::kPerWord;
-      const auto opened = weight.open(panel, chunk, rows, Prefetch{next_chunk, chunk_bytes / words});
+      const auto opened = weight.open(panel, chunk, rows, Prefetch(next_chunk, chunk_bytes / words));
       for_each_piece<Weight::kMaxRows>(rows, [&](int64_t at, auto piece) {
         if (chunk.end == weight.k)
           for (int64_t r = at; r < at + piece; ++r) store.prefetch(first + r, panel);
-        const Prefetch prefetch{next_chunk + chunk_bytes * at / rows, chunk_bytes / words * piece / rows};
+        const Prefetch prefetch(next_chunk + chunk_bytes * at / rows, chunk_bytes / words * piece / rows);
         weight.template multiply<piece>(x, first + at, chunk, opened, sums + at, prefetch);
         // Each piece on its own: the stores of a whole block at once would wait for their cache lines.
         if (chunk.end == weight.k)

@@ -38,14 +38,15 @@ def test_freed_memory_goes_back():
 RESIDENT_AFTER_FREEING = """
 import ctypes, sys
 from tercet.model_executor.device import heap
-if sys.argv[1] == "keep":
-    heap.keep_freed_memory()
+how, size = sys.argv[1], int(sys.argv[2]) << 20
+if how != "leave":
+    heap.keep_freed_memory(of_any_size=how == "keep any")
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 for _ in range(2):  # glibc maps what is large for the first time
-    pieces = [libc.malloc(20 << 20) for _ in range(8)]
+    pieces = [libc.malloc(size) for _ in range((160 << 20) // size)]
     for piece in pieces:
-        ctypes.memset(piece, 1, 20 << 20)
+        ctypes.memset(piece, 1, size)
     for piece in pieces:
         libc.free(ctypes.c_void_p(piece))
 print(open("/proc/self/statm", encoding="ascii").read().split()[1])
@@ -53,12 +54,13 @@ print(open("/proc/self/statm", encoding="ascii").read().split()[1])
 
 
 @pytest.mark.skipif(heap._set_option is None, reason="only glibc can be told to keep freed memory")
-def test_freed_memory_stays_for_the_next_step():
+@pytest.mark.parametrize(("how", "mib"), [("keep", 20), ("keep any", 40)])
+def test_freed_memory_stays_for_the_next_step(how, mib):
     resident = {}
-    for how in ("keep", "leave"):
-        command = [sys.executable, "-c", RESIDENT_AFTER_FREEING, how]
-        resident[how] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * mmap.PAGESIZE
-    assert resident["keep"] - resident["leave"] > 100 << 20, resident
+    for one in (how, "leave"):
+        command = [sys.executable, "-c", RESIDENT_AFTER_FREEING, one, str(mib)]
+        resident[one] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * mmap.PAGESIZE
+    assert resident[how] - resident["leave"] > 100 << 20, resident
 
 
 def test_another_c_library(monkeypatch):
