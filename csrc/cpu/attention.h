@@ -329,7 +329,8 @@ class Attention {
 
   /// The same for kRows rows from `first` on, and kPanels panels of components from component `d` on.
   template <int kRows, int kPanels>
-  void multiply_values(const C* weights, int64_t first, int64_t d, int64_t keys, const Panels& panels, float* acc) const {
+  void multiply_values(
+      const C* weights, int64_t first, int64_t d, int64_t keys, const Panels& panels, float* acc) const {
     const auto sums_in_memory = [&](int r) { return acc + (first + r / kPanels) * width_ + d + r % kPanels * kPanel; };
     Floats sums[kRows * kPanels][2];
     unrolled<kRows * kPanels>([&](auto r) {

@@ -174,7 +174,8 @@ void multiply_few_rows(const X& x, int64_t first, const Weight& weight, const Ru
       for (int64_t line = 0; line < kFirstLines; ++line)
         prefetch_line(run.address(weight, panel + panels + p) + 64 * line);
     RowSums sums[kRows * panels];
-    weight.template multiply<kRows, panels>(x, first, all, weight.open(panel, all, kRows, Prefetch(nullptr, 0)), sums, NoPrefetch());
+    const auto opened = weight.open(panel, all, kRows, Prefetch(nullptr, 0));
+    weight.template multiply<kRows, panels>(x, first, all, opened, sums, NoPrefetch());
     for (int64_t r = 0; r < kRows; ++r)
       for (int64_t p = 0; p < panels; ++p) store_sums(weight, first + r, panel + p, sums[r * panels + p], store);
   });
