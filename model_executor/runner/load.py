@@ -136,8 +136,14 @@ class _RunnerBuilder:
         settings, config = self.settings, self.config
         num_rows = settings.max_running_requests
         compiled = self._layers(settings, settings.attention_backend).compiled
-        quantized = settings.rounds_to_integers
-        step_bytes = partial(activation_bytes, config, settings.dtype, compiled=compiled, quantized=quantized)
+        step_bytes = partial(
+            activation_bytes,
+            config,
+            settings.dtype,
+            compiled=compiled,
+            quantized=settings.rounds_to_integers,
+            widened=settings.widens_activations,
+        )
         reserve = step_bytes(tokens=settings.max_prefill_tokens + num_rows, rows=num_rows)
         reserve += self.sampler.max_edit_bytes + self.sampler.max_choice_bytes
         reserve += block_bytes(config.vocab_size, compiled=cpu_extension.load() is not None)

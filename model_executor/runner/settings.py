@@ -110,6 +110,13 @@ class RunnerSettings:
         return self.quantization in BITS_PER_WEIGHT
 
     @property
+    def widens_activations(self) -> bool:
+        """Whether a CPU's linear layers widen activations of bfloat16 to float32."""
+        if self.dtype != torch.bfloat16 or self.rounds_to_integers or self.cpu_kernels is None:
+            return False
+        return self.cpu_kernels.tuning.bfloat16 == "widened"
+
+    @property
     def has_fp8_weights(self) -> bool:
         """Whether linear layers multiply in fp8."""
         return not FP8_FORMS.isdisjoint(self.weight_forms.values())

@@ -21,11 +21,19 @@ _SCRATCH_BYTES_OF_GROUP = 2 * GROUP + 12
 
 
 def activation_bytes(
-    config: ModelConfig, dtype: torch.dtype, *, tokens: int, rows: int, compiled: bool, quantized: bool
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    tokens: int,
+    rows: int,
+    compiled: bool,
+    quantized: bool = False,
+    widened: bool = False,
 ) -> int:
     """An upper bound in bytes of the memory of a step with `tokens` tokens, including the logits of `rows` tokens.
 
-    `compiled`: whether all layers are compiled operations.
+    `compiled`: whether all layers are compiled operations. `quantized`, `widened`: whether linear layers round their
+    inputs to integers, or widen them to float32.
     """
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, inter = config.hidden_size, config.intermediate_size
@@ -38,9 +46,7 @@ def activation_bytes(
         feed_forward += 2 * inter * dtype.itemsize  # the outputs of the gate and up projections
     in_a_norm = 0 if compiled else 2 * hidden * _FLOAT_BYTES
     widest = max(hidden, q_size, inter)
-    scratch = widest // GROUP * _SCRATCH_BYTES_OF_GROUP if quantized else 0
-    if compiled and not quantized and dtype == torch.bfloat16:
-        scratch = widest * _FLOAT_BYTES  # a linear layer may widen its input
+    scratch = widest // GROUP * _SCRATCH_BYTES_OF_GROUP if quantized else widest * _FLOAT_BYTES if widened else 0
     per_logit = _FLOAT_BYTES if compiled else _FLOAT_BYTES + dtype.itemsize
     return tokens * (max(attention, feed_forward) + in_a_norm + scratch) + rows * config.vocab_size * per_logit
 

@@ -57,6 +57,7 @@ def test_the_largest_step_takes_what_is_kept_for_it(shape, dtype, quantization):
         rows=ROWS,
         compiled=runner.model.compiled,
         quantized=quantization is not None,
+        widened=runner.settings.widens_activations,
     )
     kept += runner.sampler.max_choice_bytes
     assert measured <= kept <= (2.25 if runner.model.compiled else 6) * measured
@@ -83,7 +84,7 @@ def test_what_the_torch_backend_gathers_is_kept_for_it(dtype, windows):
     }
     for name, (tokens, run) in steps.items():
         kept = activation_bytes(
-            config, runner.settings.dtype, tokens=tokens, rows=rows, compiled=runner.model.compiled, quantized=False
+            config, runner.settings.dtype, tokens=tokens, rows=rows, compiled=runner.model.compiled
         )
         kept += runner.sampler.max_choice_bytes + rows * config.vocab_size * 4  # the driver copies the logits
         measured = peak_bytes(run)
@@ -127,5 +128,12 @@ def test_a_long_context_is_kept_room_for_its_rotations():
 
 
 def test_float32_is_the_widest():
-    kinds = {"tokens": 10, "rows": 1, "compiled": True, "quantized": False}
+    kinds = {"tokens": 10, "rows": 1, "compiled": True}
     assert activation_bytes(CONFIG, torch.float32, **kinds) > activation_bytes(CONFIG, torch.bfloat16, **kinds)
+
+
+def test_widened_activations_are_kept_room_for():
+    kinds = {"tokens": 10, "rows": 1, "compiled": True}
+    widest = max(CONFIG.hidden_size, CONFIG.num_heads * CONFIG.head_dim, CONFIG.intermediate_size)
+    widened, native = (activation_bytes(CONFIG, torch.bfloat16, widened=kind, **kinds) for kind in (True, False))
+    assert widened - native == 10 * widest * 4
