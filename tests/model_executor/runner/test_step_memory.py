@@ -83,9 +83,7 @@ def test_what_the_torch_backend_gathers_is_kept_for_it(dtype, windows):
         "chunks": (rows * chunk, lambda: driver.extend({row: [6] * chunk for row in range(1, rows + 1)})),
     }
     for name, (tokens, run) in steps.items():
-        kept = activation_bytes(
-            config, runner.settings.dtype, tokens=tokens, rows=rows, compiled=runner.model.compiled
-        )
+        kept = activation_bytes(config, runner.settings.dtype, tokens=tokens, rows=rows, compiled=runner.model.compiled)
         kept += runner.sampler.max_choice_bytes + rows * config.vocab_size * 4  # the driver copies the logits
         measured = peak_bytes(run)
         assert measured <= kept + gathers, name
