@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
-from tercet.model_executor import cpu_extension
+from tercet.model_executor import cpu_build, cpu_extension
 
 BUILD = cpu_extension.load()
 pytestmark = pytest.mark.skipif(BUILD is None, reason="no build of csrc/cpu for this processor")
@@ -20,6 +24,13 @@ INTEGERS = {
     "avx2_vnni": {"VPDPBUSD"},
     "avx2": BYTES_AND_SHORTS,
 }
+ADDS_WITH = {
+    "FloatRate": "vfmadd",
+    "BFloat16Rate": "vdpbf16ps",
+    "ByteRate": "vpdpbusd|vpaddd",
+    "ShortRate": "vpaddd",
+}
+"""The instruction that adds to the sums of each measurement."""
 
 
 def rates(dtype: torch.dtype) -> dict[str, float]:
@@ -46,3 +57,30 @@ def test_other_types_have_no_instruction() -> None:
 def test_no_time_is_refused() -> None:
     with pytest.raises(RuntimeError, match="seconds must be positive"):
         torch.ops.tercet_cpu.instruction_rates(torch.float32, 0.0)
+
+
+def built_here() -> list[Path]:
+    """The builds of today's sources for x86."""
+    root = Path(cpu_build.__file__).parents[1]
+    files = [root / "model_executor" / cpu_build.file_name(name) for name in cpu_build.X86_BUILDS]
+    stamps = {file: cpu_build.read_stamp(file) for file in files if file.exists()}
+    return [file for file, stamp in stamps.items() if stamp and stamp.sources == cpu_build.sources_digest(root)]
+
+
+@pytest.mark.skipif(not cpu_build.is_x86() or not shutil.which("objdump"), reason="needs objdump and an x86 build")
+def test_every_chain_has_a_register_and_an_instruction() -> None:
+    """A compiler that knows that two sums are equal computes only one. Then the measured rate is that of a latency."""
+
+    def objdump(*arguments: str) -> str:
+        return subprocess.run(["objdump", *arguments], check=True, capture_output=True, text=True).stdout
+
+    assert built_here()
+    for file in built_here():
+        functions = re.findall(r"\S*run_chainsINS_\d+(\w+Rate)E\S*", symbols := objdump("-t", str(file)))
+        assert {"FloatRate", "ByteRate"} <= set(functions) <= set(ADDS_WITH)
+        for name in functions:
+            (symbol,) = re.findall(rf"\S*run_chainsINS_\d+{name}E\S*", symbols)
+            code = objdump("-d", "--no-show-raw-insn", f"--disassemble={symbol}", str(file))
+            chains, needed = len(re.findall(r"Lm\d+E", symbol)), 4 if "vpmaddubsw" in code else 12
+            added = re.findall(rf"(?:{ADDS_WITH[name]})\S*\s+\S*(%[yz]mm\d+)\s*$", code, re.MULTILINE)
+            assert len(added) == len(set(added)) == chains >= needed, (file.name, name, added)
