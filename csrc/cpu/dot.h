@@ -118,6 +118,9 @@ class Prefetch {
  public:
   Prefetch(const char* from, int64_t bytes) : line_(from), end_(from), bytes_(bytes) {}
 
+  const char* next() const { return line_; }
+  int64_t bytes() const { return bytes_; }
+
   void operator()() { (*this)(1); }
 
   /// Prefetches with so many words at once.
@@ -193,12 +196,13 @@ inline void multiply_panel(
 
 /// Divides [0, total) into the fewest pieces of at most kMax rows, of nearly equal size, and calls
 /// f(first row, std::integral_constant<int, rows>) for each. The compiler knows the number of rows of each piece, so it
-/// keeps their sums in registers.
+/// keeps their sums in registers. The larger pieces are first: the processor then predicts the jump to their code.
 template <int64_t kMax = kMaxRows, typename F>
 inline void for_each_piece(int64_t total, const F& f) {
-  const int64_t pieces = ceil_div(total, kMax);
+  if (total == 0) return;
+  const int64_t pieces = ceil_div(total, kMax), rows = total / pieces, larger = total % pieces;
   for (int64_t i = 0, begin = 0, end; i < pieces; ++i, begin = end) {
-    end = total * (i + 1) / pieces;
+    end = begin + rows + (i < larger);
     switch (end - begin) {
 #define TERCET_PIECE(n)                                                           \
   case n:                                                                         \

@@ -193,10 +193,12 @@ void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weigh
       const char* next_chunk = run.address(weight, panel + 1) + Weight::panel_bytes(chunk.begin);
       const int64_t chunk_bytes = Weight::panel_bytes(chunk.size()), words = chunk.size() / Weight::kPerWord;
       const auto opened = weight.open(panel, chunk, rows, Prefetch(next_chunk, chunk_bytes / words));
+      // Of the next chunk, for each row. A division for each piece would take as long as a dozen products.
+      const int64_t bytes_per_row = ceil_div(chunk_bytes, rows), part_per_row = 256 * chunk_bytes / (words * rows);
       for_each_piece<Weight::kMaxRows>(rows, [&](int64_t at, auto piece) {
         if (chunk.end == weight.k)
           for (int64_t r = at; r < at + piece; ++r) store.prefetch(first + r, panel);
-        const Prefetch prefetch(next_chunk + chunk_bytes * at / rows, chunk_bytes / words * piece / rows);
+        const Prefetch prefetch(next_chunk + bytes_per_row * at, part_per_row * piece / 256);
         weight.template multiply<piece>(x, first + at, chunk, opened, sums + at, prefetch);
         // Each piece on its own: the stores of a whole block at once would wait for their cache lines.
         if (chunk.end == weight.k)
@@ -273,7 +275,7 @@ struct StoreSiluMul {
   int64_t n;
 
   const StoreSiluMul& for_item() const { return *this; }
-  void operator()(int64_t row, int64_t panel, Vec gate, Vec up) const {
+  [[gnu::always_inline]] void operator()(int64_t row, int64_t panel, Vec gate, Vec up) const {
     const int64_t column = panel * kLanes;
     const Vec silu = gate / (Vec(1.f) + exp_for<Out>(gate.neg()));
     store_pair(out + row * n + column, {silu * up, Vec(0.f)}, std::min(kLanes, n - column));

@@ -8,6 +8,7 @@
 #include <array>
 #include <limits>
 
+#include "byte_products.h"
 #include "linear.h"
 #include "norm.h"
 #include "short_products.h"
@@ -150,42 +151,78 @@ inline void store_values(int8_t* to, Vec x) {
   std::memcpy(to, &narrow, sizeof(narrow));
 }
 
-/// Rounds a group of x to the nearest multiples of a 127th of its largest magnitude.
+/// Rounds neighbouring groups of x to the nearest multiples of a 127th of their largest magnitude. At most kLanes groups,
+/// because a reduction of a whole vector takes as long as that of kLanes vectors to one number each.
+///
+/// values[i], groups[i]: where the values of group i go, and what belongs to it.
 template <typename T, typename Value>
-inline RowGroup quantize_group(const T* x, Value* values) {
+inline void quantize_groups(const T* x, int64_t count, Value* const* values, RowGroup* const* groups) {
   constexpr int64_t kPairs = kGroup / kPanel;
   const auto larger = [](Vec a, Vec b) { return at::vec::clamp_min(a, b); };
-  FloatPair parts[kPairs];
-  Vec largest(0.f);
-  for (int64_t i = 0; i < kPairs; ++i) {
-    parts[i] = load_pair(x + i * kPanel);
-    largest = larger(larger(largest, parts[i].left.abs()), parts[i].right.abs());
+  const auto add = [](Vec a, Vec b) { return a + b; };
+  Floats parts[kLanes];
+  for (int64_t i = count; i < kLanes; ++i) parts[i] = Floats{};
+  for (int64_t i = 0; i < count; ++i) {
+    Vec largest(0.f);
+    for (int64_t p = 0; p < kPairs; ++p) {
+      const FloatPair pair = load_pair(x + i * kGroup + p * kPanel);
+      largest = larger(larger(largest, pair.left.abs()), pair.right.abs());
+    }
+    parts[i] = to_floats(largest);
   }
-  const float largest_magnitude = at::vec::vec_reduce_all<float>(larger, largest);
-  const Vec inverse(largest_magnitude > 1e-30f ? 127.f / largest_magnitude : 0.f);
-  Vec sums(0.f);
-  for (int64_t i = 0; i < kPairs; ++i) {
-    const FloatPair rounded{(parts[i].left * inverse).round(), (parts[i].right * inverse).round()};
-    store_values(values + i * kPanel, rounded.left);
-    store_values(values + i * kPanel + kLanes, rounded.right);
-    sums = sums + (rounded.left + rounded.right);
+  const Vec largest = reduce_each(parts, larger);
+  float inverses[kLanes], scales[kLanes], sums[kLanes], offset_sums[kLanes];
+  Vec::blendv(Vec(0.f), Vec(127.f) / largest, largest > Vec(1e-30f)).store(inverses);
+  (largest / Vec(127.f)).store(scales);
+  // The sums of the values that multiply weights stored as w + 128. With rows of bytes, these are all values.
+  constexpr bool kSomeHaveOffsets = kOddBytesAreSigned && std::is_same_v<Value, int16_t>;
+  [[maybe_unused]] Floats offset_parts[kSomeHaveOffsets ? kLanes : 1] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    const Vec inverse(inverses[i]);
+    Vec sum(0.f);
+    for (int64_t p = 0; p < kPairs; ++p) {
+      const FloatPair pair = load_pair(x + i * kGroup + p * kPanel);
+      const FloatPair rounded{(pair.left * inverse).round(), (pair.right * inverse).round()};
+      store_values(values[i] + p * kPanel, rounded.left);
+      store_values(values[i] + p * kPanel + kLanes, rounded.right);
+      sum = sum + (rounded.left + rounded.right);
+    }
+    parts[i] = to_floats(sum);
+    if constexpr (kSomeHaveOffsets) offset_parts[i] = to_floats(Vec::blend<0b01010101>(Vec(0.f), sum));
   }
-  const float sum = sum_of(sums);
-  if (sum != sum) return {sum, sum, 0};  // x has a NaN or an infinity
-  const float scale = largest_magnitude / 127.f;
-  float offset_sum = sum;  // of the values whose weights are stored as w + 128
-  if constexpr (kOddBytesAreSigned && std::is_same_v<Value, int16_t>)
-    offset_sum = sum_of(Vec::blend<0b01010101>(Vec(0.f), sums));
-  return {scale, scale * sum, -128 * static_cast<int32_t>(offset_sum)};
+  for (int64_t i = count; i < kLanes; ++i) parts[i] = Floats{};  // the other reduction overwrote them
+  reduce_each(parts, add).store(sums);
+  if constexpr (kSomeHaveOffsets) reduce_each(offset_parts, add).store(offset_sums);
+  const float* offsets = kSomeHaveOffsets ? offset_sums : sums;
+  for (int64_t i = 0; i < count; ++i) {
+    const float sum = sums[i];
+    asm volatile("");  // else GCC vectorises this loop, with scatters, which take longer
+    // The sum is NaN if x has a NaN or an infinity.
+    *groups[i] = sum != sum ? RowGroup{sum, sum, 0}
+                            : RowGroup{scales[i], scales[i] * sum, -128 * static_cast<int32_t>(offsets[i])};
+  }
 }
 
 /// x: [rows, k], k a multiple of kGroup.
 template <typename T, typename Value>
 void quantize_rows(const T* x, int64_t rows, const QuantizedRows<Value>& to) {
   for_each_row_block(rows, to.k, [&](int64_t first, int64_t end) {
-    for (int64_t row = first; row < end; ++row)
-      for (int64_t group = 0; group < to.k / kGroup; ++group)
-        to.groups(row)[group] = quantize_group(x + row * to.k + group * kGroup, to.values(row) + group * kGroup);
+    Value *values[kLanes], *next_values = to.values(first);
+    RowGroup *groups[kLanes], *next_groups = to.groups(first);
+    int64_t left_in_row = to.k / kGroup, left = (end - first) * left_in_row;
+    for (const T* from = x + first * to.k; left > 0; from += kLanes * kGroup, left -= kLanes) {
+      const int64_t count = std::min(kLanes, left);
+      for (int64_t i = 0; i < count; ++i) {
+        values[i] = next_values;
+        groups[i] = next_groups++;
+        next_values += kGroup;
+        if (--left_in_row > 0) continue;
+        next_values = reinterpret_cast<Value*>(next_groups);  // the next row
+        next_groups = reinterpret_cast<RowGroup*>(next_values + to.k);
+        left_in_row = to.k / kGroup;
+      }
+      quantize_groups(from, count, values, groups);
+    }
   });
 }
 
@@ -219,6 +256,9 @@ struct QuantizedPacked {
     const int64_t groups = chunk.size() / kGroup, stride = row_bytes();
     const auto* values = x.values(first) + chunk.begin;
     const RowGroup* row_groups = x.groups(first) + chunk.begin / kGroup;
+#ifdef TERCET_BYTE_PRODUCTS
+    multiply_bytes<D::kHasMin, kRows>(values, row_groups, stride, groups, weights, sums, prefetch.next(), prefetch.bytes());
+#else
 #ifdef TERCET_ROWS_OF_SHORTS
     if constexpr (std::is_same_v<typename D::Row, int16_t>) {
       for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes) {
@@ -227,15 +267,16 @@ struct QuantizedPacked {
       }
     } else
 #endif
-      multiply_bytes<kRows>(values, row_groups, stride, groups, weights, sums, prefetch);
+      multiply_words<kRows>(values, row_groups, stride, groups, weights, sums, prefetch);
+#endif
   }
 
  private:
   using Columns = std::array<Floats, 2>;
 
-  /// The same with rows of bytes. values, first_groups: those of the first row. The next row is `stride` bytes later.
+  /// The same without assembly. values, first_groups: those of the first row. The next row is `stride` bytes later.
   template <int kRows>
-  void multiply_bytes(
+  void multiply_words(
       const int8_t* values,
       const RowGroup* first_groups,
       int64_t stride,

@@ -129,6 +129,15 @@ struct FloatPair {
   FloatPair operator*(Vec factor) const { return {left * factor, right * factor}; }
 };
 
+/// kLanes numbers as floats. ATen's conversion of a vector of bfloat16 also stores it four times.
+inline Vec load_wide(const at::BFloat16* from) {
+  typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+  typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+  Halves halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  return to_vec(reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16));
+}
+
 /// Loads the first min(count, kPanel) numbers as floats, and zeros after them.
 template <typename T>
 inline FloatPair load_pair(const T* from, int64_t count = kPanel) {
@@ -137,6 +146,8 @@ inline FloatPair load_pair(const T* from, int64_t count = kPanel) {
     return {
         Vec::loadu(from, std::min(count, kLanes)), Vec::loadu(from + kLanes, std::max<int64_t>(count - kLanes, 0))};
   } else {
+    if constexpr (std::is_same_v<T, at::BFloat16>)
+      if (count >= kPanel) return {load_wide(from), load_wide(from + kLanes)};
     using Chunk = at::vec::Vectorized<T>;
     const Chunk loaded = count >= kPanel ? Chunk::loadu(from) : Chunk::loadu(from, count);
     const auto [left, right] = at::vec::convert_to_float(loaded);
@@ -146,7 +157,7 @@ inline FloatPair load_pair(const T* from, int64_t count = kPanel) {
 
 /// Stores the first min(count, kPanel) floats, rounded to T.
 template <typename T>
-inline void store_pair(T* to, FloatPair x, int64_t count = kPanel) {
+[[gnu::always_inline]] inline void store_pair(T* to, FloatPair x, int64_t count = kPanel) {
   if constexpr (std::is_same_v<T, float>) {
     x.left.store(to, std::min(count, kLanes));
     if (count > kLanes) x.right.store(to + kLanes, std::min(count, kPanel) - kLanes);

@@ -86,7 +86,10 @@ def test_gated_linear(drawn):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("rows", "n", "k"), [(1, 32, 32), (1, 33, 64), (5, 31, 1536), (6, 1, 96), (7, 100, 576)])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"),
+    [(1, 32, 32), (1, 33, 64), (5, 31, 1536), (6, 1, 96), (7, 100, 576), (64, 70, 576), (256, 40, 1536)],
+)
 def test_integers_are_summed_exactly(form, rows, n, k):
     x = torch.randint(-127, 128, (rows, k)).float()
     x[:, ::GROUP] = 127  # so that the scale of every group is 1
@@ -96,6 +99,15 @@ def test_integers_are_summed_exactly(form, rows, n, k):
     expected = x.long() @ whole.T
     assert expected.abs().max() < 2**24  # beyond that a float32 is not every integer
     assert torch.equal(layers().QuantizedLinear(ones)(x), expected.float())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("k", [32, 576, 1536])
+def test_every_size_of_a_piece_of_rows(form, k):
+    x, weight, bias = torch.randn(256, k), random_weight(form, 70, k), torch.randn(70)
+    linear, expected = layers().QuantizedLinear(weight, bias), product(x, weight, bias)
+    for rows in (*range(1, 13), 64, 256):
+        assert_close(linear(x[:rows]), expected[:rows], x.dtype)
 
 
 def test_the_largest_integers_do_not_overflow():
@@ -113,7 +125,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(form):
     for make in (layers().QuantizedLinear, layers().QuantizedGatedLinear):
         linear = make(random_weight(form, 100, 576))
         everything = linear(x)
-        for rows in (*range(1, 34), 100, 255, 600):
+        for rows in (*range(1, 34), 64, 100, 255, 256, 600):
             assert torch.equal(linear(x[-rows:].contiguous()), everything[-rows:]), rows
 
 
