@@ -141,7 +141,7 @@ class Attention {
     if (!save) write_output(task.queries, task.kv_heads, total);
   }
 
-  /// Attends to a tile. The softmax is that of all heads at once, because it has few rows for each.
+  /// Attends to a tile. One softmax has the rows of all heads, because a head alone has few of them.
   void attend_tile(const Task& task, const Tile& tile, const Tile& next, Scratch& s, Partial result) const {
     const int64_t heads = task.kv_heads.size(), rows = rows_per_head(task), panel_size = kTile * width_;
     for (int64_t head = 0; head < heads; ++head) {

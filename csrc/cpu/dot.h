@@ -118,9 +118,6 @@ class Prefetch {
  public:
   Prefetch(const char* from, int64_t bytes) : line_(from), end_(from), bytes_(bytes) {}
 
-  const char* next() const { return line_; }
-  int64_t bytes() const { return bytes_; }
-
   void operator()() { (*this)(1); }
 
   /// Prefetches with so many words at once.

@@ -193,12 +193,13 @@ void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weigh
       const char* next_chunk = run.address(weight, panel + 1) + Weight::panel_bytes(chunk.begin);
       const int64_t chunk_bytes = Weight::panel_bytes(chunk.size()), words = chunk.size() / Weight::kPerWord;
       const auto opened = weight.open(panel, chunk, rows, Prefetch(next_chunk, chunk_bytes / words));
-      // Of the next chunk, for each row. A division for each piece would take as long as a dozen products.
-      const int64_t bytes_per_row = ceil_div(chunk_bytes, rows), part_per_row = 256 * chunk_bytes / (words * rows);
+      // What is prefetched for each row: bytes, and 256ths of a byte with each word. A division for each piece would take
+      // as long as a dozen products.
+      const int64_t bytes_per_row = ceil_div(chunk_bytes, rows), parts_per_word = 256 * chunk_bytes / (words * rows);
       for_each_piece<Weight::kMaxRows>(rows, [&](int64_t at, auto piece) {
         if (chunk.end == weight.k)
           for (int64_t r = at; r < at + piece; ++r) store.prefetch(first + r, panel);
-        const Prefetch prefetch(next_chunk + bytes_per_row * at, part_per_row * piece / 256);
+        const Prefetch prefetch(next_chunk + bytes_per_row * at, parts_per_word * piece / 256);
         weight.template multiply<piece>(x, first + at, chunk, opened, sums + at, prefetch);
         // Each piece on its own: the stores of a whole block at once would wait for their cache lines.
         if (chunk.end == weight.k)

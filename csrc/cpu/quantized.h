@@ -8,7 +8,6 @@
 #include <array>
 #include <limits>
 
-#include "byte_products.h"
 #include "linear.h"
 #include "norm.h"
 #include "short_products.h"
@@ -256,9 +255,6 @@ struct QuantizedPacked {
     const int64_t groups = chunk.size() / kGroup, stride = row_bytes();
     const auto* values = x.values(first) + chunk.begin;
     const RowGroup* row_groups = x.groups(first) + chunk.begin / kGroup;
-#ifdef TERCET_BYTE_PRODUCTS
-    multiply_bytes<D::kHasMin, kRows>(values, row_groups, stride, groups, weights, sums, prefetch.next(), prefetch.bytes());
-#else
 #ifdef TERCET_ROWS_OF_SHORTS
     if constexpr (std::is_same_v<typename D::Row, int16_t>) {
       for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes) {
@@ -267,16 +263,15 @@ struct QuantizedPacked {
       }
     } else
 #endif
-      multiply_words<kRows>(values, row_groups, stride, groups, weights, sums, prefetch);
-#endif
+      multiply_bytes<kRows>(values, row_groups, stride, groups, weights, sums, prefetch);
   }
 
  private:
   using Columns = std::array<Floats, 2>;
 
-  /// The same without assembly. values, first_groups: those of the first row. The next row is `stride` bytes later.
+  /// The same with rows of bytes. values, first_groups: those of the first row. The next row is `stride` bytes later.
   template <int kRows>
-  void multiply_words(
+  void multiply_bytes(
       const int8_t* values,
       const RowGroup* first_groups,
       int64_t stride,

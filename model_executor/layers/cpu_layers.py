@@ -16,7 +16,7 @@ from .attention import QKNorm
 from .embedding import Embedding
 from .kinds import AttentionLayer, Layer, Rotary, TorchLayers
 from .layernorm import RMSNorm
-from .output_head import GreedyHead, OutputHead
+from .output_head import GreedyHead, GreedyLayer, OutputHead
 from .packing import Weight, interleave, pack, pack_bias, pack_gated
 from .rotary import RotationTable
 
@@ -152,6 +152,9 @@ class CpuLayers(TorchLayers):
     def attention(self, layer_id: int, backend: AttentionBackend, qk_norm: QKNorm | None) -> AttentionLayer:
         return CpuAttention(layer_id, backend, qk_norm)
 
+    def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
+        return GreedyHead(norm, layer) if isinstance(layer, GreedyLayer) else super().output_head(norm, layer)
+
     def select_rows(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         return _ops.select_rows(x, indices)
 
@@ -173,10 +176,6 @@ class CpuFloatLayers(CpuLayers):
 
     def head(self, weight: Any) -> Layer:
         return CpuLinear(weight, to_float=True)
-
-    def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
-        assert isinstance(layer, CpuLinear)
-        return GreedyHead(norm, layer)
 
     def embedding(self, weight: Any) -> Layer:
         return Embedding(weight) if weight.dtype == self._dtype else WidenedEmbedding(weight, self._dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -41,6 +41,7 @@ class PlainHead:
         return self.of_hidden(self.normalise(stream), out)
 
 
+@runtime_checkable
 class GreedyLayer(Layer, Protocol):
     """The layer of an output head that can keep only the largest logit of each row."""
 

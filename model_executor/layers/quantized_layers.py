@@ -9,8 +9,6 @@ import torch
 from ..forward_batch import ForwardBatch
 from .cpu_layers import CpuLayers, QuantizedEmbedding
 from .kinds import Layer
-from .layernorm import RMSNorm
-from .output_head import GreedyHead, OutputHead
 from .packing import PackedWeight, interleave, pack, pack_bias, pack_gated
 from .quantized_weight import QuantizedWeight
 
@@ -66,10 +64,6 @@ class QuantizedLayers(CpuLayers):
 
     def head(self, weight: Any) -> Layer:
         return QuantizedLinear(weight, to_float=True)
-
-    def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
-        assert isinstance(layer, QuantizedLinear)
-        return GreedyHead(norm, layer)
 
     def tied_embedding(self, weight: Any, head: Layer) -> Layer:
         assert isinstance(head, QuantizedLinear)

@@ -222,7 +222,7 @@ class ModelRunner:
         return self._step_head(self._decode_stream(inputs, step.seq_lens), inputs.rows)
 
     def _step_head(self, stream: Stream, rows: torch.Tensor) -> StepHead:
-        """The last part of a launched step. `stream`: of the sampled tokens. `rows`: int64 [R], on the device."""
+        """The output head of a launched step. `stream`: of the sampled tokens. `rows`: int64 [R], on the device."""
         head = self.model.head
         if isinstance(head, GreedyHead):
             hidden = head.normalise(stream)

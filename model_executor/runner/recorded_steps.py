@@ -19,7 +19,7 @@ class DecodeInputs(NamedTuple):
 
 
 class StepHead(NamedTuple):
-    """The last part of a step, for its R sampled rows. Its caller chooses one of the ends.
+    """The output head of a step, for its R sampled rows. The caller takes either the logits or the greedy tokens.
 
     All tensors are on the device. Those of a recorded step are overwritten by the next one.
     """
@@ -34,7 +34,7 @@ class StepHead(NamedTuple):
 
 
 class RecordedSteps(Protocol):
-    """Runs steps that were recorded, from tokens to logits, and writes the slots of new tokens into the table."""
+    """Runs recorded steps, from tokens to the output head, and writes the slots of new tokens into the table."""
 
     num_bytes: int
     """device memory of the recordings"""
