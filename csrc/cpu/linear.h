@@ -224,8 +224,8 @@ void multiply(
     int64_t num_panels,
     const NextWeight& next_weight,
     const Store& store) {
-  const int64_t blocks =
-      std::max(ceil_div(rows * weight.row_bytes(), Tuning::get().block_bytes), ceil_div(rows, kMaxBlockRows));
+  const int64_t blocks = std::min(
+      rows, std::max(ceil_div(rows * weight.row_bytes(), Tuning::get().block_bytes), ceil_div(rows, kMaxBlockRows)));
   const int64_t threads = ThreadPool::get().num_threads();
   const Runs runs(num_panels, threads);
   const int64_t items = blocks * runs.count;

@@ -56,3 +56,16 @@ def test_the_size_of_chunks_changes_no_bit(kind, rows, chunk):
         assert torch.equal(layer(x), expected)
         layer(torch.full_like(x, 1e9))
         assert torch.equal(layer.argmax(x), ops.argmax(expected))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_row_may_be_larger_than_a_block(kind):
+    layer = layers()[kind](torch.randn(70, 1536))
+    x = torch.randn(5, 1536).to(kind[0])
+    expected = layer(x)
+    widens = not ops.multiplies_bfloat16()
+    try:
+        ops.set_tuning(1024, LARGEST, widens)
+        assert torch.equal(layer(x), expected)
+    finally:
+        ops.set_tuning(BLOCK_BYTES, LARGEST, widens)
