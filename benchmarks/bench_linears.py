@@ -28,6 +28,7 @@ from ..model_executor.device.dtypes import resolve_dtype
 from ..model_executor.device.heap import keep_freed_memory
 from ..model_executor.layers.kinds import Layer, LayerKinds, TorchLayers, layers_for
 from ..model_executor.layers.linear import can_pack
+from ..model_executor.layers.packing import COMPACT_BITS
 from ..model_executor.layers.quantized_weight import GROUP, quantize
 from ..model_executor.models.family import family_of
 from ..model_executor.weights.quantization import BITS_PER_WEIGHT, HEAD_FORM
@@ -63,6 +64,8 @@ class Kind:
     """Type of weights that are not quantized; None: the type of the activations."""
     is_widened: bool = False
     """Whether quantized weights are multiplied as floats."""
+    is_compact: bool = False
+    """Whether weights of bfloat16 take 12 bits a number."""
 
     @property
     def stored(self) -> torch.dtype:
@@ -88,6 +91,9 @@ def kinds_here(config: ModelConfig) -> dict[str, Kind]:
             kinds += [Kind(form, layers_for("cpu", dtype, quantized=True), dtype, form) for form in BITS_PER_WEIGHT]
     if cpu_extension.multiplies(bfloat16):
         kinds.append(Kind("bf16", layers_for("cpu", bfloat16), bfloat16))
+        if torch.ops.tercet_cpu.multiplies_bfloat16():
+            layers = layers_for("cpu", bfloat16, compact=True)
+            kinds.append(Kind("compact bf16", layers, bfloat16, is_compact=True))
     kinds += [
         Kind(f"oneDNN {name}", TorchLayers(), dtype)
         for name, dtype in (("fp32", float32), ("bf16", bfloat16))
@@ -138,7 +144,8 @@ class Step:
             self._num_head_weights += weight.numel()
         else:
             self._num_weights += weight.numel()
-        self.num_bytes += weight.numel() * (self.kind.stored.itemsize if form is None else BITS_PER_WEIGHT[form] / 8)
+        stored_bits = COMPACT_BITS if self.kind.is_compact else 8 * self.kind.stored.itemsize
+        self.num_bytes += weight.numel() * (stored_bits if form is None else BITS_PER_WEIGHT[form]) / 8
 
     def set_inputs(self, inputs: dict[int, torch.Tensor]) -> None:
         """Sets the inputs of all layers. `inputs`: width -> float32 [rows, width]"""

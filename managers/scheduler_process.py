@@ -349,7 +349,7 @@ def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> Scheduler
     )
     if facts.cpu_kernels is not None:
         logger.info(
-            "CPU kernels: build %s, blocks of %d KiB, chunks of %d, bfloat16 %s, linear layers of %s (%s)",
+            "CPU kernels: build %s, blocks of %d KiB, chunks of %d, bfloat16 %s, linear layers of %s, weights %s (%s)",
             *msgspec.structs.astuple(facts.cpu_kernels),
         )
     return facts
@@ -367,4 +367,5 @@ def _cpu_kernels(settings: RunnerSettings) -> CpuKernels | None:
         return None
     tuning, source = settings.cpu_kernels
     linears = "onednn" if settings.onednn else "tercet"
-    return CpuKernels(variant.name, tuning.block_kib, tuning.chunk, tuning.bfloat16, linears, source)
+    weights = "compact" if settings.compact else "plain"
+    return CpuKernels(variant.name, tuning.block_kib, tuning.chunk, tuning.bfloat16, linears, weights, source)

@@ -47,6 +47,7 @@ _FEW_AND_MANY = (16, 256)
 """Rows for choices that change bits: such a choice is for all, because a row must have the same bits in every batch.
 With fewer rows, the fixed costs of a call of oneDNN would decide against it even if its products took no time."""
 _MULTIPLIED = (torch.float32, torch.bfloat16)
+_COMPACT = ("always", "large", "never")
 _ONEDNN = ("none", "float32", "bfloat16", "float32+bfloat16")
 _CPU_FACTS = (
     *("vendor_id", "cpu family", "model", "model name", "stepping", "cache size", "flags"),
@@ -65,6 +66,9 @@ class CpuTuning(NamedTuple):
     """products of bfloat16 in linear layers: native, or widened to float32"""
     onednn: str = "none"
     """types of which oneDNN's linear layers are faster: one of `_ONEDNN`"""
+    compact: str = "large"
+    """of which models weights of bfloat16 are compact, where they can be: one of `_COMPACT`. It is not measured: that
+    would need weights that no cache holds"""
 
     def prefers_onednn(self, dtype: torch.dtype) -> bool:
         """Whether oneDNN's linear layers are faster for activations and weights of this type."""
@@ -320,6 +324,8 @@ def _parse(content: bytes) -> CpuTuning:
         raise ValueError(f"bfloat16 must be native or widened, got {tuning.bfloat16!r}")
     if tuning.onednn not in _ONEDNN:
         raise ValueError(f"onednn must be {', '.join(_ONEDNN[:-1])} or {_ONEDNN[-1]}, got {tuning.onednn!r}")
+    if tuning.compact not in _COMPACT:
+        raise ValueError(f"compact must be {', '.join(_COMPACT[:-1])} or {_COMPACT[-1]}, got {tuning.compact!r}")
     return tuning
 
 

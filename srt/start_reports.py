@@ -17,6 +17,8 @@ class CpuKernels(msgspec.Struct, frozen=True):
     """Products of bfloat16: native or widened."""
     linears: str
     """Whose linear layers the model has: tercet or onednn."""
+    weights: str
+    """How weights of bfloat16 are stored: compact, in 12 bits a number, or plain."""
     source: str
     """Where the tuning is from: default, measured, or a file."""
 

@@ -31,7 +31,7 @@ CONFIG = ModelConfig(
     load_format="dummy",
 )
 VARIANTS = [
-    # dtype, quantization or kind of products, page size
+    # dtype, quantization, kind of products or of weights, page size
     ("float32", None, 1),
     ("bfloat16", None, 1),
     ("float32", "int8", 1),
@@ -41,6 +41,7 @@ VARIANTS = [
     ("float32", "onednn", 1),
     ("bfloat16", "onednn", 1),
     ("bfloat16", "widened", 32),
+    ("bfloat16", "compact", 32),
 ]
 
 
@@ -52,8 +53,8 @@ def make_cpu_runner(variant=VARIANTS[0], config=CONFIG, **options):
     dtype, products, page_size = variant
     if not cpu_extension.multiplies(getattr(torch, dtype)) and products is None:
         pytest.skip("torch multiplies this type here")
-    if products == "widened" and not (cpu_extension.load() and torch.ops.tercet_cpu.multiplies_bfloat16()):
-        pytest.skip("this build has no other products of bfloat16")
+    if products in ("widened", "compact") and not (cpu_extension.load() and torch.ops.tercet_cpu.multiplies_bfloat16()):
+        pytest.skip("this build does not multiply bfloat16")
     onednn = products == "onednn"
     if onednn and not can_pack(torch.empty(1, 1, dtype=getattr(torch, dtype))):
         pytest.skip("oneDNN does not multiply this type here")
@@ -72,4 +73,6 @@ def make_cpu_runner(variant=VARIANTS[0], config=CONFIG, **options):
     if products == "widened":
         tuning = default_tuning()._replace(bfloat16="widened")
         resolved = replace(resolved, cpu_kernels=ChosenTuning(tuning, "test"))
+    if products == "compact":
+        resolved = replace(resolved, compact=True)
     return load_runner(resolved, config)

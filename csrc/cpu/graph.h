@@ -233,7 +233,7 @@ std::shared_ptr<const NextWeight> next_weight(const Weight& weight, int64_t num_
   Graph* graph = Graph::recording();
   if (!graph) return none;
   return graph->add_weight(
-      {reinterpret_cast<const char*>(weight.panels), Weight::panel_bytes(weight.k), num_panels});
+      {reinterpret_cast<const char*>(weight.panels), weight.panel_distance(), num_panels});
 }
 
 inline std::shared_ptr<StepPlan> step_plan(const AttentionBatch& batch, int64_t bytes_per_number) {

@@ -1,6 +1,7 @@
 // The operations of linear layers, embeddings and norms, as torch calls them.
 #pragma once
 
+#include "compact.h"
 #include "graph.h"
 #include "linear.h"
 #include "linear_argmax.h"
@@ -36,6 +37,33 @@ Weight quantized_weight(const Tensor& x, const Tensor& packed, const optional<Te
   return {packed.const_data_ptr<uint8_t>(), data_or_null<float>(bias), k};
 }
 
+/// Whether a packed weight is that of `CompactPacked`.
+inline bool is_compact(const Tensor& packed) { return packed.scalar_type() == at::kByte && packed.dim() == 2; }
+
+/// A compact weight. Its first panel tells the size of the headers, and so k.
+inline CompactPacked compact_weight(const Tensor& packed, const optional<Tensor>& bias) {
+  check(packed, "packed", at::kByte, {packed.size(0), packed.size(1)});
+  const auto* panels = packed.const_data_ptr<uint8_t>();
+  const int64_t header_bytes = packed.numel() ? CompactHeader(panels).num_bytes() : 0;
+  const int64_t bytes = packed.size(1) - header_bytes;
+  TORCH_CHECK(header_bytes > 0 && bytes >= 0 && bytes % CompactGroup::kBytes == 0, "packed is no compact weight");
+  return {panels, data_or_null<float>(bias), bytes / CompactGroup::kBytes * CompactGroup::kNumbers, header_bytes};
+}
+
+/// Packs the panels of a weight of bfloat16 in 12 bits for each number, uint8 [panels, bytes]. None: that does not pay.
+inline optional<Tensor> compact_op(const Tensor& panels) {
+  TORCH_CHECK(kMultipliesBFloat16, "this build has no products of compact weights");
+  const int64_t count = panels.size(0), words = panels.size(1), per_word = CompactPacked::kPerWord;
+  check(panels, "panels", at::kBFloat16, {count, words, kPanel, per_word});
+  const int64_t numbers = words * kPanel * per_word;
+  if (panels.numel() == 0 || numbers % CompactGroup::kPlaces != 0 || numbers >= CompactHeader::kMaxPlaces) return {};
+  const Compactor compactor(reinterpret_cast<const uint16_t*>(panels.const_data_ptr()), count, numbers);
+  if (!compactor.pays()) return {};
+  const auto packed = at::empty({count, compactor.panel_bytes()}, panels.options().dtype(at::kByte)).zero_();
+  compactor.write(packed.data_ptr<uint8_t>());
+  return packed;
+}
+
 /// The rows of x as floats, in a tensor that this call may record.
 inline Tensor widened_rows(const Tensor& x) {
   const int64_t k = x.size(1);
@@ -46,13 +74,24 @@ inline Tensor widened_rows(const Tensor& x) {
   return floats;
 }
 
-/// Calls f(T(), numbers of x, weight) with the type of x, T. The weight has this type; under an x of float it may also
-/// be bfloat16, or quantised, which its bytes per group tell. Numbers of x may be widened to float.
+/// Calls f(T(), numbers of x, weight) with the type of x, T. The weight has this type, or is compact; under an x of float
+/// it may also be bfloat16, or quantised, which its bytes per group tell. Numbers of x may be widened to float.
 template <typename F>
 void with_weight(const Tensor& x, const Tensor& packed, const optional<Tensor>& bias, int64_t columns, const F& f) {
   check(x, "x", x.scalar_type(), {x.size(0), x.size(1)});
   if (bias) check(*bias, "bias", at::kFloat, {ceil_div(columns, kPanel), kPanel});
-  if (packed.scalar_type() == at::kByte) {
+  if (is_compact(packed)) {
+    TORCH_CHECK(
+        kMultipliesBFloat16 && !Tuning::get().widens_bfloat16 && x.scalar_type() == at::kBFloat16,
+        "compact weights need products of bfloat16 and an x of bfloat16");
+    if constexpr (kMultipliesBFloat16) {
+      const CompactPacked weight = compact_weight(packed, bias);
+      TORCH_CHECK(
+          packed.size(0) == ceil_div(columns, kPanel) && weight.k == x.size(1),
+          "packed has ", packed.size(0), " panels of ", weight.k, " numbers a column");
+      f(at::BFloat16(), x.const_data_ptr<at::BFloat16>(), weight);
+    }
+  } else if (packed.scalar_type() == at::kByte) {
     TORCH_CHECK(x.scalar_type() == at::kFloat, "x of quantised weights must be float, got ", x.scalar_type());
     TORCH_CHECK(x.size(1) % kGroup == 0, "rows of x must be whole groups");
     const auto call = [&]<typename Weight>() {
@@ -140,6 +179,14 @@ inline const int64_t* check_ids(const Tensor& ids, int64_t panels) {
 }
 
 inline Tensor embedding_op(const Tensor& ids, const Tensor& packed, at::ScalarType type) {
+  if (is_compact(packed)) {
+    TORCH_CHECK(type == at::kBFloat16, "the vectors of compact weights are bfloat16");
+    const CompactPacked weight = compact_weight(packed, {});
+    const int64_t* id = check_ids(ids, packed.size(0));
+    auto out = at::empty({ids.size(0), weight.k}, packed.options().dtype(type));
+    unpack_rows(id, ids.size(0), weight, out.data_ptr<at::BFloat16>());
+    return out;
+  }
   const int64_t count = ids.size(0), k = packed.size(1) * packed.size(3);
   check(packed, "packed", packed.scalar_type(), {packed.size(0), packed.size(1), kPanel, packed.size(3)});
   const int64_t* id = check_ids(ids, packed.size(0));

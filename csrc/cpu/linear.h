@@ -104,6 +104,8 @@ struct Packed {
   int64_t row_bytes() const { return k * sizeof(X); }
   /// Bytes of so many numbers of all columns of a panel.
   static int64_t panel_bytes(int64_t numbers) { return kPanel * numbers * sizeof(T); }
+  /// Bytes from a panel to the next.
+  int64_t panel_distance() const { return panel_bytes(k); }
   static constexpr int64_t kPerWord = D::kPerWord;
 
   /// What `rows` rows of x are multiplied with.
@@ -145,8 +147,8 @@ struct Run {
   /// Where panel `panel` begins, or, after the last one, the next run.
   template <typename Weight>
   const char* address(const Weight& weight, int64_t panel) const {
-    if (panel >= end) return next + (panel - end) * Weight::panel_bytes(weight.k);
-    return reinterpret_cast<const char*>(weight.panels) + panel * Weight::panel_bytes(weight.k);
+    if (panel >= end) return next + (panel - end) * weight.panel_distance();
+    return reinterpret_cast<const char*>(weight.panels) + panel * weight.panel_distance();
   }
 };
 
@@ -192,7 +194,7 @@ void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weigh
       chunk.end = std::min(chunk.begin + max_chunk, weight.k);
       const char* next_chunk = run.address(weight, panel + 1) + Weight::panel_bytes(chunk.begin);
       const int64_t chunk_bytes = Weight::panel_bytes(chunk.size()), words = chunk.size() / Weight::kPerWord;
-      const auto opened = weight.open(panel, chunk, rows, Prefetch(next_chunk, chunk_bytes / words));
+      auto opened = weight.open(panel, chunk, rows, Prefetch(next_chunk, chunk_bytes / words));
       // What is prefetched for each row: bytes, and 256ths of a byte with each word. A division for each piece would take
       // as long as a dozen products.
       const int64_t bytes_per_row = ceil_div(chunk_bytes, rows), parts_per_word = 256 * chunk_bytes / (words * rows);
@@ -236,7 +238,7 @@ void multiply(
       return next_weight.panels + next_runs.first_panel(run) * next_weight.panel_bytes;
     }
     const int64_t run = std::min(runs.count - 1, item / blocks);
-    return reinterpret_cast<const char*>(weight.panels) + runs.first_panel(run) * Weight::panel_bytes(weight.k);
+    return reinterpret_cast<const char*>(weight.panels) + runs.first_panel(run) * weight.panel_distance();
   };
   ThreadPool::get().run(items, [&](int64_t item) {
     // All blocks of rows multiply a run before the next run begins, so its panels are read from memory once.

@@ -242,6 +242,7 @@ struct QuantizedPacked {
 
   int64_t row_bytes() const { return Rows::row_bytes(k); }
   static int64_t panel_bytes(int64_t numbers) { return numbers / kGroup * kGroupBytes; }
+  int64_t panel_distance() const { return panel_bytes(k); }
   static constexpr int64_t kPerWord = D::kPerWord;
 
   const uint8_t* open(int64_t panel, Chunk chunk, int64_t, const Prefetch&) const {
@@ -320,7 +321,7 @@ void unpack_rows(const int64_t* ids, int64_t count, const QuantizedPacked<Int8We
   for_each_row_block(count, weight.k, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       const int64_t panel = ids[i] / kPanel, column = ids[i] % kPanel;
-      const uint8_t* group = weight.panels + panel * weight.panel_bytes(weight.k);
+      const uint8_t* group = weight.panels + panel * weight.panel_distance();
       for (T* to = out + i * weight.k; to < out + (i + 1) * weight.k; group += weight.kGroupBytes) {
         const float scale = reinterpret_cast<const at::Half*>(group)[column];
         const uint8_t* word = group + D::kHeaderBytes + column * D::kPerWord;

@@ -57,6 +57,7 @@ struct WidenedPacked {
 
   int64_t row_bytes() const { return k * sizeof(float); }
   static int64_t panel_bytes(int64_t numbers) { return numbers / kGroup * kGroupBytes; }
+  int64_t panel_distance() const { return panel_bytes(k); }
   static constexpr int64_t kPerWord = D::kPerWord;
 
   Opened open(int64_t panel, Chunk chunk, int64_t rows, Prefetch prefetch) const {

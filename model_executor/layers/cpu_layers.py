@@ -34,12 +34,14 @@ class CpuLinear:
     """`Linear` on packed weights. `to_float`: the result is float32 for every type of x.
 
     The weights have the type of x. For an x of float32 they may also be bfloat16 or quantized: each is then widened to
-    the float32 number that it stands for when it is multiplied.
+    the float32 number that it stands for when it is multiplied. `compact`: see `panels_of`.
     """
 
-    def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, to_float: bool = False) -> None:
+    def __init__(
+        self, weight: Weight, bias: torch.Tensor | None = None, *, to_float: bool = False, compact: bool = False
+    ) -> None:
         self.num_out = weight.shape[0]
-        self.packed = pack(weight)
+        self.packed = pack(weight, compact=compact)
         self.bias = pack_bias(bias)
         self._to_float = to_float
 
@@ -52,11 +54,14 @@ class CpuLinear:
 
 
 class CpuGatedLinear:
-    """`GatedLinear` on packed weights. A panel holds gate rows in one half and the matching up rows in the other."""
+    """`GatedLinear` on packed weights. A panel holds gate rows in one half and the matching up rows in the other.
 
-    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
+    `compact`: see `panels_of`.
+    """
+
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, compact: bool = False) -> None:
         self.num_out = weight.shape[0] // 2
-        self.packed = pack_gated(weight)
+        self.packed = pack_gated(weight, compact=compact)
         self.bias = None if bias is None else pack_bias(interleave(bias))
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
@@ -164,18 +169,19 @@ class CpuFloatLayers(CpuLayers):
 
     compiled = True
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        """`dtype`: type of the activations."""
+    def __init__(self, dtype: torch.dtype, *, compact: bool = False) -> None:
+        """`dtype`: type of the activations. `compact`: weights of bfloat16 are compact, as `panels_of` says."""
         self._dtype = dtype
+        self._compact = compact
 
     def linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
-        return CpuLinear(weight, bias)
+        return CpuLinear(weight, bias, compact=self._compact)
 
     def gated_linear(self, weight: Any, bias: torch.Tensor | None) -> Layer:
-        return CpuGatedLinear(weight, bias)
+        return CpuGatedLinear(weight, bias, compact=self._compact)
 
     def head(self, weight: Any) -> Layer:
-        return CpuLinear(weight, to_float=True)
+        return CpuLinear(weight, to_float=True, compact=self._compact)
 
     def embedding(self, weight: Any) -> Layer:
         return Embedding(weight) if weight.dtype == self._dtype else WidenedEmbedding(weight, self._dtype)
@@ -187,11 +193,15 @@ class CpuFloatLayers(CpuLayers):
         return PackedEmbedding(head, self._dtype)
 
 
-def cpu_layers(dtype: torch.dtype, widths: Iterable[int] = ()) -> CpuLayers:
+def cpu_layers(dtype: torch.dtype, widths: Iterable[int] = (), *, compact: bool = False) -> CpuLayers:
     """Make the layers of a CPU for the type of the activations and the widths of the model's vectors.
+
+    `compact`: weights of bfloat16 are compact, as `panels_of` says.
 
     Linear layers use torch's operations in two cases: the build for this processor cannot multiply the type, or a width
     is not a whole number of words (32 bits).
     """
     whole_words = all(width * dtype.itemsize % 4 == 0 for width in widths)
-    return CpuFloatLayers(dtype) if whole_words and cpu_extension.multiplies(dtype) else CpuLayers()
+    if not whole_words or not cpu_extension.multiplies(dtype):
+        return CpuLayers()
+    return CpuFloatLayers(dtype, compact=compact)

@@ -136,14 +136,16 @@ def layers_for(
     quantized: bool = False,
     widths: Iterable[int] = (),
     onednn: bool = False,
+    compact: bool = False,
     fuse_small_steps: bool = False,
     dependent_launch: bool = False,
 ) -> LayerKinds:
     """The kind of layers that goes with an attention backend.
 
     `quantized`: whether weights are QuantizedWeights, which only `cpu` has. `widths`: lengths of the vectors that
-    linear layers multiply. `onednn`: whether a CPU's linear layers are oneDNN's. `fuse_small_steps` and
-    `dependent_launch`: see FusedTritonLayers; other backends have no such layers.
+    linear layers multiply. `onednn`: whether a CPU's linear layers are oneDNN's. `compact`: whether a
+    CPU's weights of bfloat16 are compact (packing.py). `fuse_small_steps` and `dependent_launch`: see
+    FusedTritonLayers; other backends have no such layers.
     """
     assert not quantized or attention_backend == "cpu"
     match attention_backend:
@@ -166,5 +168,5 @@ def layers_for(
         case "cpu":
             from .cpu_layers import cpu_layers  # needs the compiled operations, which this backend has loaded
 
-            return cpu_layers(dtype, widths)
+            return cpu_layers(dtype, widths, compact=compact)
     return TorchLayers()

@@ -13,13 +13,15 @@ from .quantized_weight import GROUP, QuantizedWeight
 
 _PER_WORD = 4
 """8-bit values in a word of 32 bits"""
+COMPACT_BITS = 12
+"""Bits of a number of a compact weight, without headers and exceptions"""
 
 
 class PackedWeight(NamedTuple):
     """A weight whose panels exist already. Layers use them as they are, and never write to them."""
 
     panels: torch.Tensor
-    """`panels_of` or `gated_panels_of` the weight"""
+    """`panels_of` or `gated_panels_of` the weight, compact or not"""
     shape: torch.Size
     """[n, k] of the weight"""
     bits: int | None
@@ -29,36 +31,47 @@ class PackedWeight(NamedTuple):
 Weight: TypeAlias = "torch.Tensor | QuantizedWeight | PackedWeight"
 
 
-def pack(weight: Weight) -> torch.Tensor:
-    """The panels of a weight on huge pages."""
-    return weight.panels if isinstance(weight, PackedWeight) else on_huge_pages(panels_of(weight))
+def pack(weight: Weight, *, compact: bool = False) -> torch.Tensor:
+    """The panels of a weight on huge pages. `compact`: see `panels_of`."""
+    return weight.panels if isinstance(weight, PackedWeight) else on_huge_pages(panels_of(weight, compact=compact))
 
 
-def pack_gated(weight: Weight) -> torch.Tensor:
-    """The panels of a gate and up projection on huge pages."""
-    return weight.panels if isinstance(weight, PackedWeight) else on_huge_pages(gated_panels_of(weight))
+def pack_gated(weight: Weight, *, compact: bool = False) -> torch.Tensor:
+    """The panels of a gate and up projection on huge pages. `compact`: see `panels_of`."""
+    return (
+        weight.panels if isinstance(weight, PackedWeight) else on_huge_pages(gated_panels_of(weight, compact=compact))
+    )
 
 
-def panels_of(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
+def panels_of(weight: torch.Tensor | QuantizedWeight, *, compact: bool = False) -> torch.Tensor:
     """The panels of a weight [n, k]: [ceil(n / width), k / per_word, width, per_word] of a tensor. Pads n with zeros.
 
     A panel holds `width` rows of the weight, as many as there are floats in two vector registers. A row consists of
     words of 32 bits. The panel stores first word 0 of all its rows, then word 1 of all its rows, and so on, because one
     step of the dot products reads the same word of all rows. The result need not be contiguous.
+
+    `compact`: a weight of bfloat16 takes 12 bits a number, without loss: uint8 [ceil(n / width), bytes]. It stays as it
+    is if too many of its numbers have rare exponents. Only builds that multiply bfloat16 multiply compact weights.
+    csrc/cpu/compact.h describes them.
     """
     if isinstance(weight, QuantizedWeight):
         return _quantized_panels(weight)
     width, per_word = 2 * cpu_extension.lanes(), 4 // weight.itemsize
     n, k = weight.shape
     assert k % per_word == 0, (n, k)
-    return padded(weight, 0, width).view(-1, width, k // per_word, per_word).transpose(1, 2)
+    panels = padded(weight, 0, width).view(-1, width, k // per_word, per_word).transpose(1, 2)
+    if not compact or weight.dtype != torch.bfloat16:
+        return panels
+    panels = panels.contiguous()
+    compacted = torch.ops.tercet_cpu.compact(panels)
+    return panels if compacted is None else compacted
 
 
-def gated_panels_of(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
+def gated_panels_of(weight: torch.Tensor | QuantizedWeight, *, compact: bool = False) -> torch.Tensor:
     """The panels of a gate and up projection: one half of a panel has gate rows, the other the matching up rows."""
     if isinstance(weight, QuantizedWeight):
         return panels_of(weight.with_rows(interleave))
-    return panels_of(interleave(weight))
+    return panels_of(interleave(weight), compact=compact)
 
 
 _arena = Arena()

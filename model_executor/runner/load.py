@@ -83,6 +83,7 @@ class _RunnerBuilder:
             weight_dtype=settings.weight_dtype,
             forms=settings.weight_forms,
             packed=self._layers(settings, settings.attention_backend).compiled and not settings.onednn,
+            compact=settings.compact,
         )
         self.uploads = Uploads(settings.device, self.accelerator)
         self.sampler = Sampler(
@@ -175,6 +176,7 @@ class _RunnerBuilder:
             # Only the widths that may be odd: head_dim is even, so the width of all heads is, too.
             widths=(self.config.hidden_size, self.config.intermediate_size),
             onednn=settings.onednn,
+            compact=settings.compact,
             fuse_small_steps=settings.fuse_small_steps,
             dependent_launch=settings.dependent_launch,
         )

@@ -12,6 +12,7 @@ import torch
 from ...srt import env
 from ...srt.model_files.model_config import ModelConfig
 from ...srt.server_args import ServerArgs
+from .. import cpu_extension
 from ..attention.registry import default_page_size, resolve_attention_backend, resolve_kv_dtype
 from ..cpu_calibration import ChosenTuning, resolve_tuning
 from ..device.dtypes import resolve_dtype
@@ -30,6 +31,8 @@ from ..weights.quantization import (
 
 logger = logging.getLogger(__name__)
 
+_LARGE_BYTES = 64 << 20
+"""Weights that most caches do not hold."""
 _DEFAULT_RECORDED_ROWS = 256
 _RECORDED_TOKENS = 256
 """Most new tokens of a recorded step of a CPU, or more if a decode step may have more rows. A recording keeps memory
@@ -74,6 +77,8 @@ class RunnerSettings:
     """the tuning of the compiled CPU operations; None if they are not used"""
     onednn: bool
     """whether linear layers are oneDNN's"""
+    compact: bool
+    """whether weights of bfloat16 take 12 bits a number"""
     attention_backend: str
     """one of attention.registry.BACKEND_NAMES"""
     quantization: str | None
@@ -163,6 +168,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
             "its kernels lack registers"
         )
     cpu_kernels = resolve_tuning(server_args.cpu_kernels, server_args.weight_cache) if backend == "cpu" else None
+    onednn = cpu_kernels is not None and uses_onednn(cpu_kernels, dtype, weights, config)
     return RunnerSettings(
         device=device,
         dtype=dtype,
@@ -170,7 +176,8 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         weight_forms=weights.forms,
         kv_dtype=kv_dtype,
         cpu_kernels=cpu_kernels,
-        onednn=cpu_kernels is not None and uses_onednn(cpu_kernels, dtype, weights, config),
+        onednn=onednn,
+        compact=cpu_kernels is not None and not onednn and uses_compact(cpu_kernels, dtype, weights, config),
         attention_backend=backend,
         quantization=server_args.quantization,
         weight_cache=server_args.weight_cache,
@@ -237,8 +244,17 @@ def uses_onednn(chosen: ChosenTuning, dtype: torch.dtype, weights: WeightTypes, 
     return True
 
 
+def uses_compact(chosen: ChosenTuning, dtype: torch.dtype, weights: WeightTypes, config: ModelConfig) -> bool:
+    """Whether weights of bfloat16 are compact: the processor multiplies them, and reading them limits decode steps."""
+    multiplied = dtype == weights.dtype == torch.bfloat16 and not weights.forms and cpu_extension.multiplies(dtype)
+    if not multiplied or chosen.tuning.bfloat16 != "native" or chosen.tuning.compact == "never":
+        return False
+    is_large = sum(parameter_bytes(config, dtype.itemsize, forms={}).values()) >= _LARGE_BYTES
+    return is_large or chosen.tuning.compact == "always"
+
+
 def weight_bytes(settings: RunnerSettings, config: ModelConfig) -> int:
-    """The size of all parameters in bytes."""
+    """The size of all parameters in bytes. Compact ones take less."""
     matrix_bytes = settings.weight_dtype.itemsize
     sizes = parameter_bytes(config, settings.dtype.itemsize, matrix_bytes=matrix_bytes, forms=settings.weight_forms)
     return sum(sizes.values())

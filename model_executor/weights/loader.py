@@ -139,13 +139,15 @@ def load_parameters(
     weight_dtype: torch.dtype | None = None,
     forms: Mapping[str, str] | None = None,
     packed: bool = False,
+    compact: bool = False,
 ) -> Mapping[str, Any]:
     """Load the family's parameters, by name: tensors, or QuantizedWeights and Fp8Weights for the names in `forms`.
 
     `seed`: seed of dummy weights. `cache`: folder of dequantised and of packed weights. `shard`: the rank whose part of
     each parameter is loaded. `weight_dtype`: the type of matrices that are not quantized, `dtype` by default. `forms`:
     the quantized form of parameters by name, by default the `quantized_forms` of `quantization`. `packed`: all layers
-    are compiled CPU operations; then matrices from the cache are PackedWeights.
+    are compiled CPU operations; then matrices from the cache are PackedWeights. `compact`: those of bfloat16 are
+    compact, as layers/packing.py says.
 
     Raises ValueError for missing and unexpected tensors, for a tensor whose shape differs from the config's or whose
     type is not supported, and if the ranks cannot divide the model. On a CPU, a wrong shape or type raises it when the
@@ -163,7 +165,7 @@ def load_parameters(
         return StoredParameters(_open(config), config, dtypes, forms, shard)
 
     if packed and cache is not None and shard == WHOLE:
-        return PackedParameters(cache, config, dtypes, forms, stored)
+        return PackedParameters(cache, config, dtypes, forms, stored, compact=compact)
     # This cache keeps whole tensors that are not quantized. Others are read from the checkpoint itself.
     if config.load_format == "gguf" and cache is not None and not forms and shard == WHOLE:
         table = family_of(config).parameters(config)

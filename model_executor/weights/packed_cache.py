@@ -50,13 +50,17 @@ class PackedParameters(Mapping[str, Any]):
         dtypes: ParameterDtypes,
         forms: Mapping[str, str],
         stored: Callable[[], Mapping[str, Any]],
+        *,
+        compact: bool = False,
     ) -> None:
-        """`forms`: quantized form of parameters by name. `stored`: reads the parameters of the checkpoint."""
+        """`forms`: quantized form of parameters by name. `stored`: reads the parameters of the checkpoint. `compact`:
+        weights of bfloat16 are compact, as `panels_of` says."""
         self._folder = folder
         self._config = config
         self._dtypes = dtypes
         self._forms = forms
         self._stored = stored
+        self._compact = compact
         self._table = {parameter.name: parameter for parameter in family_of(config).parameters(config)}
 
     def __getitem__(self, name: str) -> Any:
@@ -79,7 +83,7 @@ class PackedParameters(Mapping[str, Any]):
 
     @functools.cached_property
     def _found(self) -> Mapping[str, Any]:
-        key = _key(self._config, self._dtypes, self._forms)
+        key = _key(self._config, self._dtypes, self._forms, self._compact)
         path = self._folder.path / f"{PREFIX}{key}.packed"
         entry = Entry(
             path,
@@ -115,17 +119,18 @@ class PackedParameters(Mapping[str, Any]):
         for name, parameter in self._table.items():
             found = stored[name]
             if self._is_multiplied(parameter):
-                found = gated_panels_of(found) if name.endswith("gate_up_proj.weight") else panels_of(found)
+                pack = gated_panels_of if name.endswith("gate_up_proj.weight") else panels_of
+                found = pack(found, compact=self._compact)
             yield name, found
 
     def _num_bytes(self) -> int:
-        """About the size of the entry: without the padding."""
+        """About the size of the entry, or more: without the padding, and of weights that are not compact."""
         vectors, matrices = self._dtypes
         sizes = parameter_bytes(self._config, vectors.itemsize, matrix_bytes=matrices.itemsize, forms=self._forms)
         return sum(sizes.values())
 
 
-def _key(config: ModelConfig, dtypes: ParameterDtypes, forms: Mapping[str, str]) -> str:
+def _key(config: ModelConfig, dtypes: ParameterDtypes, forms: Mapping[str, str], compact: bool) -> str:
     """A hash of all that packed parameters depend on. Raises OSError for an unreadable model."""
     variant = cpu_extension.load()
     assert variant is not None
@@ -135,6 +140,7 @@ def _key(config: ModelConfig, dtypes: ParameterDtypes, forms: Mapping[str, str])
         "config": weight_fields(config),
         "dtypes": [str(dtype) for dtype in dtypes],
         "forms": dict(forms),
+        "compact": compact,
         "build": variant.name,
         "operations": None if stamp is None else stamp.sources,
         "code": _code_digest(),

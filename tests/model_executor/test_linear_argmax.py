@@ -19,6 +19,7 @@ KINDS = [
     # x, weight
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, "compact"),
     (torch.float32, torch.bfloat16),
     (torch.float32, "int8"),
     (torch.bfloat16, "int8"),
@@ -36,6 +37,8 @@ def make_head(kind, weight, bias=None):
 
     if isinstance(kind, torch.dtype):
         return CpuLinear(weight.to(kind), bias, to_float=True)
+    if kind == "compact":
+        return CpuLinear(weight.bfloat16(), bias, to_float=True, compact=ops.multiplies_bfloat16())
     quantized = quantize(weight, 4 if kind.endswith("int4") else 8)
     return (CpuLinear if kind.startswith("widened") else QuantizedLinear)(quantized, bias, to_float=True)
 

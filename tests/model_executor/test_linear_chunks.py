@@ -33,6 +33,9 @@ def layers():
             ("int4", lambda w: quantized_layers.QuantizedLinear(quantize(w, 4), to_float=True)),
         )
     } | {
+        (torch.bfloat16, "compact"): lambda w: cpu_layers.CpuLinear(
+            w.bfloat16(), to_float=True, compact=ops.multiplies_bfloat16()
+        ),
         (torch.float32, "widened bfloat16"): lambda w: cpu_layers.CpuLinear(w.bfloat16(), to_float=True),
         (torch.float32, "widened int8"): lambda w: cpu_layers.CpuLinear(quantize(w, 8), to_float=True),
         (torch.float32, "widened int4"): lambda w: cpu_layers.CpuLinear(quantize(w, 4), to_float=True),

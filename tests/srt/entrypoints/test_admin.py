@@ -103,7 +103,8 @@ def test_server_info_tells_no_secret(path: str) -> None:
     assert info["weight_dtype"] == "int4, int8"
     kernels = info["cpu_kernels"]
     assert (kernels["build"], kernels["block_kib"], kernels["chunk"]) == ("avx2", 256, 1024)
-    assert (kernels["bfloat16"], kernels["linears"], kernels["source"]) == ("widened", "tercet", "measured")
+    assert (kernels["bfloat16"], kernels["linears"]) == ("widened", "tercet")
+    assert (kernels["weights"], kernels["source"]) == ("plain", "measured")
     assert (info["status"], info["max_total_num_tokens"], info["max_req_input_len"]) == ("ready", 1000, 255)
     (state,) = info["internal_states"]
     assert state["last_gen_throughput"] == 12.5
