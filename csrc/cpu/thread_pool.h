@@ -7,11 +7,13 @@
 #pragma once
 
 #include <ATen/Parallel.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -80,7 +82,16 @@ class ThreadPool {
   /// processes need the core.
   static constexpr std::chrono::microseconds kSpinTime{200};
 
-  ThreadPool() = default;
+  ThreadPool() {
+    pthread_atfork(nullptr, nullptr, [] { get().forget_threads(); });
+  }
+
+  /// To be called in a fork, which has none of the threads. They can be neither joined nor destroyed there.
+  void forget_threads() {
+    new (&job_mutex_) std::mutex;
+    new (&threads_) std::vector<std::thread>;
+    sleepers_ = 0;
+  }
 
   /// The number of the job in the upper half, the number of unclaimed items in the lower: a thread cannot take one job
   /// for another.

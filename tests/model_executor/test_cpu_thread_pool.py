@@ -89,3 +89,16 @@ while any(thread.is_alive() for thread in threads):
     ops.set_num_threads(1 + n % 4)
 assert not wrong
 """)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_a_fork_has_threads_of_its_own():
+    run("""
+expected = ops.argmax(logits)
+child = os.fork()
+if child == 0:
+    right = torch.equal(ops.argmax(logits), expected)
+    os._exit(0 if right and len(os.listdir("/proc/self/task")) == 3 else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert torch.equal(ops.argmax(logits), expected)
+""")
