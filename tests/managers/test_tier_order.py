@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from random_steps.scheduler_case import WaitingBound
 from scheduler_rig import Rig
 from tier_asks import ask, prompt, settle, settle_copies
 
+from tercet.managers import kv_tiers
 from tercet.managers.req import Stage
 from tercet.managers.req_tiers import ReqTiers
+from tercet.managers.schedule_policy import MAX_PASSED_OVER
 from tercet.mem_cache.block_keys import BlockKeys
 from tercet.mem_cache.host_blocks import HostBlocks
 from tercet.mem_cache.kv_folder import file_name
@@ -101,6 +104,39 @@ def test_a_missing_file_is_written_anew_from_host_memory(tmp_path: Path) -> None
     assert ask(rig, "b", first) == (40, 0, 0)
     settle(rig)
     assert ask(Rig(page_size=4, host_blocks=64, storage=tmp_path), "c", first) == (40, 0, 40)
+
+
+def num_that_pass_a_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many later arrivals go before a request whose files are never read, in twice the time that it may wait."""
+    rig = Rig(page_size=4, host_blocks=64, storage=folder)
+    ask(rig, "a", prompt(1, 41))
+    settle(rig)
+    fresh = Rig(page_size=4, host_blocks=64, storage=folder, max_running=1)
+    ask(fresh, "warm", prompt(2, 61))
+    monkeypatch.setattr(fresh.kv.tiers._storage, "read", lambda job: None)  # a disk that never answers
+    fresh.add("reads", prompt(1, 41), max_new_tokens=1)
+    bound = WaitingBound(fresh)
+    for index in range(400):
+        if len(fresh.scheduler.queues.waiting) < 4:  # a long queue would not be sorted
+            fresh.add(f"warm{index}", [*prompt(2, 60), index % 97], max_new_tokens=1)
+        fresh.turn()
+        bound.check()
+        fresh.clock.now += 0.01
+    return [rid for rid in [*fresh.heard, "reads"] if rid != "warm"].index("reads")
+
+
+def test_others_pass_a_read_for_a_limited_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 2 s, of two turns of 0.01 s for each, more pass it than otherwise any request. The check allows that."""
+    assert kv_tiers.READ_TIMEOUT_S == 2.0
+    assert 3 * MAX_PASSED_OVER < num_that_pass_a_read(tmp_path, monkeypatch) <= 101
+
+
+def test_the_check_of_random_steps_notices_a_read_without_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_tiers, "READ_TIMEOUT_S", 4.0)
+    with pytest.raises(AssertionError, match="reads is starved"):
+        num_that_pass_a_read(tmp_path, monkeypatch)
 
 
 class CountingDict(dict[bytes, int]):

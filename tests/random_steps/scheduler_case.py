@@ -20,6 +20,7 @@ from tier_reader import TierReader
 
 from fakes import FakeProposer
 from tercet.managers.fair_policy import FairPolicy
+from tercet.managers.kv_tiers import READ_TIMEOUT_S
 from tercet.managers.req import Req
 from tercet.managers.schedule_policy import MAX_PASSED_OVER
 from tercet.managers.weight_updates import LoadedWeights
@@ -37,7 +38,8 @@ _AUDIT_INTERVAL = 16
 _MAX_DRAIN_TURNS = 5_000
 _MAX_DELAYED = 16
 """Passes in which a request that was passed over often enough may still be delayed by a chunk that has begun, or by a
-prefix that a step computes. Earlier arrivals in chunks are not counted: each of them is computed only once."""
+prefix that a step computes. Earlier arrivals in chunks are not counted: each of them is computed only once. Nor are
+passes while the request waits for KV files, for READ_TIMEOUT_S at most."""
 
 
 class Listener:
@@ -77,14 +79,19 @@ class Listener:
 class WaitingBound:
     """Counts, independently of the policies, how often later arrivals are admitted before a request.
 
-    Only without priorities: more urgent prompts in chunks may delay a request for any time.
+    Only without priorities: more urgent prompts in chunks may delay a request for any time. While a request waits for
+    KV files, any number of others may pass it (docs/memory.md). That wait is bounded in time, so it has a clock here,
+    which shares nothing with that of the scheduler.
     """
 
     def __init__(self, rig: Rig) -> None:
         self._queues = rig.scheduler.queues
+        self._clock = rig.clock
         self._holders: set[Req] = set()
         self._unfinished: list[Req] = []
         self._passes: defaultdict[Req, int] = defaultdict(int)
+        self._read_until: dict[Req, float] = {}
+        """The requests that wait for files, and until when they may."""
         self._has_priorities = rig.planner._limits.preemption_threshold is not None
         self._is_fair = isinstance(rig.planner._policy, FairPolicy)
 
@@ -93,6 +100,9 @@ class WaitingBound:
         admitted = holders - self._holders
         in_chunks = [*self._unfinished, *self._queues.unfinished]
         self._holders, self._unfinished = holders, list(self._queues.unfinished)
+        now = self._clock()
+        reading = [req for req in self._queues.waiting if req.tiers is not None and req.tiers.awaits_files]
+        self._read_until = {req: self._read_until.get(req, now + READ_TIMEOUT_S) for req in reading}
         if not admitted or self._has_priorities:
             return
         last: dict[str, int] = {}
@@ -101,7 +111,8 @@ class WaitingBound:
             last[group] = max(last.get(group, 0), req.arrival)
         for req in self._queues.waiting:
             if req.arrival < last.get(self._group(req), 0) and req.is_admissible:
-                if self._passes[req] >= MAX_PASSED_OVER and any(one.arrival < req.arrival for one in in_chunks):
+                is_delayed = any(one.arrival < req.arrival for one in in_chunks) or now < self._read_until.get(req, 0.0)
+                if self._passes[req] >= MAX_PASSED_OVER and is_delayed:
                     continue
                 self._passes[req] += 1
                 assert self._passes[req] <= MAX_PASSED_OVER + _MAX_DELAYED, f"{req.rid} is starved"
