@@ -98,7 +98,7 @@ class SchedulePolicy:
 
     Requests of higher priority go first. Among equals there is a bound: when MAX_PASSED_OVER passes have admitted later
     arrivals before a request, every later pass tries it before all later arrivals. Then only memory, prompts in chunks,
-    or a prefix that the step computes delays it.
+    a prefix that the step computes, its grammar or its KV files (READ_TIMEOUT_S) delay it.
     """
 
     def __init__(self, name: str, kv: KVCacheManager, clock: Callable[[], float], seed: int = 0) -> None:
