@@ -168,7 +168,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
             "its kernels lack registers"
         )
     cpu_kernels = resolve_tuning(server_args.cpu_kernels, server_args.weight_cache) if backend == "cpu" else None
-    onednn = cpu_kernels is not None and uses_onednn(cpu_kernels, dtype, weights, config)
+    linears = resolve_linears(cpu_kernels, dtype, weights, config)
     return RunnerSettings(
         device=device,
         dtype=dtype,
@@ -176,8 +176,8 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         weight_forms=weights.forms,
         kv_dtype=kv_dtype,
         cpu_kernels=cpu_kernels,
-        onednn=onednn,
-        compact=cpu_kernels is not None and not onednn and uses_compact(cpu_kernels, dtype, weights, config),
+        onednn=linears.onednn,
+        compact=linears.compact,
         attention_backend=backend,
         quantization=server_args.quantization,
         weight_cache=server_args.weight_cache,
@@ -225,6 +225,23 @@ def resolve_weights(dtype: torch.dtype, config: ModelConfig, backend: str, quant
 def _has_dependent_launch(device: torch.device) -> bool:
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+class CpuLinears(NamedTuple):
+    """The linear layers of a CPU: fields of RunnerSettings."""
+
+    onednn: bool
+    compact: bool
+
+
+def resolve_linears(
+    chosen: ChosenTuning | None, dtype: torch.dtype, weights: WeightTypes, config: ModelConfig
+) -> CpuLinears:
+    """Choose the linear layers of a CPU. `chosen`: None without the compiled operations."""
+    if chosen is None:
+        return CpuLinears(onednn=False, compact=False)
+    onednn = uses_onednn(chosen, dtype, weights, config)
+    return CpuLinears(onednn, compact=not onednn and uses_compact(chosen, dtype, weights, config))
 
 
 def uses_onednn(chosen: ChosenTuning, dtype: torch.dtype, weights: WeightTypes, config: ModelConfig) -> bool:

@@ -19,7 +19,7 @@ from ..device.memory import Memory
 from ..models.family import Model, Parameters
 from ..weights.loader import load_parameters
 from .recorded_steps import RecordedSteps
-from .settings import RunnerSettings, resolve_weights, uses_compact, uses_onednn, weight_bytes
+from .settings import RunnerSettings, resolve_linears, resolve_weights, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -128,11 +128,13 @@ class WeightUpdater:
         """The settings with the types of the new matrices. Their file may store other types than the old one."""
         settings = self._settings
         weights = resolve_weights(settings.dtype, config, settings.attention_backend, settings.quantization)
-        chosen = settings.cpu_kernels
-        onednn = chosen is not None and uses_onednn(chosen, settings.dtype, weights, config)
-        compact = chosen is not None and not onednn and uses_compact(chosen, settings.dtype, weights, config)
+        linears = resolve_linears(settings.cpu_kernels, settings.dtype, weights, config)
         return dataclasses.replace(
-            settings, weight_dtype=weights.dtype, weight_forms=weights.forms, onednn=onednn, compact=compact
+            settings,
+            weight_dtype=weights.dtype,
+            weight_forms=weights.forms,
+            onednn=linears.onednn,
+            compact=linears.compact,
         )
 
     def _overwrite(self, targets: Parameters, stored: Parameters) -> None:

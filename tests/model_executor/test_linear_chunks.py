@@ -15,9 +15,9 @@ BLOCK_BYTES, LARGEST = 256 * 1024, 1024
 
 @pytest.fixture
 def chunk():
-    """Sets the size of chunks."""
+    """Sets the size of chunks, and of blocks."""
     widens = not ops.multiplies_bfloat16()
-    yield lambda numbers: ops.set_tuning(BLOCK_BYTES, numbers, widens)
+    yield lambda numbers, block_bytes=BLOCK_BYTES: ops.set_tuning(block_bytes, numbers, widens)
     ops.set_tuning(BLOCK_BYTES, LARGEST, widens)
 
 
@@ -62,13 +62,9 @@ def test_the_size_of_chunks_changes_no_bit(kind, rows, chunk):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_row_may_be_larger_than_a_block(kind):
+def test_a_row_may_be_larger_than_a_block(kind, chunk):
     layer = layers()[kind](torch.randn(70, 1536))
     x = torch.randn(5, 1536).to(kind[0])
     expected = layer(x)
-    widens = not ops.multiplies_bfloat16()
-    try:
-        ops.set_tuning(1024, LARGEST, widens)
-        assert torch.equal(layer(x), expected)
-    finally:
-        ops.set_tuning(BLOCK_BYTES, LARGEST, widens)
+    chunk(LARGEST, block_bytes=1024)
+    assert torch.equal(layer(x), expected)
