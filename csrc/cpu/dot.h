@@ -113,6 +113,13 @@ inline void prefetch_to_write(const void* at) {
 #endif
 }
 
+/// The same for all lines of `count` numbers.
+template <typename T>
+inline void prefetch_to_write(const T* numbers, int64_t count) {
+  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+  for (int64_t i = 0; i < count; i += kLine) prefetch_to_write(static_cast<const void*>(numbers + i));
+}
+
 /// Prefetches `bytes` bytes with every word that `multiply_panel` multiplies. Each line is prefetched once.
 class Prefetch {
  public:

@@ -11,36 +11,78 @@
 
 namespace tercet {
 
+/// Stores words of kLanes keys in a panel: word w of all keys lies side by side. words(i) has kLanes words of key i.
+template <typename Words>
+inline void store_key_words(float* panel, const Words& words) {
+  Floats block[kLanes];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kLanes; ++i) block[i] = words(i);
+  transpose(block);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kLanes; ++i) store_floats(panel + i * kPanel, block[i]);
+}
+
+/// kPanel words, each with a component of two neighbouring values of 16 bits. Each vector of arguments has kPanel
+/// components.
+inline std::pair<Floats, Floats> value_words(Floats even, Floats odd) {
+  typedef uint16_t Numbers __attribute__((vector_size(kPanel * sizeof(uint16_t))));
+  const auto pairs = interleave(
+      reinterpret_cast<Numbers>(even), reinterpret_cast<Numbers>(odd), std::make_index_sequence<kPanel>());
+  return {reinterpret_cast<Floats>(pairs.first), reinterpret_cast<Floats>(pairs.second)};
+}
+
 template <typename T>
 struct KVPanels {
   static constexpr int64_t kPerWord = Dot<T>::kPerWord;
 
   int64_t block_stride, head_dim;
 
-  /// The offset of the numbers of a KV head in the block of `slot`.
-  int64_t block(int64_t slot, int64_t kv_head) const {
-    return slot / kPanel * block_stride + kv_head * kPanel * head_dim;
+  /// The words of a KV head in the block of `slot`.
+  float* block(T* pool, int64_t slot, int64_t kv_head) const {
+    return reinterpret_cast<float*>(pool + slot / kPanel * block_stride + kv_head * kPanel * head_dim);
   }
 
-  void store_key(const T* key, int64_t slot, int64_t kv_head, T* pool) const {
-    T* to = pool + block(slot, kv_head) + slot % kPanel * kPerWord;
-    for (int64_t d = 0; d < head_dim; d += kPerWord, to += kPanel * kPerWord) std::copy_n(key + d, kPerWord, to);
+  /// Stores the keys of `count` slots from `slot` on, in one group of kLanes slots. Keys are `stride` numbers apart.
+  void store_keys(const T* keys, int64_t stride, int64_t slot, int64_t count, int64_t kv_head, T* pool) const {
+    const int64_t words = head_dim / kPerWord;
+    float* to = block(pool, slot, kv_head) + slot % kPanel;
+    if (count == kLanes)
+      for (int64_t w = 0; w < words; w += kLanes)
+        store_key_words(to + w * kPanel, [&](int64_t i) { return load_words(keys + i * stride + w * kPerWord); });
+    else
+      for (int64_t i = 0; i < count; ++i, keys += stride, ++to)
+        for (int64_t w = 0; w < words; ++w) std::memcpy(to + w * kPanel, keys + w * kPerWord, sizeof(float));
   }
 
-  /// Stores a value. A word holds the values of kPerWord neighbouring slots. With `clear_rest` it writes zeros for the
-  /// later slots of the word: no value is stored there now, but attention multiplies the whole word, and zero times
-  /// what memory happens to hold may be NaN.
-  void store_value(const T* value, int64_t slot, int64_t kv_head, bool clear_rest, T* pool) const {
-    const int64_t word = slot % kPanel / kPerWord, at = slot % kPerWord;
-    T* block_start = pool + block(slot, kv_head);
-    for (int64_t d = 0; d < head_dim; d += kPanel, value += kPanel) {
-      T* to = block_start + d * kPanel + word * kPanel * kPerWord;
-      for (int64_t i = 0; i < kPanel; ++i) {
-        to[i * kPerWord + at] = value[i];
-        if (clear_rest)
-          for (int64_t after = at + 1; after < kPerWord; ++after) to[i * kPerWord + after] = T(0.f);
+  /// Stores the values of `count` slots from `slot` on. Values are `stride` numbers apart. Slots after the last one get
+  /// zeros if they share its words: attention multiplies whole words, and zero times what memory happens to hold may be
+  /// NaN.
+  void store_values(const T* values, int64_t stride, int64_t slot, int64_t count, int64_t kv_head, T* pool) const {
+    float* const start = block(pool, slot, kv_head);
+    for (int64_t i = -(slot % kPerWord); i < count; i += kPerWord)
+      for (int64_t d = 0; d < head_dim; d += kLanes * kPerWord) {
+        const auto value = [&](int64_t i) {
+          return 0 <= i && i < count ? load_words(values + i * stride + d) : Floats{};
+        };
+        float* to = start + (d / kPanel * (kPanel / kPerWord) + (slot + i) % kPanel / kPerWord) * kPanel + d % kPanel;
+        if constexpr (kPerWord == 1) {
+          store_floats(to, value(i));
+        } else {
+          const auto [left, right] = value_words(value(i), value(i + 1));
+          store_floats(to, i < 0 ? with_even_halves(left, to) : left);
+          store_floats(to + kLanes, i < 0 ? with_even_halves(right, to + kLanes) : right);
+        }
       }
-    }
+  }
+
+ private:
+  typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+
+  static Floats load_words(const T* numbers) { return load_floats(reinterpret_cast<const float*>(numbers)); }
+
+  /// Words with the numbers of even slots from memory.
+  static Floats with_even_halves(Floats words, const float* from) {
+    return reinterpret_cast<Floats>(reinterpret_cast<Bits>(words) | (reinterpret_cast<Bits>(load_floats(from)) & 0xffff));
   }
 };
 

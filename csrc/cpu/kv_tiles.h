@@ -140,14 +140,10 @@ class TileReader {
     for (int64_t i = 0; i < padded_keys; i += kLanes) {
       for (int64_t r = 0; r < kLanes; ++r) prefetch_slot(next.k[i + r], kv_head);
       float* panel = reinterpret_cast<float*>(panels) + i / kPanel * words * kPanel + i % kPanel;
-      for (int64_t w = 0; w < words; w += kLanes) {
-        Floats block[kLanes];
-#pragma GCC unroll 16
-        for (int64_t r = 0; r < kLanes; ++r) block[r] = load_words(tile.k[i + r] + kv_head * head_dim_, w * kPerWord);
-        transpose(block);
-#pragma GCC unroll 16
-        for (int64_t r = 0; r < kLanes; ++r) store_floats(panel + (w + r) * kPanel, block[r]);
-      }
+      for (int64_t w = 0; w < words; w += kLanes)
+        store_key_words(panel + w * kPanel, [&](int64_t r) {
+          return load_words(tile.k[i + r] + kv_head * head_dim_, w * kPerWord);
+        });
     }
   }
 
@@ -163,11 +159,9 @@ class TileReader {
             store_floats(words, value(i, d));
             store_floats(words + kLanes, value(i, d + kLanes));
           } else {
-            typedef uint16_t Numbers __attribute__((vector_size(kPanel * sizeof(uint16_t))));
-            const auto even = reinterpret_cast<Numbers>(value(i, d)), odd = reinterpret_cast<Numbers>(value(i + 1, d));
-            const auto pairs = interleave(even, odd, std::make_index_sequence<kPanel>());
-            store_floats(words, reinterpret_cast<Floats>(pairs.first));
-            store_floats(words + kLanes, reinterpret_cast<Floats>(pairs.second));
+            const auto [left, right] = value_words(value(i, d), value(i + 1, d));
+            store_floats(words, left);
+            store_floats(words + kLanes, right);
           }
         }
       }

@@ -1,8 +1,8 @@
 // Root-mean-square normalisation (arXiv 1910.07467), with the residual addition before it.
 #pragma once
 
+#include "dot.h"
 #include "thread_pool.h"
-#include "vectors.h"
 
 namespace tercet {
 
@@ -26,6 +26,12 @@ void rms_norm(const T* x, T* residual, const T* weight, double eps, int64_t rows
   for_each_row_block(rows, n, [&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row) {
       const T* source = residual ? residual + row * n : x + row * n;
+      if (row + 1 < end) {
+        // Other cores wrote x and read `out`.
+        for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) prefetch_line(x + (row + 1) * n + i);
+        if (residual) prefetch_to_write(residual + (row + 1) * n, n);
+        prefetch_to_write(out + (row + 1) * n, n);
+      }
       FloatPair squares{Vec(0.f), Vec(0.f)};
       for (int64_t i = 0; i < n; i += kPanel) {
         // The norm is that of the stored sum, which is rounded to T.

@@ -1,8 +1,6 @@
 // Rotary position embedding (arXiv 2104.09864) of queries and keys. Stores keys and values in the KV pool.
 #pragma once
 
-#include <vector>
-
 #include "kv_panels.h"
 #include "norm.h"
 
@@ -17,50 +15,65 @@ struct Heads {
   const T* q_norm;
   const T* k_norm;
   double eps;
+
+  /// Numbers of a token: its queries, keys and values.
+  int64_t row_size() const { return (heads + 2 * kv_heads) * head_dim; }
 };
 
-/// Normalises one head, if `norm` is given, and rotates it: component i rotates with component i + head_dim / 2.
+/// Normalises one head in place, if `norm` is given, and rotates it: component i rotates with component i + dim / 2.
 template <typename T>
-void rotate_head(const T* x, const T* norm, const float* cos_sin, const Heads<T>& h, float* scratch, T* out) {
-  const int64_t dim = h.head_dim, half = dim / 2;
-  FloatPair squares{Vec(0.f), Vec(0.f)};
-  for (int64_t i = 0; i < dim; i += kPanel) {
-    const FloatPair value = load_pair(x + i, dim - i);
-    squares = squares + value * value;
-    store_pair(scratch + i, value, dim - i);
-  }
+void rotate_head(T* x, const T* norm, const float* cos_sin, int64_t dim, double eps) {
+  const int64_t half = dim / 2;
+  Vec scale(1.f);
   if (norm) {
-    const Vec scale(inverse_rms(sum_of(squares.left + squares.right), dim, h.eps));
-    for (int64_t i = 0; i < dim; i += kPanel)
-      store_pair(scratch + i, load_pair(scratch + i, dim - i) * scale * load_pair(norm + i, dim - i), dim - i);
+    FloatPair squares{Vec(0.f), Vec(0.f)};
+    for (int64_t i = 0; i < dim; i += kPanel) {
+      const FloatPair value = load_pair(x + i, dim - i);
+      squares = squares + value * value;
+    }
+    scale = Vec(inverse_rms(sum_of(squares.left + squares.right), dim, eps));
   }
   for (int64_t i = 0; i < half; i += kPanel) {
     const int64_t count = half - i;
+    const auto load = [&](int64_t at) {
+      const FloatPair value = load_pair(x + at, count);
+      return norm ? value * scale * load_pair(norm + at, count) : value;
+    };
     const FloatPair cos = load_pair(cos_sin + i, count), sin = load_pair(cos_sin + half + i, count);
-    const FloatPair first = load_pair(scratch + i, count), second = load_pair(scratch + half + i, count);
-    store_pair(out + i, first * cos - second * sin, count);
-    store_pair(out + half + i, second * cos + first * sin, count);
+    const FloatPair first = load(i), second = load(half + i);
+    store_pair(x + i, first * cos - second * sin, count);
+    store_pair(x + half + i, second * cos + first * sin, count);
   }
 }
 
-/// Rotates the queries of qkv [tokens, heads + 2 * kv_heads, head_dim] in place. Calls
-/// store(token, KV head, rotated key, value) for every token and KV head.
+/// Rotates the queries and keys of a row of qkv in place.
+template <typename T>
+void rotate_row(T* row, const float* cos_sin, const Heads<T>& h) {
+  for (int64_t head = 0; head < h.heads + h.kv_heads; ++head, row += h.head_dim)
+    rotate_head(row, head < h.heads ? h.q_norm : h.k_norm, cos_sin, h.head_dim, h.eps);
+}
+
+/// Rotates the queries and keys of qkv [tokens, heads + 2 * kv_heads, head_dim] in place. Calls
+/// store(keys of the first token, slot of the first token, tokens) for each run: tokens whose slots are neighbours in the
+/// same group of kLanes slots. No two threads have tokens of the same run.
 template <typename T, typename Store>
-void rotate(T* qkv, int64_t tokens, const int64_t* positions, const Heads<T>& h, const Store& store) {
-  const int64_t dim = h.head_dim, row = (h.heads + 2 * h.kv_heads) * dim;
-  for_each_row_block(tokens, row, [&](int64_t first, int64_t end) {
-    std::vector<float> scratch(dim);
-    std::vector<T> rotated(dim);
-    for (int64_t token = first; token < end; ++token) {
-      const float* cos_sin = h.cos_sin + positions[token] * dim;
-      T* q = qkv + token * row;
-      for (int64_t head = 0; head < h.heads; ++head)
-        rotate_head(q + head * dim, h.q_norm, cos_sin, h, scratch.data(), q + head * dim);
-      const T* k = q + h.heads * dim;
-      for (int64_t head = 0; head < h.kv_heads; ++head, k += dim) {
-        rotate_head(k, h.k_norm, cos_sin, h, scratch.data(), rotated.data());
-        store(token, head, rotated.data(), k + h.kv_heads * dim);
+void rotate_and_store(
+    T* qkv, int64_t tokens, const int64_t* positions, const int64_t* slots, const Heads<T>& h, const Store& store) {
+  const int64_t row_size = h.row_size();
+  const auto next_run = [&](int64_t token) {
+    while (0 < token && token < tokens && slots[token] % kLanes > 0 && slots[token] == slots[token - 1] + 1) ++token;
+    return token;
+  };
+  for_each_row_block(tokens, row_size, [&](int64_t first, int64_t end) {
+    end = next_run(end);
+    for (int64_t run = next_run(first), next; run < end; run = next) {
+      next = next_run(run + 1);
+      for (int64_t token = run; token < next; ++token) {
+        T* row = qkv + token * row_size;
+        if (token + 1 < end) prefetch_to_write(row + row_size, row_size);
+        rotate_row(row, h.cos_sin + positions[token] * h.head_dim, h);
       }
+      store(qkv + run * row_size + h.heads * h.head_dim, slots[run], next - run);
     }
   });
 }
@@ -69,10 +82,12 @@ void rotate(T* qkv, int64_t tokens, const int64_t* positions, const Heads<T>& h,
 template <typename T>
 void rotate_and_store(
     T* qkv, int64_t tokens, const int64_t* positions, const int64_t* slots, const Heads<T>& h, T* k_pool, T* v_pool) {
-  rotate(qkv, tokens, positions, h, [&](int64_t token, int64_t head, const T* key, const T* value) {
-    const int64_t at = (slots[token] * h.kv_heads + head) * h.head_dim;
-    std::copy_n(key, h.head_dim, k_pool + at);
-    std::copy_n(value, h.head_dim, v_pool + at);
+  const int64_t size = h.kv_heads * h.head_dim;
+  rotate_and_store(qkv, tokens, positions, slots, h, [&](const T* keys, int64_t slot, int64_t count) {
+    for (int64_t i = 0; i < count; ++i, keys += h.row_size()) {
+      std::copy_n(keys, size, k_pool + (slot + i) * size);
+      std::copy_n(keys + size, size, v_pool + (slot + i) * size);
+    }
   });
 }
 
@@ -81,11 +96,11 @@ template <typename T>
 void rotate_and_store(
     T* qkv, int64_t tokens, const int64_t* positions, const int64_t* slots, const Heads<T>& h, T* k_pool, T* v_pool,
     const KVPanels<T>& panels) {
-  rotate(qkv, tokens, positions, h, [&](int64_t token, int64_t head, const T* key, const T* value) {
-    const int64_t slot = slots[token];
-    const bool next_slot_follows = token + 1 < tokens && slots[token + 1] == slot + 1;
-    panels.store_key(key, slot, head, k_pool);
-    panels.store_value(value, slot, head, !next_slot_follows, v_pool);
+  rotate_and_store(qkv, tokens, positions, slots, h, [&](const T* keys, int64_t slot, int64_t count) {
+    for (int64_t head = 0; head < h.kv_heads; ++head, keys += h.head_dim) {
+      panels.store_keys(keys, h.row_size(), slot, count, head, k_pool);
+      panels.store_values(keys + h.kv_heads * h.head_dim, h.row_size(), slot, count, head, v_pool);
+    }
   });
 }
 

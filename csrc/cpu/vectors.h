@@ -155,16 +155,26 @@ inline FloatPair load_pair(const T* from, int64_t count = kPanel) {
   }
 }
 
+/// Floats rounded to T, a type of 16 bits.
+template <typename T>
+[[gnu::always_inline]] inline at::vec::Vectorized<T> round_to(FloatPair x) {
+#ifdef __AVX512BF16__
+  // ATen's conversion takes 18 instructions. This one also makes zeros of denormals, as the products do.
+  if constexpr (std::is_same_v<T, at::BFloat16>)
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(x.right, x.left));
+#endif
+  return at::vec::convert_from_float<T>(x.left, x.right);
+}
+
 /// Stores the first min(count, kPanel) floats, rounded to T.
 template <typename T>
 [[gnu::always_inline]] inline void store_pair(T* to, FloatPair x, int64_t count = kPanel) {
   if constexpr (std::is_same_v<T, float>) {
     x.left.store(to, std::min(count, kLanes));
     if (count > kLanes) x.right.store(to + kLanes, std::min(count, kPanel) - kLanes);
-  } else if (count >= kPanel) {
-    at::vec::convert_from_float<T>(x.left, x.right).store(to);
   } else {
-    at::vec::convert_from_float<T>(x.left, x.right).store(to, count);
+    const auto rounded = round_to<T>(x);
+    count >= kPanel ? rounded.store(to) : rounded.store(to, count);
   }
 }
 

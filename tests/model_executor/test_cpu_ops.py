@@ -148,8 +148,8 @@ def test_rotate_and_store_in_panels(dtype, head_dim):
         pytest.skip("keys of this type are packed to be multiplied")
     heads, kv_heads, context = 4, 2, 200
     page = torch.randperm(9)[:, None] * PAGE_OF_PANELS + torch.arange(PAGE_OF_PANELS)
-    # a prompt of some pages, single tokens at even and at odd slots
-    slots = torch.cat((page[:3].flatten()[:75], page[4, 6:7], page[5, 7:8], page[6, :2]))
+    # a prompt of some pages, single tokens at even and at odd slots, a chunk that begins at an odd slot
+    slots = torch.cat((page[:3].flatten()[:75], page[4, 6:7], page[5, 7:8], page[6, :2], page[7, 3:22]))
     qkv = torch.randn(len(slots), (heads + 2 * kv_heads) * head_dim).to(dtype)
     positions = torch.arange(len(slots))
     rotary = layers().CpuRotary(RopeConfig(theta=1e4), head_dim, context, torch.device("cpu"))
