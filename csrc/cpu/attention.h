@@ -34,8 +34,6 @@ class Attention {
   using Tile = typename Reader::Tile;
   using Panels = typename Reader::Panels;
   static constexpr int64_t kPerWord = Dot<C>::kPerWord;
-  /// Most rows that multiply two panels at once. With one panel, each product would wait for the sum before it.
-  static constexpr int64_t kFewRows = kMaxRows / 2;
 
  public:
   /// plan: of in.batch
@@ -52,11 +50,8 @@ class Attention {
 
   void run() {
     ThreadPool& pool = ThreadPool::get();
-    pool.run(plan_.shared_tasks.size(), [&](int64_t i) { attend(plan_.shared_tasks[i], true); });
-    pool.run(plan_.own_tasks.size(), [&](int64_t i) {
-      const Task& task = plan_.own_tasks[i];
-      attend(task, plan_.queries[task.queries.from].saved >= 0);
-    });
+    run_tasks(plan_.shared_tasks);
+    run_tasks(plan_.own_tasks);
     pool.run(plan_.queries_to_merge.size(), [&](int64_t i) { merge_splits(plan_.queries_to_merge[i]); });
   }
 
@@ -113,9 +108,17 @@ class Attention {
     std::copy_n(from.acc + from_row * width_, group_ * width_, to.acc + to_row * width_);
   }
 
-  /// Attends to the keys of a task. With `save` the result of each split is saved for `merge_splits`; without, the
-  /// task has all splits of its queries, merges them and writes the output.
-  void attend(const Task& task, bool save) const {
+  void run_tasks(const std::vector<Task>& tasks) const {
+    ThreadPool& pool = ThreadPool::get();
+    const int64_t last = static_cast<int64_t>(tasks.size()) - 1, threads = pool.num_threads();
+    // The task that this thread will probably claim next. Its first tile is prefetched.
+    pool.run(last + 1, [&](int64_t i) { attend(tasks[i], tasks[std::min(i + threads, last)]); });
+  }
+
+  /// Attends to the keys of a task. If its queries have saved splits, the result of each split is saved for
+  /// `merge_splits`. Otherwise the task has all splits of its queries, merges them and writes the output.
+  void attend(const Task& task, const Task& next_task) const {
+    const bool save = plan_.queries[task.queries.from].saved >= 0;
     const int64_t heads = task.kv_heads.size(), rows = num_rows(task);
     Scratch& s = Scratch::with_room_for(heads, rows, width_);
     for (int64_t head = 0; head < heads; ++head)
@@ -130,7 +133,8 @@ class Attention {
       const Partial result = first ? total : partial(s.split, rows);
       begin_split(task, from, result);
       for (; from < end; from += kTile, std::swap(tile, next)) {
-        reader_.find(task, from + kTile, *next);
+        from + kTile < task.keys.end ? reader_.find(task, from + kTile, *next)
+                                     : reader_.find(next_task, next_task.keys.from, *next);
         attend_tile(task, *tile, *next, s, result);
       }
       if (save)
@@ -220,81 +224,83 @@ class Attention {
 
   /// scores [rows, kTile] = q k'
   void compute_scores(const C* q, int64_t rows, int64_t keys, const Panels& panels, float* scores) const {
-    int64_t i = 0;
-    if (rows <= kFewRows)
-      for (; i + kPanel < keys; i += 2 * kPanel)
-        for_each_piece<kFewRows>(
-            rows, [&](int64_t first, auto count) { multiply_keys<count, 2>(q, first, i, panels, scores); });
-    for (; i < keys; i += kPanel)
-      for_each_piece(rows, [&](int64_t first, auto count) { multiply_keys<count, 1>(q, first, i, panels, scores); });
+    for (int64_t i = 0; i < keys; i += kPanel)
+      for_each_piece(rows, [&](int64_t first, auto count) {
+        multiply_keys<count>(q + first * width_, panels.k[i / kPanel], first == 0, scores + first * kTile + i);
+      });
   }
 
-  /// The scores of kRows rows from `first` on, with kPanels panels of keys from key `i` on.
-  template <int kRows, int kPanels>
-  void multiply_keys(const C* q, int64_t first, int64_t i, const Panels& panels, float* scores) const {
-    const auto *one = &panels.k[i / kPanel], *last = one + kPanels - 1;
-    Floats sums[kRows * kPanels][2];
+  /// The scores of kRows rows with a panel of keys.
+  template <int kRows>
+  void multiply_keys(const C* q, const typename Reader::Panel& panel, bool is_first, float* scores) const {
+    Floats sums[kRows][2];
     // For `= {}` GCC sets the array in memory, by an instruction that took a tenth of this function's time.
-    unrolled<kRows * kPanels>([&](auto r) { sums[r][0] = sums[r][1] = Floats{}; });
-    multiply_panel<Dot<C>, kRows, kPanels>(
-        q + first * width_,
-        width_,
-        one->numbers,
-        kPanel * kPerWord,
-        width_ / kPerWord,
-        sums,
-        prefetch_all<kPanels>(one->prefetch(0, first), last->prefetch(0, first)),
-        last->numbers - one->numbers);
-    unrolled<kRows * kPanels>([&](auto r) {
-      float* to = scores + (first + r / kPanels) * kTile + i + r % kPanels * kPanel;
-      store_floats(to, sums[r][0]);
-      store_floats(to + kLanes, sums[r][1]);
+    unrolled<kRows>([&](auto r) { sums[r][0] = sums[r][1] = Floats{}; });
+    multiply_panel<Dot<C>, kRows>(
+        q, width_, panel.numbers, kPanel * kPerWord, width_ / kPerWord, sums, panel.prefetch(0, is_first));
+    unrolled<kRows>([&](auto r) {
+      store_floats(scores + r * kTile, sums[r][0]);
+      store_floats(scores + r * kTile + kLanes, sums[r][1]);
     });
   }
 
-  /// weights [rows, kTile] = exp(scale * score - m). Before that it raises m to this tile's largest score, and scales l
-  /// and acc to the new m.
+  /// weights [rows, kTile] = exp(scale * score - m). Before that it raises m where a score of this tile exceeds it by
+  /// more than kSlack, and scales l and acc to the new m.
   void compute_weights(const Task& task, const Tile& tile, Scratch& s, Partial into) const {
-    const int64_t rows = num_rows(task), padded_keys = round_up(tile.num_keys, kPanel);
+    const int64_t rows = num_rows(task), panels = ceil_div(tile.num_keys, kPanel);
     for (int64_t head = 0; head < task.kv_heads.size(); ++head)
-      mask_scores(task, tile, padded_keys, s.scores.data() + head * rows_per_head(task) * kTile);
-    const Vec scale(in_.scale);
+      mask_scores(task, tile, panels * kPanel, s.scores.data() + head * rows_per_head(task) * kTile);
     // It takes as many rows at once as a vector has lanes, so their m and l are a vector each.
-    for (int64_t first = 0; first < rows; first += kLanes) {
-      const int64_t count = std::min(kLanes, rows - first);
-      float* scores = s.scores.data() + first * kTile;
-      Floats row_vectors[kLanes];
-      for (int64_t r = 0; r < count; ++r) {
-        Vec largest(kMasked);
-        for (int64_t i = r * kTile; i < r * kTile + padded_keys; i += kLanes)
-          largest = at::vec::clamp_min(Vec::loadu(scores + i), largest);
-        row_vectors[r] = to_floats(largest);
-      }
-      std::fill(row_vectors + count, row_vectors + kLanes, Floats{});
-      const Vec old_m = Vec::loadu(into.m + first);
-      const Vec largest = reduce_each(row_vectors, [](Vec a, Vec b) { return at::vec::clamp_min(a, b); });
-      const Vec m = at::vec::clamp_min(largest * scale, old_m);
-      const Vec rescale = accurate_exp(old_m - m);
-      m.store(into.m + first);
-      for (int64_t r = 0; r < count; ++r) {
-        const Vec row_m(into.m[first + r]);
-        Vec sum(0.f);
-        for (int64_t i = 0; i < padded_keys; i += kPanel) {
-          const float* at = scores + r * kTile + i;
-          const Vec left = exp_for<C>(at::vec::fmsub(Vec::loadu(at), scale, row_m));
-          const Vec right = exp_for<C>(at::vec::fmsub(Vec::loadu(at + kLanes), scale, row_m));
-          sum = sum + (left + right);
-          store_pair(s.weights.data() + (first + r) * kTile + i, {left, right});
-        }
-        row_vectors[r] = to_floats(sum);
-      }
-      const Vec sums = reduce_each(row_vectors, [](Vec a, Vec b) { return a + b; });
-      (Vec::loadu(into.l + first) * rescale + sums).store(into.l + first);
-      float factors[kLanes];
-      rescale.store(factors);
-      for (int64_t r = 0; r < count; ++r)
-        if (factors[r] != 1.f) scale_row(into.acc + (first + r) * width_, width_, factors[r]);
+    for_each_piece<kTile / kPanel>(panels, [&](int64_t, auto panels) {
+      for (int64_t first = 0; first < rows; first += kLanes)
+        weigh_rows<panels>(first, std::min(kLanes, rows - first), s, into);
+    });
+  }
+
+  /// The same for `count` rows from `first` on, with keys in kPanels panels. `count` is at most kLanes.
+  template <int kPanels>
+  void weigh_rows(int64_t first, int64_t count, Scratch& s, Partial into) const {
+    constexpr int kVectors = 2 * kPanels;
+    const float* scores = s.scores.data() + first * kTile;
+    C* weights = s.weights.data() + first * kTile;
+    const Vec scale(in_.scale);
+    Floats row_vectors[kLanes];
+    for (int64_t r = 0; r < count; ++r) {
+      Vec largest = Vec::loadu(scores + r * kTile);
+      unrolled<kVectors - 1>([&](auto i) {
+        largest = at::vec::clamp_min(Vec::loadu(scores + r * kTile + (i + 1) * kLanes), largest);
+      });
+      row_vectors[r] = to_floats(largest);
     }
+    std::fill(row_vectors + count, row_vectors + kLanes, Floats{});
+    const Vec largest = reduce_each(row_vectors, [](Vec a, Vec b) { return at::vec::clamp_min(a, b); }) * scale;
+    const Vec old_m = Vec::loadu(into.m + first), limit = old_m + Vec(kSlack);
+    if (!all_at_most(largest, limit)) raise(first, count, Vec::blendv(old_m, largest, largest > limit), into);
+    for (int64_t r = 0; r < count; ++r) {
+      const Vec m(into.m[first + r]);
+      Vec sum(0.f);
+      unrolled<kPanels>([&](auto i) {
+        const auto weight = [&](int64_t at) {
+          return exp_for<C>(at::vec::fmsub(Vec::loadu(scores + r * kTile + at), scale, m));
+        };
+        const FloatPair pair{weight(i * kPanel), weight(i * kPanel + kLanes)};
+        sum = sum + (pair.left + pair.right);
+        store_pair(weights + r * kTile + i * kPanel, pair);
+      });
+      row_vectors[r] = to_floats(sum);
+    }
+    (Vec::loadu(into.l + first) + reduce_each(row_vectors, [](Vec a, Vec b) { return a + b; })).store(into.l + first);
+  }
+
+  /// Sets m of `count` rows from `first` on, and scales l and acc to it.
+  void raise(int64_t first, int64_t count, Vec m, Partial into) const {
+    const Vec rescale = accurate_exp(Vec::loadu(into.m + first) - m);
+    m.store(into.m + first);
+    (Vec::loadu(into.l + first) * rescale).store(into.l + first);
+    float factors[kLanes];
+    rescale.store(factors);
+    for (int64_t r = 0; r < count; ++r)
+      if (factors[r] != 1.f) scale_row(into.acc + (first + r) * width_, width_, factors[r]);
   }
 
   /// Overwrites the scores of keys that a query does not see.
@@ -316,43 +322,35 @@ class Attention {
 
   /// acc += weights v
   void add_values(const C* weights, int64_t rows, int64_t keys, const Panels& panels, float* acc) const {
-    if (rows <= kFewRows && width_ % (2 * kPanel) == 0) {
-      for (int64_t d = 0; d < width_; d += 2 * kPanel)
-        for_each_piece<kFewRows>(
-            rows, [&](int64_t first, auto count) { multiply_values<count, 2>(weights, first, d, keys, panels, acc); });
-    } else {
-      for (int64_t d = 0; d < width_; d += kPanel)
-        for_each_piece(
-            rows, [&](int64_t first, auto count) { multiply_values<count, 1>(weights, first, d, keys, panels, acc); });
-    }
+    for (int64_t d = 0; d < width_; d += kPanel)
+      for_each_piece(rows, [&](int64_t first, auto count) {
+        multiply_values<count>(weights + first * kTile, d, keys, panels, first == 0, acc + first * width_ + d);
+      });
   }
 
-  /// The same for kRows rows from `first` on, and kPanels panels of components from component `d` on.
-  template <int kRows, int kPanels>
+  /// The same for kRows rows, and a panel of components from component `d` on.
+  template <int kRows>
   void multiply_values(
-      const C* weights, int64_t first, int64_t d, int64_t keys, const Panels& panels, float* acc) const {
-    const auto sums_in_memory = [&](int r) { return acc + (first + r / kPanels) * width_ + d + r % kPanels * kPanel; };
-    Floats sums[kRows * kPanels][2];
-    unrolled<kRows * kPanels>([&](auto r) {
-      sums[r][0] = load_floats(sums_in_memory(r));
-      sums[r][1] = load_floats(sums_in_memory(r) + kLanes);
+      const C* weights, int64_t d, int64_t keys, const Panels& panels, bool is_first, float* acc) const {
+    Floats sums[kRows][2];
+    unrolled<kRows>([&](auto r) {
+      sums[r][0] = load_floats(acc + r * width_);
+      sums[r][1] = load_floats(acc + r * width_ + kLanes);
     });
     for (int64_t i = 0; i < keys; i += kPanel) {
       const auto& panel = panels.v[i / kPanel];
-      multiply_panel<Dot<C>, kRows, kPanels>(
-          weights + first * kTile + i,
+      multiply_panel<Dot<C>, kRows>(
+          weights + i,
           kTile,
           panel.numbers + d * kPanel,
           kPanel * kPerWord,
           ceil_div(std::min(kPanel, keys - i), kPerWord),
           sums,
-          prefetch_all<kPanels>(
-              panel.prefetch(d * kPanel, first), panel.prefetch((d + (kPanels - 1) * kPanel) * kPanel, first)),
-          kPanel * kPanel);
+          panel.prefetch(d * kPanel, is_first));
     }
-    unrolled<kRows * kPanels>([&](auto r) {
-      store_floats(sums_in_memory(r), sums[r][0]);
-      store_floats(sums_in_memory(r) + kLanes, sums[r][1]);
+    unrolled<kRows>([&](auto r) {
+      store_floats(acc + r * width_, sums[r][0]);
+      store_floats(acc + r * width_ + kLanes, sums[r][1]);
     });
   }
 

@@ -98,9 +98,14 @@ template <>
 struct Dot<at::BFloat16> : WidenedDot<at::BFloat16> {};
 #endif
 
-/// Prefetches a cache line into L2. L1 is full of what is being multiplied: prefetching into it made decode attention
-/// slower.
-inline void prefetch_line(const void* at) { __builtin_prefetch(at, 0, 2); }
+/// The cache that a line is prefetched into, as `__builtin_prefetch` numbers them.
+enum class Cache { kL2 = 2, kL1 = 3 };
+
+/// Prefetches a cache line. L1 holds what is being multiplied, so only what is needed very soon belongs there.
+template <Cache kCache = Cache::kL2>
+inline void prefetch_line(const void* at) {
+  __builtin_prefetch(at, 0, static_cast<int>(kCache));
+}
 
 /// Prefetches a cache line that will be written. Without this, a store waits until the line comes from memory or from
 /// the cache of another core.
@@ -121,16 +126,17 @@ inline void prefetch_to_write(const T* numbers, int64_t count) {
 }
 
 /// Prefetches `bytes` bytes with every word that `multiply_panel` multiplies. Each line is prefetched once.
-class Prefetch {
+template <Cache kCache>
+class PrefetchInto {
  public:
-  Prefetch(const char* from, int64_t bytes) : line_(from), end_(from), bytes_(bytes) {}
+  PrefetchInto(const char* from, int64_t bytes) : line_(from), end_(from), bytes_(bytes) {}
 
   void operator()() { (*this)(1); }
 
   /// Prefetches with so many words at once.
   void operator()(int64_t words) {
     end_ += words * bytes_;
-    for (; line_ < end_; line_ += 64) prefetch_line(line_);
+    for (; line_ < end_; line_ += 64) prefetch_line<kCache>(line_);
   }
 
  private:
@@ -138,29 +144,11 @@ class Prefetch {
   int64_t bytes_;  // of a word
 };
 
+using Prefetch = PrefetchInto<Cache::kL2>;
+
 struct NoPrefetch {
   void operator()() {}
 };
-
-/// Prefetches from two places.
-template <typename P>
-struct PrefetchTwo {
-  P one, other;
-
-  void operator()() {
-    one();
-    other();
-  }
-};
-
-/// What prefetches for one panel, or, with kPanels = 2, for both.
-template <int kPanels, typename P>
-inline auto prefetch_all(P one, P other) {
-  if constexpr (kPanels == 1)
-    return one;
-  else
-    return PrefetchTwo<P>{one, other};
-}
 
 /// Adds the products of kRows rows with kPanels panels to `sums`: first those of row 0 with each panel.
 ///

@@ -48,21 +48,23 @@ class TileReader {
   /// are those of zeros. For a pool in panels, only the first slot of each panel has addresses.
   struct Tile {
     int64_t first, num_keys = 0;
+    Range kv_heads;
     const T* k[kTile];
     const T* v[kTile];
   };
 
   struct Panel {
     const C* numbers;
-    const C* next = nullptr;  // the panel of the next tile, to be prefetched; packing prefetches by itself
+    const C* next = nullptr;  // the panel that is multiplied after this one, to be prefetched; packing prefetches by itself
 
     /// Prefetches, with every word from `number` on, as many bytes of the next panel. Only the first rows do so.
-    auto prefetch(int64_t number, int64_t first_row) const {
-      constexpr int64_t kBytes = kPanel * kPerWord * sizeof(C);
-      if constexpr (kInPanels)
-        return Prefetch{reinterpret_cast<const char*>(next + number), first_row == 0 ? kBytes : 0};
-      else
+    auto prefetch(int64_t number, bool rows_are_first) const {
+      if constexpr (kInPanels) {
+        constexpr int64_t kBytes = kPanel * kPerWord * sizeof(C);
+        return PrefetchInto<Cache::kL1>{reinterpret_cast<const char*>(next + number), rows_are_first ? kBytes : 0};
+      } else {
         return NoPrefetch{};
+      }
     }
   };
 
@@ -73,12 +75,13 @@ class TileReader {
     Panel v[kPanelsPerTile];
   };
 
-  /// Finds the slots of a tile that begins at position `first`. After the last key of the task the tile is empty.
+  /// Finds the slots of a tile of a task. It begins at position `first`.
   void find(const Task& task, int64_t first, Tile& tile) const {
     constexpr int64_t step = kInPanels ? kPanel : 1;
     const int64_t stride = kInPanels ? pool_.block_stride : batch_.kv_heads * head_dim_;
     tile.first = first;
-    tile.num_keys = std::clamp<int64_t>(task.keys.end - first, 0, kTile);
+    tile.num_keys = std::min(task.keys.end - first, kTile);
+    tile.kv_heads = task.kv_heads;
     const int32_t* slots = batch_.slots(task.request) + first;
     for (int64_t i = 0; i < kTile; i += step) {
       const bool exists = i < tile.num_keys;
@@ -88,14 +91,17 @@ class TileReader {
   }
 
   /// The panels of a tile for one KV head. From a plain pool they are packed into k_buffer and v_buffer, each of
-  /// kTile * width numbers. Either way, the same head of the next tile is prefetched.
+  /// kTile * width numbers, and the same head of the next tile is prefetched.
   Panels panels(const Tile& tile, const Tile& next, int64_t kv_head, C* k_buffer, C* v_buffer) const {
     Panels panels;
     if constexpr (kInPanels) {
-      const int64_t offset = kv_head * kPanel * head_dim_;
+      // The keys of all heads are multiplied first, then the values of all heads.
+      const int64_t size = kPanel * head_dim_;
+      const bool is_last = kv_head + 1 == tile.kv_heads.end;
       for (int64_t i = 0; i < kPanelsPerTile; ++i) {
-        panels.k[i] = {tile.k[i * kPanel] + offset, next.k[i * kPanel] + offset};
-        panels.v[i] = {tile.v[i * kPanel] + offset, next.v[i * kPanel] + offset};
+        const C *k = tile.k[i * kPanel] + kv_head * size, *v = tile.v[i * kPanel] + kv_head * size;
+        panels.k[i] = {k, is_last ? tile.v[i * kPanel] + tile.kv_heads.from * size : k + size};
+        panels.v[i] = {v, is_last ? next.k[i * kPanel] + next.kv_heads.from * size : v + size};
       }
     } else {
       const int64_t padded_keys = round_up(tile.num_keys, kPanel);

@@ -13,8 +13,12 @@ constexpr float kNoScore = -1e30f;
 /// The score of a key that a query does not see. Its weight is exactly zero.
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
-/// The result of query rows over some keys. For each row: m is the largest score, l the sum of exp(score - m), acc the
-/// sum of exp(score - m) * value.
+/// How much a score may exceed m. Results are rescaled for a larger m. With this slack, they seldom are after the first
+/// tile, and exp(kSlack) is small enough for every sum.
+constexpr float kSlack = 8;
+
+/// The result of query rows over some keys. For each row: m is near the largest score, no more than kSlack below it, l is
+/// the sum of exp(score - m), acc the sum of exp(score - m) * value.
 struct Partial {
   float* m;    // [rows]
   float* l;    // [rows]

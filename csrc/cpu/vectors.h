@@ -234,6 +234,15 @@ inline bool all_less(Vec a, Vec b, float limit) {
 #endif
 }
 
+/// Whether no number of `a` is greater than that of `b`. NaN is not greater.
+inline bool all_at_most(Vec a, Vec b) {
+#ifdef CPU_CAPABILITY_AVX512
+  return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) == 0;
+#else
+  return (a > b).zero_mask() == (1 << kLanes) - 1;
+#endif
+}
+
 inline float sum_of(Vec x) {
   return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, x);
 }
