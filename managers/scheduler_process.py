@@ -349,7 +349,8 @@ def scheduler_facts(runner: ModelRunner, model_config: ModelConfig) -> Scheduler
     )
     if facts.cpu_kernels is not None:
         logger.info(
-            "CPU kernels: build %s, blocks of %d KiB, chunks of %d, bfloat16 %s, linear layers of %s, weights %s (%s)",
+            "CPU kernels: build %s, blocks of %d KiB, chunks of %d, bfloat16 %s, prefetch into %s, "
+            "linear layers of %s, weights %s (%s)",
             *msgspec.structs.astuple(facts.cpu_kernels),
         )
     return facts
@@ -368,4 +369,5 @@ def _cpu_kernels(settings: RunnerSettings) -> CpuKernels | None:
     tuning, source = settings.cpu_kernels
     linears = "onednn" if settings.onednn else "tercet"
     weights = "compact" if settings.compact else "plain"
-    return CpuKernels(variant.name, tuning.block_kib, tuning.chunk, tuning.bfloat16, linears, weights, source)
+    name, sizes = variant.name, (tuning.block_kib, tuning.chunk)
+    return CpuKernels(name, *sizes, tuning.bfloat16, tuning.prefetch, linears, weights, source)

@@ -46,6 +46,9 @@ _NUM_OUT, _NUM_IN = 384, 1536
 _FEW_AND_MANY = (16, 256)
 """Rows for choices that change bits: such a choice is for all, because a row must have the same bits in every batch.
 With fewer rows, the fixed costs of a call of oneDNN would decide against it even if its products took no time."""
+_UNCACHED_BYTES = 64 << 20
+_PREFETCHED_IN, _PREFETCHED_ROWS = 576, (4, 16)
+"""A layer of a small model, whose panels may fit into L1, with rows whose products take as long as memory."""
 _MULTIPLIED = (torch.float32, torch.bfloat16)
 _COMPACT = ("always", "large", "never")
 _ONEDNN = ("none", "float32", "bfloat16", "float32+bfloat16")
@@ -64,6 +67,8 @@ class CpuTuning(NamedTuple):
     """numbers of a row that are multiplied before the next"""
     bfloat16: str
     """products of bfloat16 in linear layers: native, or widened to float32"""
+    prefetch: str = "l2"
+    """the cache that panels are prefetched into: l1 or l2"""
     onednn: str = "none"
     """types of which oneDNN's linear layers are faster: one of `_ONEDNN`"""
     compact: str = "large"
@@ -80,7 +85,9 @@ class CpuTuning(NamedTuple):
             if self.prefers_onednn(dtype) and not _onednn_multiplies(dtype):
                 raise ValueError(f"oneDNN has no linear layers of {str(dtype).removeprefix('torch.')} here")
         try:
-            torch.ops.tercet_cpu.set_tuning(self.block_kib << 10, self.chunk, self.bfloat16 == "widened")
+            torch.ops.tercet_cpu.set_tuning(
+                self.block_kib << 10, self.chunk, self.bfloat16 == "widened", self.prefetch == "l1"
+            )
         except RuntimeError as error:
             raise ValueError(str(error).splitlines()[0]) from None
 
@@ -219,6 +226,8 @@ def _measured(clock: Callable[[], float]) -> CpuTuning:
     if native:
         calls += _linears(torch.bfloat16, (128,))
     tuning = fastest(tuning, sizes, calls, _BUDGET_S, clock)
+    uncached = _uncached_linears(torch.bfloat16 if native else torch.float32)
+    tuning = fastest(tuning, [tuning._replace(prefetch="l1")], uncached, _BUDGET_S, clock)
     if native:
         kinds = [tuning._replace(bfloat16="widened")]
         tuning = fastest(tuning, kinds, _linears(torch.bfloat16, _FEW_AND_MANY), _BUDGET_S, clock)
@@ -302,6 +311,18 @@ def _linears(dtype: torch.dtype, rows: Sequence[int]) -> list[Call]:
     return [functools.partial(call, x) for x in inputs]
 
 
+def _uncached_linears(dtype: torch.dtype) -> list[Call]:
+    """Calls of a linear layer whose weights come from memory, with few rows. bfloat16: its weights are compact."""
+    width, per_word, num_in = 2 * cpu_extension.lanes(), 4 // dtype.itemsize, _PREFETCHED_IN
+    panel = torch.ones(1, num_in // per_word, width, per_word, dtype=dtype)
+    if dtype == torch.bfloat16:
+        panel = torch.ops.tercet_cpu.compact(panel)
+    num_panels = _UNCACHED_BYTES // panel.nbytes
+    packed = panel.expand(num_panels, *panel.shape[1:]).contiguous()
+    inputs = [torch.ones(count, num_in, dtype=dtype) for count in _PREFETCHED_ROWS]
+    return [lambda _, x=x: torch.ops.tercet_cpu.linear(x, packed, None, num_panels * width) for x in inputs]
+
+
 def _quantized_linear(rows: int) -> Call:
     """The same with weights of 8 bits that are widened to float32."""
     width = 2 * cpu_extension.lanes()
@@ -320,6 +341,8 @@ def _parse(content: bytes) -> CpuTuning:
         raise ValueError(f'the file must be JSON with "chosen": {{{", ".join(CpuTuning._fields)}}}') from None
     if not all(type(value) is int and 0 < value <= _MAX_SIZE for value in tuning[:2]):
         raise ValueError(f"block_kib and chunk must be whole numbers from 1 to {_MAX_SIZE}")
+    if tuning.prefetch not in ("l1", "l2"):
+        raise ValueError(f"prefetch must be l1 or l2, got {tuning.prefetch!r}")
     if tuning.bfloat16 not in ("native", "widened"):
         raise ValueError(f"bfloat16 must be native or widened, got {tuning.bfloat16!r}")
     if tuning.onednn not in _ONEDNN:

@@ -15,6 +15,8 @@ class CpuKernels(msgspec.Struct, frozen=True):
     chunk: int
     bfloat16: str
     """Products of bfloat16: native or widened."""
+    prefetch: str
+    """The cache that weights, keys and values are prefetched into: l1 or l2."""
     linears: str
     """Whose linear layers the model has: tercet or onednn."""
     weights: str

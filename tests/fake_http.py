@@ -278,7 +278,7 @@ def make_manager(
         page_size=1,
         kv_bytes=1 << 29,
         graph_bytes=1 << 28,
-        cpu_kernels=CpuKernels("avx2", 256, 1024, "widened", "tercet", "plain", "measured"),
+        cpu_kernels=CpuKernels("avx2", 256, 1024, "widened", "l2", "tercet", "plain", "measured"),
     )
     if args.skip_tokenizer_init:
         tokenizer = None

@@ -12,13 +12,13 @@
 
 namespace tercet {
 
-inline void set_tuning_op(int64_t block_bytes, int64_t chunk, bool widens_bfloat16) {
+inline void set_tuning_op(int64_t block_bytes, int64_t chunk, bool widens_bfloat16, bool prefetches_into_l1) {
   TORCH_CHECK(block_bytes > 0, "block_bytes must be positive, got ", block_bytes);
   TORCH_CHECK(
       0 < chunk && chunk <= Tuning::kMaxChunk && chunk % kProductsOfSum == 0,
       "chunk must be a multiple of ", kProductsOfSum, " and at most ", Tuning::kMaxChunk, ", got ", chunk);
   TORCH_CHECK(widens_bfloat16 || kMultipliesBFloat16, "this build can multiply bfloat16 only as float");
-  Tuning::get() = {block_bytes, chunk, widens_bfloat16};
+  Tuning::get() = {block_bytes, chunk, widens_bfloat16, prefetches_into_l1};
 }
 
 template <typename T, typename X>

@@ -103,6 +103,17 @@ def test_a_real_measurement_chooses_a_candidate_and_leaves_the_threads(monkeypat
     assert tuning == default_tuning() and torch.ops.tercet_cpu.num_threads() == threads
 
 
+@pytest.mark.parametrize("cache", ["l1", "l2"])
+def test_panels_are_prefetched_into_the_cache_that_is_faster(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+
+    def call(tuning: CpuTuning) -> None:
+        clock.now += 0.9 if tuning.prefetch == cache else 1.0
+
+    monkeypatch.setattr(cpu_calibration, "_uncached_linears", lambda dtype: [call])
+    assert cpu_calibration.measure(clock) == default_tuning()._replace(prefetch=cache)
+
+
 def test_onednn_is_chosen_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each type that it multiplies."""
     clock = itertools.count()
@@ -245,6 +256,9 @@ def test_a_setting_overrides_the_measurement(tmp_path: Path, other: CpuTuning, m
     path.write_text(json.dumps({"chosen": default_tuning()._asdict() | {"onednn": "float16"}}))
     with pytest.raises(ValueError, match=r"onednn must be none, float32, bfloat16 or float32\+bfloat16, got 'float16'"):
         resolve_tuning(str(path), "off")
+    path.write_text(json.dumps({"chosen": default_tuning()._asdict() | {"prefetch": "l3"}}))
+    with pytest.raises(ValueError, match="prefetch must be l1 or l2, got 'l3'"):
+        resolve_tuning(str(path), "off")
 
 
 def test_the_kind_of_products_is_part_of_the_identity_of_kv(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +270,7 @@ def test_the_kind_of_products_is_part_of_the_identity_of_kv(monkeypatch: pytest.
         settings = make_settings(TOY, attention_backend="cpu", dtype="bfloat16")
         return kv_identity(settings, TOY)
 
-    assert identity() == identity(block_kib=96, chunk=64)
+    assert identity() == identity(block_kib=96, chunk=64, prefetch="l1")
     assert identity(bfloat16="native") != identity(bfloat16="widened")
 
 
@@ -281,12 +295,13 @@ KINDS = ["native", "widened"]
     st.sampled_from([64, 256, 1024]),
     st.sampled_from(["bf16", "bf16 in fp32", "fp32", "int4", "int8"]),
     st.sampled_from(KINDS),
+    st.sampled_from(["l1", "l2"]),
     st.integers(1, 90),
     st.integers(1, 20),
     st.integers(0, 2**31),
 )
 def test_a_row_has_the_same_bits_with_every_tuning_and_in_every_batch(
-    block_kib: int, chunk: int, form: str, kind: str, rows: int, groups: int, seed: int
+    block_kib: int, chunk: int, form: str, kind: str, prefetch: str, rows: int, groups: int, seed: int
 ) -> None:
     from tercet.model_executor.layers.cpu_layers import CpuGatedLinear, CpuLinear  # needs the operations
     from tercet.model_executor.layers.quantized_weight import GROUP, quantize
@@ -307,7 +322,7 @@ def test_a_row_has_the_same_bits_with_every_tuning_and_in_every_batch(
     for layer in (CpuLinear(stored, to_float=True), CpuGatedLinear(stored)):
         default._replace(bfloat16=kind).apply()
         expected = layer(x)
-        CpuTuning(block_kib, chunk, kind).apply()
+        CpuTuning(block_kib, chunk, kind, prefetch).apply()
         assert torch.equal(layer(x), expected)
         assert torch.equal(layer(x[-1:].contiguous()), expected[-1:])
 

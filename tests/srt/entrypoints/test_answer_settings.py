@@ -45,9 +45,9 @@ def test_the_kind_of_products_decides_answers_but_sizes_do_not(tmp_path: Path) -
     def of(tuning: CpuKernels) -> dict[str, str]:
         return answer_settings(args, config, msgspec.structs.replace(FACTS, cpu_kernels=tuning))
 
-    kernels = CpuKernels("avx512_bf16", 256, 1024, "native", "tercet", "compact", "measured")
+    kernels = CpuKernels("avx512_bf16", 256, 1024, "native", "l2", "tercet", "compact", "measured")
     before = of(kernels)
-    assert not changed(before, of(CpuKernels("avx512_bf16", 96, 256, "native", "tercet", "plain", "default")))
+    assert not changed(before, of(CpuKernels("avx512_bf16", 96, 256, "native", "l1", "tercet", "plain", "default")))
     assert changed(before, of(msgspec.structs.replace(kernels, build="avx2"))) == ["cpu_build"]
     assert changed(before, of(msgspec.structs.replace(kernels, bfloat16="widened"))) == ["bfloat16_products"]
     assert changed(before, of(msgspec.structs.replace(kernels, linears="onednn"))) == ["linears"]
