@@ -5,7 +5,6 @@
 // groups are summed as floats, one after the other.
 #pragma once
 
-#include <array>
 #include <limits>
 
 #include "linear.h"
@@ -268,8 +267,6 @@ struct QuantizedPacked {
   }
 
  private:
-  using Columns = std::array<Floats, 2>;
-
   /// The same with rows of bytes. values, first_groups: those of the first row. The next row is `stride` bytes later.
   template <int kRows>
   void multiply_bytes(
@@ -280,38 +277,41 @@ struct QuantizedPacked {
       const uint8_t* weights,
       RowSums* row_sums,
       Prefetch prefetch) const {
-    const RowGroup* row_groups[kRows];
-    for (int r = 0; r < kRows; ++r)
-      row_groups[r] = reinterpret_cast<const RowGroup*>(reinterpret_cast<const char*>(first_groups) + r * stride);
     Floats sums[kRows][2];
     unrolled<2 * kRows>([&](auto i) { sums[i / 2][i % 2] = row_sums[i / 2][i % 2]; });
-    for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes) {
+    // One address and a stride: the addresses of all rows would not fit into the registers.
+    const char* row_group = reinterpret_cast<const char*>(first_groups);
+    const auto group_of = [&](int64_t r) -> const RowGroup& {
+      return *reinterpret_cast<const RowGroup*>(row_group + r * stride);
+    };
+    for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes, values += kGroup, row_group += sizeof(RowGroup)) {
+      prefetch(kGroup / kPerWord);
       typename D::Sums products[kRows][2] = {};
       if constexpr (!D::kHasMin)
-        unrolled<kRows>([&](auto r) { products[r][0] = products[r][1] = Ints{} + row_groups[r][g].offset; });
+        unrolled<kRows>([&](auto r) { products[r][0] = products[r][1] = Ints{} + group_of(r).offset; });
       multiply_panel<D, kRows>(
-          values + g * kGroup, stride, weights + D::kHeaderBytes, D::kWordBytes, kGroup / kPerWord, products, prefetch);
+          values, stride, weights + D::kHeaderBytes, D::kWordBytes, kGroup / kPerWord, products);
       const auto* header = reinterpret_cast<const at::Half*>(weights);
-      const Columns scales = load_columns(header);
+      const FloatPair scales = load_pair(header);
+      const auto add_scaled = [&](int64_t r, int side, Vec scale) __attribute__((always_inline)) {
+        sums[r][side] +=
+            to_floats(scale) * group_of(r).scale * __builtin_convertvector(D::total(products[r][side]), Floats);
+      };
       unrolled<kRows>([&](auto r) {
-        unrolled<2>([&](auto side) {
-          sums[r][side] +=
-              scales[side] * row_groups[r][g].scale * __builtin_convertvector(D::total(products[r][side]), Floats);
-        });
+        add_scaled(r, 0, scales.left);
+        add_scaled(r, 1, scales.right);
       });
       if constexpr (D::kHasMin) {
-        const Columns minima = load_columns(header + kPanel);
-        for (int r = 0; r < kRows; ++r)
-          for (int side = 0; side < 2; ++side) sums[r][side] += minima[side] * row_groups[r][g].sum;
+        const FloatPair minima = load_pair(header + kPanel);
+        unrolled<kRows>([&](auto r) {
+          sums[r][0] += to_floats(minima.left) * group_of(r).sum;
+          sums[r][1] += to_floats(minima.right) * group_of(r).sum;
+        });
       }
     }
     add_part<false>(row_sums, sums);
   }
 
-  static Columns load_columns(const at::Half* from) {
-    const FloatPair pair = load_pair(from);
-    return {to_floats(pair.left), to_floats(pair.right)};
-  }
 };
 
 /// As `unpack_rows` of linear.h, for weights of 8 bits.
