@@ -320,7 +320,11 @@ def _uncached_linears(dtype: torch.dtype) -> list[Call]:
     num_panels = _UNCACHED_BYTES // panel.nbytes
     packed = panel.expand(num_panels, *panel.shape[1:]).contiguous()
     inputs = [torch.ones(count, num_in, dtype=dtype) for count in _PREFETCHED_ROWS]
-    return [lambda _, x=x: torch.ops.tercet_cpu.linear(x, packed, None, num_panels * width) for x in inputs]
+
+    def call(x: torch.Tensor, _: CpuTuning) -> object:
+        return torch.ops.tercet_cpu.linear(x, packed, None, num_panels * width)
+
+    return [functools.partial(call, x) for x in inputs]
 
 
 def _quantized_linear(rows: int) -> Call:
