@@ -367,7 +367,13 @@ def _cpu_kernels(settings: RunnerSettings) -> CpuKernels | None:
     if settings.cpu_kernels is None or variant is None:
         return None
     tuning, source = settings.cpu_kernels
-    linears = "onednn" if settings.onednn else "tercet"
-    weights = "compact" if settings.compact else "plain"
-    name, sizes = variant.name, (tuning.block_kib, tuning.chunk)
-    return CpuKernels(name, *sizes, tuning.bfloat16, tuning.prefetch, linears, weights, source)
+    return CpuKernels(
+        build=variant.name,
+        block_kib=tuning.block_kib,
+        chunk=tuning.chunk,
+        bfloat16=tuning.bfloat16,
+        prefetch=tuning.prefetch,
+        linears="onednn" if settings.onednn else "tercet",
+        weights="compact" if settings.compact else "plain",
+        source=source,
+    )

@@ -47,8 +47,10 @@ _FEW_AND_MANY = (16, 256)
 """Rows for choices that change bits: such a choice is for all, because a row must have the same bits in every batch.
 With fewer rows, the fixed costs of a call of oneDNN would decide against it even if its products took no time."""
 _UNCACHED_BYTES = 64 << 20
+"""Size of a weight that few caches hold."""
 _PREFETCHED_IN, _PREFETCHED_ROWS = 576, (4, 16)
-"""A layer of a small model, whose panels may fit into L1, with rows whose products take as long as memory."""
+"""Inputs of a small model: its panels may fit into L1. With so few rows, reading a weight takes about as long as
+multiplying it."""
 _MULTIPLIED = (torch.float32, torch.bfloat16)
 _COMPACT = ("always", "large", "never")
 _ONEDNN = ("none", "float32", "bfloat16", "float32+bfloat16")
@@ -312,7 +314,7 @@ def _linears(dtype: torch.dtype, rows: Sequence[int]) -> list[Call]:
 
 
 def _uncached_linears(dtype: torch.dtype) -> list[Call]:
-    """Calls of a linear layer whose weights come from memory, with few rows. bfloat16: its weights are compact."""
+    """Calls of a linear layer with few rows. Its weights are read from memory; those of bfloat16 are compact."""
     width, per_word, num_in = 2 * cpu_extension.lanes(), 4 // dtype.itemsize, _PREFETCHED_IN
     panel = torch.ones(1, num_in // per_word, width, per_word, dtype=dtype)
     if dtype == torch.bfloat16:

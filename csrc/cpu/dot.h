@@ -102,6 +102,9 @@ struct Dot<at::BFloat16> : WidenedDot<at::BFloat16> {};
 /// Prefetches a cache line into L1.
 inline void prefetch_line(const void* at) { __builtin_prefetch(at, 0, 3); }
 
+/// Prefetches a cache line into L2.
+inline void prefetch_line_into_l2(const void* at) { __builtin_prefetch(at, 0, 2); }
+
 /// Prefetches a cache line that will be written. Without this, a store waits until the line comes from memory or from
 /// the cache of another core.
 inline void prefetch_to_write(const void* at) {
@@ -120,8 +123,8 @@ inline void prefetch_to_write(const T* numbers, int64_t count) {
   for (int64_t i = 0; i < count; i += kLine) prefetch_to_write(static_cast<const void*>(numbers + i));
 }
 
-/// Prefetches `bytes` bytes with every word that `multiply_panel` multiplies, into the cache that `Tuning` names. Each line
-/// is prefetched once.
+/// Prefetches `bytes` bytes with every word that `multiply_panel` multiplies. Each line is prefetched once, into the cache
+/// that `Tuning` names.
 class Prefetch {
  public:
   Prefetch(const char* from, int64_t bytes)
@@ -132,7 +135,7 @@ class Prefetch {
   /// Prefetches with so many words at once.
   void operator()(int64_t words) {
     end_ += words * bytes_;
-    for (; line_ < end_; line_ += 64) into_l1_ ? prefetch_line(line_) : __builtin_prefetch(line_, 0, 2);
+    for (; line_ < end_; line_ += 64) into_l1_ ? prefetch_line(line_) : prefetch_line_into_l2(line_);
   }
 
  private:

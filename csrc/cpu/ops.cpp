@@ -32,7 +32,7 @@ TORCH_LIBRARY(tercet_cpu, m) {
   });
   m.def("multiplies_bfloat16() -> bool", [] { return kMultipliesBFloat16; });
   m.def(
-      "set_tuning(int block_bytes, int chunk, bool widens_bfloat16, bool prefetches_into_l1=False) -> ()", &set_tuning_op);
+      "set_tuning(int block_bytes, int chunk, bool widens_bfloat16, bool prefetches_into_l1) -> ()", &set_tuning_op);
   m.def("instruction_rates(ScalarType type, float seconds) -> Dict(str, float)", &instruction_rates_op);
   m.def("compact(Tensor panels) -> Tensor?", &compact_op);
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int n, bool to_float=False) -> Tensor", &linear_op);

@@ -285,12 +285,11 @@ struct QuantizedPacked {
       return *reinterpret_cast<const RowGroup*>(row_group + r * stride);
     };
     for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes, values += kGroup, row_group += sizeof(RowGroup)) {
-      prefetch(kGroup / kPerWord);
+      prefetch(kGroup / kPerWord);  // once a group, so that GCC unrolls the words
       typename D::Sums products[kRows][2] = {};
       if constexpr (!D::kHasMin)
         unrolled<kRows>([&](auto r) { products[r][0] = products[r][1] = Ints{} + group_of(r).offset; });
-      multiply_panel<D, kRows>(
-          values, stride, weights + D::kHeaderBytes, D::kWordBytes, kGroup / kPerWord, products);
+      multiply_panel<D, kRows>(values, stride, weights + D::kHeaderBytes, D::kWordBytes, kGroup / kPerWord, products);
       const auto* header = reinterpret_cast<const at::Half*>(weights);
       const FloatPair scales = load_pair(header);
       const auto add_scaled = [&](int64_t r, int side, Vec scale) __attribute__((always_inline)) {
@@ -311,7 +310,6 @@ struct QuantizedPacked {
     }
     add_part<false>(row_sums, sums);
   }
-
 };
 
 /// As `unpack_rows` of linear.h, for weights of 8 bits.

@@ -26,8 +26,8 @@ struct Tuning {
   /// Linear layers of bfloat16 widen their numbers to float and multiply those. On some processors that is faster than
   /// products of bfloat16. Results differ by rounding. Read when an operation is called or recorded.
   bool widens_bfloat16 = !kMultipliesBFloat16;
-  /// Panels are prefetched into the L1 cache, not only into L2. If they do not fit beside the rows, they displace what the
-  /// product reads. If they do, it waits less. No bit of a result depends on it.
+  /// Panels are prefetched into the L1 cache, not only into L2. A product then waits less, if L1 has room for the next
+  /// panel. If it does not, the next panel displaces numbers that the product still reads. No bit of a result depends on it.
   bool prefetches_into_l1 = false;
 
   static Tuning& get() {

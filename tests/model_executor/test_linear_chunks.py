@@ -17,8 +17,8 @@ BLOCK_BYTES, LARGEST = 256 * 1024, 1024
 def chunk():
     """Sets the size of chunks, and of blocks."""
     widens = not ops.multiplies_bfloat16()
-    yield lambda numbers, block_bytes=BLOCK_BYTES: ops.set_tuning(block_bytes, numbers, widens)
-    ops.set_tuning(BLOCK_BYTES, LARGEST, widens)
+    yield lambda numbers, block_bytes=BLOCK_BYTES: ops.set_tuning(block_bytes, numbers, widens, False)
+    ops.set_tuning(BLOCK_BYTES, LARGEST, widens, False)
 
 
 def layers():
