@@ -155,6 +155,7 @@ struct CompactPacked {
   void multiply_packed(
       const at::BFloat16* x, Chunk chunk, const Opened& opened, RowSums* sums, Prefetch prefetch) const {
     Reader reader(opened.panel, header_bytes, chunk);
+    const RowPointers<at::BFloat16, kRows> rows(x, k);
     Floats part[kRows][2];
     if (chunk.begin == 0)
       unrolled<2 * kRows>([&](auto i) { part[i / 2][i % 2] = Floats{}; });
@@ -174,7 +175,7 @@ struct CompactPacked {
       for (int word = 0; word < 2; ++word) {
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r) {
-          const auto numbers = D::broadcast(x + r * k + group * CompactGroup::kNumbers + word * kPerWord, 0);
+          const auto numbers = D::broadcast(rows.at(r, group * CompactGroup::kNumbers + word * kPerWord), 0);
           D::add(part[r][0], numbers, words[2 * word]);
           D::add(part[r][1], numbers, words[2 * word + 1]);
         }

@@ -23,8 +23,8 @@ typedef float Floats __attribute__((vector_size(kLanes * sizeof(float))));
 /// Columns of a panel: two vectors of sums.
 constexpr int64_t kPanel = 2 * kLanes;
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 inline Floats load_floats(const float* from) {
   Floats loaded;
