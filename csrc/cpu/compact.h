@@ -78,7 +78,7 @@ struct CompactPacked {
 #ifdef __AVX512BF16__
   using D = Dot<at::BFloat16>;
 
-  Opened open(int64_t panel, Chunk, int64_t rows, const Prefetch&) const {
+  Opened open(int64_t panel, Chunk, int64_t rows, Prefetch) const {
     alignas(64) static thread_local at::BFloat16 unpacked[Tuning::kMaxChunk * kPanel];
     return {panels + panel * panel_distance(), rows <= kWholeRows ? nullptr : unpacked, false};
   }
@@ -155,6 +155,7 @@ struct CompactPacked {
   void multiply_packed(
       const at::BFloat16* x, Chunk chunk, const Opened& opened, RowSums* sums, Prefetch prefetch) const {
     Reader reader(opened.panel, header_bytes, chunk);
+    Prefetcher prefetcher = prefetch.start();
     const RowPointers<at::BFloat16, kRows> rows(x, k);
     Floats part[kRows][2];
     if (chunk.begin == 0)
@@ -162,7 +163,7 @@ struct CompactPacked {
     else
       unrolled<2 * kRows>([&](auto i) { part[i / 2][i % 2] = sums[i / 2][i % 2]; });
     const auto multiply_group = [&](int64_t group, auto has_exceptions) __attribute__((always_inline)) {
-      prefetch(2);
+      prefetcher(2);
       Words words;
       reader.unpack(group, words);
       if constexpr (has_exceptions) reader.correct(group, words);

@@ -123,28 +123,38 @@ inline void prefetch_to_write(const T* numbers, int64_t count) {
   for (int64_t i = 0; i < count; i += kLine) prefetch_to_write(static_cast<const void*>(numbers + i));
 }
 
-/// Prefetches `bytes` bytes with every word that `multiply_panel` multiplies. Each line is prefetched once, into the cache
+/// Prefetches so many bytes with every word that `multiply_panel` multiplies. Each line is prefetched once, into the cache
 /// that `Tuning` names.
-class Prefetch {
+class Prefetcher {
  public:
-  Prefetch(const char* from, int64_t bytes)
-      : line_(from), end_(from), bytes_(bytes), into_l1_(Tuning::get().prefetches_into_l1) {}
+  Prefetcher(const char* from, int64_t bytes_per_word)
+      : line_(from), end_(from), bytes_per_word_(bytes_per_word), into_l1_(Tuning::get().prefetches_into_l1) {}
 
   void operator()() { (*this)(1); }
 
   /// Prefetches with so many words at once.
   void operator()(int64_t words) {
-    end_ += words * bytes_;
+    end_ += words * bytes_per_word_;
     for (; line_ < end_; line_ += 64) into_l1_ ? prefetch_line(line_) : prefetch_line_into_l2(line_);
   }
 
  private:
   const char *line_, *end_;
-  int64_t bytes_;  // of a word
+  int64_t bytes_per_word_;
   bool into_l1_;
 };
 
+/// What a product prefetches. A call passes it in two registers. A larger one was written to memory in parts and read at
+/// once. Such a read waits for the writes, and so for the products of the call before.
+struct Prefetch {
+  const char* from;
+  int64_t bytes_per_word;
+
+  Prefetcher start() const { return {from, bytes_per_word}; }
+};
+
 struct NoPrefetch {
+  NoPrefetch start() const { return *this; }
   void operator()() {}
 };
 

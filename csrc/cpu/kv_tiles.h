@@ -61,7 +61,7 @@ class TileReader {
     auto prefetch(int64_t number, bool rows_are_first) const {
       if constexpr (kInPanels) {
         constexpr int64_t kBytes = kPanel * kPerWord * sizeof(C);
-        return Prefetch{reinterpret_cast<const char*>(next + number), rows_are_first ? kBytes : 0};
+        return Prefetcher(reinterpret_cast<const char*>(next + number), rows_are_first ? kBytes : 0);
       } else {
         return NoPrefetch{};
       }

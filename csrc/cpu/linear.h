@@ -58,12 +58,13 @@ inline void multiply_chunk(
     int64_t numbers,
     RowSums* sums,
     bool is_first,
-    P&& prefetch,
+    P prefetch,
     int64_t panel_distance = 0) {
   constexpr int64_t kPanelStride = kPanel * D::kPerWord;
   constexpr bool kInParts = std::is_same_v<typename D::Row, float>;
   const int64_t words = numbers / D::kPerWord, step = kInParts ? kProductsOfSum / D::kPerWord : words;
   if (kInParts && is_first) begin_sums<kRows * kPanels>(sums);
+  auto prefetcher = prefetch.start();
   for (int64_t word = 0; word < words; word += step) {
     Floats part[kRows * kPanels][2];
     // For `= {}` or a memcpy, GCC sets the array in memory, by an instruction that takes 100 cycles and more.
@@ -78,7 +79,7 @@ inline void multiply_chunk(
         kPanelStride,
         std::min(step, words - word),
         part,
-        prefetch,
+        prefetcher,
         panel_distance);
     add_part<kInParts>(sums, part);
   }
@@ -109,7 +110,7 @@ struct Packed {
   static constexpr int64_t kPerWord = D::kPerWord;
 
   /// What `rows` rows of x are multiplied with.
-  const T* open(int64_t panel, Chunk chunk, int64_t /*rows*/, const Prefetch&) const {
+  const T* open(int64_t panel, Chunk chunk, int64_t /*rows*/, Prefetch) const {
     return panels + kPanel * (panel * k + chunk.begin);
   }
 
@@ -176,7 +177,7 @@ void multiply_few_rows(const X& x, int64_t first, const Weight& weight, const Ru
       for (int64_t line = 0; line < kFirstLines; ++line)
         prefetch_line(run.address(weight, panel + panels + p) + 64 * line);
     RowSums sums[kRows * panels];
-    const auto opened = weight.open(panel, all, kRows, Prefetch(nullptr, 0));
+    const auto opened = weight.open(panel, all, kRows, Prefetch{});
     weight.template multiply<kRows, panels>(x, first, all, opened, sums, NoPrefetch());
     for (int64_t r = 0; r < kRows; ++r)
       for (int64_t p = 0; p < panels; ++p) store_sums(weight, first + r, panel + p, sums[r * panels + p], store);
@@ -194,14 +195,14 @@ void multiply_block(const X& x, int64_t first, int64_t rows, const Weight& weigh
       chunk.end = std::min(chunk.begin + max_chunk, weight.k);
       const char* next_chunk = run.address(weight, panel + 1) + Weight::panel_bytes(chunk.begin);
       const int64_t chunk_bytes = Weight::panel_bytes(chunk.size()), words = chunk.size() / Weight::kPerWord;
-      auto opened = weight.open(panel, chunk, rows, Prefetch(next_chunk, chunk_bytes / words));
+      auto opened = weight.open(panel, chunk, rows, {next_chunk, chunk_bytes / words});
       // What is prefetched for each row: bytes, and 256ths of a byte with each word. A division for each piece would take
       // as long as a dozen products.
       const int64_t bytes_per_row = ceil_div(chunk_bytes, rows), parts_per_word = 256 * chunk_bytes / (words * rows);
       for_each_piece<Weight::kMaxRows>(rows, [&](int64_t at, auto piece) {
         if (chunk.end == weight.k)
           for (int64_t r = at; r < at + piece; ++r) store.prefetch(first + r, panel);
-        const Prefetch prefetch(next_chunk + bytes_per_row * at, parts_per_word * piece / 256);
+        const Prefetch prefetch{next_chunk + bytes_per_row * at, parts_per_word * piece / 256};
         weight.template multiply<piece>(x, first + at, chunk, opened, sums + at, prefetch);
         // Each piece on its own: the stores of a whole block at once would wait for their cache lines.
         if (chunk.end == weight.k)

@@ -244,7 +244,7 @@ struct QuantizedPacked {
   int64_t panel_distance() const { return panel_bytes(k); }
   static constexpr int64_t kPerWord = D::kPerWord;
 
-  const uint8_t* open(int64_t panel, Chunk chunk, int64_t, const Prefetch&) const {
+  const uint8_t* open(int64_t panel, Chunk chunk, int64_t, Prefetch) const {
     return panels + panel_bytes(panel * k + chunk.begin);
   }
 
@@ -257,8 +257,9 @@ struct QuantizedPacked {
     const RowGroup* row_groups = x.groups(first) + chunk.begin / kGroup;
 #ifdef TERCET_ROWS_OF_SHORTS
     if constexpr (std::is_same_v<typename D::Row, int16_t>) {
+      Prefetcher prefetcher = prefetch.start();
       for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes) {
-        prefetch(kGroup / kPerWord);
+        prefetcher(kGroup / kPerWord);
         multiply_shorts<kRows>(values + g * kGroup, row_groups + g, stride, weights, sums);
       }
     } else
@@ -277,6 +278,7 @@ struct QuantizedPacked {
       const uint8_t* weights,
       RowSums* row_sums,
       Prefetch prefetch) const {
+    Prefetcher prefetcher = prefetch.start();
     Floats sums[kRows][2];
     unrolled<2 * kRows>([&](auto i) { sums[i / 2][i % 2] = row_sums[i / 2][i % 2]; });
     // One address and a stride: the addresses of all rows would not fit into the registers.
@@ -285,7 +287,7 @@ struct QuantizedPacked {
       return *reinterpret_cast<const RowGroup*>(row_group + r * stride);
     };
     for (int64_t g = 0; g < groups; ++g, weights += kGroupBytes, values += kGroup, row_group += sizeof(RowGroup)) {
-      prefetch(kGroup / kPerWord);  // once a group, so that GCC unrolls the words
+      prefetcher(kGroup / kPerWord);  // once a group, so that GCC unrolls the words
       typename D::Sums products[kRows][2] = {};
       if constexpr (!D::kHasMin)
         unrolled<kRows>([&](auto r) { products[r][0] = products[r][1] = Ints{} + group_of(r).offset; });

@@ -9,7 +9,7 @@ namespace tercet {
 
 /// Widens a group of a panel. Calls f(i, left, right) with the floats of all columns for number i of the group.
 template <typename Weights, typename F>
-inline void widen_group(const uint8_t* group, Prefetch& prefetch, const F& f) {
+inline void widen_group(const uint8_t* group, Prefetcher& prefetcher, const F& f) {
   using D = Dot<Weights>;
   const auto* header = reinterpret_cast<const at::Half*>(group);
   const FloatPair scales = load_pair(header);
@@ -22,7 +22,7 @@ inline void widen_group(const uint8_t* group, Prefetch& prefetch, const F& f) {
     return floats;
   };
   const uint8_t* words = group + D::kHeaderBytes;
-  Prefetch prefetch_word = prefetch;  // in registers
+  Prefetcher prefetch_word = prefetcher;  // in registers
   for (int64_t i = 0; i < kGroup; i += D::kPerWord, words += D::kWordBytes) {
     prefetch_word();
     Bytes left, right;
@@ -33,7 +33,7 @@ inline void widen_group(const uint8_t* group, Prefetch& prefetch, const F& f) {
         widen(D::weights(left, at), scales.left, minima.left),
         widen(D::weights(right, at), scales.right, minima.right));
   }
-  prefetch = prefetch_word;
+  prefetcher = prefetch_word;
 }
 
 /// A packed weight as in `QuantizedPacked`, for rows of float.
@@ -64,9 +64,10 @@ struct WidenedPacked {
     const uint8_t* groups = panels + panel_bytes(panel * k + chunk.begin);
     if (rows <= kWholeRows) return {groups, nullptr};
     float* floats = chunk_of_floats();
+    Prefetcher prefetcher = prefetch.start();
     for (int64_t g = 0; g < chunk.size() / kGroup; ++g) {
       float* to = floats + g * kGroup * kPanel;
-      widen_group<Weights>(groups + g * kGroupBytes, prefetch, [=](int64_t i, Floats left, Floats right) {
+      widen_group<Weights>(groups + g * kGroupBytes, prefetcher, [=](int64_t i, Floats left, Floats right) {
         store_floats(to + i * kPanel, left);
         store_floats(to + i * kPanel + kLanes, right);
       });
@@ -82,6 +83,7 @@ struct WidenedPacked {
       return;
     }
     if (chunk.begin == 0) begin_sums<kRows>(sums);
+    Prefetcher prefetcher = prefetch.start();
     // The parts are those of `multiply_chunk`.
     constexpr int64_t kGroups = kProductsOfSum / kGroup;
     static_assert(kGroups * kGroup == kProductsOfSum);
@@ -89,7 +91,7 @@ struct WidenedPacked {
       Floats part[kRows][2] = {};
       const int64_t end = std::min(first_group + kGroups, chunk.size() / kGroup);
       for (int64_t g = first_group; g < end; ++g, x += kGroup)
-        widen_group<Weights>(opened.groups + g * kGroupBytes, prefetch, [&](int64_t i, Floats left, Floats right) {
+        widen_group<Weights>(opened.groups + g * kGroupBytes, prefetcher, [&](int64_t i, Floats left, Floats right) {
 #pragma GCC unroll 16
           for (int r = 0; r < kRows; ++r) {
             const Floats number = broadcast_float(x[r * k + i]);
