@@ -237,7 +237,7 @@ class Attention {
     // For `= {}` GCC sets the array in memory, by an instruction that took a tenth of this function's time.
     unrolled<kRows>([&](auto r) { sums[r][0] = sums[r][1] = Floats{}; });
     multiply_panel<Dot<C>, kRows>(
-        q, width_, panel.numbers, kPanel * kPerWord, width_ / kPerWord, sums, panel.prefetch(0, is_first));
+        q, width_, panel.numbers, kPanel * kPerWord, width_ / kPerWord, sums, panel.prefetcher(0, is_first));
     unrolled<kRows>([&](auto r) {
       store_floats(scores + r * kTile, sums[r][0]);
       store_floats(scores + r * kTile + kLanes, sums[r][1]);
@@ -346,7 +346,7 @@ class Attention {
           kPanel * kPerWord,
           ceil_div(std::min(kPanel, keys - i), kPerWord),
           sums,
-          panel.prefetch(d * kPanel, is_first));
+          panel.prefetcher(d * kPanel, is_first));
     }
     unrolled<kRows>([&](auto r) {
       store_floats(acc + r * width_, sums[r][0]);

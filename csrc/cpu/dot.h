@@ -144,8 +144,8 @@ class Prefetcher {
   bool into_l1_;
 };
 
-/// What a product prefetches. A call passes it in two registers. A larger one was written to memory in parts and read at
-/// once. Such a read waits for the writes, and so for the products of the call before.
+/// What a product prefetches. It is small enough to be passed in registers. A `Prefetcher` as an argument was written to
+/// memory in parts and read as a whole, and such a read waits until all writes before it have ended.
 struct Prefetch {
   const char* from;
   int64_t bytes_per_word;
@@ -158,9 +158,9 @@ struct NoPrefetch {
   void operator()() {}
 };
 
-/// Addresses in kRows rows, which are `stride` numbers apart. Three rows share a pointer, so twelve need four pointers and
-/// three offsets. GCC gave each row an offset of its own, kept those that did not fit in vector registers, and moved them
-/// with every word. That took 8 % of the time of a product on Zen 4.
+/// Addresses in kRows rows, which are `stride` numbers apart. With more than six rows, three rows share a pointer: twelve
+/// rows need four pointers and three offsets. With an offset for each row, GCC kept some of them in vector registers and
+/// moved them with every word. That took 8 % of the time of a product on Zen 4.
 template <typename T, int kRows>
 class RowPointers {
  public:
@@ -178,7 +178,7 @@ class RowPointers {
   }
 
  private:
-  static constexpr int kRowsPerPointer = 3, kPointers = ceil_div(kRows, kRowsPerPointer);
+  static constexpr int kRowsPerPointer = kRows > 6 ? 3 : kRows, kPointers = ceil_div(kRows, kRowsPerPointer);
   const T* pointers_[kPointers];
   int64_t stride_;
 };

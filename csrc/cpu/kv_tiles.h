@@ -58,7 +58,7 @@ class TileReader {
     const C* next = nullptr;  // the panel that is multiplied after this one, to be prefetched; packing prefetches by itself
 
     /// Prefetches, with every word from `number` on, as many bytes of the next panel. Only the first rows do so.
-    auto prefetch(int64_t number, bool rows_are_first) const {
+    auto prefetcher(int64_t number, bool rows_are_first) const {
       if constexpr (kInPanels) {
         constexpr int64_t kBytes = kPanel * kPerWord * sizeof(C);
         return Prefetcher(reinterpret_cast<const char*>(next + number), rows_are_first ? kBytes : 0);
