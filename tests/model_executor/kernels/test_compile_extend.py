@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from compiled_attention import extend_launches
@@ -51,6 +53,15 @@ def test_extend_of_long_requests(arch: str, shape: Shape) -> None:
 @pytest.mark.parametrize("arch", TARGETS)
 def test_extend_of_few_tokens_after_long_prefixes(arch: str, shape: Shape) -> None:
     check(arch, shape, "splits as units")
+
+
+@pytest.mark.parametrize("shape", [*LONG, Shape(64, 9, 3, dtype=torch.float32)], ids=str)
+def test_all_warps_load_a_merged_row_before_one_stores_it(shape: Shape) -> None:
+    """Several warps load the maximum and the sum of a row. Single words are stored for nothing else."""
+    launch, *_ = extend_launches(shape, "sm_90", "splits in turn")
+    kinds = re.findall(r"bar\.sync|ld\.global|st\.global\.b32", compile_launch(launch, "sm_90").assembly)
+    order = "".join({"bar.sync": "b", "ld.global": "l", "st.global.b32": "s"}[kind] for kind in kinds)
+    assert "ls" not in order and order.count("s") >= 4
 
 
 def test_a_spill_is_seen() -> None:
