@@ -229,7 +229,7 @@ def dots_by_rows() -> Iterator[None]:
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         left, right = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
-        return interpreter.TensorHandle(np.einsum("mk,kn->mn", left, right) + d.data, d.dtype.scalar)
+        return interpreter.TensorHandle(np.einsum("...mk,...kn->...mn", left, right) + d.data, d.dtype.scalar)
 
     builder.create_dot = create_dot
     try:

@@ -6,12 +6,17 @@ one kernel computes
     out = epilogue(rms_norm(x) @ weight.T + bias)
 
 A program has BLOCK_N outputs of all rows, and reads its part of the weight once, in order. The weight does not wait for
-the norm: rms_norm(x) = x * norm_weight * scale, with one scale for each row, so the product is scaled at its end. Each
-row of a product is a sum of its own, in the same order for any number of rows. So a row has the same bits alone and
-beside 7 others.
+the norm: rms_norm(x) = x * norm_weight * scale, with one scale for each row, so the product is scaled at its end.
+
+The weight is the first operand of a product on matrix units, 16 outputs by 16 inputs, and x the second, 16 inputs by
+8 rows. Each warp has a slice of the inputs in every block, with sums of its own, which are added at the end. So a warp
+has few instructions for each byte of the weight, and the memory is the limit.
+
+Each row of a product is a sum of its own, in the same order for any number of rows. So a row has the same bits alone
+and beside 7 others.
 
 With a dependent launch (dependent_launch.py) a program prefetches the beginning of its part of the weight while
-the kernel before it still runs. NOT YET MEASURED ON A DEVICE.
+the kernel before it still runs.
 """
 
 from __future__ import annotations
@@ -31,11 +36,9 @@ MAX_ROWS = 8
 _LINES = 16
 """Cache lines of each row of the weight that a dependent launch prefetches: 32 or 64 KB for each program."""
 _LINE_BYTES = 128
-_ROWS = 16
-"""Rows of a product on matrix units. The rows from the last one on are zeros."""
-_BLOCK_N, _NUM_STAGES = 16, 8
-_BLOCK_K = {torch.bfloat16: 128, torch.float32: 32}
-"""Larger blocks spill registers on sm_90 (docs/log.md)."""
+_BLOCK_N, _SLICES = 16, 4
+_BLOCK_K = {torch.bfloat16: 256, torch.float32: 64}
+_NUM_STAGES = {torch.bfloat16: 6, torch.float32: 2}
 
 
 class Norm(NamedTuple):
@@ -51,52 +54,64 @@ class Norm(NamedTuple):
 def _skinny_linear_kernel(
     x_ptr, norm_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, N: tl.constexpr,
     K: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr, DEPENDENT: tl.constexpr,
-    LINES: tl.constexpr, LINE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, WIDEN: tl.constexpr,
+    DEPENDENT: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows, in_columns = row < num_rows, column < N
-    weights = weight_ptr + column.to(tl.int64)[:, None] * K
+    # Columns beyond the last one read its weights, and are not stored.
+    weights = weight_ptr + tl.minimum(column, N - 1).to(tl.int64) * K
     if DEPENDENT:
-        ahead = weight_ptr + tl.minimum(column, N - 1).to(tl.int64)[:, None] * K
-        ahead += tl.minimum(tl.arange(0, LINES) * LINE, K - 1)[None, :]
+        ahead = weights[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, K - 1)[None, :]
         prefetch_lines(ahead)
         if GATED:
             prefetch_lines(ahead + N * K)
         begin_dependent()
-    total = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    total_up = tl.zeros([ROWS, BLOCK_N], tl.float32)
-    squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    WIDTH: tl.constexpr = BLOCK_K // SLICES
+    inputs = (tl.arange(0, SLICES) * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+    total = tl.zeros([SLICES, BLOCK_N, ROWS], tl.float32)
+    total_up = tl.zeros([SLICES, BLOCK_N, ROWS], tl.float32)
+    squares = tl.zeros([SLICES, WIDTH, ROWS], tl.float32)
     for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        in_k = k < K
-        inside = in_columns[:, None] & in_k[None, :]
-        weight = tl.load(weights + k[None, :], mask=inside, other=0.0)
-        x = tl.load(x_ptr + row[:, None] * stride_x + k[None, :], mask=in_rows[:, None] & in_k[None, :], other=0.0)
+        k = start + inputs
+        at = weights[None, :, None] + k[:, None, :]
+        in_x = in_rows[None, None, :] & (k < K)[:, :, None]
+        x = tl.load(x_ptr + (row * stride_x)[None, None, :] + k[:, :, None], mask=in_x, other=0.0)
+        if K % BLOCK_K == 0:
+            weight = tl.load(at)
+        else:
+            weight = tl.load(at, mask=(k < K)[:, None, :], other=0.0)
         if NORM:
             wide = x.to(tl.float32)
             squares += wide * wide
-            x = (wide * tl.load(norm_ptr + k, mask=in_k, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
-        total = dot(x, tl.trans(weight), total, WIDEN)
+            x = (wide * tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)[:, :, None]).to(x.dtype)
+        total = dot(weight, x, total, WIDEN)
         if GATED:
-            up = tl.load(weights + N * K + k[None, :], mask=inside, other=0.0)
-            total_up = dot(x, tl.trans(up), total_up, WIDEN)
+            if K % BLOCK_K == 0:
+                up = tl.load(at + N * K)
+            else:
+                up = tl.load(at + N * K, mask=(k < K)[:, None, :], other=0.0)
+            total_up = dot(up, x, total_up, WIDEN)
+    out = tl.sum(total, axis=0)
+    out_up = tl.sum(total_up, axis=0)
     if NORM:
-        scale = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
-        total *= scale
-        total_up *= scale
+        scale = tl.rsqrt(tl.sum(tl.sum(squares, axis=0), axis=0) / K + eps)[None, :]
+        out *= scale
+        out_up *= scale
     if HAS_BIAS:
-        total += tl.load(bias_ptr + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        out += tl.load(bias_ptr + column, mask=in_columns, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            total_up += tl.load(bias_ptr + N + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+            out_up += tl.load(bias_ptr + N + column, mask=in_columns, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        total = total / (1.0 + tl.exp(-total)) * total_up
-    place = row[:, None] * N + column[None, :]
-    inside = in_rows[:, None] & in_columns[None, :]
+        out = out / (1.0 + tl.exp(-out)) * out_up
+    place = row[None, :] * N + column[:, None]
+    inside = in_rows[None, :] & in_columns[:, None]
     if ADD:
-        total += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
+        out += tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        # The result replaces the residual. Several threads may load a number that one of them stores.
+        tl.debug_barrier()
+    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def skinny_linear(
@@ -135,10 +150,10 @@ def skinny_linear(
         _skinny_linear_kernel[(cdiv(num_out, _BLOCK_N),)](
             x, weight if norm is None else norm.weight, weight, weight if bias is None else bias, out, out,
             x.stride(0), num_rows, 0.0 if norm is None else norm.eps, N=num_out, K=num_in, NORM=norm is not None,
-            GATED=gated, ADD=residual is not None, HAS_BIAS=bias is not None, ROWS=_ROWS, BLOCK_N=_BLOCK_N,
-            BLOCK_K=min(_BLOCK_K[x.dtype], max(16, next_power_of_2(num_in))),
+            GATED=gated, ADD=residual is not None, HAS_BIAS=bias is not None, ROWS=MAX_ROWS, BLOCK_N=_BLOCK_N,
+            BLOCK_K=min(_BLOCK_K[x.dtype], max(_SLICES * 16, next_power_of_2(num_in))), SLICES=_SLICES,
             WIDEN=is_interpreted(_skinny_linear_kernel) and x.dtype == torch.bfloat16, DEPENDENT=dependent,
-            LINES=_LINES, LINE=_LINE_BYTES // x.itemsize, num_warps=4, num_stages=_NUM_STAGES,
+            LINES=_LINES, LINE=_LINE_BYTES // x.itemsize, num_warps=_SLICES, num_stages=_NUM_STAGES[x.dtype],
             **launch_options(dependent=dependent),
         )  # fmt: skip
     return out
