@@ -313,7 +313,7 @@ def extend_kernel(
                     merged_top, merged_total, merged = _merge(
                         merged_top, merged_total, merged, next_top, next_total, next_acc
                     )  # fmt: skip
-                    # The compiler lets several warps load a row's maximum and sum. All must have them before one stores.
+                    # Several warps may load a row's maximum and sum. All must have them before one stores.
                     tl.debug_barrier()
                     tl.store(part_top_ptr + row, merged_top)
                     tl.store(part_total_ptr + row, merged_total)
