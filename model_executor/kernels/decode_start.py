@@ -1,7 +1,7 @@
 """The start of a decode step in one kernel: all that lies between the inputs of the step and its first layer.
 
 A program serves one request. It writes the slot of the new token into the table of slots, and copies the row of the
-embedding and the row of the cosines and sines. NOT YET MEASURED ON A DEVICE.
+embedding and the row of the cosines and sines.
 """
 
 from __future__ import annotations

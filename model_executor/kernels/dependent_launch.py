@@ -14,7 +14,7 @@ The rules that make a chain of such kernels safe:
 - A kernel without these calls, such as one of torch, is safe on both sides. A dependent kernel after it waits for its
   end. It starts itself only when the dependent kernel before it has ended.
 
-NOT YET RUN ON A DEVICE.
+They change no token on an H200, but are slower there in some models (docs/performance.md).
 """
 
 from __future__ import annotations

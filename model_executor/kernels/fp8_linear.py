@@ -11,8 +11,8 @@ A row has the same bits in every batch. The number of rows decides only the heig
 its instruction stay, and in the tile of 128 rows, each of two groups of warps does what the tile of 64 rows does. So
 one row takes as many products as 64. They cost no time: few rows take as long as reading the weight.
 
-Devices without matrix units for e4m3fn multiply the same numbers in fp16, which holds all of them. NOT YET MEASURED ON
-A DEVICE.
+Devices without matrix units for e4m3fn multiply the same numbers in fp16, which holds all of them.
+The kernels have passed their tests on an H200. Their speed has not been measured.
 """
 
 from __future__ import annotations

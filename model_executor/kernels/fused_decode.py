@@ -8,8 +8,6 @@ same bits.
 - The program that stores the last partial result of a request and KV head merges them. Programs count these results
   with an atomic addition, which releases what they stored and acquires what others stored. The last one sets the count
   back to zero for the next launch.
-
-NOT YET MEASURED ON A DEVICE.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ A program has BLOCK_N outputs of all rows, and reads its part of the weight once
 the norm: rms_norm(x) = x * norm_weight * scale, with one scale for each row, so the product is scaled at its end.
 
 The weight is the first operand of a product on matrix units, 16 outputs by 16 inputs, and x the second, 16 inputs by
-8 rows. Each warp has a slice of the inputs in every block, with sums of its own, which are added at the end. So a warp
-has few instructions for each byte of the weight, and the memory is the limit.
+8 rows. Each warp has a slice of the inputs in every block, and sums of its own, which are added at the end. So a warp
+has few instructions for each byte of the weight.
 
 Each row of a product is a sum of its own, in the same order for any number of rows. So a row has the same bits alone
 and beside 7 others.
@@ -36,7 +36,9 @@ MAX_ROWS = 8
 _LINES = 16
 """Cache lines of each row of the weight that a dependent launch prefetches: 32 or 64 KB for each program."""
 _LINE_BYTES = 128
-_BLOCK_N, _SLICES = 16, 4
+_BLOCK_N = 16
+_SLICES = 4
+"""Slices of a block of inputs, one for each warp."""
 _BLOCK_K = {torch.bfloat16: 256, torch.float32: 64}
 _NUM_STAGES = {torch.bfloat16: 6, torch.float32: 2}
 
@@ -47,6 +49,15 @@ class Norm(NamedTuple):
     weight: torch.Tensor
     """[in]"""
     eps: float
+
+
+@triton.jit
+def _load_weight(at, in_k, FULL: tl.constexpr):
+    """A block of the weight, [SLICES, BLOCK_N, inputs of a slice]. FULL: all blocks are full, so no mask is needed."""
+    if FULL:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=in_k[:, None, :], other=0.0)
 
 
 @bound
@@ -60,7 +71,7 @@ def _skinny_linear_kernel(
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows, in_columns = row < num_rows, column < N
-    # Columns beyond the last one read its weights, and are not stored.
+    # Columns beyond the last one read the last one's weights. Their results are not stored.
     weights = weight_ptr + tl.minimum(column, N - 1).to(tl.int64) * K
     if DEPENDENT:
         ahead = weights[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, K - 1)[None, :]
@@ -75,23 +86,18 @@ def _skinny_linear_kernel(
     squares = tl.zeros([SLICES, WIDTH, ROWS], tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + inputs
+        in_k = k < K
         at = weights[None, :, None] + k[:, None, :]
-        in_x = in_rows[None, None, :] & (k < K)[:, :, None]
+        in_x = in_rows[None, None, :] & in_k[:, :, None]
         x = tl.load(x_ptr + (row * stride_x)[None, None, :] + k[:, :, None], mask=in_x, other=0.0)
-        if K % BLOCK_K == 0:
-            weight = tl.load(at)
-        else:
-            weight = tl.load(at, mask=(k < K)[:, None, :], other=0.0)
+        weight = _load_weight(at, in_k, K % BLOCK_K == 0)
         if NORM:
             wide = x.to(tl.float32)
             squares += wide * wide
-            x = (wide * tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)[:, :, None]).to(x.dtype)
+            x = (wide * tl.load(norm_ptr + k, mask=in_k, other=0.0).to(tl.float32)[:, :, None]).to(x.dtype)
         total = dot(weight, x, total, WIDEN)
         if GATED:
-            if K % BLOCK_K == 0:
-                up = tl.load(at + N * K)
-            else:
-                up = tl.load(at + N * K, mask=(k < K)[:, None, :], other=0.0)
+            up = _load_weight(at + N * K, in_k, K % BLOCK_K == 0)
             total_up = dot(up, x, total_up, WIDEN)
     out = tl.sum(total, axis=0)
     out_up = tl.sum(total_up, axis=0)

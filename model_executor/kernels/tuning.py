@@ -1,8 +1,9 @@
 """The tiles, warps and pipeline stages of the attention kernels on each architecture.
 
-They are a table because autotuning must not run while serving. NOT YET MEASURED ON A DEVICE. The rows were chosen from
-the compiler's reports for each target: no register spills, and for decode, shared memory for two programs per
-multiprocessor. sm_80 has 163 KB of shared memory per block, sm_90 227 KB, gfx942 64 KB. A [64, 128] bf16 tile is 16 KB.
+They are a table because autotuning must not run while serving. The rows were chosen from the compiler's reports for
+each target: no register spills, and for decode, shared memory for two programs per multiprocessor. On an H200, other
+tiles are faster (docs/log.md). sm_80 has 163 KB of shared memory per block, sm_90 227 KB, gfx942 64 KB. A [64, 128]
+bf16 tile is 16 KB.
 
 A `split` affects the bits of a result, not only its speed, because partial softmaxes are merged at multiples of it. It
 is the same for every batch, so a request's bits do not depend on the rest of the batch.

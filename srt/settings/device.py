@@ -51,7 +51,8 @@ class DeviceSettings:
         Setting(
             "With Triton attention, compute steps of at most 8 tokens with fewer kernels: norms, sums and activations "
             "inside the linear layers, and attention with its rotation in one kernel. The bits of the results differ "
-            "from those without the flag. Not measured on a GPU yet"
+            "from those without the flag. The first version of these kernels was slower on an H200; a whole step has "
+            "not been measured with the present one"
         ),
     ] = False
     dependent_launch: Annotated[

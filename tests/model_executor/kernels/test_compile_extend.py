@@ -57,7 +57,7 @@ def test_extend_of_few_tokens_after_long_prefixes(arch: str, shape: Shape) -> No
 
 @pytest.mark.parametrize("shape", [*LONG, Shape(64, 9, 3, dtype=torch.float32)], ids=str)
 def test_all_warps_load_a_merged_row_before_one_stores_it(shape: Shape) -> None:
-    """Several warps load the maximum and the sum of a row. Single words are stored for nothing else."""
+    """Maxima and sums are stored as single words, nothing else is. A barrier lies between a load and such a store."""
     launch, *_ = extend_launches(shape, "sm_90", "splits in turn")
     kinds = re.findall(r"bar\.sync|ld\.global|st\.global\.b32", compile_launch(launch, "sm_90").assembly)
     order = "".join({"bar.sync": "b", "ld.global": "l", "st.global.b32": "s"}[kind] for kind in kinds)
