@@ -82,7 +82,7 @@ def cases(draw: st.DrawFn, max_len: int = 80, max_requests: int = 3, max_query_r
         num_kv_heads=num_kv_heads,
         group=draw(st.sampled_from(groups or [1])),
         head_dim=draw(st.sampled_from([64, 80, 96, 128, 192, 256, 16])),
-        page_size=draw(st.sampled_from([1, 1, 4, 16])),
+        page_size=draw(st.sampled_from([1, 4, 16, 32])),
         lens=tuple(lens),
         extend_lens=tuple(extend),
         window=draw(st.sampled_from([None, None, 1, 7, 16, 33, 1000])),

@@ -19,8 +19,10 @@ from tercet.model_executor.kernels.work_map import query_split_map, query_tile_m
 SPLITS = ("one split", "splits in turn", "splits as units")
 
 
-def extend_launches(shape: Shape, arch: str, splits: str, tile: ExtendTile | None = None) -> list[Launch]:
-    tile = tile or extend_tile(arch, shape.head_dim, shape.fp8, fp32=shape.fp32)
+def extend_launches(
+    shape: Shape, arch: str, splits: str, tile: ExtendTile | None = None, *, page_size: int = 1
+) -> list[Launch]:
+    tile = tile or extend_tile(arch, shape.head_dim, shape.fp8, fp32=shape.fp32, page_size=page_size)
     with patch.object(extend_module, "arch_of", lambda device: arch), recorded() as launches:
         group = shape.num_heads // shape.num_kv_heads
         if splits == "splits as units":
@@ -88,6 +90,10 @@ def _cases() -> dict[str, Callable[[], list[Launch]]]:
     for splits, names in extend.items():
         for name in names:
             cases[f"extend-{name}, {splits}"] = partial(extend_launches, by_name[name], "sm_90", splits)
+    for splits in SPLITS[:2]:
+        for name in ("32x8x64-bfloat16", "32x8x128-bfloat16", "40x8x128-bfloat16-window"):
+            case = partial(extend_launches, by_name[name], "sm_90", splits, page_size=64)
+            cases[f"extend-{name}, {splits}, pages"] = case
     for mixed, names in decode.items():
         for name in names:
             kind = ", with prompts" if mixed else ""

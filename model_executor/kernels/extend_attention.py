@@ -6,6 +6,9 @@ pairs (token, query head) of one request and one KV head. All query heads of the
 for them. KV tiles start at multiples of `block_n`, counted from position 0. A KV tile that is masked for a query does
 not change the query's sums. So a token's arithmetic does not depend on the chunks of its prompt or on other requests.
 
+Where a page has a multiple of `block_n` slots, a KV tile has consecutive slots, and one look-up finds them (`paged`).
+That changes no bits.
+
 The KV is cut into splits of a fixed length, at multiples of `split` counted from position 0. A split's partial softmax
 starts from nothing, and the partial results of a token are merged in the order of its splits, one after the other.
 There are two ways to do that, with the same bits. Usually the program of a query tile computes its splits in turn, and
@@ -100,7 +103,8 @@ def extend_attention(
     to request b and have positions prefix_lens[b], prefix_lens[b] + 1, ... extend_start_loc: int [B + 1]; rows,
     prefix_lens: int [B]. work: a result of `extend_work`, `query_tile_map` or `query_split_map`. Requests without a
     work unit (those with one new token) get no output. longest: the most tokens of a request with a work unit, its
-    prefix included. Other arguments as in `decode_attention`.
+    prefix included. tile: one that is `paged` needs pages of a multiple of `block_n` slots. Other arguments as in
+    `decode_attention`.
     """
     _, num_heads, head_dim = q.shape
     slots, num_kv_heads, _ = k_buffer.shape
@@ -155,6 +159,7 @@ def extend_attention(
         HAS_WINDOW=window is not None,
         KV_FORMAT=kv_format(k_buffer.dtype, arch),
         WIDEN=is_interpreted(extend_kernel) and q.dtype == torch.bfloat16,
+        PAGED=tile.paged,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=block_d,

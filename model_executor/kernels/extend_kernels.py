@@ -23,6 +23,7 @@ def _attend(
     total,
     acc,
     start,
+    slot,
     end,
     q_pos,
     k_head_ptr,
@@ -38,27 +39,36 @@ def _attend(
     HAS_WINDOW: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     WIDEN: tl.constexpr,
+    PAGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Attend to the KV tile at positions [start, start + BLOCK_N). Not MASKED: no causal mask, but a window may be."""
+    """Attend to the KV tile at positions [start, start + BLOCK_N). Not MASKED: no causal mask, but a window may be.
+
+    slot: if PAGED, the first slot of the tile. Returns also that of the next tile, which is loaded a tile ahead.
+    """
     compute: tl.constexpr = q.dtype
     position = start + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < HEAD_DIM
-    if MASKED:
-        valid = position < end
-        slots = tl.load(row_ptr + position, mask=valid, other=0).to(tl.int64)
-        k_offsets = slots[None, :] * stride_slot + offs_d[:, None]
-        k = tl.load(k_head_ptr + k_offsets, mask=valid[None, :] & mask_d[:, None], other=0.0)
+    valid = position < end
+    if PAGED:
+        next_slot = tl.load(row_ptr + tl.minimum(start + BLOCK_N, end - 1))
+        k_head_ptr += slot.to(tl.int64) * stride_slot
+        v_head_ptr += slot.to(tl.int64) * stride_slot
+        slots = tl.arange(0, BLOCK_N)
     else:
-        slots = tl.load(row_ptr + position).to(tl.int64)
-        k_offsets = slots[None, :] * stride_slot + offs_d[:, None]
-        if HEAD_DIM == BLOCK_D:
-            k = tl.load(k_head_ptr + k_offsets)
-        else:
-            k = tl.load(k_head_ptr + k_offsets, mask=mask_d[:, None], other=0.0)
+        next_slot = slot
+        slots = tl.load(row_ptr + position, mask=valid, other=0) if MASKED else tl.load(row_ptr + position)
+        slots = slots.to(tl.int64)
+    k_offsets = slots[None, :] * stride_slot + offs_d[:, None]
+    if MASKED:
+        k = tl.load(k_head_ptr + k_offsets, mask=valid[None, :] & mask_d[:, None], other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        k = tl.load(k_head_ptr + k_offsets)
+    else:
+        k = tl.load(k_head_ptr + k_offsets, mask=mask_d[:, None], other=0.0)
     zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     scores = dot(q, decode_kv(k, KV_FORMAT, compute), zero, WIDEN)
     if HAS_CAP:
@@ -82,7 +92,7 @@ def _attend(
     else:
         v = tl.load(v_head_ptr + v_offsets, mask=mask_d[None, :], other=0.0)
     acc = dot(p.to(compute), decode_kv(v, KV_FORMAT, compute), acc * fade[:, None], WIDEN)
-    return new_top, total, acc
+    return next_slot, new_top, total, acc
 
 
 @triton.jit
@@ -104,6 +114,7 @@ def _attend_split(
     HAS_WINDOW: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     WIDEN: tl.constexpr,
+    PAGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -112,22 +123,23 @@ def _attend_split(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    slot = tl.load(row_ptr + lo) if PAGED else 0
     unmasked = tl.minimum(tl.maximum(diagonal, lo), hi)
     # Each loop is entered only if it has an iteration. Otherwise ptxas serialises the asynchronous products of Triton
     # 3.6, because the values of a skipped loop join those that are still being computed. With a window it does not.
     if HAS_WINDOW or lo < unmasked:
         for start in range(lo, unmasked, BLOCK_N):
-            top, total, acc = _attend(
-                q, top, total, acc, start, hi, q_pos,
+            slot, top, total, acc = _attend(
+                q, top, total, acc, start, slot, hi, q_pos,
                 k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
-                HEAD_DIM, False, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_M, BLOCK_N, BLOCK_D,
+                HEAD_DIM, False, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, PAGED, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
     if HAS_WINDOW or unmasked < hi:
         for start in range(unmasked, hi, BLOCK_N):
-            top, total, acc = _attend(
-                q, top, total, acc, start, hi, q_pos,
+            slot, top, total, acc = _attend(
+                q, top, total, acc, start, slot, hi, q_pos,
                 k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
-                HEAD_DIM, True, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_M, BLOCK_N, BLOCK_D,
+                HEAD_DIM, True, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, PAGED, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
     return top, total, acc
 
@@ -230,6 +242,7 @@ def extend_kernel(
     HAS_WINDOW: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     WIDEN: tl.constexpr,
+    PAGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -285,7 +298,7 @@ def extend_kernel(
         _, total, acc = _attend_split(
             q, begin, diagonal, end, q_pos,
             k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
-            HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_M, BLOCK_N, BLOCK_D,
+            HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, PAGED, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         _store_out(
             out_ptr, extend_start_ptr + b, pair, kv_head, total, acc, v_scale, NUM_HEADS, GROUP, HEAD_DIM, BLOCK_D
@@ -295,7 +308,7 @@ def extend_kernel(
             top, total, acc = _attend_split(
                 q, tl.maximum(begin, split * SPLIT), diagonal, tl.minimum(end, (split + 1) * SPLIT), q_pos,
                 k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
-                HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_M, BLOCK_N, BLOCK_D,
+                HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, PAGED, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
             # Two parts: the merged splits and the last one. A few rows are merged at a time, for want of registers.
             slot = 2 * part + (split > first).to(tl.int64)
@@ -328,7 +341,7 @@ def extend_kernel(
         top, total, acc = _attend_split(
             q, tl.maximum(begin, split * SPLIT), diagonal, tl.minimum(end, (split + 1) * SPLIT), q_pos,
             k_head_ptr, v_head_ptr, row_ptr, stride_slot, scale, cap_scale, window,
-            HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_M, BLOCK_N, BLOCK_D,
+            HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, PAGED, BLOCK_M, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         _store_part(part_top_ptr, part_total_ptr, part_o_ptr, part, top, total, acc, BLOCK_M, BLOCK_D)
 

@@ -44,6 +44,8 @@ class ExtendTile:
     split: int = 2048
     """tokens of KV of a partial softmax. Merging costs about 4 % of the time of a split, and a long prefix is shared
     by as many programs as it has splits"""
+    paged: bool = False
+    """whether the page size is a multiple of `block_n`, so that a KV tile has consecutive slots"""
 
 
 # The kernels pad head dims to 64, 128 or 256. The address of a KV tile depends on another load (its slots), so on
@@ -84,6 +86,10 @@ _EXTEND = {
         256: ExtendTile(64, 16, 4, 1),
     },
     INTERPRETER: {dim: ExtendTile(16, 16, 1, 1, 32) for dim in (64, 128, 256)},
+}
+# With one look-up for a KV tile, a tile takes one pipeline stage. For sm_90, a kernel with the same loop was measured.
+_EXTEND_PAGED = {("sm_90", width): ExtendTile(128, 64, 8, 4, paged=True) for width in (64, 128)} | {
+    (INTERPRETER, width): ExtendTile(16, 16, 1, 1, 32, paged=True) for width in (64, 128, 256)
 }
 # Decoding fp8 takes registers. These smaller tiles replace the ones that would spill.
 _EXTEND_FP8 = {
@@ -179,11 +185,17 @@ def decode_tile(arch: str, head_dim: int, *, fp32: bool = False) -> DecodeTile:
     return _DECODE_FP32.get((arch, width), plain) if fp32 else plain
 
 
-def extend_tile(arch: str, head_dim: int, fp8: bool = False, *, fp32: bool = False) -> ExtendTile:
-    """The tile of extend attention. `fp8`: whether the KV is float8; `fp32`: whether queries and KV are float32."""
+def extend_tile(arch: str, head_dim: int, fp8: bool = False, *, fp32: bool = False, page_size: int = 1) -> ExtendTile:
+    """The tile of extend attention. `fp8`: whether the KV is float8; `fp32`: whether queries and KV are float32.
+
+    page_size: of the KV pool, in slots.
+    """
     arch, width = _tuned_arch(arch), padded_head_dim(head_dim)
-    special = _EXTEND_FP8 if fp8 else _EXTEND_FP32 if fp32 else {}
-    return special.get((arch, width), _EXTEND[arch][width])
+    plain = _EXTEND[arch][width]
+    if fp8 or fp32:
+        return (_EXTEND_FP8 if fp8 else _EXTEND_FP32).get((arch, width), plain)
+    paged = _EXTEND_PAGED.get((arch, width))
+    return paged if paged and page_size % paged.block_n == 0 else plain
 
 
 def row_warps(block: int) -> int:

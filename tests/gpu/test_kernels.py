@@ -53,6 +53,9 @@ CASES = {
     "llama-8b": case(BF16, 32, 8, 128),
     "llama-1b": case(BF16, 32, 8, 64),
     "qwen3-0.6b": case(BF16, 16, 8, 128, page_size=1),
+    "llama-8b-pages": case(BF16, 32, 8, 128, page_size=64),
+    "llama-1b-pages": case(BF16, 32, 8, 64, page_size=64),
+    "float16-pages-window": case(F16, 40, 8, 128, page_size=128, window=257),
     "qwen3-14b-window": case(BF16, 40, 8, 128, window=257),
     "smollm2": case(BF16, 9, 3, 64),
     "many-heads": case(BF16, 71, 1, 64),
@@ -73,8 +76,9 @@ def problem(request: pytest.FixtureRequest) -> Problem:
 
 
 def tiles(p: Problem) -> tuple[DecodeTile, ExtendTile]:
-    arch, fp32 = arch_of(p.q_decode.device), p.case.dtype == F32
-    return decode_tile(arch, p.case.head_dim, fp32=fp32), extend_tile(arch, p.case.head_dim, p.case.fp8, fp32=fp32)
+    arch, c, fp32 = arch_of(p.q_decode.device), p.case, p.case.dtype == F32
+    extend = extend_tile(arch, c.head_dim, c.fp8, fp32=fp32, page_size=c.page_size)
+    return decode_tile(arch, c.head_dim, fp32=fp32), extend
 
 
 def extend(p: Problem, pick: list[int]) -> list[torch.Tensor]:

@@ -83,8 +83,8 @@ def attend(backend: AttentionBackend, batch: ForwardBatch, fused: torch.Tensor, 
     return [backend.forward(q, k, v, layer, batch) for layer in range(2)]
 
 
-def pool(dtype: torch.dtype) -> MHATokenToKVPool:
-    return MHATokenToKVPool(NUM_SLOTS, 1, 2, 2, 16, dtype, "cpu")
+def pool(dtype: torch.dtype, page_size: int = 1) -> MHATokenToKVPool:
+    return MHATokenToKVPool(NUM_SLOTS, page_size, 2, 2, 16, dtype, "cpu")
 
 
 @settings(max_examples=examples(15))
@@ -96,21 +96,25 @@ def pool(dtype: torch.dtype) -> MHATokenToKVPool:
     prompts=st.lists(st.integers(1, 45), min_size=1, max_size=3),
     steps=st.lists(st.sampled_from(["decode", "mixed"]), max_size=2),
     multiprocessors=st.sampled_from([1, 8, 1000]),
+    page_size=st.sampled_from([1, 16]),  # one look-up for each slot, or for each KV tile
 )
-def test_the_outputs_are_the_torch_backends(seed, group, window, dtype, prompts, steps, multiprocessors) -> None:
+def test_the_outputs_are_the_torch_backends(
+    seed, group, window, dtype, prompts, steps, multiprocessors, page_size
+) -> None:
     with mock.patch.object(extend_attention, "num_multiprocessors", lambda device: multiprocessors):
-        check_outputs(seed, group, window, dtype, prompts, steps)
+        check_outputs(seed, group, window, dtype, prompts, steps, page_size)
 
 
-def check_outputs(seed, group, window, dtype, prompts, steps) -> None:
+def check_outputs(seed, group, window, dtype, prompts, steps, page_size) -> None:
     g = torch.Generator().manual_seed(seed)
     cfg = config(group, window)
     specs = family_of(cfg).attention(cfg)
-    triton, reference = (cls(specs, pool(dtype)) for cls in (TritonAttentionBackend, TorchAttentionBackend))
-    slots = (torch.randperm(NUM_SLOTS, generator=g) + 1).int()
+    triton, reference = (cls(specs, pool(dtype, page_size)) for cls in (TritonAttentionBackend, TorchAttentionBackend))
+    pages = torch.randperm(NUM_SLOTS // page_size, generator=g)[:, None] + 1
+    slots = (pages * page_size + torch.arange(page_size)).flatten().int()
     table = torch.zeros(len(prompts) + 1, CONTEXT, dtype=torch.int32)
     for i in range(len(prompts)):
-        table[i + 1, :60] = slots[i * 60 : (i + 1) * 60]
+        table[i + 1, :64] = slots[i * 64 : (i + 1) * 64]
     rows = [Row(i + 1, n) for i, n in enumerate(prompts)]
     for step, kind in enumerate(["prefill", *steps]):
         if kind == "prefill":

@@ -6,11 +6,11 @@ import re
 
 import pytest
 import torch
-from compiled_attention import extend_launches
+from compiled_attention import SPLITS, extend_launches
 from serving_shapes import SHAPES, Shape
 from triton_aot import TARGETS, assert_fits, assert_overlaps, compile_launch
 
-from tercet.model_executor.kernels.tuning import ExtendTile
+from tercet.model_executor.kernels.tuning import ExtendTile, extend_tile
 
 MATRIX_INSTRUCTION = {"sm_80": "mma.sync.aligned.m16n8k16", "sm_90": "wgmma.mma_async", "gfx942": "v_mfma_f32_"}
 """What the products of 16-bit operands have to be made of."""
@@ -22,10 +22,13 @@ LONG = [
     if shape.dtype == torch.bfloat16
     and ((shape.head_dim in (64, 128) and shape.num_heads == 32) or shape.num_heads == 40)
 ]
+IN_PAGES = [
+    shape for shape in SHAPES if extend_tile("sm_90", shape.head_dim, shape.fp8, fp32=shape.fp32, page_size=64).paged
+]
 
 
-def check(arch: str, shape: Shape, splits: str) -> None:
-    launch, *merge = extend_launches(shape, arch, splits)
+def check(arch: str, shape: Shape, splits: str, page_size: int = 1) -> None:
+    launch, *merge = extend_launches(shape, arch, splits, page_size=page_size)
     resources = compile_launch(launch, arch)
     for other in merge:
         assert_fits(compile_launch(other, arch), arch)
@@ -34,6 +37,9 @@ def check(arch: str, shape: Shape, splits: str) -> None:
         assert MATRIX_INSTRUCTION[arch] in resources.assembly or (shape.fp8 and shape.head_dim == 256)
         if arch == "sm_90":
             assert_overlaps(resources)
+    counts = resources.counts
+    if page_size > 1 and counts is not None:
+        assert counts.copies == counts.wide_copies, "slots are copied, and not only K and V"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -49,16 +55,23 @@ def test_extend_of_long_requests(arch: str, shape: Shape) -> None:
     check(arch, shape, "splits in turn")
 
 
+@pytest.mark.parametrize("splits", SPLITS[:2])
+@pytest.mark.parametrize("shape", IN_PAGES, ids=str)
+def test_extend_in_pages(shape: Shape, splits: str) -> None:
+    check("sm_90", shape, splits, page_size=64)
+
+
 @pytest.mark.parametrize("shape", SHAPES[2:3], ids=str)
 @pytest.mark.parametrize("arch", TARGETS)
 def test_extend_of_few_tokens_after_long_prefixes(arch: str, shape: Shape) -> None:
     check(arch, shape, "splits as units")
 
 
+@pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize("shape", [*LONG, Shape(64, 9, 3, dtype=torch.float32)], ids=str)
-def test_all_warps_load_a_merged_row_before_one_stores_it(shape: Shape) -> None:
+def test_all_warps_load_a_merged_row_before_one_stores_it(shape: Shape, page_size: int) -> None:
     """Maxima and sums are stored as single words, nothing else is. A barrier lies between a load and such a store."""
-    launch, *_ = extend_launches(shape, "sm_90", "splits in turn")
+    launch, *_ = extend_launches(shape, "sm_90", "splits in turn", page_size=page_size)
     kinds = re.findall(r"bar\.sync|ld\.global|st\.global\.b32", compile_launch(launch, "sm_90").assembly)
     order = "".join({"bar.sync": "b", "ld.global": "l", "st.global.b32": "s"}[kind] for kind in kinds)
     assert "ls" not in order and order.count("s") >= 4

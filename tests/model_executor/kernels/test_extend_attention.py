@@ -20,7 +20,8 @@ PLAIN = Case(0, torch.float32, False, 1, 3, 64, 1, (70,), (20,), None, None, 0.1
 
 
 def attend(p: Problem, tile: ExtendTile, *arguments: torch.Tensor, by_unit: bool = False) -> torch.Tensor:
-    return run_extend(p, tile, DECODE_TILE, *arguments, by_unit=by_unit)
+    paged = p.case.page_size % tile.block_n == 0
+    return run_extend(p, dataclasses.replace(tile, paged=paged), DECODE_TILE, *arguments, by_unit=by_unit)
 
 
 def run(p: Problem, tile: ExtendTile, *, by_unit: bool = False) -> torch.Tensor:
@@ -33,6 +34,8 @@ def run(p: Problem, tile: ExtendTile, *, by_unit: bool = False) -> torch.Tensor:
 @example(case=dataclasses.replace(PLAIN, lens=(2,), extend_lens=(2,)), tile=TILES[0])
 @example(case=dataclasses.replace(PLAIN, lens=(90,), extend_lens=(60,), window=5), tile=TILES[2])
 @example(case=dataclasses.replace(PLAIN, lens=(40, 33, 9), extend_lens=(40, 1, 5)), tile=TILES[1])
+@example(case=dataclasses.replace(PLAIN, lens=(90, 37), extend_lens=(60, 37), page_size=32), tile=TILES[0])
+@example(case=dataclasses.replace(PLAIN, lens=(90, 33), extend_lens=(60, 2), page_size=32, window=5), tile=TILES[2])
 def test_agrees_with_the_float64_twin(case: Case, tile: ExtendTile) -> None:
     problem = build(case)
     assert_close(run(problem, tile), expected_extend(problem))
@@ -54,6 +57,39 @@ def test_few_tokens_after_a_long_prefix_are_split(new: list[int], prefix: list[i
     with mock.patch.object(extend_attention, "num_multiprocessors", lambda device: 132):
         work = extend_attention.extend_work(starts, torch.from_numpy(lens[1]), *lens, 32, 8, extend_tile("sm_90", 128))
     assert (work.split, work.capacity if work.split else None) == (2048 if units else None, units)
+
+
+@pytest.mark.parametrize(
+    "case", [PLAIN, dataclasses.replace(PLAIN, window=20, dtype=torch.bfloat16)], ids=["", "window"]
+)
+def test_one_look_up_for_a_tile_changes_no_bits(case: Case) -> None:
+    """The same requests, with a look-up for each slot."""
+    p = build(dataclasses.replace(case, lens=(90, 37), extend_lens=(60, 37), page_size=32))
+    arguments = p.q_extend, p.rows, p.extend_start_loc.diff(), p.prefix_lens
+    for tile in TILES:
+        assert torch.equal(run_extend(p, tile, DECODE_TILE, *arguments), run(p, tile))
+
+
+@pytest.mark.parametrize(
+    ("arch", "page_size", "options", "paged"),
+    [
+        ("sm_90", 64, {}, True),
+        ("sm_90", 128, {}, True),
+        ("sm_90", 32, {}, False),
+        ("sm_90", 96, {}, False),
+        ("sm_90", 64, {"fp8": True}, False),
+        ("sm_90", 64, {"fp32": True}, False),
+        ("sm_80", 64, {}, False),
+    ],
+)
+def test_a_tile_is_paged_where_pages_have_whole_tiles(
+    arch: str, page_size: int, options: dict[str, bool], paged: bool
+) -> None:
+    for head_dim in (64, 80, 128):
+        tile = extend_tile(arch, head_dim, page_size=page_size, **options)
+        assert tile.paged is paged
+        assert not paged or page_size % tile.block_n == 0
+    assert not extend_tile(arch, 256, page_size=page_size, **options).paged
 
 
 @settings(max_examples=examples(20))
