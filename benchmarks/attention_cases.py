@@ -12,15 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..model_executor.attention.registry import PAGE_OF_KV_TILES
 from ..model_executor.kernels.decode_attention import decode_attention, decode_attention_ref
 from ..model_executor.kernels.extend_attention import extend_attention, extend_attention_ref, extend_work
-from ..model_executor.kernels.tuning import arch_of, decode_tile, extend_tile
+from ..model_executor.kernels.tuning import arch_of, cdiv, decode_tile, extend_tile
 from ..model_executor.kernels.work_map import split_map
 from .kernel_case import Case, CaseMaker, num_sets, poisoned, relative_error
 from .limits import causal_pairs
 from .timing import Call
 
 _FP8_SCALE = 0.02
+_PAGE = PAGE_OF_KV_TILES
+"""The page size of the pool. Page 0 is the dummy."""
 # Lengths of the checked requests and their numbers of new tokens. They cross tiles and splits, with and without prefix.
 _CHECK_LENS, _CHECK_NEW = (1, 17, 300, 513), (1, 17, 44, 200)
 _CHECK_LENS_CPU, _CHECK_NEW_CPU = (1, 17, 44), (1, 17, 20)
@@ -64,24 +67,33 @@ class Heads:
 
 
 class _Pool:
-    """A KV pool with random keys and values for requests of these lengths. Each request has consecutive slots."""
+    """A KV pool with random keys and values for requests of these lengths. Each request has consecutive pages."""
 
     def __init__(self, heads: Heads, lens: Sequence[int]) -> None:
         self.heads = heads
         device = heads.device
-        shape = (1 + sum(lens), heads.num_kv_heads, heads.head_dim)
+        page_lens = [cdiv(length, _PAGE) * _PAGE for length in lens]
+        shape = (_PAGE + sum(page_lens), heads.num_kv_heads, heads.head_dim)
         self.k, self.v = (torch.randn(shape, dtype=heads.dtype, device=device) for _ in range(2))
         self.scales: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0}
         if heads.fp8:
             self.scales = {"k_scale": _FP8_SCALE, "v_scale": _FP8_SCALE}
             self.k, self.v = ((x / _FP8_SCALE).clamp(-448, 448).to(heads.kv_dtype) for x in (self.k, self.v))
         self.table = torch.zeros(len(lens) + 1, max(lens), dtype=torch.int32, device=device)
-        start = 1
-        for row, length in enumerate(lens, 1):
+        start = _PAGE
+        for row, (length, page_len) in enumerate(zip(lens, page_lens, strict=True), 1):
             self.table[row, :length] = torch.arange(start, start + length, device=device)
-            start += length
+            start += page_len
         self.rows = torch.arange(1, len(lens) + 1, device=device)
         self.lens = torch.tensor(lens, device=device)
+
+    def keys_and_values(self, requests: slice, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of some requests, which all have this length: views [B, num_kv_heads, length, head_dim]."""
+        page_len = cdiv(length, _PAGE) * _PAGE
+        span = slice(_PAGE + requests.start * page_len, _PAGE + requests.stop * page_len)
+        shape = (requests.stop - requests.start, page_len, self.heads.num_kv_heads, self.heads.head_dim)
+        k, v = (x[span].view(shape)[:, :length].transpose(1, 2) for x in (self.k, self.v))
+        return k, v
 
     def queries(self, num_tokens: int) -> torch.Tensor:
         heads = self.heads
@@ -130,10 +142,7 @@ def _decode_case(heads: Heads, batch: int, context: int) -> Case:
         rows = slice(i * batch, (i + 1) * batch)
         calls.append(_decode_call(pool, rows, q, torch.empty_like(q), [context] * batch))
         if not heads.fp8:
-            span = slice(1 + rows.start * context, 1 + rows.stop * context)
-            shape = (batch, context, heads.num_kv_heads, heads.head_dim)
-            k, v = (x[span].view(shape).transpose(1, 2) for x in (pool.k, pool.v))
-            baselines.append(partial(_sdpa, q[:, :, None], k, v))
+            baselines.append(partial(_sdpa, q[:, :, None], *pool.keys_and_values(rows, context)))
     return Case(
         num_bytes=num_bytes,
         flops=4 * batch * context * heads.num_heads * heads.head_dim,
@@ -172,7 +181,7 @@ def extend_cases(heads: Heads, shapes: Sequence[tuple[int, int, int]]) -> list[C
 
 def _extend_call(pool: _Pool, new: Sequence[int], q: torch.Tensor, out: torch.Tensor) -> Call:
     heads = pool.heads
-    tile = extend_tile(arch_of(heads.device), heads.head_dim, heads.fp8)
+    tile = extend_tile(arch_of(heads.device), heads.head_dim, heads.fp8, page_size=_PAGE)
     new_lens = torch.tensor(new, device=heads.device)
     starts = F.pad(new_lens.cumsum(0), (1, 0))
     lens_host = pool.lens.cpu().numpy()
@@ -191,8 +200,8 @@ def _extend_case(heads: Heads, requests: int, prefix: int, new: int) -> Case:
     q = pool.queries(requests * new)
     baselines: list[Callable[[], object]] = []
     if prefix == 0 and not heads.fp8:
-        k, v = (x[1:].view(requests, new, *x.shape[1:]).transpose(1, 2) for x in (pool.k, pool.v))
-        baselines.append(partial(_sdpa, q.view(requests, new, *q.shape[1:]).transpose(1, 2), k, v, is_causal=True))
+        queries = q.view(requests, new, *q.shape[1:]).transpose(1, 2)
+        baselines.append(partial(_sdpa, queries, *pool.keys_and_values(slice(0, requests), new), is_causal=True))
     pairs = causal_pairs(prefix + new, prefix)
     return Case(
         num_bytes=requests * ((prefix + new) * heads.kv_bytes_per_token + 2 * new * heads.query_bytes),

@@ -13,7 +13,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from ..model_executor.attention.registry import PAGE_OF_PANELS
+from ..model_executor.attention.registry import PAGE_OF_KV_TILES, PAGE_OF_PANELS
 from ..model_executor.runner.settings import resolve_device
 from ..srt.entrypoints.engine import Engine
 from ..srt.model_files.model_config import load_model_config
@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if server_args.max_total_tokens is None:
         # Both engines run at the same time, so neither may take all memory. This pool size fits all requests.
-        page = server_args.page_size or PAGE_OF_PANELS
+        on_gpu = resolve_device(server_args.device).type == "cuda"
+        page = server_args.page_size or (PAGE_OF_KV_TILES if on_gpu else PAGE_OF_PANELS)
         needed = sum(-(-(request.prompt_len + request.output_len) // page) * page for request in requests)
         server_args = dataclasses.replace(server_args, max_total_tokens=needed + page)
     try:

@@ -27,7 +27,7 @@ from triton.runtime import driver as drivers  # noqa: E402
 from triton_aot import Launch, recorded, what_is_compiled  # noqa: E402
 
 from tercet.benchmarks.presets import load_shape  # noqa: E402
-from tercet.model_executor.attention import triton_backend  # noqa: E402
+from tercet.model_executor.attention import registry, triton_backend  # noqa: E402
 from tercet.model_executor.kernels import (  # noqa: E402
     decode_attention,
     extend_attention,
@@ -39,7 +39,7 @@ from tercet.model_executor.runner import settings  # noqa: E402
 
 _FUSED, _DEPENDENT = "+fused", "+dependent"
 """Endings of a model: its server has --fuse-small-steps; it has --dependent-launch, too."""
-_THAT_ASK_FOR_THE_DEVICE = (triton_backend, decode_attention, extend_attention, fp8_linear, fused_decode)
+_THAT_ASK_FOR_THE_DEVICE = (registry, triton_backend, decode_attention, extend_attention, fp8_linear, fused_decode)
 
 
 def main() -> int:

@@ -9,6 +9,7 @@ import torch
 
 from ...mem_cache.token_to_kv_pool import MHATokenToKVPool
 from .. import cpu_extension
+from ..kernels.tuning import INTERPRETER, arch_of, extend_tile
 from .base import AttentionBackend, AttentionSpec
 
 _PACKAGE = __package__
@@ -22,6 +23,8 @@ BACKEND_NAMES = tuple(_BACKENDS)
 _KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
 PAGE_OF_PANELS = 32
 """The default page size for a pool in panels: a multiple of the panel of every build."""
+PAGE_OF_KV_TILES = 64
+"""The default page size where extend attention then finds a KV tile with one look-up: a multiple of its `block_n`."""
 
 
 def resolve_attention_backend(name: str, device: torch.device) -> str:
@@ -64,12 +67,18 @@ def kv_panel(backend: str, page_size: int, head_dim: int, dtype: torch.dtype) ->
     return panel if panel is not None and page_size % panel == 0 else None
 
 
-def default_page_size(backend: str, head_dim: int, dtype: torch.dtype) -> int:
-    """The default page size in tokens: PAGE_OF_PANELS if the pool can have panels, else 1.
+def default_page_size(backend: str, head_dim: int, kv_dtype: torch.dtype, device: torch.device) -> int:
+    """The default page size in tokens: PAGE_OF_PANELS if the pool can have panels, PAGE_OF_KV_TILES if extend attention
+    has a paged tile for the GPU, else 1.
 
     `backend`: a name from `resolve_attention_backend`.
     """
-    return 1 if kv_panel(backend, PAGE_OF_PANELS, head_dim, dtype) is None else PAGE_OF_PANELS
+    if backend == "triton":
+        arch, fp8, fp32 = arch_of(device), kv_dtype == torch.float8_e4m3fn, kv_dtype == torch.float32
+        if arch == INTERPRETER:
+            return 1
+        return PAGE_OF_KV_TILES if extend_tile(arch, head_dim, fp8, fp32=fp32, page_size=PAGE_OF_KV_TILES).paged else 1
+    return 1 if kv_panel(backend, PAGE_OF_PANELS, head_dim, kv_dtype) is None else PAGE_OF_PANELS
 
 
 def create_attention_backend(name: str, specs: Sequence[AttentionSpec], kv_pool: MHATokenToKVPool) -> AttentionBackend:

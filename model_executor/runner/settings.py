@@ -181,7 +181,7 @@ def resolve_settings(server_args: ServerArgs, config: ModelConfig) -> RunnerSett
         attention_backend=backend,
         quantization=server_args.quantization,
         weight_cache=server_args.weight_cache,
-        page_size=_page_size(server_args) or default_page_size(backend, config.head_dim, dtype),
+        page_size=_page_size(server_args) or default_page_size(backend, config.head_dim, kv_dtype, device),
         context_len=context_len,
         max_running_requests=server_args.max_running_requests,
         max_prefill_tokens=server_args.max_prefill_tokens or (2048 if on_cpu else 16384),

@@ -49,10 +49,32 @@ def test_pages_are_whole_panels_where_there_are_any(
 ) -> None:
     monkeypatch.setattr(cpu_extension, "lanes", lambda: 16)
     monkeypatch.setattr(cpu_extension, "multiplies", lambda dtype: dtype is not FP16)
-    assert registry.default_page_size(backend, head_dim, dtype) == expected
+    assert registry.default_page_size(backend, head_dim, dtype, torch.device("cpu")) == expected
     panel = registry.kv_panel(backend, 64, head_dim, dtype)
     assert panel == (32 if expected > 1 else None)
     assert registry.kv_panel(backend, 16, head_dim, dtype) is None
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "kv_dtype", "expected"),
+    [
+        ("sm_90", 128, BF16, 64),
+        ("sm_90", 64, FP16, 64),
+        ("sm_90", 256, BF16, 1),
+        ("sm_90", 128, torch.float8_e4m3fn, 1),
+        ("sm_90", 128, torch.float32, 1),
+        ("sm_80", 128, BF16, 1),
+        ("sm_100", 128, BF16, 1),
+        ("gfx942", 128, BF16, 1),
+        ("interpreter", 128, BF16, 1),
+    ],
+)
+def test_pages_have_whole_kv_tiles_where_extend_attention_gains(
+    arch: str, head_dim: int, kv_dtype: torch.dtype, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "arch_of", lambda device: arch)
+    assert registry.default_page_size("triton", head_dim, kv_dtype, torch.device("cuda")) == expected
+    assert registry.default_page_size("torch", head_dim, kv_dtype, torch.device("cuda")) == 1
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
