@@ -125,7 +125,7 @@ def _decode_call(pool: _Pool, rows: slice, q: torch.Tensor, out: torch.Tensor, l
     tile = decode_tile(arch_of(heads.device), heads.head_dim)
     capacity = sum(-(-length // tile.split) for length in lens)
     seq_lens, table_rows = pool.lens[rows], pool.rows[rows]
-    work = split_map(seq_lens, tile.split, capacity)
+    work = split_map(seq_lens, table_rows, tile.split, capacity)
     return lambda: decode_attention(
         q, pool.k, pool.v, pool.table, table_rows, seq_lens, work, out,
         sm_scale=heads.head_dim**-0.5, tile=tile, **pool.scales,

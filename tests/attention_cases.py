@@ -137,7 +137,7 @@ def run_decode(p: Problem, tile: DecodeTile, pick: Sequence[int] | None = None) 
     at = list(range(len(p.case.lens)) if pick is None else pick)
     seq_lens, rows, q = p.seq_lens[at], p.rows[at], p.q_decode[at]
     capacity = int((-(-seq_lens // tile.split)).sum())
-    work = split_map(seq_lens, tile.split, capacity)
+    work = split_map(seq_lens, rows, tile.split, capacity)
     out = poisoned(q)
     decode_attention(q, p.k_buffer, p.v_buffer, p.req_to_token, rows, seq_lens, work, out, tile=tile, **p.options)
     return out
@@ -176,7 +176,7 @@ def run_extend(
         work = query_tile_map(starts, p.case.group, tile.block_m, q.shape[0])
     extend_attention(q, *kv, starts, prefix_lens, work, out, longest=longest, tile=tile, **p.options)
     capacity = int((-(-seq_lens // decode_tile.split)).sum())
-    splits = split_map(seq_lens, decode_tile.split, capacity, starts)
+    splits = split_map(seq_lens, rows, decode_tile.split, capacity, starts)
     decode_attention(q, *kv, seq_lens, splits, out, tile=decode_tile, q_loc=starts[:-1], **p.options)
     return out
 

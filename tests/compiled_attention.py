@@ -47,7 +47,7 @@ def decode_launches(shape: Shape, arch: str, *, mixed: bool) -> list[Launch]:
 
 def launch_decode(shape: Shape, arch: str, *, mixed: bool) -> None:
     with patch.object(decode_module, "arch_of", lambda device: arch):
-        work = split_map(meta(BATCH), decode_tile(arch, shape.head_dim, fp32=shape.fp32).split, 1000)
+        work = split_map(meta(BATCH), meta(BATCH), decode_tile(arch, shape.head_dim, fp32=shape.fp32).split, 1000)
         q, *kv = operands(shape, TOKENS if mixed else BATCH)
         out = meta(*q.shape, dtype=q.dtype)
         decode_module.decode_attention(
@@ -59,7 +59,7 @@ def fused_launches(shape: Shape, arch: str, *, norm: bool, dependent: bool = Fal
     """Decode attention with the rotation, in one kernel. norm: with a norm of query and key heads."""
     rows, width = 4, shape.head_dim
     with patch.object(fused_module, "arch_of", lambda device: arch), recorded() as launches:
-        work = split_map(meta(rows), decode_tile(arch, width, fp32=shape.fp32).split, 1000)
+        work = split_map(meta(rows), meta(rows), decode_tile(arch, width, fp32=shape.fp32).split, 1000)
         heads = shape.num_heads + 2 * shape.num_kv_heads
         angles = meta(rows, 2, width // 2, dtype=torch.float32)[:, 0]
         weight = meta(width, dtype=shape.dtype) if norm else None

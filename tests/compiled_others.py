@@ -97,8 +97,8 @@ def norm(width: int, dtype: torch.dtype, fused: bool) -> None:
 
 
 CALLS: dict[str, Callable[[], object]] = {
-    "split_map": lambda: split_map(meta(BATCH), 256, CONTEXT),
-    "split_map-mixed": lambda: split_map(meta(512), 256, CONTEXT, meta(513)),
+    "split_map": lambda: split_map(meta(BATCH), meta(BATCH), 256, CONTEXT),
+    "split_map-mixed": lambda: split_map(meta(512), meta(512), 256, CONTEXT, meta(513)),
     "query_split_map": lambda: query_split_map(meta(BATCH + 1), meta(BATCH), 4, 128, 2048, TOKENS),
     "query_tile_map": lambda: query_tile_map(meta(BATCH + 1), 4, 128, TOKENS),
     "store-8x128": lambda: store(8, 128, BF16, BF16),

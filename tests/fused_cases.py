@@ -46,10 +46,10 @@ class Step:
         if counts is None:
             counts = torch.zeros(used + 3, dtype=torch.int32, device=k.device)
         unused = counts[used:].clone()
+        work = split_map(lens, p.rows[pick], self.tile.split, int((-(-lens // self.tile.split)).sum()))
         out = fused_decode(
             qkv, p.case.num_heads, self.cos[pick], self.sin[pick], k, v, self.slots(pick), p.req_to_token,
-            p.rows[pick], lens, split_map(lens, self.tile.split, int((-(-lens // self.tile.split)).sum())), counts,
-            tile=self.tile, **self.norm, **p.options,
+            p.rows[pick], lens, work, counts, tile=self.tile, **self.norm, **p.options,
         )  # fmt: skip
         assert torch.equal(qkv, before) and not counts[:used].any() and torch.equal(counts[used:], unused)
         return out, k, v
@@ -62,7 +62,7 @@ class Step:
         qkv, slots = self.qkv.clone(), self.slots(range(len(p.rows)))
         rotary(qkv, heads, k.shape[1], self.cos, self.sin, k_buffer=k, v_buffer=v, slots=slots, **self.norm, **scales)
         q = qkv[:, :heads]
-        work = split_map(p.seq_lens, self.tile.split, int((-(-p.seq_lens // self.tile.split)).sum()))
+        work = split_map(p.seq_lens, p.rows, self.tile.split, int((-(-p.seq_lens // self.tile.split)).sum()))
         out = poisoned(q)
         decode_attention(q, k, v, p.req_to_token, p.rows, p.seq_lens, work, out, tile=self.tile, **p.options)
         return out, k, v

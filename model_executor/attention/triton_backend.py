@@ -67,14 +67,15 @@ class TritonAttentionBackend(AttentionBackend):
         """Number the work units on the device. The host's copy of the lengths only sizes the buffers."""
         if batch.mode is ForwardMode.DECODE:
             capacity = self.num_splits(batch.seq_lens_host)
-            self._plan = _Plan(split_map(batch.seq_lens, self._decode_tile.split, capacity), None, None, 0)
+            decode = split_map(batch.seq_lens, batch.rows, self._decode_tile.split, capacity)
+            self._plan = _Plan(decode, None, None, 0)
             return
         assert batch.extend_start_loc is not None and batch.extend_lens_host is not None
         single = batch.extend_lens_host == 1
         decode = extend = None
         if single.any():
             capacity = self.num_splits(batch.seq_lens_host[single])
-            decode = split_map(batch.seq_lens, self._decode_tile.split, capacity, batch.extend_start_loc)
+            decode = split_map(batch.seq_lens, batch.rows, self._decode_tile.split, capacity, batch.extend_start_loc)
         if not single.all():
             extend = extend_work(
                 batch.extend_start_loc, batch.seq_lens, batch.extend_lens_host, batch.seq_lens_host,

@@ -17,26 +17,28 @@ import triton
 import triton.language as tl
 
 from .bound import bound
-from .decode_attention import (
-    MERGE_CHAINS,
+from .decode_attention import decode_attention_ref, note_registers, num_programs
+from .decode_merge import MERGE_CHAINS, merge_splits
+from .decode_split import (
     as_operand_of,
     attend_to_split,
-    decode_attention_ref,
-    merge_splits,
-    note_registers,
-    num_programs,
+    load_unit,
     split_bounds,
+    store_part,
 )
 from .dependent_launch import begin_dependent, launch_options
 from .primitives import as_kernel_operand, is_interpreted, kv_format, score_scales
-from .rotary import head_scale, load_heads, rotary_ref, store_heads, turn
+from .rotary import load_heads, load_queries, rotary_ref, store_heads, turn_heads, turn_queries
 from .tuning import DecodeTile, arch_of, decode_tile, next_power_of_2, padded_head_dim
 from .work_map import WorkMap
 
 _MAX_GROUP = 16
 """Query heads of a KV head: the rows of one tile."""
-_MERGED_COLUMNS, _MERGED_COLUMNS_FP32 = 256, 128
-"""Columns of a tile that merges. It has several heads if they are narrow. Wider tiles spill registers on sm_90."""
+_MERGED_COLUMNS, _MERGED_COLUMNS_FP32 = 128, 32
+"""Columns for each warp of a tile that merges. It has several heads if they are narrow. Wider tiles spill registers on
+sm_90."""
+
+_MERGE_STAGES = 1
 
 
 def can_fuse_decode(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
@@ -48,41 +50,11 @@ def can_fuse_decode(num_heads: int, num_kv_heads: int, head_dim: int, dtype: tor
     return num_heads // num_kv_heads <= _MAX_GROUP and (dtype != torch.float32 or head_dim <= 128)
 
 
-@triton.jit
-def _load_queries(
-    token_ptr, cos_ptr, sin_ptr, weight_ptr, heads, mask_h, stride_h, eps, HEAD_DIM: tl.constexpr,
-    HAS_NORM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
-):  # fmt: skip
-    """Load, normalise and rotate query heads of a token as one tile, [heads, BLOCK_D]. They stay as they are."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    d = tl.arange(0, BLOCK_D)
-    is_upper = d >= HALF
-    angle = tl.where(is_upper, d - HALF, d)
-    partner = tl.where(is_upper, d - HALF, d + HALF)
-    inside = d < HEAD_DIM
-    mask = mask_h[:, None] & inside[None, :]
-    source = token_ptr + heads[:, None] * stride_h
-    own = tl.load(source + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    other = tl.load(source + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        pair = tl.arange(0, BLOCK_HALF)
-        mask_pair = mask_h[:, None] & (pair < HALF)[None, :]
-        x = tl.load(source + pair[None, :], mask=mask_pair, other=0.0).to(tl.float32)
-        y = tl.load(source + pair[None, :] + HALF, mask=mask_pair, other=0.0).to(tl.float32)
-        scale = head_scale(x, y, eps, HEAD_DIM)
-        own = own * scale * tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
-        other = other * scale * tl.load(weight_ptr + partner, mask=inside, other=0.0).to(tl.float32)[None, :]
-    cos = tl.load(cos_ptr + angle, mask=inside, other=1.0)
-    sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
-    sin = tl.where(is_upper, sin, -sin)
-    return turn(own, other, cos[None, :], sin[None, :]).to(token_ptr.dtype.element_ty)
-
-
 # The batch size and the alignment of these buffers vary from step to step.
 @bound
 @triton.jit(
     do_not_specialize=["batch"],
-    do_not_specialize_on_alignment=["slots_ptr", "rows_ptr", "seq_lens_ptr", "work_starts_ptr", "work_rows_ptr"],
+    do_not_specialize_on_alignment=["slots_ptr", "work_starts_ptr", "records_ptr"],
 )
 def _fused_decode_kernel(
     qkv_ptr,
@@ -94,10 +66,8 @@ def _fused_decode_kernel(
     v_ptr,
     slots_ptr,
     table_ptr,
-    rows_ptr,
-    seq_lens_ptr,
     work_starts_ptr,
-    work_rows_ptr,
+    records_ptr,
     part_o_ptr,
     part_lse_ptr,
     counts_ptr,
@@ -130,6 +100,7 @@ def _fused_decode_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_G: tl.constexpr,
     CHAINS: tl.constexpr,
+    STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     if DEPENDENT:
@@ -142,54 +113,75 @@ def _fused_decode_kernel(
     offs_g = tl.arange(0, BLOCK_G)
     offs_d = tl.arange(0, BLOCK_D)
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    k_head_ptr = k_ptr + kv_head * HEAD_DIM
+    v_head_ptr = v_ptr + kv_head * HEAD_DIM
     num_units = tl.load(work_starts_ptr + batch)
+    # Before the loop, so that it does not wait for num_units. There are no more programs than records.
+    b, seq_len, begin, row = load_unit(records_ptr, tl.program_id(1))
     for unit in range(tl.program_id(1), num_units, tl.num_programs(1)):
-        b = tl.load(work_rows_ptr + unit)
-        seq_len = tl.load(seq_lens_ptr + b).to(tl.int32)
-        begin = tl.load(work_starts_ptr + b)
-        end = tl.load(work_starts_ptr + b + 1)
+        next_b, next_len, next_begin, next_row = load_unit(
+            records_ptr, tl.minimum(unit + tl.num_programs(1), num_units - 1)
+        )
         lo, hi, first = split_bounds(unit - begin, seq_len, window, HAS_WINDOW, SPLIT, BLOCK_N)
         if lo < hi:
+            # All loads that need only the record come first, and what waits for them after that.
             token = b.to(tl.int64)
             token_ptr = qkv_ptr + token * stride_t
-            cos = cos_ptr + token * stride_angle
-            sin = sin_ptr + token * stride_angle
-            if hi == seq_len:
-                # Rows 0 and 1 of a tile: the new token's K and V.
-                new = NUM_HEADS + kv_head + in_group * NUM_KV_HEADS
-                x, y, x_at, y_at, mask = load_heads(
-                    token_ptr, cos, sin, q_weight_ptr, k_weight_ptr, new, in_group < 2, stride_h, eps, NUM_HEADS,
-                    NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, True, HAS_NORM, BLOCK_HALF,
+            cos_row_ptr = cos_ptr + token * stride_angle
+            sin_row_ptr = sin_ptr + token * stride_angle
+            row_ptr = table_ptr + row.to(tl.int64) * stride_table
+            own, other, cos, sin = load_queries(
+                token_ptr, cos_row_ptr, sin_row_ptr, heads, mask_h, stride_h, HEAD_DIM, BLOCK_D
+            )
+            # Rows 0 and 1 of a tile: the new token's K and V.
+            has_new = hi == seq_len
+            new = NUM_HEADS + kv_head + in_group * NUM_KV_HEADS
+            x, y, x_at, y_at, mask = load_heads(
+                token_ptr, new, in_group < tl.where(has_new, 2, 0), stride_h, HEAD_DIM, HEAD_DIM, True, BLOCK_HALF
+            )
+            slot = tl.load(slots_ptr + b).to(tl.int64) * stride_slot
+            if has_new:
+                x, y = turn_heads(
+                    x, y, x_at, y_at, cos_row_ptr, sin_row_ptr, q_weight_ptr, k_weight_ptr, new, eps, NUM_HEADS,
+                    NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, HAS_NORM,
                 )  # fmt: skip
-                slot = tl.load(slots_ptr + b).to(tl.int64) * stride_slot
                 store_heads(
                     x, y, x_at, y_at, mask, new, k_ptr + slot, v_ptr + slot, inv_k_scale, inv_v_scale, dtype,
                     NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, KV_FORMAT != 0,
                 )  # fmt: skip
                 tl.debug_barrier()  # other threads of this program read them
-            q = _load_queries(
-                token_ptr, cos, sin, q_weight_ptr, heads, mask_h, stride_h, eps, HEAD_DIM, HAS_NORM, BLOCK_D,
-                BLOCK_HALF,
+            q = turn_queries(
+                own, other, cos, sin, token_ptr, q_weight_ptr, heads, mask_h, stride_h, eps, HEAD_DIM, HAS_NORM,
+                BLOCK_D, BLOCK_HALF,
             )  # fmt: skip
-            row_ptr = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * stride_table
-            attend_to_split(
-                as_operand_of(q, KV_FORMAT), k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, row_ptr,
-                part_o_ptr, part_lse_ptr, unit, heads, mask_h, lo, hi, first, stride_slot, scale, cap_scale, v_scale,
-                NUM_HEADS, HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_N,
+            top, total, acc = attend_to_split(
+                as_operand_of(q, KV_FORMAT), k_head_ptr, v_head_ptr, row_ptr, lo, hi, first, stride_slot, scale,
+                cap_scale, HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_N,
             )  # fmt: skip
+            o = acc * v_scale / total[:, None]
+            lse = top + tl.log2(total)
+            end = begin + (seq_len + SPLIT - 1) // SPLIT
             begin += first // SPLIT
-            count_ptr = counts_ptr + b * NUM_KV_HEADS + kv_head
-            tl.debug_barrier()  # all threads have stored their part
-            if tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == end - begin - 1:
-                tl.store(count_ptr, 0)
-                for g in tl.range(0, GROUP, BLOCK_G, num_stages=1):
-                    some = kv_head * GROUP + tl.minimum(g + offs_g, GROUP - 1)
-                    o = merge_splits(
-                        part_o_ptr, part_lse_ptr, begin, end, some, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS, 1
-                    )
-                    target = out_ptr + (token * NUM_HEADS + some)[:, None] * HEAD_DIM + offs_d[None, :]
-                    inside = (g + offs_g < GROUP)[:, None] & (offs_d < HEAD_DIM)[None, :]
-                    tl.store(target, o.to(dtype), mask=inside)
+            if end - begin == 1:
+                # Merging one partial result multiplies it by 1, and adds zeros: -0 becomes 0.
+                target = out_ptr + (token * NUM_HEADS + heads)[:, None] * HEAD_DIM + offs_d[None, :]
+                inside = mask_h[:, None] & (offs_d < HEAD_DIM)[None, :]
+                tl.store(target, (o + 0.0).to(dtype), mask=inside)
+            else:
+                store_part(o, lse, part_o_ptr, part_lse_ptr, unit, heads, mask_h, NUM_HEADS, HEAD_DIM)
+                count_ptr = counts_ptr + b * NUM_KV_HEADS + kv_head
+                tl.debug_barrier()  # all threads have stored their part
+                if tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == end - begin - 1:
+                    tl.store(count_ptr, 0)
+                    for g in tl.range(0, GROUP, BLOCK_G, num_stages=1):
+                        some = kv_head * GROUP + tl.minimum(g + offs_g, GROUP - 1)
+                        merged = merge_splits(
+                            part_o_ptr, part_lse_ptr, begin, end, some, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS, STAGES
+                        )
+                        target = out_ptr + (token * NUM_HEADS + some)[:, None] * HEAD_DIM + offs_d[None, :]
+                        inside = (g + offs_g < GROUP)[:, None] & (offs_d < HEAD_DIM)[None, :]
+                        tl.store(target, merged.to(dtype), mask=inside)
+        b, seq_len, begin, row = next_b, next_len, next_begin, next_row
 
 
 def fused_decode(
@@ -244,7 +236,7 @@ def fused_decode(
 
     arch = arch_of(qkv.device)
     tile = tile or decode_tile(arch, head_dim, fp32=qkv.dtype == torch.float32)
-    assert work.tile == tile.split and tile.split % tile.block_n == 0
+    assert work.tile == tile.split and tile.split % tile.block_n == 0 and work.records is not None
     block_d, group = padded_head_dim(head_dim), num_heads // num_kv_heads
     columns = _MERGED_COLUMNS_FP32 if qkv.dtype == torch.float32 else _MERGED_COLUMNS
     kind = ("fused", arch, tile, qkv.dtype, fp8, head_dim, group, q_weight is None, soft_cap is None, window is None)
@@ -262,10 +254,8 @@ def fused_decode(
         as_kernel_operand(v_buffer),
         slots,
         req_to_token,
-        rows,
-        seq_lens,
         work.starts,
-        work.rows,
+        work.records,
         part_o,
         part_lse,
         counts,
@@ -295,8 +285,9 @@ def fused_decode(
         BLOCK_N=tile.block_n,
         BLOCK_D=block_d,
         BLOCK_HALF=next_power_of_2(head_dim // 2),
-        BLOCK_G=min(next_power_of_2(group), max(1, columns // block_d)),
+        BLOCK_G=min(next_power_of_2(group), max(1, columns * tile.num_warps // block_d)),
         CHAINS=MERGE_CHAINS,
+        STAGES=_MERGE_STAGES,
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -6,13 +6,15 @@ the keys and stores them in the pool, and stores the values. So K and V are read
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from .bound import bound
 from .primitives import FP8_E4M3_MAX, as_kernel_operand, encode_e4m3
-from .tuning import cdiv, next_power_of_2
+from .tuning import INTERPRETER, MAX_HEAD_DIM, arch_of, cdiv, decode_tile, next_power_of_2
 
 _HEADS_PER_PROGRAM = 8
 
@@ -31,14 +33,13 @@ def turn(own, other, cos, sin):
 
 @triton.jit
 def load_heads(
-    token_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, head, live, stride_h, eps, NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, NEOX: tl.constexpr,
-    HAS_NORM: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    token_ptr, head, live, stride_h, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, NEOX: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Load heads of a token, and normalise and rotate those of queries and keys: x, y, a, b, mask.
+    """Load heads of a token: x, y, a, b, mask.
 
     x, y: float32 [heads, BLOCK_HALF], components a and b of each head: two that rotate together, or any two beyond
-    ROTARY_DIM. token_ptr, cos_ptr, sin_ptr: the token's rows.
+    ROTARY_DIM. token_ptr: the token's row.
     """
     pair = tl.arange(0, BLOCK_HALF)
     HALF: tl.constexpr = ROTARY_DIM // 2
@@ -49,12 +50,24 @@ def load_heads(
     else:
         a = 2 * pair
         b = 2 * pair + 1
-    is_q = head < NUM_HEADS
-    is_v = head >= NUM_HEADS + NUM_KV_HEADS
     mask = live[:, None] & (pair < HEAD_DIM // 2)[None, :]
     source = token_ptr + head[:, None] * stride_h
     x = tl.load(source + a[None, :], mask=mask, other=0.0).to(tl.float32)
     y = tl.load(source + b[None, :], mask=mask, other=0.0).to(tl.float32)
+    return x, y, a, b, mask
+
+
+@triton.jit
+def turn_heads(
+    x, y, a, b, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, head, eps, NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Normalise and rotate those heads of `load_heads` that are queries or keys: x and y. cos_ptr, sin_ptr: the
+    token's rows."""
+    pair = tl.arange(0, x.shape[1])
+    turns = pair < ROTARY_DIM // 2
+    is_q = head < NUM_HEADS
+    is_v = head >= NUM_HEADS + NUM_KV_HEADS
     plain_x = x
     plain_y = y
     if HAS_NORM:
@@ -70,7 +83,7 @@ def load_heads(
     sin = tl.load(sin_ptr + pair, mask=turns, other=0.0)[None, :]
     turned_x = tl.where(is_v[:, None], plain_x, turn(x, y, cos, -sin))
     turned_y = tl.where(is_v[:, None], plain_y, turn(y, x, cos, sin))
-    return turned_x, turned_y, a, b, mask
+    return turned_x, turned_y
 
 
 @triton.jit
@@ -97,6 +110,53 @@ def store_heads(
     tl.store(k_target + b[None, :], y, mask=k_mask)
     tl.store(v_target + a[None, :], x, mask=v_mask)
     tl.store(v_target + b[None, :], y, mask=v_mask)
+
+
+@triton.jit
+def load_queries(
+    token_ptr, cos_ptr, sin_ptr, heads, mask_h, stride_h, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Load query heads of a token as one tile, [heads, BLOCK_D], their partners in the rotation, and the angles."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    d = tl.arange(0, BLOCK_D)
+    is_upper = d >= HALF
+    angle = tl.where(is_upper, d - HALF, d)
+    partner = tl.where(is_upper, d - HALF, d + HALF)
+    inside = d < HEAD_DIM
+    mask = mask_h[:, None] & inside[None, :]
+    source = token_ptr + heads[:, None] * stride_h
+    own = tl.load(source + d[None, :], mask=mask, other=0.0)
+    other = tl.load(source + partner[None, :], mask=mask, other=0.0)
+    cos = tl.load(cos_ptr + angle, mask=inside, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
+    return own, other, cos, sin
+
+
+@triton.jit
+def turn_queries(
+    own, other, cos, sin, token_ptr, weight_ptr, heads, mask_h, stride_h, eps, HEAD_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """Normalise and rotate the queries of `load_queries`: one tile, [heads, BLOCK_D]. In memory they stay."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    d = tl.arange(0, BLOCK_D)
+    is_upper = d >= HALF
+    partner = tl.where(is_upper, d - HALF, d + HALF)
+    inside = d < HEAD_DIM
+    dtype: tl.constexpr = own.dtype
+    own = own.to(tl.float32)
+    other = other.to(tl.float32)
+    if HAS_NORM:
+        source = token_ptr + heads[:, None] * stride_h
+        pair = tl.arange(0, BLOCK_HALF)
+        mask_pair = mask_h[:, None] & (pair < HALF)[None, :]
+        x = tl.load(source + pair[None, :], mask=mask_pair, other=0.0).to(tl.float32)
+        y = tl.load(source + pair[None, :] + HALF, mask=mask_pair, other=0.0).to(tl.float32)
+        scale = head_scale(x, y, eps, HEAD_DIM)
+        own = own * scale * tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
+        other = other * scale * tl.load(weight_ptr + partner, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin = tl.where(is_upper, sin, -sin)
+    return turn(own, other, cos[None, :], sin[None, :]).to(dtype)
 
 
 @bound
@@ -133,9 +193,10 @@ def _rotary_kernel(
     # Without a pool, values need no work.
     live = head < (NUM_HEADS + 2 * NUM_KV_HEADS if STORE else NUM_HEADS + NUM_KV_HEADS)
     token_ptr = qkv_ptr + token * stride_t
-    x, y, a, b, mask = load_heads(
-        token_ptr, cos_ptr + token * stride_angle, sin_ptr + token * stride_angle, q_weight_ptr, k_weight_ptr, head,
-        live, stride_h, eps, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, NEOX, HAS_NORM, BLOCK_HALF,
+    x, y, a, b, mask = load_heads(token_ptr, head, live, stride_h, HEAD_DIM, ROTARY_DIM, NEOX, BLOCK_HALF)
+    x, y = turn_heads(
+        x, y, a, b, cos_ptr + token * stride_angle, sin_ptr + token * stride_angle, q_weight_ptr, k_weight_ptr, head,
+        eps, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, HAS_NORM,
     )  # fmt: skip
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     in_place = mask & (head < NUM_HEADS)[:, None] if STORE else mask
@@ -148,6 +209,15 @@ def _rotary_kernel(
             x, y, a, b, mask, head, k_pool_ptr + slot, v_pool_ptr + slot, inv_k_scale, inv_v_scale, dtype, NUM_HEADS,
             NUM_KV_HEADS, HEAD_DIM, FP8,
         )  # fmt: skip
+
+
+@cache
+def _warps(device: torch.device, head_dim: int, fp32: bool) -> int:
+    """Half of the warps of `fused_decode`, whose tiles have twice as many heads: both add squares in the same order."""
+    arch = arch_of(device)
+    if arch == INTERPRETER or head_dim > MAX_HEAD_DIM:
+        return 2
+    return max(1, decode_tile(arch, head_dim, fp32=fp32).num_warps // 2)
 
 
 def rotary(
@@ -223,7 +293,7 @@ def rotary(
         FP8=fp8,
         BLOCK_H=_HEADS_PER_PROGRAM,
         BLOCK_HALF=next_power_of_2(head_dim // 2),
-        num_warps=2,
+        num_warps=_warps(qkv.device, head_dim, qkv.dtype == torch.float32),
     )
 
 

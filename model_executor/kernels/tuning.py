@@ -112,7 +112,7 @@ _EXTEND_FP32 = {
         (256, ExtendTile(16, 32, 8, 1)),
     )
 } | {("gfx942", 128): ExtendTile(64, 32, 8, 1)}
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 _REGISTERS = 65_536
 
 
@@ -166,8 +166,8 @@ def programs_that_fit(planned: int, registers: int, threads: int) -> int:
 
 def padded_head_dim(head_dim: int) -> int:
     """The width of the kernels' tiles for this head dim: a power of two, at least 64. Raises ValueError above 256."""
-    if not 1 <= head_dim <= _MAX_HEAD_DIM:
-        raise ValueError(f"the Triton attention kernels support head dims up to {_MAX_HEAD_DIM}, got {head_dim}")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"the Triton attention kernels support head dims up to {MAX_HEAD_DIM}, got {head_dim}")
     return max(64, next_power_of_2(head_dim))
 
 

@@ -27,7 +27,8 @@ class WorkMap:
     """The work units of a batch.
 
     starts: int32 [B + 1], number of the first unit of each request, then the total. rows: int32 [capacity], request of
-    each unit.
+    each unit. records: int32 [capacity, 4], of decode attention: all that a program has to know of a unit, so that it
+    waits for one look-up: the request, its length, the number of its first unit, and its row of `req_to_token`.
     """
 
     starts: torch.Tensor
@@ -36,6 +37,7 @@ class WorkMap:
     """size of a unit, in tokens or (token, query head) pairs"""
     split: int | None = None
     """Extend attention: tokens of KV of a unit. None: a unit is a query tile with all its KV."""
+    records: torch.Tensor | None = None
 
     @property
     def capacity(self) -> int:
@@ -47,11 +49,12 @@ class WorkMap:
 @bound
 @triton.jit(
     do_not_specialize=["batch", "scale", "tile", "split", "capacity"],
-    do_not_specialize_on_alignment=["lens_ptr", "extend_start_ptr", "starts_ptr", "rows_ptr"],
+    do_not_specialize_on_alignment=["lens_ptr", "extend_start_ptr", "table_rows_ptr", "starts_ptr", "rows_ptr"],
 )
 def _work_map_kernel(
     lens_ptr,
     extend_start_ptr,
+    table_rows_ptr,
     starts_ptr,
     rows_ptr,
     batch,
@@ -89,8 +92,18 @@ def _work_map_kernel(
     if b == batch - 1:
         tl.store(starts_ptr + batch, start + count)
     f = tl.arange(0, FILL)
-    for w in range(start, start + count, FILL):
-        tl.store(rows_ptr + w + f, b + f * 0, mask=(w + f < start + count) & (w + f < capacity))
+    if SELECT <= 1:  # records
+        own_length = tl.load(lens_ptr + b).to(tl.int32)
+        row = tl.load(table_rows_ptr + b).to(tl.int32)
+        field = tl.arange(0, 4)[None, :]
+        record = tl.where(field < 2, tl.where(field == 0, b, own_length), tl.where(field == 2, start, row))
+        for w in range(start, start + count, FILL):
+            unit = (w + f)[:, None]
+            mask = (unit < start + count) & (unit < capacity)
+            tl.store(rows_ptr + unit * 4 + field, tl.broadcast_to(record, [FILL, 4]), mask=mask)
+    else:
+        for w in range(start, start + count, FILL):
+            tl.store(rows_ptr + w + f, b + f * 0, mask=(w + f < start + count) & (w + f < capacity))
 
 
 def _launch(
@@ -101,16 +114,19 @@ def _launch(
     capacity: int,
     select: int,
     split: int | None = None,
+    table_rows: torch.Tensor | None = None,
 ) -> WorkMap:
     batch = lens.shape[0]
     assert lens.is_contiguous() and extend_start_loc.is_contiguous()
     starts = torch.empty(batch + 1, dtype=torch.int32, device=lens.device)
-    rows = torch.empty(max(capacity, 1), dtype=torch.int32, device=lens.device)
+    shape = (max(capacity, 1),) if table_rows is None else (max(capacity, 1), 4)
+    units = torch.empty(shape, dtype=torch.int32, device=lens.device)
     _work_map_kernel[(batch,)](
         lens,
         extend_start_loc,
+        extend_start_loc if table_rows is None else table_rows,
         starts,
-        rows,
+        units,
         batch,
         scale,
         tile,
@@ -121,21 +137,29 @@ def _launch(
         FILL=_FILL,
         num_warps=4,
     )
-    return WorkMap(starts, rows, tile, split)
+    if table_rows is None:
+        return WorkMap(starts, units, tile, split)
+    return WorkMap(starts, units[:, 0], tile, split, units)
 
 
 def split_map(
-    seq_lens: torch.Tensor, split: int, capacity: int, extend_start_loc: torch.Tensor | None = None
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor,
+    split: int,
+    capacity: int,
+    extend_start_loc: torch.Tensor | None = None,
 ) -> WorkMap:
     """The work units of decode attention: `split` tokens of KV each.
 
-    seq_lens: int [B]. With extend_start_loc (int [B + 1]), only requests with exactly one new token have units.
-    `capacity` must be at least the total number of units, which the host knows: units beyond it would be lost.
+    seq_lens, rows: int [B], lengths and rows of `req_to_token`. With extend_start_loc (int [B + 1]), only requests with
+    exactly one new token have units. `capacity` must be at least the total number of units, which the host knows: units
+    beyond it would be lost.
     """
+    assert rows.shape == seq_lens.shape and rows.is_contiguous()
     if extend_start_loc is None:
-        return _launch(seq_lens, seq_lens, 1, split, capacity, 0)
+        return _launch(seq_lens, seq_lens, 1, split, capacity, 0, table_rows=rows)
     assert extend_start_loc.shape[0] == seq_lens.shape[0] + 1
-    return _launch(seq_lens, extend_start_loc, 1, split, capacity, 1)
+    return _launch(seq_lens, extend_start_loc, 1, split, capacity, 1, table_rows=rows)
 
 
 def query_tile_map(extend_start_loc: torch.Tensor, group: int, block_m: int, num_tokens: int) -> WorkMap:
@@ -160,12 +184,16 @@ def query_split_map(
     return _launch(seq_lens, extend_start_loc, group, block_m, capacity, 3, split)
 
 
-def split_map_ref(seq_lens: torch.Tensor, split: int, extend_start_loc: torch.Tensor | None = None) -> WorkMap:
+def split_map_ref(
+    seq_lens: torch.Tensor, rows: torch.Tensor, split: int, extend_start_loc: torch.Tensor | None = None
+) -> WorkMap:
     """`split_map` in plain torch. The capacity is the number of units."""
     units = torch.ceil(seq_lens / split).to(torch.int32)
     if extend_start_loc is not None:
         units = torch.where(extend_start_loc.diff() == 1, units, 0)
-    return _map_of_units(units, split)
+    work = _map_of_units(units, split)
+    fields = work.rows, seq_lens[work.rows], work.starts[work.rows], rows[work.rows]
+    return dataclasses.replace(work, records=torch.stack([field.to(torch.int32) for field in fields], 1))
 
 
 def query_tile_map_ref(extend_start_loc: torch.Tensor, group: int, block_m: int) -> WorkMap:

@@ -30,11 +30,13 @@ from tercet.model_executor.kernels.work_map import (
 def test_splits_are_the_twins(lens, split, mixed, dtype, room, block) -> None:
     seq_lens = torch.tensor([prefix for prefix, _ in lens], dtype=dtype)
     starts = torch.nn.functional.pad(torch.tensor([new for _, new in lens]).cumsum(0), (1, 0)) if mixed else None
-    reference = split_map_ref(seq_lens, split, starts)
+    rows = torch.arange(len(lens), dtype=dtype).flip(0) * 3 + 1
+    reference = split_map_ref(seq_lens, rows, split, starts)
     total = len(reference.rows)
     with mock.patch.object(work_map, "_BATCH_BLOCK", block):
-        work = split_map(seq_lens, split, total + room, starts)
+        work = split_map(seq_lens, rows, split, total + room, starts)
     assert torch.equal(work.starts, reference.starts) and torch.equal(work.rows[:total], reference.rows)
+    assert work.records is not None and torch.equal(work.records[:total], reference.records)
 
 
 @settings(max_examples=examples(60))
@@ -71,5 +73,5 @@ def test_query_tiles_and_splits_are_the_twins(lens, group, block_m, split) -> No
 
 
 def test_units_beyond_the_capacity_are_not_written() -> None:
-    work = split_map(torch.tensor([100, 100]), 16, 3)
+    work = split_map(torch.tensor([100, 100]), torch.tensor([1, 2]), 16, 3)
     assert work.rows.tolist() == [0, 0, 0] and work.starts.tolist() == [0, 7, 14]
