@@ -67,8 +67,8 @@ class TritonAttentionBackend(AttentionBackend):
         """Number the work units on the device. The host's copy of the lengths only sizes the buffers."""
         if batch.mode is ForwardMode.DECODE:
             capacity = self.num_splits(batch.seq_lens_host)
-            decode = split_map(batch.seq_lens, batch.rows, self._decode_tile.split, capacity)
-            self._plan = _Plan(decode, None, None, 0)
+            work = split_map(batch.seq_lens, batch.rows, self._decode_tile.split, capacity)
+            self._plan = _Plan(work, None, None, 0)
             return
         assert batch.extend_start_loc is not None and batch.extend_lens_host is not None
         single = batch.extend_lens_host == 1

@@ -36,11 +36,6 @@ MAX_ROWS = 8
 _LINES = 16
 """Cache lines of each row of the weight that a dependent launch prefetches: 32 or 64 KB for each program."""
 _LINE_BYTES = 128
-_BLOCK_N = 16
-_SLICES = 4
-"""Slices of a block of inputs, one for each warp."""
-_BLOCK_K = {torch.bfloat16: 256, torch.float32: 64}
-_NUM_STAGES = {torch.bfloat16: 6, torch.float32: 2}
 
 
 class Norm(NamedTuple):
@@ -49,6 +44,23 @@ class Norm(NamedTuple):
     weight: torch.Tensor
     """[in]"""
     eps: float
+
+
+class _Tile(NamedTuple):
+    block_n: int
+    block_k: int
+    slices: int
+    """slices of a block of inputs, one for each warp"""
+    num_stages: int
+
+
+_TILES = {
+    (torch.bfloat16, True): _Tile(32, 256, 4, 5),
+    (torch.bfloat16, False): _Tile(16, 256, 4, 6),
+    (torch.float32, True): _Tile(16, 64, 4, 2),
+    (torch.float32, False): _Tile(16, 64, 4, 2),
+}
+"""By the type of x and by whether there is a norm. For bfloat16, the fastest on an H200 (docs/log.md)."""
 
 
 @triton.jit
@@ -146,20 +158,21 @@ def skinny_linear(
     """
     num_rows, num_in = x.shape
     num_out = len(weight) // 2 if gated else len(weight)
-    assert num_rows <= MAX_ROWS and x.dtype in _BLOCK_K and has_dense_rows(x)
+    assert num_rows <= MAX_ROWS and (x.dtype, True) in _TILES and has_dense_rows(x)
     assert weight.shape[1] == num_in and weight.dtype == x.dtype and weight.is_contiguous()
     assert residual is None or (residual.shape == (num_rows, num_out) and residual.is_contiguous())
     assert out is None or (residual is None and out.shape == (num_rows, num_out) and out.is_contiguous())
     if out is None:
         out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device) if residual is None else residual
     if num_rows:
-        _skinny_linear_kernel[(cdiv(num_out, _BLOCK_N),)](
+        tile = _TILES[x.dtype, norm is not None]
+        _skinny_linear_kernel[(cdiv(num_out, tile.block_n),)](
             x, weight if norm is None else norm.weight, weight, weight if bias is None else bias, out, out,
             x.stride(0), num_rows, 0.0 if norm is None else norm.eps, N=num_out, K=num_in, NORM=norm is not None,
-            GATED=gated, ADD=residual is not None, HAS_BIAS=bias is not None, ROWS=MAX_ROWS, BLOCK_N=_BLOCK_N,
-            BLOCK_K=min(_BLOCK_K[x.dtype], max(_SLICES * 16, next_power_of_2(num_in))), SLICES=_SLICES,
+            GATED=gated, ADD=residual is not None, HAS_BIAS=bias is not None, ROWS=MAX_ROWS, BLOCK_N=tile.block_n,
+            BLOCK_K=min(tile.block_k, max(tile.slices * 16, next_power_of_2(num_in))), SLICES=tile.slices,
             WIDEN=is_interpreted(_skinny_linear_kernel) and x.dtype == torch.bfloat16, DEPENDENT=dependent,
-            LINES=_LINES, LINE=_LINE_BYTES // x.itemsize, num_warps=_SLICES, num_stages=_NUM_STAGES[x.dtype],
+            LINES=_LINES, LINE=_LINE_BYTES // x.itemsize, num_warps=tile.slices, num_stages=tile.num_stages,
             **launch_options(dependent=dependent),
         )  # fmt: skip
     return out

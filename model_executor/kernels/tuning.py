@@ -1,9 +1,9 @@
 """The tiles, warps and pipeline stages of the attention kernels on each architecture.
 
-They are a table because autotuning must not run while serving. The rows were chosen from the compiler's reports for
-each target: no register spills, and for decode, shared memory for two programs per multiprocessor. On an H200, other
-tiles are faster (docs/log.md). sm_80 has 163 KB of shared memory per block, sm_90 227 KB, gfx942 64 KB. A [64, 128]
-bf16 tile is 16 KB.
+They are a table because autotuning must not run while serving. The rows of decode attention for sm_90 and head dims up
+to 128 were measured on an H200 (docs/log.md). The others were chosen from the compiler's reports for each target: no
+register spills, and for decode, shared memory for two programs per multiprocessor. sm_80 has 163 KB of shared memory
+per block, sm_90 227 KB, gfx942 64 KB. A [64, 128] bf16 tile is 16 KB.
 
 A `split` affects the bits of a result, not only its speed, because partial softmaxes are merged at multiples of it. It
 is the same for every batch, so a request's bits do not depend on the rest of the batch.
@@ -57,8 +57,8 @@ _DECODE = {
         256: DecodeTile(256, 32, 4, 5, 2),
     },
     "sm_90": {
-        64: DecodeTile(256, 64, 4, 7, 4),
-        128: DecodeTile(256, 64, 4, 5, 3),
+        64: DecodeTile(256, 64, 2, 7, 4),
+        128: DecodeTile(256, 64, 2, 5, 3),
         256: DecodeTile(256, 32, 4, 5, 2),
     },
     "gfx942": {
@@ -102,7 +102,7 @@ _DECODE_FP32 = {
     (arch, width): tile
     for arch in ("sm_80", "sm_90")
     for width, tile in ((128, DecodeTile(256, 32, 4, 5, 2)), (256, DecodeTile(256, 32, 8, 3, 2)))
-}
+} | {("sm_90", 64): DecodeTile(256, 64, 4, 7, 4)}
 _EXTEND_FP32 = {
     (arch, width): tile
     for arch in ("sm_80", "sm_90")
