@@ -33,13 +33,16 @@ from tercet.model_executor.kernels import (  # noqa: E402
     extend_attention,
     fp8_linear,
     fused_decode,
+    rotary,
     tuning,
 )
 from tercet.model_executor.runner import settings  # noqa: E402
 
 _FUSED, _DEPENDENT = "+fused", "+dependent"
 """Endings of a model: its server has --fuse-small-steps; it has --dependent-launch, too."""
-_THAT_ASK_FOR_THE_DEVICE = (registry, triton_backend, decode_attention, extend_attention, fp8_linear, fused_decode)
+_THAT_ASK_FOR_THE_DEVICE = (
+    registry, triton_backend, decode_attention, extend_attention, fp8_linear, fused_decode, rotary
+)  # fmt: skip
 
 
 def main() -> int:

@@ -212,9 +212,8 @@ def _rotary_kernel(
 
 
 @cache
-def _warps(device: torch.device, head_dim: int, fp32: bool) -> int:
+def _warps(arch: str, head_dim: int, fp32: bool) -> int:
     """Half of the warps of `fused_decode`, whose tiles have twice as many heads: both add squares in the same order."""
-    arch = arch_of(device)
     if arch == INTERPRETER or head_dim > MAX_HEAD_DIM:
         return 2
     return max(1, decode_tile(arch, head_dim, fp32=fp32).num_warps // 2)
@@ -293,7 +292,7 @@ def rotary(
         FP8=fp8,
         BLOCK_H=_HEADS_PER_PROGRAM,
         BLOCK_HALF=next_power_of_2(head_dim // 2),
-        num_warps=_warps(qkv.device, head_dim, qkv.dtype == torch.float32),
+        num_warps=_warps(arch_of(qkv.device), head_dim, qkv.dtype == torch.float32),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from fake_gpu_driver import fake_gpu
 from runners import make_runner
 
 from tercet.benchmarks.presets import load_shape
+from tercet.model_executor.kernels import tuning
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 MODEL = {
@@ -76,6 +78,19 @@ def test_a_server_finds_all_its_kernels(
             max_total_tokens=4096, max_prefill_tokens=600, **options,
         )  # fmt: skip
     assert len(by_a_server) > 20 and set(by_a_server) <= set(ahead)
+
+
+def test_no_module_asks_another_device(program: Any) -> None:
+    """One that did would launch a kernel with other warps or tiles than a server."""
+    asked = tuning.arch_of, tuning.num_multiprocessors
+    with pytest.MonkeyPatch.context() as patch, program.as_if_on("sm_90", 132, patch):
+        others = [
+            name
+            for name, module in sys.modules.items()
+            if name.startswith("tercet.model_executor.") and module is not tuning
+            if any(value is function for value in vars(module).values() for function in asked)
+        ]
+    assert not others
 
 
 def test_a_kernel_that_does_not_compile_stops_no_other(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
