@@ -330,7 +330,7 @@ def complete(server_args: ServerArgs, config: ModelConfig, profile: DeviceProfil
     on_gpu = profile.is_asynchronous
     return dataclasses.replace(
         server_args,
-        page_size=server_args.page_size or (1 if on_gpu else 32),
+        page_size=server_args.page_size or (64 if on_gpu else 32),
         context_length=server_args.context_length or config.context_len,
         max_prefill_tokens=server_args.max_prefill_tokens or (16384 if on_gpu else 2048),
         chunked_prefill_size=server_args.chunked_prefill_size or (8192 if on_gpu else 1024),

@@ -42,7 +42,7 @@ def test_the_text_names_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
     name = "llama-3.1-8b-h100-estimate"
     assert bench_scheduler.main([*SMALL, "--cost", name, "--plot"]) == 0
     out = capsys.readouterr().out
-    assert f"Cost model {name}" in out and "pages of 1," in out and "lpm: TTFT (ms)" in out
+    assert f"Cost model {name}" in out and "pages of 64," in out and "lpm: TTFT (ms)" in out
 
 
 def test_a_profile_survives_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
