@@ -132,11 +132,11 @@ def build(case: Case, device: str = "cpu") -> Problem:
     return Problem(case, *(t.to(device) for t in tensors), decode, extend)
 
 
-def run_decode(p: Problem, tile: DecodeTile, pick: Sequence[int] | None = None) -> torch.Tensor:
-    """Runs the decode kernel for the requests `pick`, in that order; None: for all."""
+def run_decode(p: Problem, tile: DecodeTile, pick: Sequence[int] | None = None, *, room: int = 0) -> torch.Tensor:
+    """Runs the decode kernel for the requests `pick`, in that order; None: for all. room: records without a unit."""
     at = list(range(len(p.case.lens)) if pick is None else pick)
     seq_lens, rows, q = p.seq_lens[at], p.rows[at], p.q_decode[at]
-    capacity = int((-(-seq_lens // tile.split)).sum())
+    capacity = int((-(-seq_lens // tile.split)).sum()) + room
     work = split_map(seq_lens, rows, tile.split, capacity)
     out = poisoned(q)
     decode_attention(q, p.k_buffer, p.v_buffer, p.req_to_token, rows, seq_lens, work, out, tile=tile, **p.options)

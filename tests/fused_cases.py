@@ -37,8 +37,11 @@ class Step:
         p = self.problem
         return p.req_to_token[p.rows[list(pick)], p.seq_lens[list(pick)] - 1].long()
 
-    def fused(self, pick: list[int], counts: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """The output of requests `pick` in that order, and the pools after it. counts: None: new zeros."""
+    def fused(self, pick: list[int], counts: torch.Tensor | None = None, *, room: int = 0) -> tuple[torch.Tensor, ...]:
+        """The output of requests `pick` in that order, and the pools after it. counts: None: new zeros.
+
+        room: records without a unit.
+        """
         p, (k, v) = self.problem, self.pools()
         lens, before = p.seq_lens[pick], self.qkv[pick]
         qkv = before.clone()
@@ -46,7 +49,7 @@ class Step:
         if counts is None:
             counts = torch.zeros(used + 3, dtype=torch.int32, device=k.device)
         unused = counts[used:].clone()
-        work = split_map(lens, p.rows[pick], self.tile.split, int((-(-lens // self.tile.split)).sum()))
+        work = split_map(lens, p.rows[pick], self.tile.split, int((-(-lens // self.tile.split)).sum()) + room)
         out = fused_decode(
             qkv, p.case.num_heads, self.cos[pick], self.sin[pick], k, v, self.slots(pick), p.req_to_token,
             p.rows[pick], lens, work, counts, tile=self.tile, **self.norm, **p.options,

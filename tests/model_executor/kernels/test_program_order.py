@@ -102,6 +102,17 @@ def test_bits_are_those_of_programs_in_turn(name: str) -> None:
             assert same_bits(some, others)
 
 
+@pytest.mark.parametrize("case", [CASE, WINDOWED], ids=["", "window"])
+def test_records_without_a_unit_change_no_bit(case: Case) -> None:
+    """A recorded step has records for the longest requests. What is in those that it does not need is left over."""
+    step, everyone = make_step(case, DECODE, norm=True), [0, 1, 2]
+    apart, fused = run_decode(step.problem, DECODE), step.fused(everyone)
+    for seed in range(3):
+        with interleaved_programs(seed), used_memory(seed):
+            assert same_bits(run_decode(step.problem, DECODE, room=40), apart)
+            assert all(map(same_bits, step.fused(everyone, room=40), fused))
+
+
 def test_launches_of_other_batches_leave_the_counts_as_they_should_be() -> None:
     """All layers and steps use the same counts. A batch has the first ones, and the others are not touched."""
     step = make_step(CASE, DECODE, norm=False)
