@@ -34,7 +34,7 @@ from .tuning import cdiv, next_power_of_2
 
 MAX_ROWS = 8
 _LINES = 16
-"""Cache lines of each row of the weight that a dependent launch prefetches: 32 or 64 KB for each program."""
+"""Cache lines of each row of the weight that a dependent launch prefetches: 32 to 128 KB for each program."""
 _LINE_BYTES = 128
 
 
