@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from serving_shapes import BATCH, CONTEXT, SLOTS, TOKENS, meta
 from triton_aot import Launch, Resources, recorded
 
+from tercet.model_executor.kernels import rotary as rotary_module
 from tercet.model_executor.kernels.activation import act_and_mul
 from tercet.model_executor.kernels.argmax import argmax
 from tercet.model_executor.kernels.decode_start import decode_start
@@ -133,9 +135,9 @@ CALLS: dict[str, Callable[[], object]] = {
 }
 
 
-def launches_of(call: str) -> list[Launch]:
+def launches_of(call: str, arch: str = "sm_90") -> list[Launch]:
     """The launches of one of CALLS."""
-    with recorded() as launches:
+    with patch.object(rotary_module, "arch_of", lambda device: arch), recorded() as launches:
         CALLS[call]()
     return launches
 

@@ -10,14 +10,25 @@ import pytest
 from compiled_others import CALLS, CASES, assert_computes_as_meant, launches_of
 from triton_aot import TARGETS, assert_fits, compile_launch
 
+from tercet.model_executor.kernels.tuning import decode_tile
+
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("arch", TARGETS)
 def test_compiles_and_fits(arch: str, call: str) -> None:
-    launches = launches_of(call)
+    launches = launches_of(call, arch)
     assert launches
     for launch in launches:
         assert_fits(compile_launch(launch, arch), arch)
+
+
+def test_the_rotation_has_half_of_the_warps_of_decode_attention() -> None:
+    """Then both add the squares of a head in the same order."""
+    for call, head_dim in (("rotary-16x8x128-norm-store", 128), ("rotary-16x8x256-fp32-norm-store", 256)):
+        for arch in TARGETS:
+            (launch,) = launches_of(call, arch)
+            warps = decode_tile(arch, head_dim, fp32=head_dim == 256).num_warps
+            assert launch.kwargs["num_warps"] == warps // 2
 
 
 @pytest.mark.parametrize("case", CASES)
