@@ -34,6 +34,7 @@ from tercet.model_executor.kernels import (  # noqa: E402
     fp8_linear,
     fused_decode,
     rotary,
+    skinny_linear,
     tuning,
 )
 from tercet.model_executor.runner import settings  # noqa: E402
@@ -41,7 +42,7 @@ from tercet.model_executor.runner import settings  # noqa: E402
 _FUSED, _DEPENDENT = "+fused", "+dependent"
 """Endings of a model: its server has --fuse-small-steps; it has --dependent-launch, too."""
 _THAT_ASK_FOR_THE_DEVICE = (
-    registry, triton_backend, decode_attention, extend_attention, fp8_linear, fused_decode, rotary
+    registry, triton_backend, decode_attention, extend_attention, fp8_linear, fused_decode, rotary, skinny_linear
 )  # fmt: skip
 
 

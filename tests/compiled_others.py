@@ -11,6 +11,7 @@ from serving_shapes import BATCH, CONTEXT, SLOTS, TOKENS, meta
 from triton_aot import Launch, Resources, recorded
 
 from tercet.model_executor.kernels import rotary as rotary_module
+from tercet.model_executor.kernels import skinny_linear as skinny_module
 from tercet.model_executor.kernels.activation import act_and_mul
 from tercet.model_executor.kernels.argmax import argmax
 from tercet.model_executor.kernels.decode_start import decode_start
@@ -137,7 +138,8 @@ CALLS: dict[str, Callable[[], object]] = {
 
 def launches_of(call: str, arch: str = "sm_90") -> list[Launch]:
     """The launches of one of CALLS."""
-    with patch.object(rotary_module, "arch_of", lambda device: arch), recorded() as launches:
+    of_target = {"arch_of": lambda device: arch}
+    with patch.multiple(rotary_module, **of_target), patch.multiple(skinny_module, **of_target), recorded() as launches:
         CALLS[call]()
     return launches
 

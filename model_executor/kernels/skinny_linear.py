@@ -30,7 +30,7 @@ import triton.language as tl
 from .bound import bound
 from .dependent_launch import begin_dependent, launch_options, prefetch_lines
 from .primitives import dot, has_dense_rows, is_interpreted
-from .tuning import cdiv, next_power_of_2
+from .tuning import LESS_SHARED_MEMORY, arch_of, cdiv, next_power_of_2
 
 MAX_ROWS = 8
 _LINES = 16
@@ -61,6 +61,8 @@ _TILES = {
     (torch.float32, False): _Tile(16, 64, 4, 2),
 }
 """By the type of x and by whether there is a norm. For bfloat16, the fastest on an H200 (docs/log.md)."""
+_FEWER_STAGES = 3
+"""Stages with a gate on GPUs with less shared memory. A stage has 36 KB, and one stage less is in memory."""
 
 
 @triton.jit
@@ -166,6 +168,8 @@ def skinny_linear(
         out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device) if residual is None else residual
     if num_rows:
         tile = _TILES[x.dtype, norm is not None]
+        if gated and arch_of(x.device) in LESS_SHARED_MEMORY:
+            tile = tile._replace(num_stages=min(tile.num_stages, _FEWER_STAGES))
         _skinny_linear_kernel[(cdiv(num_out, tile.block_n),)](
             x, weight if norm is None else norm.weight, weight, weight if bias is None else bias, out, out,
             x.stride(0), num_rows, 0.0 if norm is None else norm.eps, N=num_out, K=num_in, NORM=norm is not None,

@@ -3,7 +3,7 @@
 They are a table because autotuning must not run while serving. The rows of decode attention for sm_90 and head dims up
 to 128 were measured on an H200 (docs/log.md). The others were chosen from the compiler's reports for each target: no
 register spills, and for decode, shared memory for two programs per multiprocessor. sm_80 has 163 KB of shared memory
-per block, sm_90 227 KB, gfx942 64 KB. A [64, 128] bf16 tile is 16 KB.
+per block, sm_89 99 KB, sm_90 227 KB, gfx942 64 KB. A [64, 128] bf16 tile is 16 KB.
 
 A `split` affects the bits of a result, not only its speed, because partial softmaxes are merged at multiples of it. It
 is the same for every batch, so a request's bits do not depend on the rest of the batch.
@@ -48,6 +48,10 @@ class ExtendTile:
     """whether the page size is a multiple of `block_n`, so that a KV tile has consecutive slots"""
 
 
+LESS_SHARED_MEMORY = ("sm_86", "sm_89", "sm_120", "sm_121")
+"""NVIDIA GPUs with at most 99 KB of shared memory in a block. They have the rows of sm_89.
+Source: CUDA C++ programming guide, compute capabilities."""
+
 # The kernels pad head dims to 64, 128 or 256. The address of a KV tile depends on another load (its slots), so on
 # NVIDIA a tile takes two pipeline stages: 5 stages keep two tiles in flight, 3 keep one.
 _DECODE = {
@@ -69,6 +73,7 @@ _DECODE = {
     # Small tiles, so that tests with a few dozen tokens cross every boundary.
     INTERPRETER: {dim: DecodeTile(32, 16, 1, 1, 3) for dim in (64, 128, 256)},
 }
+_DECODE["sm_89"] = _DECODE["sm_80"]
 _EXTEND = {
     "sm_80": {
         64: ExtendTile(128, 64, 8, 5),
@@ -87,6 +92,7 @@ _EXTEND = {
     },
     INTERPRETER: {dim: ExtendTile(16, 16, 1, 1, 32) for dim in (64, 128, 256)},
 }
+_EXTEND["sm_89"] = _EXTEND["sm_80"] | {256: ExtendTile(64, 32, 8, 3)}
 # With one look-up for a KV tile, a tile takes one pipeline stage. For sm_90, a kernel with the same loop was measured.
 _EXTEND_PAGED = {("sm_90", width): ExtendTile(128, 64, 8, 4, paged=True) for width in (64, 128)} | {
     (INTERPRETER, width): ExtendTile(16, 16, 1, 1, 32, paged=True) for width in (64, 128, 256)
@@ -94,18 +100,20 @@ _EXTEND_PAGED = {("sm_90", width): ExtendTile(128, 64, 8, 4, paged=True) for wid
 # Decoding fp8 takes registers. These smaller tiles replace the ones that would spill.
 _EXTEND_FP8 = {
     ("sm_80", 128): ExtendTile(64, 64, 8, 5),
+    ("sm_89", 128): ExtendTile(64, 64, 8, 5),
     ("sm_80", 256): ExtendTile(32, 32, 4, 3),
+    ("sm_89", 256): ExtendTile(32, 32, 4, 3),
     ("sm_90", 256): ExtendTile(32, 32, 4, 3),
 }
 # fp32 products do not use matrix units on NVIDIA, so operands and sums are in registers. For tests and small models.
 _DECODE_FP32 = {
     (arch, width): tile
-    for arch in ("sm_80", "sm_90")
+    for arch in ("sm_80", "sm_89", "sm_90")
     for width, tile in ((128, DecodeTile(256, 32, 4, 5, 2)), (256, DecodeTile(256, 32, 8, 3, 2)))
 } | {("sm_90", 64): DecodeTile(256, 64, 4, 7, 4)}
 _EXTEND_FP32 = {
     (arch, width): tile
-    for arch in ("sm_80", "sm_90")
+    for arch in ("sm_80", "sm_89", "sm_90")
     for width, tile in (
         (64, ExtendTile(64, 32, 8, 1)),
         (128, ExtendTile(32, 16, 8, 1)),
@@ -175,6 +183,8 @@ def _tuned_arch(arch: str) -> str:
     """The architecture whose rows serve `arch`: itself, or a related one with no more shared memory."""
     if arch in _DECODE:
         return arch
+    if arch in LESS_SHARED_MEMORY:
+        return "sm_89"
     return "gfx942" if arch.startswith("gfx") else "sm_80"
 
 
