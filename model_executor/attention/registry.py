@@ -24,7 +24,7 @@ _KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn}
 PAGE_OF_PANELS = 32
 """The default page size for a pool in panels: a multiple of the panel of every build."""
 PAGE_OF_KV_TILES = 64
-"""The default page size where extend attention then finds a KV tile with one look-up: a multiple of its `block_n`."""
+"""The default page size on GPUs with a paged tile of extend attention: a multiple of its `block_n`."""
 
 
 def resolve_attention_backend(name: str, device: torch.device) -> str:
@@ -75,7 +75,7 @@ def default_page_size(backend: str, head_dim: int, kv_dtype: torch.dtype, device
     """
     if backend == "triton":
         arch, fp8, fp32 = arch_of(device), kv_dtype == torch.float8_e4m3fn, kv_dtype == torch.float32
-        if arch == INTERPRETER:
+        if arch == INTERPRETER:  # only tests, whose pools are small
             return 1
         return PAGE_OF_KV_TILES if extend_tile(arch, head_dim, fp8, fp32=fp32, page_size=PAGE_OF_KV_TILES).paged else 1
     return 1 if kv_panel(backend, PAGE_OF_PANELS, head_dim, kv_dtype) is None else PAGE_OF_PANELS

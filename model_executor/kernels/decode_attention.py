@@ -18,13 +18,7 @@ import triton.language as tl
 
 from .bound import bound
 from .decode_merge import MERGE_CHAINS, merge_splits
-from .decode_split import (
-    as_operand_of,
-    attend_to_split,
-    load_unit,
-    split_bounds,
-    store_part,
-)
+from .decode_split import as_operand_of, attend_to_split, load_unit, split_bounds, store_part
 from .primitives import as_kernel_operand, is_interpreted, kv_format, score_scales
 from .tuning import (
     DecodeTile,
@@ -224,8 +218,7 @@ def decode_attention(
         NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, HAS_Q_LOC=q_loc is not None, HAS_CAP=soft_cap is not None,
         HAS_WINDOW=window is not None, KV_FORMAT=kv_format(k_buffer.dtype, arch),
         WIDEN=is_interpreted(_decode_split_kernel) and q.dtype == torch.bfloat16, SPLIT=tile.split, BLOCK_H=block_h,
-        BLOCK_N=tile.block_n, BLOCK_D=block_d, num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        BLOCK_N=tile.block_n, BLOCK_D=block_d, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     note_registers(kind, arch, tile, compiled)
     _decode_merge_kernel[(batch, num_heads)](

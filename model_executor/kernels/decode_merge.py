@@ -48,14 +48,40 @@ def _load_output(o_ptr, unit, count, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.const
 
 @triton.jit
 def _load_lse(lse_ptr, unit, count, NUM_HEADS: tl.constexpr):
-    """The log-sum-exps of one unit, [heads, 1]. Beyond count: none."""
+    """The log-sum-exps of one unit, [heads, 1]. Beyond count: -inf."""
     inside = tl.arange(0, lse_ptr.shape[0]) < tl.where(unit < count, lse_ptr.shape[0], 0)
     return tl.load(lse_ptr + unit * NUM_HEADS, mask=inside, other=float("-inf"))[:, None]
 
 
 @triton.jit
+def _load_8_outputs(o_ptr, first, count, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    o0 = _load_output(o_ptr, first + 0, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
+    o1 = _load_output(o_ptr, first + 1, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
+    o2 = _load_output(o_ptr, first + 2, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
+    o3 = _load_output(o_ptr, first + 3, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
+    o4 = _load_output(o_ptr, first + 4, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
+    o5 = _load_output(o_ptr, first + 5, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
+    o6 = _load_output(o_ptr, first + 6, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
+    o7 = _load_output(o_ptr, first + 7, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
+    return o0, o1, o2, o3, o4, o5, o6, o7
+
+
+@triton.jit
+def _load_8_lses(lse_ptr, first, count, NUM_HEADS: tl.constexpr):
+    l0 = _load_lse(lse_ptr, first + 0, count, NUM_HEADS)
+    l1 = _load_lse(lse_ptr, first + 1, count, NUM_HEADS)
+    l2 = _load_lse(lse_ptr, first + 2, count, NUM_HEADS)
+    l3 = _load_lse(lse_ptr, first + 3, count, NUM_HEADS)
+    l4 = _load_lse(lse_ptr, first + 4, count, NUM_HEADS)
+    l5 = _load_lse(lse_ptr, first + 5, count, NUM_HEADS)
+    l6 = _load_lse(lse_ptr, first + 6, count, NUM_HEADS)
+    l7 = _load_lse(lse_ptr, first + 7, count, NUM_HEADS)
+    return l0, l1, l2, l3, l4, l5, l6, l7
+
+
+@triton.jit
 def _weighted(lse, o, top, is_part):
-    """A partial result's weight and weighted output, as they are added to zeros."""
+    """The weight and the weighted output of a partial result, with the bits of `_add_part` to zeros."""
     weight = tl.where(is_part, tl.exp2(lse - top), 0.0)
     return weight, tl.fma(tl.broadcast_to(weight, o.shape), o, tl.zeros_like(o))
 
@@ -67,22 +93,8 @@ def _merge_few(
 ):  # fmt: skip
     """Merge at most CHAINS units: the outputs do not wait for the largest log-sum-exp."""
     tl.static_assert(CHAINS == 8)
-    o0 = _load_output(o_ptr, 0, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-    o1 = _load_output(o_ptr, 1, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-    o2 = _load_output(o_ptr, 2, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-    o3 = _load_output(o_ptr, 3, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-    o4 = _load_output(o_ptr, 4, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-    o5 = _load_output(o_ptr, 5, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-    o6 = _load_output(o_ptr, 6, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-    o7 = _load_output(o_ptr, 7, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-    l0 = _load_lse(lse_ptr, 0, count, NUM_HEADS)
-    l1 = _load_lse(lse_ptr, 1, count, NUM_HEADS)
-    l2 = _load_lse(lse_ptr, 2, count, NUM_HEADS)
-    l3 = _load_lse(lse_ptr, 3, count, NUM_HEADS)
-    l4 = _load_lse(lse_ptr, 4, count, NUM_HEADS)
-    l5 = _load_lse(lse_ptr, 5, count, NUM_HEADS)
-    l6 = _load_lse(lse_ptr, 6, count, NUM_HEADS)
-    l7 = _load_lse(lse_ptr, 7, count, NUM_HEADS)
+    o0, o1, o2, o3, o4, o5, o6, o7 = _load_8_outputs(o_ptr, 0, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
+    l0, l1, l2, l3, l4, l5, l6, l7 = _load_8_lses(lse_ptr, 0, count, NUM_HEADS)
     top = tl.maximum(tl.maximum(l0, l1), tl.maximum(l2, l3))
     top = tl.maximum(top, tl.maximum(tl.maximum(l4, l5), tl.maximum(l6, l7)))
     w0, o0 = _weighted(l0, o0, top, count > 0)
@@ -132,23 +144,9 @@ def _merge_in_registers(
     a0 = tl.zeros([top.shape[0], BLOCK_D], tl.float32)
     w1, w2, w3, w4, w5, w6, w7 = w0, w0, w0, w0, w0, w0, w0
     a1, a2, a3, a4, a5, a6, a7 = a0, a0, a0, a0, a0, a0, a0
-    for s in tl.range(0, count, CHAINS, num_stages=1):
-        o0 = _load_output(o_ptr, s + 0, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-        o1 = _load_output(o_ptr, s + 1, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-        o2 = _load_output(o_ptr, s + 2, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-        o3 = _load_output(o_ptr, s + 3, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-        o4 = _load_output(o_ptr, s + 4, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-        o5 = _load_output(o_ptr, s + 5, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-        o6 = _load_output(o_ptr, s + 6, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-        o7 = _load_output(o_ptr, s + 7, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
-        l0 = _load_lse(lse_ptr, s + 0, count, NUM_HEADS)
-        l1 = _load_lse(lse_ptr, s + 1, count, NUM_HEADS)
-        l2 = _load_lse(lse_ptr, s + 2, count, NUM_HEADS)
-        l3 = _load_lse(lse_ptr, s + 3, count, NUM_HEADS)
-        l4 = _load_lse(lse_ptr, s + 4, count, NUM_HEADS)
-        l5 = _load_lse(lse_ptr, s + 5, count, NUM_HEADS)
-        l6 = _load_lse(lse_ptr, s + 6, count, NUM_HEADS)
-        l7 = _load_lse(lse_ptr, s + 7, count, NUM_HEADS)
+    for start in tl.range(0, count, CHAINS, num_stages=1):
+        o0, o1, o2, o3, o4, o5, o6, o7 = _load_8_outputs(o_ptr, start, count, NUM_HEADS, HEAD_DIM, BLOCK_D)
+        l0, l1, l2, l3, l4, l5, l6, l7 = _load_8_lses(lse_ptr, start, count, NUM_HEADS)
         w0, a0 = _add_part(w0, a0, l0, o0, top)
         w1, a1 = _add_part(w1, a1, l1, o1, top)
         w2, a2 = _add_part(w2, a2, l2, o2, top)

@@ -19,13 +19,7 @@ import triton.language as tl
 from .bound import bound
 from .decode_attention import decode_attention_ref, note_registers, num_programs
 from .decode_merge import MERGE_CHAINS, merge_splits
-from .decode_split import (
-    as_operand_of,
-    attend_to_split,
-    load_unit,
-    split_bounds,
-    store_part,
-)
+from .decode_split import as_operand_of, attend_to_split, load_unit, split_bounds, store_part
 from .dependent_launch import begin_dependent, launch_options
 from .primitives import as_kernel_operand, is_interpreted, kv_format, score_scales
 from .rotary import load_heads, load_queries, rotary_ref, store_heads, turn_heads, turn_queries
@@ -37,8 +31,6 @@ _MAX_GROUP = 16
 _MERGED_COLUMNS, _MERGED_COLUMNS_FP32 = 128, 32
 """Columns for each warp of a tile that merges. It has several heads if they are narrow. Wider tiles spill registers on
 sm_90."""
-
-_MERGE_STAGES = 1
 
 
 def can_fuse_decode(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
@@ -100,7 +92,6 @@ def _fused_decode_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_G: tl.constexpr,
     CHAINS: tl.constexpr,
-    STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     if DEPENDENT:
@@ -176,7 +167,7 @@ def _fused_decode_kernel(
                     for g in tl.range(0, GROUP, BLOCK_G, num_stages=1):
                         some = kv_head * GROUP + tl.minimum(g + offs_g, GROUP - 1)
                         merged = merge_splits(
-                            part_o_ptr, part_lse_ptr, begin, end, some, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS, STAGES
+                            part_o_ptr, part_lse_ptr, begin, end, some, NUM_HEADS, HEAD_DIM, BLOCK_D, CHAINS, 1
                         )
                         target = out_ptr + (token * NUM_HEADS + some)[:, None] * HEAD_DIM + offs_d[None, :]
                         inside = (g + offs_g < GROUP)[:, None] & (offs_d < HEAD_DIM)[None, :]
@@ -287,7 +278,6 @@ def fused_decode(
         BLOCK_HALF=next_power_of_2(head_dim // 2),
         BLOCK_G=min(next_power_of_2(group), max(1, columns * tile.num_warps // block_d)),
         CHAINS=MERGE_CHAINS,
-        STAGES=_MERGE_STAGES,
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

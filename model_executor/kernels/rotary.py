@@ -137,7 +137,7 @@ def turn_queries(
     own, other, cos, sin, token_ptr, weight_ptr, heads, mask_h, stride_h, eps, HEAD_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate the queries of `load_queries`: one tile, [heads, BLOCK_D]. In memory they stay."""
+    """Normalise and rotate the queries of `load_queries`: one tile, [heads, BLOCK_D]. Memory does not change."""
     HALF: tl.constexpr = HEAD_DIM // 2
     d = tl.arange(0, BLOCK_D)
     is_upper = d >= HALF

@@ -55,14 +55,12 @@ class _Tile(NamedTuple):
 
 
 _TILES = {
-    (torch.bfloat16, True): _Tile(32, 256, 4, 5),
-    (torch.bfloat16, False): _Tile(16, 256, 4, 6),
-    (torch.float32, True): _Tile(16, 64, 4, 2),
-    (torch.float32, False): _Tile(16, 64, 4, 2),
+    torch.bfloat16: (_Tile(16, 256, 4, 6), _Tile(32, 256, 4, 5)),
+    torch.float32: (_Tile(16, 64, 4, 2), _Tile(16, 64, 4, 2)),
 }
-"""By the type of x and by whether there is a norm. For bfloat16, the fastest on an H200 (docs/log.md)."""
+"""By the type of x: without a norm, and with one. For bfloat16, the fastest on an H200 (docs/log.md)."""
 _FEWER_STAGES = 3
-"""Stages with a gate on GPUs with less shared memory. A stage has 36 KB, and one stage less is in memory."""
+"""Most stages of a layer with a gate on GPUs with less shared memory, which then holds two blocks of 36 KB."""
 
 
 @triton.jit
@@ -160,14 +158,14 @@ def skinny_linear(
     """
     num_rows, num_in = x.shape
     num_out = len(weight) // 2 if gated else len(weight)
-    assert num_rows <= MAX_ROWS and (x.dtype, True) in _TILES and has_dense_rows(x)
+    assert num_rows <= MAX_ROWS and x.dtype in _TILES and has_dense_rows(x)
     assert weight.shape[1] == num_in and weight.dtype == x.dtype and weight.is_contiguous()
     assert residual is None or (residual.shape == (num_rows, num_out) and residual.is_contiguous())
     assert out is None or (residual is None and out.shape == (num_rows, num_out) and out.is_contiguous())
     if out is None:
         out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device) if residual is None else residual
     if num_rows:
-        tile = _TILES[x.dtype, norm is not None]
+        tile = _TILES[x.dtype][norm is not None]
         if gated and arch_of(x.device) in LESS_SHARED_MEMORY:
             tile = tile._replace(num_stages=min(tile.num_stages, _FEWER_STAGES))
         _skinny_linear_kernel[(cdiv(num_out, tile.block_n),)](
