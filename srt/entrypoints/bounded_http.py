@@ -9,6 +9,9 @@ These limits hold before a request is decoded and its API key is checked:
   connection is reset.
 - Time: HEAD_TIMEOUT_S for a head. A body has BODY_TIMEOUT_S, plus one second for each MIN_BODY_RATE bytes received.
 
+A request for another protocol (`Upgrade`) is answered as if it did not ask for one, as RFC 9110 (7.8) allows. Java's
+HttpClient asks for HTTP/2 with each request on a new connection. httptools would take the body for the other protocol.
+
 A response that is sent before its request has been read completely ends the connection. A reset at once could destroy
 the response before the client has read it. So the connection is closed for writing, and its input is discarded for
 DISCARD_S. With TLS, nothing can be closed for writing alone: the client sees the end after DISCARD_S.
@@ -21,6 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ..errors import InvalidRequest, QueueFull, TercetError
@@ -69,6 +73,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._max_connections = self.limit_concurrency
         self.limit_concurrency = None  # uvicorn would answer too late, and not in the envelope
         self._in_head = True
+        self._is_known_head = False
+        """The parser reads a head that has been handled."""
         self._num_headers = 0
         self._num_body_bytes = 0
         self._num_non_body_bytes = 0
@@ -112,7 +118,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._waiting_since is None:
             self._waiting_since = self.loop.time()
         self._num_non_body_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self._refuse(self._refusal or InvalidRequest("this is not a valid HTTP request"))
         if (
             self._num_non_body_bytes > MAX_HEAD_BYTES
             and self._num_discarded_bytes is None
@@ -120,14 +131,40 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         ):
             self._refuse(HeadTooLarge(f"the request head or trailers must have at most {MAX_HEAD_BYTES} bytes"))
 
+    def _parse(self, data: bytes) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                self._replace_parser()
+
+    def _replace_parser(self) -> None:
+        """Continues after a head with `Upgrade`, with a parser that knows only how long the body is."""
+        framing = [b"%s: %s\r\n" % one for one in self.headers if one[0] in (b"content-length", b"transfer-encoding")]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+        self._is_known_head = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(framing))
+        self._is_known_head = False
+
     # Callbacks of the HTTP parser
 
     def on_message_begin(self) -> None:
+        if self._is_known_head:
+            return
         super().on_message_begin()
         self._num_headers = self._num_body_bytes = 0
         self._waiting_since = self.loop.time()
 
+    def on_url(self, url: bytes) -> None:
+        if not self._is_known_head:
+            super().on_url(url)
+
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_known_head:
+            return
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
             self._refusal = HeadTooLarge(f"a request must have at most {MAX_HEADERS} headers")
@@ -136,6 +173,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_known_head:
+            return
         if len(self._unanswered) > MAX_PIPELINED:
             self._refusal = HeadTooLarge(f"a connection must have at most {MAX_PIPELINED} unanswered requests")
             raise _Refused
@@ -151,13 +190,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # the body follows: _replace_parser
         super().on_message_complete()
         self._in_head = True  # of the next request
         self._num_non_body_bytes = 0
         self._waiting_since = None
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(self._refusal or InvalidRequest("this is not a valid HTTP request"))
 
     # The end of a response and of the connection
 

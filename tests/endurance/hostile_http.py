@@ -55,6 +55,15 @@ def _odd_encoding(name: str, rng: random.Random) -> RawRequest:
     return RawRequest(name, _post(b"Transfer-Encoding: %s\r\n" % coding, b"0\r\n\r\n" + _SMUGGLED), max_answers=2)
 
 
+def _upgrade(name: str, rng: random.Random) -> RawRequest:
+    protocol = rng.choice([b"h2c", b"websocket", b"TLS/1.0", b""])
+    fields = b"Upgrade: %s\r\nConnection: Upgrade\r\n" % protocol
+    if rng.random() < 0.5:
+        return RawRequest(name, _post(fields + b"Content-Length: %d\r\n" % len(_SMUGGLED), _SMUGGLED))
+    chunk = b"%x\r\n%s\r\n0\r\n\r\n" % (len(_SMUGGLED), _SMUGGLED)
+    return RawRequest(name, _post(fields + b"Transfer-Encoding: chunked\r\n", chunk))
+
+
 def _odd_chunks(name: str, rng: random.Random) -> RawRequest:
     size = b"%x" % len(_BODY)
     chunks = rng.choice(
@@ -143,6 +152,7 @@ _MAKERS = {
     "two lengths": _two_lengths,
     "odd length": _odd_length,
     "odd encoding": _odd_encoding,
+    "upgrade": _upgrade,
     "odd chunks": _odd_chunks,
     "huge head": _huge_head,
     "odd head": _odd_head,

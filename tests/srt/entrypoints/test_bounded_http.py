@@ -25,6 +25,7 @@ from tercet.srt.entrypoints.bounded_http import (
 )
 
 GET = b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n"
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
 CHUNKED = b"POST /x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 READ = 256_000
 """What uvloop reads at most in one go."""
@@ -120,6 +121,25 @@ def test_requests_and_answers(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
+    ("framing", "body"),
+    [
+        (b"Content-Length: %d\r\n" % len(GET), GET),
+        (b"Transfer-Encoding: chunked\r\n", b"%x\r\n%s\r\n0\r\nchecksum: 1\r\n\r\n" % (len(GET), GET)),
+    ],
+    ids=["length", "chunks"],
+)
+@pytest.mark.parametrize("size", [1, 7, READ])
+def test_a_request_for_another_protocol_keeps_its_body(host: Host, size: int, framing: bytes, body: bytes) -> None:
+    """Java's HttpClient asks for HTTP/2 with each request on a new connection. The body looks like a request here."""
+    protocol, transport = host.connect()
+    ask = b" /x HTTP/1.1\r\nHost: localhost\r\n" + UPGRADE
+    data = b"POST" + ask + framing + b"\r\n" + body + b"GET" + ask + b"\r\n" + GET
+    assert feed(host, protocol, transport, (data[i : i + size] for i in range(0, len(data), size))) == len(data)
+    assert transport.statuses == [200] * 3
+    assert host.bodies == [GET, b"", b""]
+
+
+@pytest.mark.parametrize(
     "piece",
     [b"name: value\r\n" * 100, b"a" * 10_000, b"x:" + b"y" * 10_000],
     ids=["many headers", "one endless name", "endless values"],
@@ -161,6 +181,9 @@ def test_a_read_full_of_headers_is_refused_at_one_too_many(host: Host, before: b
 def test_a_read_full_of_requests_is_refused_at_one_too_many(host: Host) -> None:
     protocol, transport = host.connect()
     protocol.data_received(GET * (READ // len(GET)))
+    assert transport.aborted and len(protocol.pipeline) <= MAX_PIPELINED
+    protocol, transport = host.connect()
+    protocol.data_received(GET.replace(b"Host", UPGRADE + b"Host") * (READ // len(GET)))
     assert transport.aborted and len(protocol.pipeline) <= MAX_PIPELINED
     protocol, transport = host.connect()
     protocol.data_received(GET * MAX_PIPELINED)
