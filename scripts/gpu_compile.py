@@ -102,8 +102,8 @@ def warmup_launches(model: str, patch: pytest.MonkeyPatch, *, fused: bool, depen
     with recorded() as launches:
         make_meta_runner(
             patch, load_shape(model), attention=None, attention_backend="triton", disable_cuda_graph=True,
-            max_running_requests=64, max_total_tokens=4096, max_prefill_tokens=512, fuse_small_steps=fused,
-            dependent_launch=dependent,
+            page_size=None, max_running_requests=64, max_total_tokens=4096, max_prefill_tokens=512,
+            fuse_small_steps=fused, dependent_launch=dependent,
         )  # fmt: skip
     return launches
 

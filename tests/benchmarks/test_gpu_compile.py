@@ -74,8 +74,8 @@ def test_a_server_finds_all_its_kernels(
     with fake_gpu(), pytest.MonkeyPatch.context() as patch, program.as_if_on("sm_90", 132, patch):
         by_a_server = compiled(patch)
         make_runner(
-            load_shape(str(path)), dtype="bfloat16", attention_backend="triton", max_running_requests=64,
-            max_total_tokens=4096, max_prefill_tokens=600, **options,
+            load_shape(str(path)), dtype="bfloat16", attention_backend="triton", page_size=None,
+            max_running_requests=64, max_total_tokens=4096, max_prefill_tokens=600, **options,
         )  # fmt: skip
     assert len(by_a_server) > 20 and set(by_a_server) <= set(ahead)
 
