@@ -27,15 +27,16 @@ class MessageReader:
         self._num_calls = 0
         self._num_tokens = 0
         self._num_thought_tokens: int | None = None  # None until the reasoning has ended
-        self._thinks = False
         self._says = False
 
     @property
     def num_reasoning_tokens(self) -> int:
         """The tokens of the reasoning so far, its end included. 0 if no token ends it."""
+        if self._parser is None or not self._parser.has_reasoning:
+            return 0  # an end of reasoning in the content ends nothing
         if self._num_thought_tokens is not None:
             return self._num_thought_tokens
-        return self._num_tokens if self._thinks and not self._says and self._plan.reasoning_ends else 0
+        return self._num_tokens if not self._says and self._plan.reasoning_ends else 0
 
     def count(self, token_ids: Sequence[int]) -> None:
         """Counts the tokens of the reasoning."""
@@ -57,7 +58,6 @@ class MessageReader:
             parts = [*parts, *self._parser.finish()]
         for part in parts:
             self.has_calls = self.has_calls or isinstance(part, CallStart)
-            self._thinks = self._thinks or isinstance(part, Reasoning)
             self._says = self._says or not isinstance(part, Reasoning)
         if self._plan.content_only or self._plan.form is None or self._plan.form.reasoning is None:
             return [Content(part.text) if isinstance(part, Reasoning) else part for part in parts]

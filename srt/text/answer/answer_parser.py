@@ -68,6 +68,11 @@ class AnswerParser:
         """The tool calls that have begun."""
         return self._answer.num_calls
 
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the answer begins with reasoning between marks, as far as is known. It may have no text."""
+        return self._answer.has_reasoning
+
     def push(self, text: str) -> list[Part]:
         """The parts that have become certain."""
         self._answer.push(text)

@@ -81,6 +81,8 @@ class AnswerText:
 
     def __init__(self, dropped: tuple[str, ...] = (), most_calls: int | None = None) -> None:
         self.num_calls = 0
+        self.has_reasoning = False
+        """The answer begins with reasoning, which may have no text."""
         self._dropped = dropped
         self._most_calls = most_calls
         self._text = ""

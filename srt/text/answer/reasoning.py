@@ -55,6 +55,7 @@ def read_reasoning(answer: AnswerText, form: ReasoningFormat, inside: bool) -> R
     if not mark and not inside:
         answer.give_back()
         return
+    answer.has_reasoning = True
     answer.release()
     answer.new_part()
     yield from answer.reasoning_until(*form.ends)

@@ -311,6 +311,20 @@ def test_reasoning_is_counted_where_a_token_ends_it(thinking: Site) -> None:
         assert usage["output_tokens_details"] == details
 
 
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_an_end_of_reasoning_in_the_content_counts_no_tokens(thinking: Site, step: int) -> None:
+    body = {"messages": HI, "stream_options": {"include_usage": True}}
+    made = byte_tokenizer()
+    made.token_to_id = {"</think>": 2}.get  # type: ignore[method-assign]
+    thinking.manager.inputs.tokenizer = made
+    thinking.scheduler.step = step
+    for said, expected in ((("Write", " it as ", "</think>", "."), 0), (("<think>", "\n", "</think>", "Hi"), 3)):
+        thinking.scheduler.say(*said)
+        details = {"reasoning_tokens": expected}
+        assert thinking.good(PATH, {"messages": HI})["usage"]["completion_tokens_details"] == details
+        assert thinking.stream(PATH, body)[-1]["usage"]["completion_tokens_details"] == details
+
+
 def test_reasoning_in_one_piece_or_not_separated(thinking: Site) -> None:
     thinking.scheduler.say(*THOUGHT)
     events = thinking.stream(PATH, {"messages": HI, "stream_reasoning": False})
