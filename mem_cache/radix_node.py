@@ -62,8 +62,8 @@ class RadixNode(CacheNode):
         # With retentions (mem_cache/retention.py); otherwise nobody changes them.
         self.lead = 0
         """The age of prefixes that were evicted, in ticks, at the last access."""
-        self.retentions: list[Retention] | None = None
-        """Those of requests that ended here."""
+        self.retentions: dict[Retention, None] | None = None
+        """Those of requests that ended here. The values mean nothing."""
         self.num_retained = 0
         """Retentions here and below."""
         self.retained_until_s = 0.0

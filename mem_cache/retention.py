@@ -124,19 +124,20 @@ class Retentions:
         tenant.num_tokens += retention.num_tokens
         heapq.heappush(self._ends, (retention.end_s, next(self._numbers), retention))
         self._bound_ends()
-        if node.retentions is None:
-            node.retentions = []
-        node.retentions.append(retention)
         self._count(node, 1)
-        self._refresh(node)
+        self._attach(node, {retention: None}, retention.end_s)
 
     def _end(self, retention: Retention) -> None:
         node = retention.node
         assert node is not None and node.retentions is not None
         self._forget(retention)
-        node.retentions.remove(retention)
+        del node.retentions[retention]
         self._count(node, -1)
-        self._refresh(node)
+        end_s = node.retained_until_s
+        if retention.end_s == end_s:  # otherwise another one is the last to end, and there may be thousands
+            end_s = max((one.end_s for one in node.retentions), default=0.0)
+        self._set_end(node, end_s)
+        node.retentions = node.retentions or None
 
     def _forget(self, retention: Retention) -> None:
         retention.node = None
@@ -156,11 +157,17 @@ class Retentions:
             self.num_tokens += (bool(node.num_retained) - was_retained) * len(node.tokens)
             node = node.parent
 
-    def _refresh(self, node: RadixNode) -> None:
+    def _attach(self, node: RadixNode, new: dict[Retention, None], end_s: float) -> None:
+        """Give retentions to a node. `end_s`: the latest end of them."""
+        if node.retentions is None:
+            node.retentions = new
+        else:
+            node.retentions |= new
+        self._set_end(node, max(node.retained_until_s, end_s))
+
+    def _set_end(self, node: RadixNode, end_s: float) -> None:
         """Set the time until which the node is retained, and push it if it can be evicted."""
-        node.retained_until_s = max((one.end_s for one in node.retentions or ()), default=0.0)
-        if not node.retentions:
-            node.retentions = None
+        node.retained_until_s = end_s
         if node.ticket != NO_TICKET:
             self._push(node)
 
@@ -202,8 +209,7 @@ class Retentions:
             return
         for retention in moved:
             retention.node = parent
-        parent.retentions = moved if parent.retentions is None else [*parent.retentions, *moved]
-        self._refresh(parent)
+        self._attach(parent, moved, leaf.retained_until_s)
 
     def cut_off(self, top: RadixNode) -> None:
         """A node is about to leave the tree with all its descendants. `discard` follows for each of them."""

@@ -318,3 +318,32 @@ def test_evictions_visit_few_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Retentions, "shorten", shorten)
     rig.cache.evict(10)
     assert calls == 1
+
+
+class CountedTime(float):
+    """A time that counts its comparisons by `max`."""
+
+    num_compared = 0
+
+    def __add__(self, other: float) -> CountedTime:
+        return CountedTime(float(self) + other)
+
+    def __gt__(self, other: float) -> bool:
+        CountedTime.num_compared += 1
+        return float(self) > other
+
+
+def test_many_retentions_of_one_prefix_do_not_compare_each_with_all_others() -> None:
+    rig = Rig()
+    tokens = rig.put(1)
+    rig.now_s = CountedTime()
+    for i in range(1000):
+        rig.retain(tokens, 10 + i)
+    rig.now_s = CountedTime(500)
+    rig.cache.match(tokens)
+    assert rig.retentions.num_live == 509
+    rig.now_s = CountedTime(2000)
+    rig.cache.match(tokens)
+    assert rig.retentions.num_live == rig.retentions.num_tokens == 0
+    assert CountedTime.num_compared < 10_000
+    check(rig.cache, rig.allocator)

@@ -88,7 +88,7 @@ class RetentionBooks:
         for node in reversed(nodes_of(self._cache)):  # children before their parents
             if node.retentions:
                 retained.add(node)
-                self._check_node(node, node.retentions)
+                self._check_node(node, [*node.retentions])
                 retentions += node.retentions
             if node in retained and node.parent is not None:
                 retained.add(node.parent)
