@@ -17,7 +17,9 @@ _STRING = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _JSON_SPACE = re.compile(r"[ \t\r\n]+")
-_ESCAPES = '"\\/bfnrtu'
+_ESCAPES = '"\\/bfnrt'
+_HEX_DIGITS = tuple("0123456789abcdefABCDEF")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Put = Callable[[str], None]
 
@@ -87,7 +89,9 @@ def copy_string(answer: AnswerText, put: Put) -> Reading[bool]:
             escaped = yield from answer.take()
             if not escaped:
                 return False
-            if escaped in _ESCAPES:
+            if escaped == "u":
+                yield from _copy_code(answer, put)
+            elif escaped in _ESCAPES:
                 put("\\" + escaped)
             else:
                 put("\\\\" + json.dumps(escaped, ensure_ascii=False)[1:-1])
@@ -96,6 +100,14 @@ def copy_string(answer: AnswerText, put: Put) -> Reading[bool]:
             return bool(char)
         else:
             put(json.dumps(char)[1:-1])
+
+
+def _copy_code(answer: AnswerText, put: Put) -> Reading[None]:
+    """Passes the rest of an escape such as \\u00e9 on. Without four digits, its backslash is one of the text."""
+    digits = ""
+    while len(digits) < 4 and (yield from answer.peek()) in _HEX_DIGITS:
+        digits += yield from answer.take()
+    put(("\\u" if len(digits) == 4 else "\\\\u") + digits)
 
 
 def _copy_scalar(answer: AnswerText, put: Put) -> Reading[bool]:
@@ -150,7 +162,7 @@ def _object_in(value: str) -> str | None:
         text = json.loads(value)
         if text is None:
             return "{}"
-        return text if isinstance(text, str) and isinstance(json.loads(text), dict) else None
+        return without_surrogates(text) if isinstance(text, str) and isinstance(json.loads(text), dict) else None
     except (ValueError, RecursionError):
         return None
 
@@ -210,6 +222,11 @@ def _end_of_call(answer: AnswerText, name: str | None, early: str, calls_before:
 
 def _ignore(text: str) -> None:
     """Drops a piece of text."""
+
+
+def without_surrogates(text: str) -> str:
+    """JSON text that UTF-8 can have: halves of characters in its strings become escapes, of which two are one again."""
+    return _SURROGATE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 def json_string(text: str) -> str:

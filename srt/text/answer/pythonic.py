@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 
 from .answer_text import AnswerText, Reading
-from .json_reader import json_string
+from .json_reader import json_string, without_surrogates
 from .tools import Functions
 
 START = "<|python_start|>"
@@ -113,6 +113,6 @@ def _as_json(source: str) -> str:
     if source in ("true", "false", "null"):
         return source
     try:
-        return json.dumps(ast.literal_eval(source), ensure_ascii=False, allow_nan=False)
+        return without_surrogates(json.dumps(ast.literal_eval(source), ensure_ascii=False, allow_nan=False))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return f'"{json_string(source)}"'

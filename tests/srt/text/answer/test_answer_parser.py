@@ -89,9 +89,9 @@ CALLS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     (
         "hermes",
         '<tool_call>{"name": "get_weather", "arguments": '
-        '{"city": "a\n\\d\\n\\u00e9\\\\", "tags": [1, [], {"x": null}]}}',
+        '{"city": "a\n\\d\\n\\u00e9\\\\C:\\users\\u12", "tags": [1, [], {"x": null}]}}',
         "",
-        [("get_weather", {"city": "a\n\\d\né\\", "tags": [1, [], {"x": None}]})],
+        [("get_weather", {"city": "a\n\\d\né\\C:\\users\\u12", "tags": [1, [], {"x": None}]})],
     ),
     ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris"}}', "", [PARIS]),
     (
@@ -385,3 +385,15 @@ def test_any_json_comes_back(arguments: dict[str, Any], indent: int | None) -> N
 def test_any_python_literal_comes_back(arguments: dict[str, Any]) -> None:
     written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     assert summary(parse_answer(form("pythonic"), f"[now({written})]")) == ("", "", [("now", arguments)])
+
+
+def test_halves_of_characters_stay_escapes() -> None:
+    """UTF-8 has no halves."""
+    in_text = r"{\"x\": \"\ud83d\\ude42\", \"y\": [\"\ud83d\"]}"
+    for tools, text in (
+        ("pythonic", r'[now(x="\ud83d\ude42", y=["\ud83d"])]'),
+        ("hermes", f'<tool_call>{{"name": "now", "arguments": "{in_text}"}}</tool_call>'),
+    ):
+        parts = parse_answer(form(tools), text)
+        assert "".join(part[0] for part in parts).isascii()
+        assert summary(parts) == ("", "", [("now", {"x": "🙂", "y": ["\ud83d"]})])
