@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from ..wire import Int64, Wire, doc, only
 from .protocol import Priority, RetentionSeconds, RunningTimeout, SessionId, User, WaitingTimeout
-from .tool_protocol import CacheBreakpoint, CacheControl, check_choice_fields
+from .tool_protocol import CacheBreakpoint, CacheControl, ParsedArguments, check_choice_fields
 
 _NOT_STORED = "answers are not stored"
 _NO_MULTIMODAL = "multimodal models are not supported"
@@ -23,6 +23,9 @@ class InputPart(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     text: Annotated[str, doc("The text")]
     annotations: Annotated[Any, only("annotations are not supported", [])] = None
     logprobs: Annotated[Any, only(_NO_LOGPROBS, [])] = None
+    parsed: Annotated[
+        Any, doc("It has no effect: `parse` of the openai library adds it, and `text` has the same as text")
+    ] = None
     cache_control: CacheControl = None
     prompt_cache_breakpoint: CacheBreakpoint = None
 
@@ -41,6 +44,7 @@ class InputItem(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     call_id: Annotated[str | None, doc("Name of a call; its output has the same")] = None
     name: Annotated[str | None, doc("The function of a call")] = None
     arguments: Annotated[str | None, doc("The arguments of a call, as JSON text")] = None
+    parsed_arguments: ParsedArguments = None
     output: Annotated[str | list[InputPart] | None, doc("The result of a call")] = None
     summary: Annotated[list[InputPart] | None, doc("Text of reasoning that has no `content`")] = None
     id: Annotated[str | None, doc("It has no effect: the server does not store items")] = None
@@ -49,6 +53,8 @@ class InputItem(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     ] = None
     phase: Annotated[Any, only("phases of an answer are not supported")] = None
     namespace: Annotated[Any, only("namespaces of functions are not supported")] = None
+    caller: Annotated[Any, only("only the model calls functions")] = None
+    async_: Annotated[Any, only("calls are not asynchronous; the openai library writes `async` so", False)] = None
     encrypted_content: Annotated[Any, only("reasoning is sent as text")] = None
 
 

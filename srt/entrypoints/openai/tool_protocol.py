@@ -18,6 +18,11 @@ CacheBreakpoint = Annotated[Any, only(_STAYS, {"mode": "explicit"})]
 """OpenAI's mark for the same."""
 
 
+ParsedArguments = Annotated[
+    Any, doc("It has no effect: `parse` of the openai library adds it, and `arguments` has the same as text")
+]
+
+
 class Function(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A function that the model may call."""
 
@@ -88,6 +93,7 @@ class GivenFunctionCall(Wire, kw_only=True, frozen=True, forbid_unknown_fields=T
 
     name: Annotated[str, doc("Name of the function")]
     arguments: Annotated[str | dict[str, Any] | None, doc("The arguments as JSON text, or as an object")] = None
+    parsed_arguments: ParsedArguments = None
 
 
 class GivenToolCall(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -68,6 +68,25 @@ def test_a_streamed_response(client: Any) -> None:
     assert response.output_text == "Ok" and response.output[-1].arguments == '{"x": 1}'
 
 
+@pytest.mark.parametrize("made_by", ["create", "parse"])
+def test_answers_can_be_sent_back_in_every_form(client: Any, live: LiveSite, made_by: str) -> None:
+    """`parse` adds the parsed values, and `model_dump` writes every field that the library knows."""
+    strict_chat = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    output = getattr(client.responses, made_by)(
+        model="tiny", input="hi", tools=[{**FLAT_TOOLS[0], "strict": True}]
+    ).output
+    chat = getattr(client.chat.completions, made_by)(model="tiny", messages=HI, tools=strict_chat)
+    message = chat.choices[0].message
+    live.scheduler.say("Fine")
+    returned = {"type": "function_call_output", "call_id": output[-1].call_id, "output": "42"}
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "42"}
+    for items in (output, [item.model_dump() for item in output], [item.to_dict() for item in output]):
+        assert client.responses.create(model="tiny", input=[*HI, *items, returned]).output_text == "Fine"
+    for one in (message, message.model_dump(), message.to_dict()):
+        again = client.chat.completions.create(model="tiny", messages=[*HI, one, result])
+        assert again.choices[0].message.content == "Fine"
+
+
 def test_an_error(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="answers are not stored"):
         client.responses.create(model="tiny", input="hi", store=True)
