@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -44,10 +45,10 @@ def control_groups(controller: str, root: Path = ROOT, own_groups: Path = OWN_GR
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; empty if it cannot be read."""
+    """The text of a file; empty if it cannot be read. Names of groups in it may have any bytes, as paths may."""
     try:
-        return path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError):
+        return os.fsdecode(path.read_bytes())
+    except OSError:
         return ""
 
 

@@ -149,6 +149,10 @@ def test_the_tightest_limit_on_the_way_up_counts(host, mount, group, own):
     assert host(files, own) == Memory(6 * GIB, 2 * GIB)
 
 
+def test_the_name_of_a_group_may_have_any_letters(host):
+    assert host(inside("größe.slice", group_2(8, used=3)), "0::/größe.slice\n") == Memory(8 * GIB, 5 * GIB)
+
+
 def test_version_2_begins_to_reclaim_at_high(host):
     assert host(group_2(8, used=3, high=5)) == Memory(5 * GIB, 2 * GIB)
 
