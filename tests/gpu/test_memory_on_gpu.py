@@ -32,6 +32,7 @@ def test_the_pool_leaves_room_for_the_largest_steps():
         MODEL,
         device="cuda",
         dtype="bfloat16",
+        page_size=None,
         max_running_requests=256,
         max_prefill_tokens=16384,
     )

@@ -43,7 +43,8 @@ def visible_attention(monkeypatch):
 
 
 def make_runner(config, device="cuda", **options):
-    options = {"dtype": "bfloat16", "max_running_requests": 40, "max_total_tokens": 20_000} | options
+    """page_size None: that of a server."""
+    options = {"dtype": "bfloat16", "max_running_requests": 40, "max_total_tokens": 20_000, "page_size": None} | options
     return runners.make_runner(config, device=device, max_prefill_tokens=2048, **options)
 
 
@@ -92,8 +93,10 @@ def test_no_launch_waits(config, disable_cuda_graph):
 
 
 @CONFIGS
-def test_graphs_change_no_token_and_no_logit(config):
-    drivers = [RunnerDriver(make_runner(config, disable_cuda_graph=disabled)) for disabled in (False, True)]
+@pytest.mark.parametrize("page_size", [None, 1])
+def test_graphs_change_no_token_and_no_logit(config, page_size):
+    options = {"page_size": page_size}
+    drivers = [RunnerDriver(make_runner(config, disable_cuda_graph=disabled, **options)) for disabled in (False, True)]
     assert drivers[0].runner.num_bytes.graphs >= 0 and drivers[1].runner.num_bytes.graphs == 0
     tokens = [play(driver) for driver in drivers]
     assert tokens[0] == tokens[1]

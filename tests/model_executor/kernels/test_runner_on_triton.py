@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from runner_driver import RunnerDriver, relative_error
 from runners import make_runner
 from tiny_models import make_model, reference_logits, save
@@ -40,3 +41,23 @@ def test_logits_equal_transformers(name, fuse_small_steps, tmp_path, monkeypatch
     check([1, 3, 2])
     driver.decode([3, 1, 2], [int(ids[row][driver.lens[row]]) for row in (3, 1, 2)])
     check([3, 1, 2])
+
+
+def test_pages_of_whole_kv_tiles_change_no_bit(tmp_path, monkeypatch):
+    """Extend attention then finds a tile with one look-up, as on a GPU with the default page size."""
+    monkeypatch.setattr("tercet.model_executor.layers.linear.can_pack", lambda weight: False)
+    config = load_model_config(save(make_model("qwen2_upper_window"), tmp_path))
+    logits = []
+    for page_size in (1, 32):
+        runner = make_runner(
+            config, dtype="bfloat16", max_total_tokens=320, max_running_requests=2, attention_backend="triton",
+            page_size=page_size,
+        )  # fmt: skip
+        assert runner.attention._extend_tile.paged == (page_size > 1)
+        driver = RunnerDriver(runner)
+        ids = np.random.default_rng(1).integers(0, 131, 60)
+        driver.extend({1: ids[:41], 2: ids[:9]}, new_rows=[driver.add(1), driver.add(2)])
+        driver.extend({2: None, 1: ids[41:]})
+        driver.decode([1, 2])
+        logits.append(torch.cat(driver.logits))
+    assert logits[0].isfinite().all() and torch.equal(*logits)
