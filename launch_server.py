@@ -14,6 +14,7 @@ from . import __version__
 from .srt import command_line as settings
 from .srt.model_files.default_model import DEFAULT_MODEL_NAME, INSTALL_COMMAND, default_model_settings
 from .srt.server_args import ServerArgs
+from .srt.settings.checks import check_tokenizer_settings
 
 _SERVE = "Serve a model over HTTP: OpenAI's endpoints and SGLang's /generate."
 _CHAT = "Chat with a running server, or with a model in this process."
@@ -112,11 +113,9 @@ def server_args_of(namespace: argparse.Namespace) -> ServerArgs:
         if named is not None and named != namespace.model:
             raise ValueError(f"two different models are given: {namespace.model} and --model-path {named}")
         namespace.model_path = namespace.model
-    elif named is None and namespace.config is None:
-        for name, value in default_model_settings().items():
-            if not hasattr(namespace, name):
-                setattr(namespace, name, value)
-    return settings.from_namespace(namespace)
+    server_args = settings.from_namespace(namespace, default_model_settings)
+    check_tokenizer_settings(server_args)
+    return server_args
 
 
 def _chat(namespace: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from . import env
+from .model_files.default_model import DEFAULT_MODEL_NAME
 from .server_args import ServerArgs
 from .settings.setting import Setting, flag_name
 
@@ -98,13 +99,20 @@ def _parser(flag: _Flag) -> Callable[[str], Any]:
     return parse
 
 
-def from_namespace(namespace: argparse.Namespace) -> ServerArgs:
-    """Make settings from parsed arguments. Raises ValueError as ServerArgs does."""
+def from_namespace(namespace: argparse.Namespace, no_model: Callable[[], Mapping[str, Any]] = dict) -> ServerArgs:
+    """Make settings from parsed arguments. Raises ValueError as ServerArgs does.
+
+    `no_model` returns the settings that are used if neither the command line nor the file names a model.
+    """
     known = {field.name for field in dataclasses.fields(ServerArgs)}
     values: dict[str, Any] = {}
     if getattr(namespace, "config", None):
         values.update(_read_config(namespace.config))
     values.update({key: value for key, value in vars(namespace).items() if key in known})
+    if "model_path" not in values:
+        values = {**no_model(), **values}
+    if "model_path" not in values:
+        raise ValueError("no model is given; name it with --model-path, or as model_path in the file of --config")
     if "api_key" not in values:
         values["api_key"] = env.api_key()
     # A key from a file usually ends with a line break.
@@ -130,7 +138,9 @@ def parse_args(argv: Sequence[str]) -> ServerArgs:
 def _read_config(path: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must contain a YAML mapping of settings, got {type(content).__name__}")
@@ -146,7 +156,7 @@ def _docs_table(flags: Sequence[_Flag]) -> str:
     rows = ["| flag | default | what it does |", "|---|---|---|"]
     for flag in flags:
         values = " \\| ".join(flag.choices or (flag.type.__name__, *flag.words))
-        default = "required" if flag.name == "model_path" else "-" if flag.default is None else f"`{flag.default}`"
+        default = DEFAULT_MODEL_NAME if flag.name == "model_path" else "-" if flag.default is None else f"`{flag.default}`"
         kind = "" if flag.type is bool else f" {values}"
         rows.append(f"| `{flag_name(flag.name)}`{kind} | {default} | {flag.setting.help} |")
     return "\n".join(rows) + "\n"

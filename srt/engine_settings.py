@@ -7,6 +7,7 @@ from typing import Any
 
 from .model_files.default_model import default_model_settings
 from .server_args import ServerArgs, declarations
+from .settings.checks import check_tokenizer_settings
 
 
 def engine_settings(
@@ -26,9 +27,10 @@ def engine_settings(
         return server_args
     for name in sorted(set(settings) & refused.keys()):
         raise ValueError(f"{name} is a setting of {refused[name]}; this engine does not accept it")
-    if model_path is None:
-        return ServerArgs.from_dict({**default_model_settings(), **settings})
-    return ServerArgs.from_dict({"model_path": model_path, **settings})
+    model = default_model_settings() if model_path is None else {"model_path": model_path}
+    made = ServerArgs.from_dict({**model, **settings})
+    check_tokenizer_settings(made)
+    return made
 
 
 def http_settings() -> dict[str, str]:

@@ -106,8 +106,11 @@ def read_config(text: str | None) -> KVEventsConfig | None:
         return None
     try:
         config = msgspec.json.decode(text, type=KVEventsConfig)
+    except msgspec.ValidationError as error:
+        keys = ", ".join(KVEventsConfig.__struct_fields__)
+        raise ValueError(f'--kv-events-config: {error}; keys: {keys}; "publisher" is "zmq" or "null"') from None
     except msgspec.DecodeError as error:
-        raise ValueError(f"--kv-events-config: {error}") from None
+        raise ValueError(f"--kv-events-config: must be JSON, got {text!r}: {error}") from None
     for name in ("endpoint", "replay_endpoint"):
         address = getattr(config, name)
         if address is not None and not address.startswith(("ipc://", "tcp://")):

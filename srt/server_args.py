@@ -7,10 +7,12 @@ and the checks are made from these fields alone.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -24,7 +26,7 @@ from .settings.model import ModelSettings
 from .settings.observability import ObservabilitySettings
 from .settings.prefix_cache import PrefixCacheSettings
 from .settings.scheduler import SchedulerSettings
-from .settings.setting import Setting
+from .settings.setting import Setting, flag_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +86,32 @@ class ServerArgs(
     def from_dict(cls, values: Mapping[str, Any]) -> ServerArgs:
         """Make settings from keyword arguments or a parsed file. Raises ValueError for a wrong name or type."""
         known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ValueError(f"unknown setting {', '.join(unknown)}; known settings: {', '.join(sorted(known))}")
+        for name in sorted(set(values) - known):
+            near = difflib.get_close_matches(name, known)
+            hint = f"did you mean {' or '.join(near)}?" if near else "docs/server_args.md lists all"
+            raise ValueError(f"unknown setting {name}; {hint}")
         try:
             return msgspec.convert(dict(values), cls)
         except msgspec.ValidationError as error:
-            raise ValueError(str(error)) from error
+            if error.__cause__ is not None:  # of `check_settings`
+                raise ValueError(str(error.__cause__)) from error
+            name = str(error).partition(" - at `$.")[2].partition("`")[0].partition("[")[0]
+            if name not in known:
+                raise ValueError(str(error)) from error
+            given = "a value of another type" if declarations()[name].secret else repr(values[name])
+            raise ValueError(f"{flag_name(name)} must be {_allowed(name)}, got {given}") from error
+
+
+def _allowed(name: str) -> str:
+    """The values of a setting, for an error: types and words."""
+    allowed: list[str] = []
+    base = get_args(get_type_hints(ServerArgs, include_extras=True)[name])[0]
+    for part in get_args(base) if isinstance(base, UnionType) or get_origin(base) is Union else (base,):
+        if get_origin(part) is Literal:
+            allowed += map(str, get_args(part))
+        else:
+            allowed.append({NoneType: "null", bool: "true or false"}.get(part) or str(getattr(part, "__name__", part)))
+    return allowed[0] if len(allowed) == 1 else f"{', '.join(allowed[:-1])} or {allowed[-1]}"
 
 
 def declarations() -> dict[str, Setting]:

@@ -105,11 +105,11 @@ def check_settings(args: ServerArgs) -> None:
         raise ValueError(f"--otlp-traces-endpoint must be a URL such as http://HOST:4318/v1/traces, got {endpoint!r}")
     if not 0 <= args.resume_grace < math.inf:
         raise ValueError(f"--resume-grace must be a number of seconds, 0 or more, got {args.resume_grace}")
-    for name in ("update_weights_dir", "profile_dir", "weight_version"):
+    for name in ("update_weights_dir", "profile_dir", "weight_version", "served_model_name", "resume_file"):
         if getattr(args, name) == "":  # an empty folder would be the current one
             raise ValueError(f"{flag_name(name)} must not be empty")
-    if args.resume_file is not None and (not args.resume_grace or not args.resume_file):
-        raise ValueError("--resume-file must name a file, and needs --resume-grace")
+    if args.resume_file is not None and not args.resume_grace:
+        raise ValueError("--resume-file needs --resume-grace SECONDS above 0")
     if args.max_queue_time is not None and not 0 < args.max_queue_time < math.inf:
         raise ValueError(f"--max-queue-time must be a positive number of seconds, got {args.max_queue_time}")
     if not 0 <= args.admission_watermark < 1:
@@ -148,7 +148,17 @@ def check_settings(args: ServerArgs) -> None:
         raise ValueError(
             f"--soft-watchdog-timeout must be less than --watchdog-timeout {args.watchdog_timeout:g}, got {soft_s:g}"
         )
+    if args.disable_cuda_graph and args.cuda_graph_max_bs is not None:
+        raise ValueError("--cuda-graph-max-bs has no effect with --disable-cuda-graph")
     _check_tiers(args)
+
+
+def check_tokenizer_settings(args: ServerArgs) -> None:
+    """Raises ValueError for a setting of the tokenizer that is not loaded. Benchmarks do without this check: they load
+    none, and may have the --config file of a server."""
+    for name in ("tokenizer_path", "chat_template", "tool_call_parser", "reasoning_parser"):
+        if args.skip_tokenizer_init and getattr(args, name) != getattr(type(args), name):
+            raise ValueError(f"{flag_name(name)} has no effect with --skip-tokenizer-init")
 
 
 def _check_tiers(args: ServerArgs) -> None:

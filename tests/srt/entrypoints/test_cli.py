@@ -69,8 +69,6 @@ def test_serve_takes_the_model_from_a_config_file(served: list[ServerArgs], tmp_
     config.write_text("model-path: MODEL\nport: 7\n")
     assert main(["serve", "--config", str(config), "--port", "8"]) == 0
     assert (served[0].model_path, served[0].port) == ("MODEL", 8)
-    config.write_text("port: 7\n")
-    assert _exit_code(["serve", "--config", str(config)]) == 2
 
 
 @pytest.mark.parametrize(
@@ -111,7 +109,13 @@ def test_serve_takes_the_model_from_a_config_file(served: list[ServerArgs], tmp_
         (["A", "--soft-watchdog-timeout", "0.9"], "--soft-watchdog-timeout must be at least 1, because"),
         (["A", "--soft-watchdog-timeout", "300"], "must be less than --watchdog-timeout 300, got 300"),
         (["A", "--context-length", "1"], "--context-length must be at least 2"),
-        (["A", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["A", "--config", "nowhere.yaml"], "--config nowhere.yaml: No such file or directory"),
+        (["A", "--served-model-name", ""], "--served-model-name must not be empty"),
+        (["A", "--resume-grace", "9", "--resume-file", ""], "--resume-file must not be empty"),
+        (["A", "--resume-file", "F"], "--resume-file needs --resume-grace"),
+        (["A", "--disable-cuda-graph", "--cuda-graph-max-bs", "8"], "no effect with --disable-cuda-graph"),
+        (["A", "--skip-tokenizer-init", "--chat-template", "T"], "--chat-template has no effect with --skip-tokenizer"),
+        (["A", "--skip-tokenizer-init", "--reasoning-parser", "qwen3"], "--reasoning-parser has no effect with"),
     ],
 )
 def test_bad_flags_exit_with_2_and_a_message(
@@ -147,10 +151,14 @@ def test_without_a_model_the_default_one_is_served_under_its_name(
     served: list[ServerArgs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = _install(tmp_path, monkeypatch)
+    config = tmp_path / "config.yaml"
+    config.write_text("port: 7\n")
     assert main(["serve"]) == 0
     assert main(["serve", "--served-model-name", "mine"]) == 0
-    assert [args.model_path for args in served] == [str(file)] * 2
-    assert [args.model_name for args in served] == ["SmolLM2-135M-Instruct", "mine"]
+    assert main(["serve", "--config", str(config)]) == 0
+    assert [args.model_path for args in served] == [str(file)] * 3
+    assert [args.model_name for args in served] == ["SmolLM2-135M-Instruct", "mine", "SmolLM2-135M-Instruct"]
+    assert served[2].port == 7
 
 
 def test_without_a_default_model_it_says_how_to_get_it(

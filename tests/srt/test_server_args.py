@@ -1,0 +1,40 @@
+"""Errors in settings that come from a --config file or from the arguments of an Engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from tercet.srt.engine_settings import engine_settings
+from tercet.srt.server_args import ServerArgs
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"port": "abc"}, "--port must be int, got 'abc'"),
+        ({"port": 70000}, "--port must be in [0, 65535], got 70000"),
+        ({"dtype": "float64"}, "--dtype must be auto, bfloat16, float16 or float32, got 'float64'"),
+        ({"max_itl_ms": "fast"}, "--max-itl-ms must be float, auto or none, got 'fast'"),
+        ({"enable_metrics": "yes"}, "--enable-metrics must be true or false, got 'yes'"),
+        ({"context_length": "long"}, "--context-length must be int or null, got 'long'"),
+        ({"prot": 30000}, "unknown setting prot; did you mean port?"),
+        ({"zzz": 1}, "unknown setting zzz; docs/server_args.md lists all"),
+        ({"kv_events_config": '{"publisher": "kafka"}'}, '"publisher" is "zmq" or "null"'),
+        ({"kv_events_config": "{x"}, "--kv-events-config: must be JSON, got '{x'"),
+    ],
+)
+def test_an_error_names_the_setting_the_value_and_what_is_allowed(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        ServerArgs.from_dict({"model_path": "A", **values})
+    assert message in str(caught.value)
+
+
+def test_an_error_shows_no_key() -> None:
+    with pytest.raises(ValueError, match="--api-key must be") as caught:
+        ServerArgs.from_dict({"model_path": "A", "api_key": ["secret", 3]})
+    assert "secret" not in str(caught.value)
+
+
+def test_an_engine_without_a_tokenizer_has_no_settings_of_one() -> None:
+    with pytest.raises(ValueError, match="--tokenizer-path has no effect with --skip-tokenizer-init"):
+        engine_settings("A", None, {"skip_tokenizer_init": True, "tokenizer_path": "B"}, refused={})
