@@ -63,5 +63,14 @@ def num_kv_tokens(
     return num_tokens
 
 
+def check_host_kv(num_bytes: int, available: int) -> None:
+    """Raises ValueError if --hicache-size takes all memory that is available beside the weights."""
+    if num_bytes and num_bytes >= available:
+        raise ValueError(
+            f"--hicache-size {num_bytes / 2**30:g} needs {_gib(num_bytes)} of host memory, but beside the weights only "
+            f"{_gib(available)} are available, also for the KV pool; lower --hicache-size"
+        )
+
+
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"

@@ -31,7 +31,7 @@ from ..weights.loader import load_parameters
 from .cpu_graph_runner import CpuGraphRunner
 from .cuda_graph_runner import CudaGraphRunner, batch_sizes, max_work_lens
 from .host_kv import HostKV
-from .kv_budget import num_kv_tokens
+from .kv_budget import check_host_kv, num_kv_tokens
 from .model_runner import ModelRunner, RunnerBytes
 from .recorded_steps import DecodeInputs
 from .settings import RunnerSettings, weight_bytes
@@ -65,6 +65,17 @@ def load_runner(settings: RunnerSettings, config: ModelConfig) -> ModelRunner:
     return runner
 
 
+def _table(settings: RunnerSettings) -> SlotTable:
+    rows, context_len = settings.max_running_requests, settings.context_len
+    try:
+        return SlotTable(rows, context_len, settings.device)
+    except RuntimeError as error:  # also torch.OutOfMemoryError
+        raise ValueError(
+            f"no memory for a table of --max-running-requests {rows} times --context-length {context_len} positions; "
+            "lower one of them"
+        ) from error
+
+
 class _RunnerBuilder:
     """The state of one `load_runner` call."""
 
@@ -94,7 +105,7 @@ class _RunnerBuilder:
             use_kernels=settings.attention_backend == "triton",
         )
         # Shared by the runner that is measured and the runner that serves, so that the measurement includes it.
-        self.table = SlotTable(settings.max_running_requests, settings.context_len, settings.device)
+        self.table = _table(settings)
         self.weight_bytes = weight_bytes(settings, config)
         self.bytes_per_token = MHATokenToKVPool.bytes_per_token(
             config.num_layers, config.num_kv_heads, config.head_dim, settings.kv_dtype
@@ -103,8 +114,10 @@ class _RunnerBuilder:
     def build_on_cpu(self) -> ModelRunner:
         # The layers read the weights later, and the host's KV memory is made later: both are still free.
         host = host_memory()
-        taken = self.weight_bytes + (0 if self.settings.host_kv is None else self.settings.host_kv.num_bytes)
-        memory = Memory(host.total, max(host.available - taken, 0))
+        left = max(host.available - self.weight_bytes, 0)
+        host_kv_bytes = 0 if self.settings.host_kv is None else self.settings.host_kv.num_bytes
+        check_host_kv(host_kv_bytes, left)
+        memory = Memory(host.total, left - host_kv_bytes)
         runner = self._build(self._pool_tokens(memory, self.cpu_reserve(memory)))
         self.parameters = {}  # the layers hold what they need, so that an update of the weights frees it
         if runner.model.compiled and self.settings.record_steps:

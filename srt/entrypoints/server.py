@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import signal
@@ -72,7 +73,9 @@ def serve(server_args: ServerArgs, *, child_module: str = CHILD_MODULE) -> int:
         else:
             listeners = bind_group(server_args.host, server_args.port, num_workers)
     except OSError as error:
-        logger.error("Cannot listen on %s:%d: %s", server_args.host, server_args.port, error.strerror or error)
+        hint = "; choose another --port, or 0 for any free port" if error.errno == errno.EADDRINUSE else ""
+        reason = f"{error.strerror or error}{hint}"
+        logger.error("Cannot listen on %s:%d: %s", server_args.host, server_args.port, reason)
         return 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(_ServerRun(server_args, listeners, tls, tracer, child_module, number).run())
@@ -131,7 +134,8 @@ class _ServerRun:
                 is_shared = len(args.api_keys) > 1
                 journal = await asyncio.to_thread(StreamJournal.open, Path(args.resume_file), is_shared=is_shared)
         except (ValueError, OSError) as error:
-            logger.error("Cannot start: --resume-file: %s", error)
+            reason = error.strerror if isinstance(error, OSError) else None
+            logger.error("Cannot start: --resume-file %s: %s", args.resume_file, reason or error)
             return 1
         try:
             return await self._run_engine_with(journal)

@@ -201,7 +201,7 @@ def _read_config(path: str) -> dict[str, object]:
     try:
         return read_json_object(path)
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path!r} is missing") from None
+        raise FileNotFoundError(f"{path!r} is missing; give a directory with config.json, or a .gguf file") from None
 
 
 def _from_hf(
@@ -269,6 +269,8 @@ def _hf_architecture(config: Settings) -> str:
     model_type = config.text("model_type")
     if not names:
         names = [name for name, family in FAMILIES.items() if family.model_type == model_type]
+    if not names and model_type is None:
+        raise config.unsupported("neither architectures nor model_type is given, so it is no config of a model")
     name = names[0] if names else str(model_type)
     if name not in FAMILIES:
         raise config.unsupported(_not_in_families(name))

@@ -200,7 +200,7 @@ def _read_template(template: str) -> str:
     try:
         return Path(template).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"chat_template must be a readable file or a Jinja template: {error}") from error
+        raise ValueError(f"--chat-template must be a readable file or a Jinja template: {error}") from error
 
 
 def _check_unicode(text: str) -> None:

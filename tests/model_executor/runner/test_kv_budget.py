@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tercet.model_executor.device.memory import Memory, host_memory
-from tercet.model_executor.runner.kv_budget import DEFAULT_CPU_BYTES, DEFAULT_CPU_SHARE, num_kv_tokens
+from tercet.model_executor.runner.kv_budget import DEFAULT_CPU_BYTES, DEFAULT_CPU_SHARE, check_host_kv, num_kv_tokens
 
 GIB = 1 << 30
 
@@ -64,6 +64,13 @@ def test_no_room():
         tokens(Memory(100 * GIB, 10 * GIB), mem_fraction_static=0.5)
     with pytest.raises(ValueError, match="not enough memory"):
         tokens(Memory(GIB, 1 << 16))
+
+
+def test_host_memory_for_kv_that_does_not_fit():
+    check_host_kv(3 * GIB, 4 * GIB)
+    check_host_kv(0, 0)
+    with pytest.raises(ValueError, match=r"--hicache-size 4 needs 4\.00 GiB .* only 4\.00 GiB .* lower --hicache-size"):
+        check_host_kv(4 * GIB, 4 * GIB)
 
 
 @pytest.fixture

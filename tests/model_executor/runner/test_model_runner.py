@@ -140,6 +140,15 @@ def test_settings_that_do_not_fit():
             resolve_device("cuda")
 
 
+def test_a_table_that_does_not_fit_names_the_flags(monkeypatch):
+    def no_memory(*_):
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(load, "SlotTable", no_memory)
+    with pytest.raises(ValueError, match="--max-running-requests 3 times --context-length"):
+        make_toy_runner(max_running_requests=3)
+
+
 def test_frequency_divisors_change_the_rotation():
     plain, divided = (
         RunnerDriver(make_toy_runner(dataclasses.replace(TOY, rope=rope)))

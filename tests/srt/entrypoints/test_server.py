@@ -149,7 +149,7 @@ def test_a_port_in_use_is_one_clear_line_before_any_model(run_dirs: Path) -> Non
         with ServerProcess(run_dirs, ["--model-path", "/nowhere", "--port", str(port)]) as server:
             assert server.exit_code() == 1
     assert len(server.lines) == 1
-    assert f"Cannot listen on 127.0.0.1:{port}: Address already in use" in server.log
+    assert f"Cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port" in server.log
 
 
 def test_two_servers_on_one_host_never_meet(run_dirs: Path, flags: list[str]) -> None:

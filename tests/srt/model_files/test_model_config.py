@@ -187,7 +187,7 @@ def test_generation_config(load):
 def test_paths_and_load_formats(tmp_path, load):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         load_model_config(tmp_path / "absent")
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"is missing; give a directory with config\.json, or a \.gguf file"):
         load_model_config(tmp_path)
     load(LLAMA)
     with pytest.raises(ValueError, match="gguf"):
@@ -199,6 +199,9 @@ def test_paths_and_load_formats(tmp_path, load):
         load_model_config(file)
     file.write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):
+        load_model_config(tmp_path)
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="neither architectures nor model_type"):
         load_model_config(tmp_path)
     file.write_text("[]")
     with pytest.raises(ValueError, match="object"):
