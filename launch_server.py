@@ -20,21 +20,21 @@ _SERVE = "Serve a model over HTTP: OpenAI's endpoints and SGLang's /generate."
 _CHAT = "Chat with a running server, or with a model in this process."
 _BENCH = "Run a benchmark of a running server or of the engine."
 _BENCHMARKS = {
-    "serving": "bench_serving",
-    "offline": "bench_offline_throughput",
-    "one-batch": "bench_one_batch",
-    "prefix": "bench_prefix_cache",
-    "scheduler": "bench_scheduler",
-    "scheduler-cpu": "bench_scheduler_cpu",
-    "simulation": "bench_simulation",
-    "grammars": "bench_grammars",
-    "kernels": "bench_kernels",
-    "linears": "bench_linears",
-    "quantization": "bench_quantization",
-    "startup": "bench_startup",
-    "compare": "compare",
+    "serving": ("bench_serving", "throughput, latencies and goodput of a running server"),
+    "offline": ("bench_offline_throughput", "tokens per second of the engine, for many requests at once"),
+    "one-batch": ("bench_one_batch", "prefill latency and decode steps of one batch"),
+    "prefix": ("bench_prefix_cache", "hit rate and speed-up of the prefix cache"),
+    "scheduler": ("bench_scheduler", "simulation of a server, or replay of a recorded schedule"),
+    "scheduler-cpu": ("bench_scheduler_cpu", "processor time of the scheduler for a step"),
+    "simulation": ("bench_simulation", "errors of the simulation, compared with a real server"),
+    "grammars": ("bench_grammars", "cost of structured output, and its correctness"),
+    "kernels": ("bench_kernels", "correctness and speed of each GPU kernel"),
+    "linears": ("bench_linears", "matrix products of a decode step on a CPU"),
+    "quantization": ("bench_quantization", "change of a model's predictions with 8-bit and 4-bit weights"),
+    "startup": ("bench_startup", "time of a server's start, and memory of its processes"),
+    "compare": ("compare", "Tercet and other servers side by side"),
 }
-"""Name of each benchmark on the command line -> its module in benchmarks/."""
+"""Name of each benchmark on the command line -> its module in benchmarks/, and what it measures."""
 _MODEL = (
     f"Hugging Face directory or .gguf file; without one: {DEFAULT_MODEL_NAME}, if it is installed ({INSTALL_COMMAND})"
 )
@@ -49,9 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_serve_arguments(serve)
     chat = commands.add_parser("chat", help=_CHAT, description=_CHAT)
     _add_chat_arguments(chat)
-    bench = commands.add_parser("bench", help=_BENCH, description=_BENCH)
-    bench.add_argument("benchmark", choices=_BENCHMARKS, help="each benchmark lists its flags with --help")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="flags of the benchmark")
+    bench = commands.add_parser(
+        "bench",
+        help=_BENCH,
+        description=_BENCH,
+        epilog="\n".join(["benchmarks:", *(f"  {name:<14} {text}" for name, (_, text) in _BENCHMARKS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.add_argument("benchmark", metavar="BENCHMARK", choices=_BENCHMARKS, help="name of a benchmark (below)")
+    flags = bench.add_argument(
+        "arguments", metavar="FLAGS", nargs=argparse.REMAINDER, help="flags of the benchmark; its --help lists them"
+    )
+    flags.required = False  # Python 3.11 would name it beside a missing BENCHMARK
     namespace = parser.parse_args(argv)
     try:
         if namespace.command == "bench":
@@ -134,7 +143,7 @@ def _chat(namespace: argparse.Namespace) -> int:
 
 def _bench(name: str, arguments: Sequence[str]) -> int:
     # Imported by name: benchmarks are the top layer, and no module may import them.
-    module = importlib.import_module(f".benchmarks.{_BENCHMARKS[name]}", __package__)
+    module = importlib.import_module(f".benchmarks.{_BENCHMARKS[name][0]}", __package__)
     exit_code: int = module.main(arguments)
     return exit_code
 

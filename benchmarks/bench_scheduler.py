@@ -2,9 +2,9 @@
 
     python -m tercet.benchmarks.bench_scheduler --traffic prefix-tree --request-rate 4 --policies lpm,fcfs
     python -m tercet.benchmarks.bench_scheduler --replay recorded.schedule --policies lpm,fcfs
-    python -m tercet.benchmarks.bench_scheduler --traffic streams --request-rate 0.1 --input-len 2048 \
+    python -m tercet.benchmarks.bench_scheduler --traffic streams --request-rate 0.1 --input-len 2048 \\
         --max-itl-ms 100 --planners tercet,sglang-rule,vllm-rule
-    python -m tercet.benchmarks.bench_scheduler --traffic mooncake --trace-path trace.jsonl \
+    python -m tercet.benchmarks.bench_scheduler --traffic mooncake --trace-path trace.jsonl \\
         --max-total-tokens 200000 --context-length 131072
 
 The engine's settings are those of `tercet serve`. The same settings and seed give the same figures on every machine.

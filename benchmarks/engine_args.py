@@ -15,7 +15,7 @@ from .presets import model_path
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    settings.add_arguments(parser)
+    settings.add_arguments(parser, hidden=http_settings())  # `engine_args` refuses these
 
 
 def engine_args(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> ServerArgs:

@@ -139,7 +139,11 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
         help="maximum number of concurrent requests (default: no limit)",
     )
     group.add_argument(
-        "--warmup-requests", metavar="N", type=not_negative_int, default=1, help="number of requests (default: 1)"
+        "--warmup-requests",
+        metavar="N",
+        type=not_negative_int,
+        default=1,
+        help="requests before the measurement (default: 1)",
     )
     group.add_argument("--disable-stream", action="store_true", help="request answers without streaming")
     group.add_argument("--disable-ignore-eos", action="store_true", help="let answers end at EOS tokens")

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -55,13 +55,19 @@ def _flags(group: type) -> list[_Flag]:
     return flags
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each setting, and `--config FILE`: a YAML file of settings, which flags override."""
+def add_arguments(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> None:
+    """Add a flag for each setting, and `--config FILE`: a YAML file of settings, which flags override.
+
+    `hidden`: names of settings that the help does not show.
+    """
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings; the command line overrides it")
     for title, flags in _groups().items():
         group = parser.add_argument_group(title)
         for flag in flags:
-            group.add_argument(flag_name(flag.name), default=argparse.SUPPRESS, **_argument(flag))
+            options = _argument(flag)
+            if flag.name in hidden:
+                options["help"] = argparse.SUPPRESS
+            group.add_argument(flag_name(flag.name), default=argparse.SUPPRESS, **options)
 
 
 def _argument(flag: _Flag) -> dict[str, Any]:
@@ -156,7 +162,8 @@ def _docs_table(flags: Sequence[_Flag]) -> str:
     rows = ["| flag | default | what it does |", "|---|---|---|"]
     for flag in flags:
         values = " \\| ".join(flag.choices or (flag.type.__name__, *flag.words))
-        default = DEFAULT_MODEL_NAME if flag.name == "model_path" else "-" if flag.default is None else f"`{flag.default}`"
+        default = "-" if flag.default is None else f"`{flag.default}`"
+        default = DEFAULT_MODEL_NAME if flag.name == "model_path" else default
         kind = "" if flag.type is bool else f" {values}"
         rows.append(f"| `{flag_name(flag.name)}`{kind} | {default} | {flag.setting.help} |")
     return "\n".join(rows) + "\n"

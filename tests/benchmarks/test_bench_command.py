@@ -20,19 +20,33 @@ def test_arguments_go_to_the_benchmark_untouched(monkeypatch: pytest.MonkeyPatch
 
 
 def test_help_names_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in (["bench", "--help"], ["bench"], ["bench", "nonsense"]):
+    for argv in (["bench", "--help"], ["bench", "nonsense"]):
         with pytest.raises(SystemExit):
             launch_server.main(argv)
         out, err = capsys.readouterr()
-        if argv != ["bench"]:
-            assert all(name in out + err for name in launch_server._BENCHMARKS)
+        assert all(name in out + err for name in launch_server._BENCHMARKS)
+    with pytest.raises(SystemExit):
+        launch_server.main(["bench"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: BENCHMARK\n")
     with pytest.raises(SystemExit) as caught:
         launch_server.main(["bench", "serving", "--help"])
     assert caught.value.code == 0
     assert "--request-rate" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("module", launch_server._BENCHMARKS.values())
+@pytest.mark.parametrize("benchmark", ["offline", "one-batch", "prefix", "scheduler", "scheduler-cpu", "grammars"])
+def test_the_help_of_a_benchmark_shows_no_flag_that_it_refuses(
+    capsys: pytest.CaptureFixture[str], benchmark: str
+) -> None:
+    for argv in (["--help"], ["--port", "80"]):
+        with pytest.raises(SystemExit):
+            launch_server.main(["bench", benchmark, *argv])
+    out, err = capsys.readouterr()
+    assert "--page-size" in out and "--port" not in out
+    assert "port is a setting of the HTTP server, which this benchmark does not start" in err
+
+
+@pytest.mark.parametrize("module", [module for module, _ in launch_server._BENCHMARKS.values()])
 def test_every_benchmark_has_a_main(module: str) -> None:
     main = importlib.import_module(f"tercet.benchmarks.{module}").main
     assert list(inspect.signature(main).parameters) == ["argv"]
