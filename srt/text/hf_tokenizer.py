@@ -63,7 +63,10 @@ def read_with_transformers(name_or_path: str) -> TokenizerParts:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:  # `transformers` and its many dependencies can raise any error
-        raise ValueError(f"cannot load a tokenizer from {name_or_path!r}: {error}") from error
+        raise ValueError(
+            f"cannot load a tokenizer from {name_or_path!r}; --tokenizer-path names another one, and "
+            f"--skip-tokenizer-init loads none: {error}"
+        ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ValueError(

@@ -6,6 +6,7 @@ because its import takes seconds.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,18 +176,20 @@ class Tokenizer:
 def load_tokenizer(model_path: str, tokenizer_path: str | None = None, chat_template: str | None = None) -> Tokenizer:
     """Load the tokenizer of a Hugging Face directory or a GGUF file, or one that `transformers` finds by its name.
 
+    A config.json or tokenizer.json stands for its directory.
     `chat_template`: a file or the template's text; it replaces the model's own templates.
     Raises ValueError if there is no tokenizer, or if it is not supported.
     """
-    path = Path(tokenizer_path or model_path)
+    name = tokenizer_path or model_path
+    if os.path.basename(name) in ("config.json", "tokenizer.json"):
+        name = os.path.dirname(name) or "."
+    path = Path(name)
     if path.suffix == ".gguf":
         parts = read_gguf_tokenizer(path)
-    elif path.name == "tokenizer.json":
-        parts = read_hf_directory(path.parent)
     elif (path / "tokenizer.json").exists():
         parts = read_hf_directory(path)
     else:
-        parts = read_with_transformers(tokenizer_path or model_path)
+        parts = read_with_transformers(name)
     if chat_template is None:
         return Tokenizer(parts)
     tokenizer = Tokenizer(parts._replace(chat_templates={"default": _read_template(chat_template)}))
