@@ -67,9 +67,11 @@ def load_runner(settings: RunnerSettings, config: ModelConfig) -> ModelRunner:
 
 def _table(settings: RunnerSettings) -> SlotTable:
     rows, context_len = settings.max_running_requests, settings.context_len
+    # Other errors of a GPU say what is wrong with it.
+    no_memory = RuntimeError if settings.device.type == "cpu" else torch.OutOfMemoryError
     try:
         return SlotTable(rows, context_len, settings.device)
-    except RuntimeError as error:  # also torch.OutOfMemoryError
+    except no_memory as error:
         raise ValueError(
             f"no memory for a table of --max-running-requests {rows} times --context-length {context_len} positions; "
             "lower one of them"
