@@ -30,10 +30,17 @@ class PauseControl:
         self._paused_at = 0.0
         self._paused_s = 0.0
         """Length of all pauses that are over."""
+        self._num_beginning = 0
+        """Calls of `begin` that the scheduler has not answered."""
         self._calls = calls
         self._link = link
         self._abort_all = abort_all
         self._on_pause = on_pause
+
+    @property
+    def is_wanted(self) -> bool:
+        """Generation is paused, or will be as soon as the scheduler answers."""
+        return self.is_on or self._num_beginning > 0
 
     async def begin(self, mode: PauseMode) -> None:
         """Returns when no step runs. Raises EngineDead and EngineRestarting; then nothing is paused.
@@ -46,7 +53,11 @@ class PauseControl:
         link = self._link()
         if mode == "abort":
             self._abort_all()
-        await self._calls.ask(link, lambda call_id: PauseReq(call_id, mode == "retract"), PauseReply)
+        self._num_beginning += 1
+        try:
+            await self._calls.ask(link, lambda call_id: PauseReq(call_id, mode == "retract"), PauseReply)
+        finally:
+            self._num_beginning -= 1
         if not self.is_on:
             self._paused_at = time.monotonic()
         self.is_on = True

@@ -160,7 +160,7 @@ class WeightControl:
                 link, lambda call_id: UpdateWeightsReq(call_id, model_path, load_format, version), UpdateWeightsReply
             )
         finally:
-            if not self._pause.is_on:
+            if not self._pause.is_wanted:  # a client may have paused meanwhile
                 with contextlib.suppress(EngineDead):  # a new engine is not paused
                     await self._calls.ask(self._link(), ContinueReq, PauseReply)
 

@@ -151,6 +151,26 @@ def test_in_a_pause_nothing_ends_and_the_pause_goes_on() -> None:
     asyncio.run(work())
 
 
+def test_a_pause_that_begins_while_weights_are_loaded_goes_on_after_them() -> None:
+    async def work() -> None:
+        engine = Engine()
+        pauses: list[asyncio.Task[None]] = []
+
+        def answer(message: UpdateWeightsReq) -> UpdateWeightsReply:
+            # The scheduler is loading, so it answers the pause after the update.
+            pauses.append(asyncio.create_task(engine.manager.pause.begin("in_place")))
+            return UpdateWeightsReply(message.call_id, 0, facts=NEW_WEIGHTS)
+
+        engine.scheduler.answers[UpdateWeightsReq] = answer
+        await engine.update()
+        await pauses[0]
+        assert engine.manager.pause.is_on and engine.scheduler.is_paused
+        await engine.manager.pause.end()
+        assert not engine.manager.pause.is_wanted and not engine.scheduler.is_paused
+
+    asyncio.run(work())
+
+
 @pytest.mark.parametrize(("kind", "error"), [("refusal", InvalidRequest), ("failure", TercetError)])
 def test_after_an_error_the_old_weights_serve(kind: str, error: type[TercetError]) -> None:
     async def work() -> None:
