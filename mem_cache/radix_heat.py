@@ -19,34 +19,41 @@ def hottest(top: RadixNode | None, max_prefixes: int, max_tokens: int) -> list[H
     """
     if top is None:
         return []
-    chosen = set(heapq.nlargest(max_prefixes, _most_used(top), key=_heat))
+    chosen = heapq.nlargest(max_prefixes, _most_used(top), key=_heat)
+    # The chosen edges and those above them, each below its parent. A walk of the whole tree would take long.
+    below: dict[RadixNode, dict[RadixNode, None]] = {}
+    for edge in reversed(chosen):  # the stack returns the last one first
+        node: RadixNode = edge
+        while node is not top:
+            assert node.parent is not None
+            below.setdefault(node.parent, {})[node] = None
+            node = node.parent
     edges: list[HotPrefix] = []
-    stack = [(child, 0, 0) for child in top.children.values()]
-    num_left = len(chosen)
-    while stack and num_left:
+    shown = set(chosen)
+    stack = [(child, 0, 0) for child in below.get(top, ())]
+    while stack:
         node, depth, start = stack.pop()
-        if node in chosen:
-            num_left -= 1
+        if node in shown:
             edges.append(_edge(node, depth, start, max_tokens))
             depth += 1
-        below = start + len(node.tokens)
-        stack += [(child, depth, below) for child in node.children.values()]
+        end = start + len(node.tokens)
+        stack += [(child, depth, end) for child in below.get(node, ())]
     return edges
 
 
 def _most_used(top: RadixNode) -> list[RadixNode]:
     """Up to MAX_VISITED edges. The search goes from hot to cold: no edge is used more often than the one above it."""
     found: list[RadixNode] = []
-    queue = [(-node.num_uses, place, node) for place, node in enumerate(top.children.values())]
+    queue = [(-node.num_uses, place, node) for place, node in enumerate(top.children.values()) if node.num_uses > 1]
     heapq.heapify(queue)
-    num_queued = len(queue)
+    num_queued = len(top.children)
     while queue and len(found) < MAX_VISITED:
         node = heapq.heappop(queue)[2]
-        if node.num_uses > 1:
-            found.append(node)
+        found.append(node)
         for child in node.children.values():
-            num_queued += 1  # unique, so that nodes are never compared
-            heapq.heappush(queue, (-child.num_uses, num_queued, child))
+            if child.num_uses > 1:
+                num_queued += 1  # unique, so that nodes are never compared
+                heapq.heappush(queue, (-child.num_uses, num_queued, child))
     return found
 
 

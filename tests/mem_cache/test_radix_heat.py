@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 import pytest
 
 from tercet.mem_cache import radix_heat
 from tercet.mem_cache.allocator import make_allocator
 from tercet.mem_cache.radix_cache import RadixCache
+from tercet.mem_cache.radix_node import RadixNode
 
 
 def make_cache(page_size: int = 1) -> RadixCache:
@@ -76,3 +79,20 @@ def test_a_large_tree_is_searched_from_its_hottest_edges(monkeypatch: pytest.Mon
         for _ in range(uses):
             use(cache, tokens)
     assert sorted(edge.token_ids[0] for edge in cache.hottest(9, 1)) == [2, 3]
+
+
+def test_nothing_below_an_edge_that_was_used_once_is_visited() -> None:
+    class Unseen(dict[bytes, RadixNode]):
+        def values(self) -> NoReturn:
+            raise AssertionError("a cold edge was visited")
+
+    cache = make_cache()
+    for _ in range(2):
+        use(cache, [1, 2])
+    for last in (3, 4):
+        use(cache, [1, 2, last, 5])
+    for first in (2, 3, 4):
+        cold = use(cache, [first, 6])
+        assert isinstance(cold, RadixNode)
+        cold.children = Unseen()
+    assert [edge.token_ids for edge in cache.hottest(9, 9)] == [[1, 2]]
