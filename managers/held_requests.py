@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -18,6 +17,7 @@ from ..srt.request_options import shorter
 from ..srt.server_args import ServerArgs
 from ..srt.tenant_weights import parse_weights
 from .generation import Generation
+from .request_registry import RequestRegistry
 
 _MIN_TIMER_S = 0.02
 """So that the timer of a deadline that is near does not fire all the time while generation is paused."""
@@ -29,31 +29,52 @@ class HeldRequests:
     def __init__(
         self,
         server_args: ServerArgs,
-        live: Callable[[], Sequence[Generation]],
+        requests: RequestRegistry,
         now: Callable[[], float],
         restart_left_s: Callable[[], float | None],
     ) -> None:
-        """`live`: all samples that have not ended. `now`: seconds without those of pauses. `restart_left_s`: until new
-        requests are sent again; None: unknown."""
+        """`requests`: all samples that have not ended. `now`: seconds without those of pauses. `restart_left_s`: until
+        new requests are sent again; None: unknown."""
         self._max_num = server_args.max_queued_requests
         self._waiting_s = server_args.waiting_timeout
         self._urgency_sign = -1 if server_args.schedule_low_priority_values_first else 1
         self._has_shares = server_args.schedule_policy == "dlpm"
         self._weights = parse_weights(server_args.tenant_weights)
-        self._live = live
+        self._live = requests.live
+        requests.on_end = self._remove
         self._now = now
         self._restart_left_s = restart_left_s
+        self._waiting: dict[int, dict[str, dict[Generation, None]]] = {}
+        """Those that wait to begin, by urgency and tenant, in order. Without shares, all have the tenant ""."""
+        self._places: dict[Generation, tuple[int, str]] = {}
+        """Where they are in `_waiting`. So the time to hold or to refuse one does not depend on their number."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
 
     def add(self, new: Generation) -> None:
         """Holds a new sample. If there are too many, one of them is refused."""
-        waiting = [one for one in self._live() if one.waits_to_begin]
-        if len(waiting) > self._max_num:
+        if new.waits_to_begin:
+            urgency, tenant = self._places[new] = self._place_of(new)
+            self._waiting.setdefault(urgency, {}).setdefault(tenant, {})[new] = None
+        num_waiting = len(self._places)
+        if num_waiting > self._max_num:
             left_s = self._restart_left_s()
             retry_after_s = None if left_s is None else min(max(math.ceil(left_s), 1), MAX_RETRY_AFTER_S)
-            self._to_refuse(new, waiting).fail(QueueFull.of(len(waiting) - 1, retry_after_s))
+            self._to_refuse(new).fail(QueueFull.of(num_waiting - 1, retry_after_s))
         self.watch([new])
+
+    def _remove(self, sample: Generation) -> None:
+        """The sample is sent, or has ended. It need not have waited here."""
+        place = self._places.pop(sample, None)
+        if place is None:
+            return
+        urgency, tenant = place
+        level = self._waiting[urgency]
+        del level[tenant][sample]
+        if not level[tenant]:
+            del level[tenant]
+        if not level:
+            del self._waiting[urgency]
 
     def watch(self, samples: Iterable[Generation]) -> None:
         """Ends those of these samples without output that are not sent by the end of their waiting time."""
@@ -66,8 +87,9 @@ class HeldRequests:
         delay_s = max(first - self._now(), _MIN_TIMER_S)
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._end_late)
 
-    def with_waiting_time(self, generation: Generation, request: GenerateReq) -> GenerateReq:
-        """The request, with the time that it has waited here if that is limited."""
+    def release(self, generation: Generation, request: GenerateReq) -> GenerateReq:
+        """The sample is sent now. Returns the request, with the time that it has waited here if that is limited."""
+        self._remove(generation)
         if self._limit_s(generation) is None:
             return request
         waited_s = None if _is_waiting_over(generation) else max(self._now() - generation.waits_since, 0.0)
@@ -95,22 +117,18 @@ class HeldRequests:
             return None
         return shorter(self._waiting_s, generation.request.options.waiting_timeout)
 
-    def _to_refuse(self, new: Generation, waiting: Sequence[Generation]) -> Generation:
+    def _to_refuse(self, new: Generation) -> Generation:
         """The sample to refuse, by the rule of the scheduler's queue: among those of the lowest priority, the newest.
         With shares, the newest of the tenant with the most places for its weight."""
-        least = min(map(self._urgency, waiting))
-        found = [one for one in waiting if self._urgency(one) == least]
-        if self._has_shares:
-            places = Counter(map(_tenant, found))
-            share = {name: num / self._weights.get(name, 1.0) for name, num in places.items()}
-            # Of equals the tenant of the new sample: nobody gives way to one that would have as much.
-            most = max(share, key=lambda name: (share[name], new in found and name == _tenant(new)))
-            found = [one for one in found if _tenant(one) == most]
-        return new if new in found else found[-1]
+        tenants = self._waiting[min(self._waiting)]
+        # Of equals the tenant of the new sample: nobody gives way to one that would have as much.
+        most = max(tenants, key=lambda name: (len(tenants[name]) / self._weights.get(name, 1.0), new in tenants[name]))
+        return next(reversed(tenants[most]))
 
-    def _urgency(self, generation: Generation) -> int:
+    def _place_of(self, generation: Generation) -> tuple[int, str]:
         assert generation.request is not None
-        return self._urgency_sign * generation.request.options.priority
+        options = generation.request.options
+        return self._urgency_sign * options.priority, options.tenant if self._has_shares else ""
 
 
 def _is_waiting_over(generation: Generation) -> bool:
@@ -120,8 +138,3 @@ def _is_waiting_over(generation: Generation) -> bool:
     the cause of the death would stay unknown, and its client would send it again.
     """
     return generation.has_begun or bool(generation.output_ids) or generation.num_strikes > 0
-
-
-def _tenant(generation: Generation) -> str:
-    assert generation.request is not None
-    return generation.request.options.tenant

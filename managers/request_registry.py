@@ -200,6 +200,8 @@ class RequestRegistry:
         self.send_abort = send_abort
         self.inputs = inputs
         self.make_generation = make_generation
+        self.on_end: Callable[[Generation], object] = lambda sample: None
+        """Called with each sample that ends."""
         self._by_name: dict[str, Request | PromptSamples] = {}
         self._generations: dict[str, Generation] = {}
         self._keys = itertools.count()
@@ -269,6 +271,7 @@ class RequestRegistry:
 
     def forget(self, generation: Generation) -> None:
         del self._generations[generation.key]
+        self.on_end(generation)
 
     def free(self, name: str) -> None:
         del self._by_name[name]

@@ -87,7 +87,7 @@ class TokenizerManager:
         make_generation = Generation if self.metrics is None else self.metrics.generation
         self._requests = RequestRegistry(self._send_abort, self.inputs, make_generation, key_prefix)
         self.pause = PauseControl(self._calls, self._link, self.abort_all, self.tell_stall)
-        self._held = HeldRequests(server_args, self._requests.live, self.pause.now, self.recovery.restart_left_s)
+        self._held = HeldRequests(server_args, self._requests, self.pause.now, self.recovery.restart_left_s)
         self.profile = ProfileControl(self._calls, self._link)
         self.weights = WeightControl(
             server_args, facts.weights, self._calls, self._link, self.pause, self._requests, self._send_held
@@ -381,7 +381,7 @@ class TokenizerManager:
 
     def _resend(self, generation: Generation, *, is_suspect: bool = False) -> None:
         assert self._scheduler is not None
-        request = self._held.with_waiting_time(generation, self.inputs.fitted(generation.resumption()))
+        request = self._held.release(generation, self.inputs.fitted(generation.resumption()))
         self.recovery.num_resumed += request.resumed is not None
         generation.mark_sent(self.pause.now())
         self._scheduler.send(watched(request) if is_suspect else request)

@@ -182,6 +182,24 @@ def test_the_tenant_with_the_most_places_for_its_weight_gives_way() -> None:
 
 
 @scenario
+async def test_a_new_request_does_not_look_at_all_others(engine: Engine) -> None:
+    held = engine.manager._held
+    held._max_num = 3
+
+    def live() -> list[Generation]:
+        raise AssertionError("all samples were looked at")
+
+    engine.die(None)
+    held._live = live
+    samples = [await submit(engine) for _ in range(4)]
+    assert refused(samples) == [False, False, False, True]
+    samples[0].close()
+    assert refused([await submit(engine), await submit(engine)]) == [False, True]
+    engine.restart()
+    assert not held._places and not held._waiting
+
+
+@scenario
 async def test_a_refusal_tells_when_the_restart_will_be_over(engine: Engine) -> None:
     manager, clock = engine.manager, [100.0]
     manager.recovery._clock = lambda: clock[0]
