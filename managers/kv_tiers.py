@@ -135,8 +135,7 @@ class KVTiers:
 
     def _end(self, req: Req, start: int, index: int) -> int:
         """The end in tokens, if `index` is the first block that is not found."""
-        end = min(index * self._block_len, req.reusable_len // self._page_size * self._page_size)
-        return max(end, start)
+        return max(min(index * self._block_len, req.reusable_len // self._page_size * self._page_size), start)
 
     def admit(self, req: Req, start: int, slots: Int32Array) -> None:
         """Plan the copies into the slots of the positions from `start` on, up to `end_of`. Notes the admission."""
@@ -177,7 +176,9 @@ class KVTiers:
         If the first of them is being read, returns that job.
         """
         assert self._storage is not None and state.give_up_s is not None
-        keys = state.keys.cover(req.token_ids())[num_cached // self._block_len :]
+        first = num_cached // self._block_len
+        end = (req.reusable_len - self._page_size) // self._block_len + 1  # `admit` loads no page from there on
+        keys = state.keys.cover(req.token_ids())[first:end]
         in_host: list[bytes] = []
         wanted: list[bytes] = []
         for key in keys:
@@ -200,11 +201,10 @@ class KVTiers:
         job = ReadJob(taken, state.give_up_s)
         self._reading.update((key, job) for key, _ in taken)
         if self._events is not None:
-            first = state.keys.places[taken[0][0]]
-            for index in range(first, first + len(taken)):
+            for index in range(first + len(in_host), first + len(in_host) + len(taken)):
                 self._events.on_read_begins(state.keys.keys, index, req.token_ids(), req.namespace)
         self._storage.read(job)
-        self._storage.use(state.keys.keys[: num_cached // self._block_len + len(in_host) + len(taken)])
+        self._storage.use(state.keys.keys[: first + len(in_host) + len(taken)])
         return job
 
     def _touch(self, keys: Sequence[bytes]) -> None:

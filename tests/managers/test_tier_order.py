@@ -131,6 +131,37 @@ def test_others_pass_a_read_for_a_limited_time(tmp_path: Path, monkeypatch: pyte
     assert 3 * MAX_PASSED_OVER < num_that_pass_a_read(tmp_path, monkeypatch) <= 101
 
 
+@pytest.mark.parametrize(
+    ("page_size", "length", "num_read"), [(8, 8, 0), (8, 16, 1), (8, 17, 2), (4, 8, 1), (4, 16, 2), (4, 23, 2)]
+)
+def test_only_blocks_that_an_admission_can_load_are_read(
+    tmp_path: Path, page_size: int, length: int, num_read: int
+) -> None:
+    """A block has 8 tokens. The last token of a prompt is always computed."""
+    ids = prompt(1, 41)
+    for name, asked in (("a", ids), ("b", ids[:length])):
+        rig = Rig(page_size=page_size, host_blocks=64, block_pages=8 // page_size, storage=tmp_path)
+        cached = ask(rig, name, asked)
+        settle(rig)
+    loaded = min(8 * num_read, (length - 1) // page_size * page_size)
+    assert cached == (loaded, 0, loaded) and rig.kv.tiers.counts.num_read == num_read
+
+
+def test_a_request_that_computes_its_whole_prompt_waits_for_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    ask(rig, "a", prompt(1, 41))
+    settle(rig)
+    fresh = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    monkeypatch.setattr(fresh.kv.tiers._storage, "read", lambda job: None)  # a disk that never answers
+    fresh.add("scores", prompt(1, 41), logprobs=LogprobOptions(logprob_start_len=0))
+    fresh.add("embeds", prompt(1, 41), pooling="mean", max_new_tokens=0)
+    for _ in range(20):
+        fresh.turn()
+    assert not fresh.scheduler.queues.is_busy
+
+
 def test_the_check_of_random_steps_notices_a_read_without_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
