@@ -188,8 +188,9 @@ class _Tokens:
 
     def _encode(self, text: bytes) -> list[int]:
         ids = self._vocabulary_encode(text.decode("utf-8", "replace"))
-        # Some tokenizers put a space before a text, and some texts are not UTF-8.
-        return ids if b"".join(self.tokens[token] for token in ids) == text else self._longest_first(text)
+        # Some tokenizers put a space before a text, and some texts are not UTF-8 or have the name of a special token.
+        is_good = self._special.isdisjoint(ids) and b"".join(self.tokens[token] for token in ids) == text
+        return ids if is_good else self._longest_first(text)
 
     def _longest_first(self, text: bytes) -> list[int]:
         """Tokenise with the longest token at each place."""

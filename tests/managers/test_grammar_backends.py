@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import re
 import time
 from typing import Any
 
 import numpy as np
 import pytest
-from grammar_cases import EOS, VOCABULARY, allowed, spec_of, takes
+from grammar_cases import EOS, SPECIAL, VOCABULARY, allowed, spec_of, takes
 
 from tercet.managers import grammar_backends
 from tercet.managers.grammar import GrammarCompiler, GrammarFailed, GrammarState, compile_and_check
@@ -116,6 +117,21 @@ def test_a_date_is_a_day_that_exists(exact: GrammarCompiler) -> None:
     tags = {"type": "json_schema", "json_schema": {"type": "string", "format": "date-time"}}
     grammar = exact.compile(spec_of(structural_tag={"type": "structural_tag", "format": tags}))
     assert takes(grammar, '"2024-02-29T10:00:00Z"') and not takes(grammar, '"2023-02-29T10:00:00Z"')
+
+
+@pytest.mark.parametrize("given", [{"regex": "a<eos>b<special>"}, {"json_schema": {"enum": ["<eos><special>"]}}])
+@pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=has_xgrammar)])
+def test_the_name_of_a_special_token_is_text(backend: Any, given: dict[str, Any]) -> None:
+    """A real tokenizer makes the special token of its name."""
+    names = {"<eos>": EOS, "<special>": SPECIAL}
+
+    def encode(text: str) -> list[int]:
+        parts = re.split("(<eos>|<special>)", text)
+        return [token for part in parts for token in ([names[part]] if part in names else part.encode())]
+
+    vocabulary = dataclasses.replace(VOCABULARY, encode=encode)
+    text = given.get("regex") or '"<eos><special>"'
+    assert takes(make_compiler(backend, vocabulary).compile(spec_of(**given)), text)
 
 
 @pytest.mark.parametrize("backend", ["llguidance", pytest.param("xgrammar", marks=has_xgrammar)])
