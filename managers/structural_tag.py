@@ -248,8 +248,9 @@ class _Lark:
             texts = value.get("enum", [value.get("const")]) if isinstance(value, dict) else []
             if plain:
                 content = self._until([end])
-            elif texts and all(isinstance(text, str) and text for text in texts):
-                content = f"{self._one_of(texts)} {json.dumps(end)}"
+            elif texts and all(isinstance(text, str) for text in texts):
+                choices = " | ".join(self._literal(text) or '""' for text in texts)
+                content = f"({choices}) {json.dumps(end)}"
             else:
                 part = value if isinstance(value, dict) else {}
                 inner = {**part, **({"$defs": schema["$defs"]} if "$defs" in schema else {})}

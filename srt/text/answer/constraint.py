@@ -7,9 +7,11 @@ libraries read.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from . import qwen3_coder
 from .tool_formats import TOOL_FORMATS, CallGrammar
 from .tools import Functions
 
@@ -40,12 +42,25 @@ def _fits_xml(schema: Mapping[str, Any]) -> bool:
         and schema.get("additionalProperties", False) is False
         and isinstance(required, list)
         and all(name in properties for name in required)
-        and all(isinstance(value, Mapping) and _is_free_text_or_json(value) for value in properties.values())
+        and all(isinstance(value, Mapping) and _fits_parameter(value) for value in properties.values())
+        and all(qwen3_coder.NAME.fullmatch(name) for name in properties)
+        and qwen3_coder.PARAMETER_END not in json.dumps(schema)
     )
 
 
-def _is_free_text_or_json(schema: Mapping[str, Any]) -> bool:
-    return schema.get("type") != "string" or schema.keys() <= _LABELS | {"type", "enum", "const"}
+def _fits_parameter(schema: Mapping[str, Any]) -> bool:
+    """Whether the XML style enforces the schema of a parameter, and the reader reads what it writes.
+
+    A string, and a choice between strings, is text without quotes. Everything else is JSON.
+    """
+    kind = schema.get("type")
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
+        # Unless it is a string for certain, the reader takes a text that is JSON for JSON.
+        is_read = kind == "string" or all(json.loads(qwen3_coder.as_json(choice)) == choice for choice in choices)
+        allows_text = kind is None or "string" in (kind if isinstance(kind, list) else [kind])
+        return is_read and allows_text and schema.keys() <= _LABELS | {"type", "enum" if "enum" in schema else "const"}
+    return kind != "string" or schema.keys() <= _LABELS | {"type"}
 
 
 def must_call(tool_format: str, functions: Functions, names: Iterable[str], *, several: bool) -> dict[str, Any]:

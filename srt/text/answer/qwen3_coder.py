@@ -15,8 +15,9 @@ from .tools import Functions
 START = "<tool_call>"
 FUNCTION = "<function="
 PARAMETER = "<parameter="
-_NAME = re.compile(r"[^<>\n]+")
-_VALUE_END = marks_of("\n</parameter>", "</parameter>")
+PARAMETER_END = "</parameter>"
+NAME = re.compile(r"[^<>\n]+")
+_VALUE_END = marks_of("\n" + PARAMETER_END, PARAMETER_END)
 
 
 def read_qwen3_coder(answer: AnswerText, functions: Functions) -> Reading[None]:
@@ -26,7 +27,7 @@ def read_qwen3_coder(answer: AnswerText, functions: Functions) -> Reading[None]:
             if not (yield from answer.accept(FUNCTION)):
                 answer.give_back()
                 continue
-        name = yield from answer.word(_NAME)
+        name = yield from answer.word(NAME)
         if name not in functions or not (yield from answer.accept(">")):
             answer.give_back()
             continue
@@ -43,7 +44,7 @@ def _read_arguments(answer: AnswerText, functions: Functions, name: str) -> Read
         yield from answer.skip_space()
         if not (yield from answer.accept(PARAMETER)):
             break
-        key = yield from answer.word(_NAME)
+        key = yield from answer.word(NAME)
         if not (yield from answer.accept(">")):
             return
         yield from answer.accept("\n")
@@ -66,11 +67,11 @@ def _read_value(answer: AnswerText, is_text: bool | None) -> Reading[bool]:
     pieces: list[str] = []
     mark = yield from answer.until(_VALUE_END, pieces.append)
     if mark:
-        answer.arguments(_as_json("".join(pieces)))
+        answer.arguments(as_json("".join(pieces)))
     return bool(mark)
 
 
-def _as_json(text: str) -> str:
+def as_json(text: str) -> str:
     """The text, if it is JSON. Python's constants count as JSON, and any other text becomes a string."""
     text = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     try:

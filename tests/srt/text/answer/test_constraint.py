@@ -12,7 +12,7 @@ from grammar_cases import VOCABULARY, spec_of, takes
 from tercet.managers.grammar import Grammar
 from tercet.managers.grammar_backends import make_compiler
 from tercet.srt.text.answer.answer_parser import AnswerFormat, parse_answer
-from tercet.srt.text.answer.answer_text import CallStart
+from tercet.srt.text.answer.answer_text import Arguments, CallStart
 from tercet.srt.text.answer.constraint import (
     calls_or,
     format_under_grammar,
@@ -94,12 +94,42 @@ def test_every_format_with_a_grammar_has_a_case() -> None:
         {"properties": {"x": {}}, "required": ["y"]},
         {"properties": {"x": {}}, "minProperties": 1},
         {"properties": {"x": True}},
+        {"properties": {"x": {"type": "string", "enum": ["a", None]}}},
+        {"properties": {"x": {"enum": ["a", "b"], "const": "a"}}},
+        {"properties": {"x": {"type": ["string", "null"], "enum": ["a", "null"]}}},
+        {"properties": {"x": {"enum": ["a", "12"]}}},
+        {"properties": {"x": {"type": 1, "const": "a"}}},
+        {"properties": {"x": {"type": "array", "items": {"const": "</parameter>"}}}},
+        {"properties": {"x\ny": {}}},
     ],
 )
 def test_a_schema_that_a_format_cannot_enforce_is_written_as_in_hermes(schema: dict[str, Any]) -> None:
     functions = Functions({"f": schema, "g": {"properties": {"x": {"type": ["string", "null"], "maxLength": 3}}}})
     assert format_under_grammar("qwen3_coder", functions, ["f", "g"]) == "hermes"
     assert format_under_grammar("qwen3_coder", functions, ["g"]) == "qwen3_coder"
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"type": "string", "enum": ["", "null", "a</b>\n"]}, ["", "null", "a</b>\n"]),
+        ({"enum": ["", "a\n", "nul"]}, ["", "a\n", "nul"]),
+        ({"type": ["string", "null"], "enum": ["12", None]}, ["12", None]),
+        ({"const": "1.5x"}, ["1.5x"]),
+    ],
+)
+def test_qwen3_coder_reads_a_choice_as_its_grammar_writes_it(schema: dict[str, Any], values: list[str | None]) -> None:
+    functions = Functions({"f": {"properties": {"x": schema}, "required": ["x"], "additionalProperties": False}})
+    assert format_under_grammar("qwen3_coder", functions, ["f"]) == "qwen3_coder"
+    grammar = compile_exact(must_call("qwen3_coder", functions, ["f"], several=False))
+    found = []
+    for value in values:
+        for written in {str(value), json.dumps(value)}:
+            text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written}\n</parameter>\n</function>\n</tool_call>"
+            if takes(grammar, text):
+                parts = parse_answer(AnswerFormat(tools="qwen3_coder", functions=functions), text)
+                found.append(json.loads("".join(part.text for part in parts if isinstance(part, Arguments)))["x"])
+    assert found == values
 
 
 @pytest.mark.parametrize("name", sorted(ONE))
