@@ -41,7 +41,7 @@ def _fits_xml(schema: Mapping[str, Any]) -> bool:
         and isinstance(properties, Mapping)
         and schema.get("additionalProperties", False) is False
         and isinstance(required, list)
-        and all(name in properties for name in required)
+        and all(isinstance(name, str) and name in properties for name in required)
         and all(isinstance(value, Mapping) and _fits_parameter(value) for value in properties.values())
         and all(qwen3_coder.NAME.fullmatch(name) for name in properties)
         and qwen3_coder.PARAMETER_END not in json.dumps(schema)

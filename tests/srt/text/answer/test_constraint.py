@@ -92,6 +92,7 @@ def test_every_format_with_a_grammar_has_a_case() -> None:
         {"properties": {"x": {"type": "string", "format": "date"}}},
         {"properties": {"x": {}}, "additionalProperties": True},
         {"properties": {"x": {}}, "required": ["y"]},
+        {"properties": {"x": {}}, "required": [{}]},
         {"properties": {"x": {}}, "minProperties": 1},
         {"properties": {"x": True}},
         {"properties": {"x": {"type": "string", "enum": ["a", None]}}},
