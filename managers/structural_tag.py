@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..srt.text.answer.constraint import fits_xml
 from .json_schema import closed, with_real_days
 
 _ANY = r"(.|\n)*"
@@ -143,6 +144,8 @@ class _Lark:
             return " ".join(rules)
         if kind == "or":
             parts = [self._rule(part, is_last=is_last, depth=depth + 1) for part in _list(form, "elements")]
+            if not parts:
+                raise ValueError("elements of or must not be empty")
             return self._add(" | ".join(parts))
         if kind == "tag":
             return self._tag(form, depth, avoid=avoid)
@@ -160,7 +163,8 @@ class _Lark:
         ends = _ends(form)
         content = form["content"]
         kind = _kind(content, depth + 1)
-        if kind == "any_text" and ends and set(content.get("excludes", ())) <= set(ends):
+        excludes = _list(content, "excludes") if "excludes" in content else []
+        if kind == "any_text" and ends and all(text in ends for text in excludes):
             return self._add(f"{begin} {self._until(ends, () if begin else avoid)}")
         if kind == "regex" and ends and not any(self._pieces(end)[0] in self._special for end in ends):
             # One terminal: a terminal of its own for the pattern would not stop where the end begins.
@@ -225,8 +229,13 @@ class _Lark:
         schema, style = form["json_schema"], form.get("style", "json")
         if not isinstance(schema, dict | bool):
             raise ValueError(f"a JSON schema must be an object, got {type(schema).__name__}")
-        schema = closed(schema) if isinstance(schema, dict) else {}
+        if schema is False:
+            raise ValueError("the schema false allows no value")
+        given = schema if isinstance(schema, dict) else {}
+        schema = closed(given)
         if style == "qwen_xml":
+            if not fits_xml(given):
+                raise ValueError("style qwen_xml does not enforce all of this schema")
             return self._qwen_xml(schema)
         if style != "json":
             raise ValueError(f"style must be json or qwen_xml, got {style!r:.40}")
@@ -248,7 +257,7 @@ class _Lark:
             texts = value.get("enum", [value.get("const")]) if isinstance(value, dict) else []
             if plain:
                 content = self._until([end])
-            elif texts and all(isinstance(text, str) for text in texts):
+            elif isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
                 choices = " | ".join(self._literal(text) or '""' for text in texts)
                 content = f"({choices}) {json.dumps(end)}"
             else:

@@ -36,6 +36,11 @@ def tag(content: dict[str, Any], begin: str = "<t>", end: str = "</t>") -> dict[
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
+def xml(properties: dict[str, Any], **keywords: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, **keywords}
+    return {"type": "json_schema", "style": "qwen_xml", "json_schema": schema}
+
+
 def grammar_of(form: dict[str, Any]) -> Grammar:
     given = form if "structures" in form or "format" in form else {"type": "structural_tag", "format": form}
     return compile_and_check(
@@ -146,6 +151,14 @@ def test_a_special_token_in_a_tag_is_that_token() -> None:
         ({"type": "frog"}, "a format must have a type of"),
         ({"type": "const_string"}, "const_string has no field 'value'"),
         ({"type": "json_schema", "json_schema": {}, "style": "glm_xml"}, "style must be json or qwen_xml"),
+        ({"type": "json_schema", "json_schema": False}, "allows no value"),
+        (xml({"x": {"type": "string", "maxLength": 3}}), "qwen_xml does not enforce all"),
+        (xml({"x": {}}, additionalProperties=True), "qwen_xml does not enforce all"),
+        (xml({"x": {}}, required=5), "qwen_xml does not enforce all"),
+        (xml({"x": {"enum": 5}}), "enum must be an array"),
+        (xml({"x": {"enum": "ab"}}), "enum must be an array"),
+        ({"type": "or", "elements": []}, "elements of or must not be empty"),
+        (tag({"type": "any_text", "excludes": 5}), "excludes must be a list"),
         ({"type": "any_text", "excludes": ["x"]}, "must be among the ends"),
         ({"type": "tag", "begin": "a", "content": TEXT, "end": [1]}, "end must be a text or a list"),
         (tag(TEXT, end="a<special>"), "must be at its beginning"),

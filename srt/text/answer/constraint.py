@@ -29,12 +29,12 @@ def format_under_grammar(tool_format: str, functions: Functions, names: Iterable
     grammar = TOOL_FORMATS[tool_format].grammar
     if grammar is None:
         return "hermes"
-    fits = grammar.style == "json" or all(_fits_xml(functions.schema(name)) for name in names)
+    fits = grammar.style == "json" or all(fits_xml(functions.schema(name)) for name in names)
     return tool_format if fits else "hermes"
 
 
-def _fits_xml(schema: Mapping[str, Any]) -> bool:
-    """Whether the XML style enforces all of a function's schema. It writes strings as they are, without bounds."""
+def fits_xml(schema: Mapping[str, Any]) -> bool:
+    """Whether the style qwen_xml enforces all of a function's schema. It writes strings as they are, without bounds."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     return (
         schema.keys() <= _LABELS | {"type", "properties", "required", "additionalProperties", "$defs"}
