@@ -86,8 +86,10 @@ class ThreadPool {
     pthread_atfork(nullptr, nullptr, [] { get().forget_threads(); });
   }
 
-  /// To be called in a fork, which has none of the threads. They can be neither joined nor destroyed there.
+  /// To be called in a fork, which has none of the threads. They can be neither joined nor destroyed there. Another
+  /// thread may have been in a job, whose items are for the process that was forked.
   void forget_threads() {
+    unclaimed_ = 0;
     new (&job_mutex_) std::mutex;
     new (&threads_) std::vector<std::thread>;
     sleepers_ = 0;

@@ -102,3 +102,29 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 assert torch.equal(ops.argmax(logits), expected)
 """)
+
+
+def test_a_fork_leaves_the_job_of_another_thread_alone():
+    run("""
+import time
+
+vocab = torch.randn(1, 300_000)
+
+def sample(n):
+    ones = torch.ones(n, dtype=torch.float64)
+    draws = torch.linspace(0, 0.99, n, dtype=torch.float64)
+    lines = torch.zeros(n, dtype=torch.int64)
+    return ops.sample(vocab, lines, ones, 1e6 * ones, 0.9 * ones, 1e9 * ones, draws)
+
+expected = sample(40)
+for _ in range(10):
+    thread = threading.Thread(target=sample, args=(150,))
+    thread.start()
+    time.sleep(0.02)  # now it computes
+    child = os.fork()
+    if child == 0:
+        ops.set_num_threads(24)  # while the last of them start, the first look for items
+        os._exit(0 if torch.equal(sample(40), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    thread.join()
+""")
