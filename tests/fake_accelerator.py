@@ -105,7 +105,11 @@ class FakeAccelerator:
         target.fill_(0xB3 if target.dtype == torch.uint8 else -77)
         return FakeEvent(self, lambda: np.copyto(target.numpy(), source.numpy()))
 
-    def bring(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    def wait_for(self, event: FakeEvent) -> None:
+        """Work runs at once, so what it waits for must be done."""
+        self.finish_until(event)
+
+    def bring(self, sources: Sequence[torch.Tensor], after: FakeEvent | None = None) -> torch.Tensor:
         """The copy stream makes its copies in order, so those to the host that were queued before are made first."""
         self.tick()
         if self.pending:

@@ -99,7 +99,7 @@ class MetaAccelerator(FakeAccelerator):
         assert source.device.type == "meta" and source.shape == target.shape and source.dtype == target.dtype
         return FakeEvent(self, lambda: target.numpy().fill(0))
 
-    def bring(self, sources):
+    def bring(self, sources, after=None):
         self.tick()
         parts = [torch.empty(source.shape, dtype=source.dtype, device="meta") for source in sources]
         return torch.cat([part.copy_(source, non_blocking=True) for part, source in zip(parts, sources, strict=True)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -90,13 +90,21 @@ class Accelerator:
             arrived.record()
         return arrived
 
-    def bring(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    def wait_for(self, event: Event) -> None:
+        """Make the work that is queued from now on wait for an event. The host does not wait."""
+        _wait(torch.cuda.current_stream(), event)
+
+    def bring(self, sources: Sequence[torch.Tensor], after: Event | None = None) -> torch.Tensor:
         """Queue copies of `sources` (pinned, equal but for their first dimension) to one new tensor.
 
-        They run on the copy stream, so they wait only for earlier copies. Work that is queued later on the current
-        stream waits for them. The caller must not change `sources` until an event that is queued later is reached.
+        They run on the copy stream, so they wait only for earlier copies and for `after`. Work that is queued later on
+        the current stream waits for them. The caller must not change `sources` until an event that is queued later is
+        reached. The memory belongs to the copy stream, which may use it again at once: the caller keeps the tensor
+        until it gives `after` an event behind the tensor's last use.
         """
         with torch.cuda.stream(self._copies):
+            if after is not None:
+                _wait(self._copies, after)
             shape = (sum(len(source) for source in sources), *sources[0].shape[1:])
             target = torch.empty(shape, dtype=sources[0].dtype, device=self._copies.device)
             start = 0
@@ -105,9 +113,7 @@ class Accelerator:
                 start += len(source)
             arrived = torch.cuda.Event()
             arrived.record()
-        current = torch.cuda.current_stream()
-        current.wait_event(arrived)
-        target.record_stream(current)
+        self.wait_for(arrived)
         return target
 
     def record(self, work: Callable[[], object]) -> Graph:
@@ -154,6 +160,10 @@ class Accelerator:
         available, total = torch.cuda.mem_get_info()
         # The rest of torch's cache is holes between tensors, too small for the KV pool: it counts as used.
         return Memory(total, available)
+
+
+def _wait(stream: torch.cuda.Stream, event: Any) -> None:
+    stream.wait_event(event)  # torch's, which a fake of an Event is not
 
 
 def make_accelerator(device: torch.device) -> Accelerator | None:

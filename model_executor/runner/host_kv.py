@@ -3,10 +3,13 @@
 The memory is pages in the pool's own layout, so a copy changes no bit. On a GPU it is pinned. Copies to it wait for the
 work that is queued, but no later work waits for them; copies from it run beside the work that is queued, and later
 work waits for them. So both run beside the forward passes.
+
+Their memory on a GPU is bounded, because the KV pool leaves little: of many copies, a batch waits for an earlier one.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -24,7 +27,19 @@ from .settings import HostKVSettings
 _BLOCK_LEN = 64
 """Tokens of a block, rounded up to whole pages. A prefix is saved up to its last whole block."""
 _BATCH_BYTES = 32 << 20
-"""Most bytes that are gathered at a time."""
+"""Most bytes that are gathered at a time, unless a page has more."""
+_MAX_FETCHED, _MAX_BROUGHT = 8, 2
+"""Batches in the memory of a GPU: on their way to the host, and on their way from it."""
+
+
+def device_bytes(page_bytes: int) -> int:
+    """The device memory in bytes that the copies take on a GPU. `page_bytes`: as of `MHATokenToKVPool`."""
+    # While a batch is gathered, its parts take as much once more.
+    return (_MAX_FETCHED + 1 + _MAX_BROUGHT) * _pages_of_batch(page_bytes) * page_bytes
+
+
+def _pages_of_batch(page_bytes: int) -> int:
+    return max(_BATCH_BYTES // page_bytes, 1)
 
 
 class CopiesUnderWay:
@@ -32,14 +47,11 @@ class CopiesUnderWay:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.sources: list[torch.Tensor] = []
-        """Kept alive until the copies are made."""
 
     def wait(self) -> None:
         """Wait until all of them are made."""
         for event in self.events:
             event.synchronize()
-        self.sources.clear()
 
 
 class HostKV:
@@ -68,7 +80,11 @@ class HostKV:
         num_bytes = self.num_blocks * block_bytes
         flat = torch.from_numpy(zeroed(num_bytes)) if accelerator is None else accelerator.pinned_exactly(num_bytes)
         self._pages = flat.view(self.num_blocks * pages_per_block, kv_pool.page_bytes)
-        self._batch = max(_BATCH_BYTES // kv_pool.page_bytes, 1)
+        self._batch = _pages_of_batch(kv_pool.page_bytes)
+        self._fetched: deque[tuple[torch.Tensor, Event]] = deque()
+        """Batches on their way to the host, and the events of their ends. They are kept alive until then."""
+        self._brought: deque[tuple[torch.Tensor, Event]] = deque()
+        """The last batches from the host, and the events behind their writes to the pool."""
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
@@ -80,32 +96,42 @@ class HostKV:
         under_way = None if self._accelerator is None else CopiesUnderWay()
         for out_pages, out_host in self._batches(copies.out_pages, copies.out_host):
             (pages,) = self._uploads.send(out_pages)
-            data = self._kv_pool.read_pages(pages)
             if under_way is None:
-                self._pages.index_copy_(0, torch.from_numpy(out_host), data)
+                self._pages.index_copy_(0, torch.from_numpy(out_host), self._kv_pool.read_pages(pages))
             else:
-                self._fetch(data, out_host, under_way)
+                self._fetch(pages, out_host, under_way)
         for in_pages, in_host in self._batches(copies.in_pages, copies.in_host):
             (pages,) = self._uploads.send(in_pages)
-            self._kv_pool.write_pages(pages, self._copy_in(in_host))
+            if self._accelerator is None:
+                self._kv_pool.write_pages(pages, self._pages.index_select(0, torch.from_numpy(in_host)))
+            else:
+                self._bring(pages, in_host)
         if under_way is not None:
             assert self._accelerator is not None
             under_way.events.append(self._accelerator.record_event())
         return under_way
 
-    def _fetch(self, data: torch.Tensor, pages: npt.NDArray[np.int64], under_way: CopiesUnderWay) -> None:
+    def _fetch(self, pages: torch.Tensor, host: npt.NDArray[np.int64], under_way: CopiesUnderWay) -> None:
+        """Copy a batch to the host."""
         assert self._accelerator is not None
-        under_way.sources.append(data)
-        for start, end in _runs(pages):
-            target = self._pages[pages[start] : pages[start] + end - start]
+        while self._fetched and self._fetched[0][1].query():
+            self._fetched.popleft()
+        if len(self._fetched) == _MAX_FETCHED:
+            self._accelerator.wait_for(self._fetched.popleft()[1])  # its memory serves this batch
+        data = self._kv_pool.read_pages(pages)
+        for start, end in _runs(host):
+            target = self._pages[host[start] : host[start] + end - start]
             under_way.events.append(self._accelerator.fetch(data[start:end], target))
+        self._fetched.append((data, under_way.events[-1]))
 
-    def _copy_in(self, pages: npt.NDArray[np.int64]) -> torch.Tensor:
-        """The pages on the pool's device: uint8 [n, page_bytes]."""
-        if self._accelerator is None:
-            return self._pages.index_select(0, torch.from_numpy(pages))
-        parts = [self._pages[pages[start] : pages[start] + end - start] for start, end in _runs(pages)]
-        return self._accelerator.bring(parts)
+    def _bring(self, pages: torch.Tensor, host: npt.NDArray[np.int64]) -> None:
+        """Copy a batch from the host."""
+        assert self._accelerator is not None
+        parts = [self._pages[host[start] : host[start] + end - start] for start, end in _runs(host)]
+        written = self._brought.popleft()[1] if len(self._brought) == _MAX_BROUGHT else None
+        data = self._accelerator.bring(parts, written)
+        self._kv_pool.write_pages(pages, data)
+        self._brought.append((data, self._accelerator.record_event()))
 
     def _batches(
         self, first: Int32Array, second: Int32Array

@@ -30,7 +30,7 @@ from ..weights.cache_folder import open_cache_folder
 from ..weights.loader import load_parameters
 from .cpu_graph_runner import CpuGraphRunner
 from .cuda_graph_runner import CudaGraphRunner, batch_sizes, max_work_lens
-from .host_kv import HostKV
+from .host_kv import HostKV, device_bytes
 from .kv_budget import check_host_kv, num_kv_tokens
 from .model_runner import ModelRunner, RunnerBytes
 from .recorded_steps import DecodeInputs
@@ -285,6 +285,8 @@ class _RunnerBuilder:
         # A few tokens after a long prefix may take more for their attention than any of these steps.
         step_bytes += runner.attention.max_part_bytes(settings.context_len)
         reserve = step_bytes + self.sampler.max_edit_bytes
+        if settings.host_kv is not None:
+            reserve += device_bytes(settings.page_size * self.bytes_per_token)
         if runner.attention.num_splits(np.ones(1, np.int32)) is None:
             return [], reserve
         sizes = batch_sizes(settings.max_recorded_rows)

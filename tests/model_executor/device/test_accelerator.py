@@ -20,7 +20,17 @@ class FakeStream:
     def __init__(self, device: object = None) -> None:
         self.workspace = False
 
+        self.waits: list[object] = []
+
     def wait_stream(self, other: FakeStream) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        self.waits.append(event)
+
+
+class FakeEvent:
+    def record(self) -> None:
         pass
 
 
@@ -32,6 +42,7 @@ class FakeCuda:
     """An allocator that reserves whole segments, and libraries that take a workspace of 32 MiB on each stream."""
 
     Stream = FakeStream
+    Event = FakeEvent
     CUDAGraph = FakeGraph
 
     def __init__(self) -> None:
@@ -140,6 +151,22 @@ def test_a_graph_lives_as_long_as_the_accelerator(cuda: FakeCuda) -> None:
     graph = weakref.ref(accelerator.record(lambda: None))
     gc.collect()
     assert graph() is not None
+
+
+def test_memory_of_copies_is_not_used_again_before_an_event(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[object]] = []
+
+    def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: object) -> torch.Tensor:
+        seen.append(list(cuda.now.waits))
+        return torch.zeros(shape, dtype=dtype)
+
+    monkeypatch.setattr(FakeStream, "device", "cuda", raising=False)
+    monkeypatch.setattr(module.torch, "empty", empty, raising=False)
+    accelerator, written = Accelerator(DEVICE), FakeEvent()
+    brought = accelerator.bring([torch.ones(2, 3), torch.full((1, 3), 2.0)])
+    accelerator.bring([torch.ones(1, 3)], written)
+    assert brought.tolist() == [[1.0] * 3, [1.0] * 3, [2.0] * 3]
+    assert seen == [[], [written]] and len(cuda.now.waits) == 2, "what is queued later waits for both copies"
 
 
 def test_much_pinned_memory_has_the_size_that_was_asked_for(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

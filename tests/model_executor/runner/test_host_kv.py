@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from toy_runner import make_toy_runner
 
 from tercet.mem_cache.token_to_kv_pool import MHATokenToKVPool
 from tercet.model_executor.device.device_buffers import Uploads
+from tercet.model_executor.device.memory import Memory
 from tercet.model_executor.runner import host_kv
 from tercet.model_executor.runner.host_kv import HostKV
 from tercet.model_executor.runner.settings import HostKVSettings
@@ -83,6 +85,50 @@ def test_pages_come_back_with_the_same_bits(
     memory.run(KVCopies(empty, empty, host + num_pages, pages))
     assert torch.equal(bits(pool, pages), kept)
     assert memory.memory.shape == (memory.num_blocks, memory.block_len // page_size * pool.page_bytes)
+
+
+def test_the_device_memory_of_many_copies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may copy a request of gigabytes. No event passes unless later work waits for it."""
+    pool = make_pool("bfloat16", 4, None)
+    monkeypatch.setattr(host_kv, "_BATCH_BYTES", 2 * pool.page_bytes)
+    accelerator = FakeAccelerator(lag=1 << 30)
+    uploads = Uploads(torch.device("cpu"), accelerator)
+    memory = HostKV(pool, HostKVSettings(1 << 20, has_storage=True), uploads, accelerator)
+    batches: list[weakref.ref[torch.Tensor]] = []
+    most, out_of_turn = 0, []
+
+    def noted(batch: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        batches.append(weakref.ref(batch))
+        most = max(most, sum(one() is not None for one in batches) * batch.nbytes)
+        return batch
+
+    def bring(sources: list[torch.Tensor], after: object = None) -> torch.Tensor:
+        out_of_turn.append(len(batches) >= host_kv._MAX_BROUGHT and after is None)
+        return noted(FakeAccelerator.bring(accelerator, sources, after))
+
+    read_pages = pool.read_pages
+    pages, host, none = np.arange(1, 45, dtype=np.int32), np.arange(44, dtype=np.int32), i32([])
+    monkeypatch.setattr(pool, "read_pages", lambda pages: noted(read_pages(pages)))
+    memory.run(KVCopies(pages, host, none, none))
+    gathered = 2 * pool.page_bytes
+    assert len(batches) == 22 and most + gathered <= host_kv.device_bytes(pool.page_bytes)
+    batches.clear()
+    most = 0
+    monkeypatch.setattr(accelerator, "bring", bring)
+    memory.run(KVCopies(none, none, host, pages))
+    assert len(batches) == 22 and most <= host_kv._MAX_BROUGHT * gathered and not any(out_of_turn)
+
+
+def test_memory_for_copies_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    tiers = {"enable_hierarchical_cache": True, "hicache_size": 0.01, "hicache_storage_dir": str(tmp_path)}
+    for options in ({}, tiers):
+        use_fake(monkeypatch, FakeAccelerator(memory=Memory(total=1 << 30, available=1 << 29)))
+        runner = make_toy_runner(disable_cuda_graph=True, max_total_tokens=None, **options)
+        sizes.append(runner.max_total_num_tokens * runner.kv_pool.bytes_per_slot)
+    needed = host_kv.device_bytes(runner.kv_pool.page_bytes)
+    assert needed - runner.kv_pool.page_bytes <= sizes[0] - sizes[1] <= needed + runner.kv_pool.page_bytes
 
 
 def test_sizes_that_make_no_sense_are_refused() -> None:
