@@ -259,14 +259,15 @@ class _RunnerBuilder:
                 runner.record_steps(built.recorded)
 
         # Recorded steps of a GPU read the parameters by their addresses. Layers that are recorded keep no copies.
-        in_place = self.accelerator is not None and runner.has_recorded_steps
+        in_place = self.parameters if self.accelerator is not None and runner.has_recorded_steps else None
+        self.parameters = {}
         return WeightUpdater(
             self.settings,
             self.config,
             host_memory=host_memory,
             build=build,
             use=use,
-            in_place=self.parameters if in_place else None,
+            in_place=in_place,
             accelerator=self.accelerator,
         )
 

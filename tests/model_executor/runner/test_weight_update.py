@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from fake_accelerator import FakeAccelerator, use_fake
+from fake_accelerator import FakeAccelerator, RecordableAttention, use_fake
 from runner_driver import short_logits
 from runners import make_runner
 from safetensors.torch import load_file, save_file
@@ -62,6 +64,20 @@ def test_a_gpus_parameters_are_overwritten_where_graphs_read_them(tmp_path: Path
     runner.weights.update(dataclasses.replace(second, model_path=str(tmp_path / "3")))
     torch.testing.assert_close(short_logits(runner), expected, rtol=1e-4, atol=1e-4)
     assert len(accelerator.recorded) == num_graphs and runner.model is model
+
+
+def test_nothing_keeps_the_old_weights_of_a_gpu_without_graphs(tmp_path: Path, monkeypatch) -> None:
+    class Unrecordable(RecordableAttention):
+        def num_splits(self, seq_lens):
+            return None
+
+    use_fake(monkeypatch, FakeAccelerator(), Unrecordable)
+    second = checkpoint(tmp_path / "2", seed=2)
+    runner = runner_of(dataclasses.replace(second, load_format="dummy"), "torch")
+    old = weakref.ref(runner.model.norm.weight)
+    runner.weights.update(second)
+    gc.collect()
+    assert old() is None
 
 
 def damage(folder: Path, name: str, shape: list[int]) -> None:
