@@ -1,4 +1,4 @@
-"""Types of command-line arguments: numbers in a range, and latency objectives."""
+"""Types of command-line arguments: numbers in a range, lengths, and latency objectives."""
 
 from __future__ import annotations
 
@@ -6,12 +6,31 @@ import argparse
 import math
 
 from .metrics import SLO_NAMES
+from .offline_workloads import Span
 
 
 def positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return value
+
+
+def numbers(text: str) -> list[int]:
+    """ "1,32" -> [1, 32]; "" -> []"""
+    try:
+        values = [int(word) for word in text.split(",") if word]
+    except ValueError:
+        values = [0]
+    if any(value < 1 for value in values):
+        raise argparse.ArgumentTypeError(f"must be N or A,B,... with numbers of at least 1, got {text!r}")
+    return values
+
+
+def lengths(text: str) -> Span:
+    try:
+        return Span.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be N or A-B with 1 <= A <= B, got {text!r}") from None
 
 
 def not_negative_int(text: str) -> int:

@@ -33,6 +33,7 @@ from ..srt.entrypoints.engine import Engine
 from ..srt.model_files.default_model import default_model_settings
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
+from .argument_types import not_negative_int, positive
 from .engine_args import add_engine_arguments, engine_args
 from .grammar_workload import Case, random_case
 from .linux_processes import family
@@ -102,12 +103,14 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--num-prompts", type=int, default=96, help="constrained requests (default: 96)")
-    parser.add_argument("--num-streams", type=int, default=16, help="requests that run at once (default: 16)")
+    parser.add_argument("--num-prompts", type=positive, default=96, help="constrained requests (default: 96)")
+    parser.add_argument("--num-streams", type=positive, default=16, help="requests that run at once (default: 16)")
     parser.add_argument(
-        "--num-compared", type=int, help="requests that also run without grammars; the others are only checked"
+        "--num-compared",
+        type=not_negative_int,
+        help="requests that also run without grammars; the others are only checked",
     )
-    parser.add_argument("--group-size", type=int, default=48, help="requests of a group, at most 64 (default: 48)")
+    parser.add_argument("--group-size", type=positive, default=48, help="requests of a group, at most 64 (default: 48)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first request (default: 0)")
     add_results_arguments(parser)
     add_engine_arguments(parser)

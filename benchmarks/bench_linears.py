@@ -34,6 +34,7 @@ from ..model_executor.models.family import family_of
 from ..model_executor.weights.quantization import BITS_PER_WEIGHT, HEAD_FORM
 from ..srt.model_files.model_config import ModelConfig
 from ..srt.model_files.model_name import model_name
+from .argument_types import numbers, positive
 from .ceilings import Rate, best_rate
 from .kernel_case import relative_error
 from .presets import PRESETS, load_shape
@@ -249,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"model whose shapes are measured: a path or a preset ({', '.join(PRESETS)})",
     )
     parser.add_argument(
-        "--batch-size", type=_numbers, default=[1, 4, 16, 64, 256], help="numbers of rows (default: 1,4,...,256)"
+        "--batch-size", type=numbers, default=[1, 4, 16, 64, 256], help="numbers of rows (default: 1,4,...,256)"
     )
     parser.add_argument(
         "--prefill", action="store_true", help="treat the rows as one prompt: the head multiplies its last row only"
@@ -257,17 +258,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kinds", help="kinds of weights, separated by commas (default: all kinds that run on this processor)"
     )
-    parser.add_argument("--rounds", type=int, default=7, help="number of rounds; the median is reported (default: 7)")
+    parser.add_argument(
+        "--rounds", type=positive, default=7, help="number of rounds; the median is reported (default: 7)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random data (default: 0)")
     parser.add_argument(
         "--small-ceilings", action="store_true", help="measure ceilings with tiny sizes, to try the program"
     )
     add_results_arguments(parser)
     return parser
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
 
 
 def time_alternating(steps: Sequence[Step], batch_size: int, rounds: int) -> list[float]:

@@ -25,6 +25,7 @@ from ..srt.entrypoints.engine import Engine
 from ..srt.model_files.model_config import load_model_config
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
+from .argument_types import lengths, positive
 from .ceilings import measure_ceilings
 from .compare import NEEDS_CHECKOUT, has_peers
 from .engine_args import add_engine_arguments, engine_args
@@ -83,16 +84,16 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--num-prompts", type=_positive, default=256, help="number of requests (default: 256)")
+    parser.add_argument("--num-prompts", type=positive, default=256, help="number of requests (default: 256)")
     parser.add_argument(
-        "--input-len", type=Span.parse, default=Span(100, 1024), help="prompt tokens, N or A-B (default: 100-1024)"
+        "--input-len", type=lengths, default=Span(100, 1024), help="prompt tokens, N or A-B (default: 100-1024)"
     )
     parser.add_argument(
-        "--output-len", type=Span.parse, default=Span(100, 1024), help="answer tokens, N or A-B (default: 100-1024)"
+        "--output-len", type=lengths, default=Span(100, 1024), help="answer tokens, N or A-B (default: 100-1024)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the requests (default: 0)")
     parser.add_argument(
-        "--rounds", type=_positive, default=1, help="number of rounds; the median is reported (default: 1)"
+        "--rounds", type=positive, default=1, help="number of rounds; the median is reported (default: 1)"
     )
     parser.add_argument("--compare", choices=("transformers",), help="engine that is measured with the same requests")
     parser.add_argument(
@@ -101,13 +102,6 @@ def _parser() -> argparse.ArgumentParser:
     add_results_arguments(parser)
     add_engine_arguments(parser)
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
 
 
 def _run(

@@ -27,6 +27,7 @@ from ..model_executor.runner.settings import resolve_settings
 from ..srt.model_files.model_config import load_model_config
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
+from .argument_types import numbers, positive
 from .ceilings import measure_ceilings
 from .engine_args import add_engine_arguments, engine_args
 from .limits import ModelCost, decode_step_s, prefill_s
@@ -82,18 +83,23 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--batch-size", type=_numbers, default=[1, 32], help="batch sizes of decode steps (default: 1,32)"
+        "--batch-size", type=numbers, default=[1, 32], help="batch sizes of decode steps (default: 1,32)"
     )
     parser.add_argument(
-        "--context-len", type=_numbers, default=[1024], help="tokens that each request attends to (default: 1024)"
+        "--context-len", type=numbers, default=[1024], help="tokens that each request attends to (default: 1024)"
     )
     parser.add_argument(
-        "--prefill-len", type=_numbers, default=[4096], help="prompt tokens of a prefill (default: 4096)"
+        "--prefill-len", type=numbers, default=[4096], help="prompt tokens of a prefill (default: 4096)"
     )
-    parser.add_argument("--num-steps", type=int, default=64, help="decode steps in a round (default: 64)")
-    parser.add_argument("--rounds", type=int, default=3, help="number of rounds; the median is reported (default: 3)")
+    parser.add_argument("--num-steps", type=positive, default=64, help="decode steps in a round (default: 64)")
     parser.add_argument(
-        "--idle-steps", type=int, default=100, help="decode steps traced to measure idle time of a GPU (default: 100)"
+        "--rounds", type=positive, default=3, help="number of rounds; the median is reported (default: 3)"
+    )
+    parser.add_argument(
+        "--idle-steps",
+        type=positive,
+        default=100,
+        help="decode steps traced to measure idle time of a GPU (default: 100)",
     )
     parser.add_argument(
         "--compare-cuda-graph", action="store_true", help="decode without recorded steps too, and compare the tokens"
@@ -111,14 +117,6 @@ def _graph_settings(args: argparse.Namespace, server_args: ServerArgs) -> list[s
     if server_args.disable_cuda_graph:
         return ["off"]
     return ["on", "off"] if args.compare_cuda_graph else ["on"]
-
-
-def _numbers(text: str) -> list[int]:
-    """ "1,32" -> [1, 32]; "" -> []"""
-    values = [int(word) for word in text.split(",") if word]
-    if any(value < 1 for value in values):
-        raise argparse.ArgumentTypeError(f"numbers must be at least 1, got {text}")
-    return values
 
 
 class _Bench:

@@ -19,6 +19,7 @@ from ..srt.entrypoints.engine import Engine
 from ..srt.model_files.model_config import load_model_config
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
+from .argument_types import positive
 from .engine_args import add_engine_arguments, engine_args
 from .offline_workloads import shared_prefix_requests
 from .results import Result, add_results_arguments, finish, number, percent
@@ -72,18 +73,20 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--num-groups", type=int, default=32, help="number of groups of prompts with the same prefix (default: 32)"
+        "--num-groups", type=positive, default=32, help="number of groups of prompts with the same prefix (default: 32)"
     )
-    parser.add_argument("--prompts-per-group", type=int, default=8, help="prompts in each group (default: 8)")
+    parser.add_argument("--prompts-per-group", type=positive, default=8, help="prompts in each group (default: 8)")
     parser.add_argument(
-        "--shared-len", type=int, default=896, help="tokens of the prefix that a group shares (default: 896)"
+        "--shared-len", type=positive, default=896, help="tokens of the prefix that a group shares (default: 896)"
     )
     parser.add_argument(
-        "--own-len", type=int, default=128, help="tokens of each prompt after the shared prefix (default: 128)"
+        "--own-len", type=positive, default=128, help="tokens of each prompt after the shared prefix (default: 128)"
     )
-    parser.add_argument("--output-len", type=int, default=64, help="tokens of each answer (default: 64)")
+    parser.add_argument("--output-len", type=positive, default=64, help="tokens of each answer (default: 64)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the requests (default: 0)")
-    parser.add_argument("--rounds", type=int, default=3, help="number of rounds; the median is reported (default: 3)")
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="number of rounds; the median is reported (default: 3)"
+    )
     add_results_arguments(parser)
     add_engine_arguments(parser)
     return parser

@@ -32,6 +32,7 @@ from ..srt.model_files.model_config import ModelConfig, load_model_config
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
 from ..srt.text.tokenizer import load_tokenizer
+from .argument_types import positive
 from .results import Result, add_results_arguments, finish, number, percent
 from .workloads import BUNDLED_TEXT
 
@@ -74,9 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         "--text", metavar="FILE", type=Path, default=BUNDLED_TEXT, help="text to predict (default: the bundled text)"
     )
     parser.add_argument(
-        "--num-tokens", type=int, default=4096, help="number of tokens, from the start of the text (default: 4096)"
+        "--num-tokens", type=positive, default=4096, help="number of tokens, from the start of the text (default: 4096)"
     )
-    parser.add_argument("--window", type=int, default=512, help="tokens in one forward pass (default: 512)")
+    parser.add_argument("--window", type=positive, default=512, help="tokens in one forward pass (default: 512)")
     add_results_arguments(parser)
     return parser
 

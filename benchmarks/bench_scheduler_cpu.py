@@ -43,7 +43,7 @@ from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.step_journal import open_journal
 from ..srt.text.tokenizer import load_tokenizer
-from .argument_types import positive
+from .argument_types import lengths, positive
 from .engine_args import add_engine_arguments
 from .metrics_cpu import metrics_ms
 from .offline_workloads import Span
@@ -137,8 +137,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
         help="runs of the same schedule. The least time of a step counts, because other processes use the same caches "
         "(default: %(default)s)",
     )
-    parser.add_argument("--input-len", type=Span.parse, default=Span(512, 512), help="tokens of a prompt, N or A-B")
-    parser.add_argument("--output-len", type=Span.parse, default=Span(128, 1024), help="tokens of an answer, N or A-B")
+    parser.add_argument("--input-len", type=lengths, default=Span(512, 512), help="tokens of a prompt, N or A-B")
+    parser.add_argument("--output-len", type=lengths, default=Span(128, 1024), help="tokens of an answer, N or A-B")
     parser.add_argument(
         "--cases",
         metavar="A,B",

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..srt.entrypoints.processes import Role
+from .argument_types import positive
 from .http_client import HttpClient
 from .linux_processes import Process, pss_bytes
 from .results import Result, Table, add_results_arguments, finish, number
@@ -58,12 +59,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--rounds", type=int, default=5, help="number of measured starts (default: 5)")
+    parser.add_argument("--rounds", type=positive, default=5, help="number of measured starts (default: 5)")
     parser.add_argument(
-        "--num-requests", type=int, default=4, help="requests before the second memory measurement (default: 4)"
+        "--num-requests", type=positive, default=4, help="requests before the second memory measurement (default: 4)"
     )
-    parser.add_argument("--input-len", type=int, default=256, help="tokens of each prompt (default: 256)")
-    parser.add_argument("--output-len", type=int, default=32, help="tokens of each answer (default: 32)")
+    parser.add_argument("--input-len", type=positive, default=256, help="tokens of each prompt (default: 256)")
+    parser.add_argument("--output-len", type=positive, default=32, help="tokens of each answer (default: 32)")
     parser.add_argument(
         "--ready-timeout-s", type=float, default=300.0, help="maximum seconds for a start (default: 300)"
     )

@@ -186,6 +186,8 @@ def _complete(options: argparse.Namespace) -> None:
             )
     if name in _NEEDS_FILE and options.dataset_path is None:
         raise ValueError(f"--dataset-name {name} needs --dataset-path, because no dataset is downloaded")
+    if options.dataset_path is not None and not options.dataset_path.exists():
+        raise ValueError(f"--dataset-path: {options.dataset_path} does not exist")
     if name in _GSP:
         available = options.gsp_num_groups * options.gsp_prompts_per_group
         options.num_prompts = options.num_prompts or available

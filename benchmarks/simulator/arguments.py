@@ -12,7 +12,7 @@ from typing import Any
 from ...srt.model_files.model_config import ModelConfig, load_model_config
 from ...srt.server_args import ServerArgs
 from ...srt.settings.setting import flag_name
-from ..argument_types import above_zero, not_negative, not_negative_int, positive, rate, ratio, slo
+from ..argument_types import above_zero, lengths, not_negative, not_negative_int, positive, rate, ratio, slo
 from ..engine_args import add_engine_arguments, engine_args
 from ..metrics import SLO_NAMES
 from ..offline_workloads import Span
@@ -141,8 +141,8 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
     add("--slowdown", "factor of the times of the trace", type=above_zero)
     add("--request-rate", "mean arrivals per second; inf: all at once", type=rate)
     add("--burstiness", "shape of the gamma distribution of gaps; below 1: bursts", type=above_zero)
-    add("--input-len", "own tokens of a prompt, N or A-B", type=Span.parse)
-    add("--output-len", "tokens of an answer, N or A-B", type=Span.parse)
+    add("--input-len", "own tokens of a prompt, N or A-B", type=lengths)
+    add("--output-len", "tokens of an answer, N or A-B", type=lengths)
     add("--length-sigma", "0: uniform lengths; otherwise log-normal ones with this sigma", type=not_negative)
     add("--max-new-tokens", "limit that clients send; 0: the length of the answer", type=not_negative_int)
     add("--abort-share", "share of requests whose clients leave", type=ratio)
@@ -155,11 +155,11 @@ def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
     add("--tree-branching", "children of each node", type=positive)
     add("--tree-level-len", "tokens of each node", type=positive)
     add("--tree-skew", "child k is chosen in proportion to k ** -SKEW", type=not_negative)
-    add("--turns", "turns of a session, N or A-B", type=Span.parse)
-    add("--tool-len", "tokens of a tool's result, N or A-B", type=Span.parse)
+    add("--turns", "turns of a session, N or A-B", type=lengths)
+    add("--tool-len", "tokens of a tool's result, N or A-B", type=lengths)
     add("--tool-time", "mean seconds of a tool call", type=above_zero)
     add("--documents", "documents that are sent once beside the sessions, by one more tenant", type=not_negative_int)
-    add("--document-len", "tokens of a document, N or A-B", type=Span.parse)
+    add("--document-len", "tokens of a document, N or A-B", type=lengths)
     add("--document-rate", "mean documents per second", type=above_zero)
 
 

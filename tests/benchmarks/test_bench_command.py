@@ -46,6 +46,28 @@ def test_the_help_of_a_benchmark_shows_no_flag_that_it_refuses(
     assert "port is a setting of the HTTP server, which this benchmark does not start" in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["offline", "--input-len", "5-3"], "--input-len: must be N or A-B with 1 <= A <= B, got '5-3'"),
+        (["scheduler", "--turns", "x"], "--turns: must be N or A-B with 1 <= A <= B, got 'x'"),
+        (["one-batch", "--batch-size", "a"], "--batch-size: must be N or A,B,... with numbers of at least 1, got 'a'"),
+        (["linears", "--batch-size", "1,0"], "with numbers of at least 1, got '1,0'"),
+        (["grammars", "--num-prompts", "0"], "--num-prompts: must be at least 1, got 0"),
+        (["prefix", "--rounds", "0"], "--rounds: must be at least 1, got 0"),
+        (["quantization", "--window", "0"], "--window: must be at least 1, got 0"),
+        (["startup", "--rounds", "0"], "--rounds: must be at least 1, got 0"),
+        (["serving", "--dataset-path", "nowhere.json"], "--dataset-path: nowhere.json does not exist"),
+    ],
+)
+def test_a_wrong_value_is_said_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        launch_server.main(["bench", *argv])
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("module", [module for module, _ in launch_server._BENCHMARKS.values()])
 def test_every_benchmark_has_a_main(module: str) -> None:
     main = importlib.import_module(f"tercet.benchmarks.{module}").main
