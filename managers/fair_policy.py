@@ -136,12 +136,12 @@ class FairPolicy(SchedulePolicy):
 
     def _on_join(self, tenant: str) -> None:
         """The tenant is about to have requests waiting, and has none now."""
-        active = self._num_admitted.keys() | self.waiting.tenants
-        if not active:
+        waiting, admitted = self.waiting, self._num_admitted.keys()
+        if not waiting and not admitted:
             self.shares.clear()
-        elif active != {tenant}:
+        elif waiting or admitted != {tenant}:
             self._charge_outputs()
-            self.shares.catch_up(active)
+            self.shares.catch_up(chain(waiting.latest_tenants(), admitted))  # who has joined last has had least
 
     def _charge_outputs(self) -> None:
         for req in self._num_charged:

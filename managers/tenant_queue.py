@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, islice, zip_longest
 from typing import cast
 
@@ -92,10 +92,9 @@ class TenantQueue(WaitingQueue):
             self._on_join(req.tenant)
         super().add(req)
 
-    @property
-    def tenants(self) -> Set[str]:
-        """Those with requests waiting."""
-        return self._places.keys()
+    def latest_tenants(self) -> Iterator[str]:
+        """Those with requests waiting. Those that have joined last come first."""
+        return reversed(self._places)
 
     @property
     def has_several_tenants(self) -> bool:

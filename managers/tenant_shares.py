@@ -46,8 +46,16 @@ class TenantShares:
         self._positions.setdefault(tenant, self.round)
 
     def catch_up(self, active: Iterable[str]) -> None:
-        """A tenant joins these, which have requests. What all of them have had more than it, they had without it."""
-        self.round = max(self.round, math.floor(min(map(self.position, active))))
+        """A tenant joins these, which have requests. What all of them have had more than it, they had without it.
+
+        Stops at the first one that has had no more: there may be thousands, and many may join at once.
+        """
+        least = math.inf
+        for name in active:
+            least = min(least, self.position(name))
+            if least < self.round + 1:
+                return
+        self.round = math.floor(least)
 
     def clear(self) -> None:
         """No tenant has requests: nobody has had anything at the expense of another."""

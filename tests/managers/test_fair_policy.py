@@ -12,6 +12,7 @@ from fakes import FakeClock, expected_output
 from tercet.managers.fair_policy import OUTPUT_TOKEN_COST, FairPolicy, make_policy
 from tercet.managers.req import Req
 from tercet.managers.schedule_policy import MAX_PASSED_OVER, MAX_SORTED, POLICIES
+from tercet.managers.tenant_shares import TenantShares
 
 QUANTUM_TOKENS = 1024
 
@@ -221,3 +222,18 @@ def test_a_tenant_that_joins_has_as_much_as_those_that_are_there() -> None:
         policy.waiting.remove(req)
     policy.waiting.add(joins)
     assert len({policy.shares.position(tenant) for tenant in "abc"}) == 1  # nobody had requests
+
+
+def test_many_tenants_that_join_do_not_look_at_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, num_looks = make(make_kv(1)), 0
+    position = TenantShares.position
+
+    def looked_at(shares: TenantShares, tenant: str) -> float:
+        nonlocal num_looks
+        num_looks += 1
+        return position(shares, tenant)
+
+    monkeypatch.setattr(TenantShares, "position", looked_at)
+    for number in range(1000):
+        policy.waiting.add(of(f"t{number}", number, [1] * 4))
+    assert num_looks < 3000

@@ -98,3 +98,16 @@ def test_a_tenant_in_debt_is_served_again_whatever_the_others_do(flood: str) -> 
             return
         shares.charge_chosen(name, 100)
     raise AssertionError("starved")
+
+
+@given(charges=st.lists(st.integers(0, 5 * QUANTUM_TOKENS), min_size=1, max_size=6), num_refills=st.integers(0, 3))
+def test_who_joins_catches_up_with_the_least(charges: list[int], num_refills: int) -> None:
+    shares = TenantShares({}, QUANTUM_TOKENS)
+    for number, num_tokens in enumerate(charges):
+        shares.charge(str(number), num_tokens)
+    for _ in range(num_refills):
+        shares.charge_chosen("0", QUANTUM_TOKENS // 2)
+    names = [str(number) for number in range(len(charges))]
+    wanted = max(shares.round, math.floor(min(map(shares.position, names))))
+    shares.catch_up(names)
+    assert shares.round == wanted
