@@ -325,6 +325,22 @@ class Req:
         self.num_retractions += 1
         self.is_streaming = False
 
+    def on_new_weights(self) -> None:
+        """Other weights compute it from now on. It has no KV.
+
+        Before its first token, what the old weights have computed of its prompt is computed anew: an embedding or the
+        log probabilities of a prompt are of one model.
+        """
+        self.tiers = None
+        if self.output_ids:
+            return
+        if self.logprobs is not None:
+            self.logprobs = ReqLogprobs(self.logprobs.options, self.prompt_ids)
+        if self.options.pooling is not None:
+            self.pooling = ReqPooling(self.options.pooling, len(self.prompt_ids))
+        if self.hidden is not None:
+            self.hidden = ReqHidden(len(self.prompt_ids))
+
     def resume(self, resumed: Resumed) -> None:
         """Continues a request of an engine that has died, like a retracted one. It may turn out to have ended.
 

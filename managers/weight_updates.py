@@ -63,6 +63,6 @@ class WeightUpdates:
         if self._kv.tiers is not None:
             self._kv.tiers.change_identity(loaded.identity)
         for req in self._queues.live():
-            req.tiers = None  # it names KV of the old weights
+            req.on_new_weights()
         logger.info("Loaded the weights in %s, version %s", message.model_path, message.weight_version)
         return UpdateWeightsReply(message.call_id, len(self._queues), facts=loaded.facts)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from scheduler_rig import Rig
 
 from tercet.managers.weight_updates import LoadedWeights, WeightUpdates
+from tercet.srt.io_struct import TokenOut
+from tercet.srt.logprobs import LogprobOptions
 from tercet.srt.pause_messages import ContinueReq, PauseReq
 from tercet.srt.weight_messages import UpdateWeightsReply, UpdateWeightsReq, WeightFacts
 
@@ -83,6 +86,29 @@ def test_a_retracted_request_goes_on_without_kv_of_the_old_weights(tmp_path: Pat
     rig.run()
     computed = sum(len(step.out_cache_loc) for step in rig.runner.steps[steps:])
     assert len(rig.heard["a"].ids) == 30 and computed == len(PROMPT) + 29
+
+
+def outputs(first_weights: int) -> list[TokenOut]:
+    """Those of requests whose first chunks these weights compute, and all other weights the rest."""
+    rig = Rig(chunked_prefill_size=16, max_prefill_tokens=16, load_weights=Loader())
+    rig.runner.weights = first_weights
+    scored = {"logprobs": LogprobOptions(logprob_start_len=0), "hidden": True, "max_new_tokens": 1}
+    asked: dict[str, dict[str, Any]] = {"embeds": {"pooling": "mean", "max_new_tokens": 0}, "scores": scored}
+    for rid, options in asked.items():
+        rig.add(rid, PROMPT, **options)
+        rig.turn()
+        pause(rig, retract=True)
+        update(rig)
+        rig.runner.weights = 2
+        rig.inbox.messages.append(ContinueReq(2))
+        rig.run()
+        rig.runner.weights = first_weights
+    assert len(rig.runner.steps) == 8, "a chunk with the first weights, and three with the others"
+    return [rig.heard[rid].last for rid in asked]
+
+
+def test_what_is_computed_of_a_prompt_is_of_one_model() -> None:
+    assert outputs(1) == outputs(2)
 
 
 def test_weights_do_not_change_under_requests_with_kv() -> None:
