@@ -31,12 +31,14 @@ class IncrementalDecoder:
 
     With a byte-level vocabulary, all pushes and `finish` together return exactly `tokenizer.decode` of all ids,
     in whatever pieces the ids come. Bytes that form no character become U+FFFD as soon as that is certain.
+
+    shown: special tokens that are not skipped. Only tokenizers with `token_bytes` can show some special tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: Iterable[int] = ()) -> None:
         stream: _Stream
         if tokenizer.token_bytes is not None:
-            hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+            hidden = tokenizer.special_ids.difference(shown) if skip_special_tokens else frozenset()
             stream = _ByteStream(tokenizer.token_bytes, hidden)
         else:
             stream = _WindowStream(tokenizer, skip_special_tokens)

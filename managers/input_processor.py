@@ -275,7 +275,7 @@ class InputProcessor:
         """
         if self.tokenizer is None:
             return ""
-        stream = TextStream(self.tokenizer, DecodeOptions.of(options.sampling))
+        stream = TextStream(self.tokenizer, DecodeOptions.of(options))
         stream.push(output_ids)
         return stream.finish()
 

@@ -368,7 +368,7 @@ class Req:
         options = None
         num_sent, num_tokens = self.num_sent, len(self.output_ids)
         if not self.is_announced:
-            options = DecodeOptions.of(self.sampling, self.output_ids[:num_sent])
+            options = DecodeOptions.of(self.options, self.output_ids[:num_sent])
             self.is_announced = True
         self.num_sent = num_tokens
         self.next_output_len = num_tokens + self.stream_interval

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ..srt.errors import PromptTooLong
 from ..srt.io_struct import GenerateReq, unpack_ids
-from ..srt.sampling_params import SamplingParams
+from ..srt.request_options import RequestOptions
 from .req import Req, StopChecker
 
 _NEVER = 1 << 30
@@ -23,7 +23,7 @@ class ReqFactory:
         max_total_tokens: int,
         stream_interval: int,
         low_priority_values_first: bool = False,
-        make_stop_checker: Callable[[SamplingParams], StopChecker | None],
+        make_stop_checker: Callable[[RequestOptions], StopChecker | None],
     ) -> None:
         """`max_total_tokens`: prompt and output of one request, the lesser of context and KV pool.
         `low_priority_values_first`: a lower value is a higher priority."""
@@ -52,7 +52,7 @@ class ReqFactory:
             urgency=self._urgency_sign * message.options.priority,
             eos_ids=self._eos_ids,
             stream_interval=self._stream_interval if message.options.stream else _NEVER,
-            stop_checker=self._make_stop_checker(sampling) if sampling.stops_at_text else None,
+            stop_checker=self._make_stop_checker(message.options) if sampling.stops_at_text else None,
         )
         if message.resumed is not None:
             req.resume(message.resumed)

@@ -31,7 +31,7 @@ from ..srt.ipc import Receiver, RunDir, Sender
 from ..srt.kv_events import read_config
 from ..srt.model_files.model_config import ModelConfig, load_model_config
 from ..srt.profile_messages import StartProfileReq
-from ..srt.sampling_params import SamplingParams
+from ..srt.request_options import RequestOptions
 from ..srt.server_args import ServerArgs
 from ..srt.start_reports import CpuKernels, SchedulerReady
 from ..srt.step_journal import NO_JOURNAL, NoJournal, StepJournal, open_journal
@@ -184,7 +184,7 @@ def build_scheduler(
             max_total_tokens=_max_total_tokens(runner),
             stream_interval=server_args.stream_interval,
             low_priority_values_first=server_args.schedule_low_priority_values_first,
-            make_stop_checker=lambda params: _stop_checker(tokenizer, params),
+            make_stop_checker=lambda options: _stop_checker(tokenizer, options),
         ),
         SchedulerMetrics(server_args.decode_log_interval, clock),
         GrammarLoader(
@@ -304,9 +304,9 @@ def _tiers(server_args: ServerArgs, model_config: ModelConfig, runner: ModelRunn
     )
 
 
-def _stop_checker(tokenizer: Tokenizer | None, params: SamplingParams) -> StopStringChecker:
+def _stop_checker(tokenizer: Tokenizer | None, options: RequestOptions) -> StopStringChecker:
     assert tokenizer is not None, "the TokenizerManager refuses stop strings without a tokenizer"
-    return StopStringChecker(tokenizer, DecodeOptions.of(params))
+    return StopStringChecker(tokenizer, DecodeOptions.of(options))
 
 
 def _max_total_tokens(runner: EngineRunner) -> int:

@@ -19,7 +19,7 @@ class TextStream:
     """Converts the tokens of an answer to text. Push every token, in order, in pieces of any size."""
 
     def __init__(self, tokenizer: Tokenizer, options: DecodeOptions) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, options.skip_special_tokens)
+        self._decoder = IncrementalDecoder(tokenizer, options.skip_special_tokens, options.shown_tokens)
         stops, patterns, keep = options.stop_strings, options.stop_patterns, options.no_stop_trim
         self._stops = StopPatternMatcher(stops, patterns, keep) if patterns else StopStringMatcher(stops, keep)
 

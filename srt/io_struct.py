@@ -24,7 +24,6 @@ from .logprobs import Logprobs, NewLogprobs
 from .pause_messages import ContinueReq, PauseReply, PauseReq
 from .profile_messages import ProfileReply, StartProfileReq, StopProfileReq
 from .request_options import RequestOptions
-from .sampling_params import SamplingParams
 from .tier_state import TierState
 from .view_parts import HotPrefix, RequestView, StepRecord
 from .weight_messages import UpdateWeightsReply, UpdateWeightsReq
@@ -158,12 +157,15 @@ class DecodeOptions(msgspec.Struct, frozen=True, array_like=True):
     resumed_ids: list[int] = []
     """Tokens whose text the client got from an engine that has died."""
     stop_patterns: list[str] = []
+    shown_tokens: list[int] = []
+    """Special tokens that are not skipped."""
 
     @classmethod
-    def of(cls, params: SamplingParams, resumed_ids: Sequence[int] = ()) -> DecodeOptions:
-        """Those of a request with these parameters. `resumed_ids`: the tokens that the client already has."""
+    def of(cls, options: RequestOptions, resumed_ids: Sequence[int] = ()) -> DecodeOptions:
+        """Those of a request. `resumed_ids`: the tokens that the client already has."""
+        params, shown = options.sampling, options.shown_tokens
         stops, patterns = list(params.stop_strings), list(params.stop_patterns)
-        return cls(params.skip_special_tokens, params.no_stop_trim, stops, list(resumed_ids), patterns)
+        return cls(params.skip_special_tokens, params.no_stop_trim, stops, list(resumed_ids), patterns, shown)
 
 
 class Counts(msgspec.Struct, frozen=True, array_like=True, gc=False):

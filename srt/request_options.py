@@ -7,7 +7,7 @@ It is passed unchanged from the decoded body to the scheduler:
 A body declares an option as a field of the same name; the OpenAI bodies call `tenant` `user`
 (srt/entrypoints/options.py). So a new option is a field here, a field of the bodies that offer it, and the code that
 reads it. `sampling` and `logprobs` are objects, which each API makes from fields of its own. `reasoning` follows from
-the rendered prompt.
+the rendered prompt, and `shown_tokens` from the formats that its answer is read in.
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     reasoning: ReasoningSpan | None = None
     """The reasoning before the text of the grammar. None: the grammar begins with the first token."""
+
+    shown_tokens: list[int] = []
+    """Special tokens that the text has even with `skip_special_tokens`: the marks of tool calls and reasoning."""
 
     def __post_init__(self) -> None:
         if len(self.cache_salt) > MAX_SALT_CHARS:

@@ -170,7 +170,9 @@ class Rig:
                 max_total_tokens=min(context_len, pool_size),
                 low_priority_values_first=low_first,
                 stream_interval=stream_interval,
-                make_stop_checker=lambda params: StopAfter(tuple(int(i) for i in params.stop_strings[0].split())),
+                make_stop_checker=lambda options: StopAfter(
+                    tuple(int(i) for i in options.sampling.stop_strings[0].split())
+                ),
             ),
             SchedulerMetrics(decode_log_interval, clock=self.clock),
             GrammarLoader(

@@ -38,7 +38,7 @@ ENDS = ("before", "during", "unanswered")
 
 def outputs(key: str, ids: list[int], sampling: SamplingParams) -> list[TokenOut]:
     """One output for each token."""
-    options = DecodeOptions.of(sampling)
+    options = DecodeOptions.of(RequestOptions(sampling=sampling))
     return [
         TokenOut(rid=key, token_ids=[token], finish=None, counts=Counts(2, num), options=options if num == 1 else None)
         for num, token in enumerate(ids, 1)

@@ -26,6 +26,8 @@ from tercet.srt.io_struct import (
     ToTokenizer,
 )
 from tercet.srt.ipc import Receiver, RunDir, Sender
+from tercet.srt.request_options import RequestOptions
+from tercet.srt.sampling_params import SamplingParams
 
 PLAIN = DecodeOptions(skip_special_tokens=True, no_stop_trim=False, stop_strings=[])
 
@@ -100,6 +102,14 @@ def test_the_stop_token_is_trimmed_unless_it_is_wanted():
     assert answer("Yes<|im_end|>", StopFinish(eos), DecodeOptions(False, False, [])) == "Yes"
     assert answer("Yes<|im_end|>", StopFinish(eos), DecodeOptions(False, True, [])) == "Yes<|im_end|>"
     assert answer("Yes<|im_end|>", StopFinish(eos), DecodeOptions(True, True, [])) == "Yes"
+
+
+def test_marks_are_shown_while_other_special_tokens_are_skipped():
+    sampling = SamplingParams(stop="d<|im_start|>")
+    options = DecodeOptions.of(RequestOptions(sampling=sampling, shown_tokens=[1]))
+    said = "a<|im_start|>b<|im_end|>c<|im_start|>"
+    assert answer(said, LengthFinish(9), options) == "a<|im_start|>bc<|im_start|>"
+    assert answer(said.replace("c", "d"), LengthFinish(9), options) == "a<|im_start|>b", "a stop string sees them, too"
 
 
 def test_the_message_is_not_changed_by_trimming():

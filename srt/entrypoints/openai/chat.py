@@ -101,7 +101,7 @@ async def run_chat(
     )
     prompt = Prompt(
         content=response_format.noting_prompt(render, _continued(body)),
-        options=options_of(body, sampling, logprobs),
+        options=options_of(body, sampling, logprobs, shown_tokens=list(plan.shown_tokens)),
         rid=name,
         add_special_tokens=False,  # the chat template writes them
         param="messages",

@@ -38,6 +38,7 @@ class AnswerPlan(NamedTuple):
     structural tag that the answer must match, and constrained_by: the field that asks for it. strict: the functions
     whose calls follow their schemas. is_closed: the constraint has no room for free text. before_grammar: the reasoning
     before the text of the grammar; None if the grammar begins with the first token, or if there is none.
+    shown_tokens: the special tokens that the reader must see.
     """
 
     tools: list[Mapping[str, Any]] | None = None
@@ -50,6 +51,7 @@ class AnswerPlan(NamedTuple):
     strict: tuple[str, ...] = ()
     is_closed: bool = False
     before_grammar: ReasoningSpan | None = None
+    shown_tokens: tuple[int, ...] = ()
 
 
 def plan_answer(
@@ -156,7 +158,8 @@ def see_marks(
 ) -> tuple[AnswerPlan, SamplingParams]:
     """Finds the marks of the formats among the tokens, and makes those visible that are special tokens.
 
-    The detokenizer then leaves no special token out, so the parser does.
+    If the detokenizer cannot leave out single tokens, it leaves no special token out, and the parser leaves out their
+    names.
     """
     form = plan.form
     if form is None or tokenizer is None:
@@ -171,6 +174,11 @@ def see_marks(
     marks = form.marks()
     if not marks & tokenizer.special_texts:
         return plan, sampling
+    if tokenizer.token_bytes is not None:
+        further = (form.ends() - marks) & tokenizer.special_texts
+        shown = map(tokenizer.token_to_id, sorted(marks & tokenizer.special_texts | further))
+        shown_tokens = tuple(token for token in shown if token is not None)
+        return plan._replace(form=form._replace(dropped=tuple(sorted(further))), shown_tokens=shown_tokens), sampling
     form = form._replace(dropped=tuple(sorted(tokenizer.special_texts - marks)))
     return plan._replace(form=form), msgspec.structs.replace(sampling, skip_special_tokens=False)
 

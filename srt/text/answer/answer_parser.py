@@ -37,6 +37,11 @@ class AnswerFormat(NamedTuple):
             marks += TOOL_FORMATS[HARMONY].marks
         return frozenset(marks)
 
+    def ends(self) -> frozenset[str]:
+        """The texts that the parser also reads, if they are special tokens."""
+        names = {name for name in (self.tools, self.reasoning) if name in TOOL_FORMATS}
+        return frozenset(text for name in names for text in TOOL_FORMATS[name].ends)
+
     def reasoning_starts(self) -> tuple[str, ...]:
         """The marks that begin reasoning; none if there is no reasoning, or if it begins otherwise."""
         return REASONING_FORMATS[self.reasoning].starts if self.reasoning in REASONING_FORMATS else ()

@@ -9,6 +9,8 @@ from .json_reader import read_arguments, read_call
 from .tools import Functions
 
 START = "[TOOL_CALLS]"
+CALL_ID = "[CALL_ID]"
+ARGS = "[ARGS]"
 _NAME = re.compile(r"[\w.\-]+")
 
 
@@ -41,7 +43,7 @@ def _read_named(answer: AnswerText, functions: Functions) -> Reading[bool]:
     name = yield from answer.word(_NAME)
     if name not in functions:
         return False
-    if (yield from answer.accept("[CALL_ID]")):
+    if (yield from answer.accept(CALL_ID)):
         yield from answer.word(_NAME)
-    yield from answer.accept("[ARGS]")
+    yield from answer.accept(ARGS)
     return (yield from read_arguments(answer, name))

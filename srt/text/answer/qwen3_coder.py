@@ -13,6 +13,7 @@ from .json_reader import json_string
 from .tools import Functions
 
 START = "<tool_call>"
+END = "</tool_call>"
 FUNCTION = "<function="
 PARAMETER = "<parameter="
 PARAMETER_END = "</parameter>"
@@ -33,7 +34,7 @@ def read_qwen3_coder(answer: AnswerText, functions: Functions) -> Reading[None]:
             continue
         yield from _read_arguments(answer, functions, name)
         yield from answer.skip_space()
-        yield from answer.accept("</tool_call>")
+        yield from answer.accept(END)
 
 
 def _read_arguments(answer: AnswerText, functions: Functions, name: str) -> Reading[None]:

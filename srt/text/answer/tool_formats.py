@@ -33,22 +33,26 @@ class ToolFormat(NamedTuple):
     be strict otherwise.
 
     signs: any of these texts in a chat template shows that its model writes this format. marks: special tokens of some
-    tokenizers that the reader must see.
+    tokenizers that the reader must see. ends: others that it reads. They are left out of the content.
     """
 
     read: Callable[[AnswerText, Functions], Reading[None]]
     signs: tuple[str, ...]
     marks: tuple[str, ...] = ()
     grammar: CallGrammar | None = None
+    ends: tuple[str, ...] = ()
 
 
 TOOL_FORMATS = {
-    "gpt-oss": ToolFormat(harmony.read_harmony, ("<|channel|>",), (harmony.CHANNEL, harmony.MESSAGE)),
+    "gpt-oss": ToolFormat(
+        harmony.read_harmony, ("<|channel|>",), (harmony.CHANNEL, harmony.MESSAGE), ends=(harmony.START, *harmony.ENDS)
+    ),
     "mistral": ToolFormat(
         mistral.read_mistral,
         ("[TOOL_CALLS]",),
         (mistral.START,),
         CallGrammar('{"name": "NAME", "arguments": ', "}", opening="[TOOL_CALLS][", separator=", ", closing="]"),
+        (mistral.CALL_ID, mistral.ARGS),
     ),
     "deepseek_v3": ToolFormat(
         deepseek.read_deepseek,
@@ -61,8 +65,11 @@ TOOL_FORMATS = {
             separator="",
             closing=deepseek.END,
         ),
+        (deepseek.CALL_END, deepseek.END),
     ),
-    "gemma": ToolFormat(gemma.read_gemma, gemma.STARTS, (*gemma.STARTS, *gemma.QUOTES)),
+    "gemma": ToolFormat(
+        gemma.read_gemma, gemma.STARTS, (*gemma.STARTS, *gemma.QUOTES), ends=tuple(gemma.ENDS.values())
+    ),
     "qwen3_coder": ToolFormat(
         qwen3_coder.read_qwen3_coder,
         (qwen3_coder.PARAMETER,),
@@ -73,8 +80,9 @@ TOOL_FORMATS = {
             trigger=qwen3_coder.FUNCTION,
             style="qwen_xml",
         ),
+        (qwen3_coder.END,),
     ),
-    "pythonic": ToolFormat(pythonic.read_pythonic, (pythonic.START,), (pythonic.START,)),
+    "pythonic": ToolFormat(pythonic.read_pythonic, (pythonic.START,), (pythonic.START,), ends=(pythonic.END,)),
     "llama3_json": ToolFormat(
         llama3_json.read_llama3_json,
         (llama3_json.START, '"parameters": dictionary of argument name'),
