@@ -68,6 +68,8 @@ def _chat(body: ResponsesBody, name: str) -> ChatBody:
 def _renamed(error: InvalidRequest) -> InvalidRequest:
     """The error with the field names of this API."""
     message, param = error.message, error.param or ""
+    if message.startswith("messages must "):
+        message = "input" + message.removeprefix("messages")
     for ours, theirs in _THEIR_NAMES.items():
         message = message.replace(ours, theirs) if ours != "messages" else message
         if param == "messages" or param.startswith("messages["):

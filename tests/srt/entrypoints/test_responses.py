@@ -207,7 +207,7 @@ def test_a_failure_in_a_stream(site: Site) -> None:
     ("body", "param", "says"),
     [
         ({}, "input", "input is required"),
-        ({"input": []}, "input", "1 to 10000 messages, got 0"),
+        ({"input": []}, "input", "input must contain 1 to 10000 messages, got 0"),
         ({"input": "hi", "store": True}, "store", "answers are not stored"),
         ({"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
         ({"input": "hi", "background": True}, "background", "not stored"),
