@@ -42,7 +42,7 @@ def num_kv_tokens(
         if max_total_tokens > fits:
             raise ValueError(
                 f"--max-total-tokens {max_total_tokens} needs {_gib(max_total_tokens * bytes_per_token)}, "
-                f"but only {_gib(available)} are available ({max(fits, 0)} tokens)"
+                f"but only {_gib(max(available, 0))} are available ({max(fits, 0)} tokens)"
             )
         num_tokens = max_total_tokens // page_size * page_size
     else:
@@ -58,7 +58,8 @@ def num_kv_tokens(
         raise ValueError(
             f"not enough memory for a KV pool: beside the weights {_gib(memory.available)} of {_gib(memory.total)} are "
             f"available, steps need {_gib(reserve)}, and a token needs {bytes_per_token} bytes; raise "
-            "--mem-fraction-static if it is given, else lower --max-prefill-tokens or --max-running-requests"
+            "--mem-fraction-static if it is given, else lower --max-prefill-tokens, --max-running-requests or "
+            "--context-length"
         )
     return num_tokens
 

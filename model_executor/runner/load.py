@@ -169,7 +169,11 @@ class _RunnerBuilder:
             rows = settings.max_recorded_rows
             reserve += step_bytes(tokens=2 * settings.max_recorded_tokens + rows, rows=rows)
         # A sequence is no longer than the pool. Only the cpu backend's layers have a table of angles.
-        longest = min(settings.context_len, memory.available // self.bytes_per_token)
+        longest = min(
+            settings.context_len,
+            memory.available // self.bytes_per_token,
+            settings.max_total_tokens or settings.context_len,
+        )
         if settings.attention_backend == "cpu":
             reserve += rotation_bytes(config, longest)
         if settings.attention_backend == "torch":
@@ -179,7 +183,7 @@ class _RunnerBuilder:
                 tokens=settings.max_prefill_tokens,
                 chunk=min(settings.chunked_prefill_size, settings.max_prefill_tokens),
                 rows=num_rows,
-                longest=min(longest, settings.max_total_tokens or longest),
+                longest=longest,
             )
         return reserve
 

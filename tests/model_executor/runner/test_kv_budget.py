@@ -62,8 +62,10 @@ def test_whole_pages(page_size):
 def test_no_room():
     with pytest.raises(ValueError, match="--mem-fraction-static"):
         tokens(Memory(100 * GIB, 10 * GIB), mem_fraction_static=0.5)
-    with pytest.raises(ValueError, match="not enough memory"):
+    with pytest.raises(ValueError, match=r"not enough memory.*--context-length"):
         tokens(Memory(GIB, 1 << 16))
+    with pytest.raises(ValueError, match=r"only 0\.00 GiB are available \(0 tokens\)"):
+        tokens(Memory(8 * GIB, GIB), max_total_tokens=1000, reserve=2 * GIB)
 
 
 def test_host_memory_for_kv_that_does_not_fit():

@@ -114,15 +114,16 @@ def test_a_server_on_torch_keeps_room_for_what_it_gathers():
 def test_a_long_context_is_kept_room_for_its_rotations():
     """No more than the pool could use: a million positions take half a gigabyte with heads of 128."""
 
-    def reserve(context_len):
+    def reserve(context_len, **limits):
         config = replace(CONFIG, context_len=context_len, load_format="dummy")
-        settings = make_settings(config, max_running_requests=2, max_total_tokens=64, dtype="float32")
+        settings = make_settings(config, max_running_requests=2, dtype="float32", **limits)
         if settings.attention_backend != "cpu":
             return None
         return load._RunnerBuilder(settings, config).cpu_reserve(Memory(1 << 40, 1 << 40))
 
     short, long = reserve(1000), reserve(101_000)
     assert short is None or long - short == 100_000 * CONFIG.head_dim * 4
+    assert short == reserve(101_000, max_total_tokens=1000)
 
 
 def test_float32_is_the_widest():
