@@ -12,7 +12,8 @@ import torch
 from meta_runner import every_kind_of_step
 from runner_driver import RunnerDriver, relative_error
 
-from tercet.model_executor.step import ForwardMode, StepInputs
+from tercet.model_executor.runner import host_kv
+from tercet.model_executor.step import ForwardMode, KVCopies, StepInputs
 from tercet.model_executor.weights import loader
 from tercet.srt.model_files.model_config import ModelConfig
 from tercet.srt.sampling_params import SamplingParams
@@ -141,6 +142,43 @@ def test_logits_are_the_cpus(config):
     assert found.keys() == expected.keys() and len(found) > 50
     for position, logits in expected.items():
         assert relative_error(found[position].cpu(), logits) < 1e-3, position
+
+
+@pytest.mark.usefixtures("weights_of_a_cpu")
+def test_graphs_read_new_weights(monkeypatch):
+    runner = make_runner(LLAMA, max_running_requests=4)
+    monkeypatch.setattr(loader, "_DUMMY_STD", 0.05)
+    runner.weights.update(LLAMA)
+    fresh = make_runner(LLAMA, max_running_requests=4)
+    found, expected = (RunnerDriver(one).logits_along(1, range(3, 40), [30]) for one in (runner, fresh))
+    assert found.keys() == expected.keys() and len(found) == 8
+    assert all(torch.equal(found[position], logits) for position, logits in expected.items())
+
+
+def test_pages_come_back_from_host_memory(monkeypatch):
+    """All pages of the pool, in more batches than the device has memory for. Nothing waits for them."""
+    monkeypatch.setattr(host_kv, "_BATCH_BYTES", 1 << 20)
+    runner = make_runner(LLAMA, enable_hierarchical_cache=True, hicache_size=0.05)
+    pool, rng, none = runner.kv_pool, np.random.default_rng(0), np.empty(0, np.int32)
+    buffers = [buffer.view(torch.int16) for buffer in (*pool.k_buffer, *pool.v_buffer)]
+    for buffer in buffers:
+        buffer.random_()
+    before = [buffer.clone() for buffer in buffers]
+    num_pages, num_host = pool.size // pool.page_size, runner.host_kv.memory.nbytes // pool.page_bytes
+    pages = rng.permutation(num_pages).astype(np.int32) + 1
+    host = np.sort(rng.permutation(num_host)[:num_pages]).astype(np.int32)
+    steps = []
+    with waiting_is_an_error():
+        for copies in (KVCopies(pages, host, none, none), KVCopies(none, none, host, pages)):
+            steps.append(runner.launch(StepInputs(ForwardMode.DECODE, none, none, none, kv_copies=copies)))
+            steps[-1].sample()
+            if len(steps) == 1:
+                for buffer in buffers:
+                    buffer[pool.page_size :].zero_()
+    for step in steps:
+        assert len(step.wait().tokens) == 0
+    for found, expected in zip(buffers, before, strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_many_steps_may_be_launched_before_a_token_is_read():
