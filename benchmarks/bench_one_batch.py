@@ -57,10 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench = _Bench(args, result, ModelCost.of_runner(config, resolved))
         result.values.update(model=name, dtype=str(dtype).removeprefix("torch."))
         for graphs in _graph_settings(args, server_args):
-            max_recorded = None if graphs == "off" else server_args.cuda_graph_max_bs
-            settings = dataclasses.replace(
-                server_args, disable_cuda_graph=graphs == "off", cuda_graph_max_bs=max_recorded
-            )
+            settings = dataclasses.replace(server_args, disable_cuda_graph=graphs == "off")
             with bench.record_failure(f"all with graphs {graphs}"):
                 engine = TimedEngine(settings)
                 bench.run(engine, graphs if device.type == "cuda" or engine.runner.model.compiled else "none")

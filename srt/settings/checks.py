@@ -148,8 +148,6 @@ def check_settings(args: ServerArgs) -> None:
         raise ValueError(
             f"--soft-watchdog-timeout must be less than --watchdog-timeout {args.watchdog_timeout:g}, got {soft_s:g}"
         )
-    if args.disable_cuda_graph and args.cuda_graph_max_bs is not None:
-        raise ValueError("--cuda-graph-max-bs has no effect with --disable-cuda-graph")
     _check_tiers(args)
 
 

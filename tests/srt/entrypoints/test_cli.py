@@ -113,7 +113,6 @@ def test_serve_takes_the_model_from_a_config_file(served: list[ServerArgs], tmp_
         (["A", "--served-model-name", ""], "--served-model-name must not be empty"),
         (["A", "--resume-grace", "9", "--resume-file", ""], "--resume-file must not be empty"),
         (["A", "--resume-file", "F"], "--resume-file needs --resume-grace"),
-        (["A", "--disable-cuda-graph", "--cuda-graph-max-bs", "8"], "no effect with --disable-cuda-graph"),
         (["A", "--skip-tokenizer-init", "--chat-template", "T"], "--chat-template has no effect with --skip-tokenizer"),
         (["A", "--skip-tokenizer-init", "--reasoning-parser", "qwen3"], "--reasoning-parser has no effect with"),
     ],
