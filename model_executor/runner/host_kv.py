@@ -72,7 +72,9 @@ class HostKV:
         if not settings.has_storage and num_tokens <= kv_pool.size:
             raise ValueError(
                 f"{size} holds {num_tokens} tokens and the KV pool {kv_pool.size}: without --hicache-storage-dir it "
-                "must be larger than the pool, because it has a copy of what the pool keeps of finished requests"
+                "must be larger than the pool, because it has a copy of what the pool keeps of finished requests; set "
+                f"--hicache-size above {kv_pool.size * kv_pool.page_bytes / kv_pool.page_size / 2**30:.2f}, or a "
+                "smaller --max-total-tokens"
             )
         self._kv_pool = kv_pool
         self._uploads = uploads

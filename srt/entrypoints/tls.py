@@ -34,7 +34,11 @@ def tls_context(args: ServerArgs) -> ssl.SSLContext | None:
         if is_asked:
             wrong = "is missing" if args.ssl_keyfile_password is None else "does not fit"
             raise ValueError(f"the private key is encrypted, and --ssl-keyfile-password {wrong}") from error
-        raise ValueError(f"{flag}: cannot load {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) else str(error)
+        if isinstance(error, ssl.SSLError) and "PEM lib" in reason:
+            hint = "; --ssl-keyfile names the file of the key" if args.ssl_keyfile is None else ""
+            reason = f"no certificate or no private key in PEM form{hint}"
+        raise ValueError(f"{flag}: cannot load {path}: {reason}") from error
     if args.ssl_keyfile_password is not None and not is_asked:
         raise ValueError("--ssl-keyfile-password is given, but the private key is not encrypted")
     if args.ssl_ca_certs is not None:

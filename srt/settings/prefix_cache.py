@@ -49,7 +49,10 @@ class PrefixCacheSettings:
     ] = False
     hicache_size: Annotated[
         float | None,
-        Setting("GB (2**30 bytes) of host memory for KV; default: none, or 1 with --hicache-storage-dir"),
+        Setting(
+            "GB (2**30 bytes) of host memory for KV; without --hicache-storage-dir, more than the KV pool has; "
+            "default: none, or 1 with --hicache-storage-dir"
+        ),
     ] = None
     hicache_storage_dir: Annotated[
         str | None, Setting("Folder for KV files, which survive a restart and which several servers may share")

@@ -52,7 +52,8 @@ def args(certs: Path, **files: str) -> ServerArgs:
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({"ssl_certfile": "gone.pem"}, "--ssl-certfile: cannot load .*gone.pem: "),
+        ({"ssl_certfile": "gone.pem"}, "--ssl-certfile: cannot load .*gone.pem: No such file or directory"),
+        ({"ssl_certfile": "server.pem"}, "no private key in PEM form; --ssl-keyfile names the file of the key"),
         ({"ssl_certfile": "server.key", "ssl_keyfile": "server.key"}, "--ssl-certfile and --ssl-keyfile: cannot load "),
         ({"ssl_certfile": "server.pem", "ssl_keyfile": "client.key"}, "cannot load "),
         ({"ssl_certfile": "server.pem", "ssl_keyfile": "locked.key"}, "--ssl-keyfile-password is missing"),
