@@ -34,8 +34,8 @@ def tls_context(args: ServerArgs) -> ssl.SSLContext | None:
         if is_asked:
             wrong = "is missing" if args.ssl_keyfile_password is None else "does not fit"
             raise ValueError(f"the private key is encrypted, and --ssl-keyfile-password {wrong}") from error
-        reason = error.strerror if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) else str(error)
-        if isinstance(error, ssl.SSLError) and "PEM lib" in reason:
+        reason = getattr(error, "strerror", None) or str(error)
+        if "PEM lib" in reason:
             hint = "; --ssl-keyfile names the file of the key" if args.ssl_keyfile is None else ""
             reason = f"no certificate or no private key in PEM form{hint}"
         raise ValueError(f"{flag}: cannot load {path}: {reason}") from error
