@@ -70,6 +70,8 @@ class ResumableStream:
         """All events up to this number have been written to a connection. The client may still lack them."""
         self._reader: Reader | None = None
         self._changed = asyncio.Event()
+        self._has_begun = False
+        """The task has begun. A task that is cancelled before never runs, not even to clean up."""
         self._keep(first)
         self._pump = asyncio.create_task(self._run())
 
@@ -109,6 +111,8 @@ class ResumableStream:
     def end(self) -> None:
         """Ends the request, and forgets the events."""
         self._pump.cancel()
+        if not self._has_begun:
+            self._on_end()
         self._streams.num_held_bytes -= self._num_bytes
         self._events.clear()
         self._num_bytes = 0
@@ -139,6 +143,7 @@ class ResumableStream:
         await self._changed.wait()
 
     async def _run(self) -> None:
+        self._has_begun = True
         try:
             async for data in self._source:
                 self._keep(data)

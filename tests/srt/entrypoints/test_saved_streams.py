@@ -105,6 +105,29 @@ def test_shutdown_that_begins_while_events_are_replayed_leaves_the_stream_to_the
     asyncio.run(run())
 
 
+def test_shutdown_that_begins_just_before_a_stream_is_opened_again_ends_its_request(tmp_path: Path) -> None:
+    """Its request must not delay the end of the server."""
+    ended: list[str] = []
+
+    async def run() -> None:
+        journal = journal_with_a_stream(tmp_path)
+        saved = SavedStreams(journal, {}, grace_s=60.0)
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            yield b"data: 1\n\n"
+
+        async def drain_first(scope: Mapping[str, Any], body: bytes, replay: Replay) -> Any:
+            saved.streams.drain()
+            saved.streams.restore(replay, "", events(), lambda: ended.append("request"))
+
+        with pytest.raises(EngineDead, match="the next one will continue"):
+            await saved.restore(STREAM, "", lambda: "1", {"headers": []}, drain_first)
+        assert ended == ["request"] and STREAM in journal
+        journal.close()
+
+    asyncio.run(run())
+
+
 def test_an_update_of_the_weights_that_ends_while_a_stream_is_loaded_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
