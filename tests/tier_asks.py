@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import pytest
 from patience import PATIENCE_S
 from scheduler_rig import Rig
 
@@ -31,6 +34,16 @@ def settle(rig: Rig) -> None:
     if rig.kv.tiers._storage is not None:
         rig.kv.tiers._storage.close(PATIENCE_S)
     rig.kv.audit([])
+
+
+def rig_on_a_silent_disk(folder: Path, monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> Rig:
+    """A new engine after one that has written the KV of a prompt. It finds the files, and no read is ever answered."""
+    rig = Rig(page_size=4, host_blocks=64, storage=folder)
+    ask(rig, "a", ids)
+    settle(rig)
+    fresh = Rig(page_size=4, host_blocks=64, storage=folder)
+    monkeypatch.setattr(fresh.kv.tiers._storage, "read", lambda job: None)
+    return fresh
 
 
 def settle_copies(rig: Rig) -> None:

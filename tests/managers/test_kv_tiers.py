@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE_S
 from scheduler_rig import Rig
-from tier_asks import VOCAB, ask, prompt, settle, settle_copies
+from tier_asks import VOCAB, ask, prompt, rig_on_a_silent_disk, settle, settle_copies
 
 from fakes import expected_output
 from tercet.managers import kv_tiers
@@ -85,11 +85,7 @@ def test_a_policy_counts_what_host_memory_has(policy: str) -> None:
 def test_files_count_as_cached_until_a_request_has_waited_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
-    ask(rig, "a", prompt(1, 41))
-    settle(rig)
-    fresh = Rig(page_size=4, host_blocks=64, storage=tmp_path)
-    monkeypatch.setattr(fresh.kv.tiers._storage, "read", lambda job: None)  # a disk that never answers
+    fresh = rig_on_a_silent_disk(tmp_path, monkeypatch, prompt(1, 41))
     fresh.add("b", prompt(1, 41), max_new_tokens=1)
     fresh.turn()
     (req,) = fresh.scheduler.queues.waiting
@@ -243,13 +239,9 @@ def test_a_folder_that_becomes_read_only_costs_a_line(
 
 
 def test_a_slow_disk_delays_a_request_for_a_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
     first = prompt(1, 41)
-    ask(rig, "a", first)
-    settle(rig)
-    fresh = Rig(page_size=4, host_blocks=64, storage=tmp_path)
+    fresh = rig_on_a_silent_disk(tmp_path, monkeypatch, first)
     storage = fresh.kv.tiers._storage
-    monkeypatch.setattr(storage, "read", lambda job: None)  # a disk that never answers
     fresh.add("b", first, max_new_tokens=4)
     fresh.add("other", prompt(9, 10), max_new_tokens=4)
     for _ in range(20):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_steps.scheduler_case import WaitingBound
 from scheduler_rig import Rig
-from tier_asks import ask, prompt, settle, settle_copies
+from tier_asks import ask, prompt, rig_on_a_silent_disk, settle, settle_copies
 
 from tercet.managers import kv_tiers
 from tercet.managers.req import Stage
@@ -150,11 +150,7 @@ def test_only_blocks_that_an_admission_can_load_are_read(
 def test_a_request_that_computes_its_whole_prompt_waits_for_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = Rig(page_size=4, host_blocks=64, storage=tmp_path)
-    ask(rig, "a", prompt(1, 41))
-    settle(rig)
-    fresh = Rig(page_size=4, host_blocks=64, storage=tmp_path)
-    monkeypatch.setattr(fresh.kv.tiers._storage, "read", lambda job: None)  # a disk that never answers
+    fresh = rig_on_a_silent_disk(tmp_path, monkeypatch, prompt(1, 41))
     fresh.add("scores", prompt(1, 41), logprobs=LogprobOptions(logprob_start_len=0))
     fresh.add("embeds", prompt(1, 41), pooling="mean", max_new_tokens=0)
     for _ in range(20):
