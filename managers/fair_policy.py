@@ -141,7 +141,7 @@ class FairPolicy(SchedulePolicy):
             self.shares.clear()
         elif waiting or admitted != {tenant}:
             self._charge_outputs()
-            self.shares.catch_up(chain(waiting.latest_tenants(), admitted))  # who has joined last has had least
+            self.shares.catch_up(chain(waiting.latest_tenants(), admitted))  # the last to join is the least ahead
 
     def _charge_outputs(self) -> None:
         for req in self._num_charged:

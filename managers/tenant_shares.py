@@ -46,9 +46,11 @@ class TenantShares:
         self._positions.setdefault(tenant, self.round)
 
     def catch_up(self, active: Iterable[str]) -> None:
-        """A tenant joins these, which have requests. What all of them have had more than it, they had without it.
+        """Move the round up to the least position of the active tenants: another one is about to join them.
 
-        Stops at the first one that has had no more: there may be thousands, and many may join at once.
+        So it gets no credit for what they had while it had no requests.
+
+        Stops at the first tenant in the present round: there may be thousands, and many may join at once.
         """
         least = math.inf
         for name in active:

@@ -67,7 +67,7 @@ def load_runner(settings: RunnerSettings, config: ModelConfig) -> ModelRunner:
 
 def _table(settings: RunnerSettings) -> SlotTable:
     rows, context_len = settings.max_running_requests, settings.context_len
-    # Other errors of a GPU say what is wrong with it.
+    # On a GPU, other RuntimeErrors are not about memory.
     no_memory = RuntimeError if settings.device.type == "cpu" else torch.OutOfMemoryError
     try:
         return SlotTable(rows, context_len, settings.device)

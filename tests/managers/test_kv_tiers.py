@@ -241,7 +241,6 @@ def test_a_folder_that_becomes_read_only_costs_a_line(
 def test_a_slow_disk_delays_a_request_for_a_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prompt(1, 41)
     fresh = rig_on_a_silent_disk(tmp_path, monkeypatch, first)
-    storage = fresh.kv.tiers._storage
     fresh.add("b", first, max_new_tokens=4)
     fresh.add("other", prompt(9, 10), max_new_tokens=4)
     for _ in range(20):

@@ -225,7 +225,7 @@ def _ignore(text: str) -> None:
 
 
 def without_surrogates(text: str) -> str:
-    """JSON text that UTF-8 can have: halves of characters in its strings become escapes, of which two are one again."""
+    """Replace surrogates in JSON text by escapes, because UTF-8 cannot encode them."""
     return _SURROGATE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
