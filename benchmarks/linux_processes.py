@@ -10,7 +10,7 @@ from pathlib import Path
 
 PROC = Path("/proc")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_ROLES = re.compile(rb"\btercet\.srt\.entrypoints\.child\x00(\w+)")
+_ROLES = re.compile(rb"\btercet\.srt\.entrypoints\.child\x00\d+\x00(\w+)")
 """Finds the role of a Tercet child process. The role is its name, because all its processes run the same program."""
 
 

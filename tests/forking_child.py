@@ -1,4 +1,4 @@
-"""`python -m forking_child ROLE`: the processes of fake_child, which become fork servers as the real ones do."""
+"""`python -m forking_child PARENT ROLE`: the processes of fake_child, which become fork servers as the real ones do."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A child process of the engine: `python -m tercet.srt.entrypoints.child ROLE`, started by processes.py.
+"""A child process of the engine: `python -m tercet.srt.entrypoints.child PARENT ROLE`, started by processes.py.
 
-It reads its launch spec from stdin and reports on the pipe that the spec names. It ignores SIGINT and SIGTERM: the
-parent lets running requests finish, and then tells the child to stop. When the parent dies, for any reason, the child
-removes the run directory and exits at once, so that nothing of the engine is left behind.
+`PARENT` is the process id of its parent. The child reads its launch spec from stdin and reports on the pipe that the
+spec names. It ignores SIGINT and SIGTERM: the parent lets running requests finish, and then tells the child to stop.
+When the parent dies, for any reason, the child removes the run directory and exits at once, so that nothing of the
+engine is left behind.
 """
 
 from __future__ import annotations
@@ -152,8 +153,8 @@ ROLES: Mapping[str, Run | LoadedRole] = {
 
 def main(roles: Mapping[str, Run | LoadedRole] = ROLES) -> int:
     """Runs the child process. Returns the exit code: 0 after a requested stop, 1 after a failure."""
-    role = sys.argv[1]
-    parent = _Parent()
+    role = sys.argv[2]
+    parent = _Parent(int(sys.argv[1]))
     # Imported and loaded objects stay for the life of the process. Collections during start-up would take 0.2 s.
     gc.disable()
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -210,12 +211,15 @@ def _load_modules(role: str) -> None:
 class _Parent:
     """The process that has started this one. A fork of this process has the same."""
 
-    def __init__(self) -> None:
-        self._pid = os.getppid()
+    def __init__(self, pid: int) -> None:
+        """`pid`: from the parent itself, which may have died while this process imported its modules."""
+        self._pid = pid
         try:
-            self._pidfd: int | None = os.pidfd_open(self._pid)
-        except (AttributeError, OSError):  # not Linux, or an old kernel
+            self._pidfd: int | None = os.pidfd_open(pid)
+        except (AttributeError, OSError):  # not Linux, an old kernel, or there is no such process
             self._pidfd = None
+        self._was_gone = os.getppid() != pid
+        """It had died before. Another process may have its id by now."""
 
     @property
     def outlives_forks(self) -> bool:
@@ -223,6 +227,8 @@ class _Parent:
         return self._pidfd is not None
 
     def is_gone(self) -> bool:
+        if self._was_gone:
+            return True
         if self._pidfd is None:
             return os.getppid() != self._pid
         return bool(select.select([self._pidfd], [], [], 0)[0])

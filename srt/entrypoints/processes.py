@@ -1,6 +1,6 @@
 """Starts and watches the engine's child processes. Only this file and fork_server.py start processes.
 
-A child is a new interpreter (`python -m tercet.srt.entrypoints.child ROLE`), or the fork of such a child
+A child is a new interpreter (`python -m tercet.srt.entrypoints.child PARENT ROLE`), or the fork of such a child
 (fork_server.py). Nothing is pickled, and this process is not forked, so an engine also starts from a notebook and from
 a script without a `__main__` guard.
 
@@ -64,7 +64,7 @@ class ChildProcess:
             forks = ForkLink() if may_fork else None
             self._fork_fd = None if forks is None else forks.childs_end.fileno()
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, role],
+                [sys.executable, "-P", "-m", module, str(os.getpid()), role],
                 stdin=subprocess.PIPE,
                 env=_environment(role),
                 pass_fds=[fd for fd in (childs_fd, self._fork_fd, self._listener_fd) if fd is not None],

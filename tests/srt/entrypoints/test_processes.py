@@ -275,6 +275,33 @@ def test_children_follow_a_killed_parent_and_take_the_sockets_along(server_args:
     assert os.listdir(run_dirs) == []
 
 
+HASTY = """
+import asyncio, os, signal, sys
+from tercet.srt.entrypoints.processes import ChildProcess
+from tercet.srt.ipc import RunDir
+from tercet.srt.server_args import ServerArgs
+
+async def main():
+    args = ServerArgs(model_path=sys.argv[1], load_format="dummy", skip_tokenizer_init=True)
+    child = ChildProcess("scheduler", "fake_child").launch(args, RunDir.create())
+    sys.stdout.write(f"{child.pid}\\n")
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_children_that_still_import_their_modules_follow_a_killed_parent(
+    server_args: ServerArgs, run_dirs: Path
+) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", HASTY, server_args.model_path], stdout=subprocess.PIPE, env=environment(run_dirs)
+    )
+    assert is_gone(int(ran.stdout))
+    assert os.listdir(run_dirs) == []
+
+
 def test_a_report_may_come_in_pieces() -> None:
     read_end, write_end = os.pipe()
     write_frame(write_end, DetokenizerReady())
