@@ -98,41 +98,61 @@ class InputProcessor:
             )
         return sampling
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text.
+    def encode(self, text: str, add_special_tokens: bool = True, truncates: bool | None = None) -> list[int]:
+        """The token ids of a text. `truncates`: as in `check_ids`.
 
         Raises InvalidRequest without a tokenizer and for invalid Unicode, and PromptTooLong for a text that can never
         fit. Other texts that do not fit are returned whole, for `check_ids`.
         """
-        tokenizer = self._tokenizer_for(text)
-        self._refuse_excess(tokenizer, text)
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest("this engine has no tokenizer (--skip-tokenizer-init); send token ids", param="prompt")
+        if self._truncates(truncates):
+            text = text[-self._max_chars :]
+        else:
+            self._refuse_excess(tokenizer, text)
         return tokenizer.encode(text, add_special_tokens)
 
     async def prompt_ids(
-        self, content: str | Sequence[int] | Callable[[], Awaitable[str]], add_special_tokens: bool
+        self,
+        content: str | Sequence[int] | Callable[[], Awaitable[str]],
+        add_special_tokens: bool,
+        truncates: bool | None = None,
     ) -> Sequence[int]:
-        """The checked token ids of a prompt. Raises as `encode` and `check_ids` do."""
+        """The checked token ids of a prompt. `truncates`, and what it raises: as `encode` and `check_ids`."""
         if callable(content):
             content = await content()
         if isinstance(content, str):
-            return self.check_ids(await self.encode_off_loop(content, add_special_tokens), is_text=True)
-        return self.check_ids(content, is_text=False)
+            ids = await self.encode_off_loop(content, add_special_tokens, truncates)
+            return self.check_ids(ids, is_text=True, truncates=truncates)
+        return self.check_ids(content, is_text=False, truncates=truncates)
 
-    async def encode_off_loop(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode_off_loop(
+        self, text: str, add_special_tokens: bool = True, truncates: bool | None = None
+    ) -> list[int]:
         """As `encode`. A long text is tokenised in a thread, so that it delays no stream."""
         if len(text) < _TOKENISE_OFF_LOOP_CHARS:
-            return self.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens)
+            return self.encode(text, add_special_tokens, truncates)
+        return await asyncio.to_thread(self.encode, text, add_special_tokens, truncates)
+
+    def _truncates(self, truncates: bool | None) -> bool:
+        return self._allow_auto_truncate if truncates is None else truncates
+
+    @property
+    def _max_chars(self) -> int:
+        return _MAX_CHARS_PER_TOKEN * max(self._facts.context_len, 1)
 
     def _refuse_excess(self, tokenizer: Tokenizer, text: str) -> None:
-        """Raises PromptTooLong for a very long text with more than twice the tokens that fit.
+        """Raises PromptTooLong for too many characters, and for a long text with over twice the tokens that fit.
 
         Tokenising needs hundreds of bytes per token, so such a text is counted in pieces, one in memory at a time.
         A cut between two pieces changes a few tokens around it, far too few to double the number of a text that fits.
         The count decides nothing else: a text that passes is tokenised whole.
         """
+        if len(text) > self._max_chars:
+            raise self._overflow(f"the prompt has {len(text)} characters; at most {self._max_chars} can fit")
         limit = self._facts.max_req_input_len
-        if self._allow_auto_truncate or len(text) <= _USUAL_CHARS_PER_TOKEN * limit:
+        if len(text) <= _USUAL_CHARS_PER_TOKEN * limit:
             return
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
@@ -140,28 +160,17 @@ class InputProcessor:
             if num_tokens > 2 * limit:
                 raise self._overflow(f"the prompt has more than {2 * limit} tokens; at most {limit} fit")
 
-    def _tokenizer_for(self, text: str) -> Tokenizer:
-        """The tokenizer for this text.
+    def check_ids(self, ids: Sequence[int], *, is_text: bool, truncates: bool | None = None) -> Sequence[int]:
+        """Checks the token ids of a prompt. Returns all of them, or the last ones that fit if it `truncates`.
 
-        Raises InvalidRequest without a tokenizer, and PromptTooLong for a text that can never fit.
-        """
-        if self.tokenizer is None:
-            raise InvalidRequest("this engine has no tokenizer (--skip-tokenizer-init); send token ids", param="prompt")
-        max_chars = _MAX_CHARS_PER_TOKEN * max(self._facts.context_len, 1)
-        if len(text) > max_chars and not self._allow_auto_truncate:
-            raise self._overflow(f"the prompt has {len(text)} characters; at most {max_chars} can fit")
-        return self.tokenizer
-
-    def check_ids(self, ids: Sequence[int], *, is_text: bool) -> Sequence[int]:
-        """Check the token ids of a prompt. Returns all of them, or the last ones with `--allow-auto-truncate`.
-
+        `truncates`: whether a prompt that is too long loses its first tokens. None: as `--allow-auto-truncate` says.
         Raises InvalidRequest for no ids and for ids outside the vocabulary, PromptTooLong for too many.
         """
         if not ids:
             raise InvalidRequest("the prompt is empty; at least one token is required", param="prompt")
         limit = self._facts.max_req_input_len
         if len(ids) > limit:
-            if not self._allow_auto_truncate:
+            if not self._truncates(truncates):
                 raise self._overflow(f"the prompt has {len(ids)} tokens; at most {limit} fit")
             ids = ids[-limit:]
         self._check_rows(ids, is_text=is_text)

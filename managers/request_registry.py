@@ -36,6 +36,8 @@ class Prompt:
     rid: str | None = None
     """None: a random name."""
     add_special_tokens: bool = True
+    truncates: bool | None = None
+    """Whether a prompt that is too long loses its first tokens. None: as `--allow-auto-truncate` says."""
     param: str = "prompt"
     """The field of the request's body that has the prompt, for error messages."""
     grammar_param: str | None = None

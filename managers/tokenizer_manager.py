@@ -128,19 +128,19 @@ class TokenizerManager:
         """
         if prompt.is_over or prompt.prompt_ids:
             return
+        given, options = prompt.prompt, prompt.options
         try:
             with prompt.unless_over():
-                grammar = prompt.prompt.options.sampling.grammar
-                if grammar is not None:
-                    await check_grammar(self.grammars, grammar, prompt.prompt.grammar_param or grammar.kind)
-                ids = await self.inputs.prompt_ids(prompt.prompt.content, prompt.prompt.add_special_tokens)
-                self.inputs.check_options(prompt.prompt.options)
-                self.inputs.check_logprobs(prompt.prompt.options, len(ids))
-                self.inputs.check_hidden_states(prompt.prompt.options, len(ids), prompt.request.num_samples)
+                if (grammar := options.sampling.grammar) is not None:
+                    await check_grammar(self.grammars, grammar, given.grammar_param or grammar.kind)
+                ids = await self.inputs.prompt_ids(given.content, given.add_special_tokens, given.truncates)
+                self.inputs.check_options(options)
+                self.inputs.check_logprobs(options, len(ids))
+                self.inputs.check_hidden_states(options, len(ids), prompt.request.num_samples)
                 prompt.on_prepared(ids)
         except InvalidRequest as error:
             if error.param in ("prompt", "input_ids", None):
-                error.param = prompt.prompt.param
+                error.param = given.param
             raise
 
     def send(self, prompt: PromptSamples, generation: Generation) -> None:

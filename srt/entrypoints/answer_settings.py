@@ -26,6 +26,7 @@ _SETTINGS = (
     "sampling_defaults",
     "incremental_streaming_output",
     "grammar_backend",
+    "allow_auto_truncate",
     "fuse_small_steps",
 )
 _TOKENIZER_ENDINGS = (".json", ".jinja", ".model", ".txt")

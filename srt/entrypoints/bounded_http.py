@@ -15,6 +15,8 @@ HttpClient asks for HTTP/2 with each request on a new connection. httptools woul
 A response that is sent before its request has been read completely ends the connection. A reset at once could destroy
 the response before the client has read it. So the connection is closed for writing, and its input is discarded for
 DISCARD_S. With TLS, nothing can be closed for writing alone: the client sees the end after DISCARD_S.
+
+A client of HTTP/1.0 knows no chunks. The end of the connection ends a response of unknown length (RFC 9112, 6.3).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import httptools
+from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ..errors import InvalidRequest, QueueFull, TercetError
@@ -53,6 +56,25 @@ class _ResponseTransport:
         self.write = transport.write
         self.is_closing = transport.is_closing
         self.close = close
+
+
+class _Http10Response:
+    """Writes the response to a request of HTTP/1.0."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._has_length = True
+
+    async def send(self, message: Message) -> None:
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not self._has_length:
+                cycle.chunked_encoding = False
+        elif message["type"] == "http.response.body" and not self._has_length:
+            cycle.expected_content_length = len(message.get("body", b""))  # as uvicorn checks it
+        await self._send(message)  # type: ignore[arg-type]
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -183,6 +205,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.cycle.transport = self._response_transport  # type: ignore[assignment]
         self.cycle.scope[CLOSE] = self.transport.close  # type: ignore[literal-required]
         self._unanswered.append(self.cycle)
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _Http10Response(self.cycle).send  # type: ignore[assignment, method-assign]
 
     def on_body(self, body: bytes) -> None:
         self._num_non_body_bytes = 0

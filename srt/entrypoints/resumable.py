@@ -79,11 +79,9 @@ class ResumableStream:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def attach(self, after: int) -> Reader:
-        """A reader of the events after this number. An earlier reader ends.
-
-        Raises StreamGone if the events are no longer kept, and InvalidRequest if there is no such event.
-        """
+    def check_event(self, after: int) -> None:
+        """Raises StreamGone if the events after this number are no longer kept, and InvalidRequest if there is no such
+        event."""
         if after > self._last and self._replay is not None:
             raise StreamGone(f"the events after {self._last} are lost")
         if after > self._last:
@@ -92,6 +90,10 @@ class ResumableStream:
             )
         if after < self._last - len(self._events):
             raise StreamGone("the events after this one are no longer kept")
+
+    def attach(self, after: int) -> Reader:
+        """A reader of the events after this number. An earlier reader ends. Raises as `check_event`."""
+        self.check_event(after)
         earlier, self._reader = self._reader, Reader(self, after)
         if earlier is not None:
             earlier.leave()

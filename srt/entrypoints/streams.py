@@ -36,6 +36,7 @@ async def continue_stream(server: Server, request: Request, body: None) -> ASGIA
     if stream.is_interrupted:
         raise server.manager.failure or EngineDead("the engine has ended")
     if request.method == "HEAD":  # it must take the stream from nobody
+        stream.check_event(number)
         return Response(media_type="text/event-stream", headers={STREAM_HEADER.decode(): stream.id})
     reader = stream.attach(number)
     reader.watch(request.receive)

@@ -154,7 +154,7 @@ def check_settings(args: ServerArgs) -> None:
 def check_tokenizer_settings(args: ServerArgs) -> None:
     """Raises ValueError for a setting of the tokenizer that is not loaded. Benchmarks do without this check: they load
     none, and may have the --config file of a server."""
-    for name in ("tokenizer_path", "chat_template", "tool_call_parser", "reasoning_parser"):
+    for name in ("tokenizer_path", "chat_template", "tool_call_parser", "reasoning_parser", "grammar_backend"):
         if args.skip_tokenizer_init and getattr(args, name) != getattr(type(args), name):
             raise ValueError(f"{flag_name(name)} has no effect with --skip-tokenizer-init")
 

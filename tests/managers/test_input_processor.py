@@ -69,6 +69,20 @@ def test_a_text_of_usual_length_is_tokenised_once_and_counted_exactly() -> None:
     assert tokenizer.lens == [3 * LIMIT]
 
 
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_a_request_says_whether_its_prompt_is_truncated(is_allowed: bool) -> None:
+    inputs, tokenizer = make_inputs(allow_auto_truncate=is_allowed)
+    with pytest.raises(PromptTooLong):
+        inputs.encode("x" * 2_000_000, truncates=False)
+    ids = inputs.encode("x" * 3_000_000 + "end", truncates=True)
+    with pytest.raises(PromptTooLong):
+        inputs.check_ids(ids, is_text=True, truncates=False)
+    kept = inputs.check_ids(ids, is_text=True, truncates=True)
+    assert len(kept) == LIMIT
+    assert list(kept[-3:]) == byte_tokenizer(WORD).encode("end")
+    assert tokenizer.lens == [65_536, 256 * CONTEXT_LEN]  # only the end of a very long text is tokenised
+
+
 def test_a_text_that_will_be_truncated_is_not_counted() -> None:
     inputs, tokenizer = make_inputs(allow_auto_truncate=True)
     assert len(inputs.check_ids(inputs.encode("x" * 100_000), is_text=True)) == LIMIT

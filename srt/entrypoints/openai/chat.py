@@ -62,8 +62,11 @@ async def run_chat(
     body: ChatBody,
     name: str,
     make_format: Callable[[AnswerPlan, SamplingParams], PlannedFormat],
+    *,
+    truncates: bool | None = None,
 ) -> ASGIApp:
-    """Runs a chat. `name`: of the request, for /abort_request. `make_format` makes the response format."""
+    """Runs a chat. `name`: of the request, for /abort_request. `make_format` makes the response format. `truncates`: as
+    in `Prompt`."""
     logprobs = _logprobs(server, body)
     kwargs = _template_kwargs(body)
     plan = plan_answer(
@@ -104,6 +107,7 @@ async def run_chat(
         options=options_of(body, sampling, logprobs, shown_tokens=list(plan.shown_tokens)),
         rid=name,
         add_special_tokens=False,  # the chat template writes them
+        truncates=truncates,
         param="messages",
         grammar_param=plan.constrained_by if plan.constraint is not None else grammar_field(body),
         reasoning=lambda: response_format.reasoning,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET
@@ -48,6 +48,10 @@ async def responses(server: Server, request: Request, body: ResponsesBody) -> AS
     model = server.check_model(body.model)
     names = names_of(request.scope)
     name = f"resp_{names.hex()}"
+    if body.truncation is None:
+        truncates = server.manager.server_args.allow_auto_truncate
+    else:
+        truncates = body.truncation == "auto"
     try:
         chat = await in_thread_if_large(request, _chat, body, name)
         return await run_chat(
@@ -55,7 +59,8 @@ async def responses(server: Server, request: Request, body: ResponsesBody) -> AS
             request,
             chat,
             name,
-            lambda plan, sampling: _ResponsesFormat(body, name, model, plan, sampling, names),
+            lambda plan, sampling: _ResponsesFormat(body, name, model, plan, sampling, names, truncates),
+            truncates=truncates,
         )
     except InvalidRequest as error:
         raise _renamed(error) from None
@@ -88,11 +93,13 @@ class _ResponsesFormat(PlannedFormat):
         plan: AnswerPlan,
         sampling: SamplingParams,
         names: RequestNames,
+        truncates: bool,
     ) -> None:
         super().__init__(plan, names)
         self._body = body
         self._model = model
         self._sampling = sampling
+        self._truncation: Literal["auto", "disabled"] = "auto" if truncates else "disabled"
         self._name = name
         self._events: list[bytes] = []
         self._num_events = 0
@@ -204,6 +211,7 @@ class _ResponsesFormat(PlannedFormat):
             user=body.user,
             safety_identifier=body.safety_identifier,
             prompt_cache_key=body.prompt_cache_key,
+            truncation=self._truncation,
         )
 
 

@@ -166,7 +166,13 @@ class ResponsesBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True)
     background_options: Annotated[Any, only(_NOT_STORED)] = None
     prompt: Annotated[Any, only("prompts are not stored")] = None
     include: Annotated[Any, only("no further contents are available", [])] = None
-    truncation: Annotated[Any, only("the server's flag --allow-auto-truncate sets it", "disabled")] = None
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None,
+        doc(
+            "`auto`: a prompt that is too long loses its first tokens; `disabled`: it is refused; null: "
+            "--allow-auto-truncate decides"
+        ),
+    ] = None
     max_tool_calls: Annotated[Any, only("the server runs no tools")] = None
     top_logprobs: Annotated[Any, only(_NO_LOGPROBS, 0)] = None
     service_tier: Annotated[Any, only("the server has one service tier", "auto", "default")] = None

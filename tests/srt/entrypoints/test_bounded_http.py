@@ -52,6 +52,8 @@ class Host:
         self.headers: list[Any] = []
         self.gone = 0
         self.gate: asyncio.Event | None = None
+        self.has_length = True
+        """Whether a response says its length. Otherwise it has two parts."""
 
     def connect(self) -> tuple[BoundedHttpProtocol, Transport]:
         protocol = BoundedHttpProtocol(self.config, self.state, {}, self.clock)
@@ -80,9 +82,12 @@ class Host:
             if not message["more_body"]:
                 break
         self.bodies.append(body)
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        headers = [(b"content-length", b"2")] if self.has_length else []
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         if self.gate is not None:
             await self.gate.wait()
+        if not self.has_length:
+            await send({"type": "http.response.body", "body": b"so far ", "more_body": True})
         await send({"type": "http.response.body", "body": b"ok"})
 
 
@@ -118,6 +123,17 @@ def test_requests_and_answers(host: Host) -> None:
     host.settle()
     assert transport.statuses == [200] * 4 and host.bodies[3] == b"abc"
     assert not transport.closed and not transport.ended
+
+
+@pytest.mark.parametrize("keep_alive", [b"", b"Connection: keep-alive\r\n"])
+def test_the_end_of_the_connection_ends_a_stream_of_an_http_1_0_client(host: Host, keep_alive: bytes) -> None:
+    host.has_length = False
+    protocol, transport = host.connect()
+    protocol.data_received(b"GET /x HTTP/1.0\r\n" + keep_alive + b"\r\n")
+    host.settle()
+    head, body = transport.written.split(b"\r\n\r\n")
+    assert body == b"so far ok" and transport.closed
+    assert b"connection: close" in head and b"transfer-encoding" not in head
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ def test_serve_takes_the_model_from_a_config_file(served: list[ServerArgs], tmp_
         (["A", "--resume-file", "F"], "--resume-file needs --resume-grace"),
         (["A", "--skip-tokenizer-init", "--chat-template", "T"], "--chat-template has no effect with --skip-tokenizer"),
         (["A", "--skip-tokenizer-init", "--reasoning-parser", "qwen3"], "--reasoning-parser has no effect with"),
+        (["A", "--skip-tokenizer-init", "--grammar-backend", "xgrammar"], "--grammar-backend has no effect with"),
     ],
 )
 def test_bad_flags_exit_with_2_and_a_message(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_http import Site
+from fake_http import CONTEXT_LEN, Site
 from field_tables import LIMITS, RETENTION
 from field_walks import NO_EFFECT, STREAM, Effect, Seen, Table, Walk, check, sampling, tokenizer
 
@@ -55,6 +55,7 @@ BODY: Table = {
     "cache_salt": ("pepper", lambda seen: seen.req.options.cache_salt == "pepper"),
     "chat_template_kwargs": ({"mood": "!"}, lambda seen: seen.prompt.endswith("<assistant>!")),
     "text": ({"format": {"type": "nonsense"}}, lambda seen: seen.answer["error"]["param"].startswith("text.format")),
+    "truncation": ("auto", lambda seen: len(seen.ids) == CONTEXT_LEN - 1),
     "reasoning": ({"effort": "high"}, lambda seen: seen.prompt.endswith("(high)")),
 }
 ITEM: Table = {
@@ -91,7 +92,8 @@ CHOICE: Table = {
 
 def body(name: str, value: Any) -> dict[str, Any]:
     tools = {"tools": [TOOL]} if name in ("tool_choice", "parallel_tool_calls") else {}
-    return {**BASE, **tools, name: value}
+    too_long = {"input": "x" * CONTEXT_LEN} if name == "truncation" else {}
+    return {**BASE, **tools, **too_long, name: value}
 
 
 def in_item(name: str, value: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_http import Site, text_of
+from fake_http import CONTEXT_LEN, Site, text_of
 
 from tercet.srt.io_struct import AbortFinish, LengthFinish
 
@@ -203,6 +203,22 @@ def test_a_failure_in_a_stream(site: Site) -> None:
     assert site.idle()
 
 
+@pytest.mark.parametrize("server_truncates", [False, True])
+def test_the_request_or_else_the_server_says_whether_a_long_prompt_is_truncated(server_truncates: bool) -> None:
+    site = Site(allow_auto_truncate=server_truncates)
+    try:
+        for given, truncates in ((None, server_truncates), ("auto", True), ("disabled", False)):
+            shown = "auto" if truncates else "disabled"
+            assert site.good(PATH, {"input": "hi", "truncation": given})["truncation"] == shown
+            too_long = {"input": "x" * 240, "truncation": given}
+            if truncates:
+                assert site.good(PATH, too_long)["usage"]["input_tokens"] == CONTEXT_LEN - 1
+            else:
+                assert "maximum context length" in site.refused(PATH, too_long)["message"]
+    finally:
+        site.close()
+
+
 @pytest.mark.parametrize(
     ("body", "param", "says"),
     [
@@ -211,7 +227,8 @@ def test_a_failure_in_a_stream(site: Site) -> None:
         ({"input": "hi", "store": True}, "store", "answers are not stored"),
         ({"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
         ({"input": "hi", "background": True}, "background", "not stored"),
-        ({"input": "hi", "truncation": "auto"}, "truncation", "--allow-auto-truncate"),
+        ({"input": "hi", "truncation": "middle"}, "truncation", "middle"),
+        ({"input": "x" * 240, "truncation": "disabled"}, "input", "maximum context length"),
         ({"input": "hi", "max_output_tokens": -1}, "max_output_tokens", "max_output_tokens must be"),
         ({"input": "hi", "temperature": -1}, "temperature", "temperature"),
         ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),

@@ -233,6 +233,9 @@ def test_a_new_connection_takes_the_stream_from_the_old_one(monkeypatch: pytest.
         head = Connection(site, "HEAD", "/v1/streams", last_event_id=name)
         await asyncio.wait_for(head.done, 10)
         assert head.data == b"" and not old.done.done(), "only tells that there is such a stream"
+        beyond = Connection(site, "HEAD", "/v1/streams", last_event_id=f"{name.partition('/')[0]}/999")
+        await asyncio.wait_for(beyond.done, 10)
+        assert (head.status, beyond.status) == (200, 400)
         new = Connection(site, "GET", "/v1/streams", last_event_id=name)
         await new.begun()
         await old.done
