@@ -100,6 +100,7 @@ class ExplainedPlanner(Planner):
         return batch
 
     def on_pause(self) -> None:
+        super().on_pause()
         self._count_time()
         self._limit = Limit.PAUSE
 

@@ -102,6 +102,7 @@ class Planner:
         self._num_decodes_due = 0
         self._num_held_back = 0
         """Extend steps in a row in which the oldest unfinished prompt had less than half of the tokens."""
+        self._count_startable()
 
     def plan(self) -> ScheduleBatch | None:
         """The next step. None: nothing can run before the step in flight is processed."""
@@ -113,9 +114,14 @@ class Planner:
             if threshold is not None and self._preempt(threshold):
                 decodes = self._ready()
             batch = self._plan_extend(decodes)
+            self._count_startable()
             if batch is not None:
                 return batch
         return self._plan_decode(decodes) or build_copies(self.kv)
+
+    def _count_startable(self) -> None:
+        queues = self.queues
+        queues.num_startable = 0 if queues.waiting else self.kv.req_to_token_pool.num_free
 
     def _ready(self) -> list[Req]:
         """The running requests that may take part in a step (see `Req.awaits_results`)."""
@@ -126,6 +132,7 @@ class Planner:
 
     def on_pause(self) -> None:
         """There will be no plan before generation continues."""
+        self.queues.num_startable = 0
 
     def on_result(self, batch: ScheduleBatch, seconds: float) -> None:
         """The step of `batch` took so long."""

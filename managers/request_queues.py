@@ -18,6 +18,9 @@ class RequestQueues:
     def __init__(self, max_waiting: int = 1 << 30) -> None:
         self.waiting = WaitingQueue()
         self._max_waiting = max_waiting
+        self.num_startable = 0
+        """New requests that may wait beyond the limit, because the next step has rows for them: the rows that were free
+        when the last plan left no request waiting."""
         self.unfinished: dict[Req, None] = {}
         """Prompts of which some chunks are computed, or will be by a launched step."""
         self.running: dict[Req, None] = {}
@@ -67,7 +70,7 @@ class RequestQueues:
     @property
     def is_full(self) -> bool:
         """The waiting queue has no place for another new request."""
-        return len(self.waiting) >= self._max_waiting
+        return len(self.waiting) >= self._max_waiting + self.num_startable
 
     def start(self, req: Req, *, whole: bool) -> None:
         """Moves a request whose extend is planned. `whole`: it runs from now on. Otherwise its prompt is in chunks."""

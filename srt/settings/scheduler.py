@@ -16,7 +16,11 @@ class SchedulerSettings:
 
     max_running_requests: Annotated[int, Setting("Maximum number of running requests")] = 256
     max_queued_requests: Annotated[
-        int, Setting("Maximum number of waiting requests; further requests get status 503")
+        int,
+        Setting(
+            "Maximum number of waiting requests, besides those that the next step has rows for; further requests get "
+            "status 503"
+        ),
     ] = 4096
     max_queue_time: Annotated[
         float | None,

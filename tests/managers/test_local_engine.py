@@ -195,7 +195,7 @@ def test_a_priority_needs_priority_scheduling(make_engine: MakeEngine) -> None:
 
 
 def test_a_full_queue_is_told_by_the_step(make_engine: MakeEngine) -> None:
-    engine = make_engine(max_queued_requests=2)
+    engine = make_engine(max_queued_requests=1, max_running_requests=1)
     for name in ("a", "b", "c"):
         engine.add_request(name, [5, 6], {**GREEDY, "max_new_tokens": 2})
     finish = engine.step().finish_reasons["c"]

@@ -1,4 +1,4 @@
-"""The waiting queue under overload, in simulated time."""
+"""The limits of the waiting queue, and the queue under overload in simulated time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from scheduler_rig import Rig
 from fakes import FakeClock
 from tercet.managers.queue_limits import DrainRate, QueueLimits
 from tercet.managers.req import Req
-from tercet.srt.errors import MAX_RETRY_AFTER_S
-from tercet.srt.io_struct import AbortFinish
+from tercet.srt.errors import MAX_RETRY_AFTER_S, QueueFull
+from tercet.srt.io_struct import AbortFinish, LengthFinish, PauseReq
 
 STEP_LEN = 64
 """Prompt tokens of a step, the default of Rig."""
@@ -304,3 +304,46 @@ def test_retry_after_is_bounded() -> None:
     load.run(overload(1500, 300.0, seed=5))
     told = load.refusals.values()
     assert max(told) == MAX_RETRY_AFTER_S and min(told) >= 1
+
+
+def test_requests_with_a_row_need_no_place_in_the_queue() -> None:
+    rig = Rig(max_queued=1, max_running=8)
+    for index in range(8):
+        rig.add(f"r{index}", [index] * 5)
+    rig.run()
+    assert all(isinstance(heard.finish, LengthFinish) for heard in rig.heard.values())
+
+
+def test_requests_without_memory_need_places_though_there_are_rows() -> None:
+    rig = Rig(max_queued=1, max_running=8, pool_size=64)
+    rig.add("large", [1] * 60, max_new_tokens=4)
+    rig.turn()
+    rig.add("waits", [2] * 60, max_new_tokens=2)
+    rig.turn()
+    rig.add("refused", [3] * 60, max_new_tokens=2)
+    rig.run()
+    assert isinstance(rig.heard["waits"].finish, LengthFinish)
+    assert rig.heard["refused"].finish.err_type == QueueFull.__name__
+
+
+def test_a_pause_starts_no_requests_so_all_need_places() -> None:
+    rig = Rig(max_queued=2)
+    rig.inbox.messages.append(PauseReq(1, False))
+    rig.turn()
+    for index in range(3):
+        rig.add(f"r{index}", [index] * 5)
+    rig.turn()
+    assert rig.heard["r2"].finish.err_type == QueueFull.__name__
+
+
+def test_a_full_queue_refuses() -> None:
+    rig = Rig(max_queued=2, max_running=1)
+    rig.add("running", [9] * 5)
+    rig.turn()
+    for index in range(5):
+        rig.add(f"r{index}", [index] * 5)
+    rig.run()
+    refused = [rid for rid, heard in rig.heard.items() if isinstance(heard.finish, AbortFinish)]
+    assert len(refused) == 3
+    assert all(rig.heard[rid].finish.err_type == QueueFull.__name__ for rid in refused)
+    assert all(rig.heard[rid].finish.status_code == 503 for rid in refused)

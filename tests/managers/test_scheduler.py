@@ -11,7 +11,7 @@ from scheduler_rig import Rig
 
 from fakes import expected_output
 from tercet.managers.schedule_policy import POLICIES
-from tercet.srt.errors import PromptTooLong, QueueFull
+from tercet.srt.errors import PromptTooLong
 from tercet.srt.io_struct import (
     AbortFinish,
     BrokenMessage,
@@ -209,17 +209,6 @@ def test_namespaces_share_nothing() -> None:
         rig.add(f"{salt}{len(rig.heard)}", prompt, salt=salt)
         rig.run()
     assert [heard.last.counts.cached_tokens for heard in rig.heard.values()] == [0, 0, 49]
-
-
-def test_a_full_queue_refuses() -> None:
-    rig = Rig(max_queued=2, max_running=1)
-    for index in range(5):
-        rig.add(f"r{index}", [index] * 5)
-    rig.run()
-    refused = [rid for rid, heard in rig.heard.items() if isinstance(heard.finish, AbortFinish)]
-    assert len(refused) == 3
-    assert all(rig.heard[rid].finish.err_type == QueueFull.__name__ for rid in refused)
-    assert all(rig.heard[rid].finish.status_code == 503 for rid in refused)
 
 
 def test_flush_refuses_while_busy_and_empties_when_idle() -> None:
