@@ -171,6 +171,8 @@ class Simulation:
         """When the next message arrives; None: not before a request ends, or never."""
         if self._retained:
             return self.clock.now_s
+        while self._aborts and self._aborts[0][1] not in self.live:
+            heapq.heappop(self._aborts)  # its request has ended before its client would have left
         times = [
             at_s for at_s in (self._traffic.next_s, self._aborts[0][0] if self._aborts else None) if at_s is not None
         ]

@@ -58,6 +58,14 @@ def test_a_client_that_leaves_ends_its_request() -> None:
     assert stats.last_end_s < 10
 
 
+def test_a_client_whose_answer_comes_before_it_would_leave_delays_nothing() -> None:
+    """The run ends with the last request, and its rates are those of that time."""
+    run = Run.of(simulate([request(0.0, 10, 4, aborts_after_s=9000.0), request(0.5, 10, 4)]))
+    assert (run.statistics.num_aborted, run.statistics.num_completed) == (0, 2)
+    assert run.duration_s == pytest.approx(run.statistics.last_end_s)
+    assert run.values()["request_throughput"] == pytest.approx(2 / run.statistics.last_end_s)
+
+
 def test_requests_that_never_fit_are_refused() -> None:
     stats = simulate([request(0.0, 500, 20), request(0.1, 10, 4)]).statistics
     assert (stats.num_refused, stats.num_completed) == (1, 1)
