@@ -143,10 +143,9 @@ class Dialect(ABC, Generic[C]):
 
     def _read_json(self, data: bytes, output: Output, now: float | None) -> bool:
         try:
-            chunk = self._decoder.decode(data)
+            return self.read_event(self._decoder.decode(data), output, now)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestFailed(f"cannot read {_shorten(data.decode(errors='replace'))}: {error}") from error
-        return self.read_event(chunk, output, now)
 
 
 class _NativeMeta(msgspec.Struct):

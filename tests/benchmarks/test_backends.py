@@ -193,6 +193,7 @@ FAILURES: list[tuple[str, list[Any], str]] = [
     ("tercet", [native("a", 1, {"type": "abort", "message": "queue"})], "aborted: queue"),
     ("tercet", [native("a", 1)], "the stream ended before the answer was complete"),
     ("tercet", [{"text": "a"}], "an event without meta_info"),
+    ("tercet", [{**native("", 1, LENGTH), "text": None}], "Expected `str`, got `null`"),
     ("vllm", [chunk("a"), {"error": {"message": "engine died", "code": 500}}], "engine died"),
     ("vllm", [{"object": "error", "message": "old style"}], "old style"),
     ("vllm", [{"error": "just text"}], "just text"),
