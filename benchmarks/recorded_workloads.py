@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def mooncake(maker: PromptMaker, path: Path, num_prompts: int, seed: int) -> lis
     512 tokens of the prompt. Equal hash ids become equal tokens, so requests share prefixes as in the trace. Without
     hash ids, they share none.
 
-    Raises ValueError, with the line's number, for a line of another format.
+    Raises ValueError, with the line's number, for a line of another format, and for a file without a line.
     """
     block = _blocks(maker, seed)
     rows: list[tuple[float, Request]] = []
@@ -76,8 +77,8 @@ def mooncake(maker: PromptMaker, path: Path, num_prompts: int, seed: int) -> lis
             break
         input_len, output_len = (_natural(line, name, where) for name in ("input_length", "output_length"))
         timestamp = line.get("timestamp")
-        if not isinstance(timestamp, int | float):
-            raise ValueError(f"{where}: timestamp must be a number of milliseconds")
+        if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not math.isfinite(timestamp):
+            raise ValueError(f"{where}: timestamp must be a finite number of milliseconds")
         hash_ids = line.get("hash_ids", [])
         if not isinstance(hash_ids, list) or not all(type(hash_id) is int and hash_id >= 0 for hash_id in hash_ids):
             raise ValueError(f"{where}: hash_ids must be a list of numbers")
@@ -85,6 +86,8 @@ def mooncake(maker: PromptMaker, path: Path, num_prompts: int, seed: int) -> lis
         ids += maker.random_ids(input_len - len(ids), random_stream(seed, Stream.CONTENT, number))
         seconds = timestamp / 1000.0
         rows.append((seconds, _of_ids(maker, ids, output_len, seconds)))
+    if not rows:
+        raise ValueError(f"{path} has no request")
     return [request for _, request in sorted(rows, key=lambda row: row[0])]
 
 

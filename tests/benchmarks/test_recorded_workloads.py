@@ -153,6 +153,9 @@ def test_mooncake_shares_what_the_trace_shared(write: Any, maker: PromptMaker) -
     "change, message",
     [
         ({"timestamp": "now"}, "timestamp must be"),
+        ({"timestamp": float("nan")}, "timestamp must be"),
+        ({"timestamp": float("inf")}, "timestamp must be"),
+        ({"timestamp": True}, "timestamp must be"),
         ({"input_length": 0}, "input_length must be"),
         ({"output_length": 1.5}, "output_length must be"),
         ({"hash_ids": [-1]}, "hash_ids must be"),
@@ -163,3 +166,8 @@ def test_what_is_no_trace_is_refused_with_its_line(write: Any, change: dict[str,
     line = {"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [1]}
     with pytest.raises(ValueError, match=f"line 2: {message}"):
         mooncake(IDS, write(line, {**line, **change}), 9, 0)
+
+
+def test_a_trace_without_a_request_is_refused(write: Any) -> None:
+    with pytest.raises(ValueError, match="has no request"):
+        mooncake(IDS, write(""), 9, 0)
