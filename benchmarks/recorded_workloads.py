@@ -21,7 +21,7 @@ def sharegpt(
     """Dataset `sharegpt`: the first questions of conversations, in random order.
 
     The output length is that of the recorded answer, or `output_len`. Conversations with fewer than 2 tokens in the
-    prompt or output, or with more than `context_len` tokens in both, are left out.
+    prompt or in an answer whose length counts, or with more than `context_len` tokens in both, are left out.
 
     Raises ValueError for a file of another format, or if no conversation is left.
     """
@@ -142,7 +142,8 @@ def _sample(
             assert answer is not None
             wanted = answer
         # An explicit output length is always accepted. A recorded answer may be too short to measure.
-        too_short = isinstance(answer, str) and min(length, wanted) < _SHORTEST
+        shortest = length if output_len is not None else min(length, wanted)
+        too_short = isinstance(answer, str) and shortest < _SHORTEST
         if not too_short and (context_len is None or length + wanted <= context_len):
             requests.append(Request(prompt, length, wanted))
     if not requests:

@@ -57,6 +57,13 @@ def test_sharegpt_asks_first_questions_for_as_much_as_was_answered(tmp_path: Pat
     assert first_questions(path) == "hello\n\nq\n\nwhy"
 
 
+@pytest.mark.parametrize("output_len", [1, 5])
+def test_a_given_output_length_counts_instead_of_the_answers(tmp_path: Path, output_len: int) -> None:
+    path = share(tmp_path, [talk("hello", "abcdef"), talk("why", "b"), talk("q", "a short question")])
+    requests = sharegpt(TEXTS, path, 10, output_len, None, seed=0)
+    assert sorted((one.prompt, one.output_len) for one in requests) == [("hello", output_len), ("why", output_len)]
+
+
 def test_the_order_comes_from_the_seed(tmp_path: Path) -> None:
     path = share(tmp_path, [talk(f"question {i}", "answer") for i in range(30)])
     orders = [[one.prompt for one in sharegpt(TEXTS, path, 30, None, None, seed)] for seed in (0, 0, 1)]
