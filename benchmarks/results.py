@@ -137,7 +137,18 @@ def percent(share: float | None) -> str:
 
 
 def add_results_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--results", metavar="DIR", type=Path, help="write the result to this folder, as .md and .json")
+    parser.add_argument(
+        "--results", metavar="DIR", type=_folder, help="write the result to this folder, as .md and .json"
+    )
+
+
+def _folder(text: str) -> Path:
+    """A folder, or a path at which one can be made. So this is found before the run, not after it."""
+    path = Path(text)
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise argparse.ArgumentTypeError(f"{str(nearest)!r} is no folder")
+    return path
 
 
 def finish(result: Result, args: argparse.Namespace) -> None:

@@ -214,6 +214,9 @@ def _complete(options: argparse.Namespace) -> None:
     if any(part.get("n", 1) != 1 for part in (extra, extra.get("sampling_params")) if isinstance(part, dict)):
         raise ValueError("--extra-request-body: n must be 1, because one answer per request is measured")
     _check_goodput(options)
+    for flag, file in (("--output-file", options.output_file), ("--plot", options.plot and Path(options.plot))):
+        if file and (file.is_dir() or not file.parent.is_dir()):  # found before the run, not after it
+            raise ValueError(f"{flag} must name a file in a folder that exists, got {str(file)!r}")
     if options.plot:
         if not options.plot.endswith(".png"):
             raise ValueError(f"--plot must name a .png file, got {options.plot!r}")

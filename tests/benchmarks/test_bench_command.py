@@ -58,6 +58,8 @@ def test_the_help_of_a_benchmark_shows_no_flag_that_it_refuses(
         (["quantization", "--window", "0"], "--window: must be at least 1, got 0"),
         (["startup", "--rounds", "0"], "--rounds: must be at least 1, got 0"),
         (["serving", "--dataset-path", "nowhere.json"], "--dataset-path: nowhere.json does not exist"),
+        (["scheduler", "--results", __file__], f"--results: {__file__!r} is no folder"),
+        (["scheduler", "--results", f"{__file__}/new"], f"--results: {__file__!r} is no folder"),
     ],
 )
 def test_a_wrong_value_is_said_before_anything_runs(
