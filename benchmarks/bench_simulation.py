@@ -32,7 +32,7 @@ from .backends import BACKENDS, Output, RequestSettings
 from .http_client import HttpClient
 from .offline_workloads import Span
 from .results import Result, add_results_arguments, finish, number, percent
-from .server_process import Server, ServerFailed, free_port
+from .server_process import Server, ServerFailed, ended_by_signals, free_port
 from .simulator.comparison import compare, learned
 from .simulator.replay import Replay
 from .simulator.replay_report import fit_errors
@@ -101,7 +101,7 @@ class _ExactStatistics(RunStatistics):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the check. Returns the exit code: 1 if a server failed."""
+    """Runs the check. Returns the exit code: 1 if a server failed, 130 if a signal interrupted it."""
     program = "python -m tercet.benchmarks.bench_simulation"
     parser = argparse.ArgumentParser(
         prog=program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -134,13 +134,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     last: dict[str, Replay] = {}
     for round_number, name in itertools.product(range(1, options.rounds + 1), names):
         try:
-            with tempfile.TemporaryDirectory(prefix="tercet-check-") as folder:
+            with ended_by_signals(), tempfile.TemporaryDirectory(prefix="tercet-check-") as folder:
                 replay, measured, simulated, smooth, predicted = run_round(
                     WORKLOADS[name], Path(folder), model_path, vocab_size, options.seed, last.get(name)
                 )
         except (ServerFailed, ValueError) as error:
             sys.stderr.write(f"{name}: {error}\n")
             return 1
+        except KeyboardInterrupt:
+            return 130
         found = compare(replay)
         if found.difference is not None:
             table.notes.append(f"{name}: {found.num_equal} of {found.num_recorded} steps equal. {found.difference}")

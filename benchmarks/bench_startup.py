@@ -26,7 +26,7 @@ from .argument_types import positive
 from .http_client import HttpClient
 from .linux_processes import Process, pss_bytes
 from .results import Result, Table, add_results_arguments, finish, number
-from .server_process import Server, ServerFailed, free_port, last_lines
+from .server_process import Server, ServerFailed, ended_by_signals, free_port, last_lines
 
 _HOST = "127.0.0.1"
 _PROMPT_ID_LIMIT = 100
@@ -37,14 +37,17 @@ _CHILDREN = get_args(Role)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark. Returns the exit code."""
+    """Runs the benchmark. Returns the exit code: 1 if a server failed, 130 if a signal interrupted it."""
     parser = _parser()
     args, serve_flags = parser.parse_known_args(argv)
     try:
-        starts = [asyncio.run(_start(args, serve_flags)) for _ in range(1 + args.rounds)][1:]
+        with ended_by_signals():
+            starts = [asyncio.run(_start(args, serve_flags)) for _ in range(1 + args.rounds)][1:]
     except ServerFailed as error:
         sys.stderr.write(f"{parser.prog}: {error}\n{error.log}\n")
         return 1
+    except KeyboardInterrupt:
+        return 130
     result = Result("startup", "Start-up and memory", parser.prog, argv, None)
     _fill(result, args, starts)
     finish(result, args)

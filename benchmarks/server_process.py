@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..srt import env
@@ -126,6 +126,26 @@ class Server:
             time.sleep(_POLL_S)
             self._process.poll()  # reaps the process
         self._process.wait()
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """A context in which SIGTERM and SIGHUP do what Ctrl-C does: servers are stopped, and temporary files removed.
+
+    Without it, they would end this process at once, and the servers would run on in their own sessions. A signal that
+    is ignored, as SIGHUP by nohup, stays so.
+    """
+
+    def interrupt(signum: int, frame: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
+    before = {signum: signal.signal(signum, interrupt) for signum in heard}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def run_to_end(argv: Sequence[str]) -> str:
