@@ -72,7 +72,8 @@ def _run(comparison: Comparison) -> bool:
         task = asyncio.current_task()
         assert task is not None
         for signum in (signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
+            if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
         await comparison.run()
 
     try:

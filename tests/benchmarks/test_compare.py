@@ -183,30 +183,43 @@ def test_a_server_is_ended_with_all_of_its_processes(bench: Bench, monkeypatch: 
     bench("--quick", "--workloads", "W3", vllm=fake("has many processes"))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_shows_what_there_is_and_leaves_nothing_behind(models: Path, signum: int) -> None:
+def under_load(models: Path, first: str = "") -> subprocess.Popen[str]:
+    """A comparison that measures a server which hangs. `first`: a statement to run before."""
     argv = ["--models", str(models), "--peer", f"vllm={sys.executable}", "--quick", "--workloads", "W3"]
     code = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"{first}\n"
         "from fake_engines import fake; from tercet.benchmarks.peers import compare\n"
         "compare.ENGINES = {'tercet': fake(), 'vllm': fake('hangs under load')}\n"
         f"sys.exit(compare.main({argv!r}))"
     )
-    running = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(fake_peer.__file__).parent), *sys.path])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(fake_peer.__file__).parent), *sys.path])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = subprocess.Popen([sys.executable, "-c", code], env=environ, text=True, **pipes)
     assert running.stderr is not None
     while "vllm, default model, ready" not in (line := running.stderr.readline()):
         assert line, "it ended too early"
+    return running
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_shows_what_there_is_and_leaves_nothing_behind(models: Path, signum: int) -> None:
+    running = under_load(models)
     running.send_signal(signum)
     out, err = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 130, err
     assert {one["peer"] for one in json.loads(out.splitlines()[-1])["runs"]} == {"tercet"}
     assert fakes_running() == []
+
+
+def test_a_comparison_under_nohup_goes_on(models: Path) -> None:
+    running = under_load(models, "signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    running.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        running.wait(1.0)
+    running.terminate()
+    running.communicate(timeout=PATIENCE_S)
+    assert running.returncode == 130
 
 
 def test_a_measurement_that_others_disturb_is_repeated(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
