@@ -77,7 +77,9 @@ def rope_from_hf(config: Settings, context_len: int) -> RopeConfig:
     transformers 5 writes the key `rope_parameters`, older versions `rope_theta` and `rope_scaling`. `context_len`: the
     model's context length. Raises ValueError that names a rope type or key that is unknown, missing or out of range.
     """
-    params = config.nested("rope_scaling") or config.nested("rope_parameters") or Settings(config.source, {})
+    # As in transformers, an empty object counts as absent.
+    given = {key: config.nested(key) for key in ("rope_scaling", "rope_parameters") if config.get(key) != {}}
+    params = given.get("rope_scaling") or given.get("rope_parameters") or Settings(config.source, {})
     if any(isinstance(value, Mapping) for value in params.unused().values()):
         raise ValueError(f"{config.source}: rope settings differ by layer type, which is not supported")
     old_type = params.text("type")

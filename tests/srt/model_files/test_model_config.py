@@ -97,6 +97,14 @@ def test_rope_scaling_in_the_old_and_the_new_place(load, old, type_key):
     assert yarn.scaling.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
 
 
+@pytest.mark.parametrize("empty", [{}, None])
+def test_an_empty_rope_scaling_does_not_hide_the_parameters(load, empty):
+    linear = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
+    rope = load(LLAMA | {"rope_scaling": empty, "rope_parameters": linear}).rope
+    assert rope.theta == 5e5 and rope.scaling == LinearScaling(4.0)
+    assert load(LLAMA | {"rope_scaling": empty, "rope_theta": 5e5}).rope.theta == 5e5
+
+
 def test_yarn_extends_the_context(load):
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     assert load(LLAMA | {"rope_scaling": yarn}).context_len == 512
