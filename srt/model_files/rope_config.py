@@ -137,8 +137,8 @@ def _linear(params: Settings, original_context_len: int) -> RopeScaling:
 
 def _llama3(params: Settings, original_context_len: int) -> RopeScaling:
     low, high = params.number("low_freq_factor"), params.number("high_freq_factor")
-    if low == high:
-        raise params.refusal("high_freq_factor", "another number than low_freq_factor", high)
+    if low >= high:
+        raise params.refusal("high_freq_factor", f"above low_freq_factor ({low:g})", high)
     return Llama3Scaling(params.number("factor"), low, high, original_context_len)
 
 

@@ -7,7 +7,7 @@ import sys
 import gguf
 import numpy as np
 import pytest
-from tiny_models import CONFIGS
+from tiny_models import CONFIGS, LLAMA3
 
 from tercet.srt.errors import ModelNotSupported
 from tercet.srt.model_files.generation_defaults import GenerationDefaults
@@ -124,6 +124,8 @@ def test_yarn_extends_the_context(load):
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "surprise": 3}}, "surprise"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, "factor"),
         ({"rope_scaling": [1]}, "rope_scaling"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "high_freq_factor must be above low_freq_factor"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.5}}, "high_freq_factor must be above low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_interleaved": True}, "rope_interleaved"),
