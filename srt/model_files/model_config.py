@@ -215,6 +215,8 @@ def _from_hf(
     for key in ("rope_interleaved", "use_mrope"):
         if config.flag(key):
             raise config.unsupported(f"{key}={config.get(key)!r} is not supported")
+    if not config.flag("is_causal", True):
+        raise config.unsupported("is_causal=False is not supported: attention here is always causal")
 
     num_layers = config.integer("num_hidden_layers", maximum=_MAX_LAYERS)
     num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")

@@ -129,6 +129,7 @@ def test_yarn_extends_the_context(load):
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_interleaved": True}, "rope_interleaved"),
+        ({"is_causal": False}, "is_causal"),
         ({"sliding_window": 64}, "sliding_window"),
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
