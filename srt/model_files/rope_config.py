@@ -106,23 +106,22 @@ def rope_from_hf(config: Settings, context_len: int) -> RopeConfig:
 def rope_from_gguf(config: Settings, divisors: tuple[float, ...] | None, context_len: int) -> RopeConfig:
     """Read the config from the keys `rope.*` of a GGUF file. `divisors`: values of its `rope_freqs` tensor, if any."""
     theta = config.number("rope.freq_base", _DEFAULT_THETA, above=1)
-    kind = config.text("rope.scaling.type") or "none"
-    # Files from before `rope.scaling.factor` have only the linear scale.
+    # As in llama.cpp, a file without a type scales linearly. Files from before `rope.scaling.factor` have only the
+    # linear scale.
+    kind = config.text("rope.scaling.type") or "linear"
     factor = config.number("rope.scaling.factor", config.number("rope.scale_linear", 1.0))
     if kind not in ("none", "linear", "yarn"):
         raise config.refusal("rope.scaling.type", "none, linear or yarn", kind)
-    if divisors is not None and kind != "none":
+    if kind == "none" or (kind == "linear" and factor == 1):
+        return RopeConfig(theta, None if divisors is None else FrequencyDivisors(divisors))
+    if divisors is not None:
         raise ValueError(
             f"{config.source}: rope.scaling.type {kind!r} together with a rope_freqs tensor is not supported"
         )
-    if divisors is not None:
-        return RopeConfig(theta, FrequencyDivisors(divisors))
-    if kind == "linear" or ("rope.scale_linear" in config and factor != 1):
+    if kind == "linear":
         return RopeConfig(theta, LinearScaling(factor))
-    if kind == "yarn":
-        original = config.integer("rope.scaling.original_context_length", context_len)
-        return RopeConfig(theta, _yarn_scaling(config, factor, original))
-    return RopeConfig(theta)
+    original = config.integer("rope.scaling.original_context_length", context_len)
+    return RopeConfig(theta, _yarn_scaling(config, factor, original))
 
 
 def _default(params: Settings, original_context_len: int) -> RopeScaling | None:

@@ -293,6 +293,22 @@ def test_gguf_variants(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        ([("add_rope_scaling_factor", 4.0)], 4.0),
+        ([("add_float32", "llama.rope.scale_linear", 2.0)], 2.0),
+        ([("add_rope_scaling_factor", 4.0), ("add_rope_scaling_type", gguf.RopeScalingType.LINEAR)], 4.0),
+        ([("add_rope_scaling_factor", 4.0), ("add_rope_scaling_type", gguf.RopeScalingType.NONE)], None),
+        ([("add_float32", "llama.rope.scale_linear", 2.0), ("add_rope_scaling_type", gguf.RopeScalingType.NONE)], None),
+    ],
+)
+def test_a_gguf_file_without_a_type_of_scaling_scales_linearly(tmp_path, keys, factor):
+    """As in llama.cpp, where the type `none` turns all scaling off."""
+    scaling = load_model_config(write_gguf(tmp_path / "m.gguf", extra=keys)).rope.scaling
+    assert scaling == (None if factor is None else LinearScaling(factor))
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"arch": "gpt2"}, "gpt2.*llama, qwen2, qwen3"),
@@ -303,6 +319,7 @@ def test_gguf_variants(tmp_path):
         ({"extra": [("add_rope_scaling_type", gguf.RopeScalingType.LONGROPE)]}, "longrope"),
         ({"extra": [("add_uint16", "split.count", 3)]}, "split"),
         ({"tensors": {"rope_freqs.weight": (3,)}}, "rope_freqs"),
+        ({"tensors": {"rope_freqs.weight": (4,)}, "extra": [("add_rope_scaling_factor", 2.0)]}, "linear.*rope_freqs"),
         ({"skip": ("token_embd.weight",)}, "token_embd"),
     ],
 )
