@@ -124,7 +124,7 @@ class AbortCall(msgspec.Struct, frozen=True, tag="abort_call"):
 
 
 class ParentAlive(msgspec.Struct, frozen=True, tag="parent_alive"):
-    """The parent's event loop turns. Sent four times a second."""
+    """The parent's event loop turns. Sent about three times a second."""
 
 
 class Recoveries(msgspec.Struct, frozen=True, tag="recoveries"):

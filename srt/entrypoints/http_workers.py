@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _NEWS_S = 0.1
 """Time between two checks for changes of the engine's state that came with no output."""
 _ALIVE_S = 0.25
-"""Time between two heartbeats to each worker."""
+"""Least time between two heartbeats to each worker. They are sent at one of the checks above."""
 _SLOWER_START = 5
 """A worker may take so many times as long to start as the slowest of those before."""
 
