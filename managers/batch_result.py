@@ -33,7 +33,8 @@ class ResultProcessor:
     def process(self, batch: ScheduleBatch, output: StepOutput) -> None:
         """`output`: of the rows in `batch.sampled`.
 
-        The finish test of each token, in order: pending abort, invalid logits, stop string, stop token or EOS, length.
+        The finish test of each token, in order: pending abort, invalid logits, stop string, stop token or EOS, length,
+        end of the grammar.
         """
         for req in batch.reqs:
             req.num_steps_in_flight -= 1
