@@ -33,8 +33,9 @@ _FOREVER = 1 << 30
 _SHOWN_CHARS = 300
 _SPARE_S = 1.0
 _EARNED_S = 0.005
-"""The time of a matcher: so much at first, and so much for each token. All requests wait while it computes. A mask
-usually takes less than 0.2 ms, but an ambiguous grammar takes longer with each token, up to a second."""
+"""The time of a matcher: so much at first and at most, and so much more for each token. All requests wait while it
+computes. A mask usually takes less than 0.2 ms. With an ambiguous grammar it takes longer with each token, up to a
+second."""
 
 
 class GrammarFailed(Exception):

@@ -57,7 +57,8 @@ def load_schema(text: str) -> Any:
 def closed(schema: Any) -> Any:
     """The schema with `additionalProperties: false` in each object that has `properties` and nothing about others.
 
-    A schema with `allOf` is returned as it is, because each of its parts must leave room for the others.
+    An object whose `required` names a property without a schema stays open. A schema with `allOf` is returned as it is,
+    because each of its parts must leave room for the others.
     """
     if not isinstance(schema, dict):
         return schema
