@@ -1,7 +1,7 @@
 """The grammar worker: a process that compiles the grammars of clients, so that a grammar cannot harm another process.
 
 It reports whether a grammar can be compiled, and keeps nothing. A grammar that takes too much memory or crashes a
-library ends the worker. If a grammar takes too long, the parent ends the worker (grammar_checker.py). Then only that
+library ends the worker. If a grammar takes too long, the parent ends the worker (`GrammarProcess`). Then only that
 request fails, and the parent starts another worker.
 """
 

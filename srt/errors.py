@@ -9,7 +9,7 @@
     |-- RequestAborted               499  the client aborted the request or closed the connection
     |-- QueueFull                    503  the waiting queue is full, or the wait would be too long: try again later
     |-- WaitingTimeout               503  the request has waited too long for its first step
-    |-- GrammarNotChecked            503  the grammar worker ended twice, and the grammar need not be the cause
+    |-- GrammarNotChecked            503  the grammar could not be compiled, and it need not be the cause
     |-- EnginePaused                 503  the probe needs an engine that is not paused
     |-- EngineBusy                   400  the call (flush) needs an idle engine
     |-- MetricsOff                   404  the server runs without --enable-metrics
@@ -19,7 +19,7 @@
     |-- StreamChanged                409  the stream began on a server with another model or other settings
     |-- InvalidLogits                500  the model produced NaN for this request
     |-- EngineDead                   503  a process of the engine has died
-    |   `-- EngineRestarting       503  the engine is being restarted: try again in a moment
+    |   `-- EngineRestarting         503  the engine is being restarted: try again in a moment
     |-- FatalRequest                 500  the engine died twice while it worked on this request
     `-- ModelNotSupported            (start-up) ValueError that names the supported architectures
 

@@ -292,7 +292,7 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     """The scheduler's state, for /server_info, /get_load and tests. Tokens are KV slots."""
 
     num_running: int
-    """Requests that hold KV: the decoding ones, and the one whose prompt is computed in chunks."""
+    """Requests that hold KV: the decoding ones, and those whose prompts are computed in chunks."""
     num_waiting: int
     num_free_tokens: int
     num_evictable_tokens: int
@@ -310,8 +310,8 @@ class SchedulerState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of times that the idle audit found an error in the KV accounting and rebuilt the pool."""
     new_token_ratio: float
     num_waiting_uncached_tokens: int = 0
-    """Prompt tokens that waiting requests, and the prompt that is computed in chunks, have yet to compute. A cached
-    prefix counts as far as the scheduler has looked it up."""
+    """Prompt tokens that are yet to compute: those of waiting requests and of prompts that are computed in chunks. A
+    cached prefix counts as far as the scheduler has looked it up."""
     num_retained_tokens: int = 0
     """Cached tokens that retention keeps longer than others. They may be free to evict."""
     is_paused: bool = False

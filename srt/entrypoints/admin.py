@@ -1,4 +1,4 @@
-"""Endpoints about the engine itself: health, model and server information, load, cache flush, aborts."""
+"""Endpoints about the engine itself: health, model and server information, cache flush, aborts."""
 
 from __future__ import annotations
 
