@@ -108,7 +108,7 @@ class OpenAIBody(Wire, kw_only=True, frozen=True, forbid_unknown_fields=True):
     retention_seconds: RetentionSeconds = None
     service_tier: Annotated[Any, only("the server has one service tier", "auto", "default")] = None
     lora_path: Annotated[Any, only("LoRA adapters are not implemented", "")] = None
-    return_hidden_states: Annotated[Any, only("returning hidden states is not implemented", False)] = None
+    return_hidden_states: Annotated[Any, only("only /generate returns hidden states", False)] = None
     truncate_prompt_tokens: Annotated[Any, only("the server's flag --allow-auto-truncate sets it")] = None
     logits_processors: Annotated[Any, only("custom logit processors are not supported", [])] = None
     custom_logit_processor: Annotated[Any, only("custom logit processors are not supported")] = None
