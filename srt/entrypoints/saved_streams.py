@@ -44,7 +44,6 @@ class SavedStreams:
     def __init__(self, journal: StreamJournal, settings: dict[str, str], grace_s: float) -> None:
         """`settings`: see `answer_settings`. `grace_s`: how long a client may take to ask for a stream."""
         self.streams = ResumableStreams(grace_s, journal)
-        self.num_restored = 0
         self._journal = journal
         self._settings = settings
         self._grace_s = grace_s
@@ -144,4 +143,3 @@ class SavedStreams:
             await self.streams[stream_id].until(replay.is_replayed)
         if stream_id in self.streams:
             self._waiting.discard(stream_id)
-            self.num_restored += 1
