@@ -325,8 +325,6 @@ def _sampling_defaults(server_args: ServerArgs, model_config: ModelConfig) -> di
         return {}
     given = dataclasses.asdict(model_config.generation)
     defaults = {key: value for key, value in given.items() if value is not None}
-    if defaults.get("top_k") == 0:  # transformers' way of saying "all tokens"
-        defaults["top_k"] = -1
     if defaults:
         logger.info("Default sampling parameters from the model's generation_config: %s", defaults)
     return defaults
