@@ -27,7 +27,7 @@ from ..srt.io_struct import (
     unpack_ids,
 )
 from ..srt.model_files.model_config import ModelConfig
-from ..srt.schedule_record import VERSION, Abort, Arrival, End, Flush, RecordFile, Retain, Start, Step, pack_ids
+from ..srt.schedule_record import VERSION, Abort, Arrival, End, Flush, Retain, ScheduleFile, Start, Step, narrow_ids
 from ..srt.server_args import ServerArgs
 from .engine_runner import EngineRunner
 from .engine_view import StepLog
@@ -85,7 +85,7 @@ class ScheduleRecorder:
             equal_cost_depth=equal_cost_depth(config),
         )
         try:
-            self._file = RecordFile(path, start)
+            self._file = ScheduleFile(path, start)
         except OSError as error:
             raise ValueError(f"--record-schedule {path}: {error.strerror or error}") from error
         self._clock = clock
@@ -125,7 +125,7 @@ class ScheduleRecorder:
                 self._num_arrivals += 1
                 resumed = message.resumed
                 self._live[message.rid] = _Live(number, [] if resumed is None else list(resumed.output_ids))
-                ids = pack_ids(unpack_ids(message.input_ids), self._vocab_size)
+                ids = narrow_ids(unpack_ids(message.input_ids), self._vocab_size)
                 self._file.write(Arrival(self._turn, now_s, number, ids, message.options, resumed), now_s)
             elif isinstance(message, AbortReq):
                 if message.rid is None:
@@ -174,7 +174,7 @@ class ScheduleRecorder:
                 if len(self._ended) > _MAX_ENDED:
                     self._ended.popitem(last=False)
                 output_ids = live.resumed_ids if live.req is None else live.req.output_ids
-                ids = pack_ids(np.array(output_ids, dtype=np.int32), self._vocab_size)
+                ids = narrow_ids(np.array(output_ids, dtype=np.int32), self._vocab_size)
                 self._file.write(End(self._turn, now_s, live.number, live.first_token_s, ids, out.finish), now_s)
         if not self._live:
             self._file.flush()

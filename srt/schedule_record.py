@@ -137,17 +137,17 @@ _BEGIN = re.compile(rb"[\x90-\x9f](?:\xa7arrival|\xa5abort|\xa6retain|\xa5flush|
 """The begin of a record, as it is encoded: a short array, and its tag."""
 
 
-def pack_ids(ids: npt.NDArray[np.int32], vocab_size: int) -> bytes:
+def narrow_ids(ids: npt.NDArray[np.int32], vocab_size: int) -> bytes:
     """Token ids as 2 bytes each if the vocabulary allows it, else as 4."""
     return ids.astype(np.uint16 if vocab_size <= _NARROW else np.int32).tobytes()
 
 
-def unpack_ids(data: bytes, vocab_size: int) -> npt.NDArray[np.int32]:
-    """The token ids of `pack_ids`: int32 [n]."""
+def widened_ids(data: bytes, vocab_size: int) -> npt.NDArray[np.int32]:
+    """The token ids of `narrow_ids`: int32 [n]."""
     return np.frombuffer(data, np.uint16 if vocab_size <= _NARROW else np.int32).astype(np.int32)
 
 
-class RecordFile:
+class ScheduleFile:
     """Writes records. An error of the disk stops the recording for a while, and nothing else. It goes on in a new
     file."""
 
@@ -313,7 +313,7 @@ class Recording:
                     yield record
 
     def ids(self, data: bytes) -> npt.NDArray[np.int32]:
-        return unpack_ids(data, self.start.vocab_size)
+        return widened_ids(data, self.start.vocab_size)
 
 
 def _part(path: Path, number: int) -> Path:

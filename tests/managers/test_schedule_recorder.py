@@ -28,7 +28,7 @@ from tercet.srt import schedule_record
 from tercet.srt.io_struct import AbortReq, BatchTokenOut, GenerateReq, NextTokens, Resumed, pack_ids
 from tercet.srt.request_options import RequestOptions
 from tercet.srt.sampling_params import SamplingParams
-from tercet.srt.schedule_record import Arrival, End, Record, RecordFile, Recording, Retain, Step
+from tercet.srt.schedule_record import Arrival, End, Record, Recording, Retain, ScheduleFile, Step
 
 
 def replayed(path: Path) -> Comparison:
@@ -234,8 +234,8 @@ def test_a_recording_whose_first_files_are_gone_can_be_read(
 ) -> None:
     """Each file begins with a complete step, and the ends of requests that arrived in a lost file are left out."""
     path = tmp_path / "record"
-    small = functools.partial(RecordFile, max_bytes=3000, num_kept=1000)
-    monkeypatch.setattr(schedule_recorder, "RecordFile", small)
+    small = functools.partial(ScheduleFile, max_bytes=3000, num_kept=1000)
+    monkeypatch.setattr(schedule_recorder, "ScheduleFile", small)
     Recorded(path, 1).run(workload(seed, rate=0.1), num_turns=200)
     whole = Replay(Recording(path))
     assert compare(whole).difference is None
@@ -256,7 +256,7 @@ def test_a_recording_whose_first_files_are_gone_can_be_read(
 def test_a_recording_with_a_gap_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk was full for a while. The new file begins with a complete step."""
 
-    class Failing(RecordFile):
+    class Failing(ScheduleFile):
         num_left = 120
 
         def write(self, record: Record, now_s: float) -> None:
@@ -268,7 +268,7 @@ def test_a_recording_with_a_gap_can_be_read(tmp_path: Path, monkeypatch: pytest.
     work = functools.partial(workload, 1, rate=0.1)
     Recorded(tmp_path / "whole", 1).run(work(), num_turns=200)
     monkeypatch.setattr(schedule_record, "_RETRY_S", 0.1)
-    monkeypatch.setattr(schedule_recorder, "RecordFile", Failing)
+    monkeypatch.setattr(schedule_recorder, "ScheduleFile", Failing)
     path = tmp_path / "record"
     Recorded(path, 1).run(work(), num_turns=200)
     assert [Recording(one).start.follows_gap for one in (path, tmp_path / "record.1")] == [True, False]

@@ -17,12 +17,12 @@ from tercet.srt.schedule_record import (
     OLDEST_VERSION,
     VERSION,
     Flush,
-    RecordFile,
     Recording,
+    ScheduleFile,
     Start,
     _read,
-    pack_ids,
-    unpack_ids,
+    narrow_ids,
+    widened_ids,
 )
 
 
@@ -35,7 +35,7 @@ def turns(path: Path) -> list[int]:
 
 
 def write(path: Path, run: str, values: range, **limits: int) -> None:
-    file = RecordFile(path, start(run), **limits)
+    file = ScheduleFile(path, start(run), **limits)
     for turn in values:
         file.write(Flush(turn, 0.5), float(turn))
     file.close()
@@ -102,14 +102,14 @@ def test_a_file_without_a_start_is_left_out(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_what_was_written_is_soon_readable(tmp_path: Path) -> None:
-    file = RecordFile(tmp_path / "record", start())
+    file = ScheduleFile(tmp_path / "record", start())
     for turn in range(3):
         file.write(Flush(turn, 0.5), now_s=10.0 + 2 * turn)
     assert turns(tmp_path / "record") == [0, 1, 2]
     file.close()
 
 
-def fill(file: RecordFile) -> None:
+def fill(file: ScheduleFile) -> None:
     """From now on, each write to the present file fails with ENOSPC."""
     assert file._file is not None
     with open("/dev/full", "wb") as full:
@@ -120,7 +120,7 @@ def fill(file: RecordFile) -> None:
 def test_a_full_disk_stops_the_recording_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
-    file = RecordFile(tmp_path / "record", start())
+    file = ScheduleFile(tmp_path / "record", start())
     fill(file)
     file.write(Flush(1, 0.5), now_s=0.5)  # less than a second after the last flush: it stays in the buffer
     if call == "write":
@@ -142,7 +142,7 @@ def test_a_recording_goes_on_when_the_disk_has_room_again(
     """It tries once a minute. As long as the disk is full, the older files stay as they are."""
     path, room = tmp_path / "record", [0]
     monkeypatch.setattr(schedule_record, "_free_bytes", lambda folder: room[0])
-    file = RecordFile(path, start(), max_bytes=1000)
+    file = ScheduleFile(path, start(), max_bytes=1000)
     for turn in range(3):
         file.write(Flush(turn, 0.5), now_s=2.0 * turn)
     fill(file)
@@ -178,7 +178,7 @@ def full_file(descriptor: int, *_: object, **__: object) -> IO[bytes]:
 def test_a_file_that_cannot_be_begun_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each attempt would otherwise rename them, until none is left."""
     path = tmp_path / "record"
-    file = RecordFile(path, start(), max_bytes=300, num_kept=3)
+    file = ScheduleFile(path, start(), max_bytes=300, num_kept=3)
     monkeypatch.setattr(schedule_record.os, "fdopen", full_file)
     for turn in range(1000):
         file.write(Flush(turn, 0.5), now_s=float(turn))
@@ -190,7 +190,7 @@ def test_a_folder_is_refused_and_stays(tmp_path: Path) -> None:
     folder = tmp_path / "record"
     folder.mkdir()
     with pytest.raises(OSError, match="is not a regular file"):
-        RecordFile(folder, start())
+        ScheduleFile(folder, start())
     assert list(tmp_path.iterdir()) == [folder]
 
 
@@ -205,9 +205,9 @@ def test_another_file_is_refused(tmp_path: Path, data: bytes) -> None:
 def test_older_recordings_are_read_and_newer_ones_refused(tmp_path: Path) -> None:
     path = tmp_path / "record"
     for version in range(OLDEST_VERSION, VERSION + 1):
-        RecordFile(path, msgspec.structs.replace(start(), version=version)).close()
+        ScheduleFile(path, msgspec.structs.replace(start(), version=version)).close()
         assert Recording(path).start.version == version
-    RecordFile(path, msgspec.structs.replace(start(), version=VERSION + 1)).close()
+    ScheduleFile(path, msgspec.structs.replace(start(), version=VERSION + 1)).close()
     with pytest.raises(ValueError, match=r"of version 3, but versions 1 to 2 can be read"):
         Recording(path)
 
@@ -215,5 +215,5 @@ def test_older_recordings_are_read_and_newer_ones_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize("vocab_size", [1 << 16, 1 << 17])
 def test_token_ids_survive(vocab_size: int) -> None:
     ids = np.array([0, 1, vocab_size - 1], dtype=np.int32)
-    assert unpack_ids(pack_ids(ids, vocab_size), vocab_size).tolist() == ids.tolist()
-    assert len(pack_ids(ids, 1 << 16)) == 6
+    assert widened_ids(narrow_ids(ids, vocab_size), vocab_size).tolist() == ids.tolist()
+    assert len(narrow_ids(ids, 1 << 16)) == 6
