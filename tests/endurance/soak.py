@@ -1,4 +1,4 @@
-"""`scripts/soak`: many requests of all features on the toy model, and then everything is as it was at the start.
+"""`scripts/soak`: many requests of all kinds on the toy model, and then everything is as it was at the start.
 
 Every answer is compared with the first answer to the same request. One request in ten ends badly: its client leaves,
 aborts it, reads a byte a second, or breaks the connection. `--seed` gives the same requests.
@@ -44,12 +44,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("soak", __doc__, model="toy", clients=16)
     parser.add_argument("--requests", type=int, default=10_000, help="number of requests (default 10000)")
     parser.add_argument("--max-tokens", type=int, default=24, help="length of the longest answers (default 24)")
-    parser.add_argument("--all-features", action="store_true", help="switch on all features that can be on together")
+    parser.add_argument(
+        "--all-features", action="store_true", help="switch on the features that docs/endurance.md lists"
+    )
     return parser.parse_args(argv)
 
 
 def feature_flags(folder: Path) -> list[str]:
-    """Flags of what is off by default. The limits are so high that no request exceeds them."""
+    """Flags of what `--all-features` switches on. The limits are so high that no request exceeds them."""
     flags = ["--enable-metrics", "--resume-grace", "2", "--resume-file", str(folder / "streams")]
     flags += ["--enable-hierarchical-cache", "--hicache-size", "0.005"]
     flags += ["--hicache-storage-dir", str(folder / "kv"), "--hicache-storage-size", "0.05"]
