@@ -19,7 +19,7 @@ from ..io_struct import Counts, FinishReason, TextOut, joined, unpack_ids
 
 MAX_PROMPTS = 1024
 """Maximum number of prompts in one request."""
-MAX_SEQUENCES = 4096
+MAX_SAMPLES = 4096
 """Maximum number of samples in one request: prompts times `n`."""
 
 
@@ -125,9 +125,9 @@ def check_request_size(prompts: Sequence[Prompt]) -> None:
     if len(prompts) > MAX_PROMPTS:
         field = prompts[0].param.partition("[")[0]
         raise InvalidRequest(f"a request must have at most {MAX_PROMPTS} prompts, got {len(prompts)}", param=field)
-    sequences = sum(prompt.options.sampling.n for prompt in prompts)
-    if sequences > MAX_SEQUENCES:
-        raise InvalidRequest(f"prompts times n must be at most {MAX_SEQUENCES}, got {sequences}", param="n")
+    num_samples = sum(prompt.options.sampling.n for prompt in prompts)
+    if num_samples > MAX_SAMPLES:
+        raise InvalidRequest(f"prompts times n must be at most {MAX_SAMPLES}, got {num_samples}", param="n")
 
 
 async def outputs(samples: Sequence[Sample]) -> AsyncIterator[tuple[Sample, TextOut]]:
