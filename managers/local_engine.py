@@ -21,7 +21,7 @@ from ..srt.request_options import RequestOptions
 from ..srt.sampling_params import SamplingParams
 from ..srt.server_args import ServerArgs
 from ..srt.tenant_names import tenant_name
-from ..srt.text.tokenizer import load_tokenizer
+from ..srt.text.tokenizer import tokenizer_of
 from .input_processor import InputProcessor
 from .scheduler import InFlight
 from .scheduler_io import SchedulerIO
@@ -91,12 +91,8 @@ class LocalEngine:
         }
         self.server_args = engine_settings(model_path, server_args, settings, refused=refused).with_seed()
         self.model_config = load_model_config(self.server_args.model_path, self.server_args.load_format)
-        self.tokenizer = None
+        self.tokenizer = tokenizer_of(self.server_args)
         """None with `skip_tokenizer_init`; prompts must be token ids then."""
-        if not self.server_args.skip_tokenizer_init:
-            self.tokenizer = load_tokenizer(
-                self.server_args.model_path, self.server_args.tokenizer_path, self.server_args.chat_template
-            )
         self.runner = load_runner(resolve_settings(self.server_args, self.model_config), self.model_config)
         self._inbox, self._outbox = _Inbox(), _Outbox()
         self._reader = TokenOutReader()

@@ -27,7 +27,7 @@ from ..machine.process_state import is_stopped
 from ..model_files.model_config import load_model_config
 from ..server_args import ServerArgs
 from ..step_journal import Journal, read_journal
-from ..text.tokenizer import Tokenizer, load_tokenizer
+from ..text.tokenizer import tokenizer_of
 from .engine_life import EngineLife
 from .grammar_process import GrammarProcess
 from .processes import CHILD_MODULE, ChildProcess, DiedAtStart, Role, stop_children
@@ -100,7 +100,7 @@ class EngineCore:
         life: EngineLife | None = None
         began = time.monotonic()
         try:
-            tokenizer_loads = _in_daemon_thread(lambda: _load_tokenizer(server_args))
+            tokenizer_loads = _in_daemon_thread(lambda: tokenizer_of(server_args))
             life = await EngineLife.start(server_args, run_dir, context, child_module, meanwhile=tokenizer_loads)
             start_s = time.monotonic() - began
             logger.info("The random seed is %d", server_args.random_seed)
@@ -317,12 +317,6 @@ class EngineCore:
             # Whoever has stopped a process (SIGSTOP) is to blame for its silence, and not a request.
             self._hung, self._stacks = None if is_stopped(child.pid) else child, stacks
             child.kill()
-
-
-def _load_tokenizer(server_args: ServerArgs) -> Tokenizer | None:
-    if server_args.skip_tokenizer_init:
-        return None
-    return load_tokenizer(server_args.model_path, server_args.tokenizer_path, server_args.chat_template)
 
 
 def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:

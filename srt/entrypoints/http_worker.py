@@ -30,7 +30,7 @@ from ..model_files.model_config import ModelConfig, load_model_config
 from ..server_args import ServerArgs
 from ..settings.failures import HEARTBEAT_S
 from ..start_reports import HttpWorkerReady
-from ..text.tokenizer import Tokenizer, load_tokenizer
+from ..text.tokenizer import Tokenizer, tokenizer_of
 from ..worker_messages import (
     AbortCall,
     AbortReply,
@@ -87,7 +87,7 @@ async def _serve(
     # The first workers answer at once, with 503. A worker that replaces one lets connections wait until it is ready.
     http = listen() if run_dir.life < server_args.tokenizer_worker_num else None
     config = load_model_config(server_args.model_path, server_args.load_format)
-    tokenizer = await asyncio.to_thread(_load_tokenizer, server_args)
+    tokenizer = await asyncio.to_thread(tokenizer_of, server_args)
     context: zmq.Context[Any] = zmq.Context()
     worker = HttpWorker(server_args, config, tokenizer, http, listen, context, run_dir, tracer)
     on_ready(HttpWorkerReady())
@@ -239,9 +239,3 @@ class HttpWorker:
         self._http = self._http or self._listen()
         self._http.app = create_app(server, tracer=self._tracer, forward=self.forward)
         self._parent.send(WorkerServes())
-
-
-def _load_tokenizer(server_args: ServerArgs) -> Tokenizer | None:
-    if server_args.skip_tokenizer_init:
-        return None
-    return load_tokenizer(server_args.model_path, server_args.tokenizer_path, server_args.chat_template)

@@ -18,6 +18,7 @@ from .token_bytes import TokenBytes
 from .tokenizer_parts import TokenizerParts
 
 if TYPE_CHECKING:
+    from ..server_args import ServerArgs
     from .chat_template import ChatTemplate
 
 
@@ -195,6 +196,16 @@ def load_tokenizer(model_path: str, tokenizer_path: str | None = None, chat_temp
     tokenizer = Tokenizer(parts._replace(chat_templates={"default": _read_template(chat_template)}))
     tokenizer.compile_chat_template()
     return tokenizer
+
+
+def tokenizer_of(server_args: ServerArgs) -> Tokenizer | None:
+    """The tokenizer of these settings, with its chat template. None with `skip_tokenizer_init`.
+
+    Raises as `load_tokenizer`.
+    """
+    if server_args.skip_tokenizer_init:
+        return None
+    return load_tokenizer(server_args.model_path, server_args.tokenizer_path, server_args.chat_template)
 
 
 def _read_template(template: str) -> str:
