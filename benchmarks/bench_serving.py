@@ -21,12 +21,11 @@ import numpy as np
 import uvloop
 from tqdm import tqdm
 
-from ..srt import env
 from ..srt.text.tokenizer import Tokenizer, load_tokenizer
 from . import plots, workloads
 from .arrivals import arrival_times, trace_times
 from .backends import BACKENDS, Dialect, Output, RequestSettings, error_text
-from .http_client import HttpClient, HttpError
+from .http_client import HttpClient, HttpError, api_key_header
 from .metrics import Measured, measure
 from .provenance import command_line, provenance
 from .recorded_workloads import custom, first_questions, mooncake, sharegpt
@@ -243,8 +242,7 @@ def _times(options: argparse.Namespace, requests: Sequence[Request]) -> np.ndarr
 
 
 def _headers(options: argparse.Namespace) -> dict[str, str]:
-    key = env.api_key()
-    return {**({"Authorization": f"Bearer {key}"} if key else {}), **dict(options.header or [])}
+    return {**api_key_header(), **dict(options.header or [])}
 
 
 def _source_text(path: Path | None) -> str:

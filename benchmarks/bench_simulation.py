@@ -29,7 +29,7 @@ from ..srt.model_files.model_config import load_model_config
 from ..srt.schedule_record import Recording
 from .argument_types import positive
 from .backends import BACKENDS, Output, RequestSettings
-from .http_client import HttpClient
+from .http_client import HttpClient, api_key_header
 from .offline_workloads import Span
 from .results import Result, add_results_arguments, finish, number, percent
 from .server_process import Server, ServerFailed, ended_by_signals, free_port
@@ -281,7 +281,7 @@ def _round_trip_s(replay: Replay, probes_s: Sequence[float]) -> float:
 
 async def _measure(server: Server, port: int, make: _Make, vocab_size: int, seed: int) -> tuple[Figures, list[float]]:
     """The figures, and the times of the probes."""
-    client = HttpClient(f"http://127.0.0.1:{port}")
+    client = HttpClient(f"http://127.0.0.1:{port}", api_key_header())
     try:
         await server.wait_until_healthy(client, _READY_TIMEOUT_S)
         warmups = list(itertools.islice(make(vocab_size, seed + 1), _NUM_WARMUPS))

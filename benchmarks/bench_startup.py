@@ -23,7 +23,7 @@ from typing import Any, get_args
 
 from ..srt.entrypoints.processes import Role
 from .argument_types import positive
-from .http_client import HttpClient
+from .http_client import HttpClient, api_key_header
 from .linux_processes import Process, pss_bytes
 from .results import Result, Table, add_results_arguments, finish, number
 from .server_process import Server, ServerFailed, ended_by_signals, free_port, last_lines
@@ -79,7 +79,7 @@ async def _start(args: argparse.Namespace, serve_flags: Sequence[str]) -> dict[s
     """Starts a server, measures it and stops it. Raises ServerFailed."""
     port = free_port()
     argv = [sys.executable, "-m", "tercet", "serve", *serve_flags, "--host", _HOST, "--port", str(port)]
-    client = HttpClient(f"http://{_HOST}:{port}")
+    client = HttpClient(f"http://{_HOST}:{port}", api_key_header())
     with tempfile.TemporaryDirectory(prefix="tercet-startup-") as folder:
         log = Path(folder) / "log"
         with Server(argv, {}, log) as server:

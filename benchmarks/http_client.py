@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from ..srt import env
+
 OnData = Callable[[bytes, float], None]
 """Receives a piece of the body and its arrival time, as `time.perf_counter()` gives it."""
 
@@ -118,6 +120,12 @@ class HttpClient:
         except OSError as error:
             raise HttpError(f"could not connect to {self.base_url}: {error.strerror or error}") from error
         return connection, True
+
+
+def api_key_header() -> dict[str, str]:
+    """The header with TERCET_API_KEY, which a server of Tercet in the same environment asks for. Empty without it."""
+    key = env.api_key()
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class _Connection(asyncio.Protocol):

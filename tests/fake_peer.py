@@ -35,6 +35,10 @@ class Peer:
             await exchange.answer({}, "503 Busy" if self.trouble == "never ready" else "200 OK")
             return
         assert exchange.path == "/v1/completions"
+        key = os.environ.get("TERCET_API_KEY")
+        if key and exchange.headers.get("authorization") != f"Bearer {key}":
+            await exchange.answer({"error": "no key"}, "401 Unauthorized")
+            return
         asked = exchange.json["max_tokens"]
         if asked >= LOAD and len(exchange.json["prompt"]) != SAMPLE_LEN:
             if self.trouble == "dies under load":

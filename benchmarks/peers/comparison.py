@@ -13,7 +13,7 @@ from typing import Any
 from ...srt.machine.cores import usable_cpus
 from ...srt.text.tokenizer import load_tokenizer
 from ..backends import BACKENDS, RequestSettings
-from ..http_client import HttpClient
+from ..http_client import HttpClient, api_key_header
 from ..server_process import Server, ServerFailed, free_port, last_lines
 from ..workloads import PromptMaker, Request
 from .engines import HOST, Capacity, Engine, Launch
@@ -124,7 +124,7 @@ class Comparison:
         port = free_port()
         launch = peer.launch(model, capacity_for(model.name), port)
         assert launch is not None, "it can read the model"
-        client = HttpClient(f"http://{HOST}:{port}")
+        client = HttpClient(f"http://{HOST}:{port}", api_key_header())
         with Server(launch.argv, launch.env, log) as server:
             try:
                 await server.wait_until_healthy(client, self.plan.ready_timeout_s)

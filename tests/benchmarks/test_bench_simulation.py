@@ -30,6 +30,7 @@ def test_a_server_is_measured_recorded_and_simulated(
         )
         return prefix_tree(settings, levels=1, branching=2, level_len=24, skew=0.0)
 
+    monkeypatch.setenv("TERCET_API_KEY", "secret")  # the server reads it, too
     monkeypatch.setitem(bench_simulation.WORKLOADS, "small", small)  # type: ignore[arg-type]
     assert bench_simulation.main(["--model-path", str(model_path), "--workloads", "small"]) == 0
     found = json_of(capsys)["small"]

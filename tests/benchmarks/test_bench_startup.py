@@ -12,7 +12,10 @@ pytestmark = pytest.mark.e2e
 _SIZES = ["--num-requests", "2", "--input-len", "5", "--output-len", "3"]
 
 
-def test_starts_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_starts_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERCET_API_KEY", "secret")  # the server reads it, too
     flags = [*tiny_flags(tmp_path), "--skip-tokenizer-init", "--load-format", "dummy"]
     assert bench_startup.main(["--rounds", "2", *_SIZES, *flags]) == 0
     starts = json_of(capsys)["starts"]

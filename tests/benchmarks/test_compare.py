@@ -73,6 +73,7 @@ class Bench:
 @pytest.fixture
 def bench(models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]:
     monkeypatch.setattr(compare, "find_on_path", dict)
+    monkeypatch.setenv("TERCET_API_KEY", "secret")  # a server of Tercet reads it, too
     yield Bench(models, monkeypatch, capsys)
 
 
