@@ -23,7 +23,7 @@ from typing import Any, get_args
 
 from ..srt.entrypoints.processes import Role
 from .argument_types import positive
-from .http_client import HttpClient, api_key_header
+from .http_client import HttpClient, HttpError, api_key_header
 from .linux_processes import Process, pss_bytes
 from .results import Result, Table, add_results_arguments, finish, number
 from .server_process import Server, ServerFailed, ended_by_signals, free_port, last_lines
@@ -113,7 +113,11 @@ def _request(args: argparse.Namespace) -> bytes:
 
 
 async def _ask(client: HttpClient, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
-    answer = await client.request(method, path, body)
+    """Raises ServerFailed."""
+    try:
+        answer = await client.request(method, path, body)
+    except HttpError as error:
+        raise ServerFailed(f"{path}: {error}") from error
     if answer.status != 200:
         raise ServerFailed(f"{path} returned status {answer.status}: {answer.body[:300].decode(errors='replace')}")
     found: dict[str, Any] = json.loads(answer.body)
