@@ -32,7 +32,7 @@ from .backends import BACKENDS, Output, RequestSettings
 from .http_client import HttpClient, api_key_header
 from .offline_workloads import Span
 from .results import Result, add_results_arguments, finish, number, percent
-from .server_process import Server, ServerFailed, ended_by_signals, free_port
+from .server_process import Server, ServerFailed, ended_by_signals, free_port, last_lines
 from .simulator.comparison import compare, learned
 from .simulator.replay import Replay
 from .simulator.replay_report import fit_errors
@@ -138,7 +138,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 replay, measured, simulated, smooth, predicted = run_round(
                     WORKLOADS[name], Path(folder), model_path, vocab_size, options.seed, last.get(name)
                 )
-        except (ServerFailed, ValueError) as error:
+        except ServerFailed as error:
+            sys.stderr.write(f"{name}: {error}\n{error.log}\n")
+            return 1
+        except ValueError as error:
             sys.stderr.write(f"{name}: {error}\n")
             return 1
         except KeyboardInterrupt:
@@ -200,8 +203,13 @@ def run_round(
     port = free_port()
     argv = [sys.executable, "-m", "tercet", "serve", model_path, "--skip-tokenizer-init", "--log-level", "warning"]
     argv += ["--port", str(port), "--record-schedule", str(path)]
-    with Server(argv, {}, folder / "log") as server:
-        measured, probes_s = asyncio.run(_measure(server, port, make, vocab_size, seed))
+    log = folder / "log"
+    with Server(argv, {}, log) as server:
+        try:
+            measured, probes_s = asyncio.run(_measure(server, port, make, vocab_size, seed))
+        except ServerFailed as error:
+            error.log = last_lines(log)  # read before the server is stopped, because it logs its shutdown
+            raise
     replay = Replay(Recording(path))
     round_trip_s = _round_trip_s(replay, probes_s)
     simulated, smooth = (

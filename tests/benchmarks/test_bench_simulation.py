@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,15 @@ def test_unknown_workloads_are_refused(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         bench_simulation.main(["--workloads", "W1,W9"])
     assert "'W9' is none of W1, W2, tree" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_start_is_told_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_path = save(make_model("llama_31_tied"), tmp_path / "model")
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'no memory left'\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert bench_simulation.main(["--model-path", str(model_path), "--workloads", "W1"]) == 1
+    assert "W1: the server ended (exit code 3)\nno memory left\n" in capsys.readouterr().err
