@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = Result(f"grammars-{name}", title, parser.prog, argv, resolve_device(server_args.device))
         with Engine(server_args=server_args) as engine:
             findings = _measure(engine, args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     _report(result, args, findings)
     finish(result, args)

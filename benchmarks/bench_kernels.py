@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = KernelBench(result, result.ceilings, device, check_only=args.check_only)
     try:
         makers = list(_makers(args, device, only))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     for maker in makers:
         bench.run(maker)
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     parser.add_argument(
         "--only", default=",".join(_GROUPS), help=f"groups of kernels to measure: {', '.join(_GROUPS)} (default: all)"
     )

@@ -213,8 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Returns the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if min(args.batch_size) < 1:
-        parser.error("--batch-size must be at least 1")
+    if not args.batch_size:
+        parser.error("--batch-size must name a number")
     try:
         config = load_shape(args.model_path)
     except (ValueError, OSError) as error:

@@ -48,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.compare and not has_peers():
         parser.error(f"--compare: {NEEDS_CHECKOUT}")
     server_args = engine_args(parser, args)
-    config = load_model_config(server_args.model_path, server_args.load_format)
     name = model_name(server_args.model_path)
     try:
+        config = load_model_config(server_args.model_path, server_args.load_format)
         resolved = resolve_settings(server_args, config)
         device, dtype = resolved.device, resolved.dtype
         requests = random_requests(args.num_prompts, args.input_len, args.output_len, args.seed, config.vocab_size)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     title = f"{args.num_prompts} requests at once: {name}"
     result = Result(f"offline-{name}-{args.num_prompts}x{args.output_len.high}", title, parser.prog, argv, device)

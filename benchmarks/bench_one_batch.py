@@ -45,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     server_args = engine_args(parser, args)
-    config = load_model_config(server_args.model_path, server_args.load_format)
     name = model_name(server_args.model_path)
     try:
+        config = load_model_config(server_args.model_path, server_args.load_format)
         resolved = resolve_settings(server_args, config)
         device, dtype = resolved.device, resolved.dtype
         use_server_threads()
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if device.type == "cuda":
                 gc.collect()
                 torch.cuda.empty_cache()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     bench.close()
     finish(result, args)

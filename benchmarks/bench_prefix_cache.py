@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     server_args = engine_args(parser, args)
     if server_args.disable_radix_cache:
         parser.error("--disable-radix-cache is not allowed: this benchmark compares engines with and without it")
-    config = load_model_config(server_args.model_path, server_args.load_format)
+    try:
+        config = load_model_config(server_args.model_path, server_args.load_format)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     name = model_name(server_args.model_path)
     requests = shared_prefix_requests(
         args.num_groups,

@@ -104,13 +104,16 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype, size: int) -> f
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures the ceilings and prints them. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tercet.benchmarks.ceilings", description=__doc__)
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     parser.add_argument(
         "--small", action="store_true", help="use tiny sizes, to try the program; the results have no meaning"
     )
     add_results_arguments(parser)
     args = parser.parse_args(argv)
-    device = resolve_device(args.device)
+    try:
+        device = resolve_device(args.device)
+    except ValueError as error:
+        parser.error(str(error))
     result = Result("ceilings", "Ceilings", parser.prog, argv, device)
     result.ceilings = measure_ceilings(device, small=args.small)
     table = result.table("Ceilings", ["dtype", "copy TB/s (read + write)", "TFLOP/s", "measured with"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,8 @@ def test_the_help_of_a_benchmark_shows_no_flag_that_it_refuses(
         (["scheduler", "--turns", "x"], "--turns: must be N or A-B with 1 <= A <= B, got 'x'"),
         (["one-batch", "--batch-size", "a"], "--batch-size: must be N or A,B,... with numbers of at least 1, got 'a'"),
         (["linears", "--batch-size", "1,0"], "with numbers of at least 1, got '1,0'"),
+        (["linears", "--batch-size", ""], "--batch-size must name a number"),
+        (["kernels", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
         (["grammars", "--num-prompts", "0"], "--num-prompts: must be at least 1, got 0"),
         (["prefix", "--rounds", "0"], "--rounds: must be at least 1, got 0"),
         (["quantization", "--window", "0"], "--window: must be at least 1, got 0"),
@@ -68,6 +71,18 @@ def test_a_wrong_value_is_said_before_anything_runs(
     with pytest.raises(SystemExit):
         launch_server.main(["bench", *argv])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("benchmark", ["grammars", "kernels", "linears", "offline", "one-batch", "prefix"])
+def test_a_folder_without_a_model_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], benchmark: str
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tiny = ["--tiny"] if benchmark == "kernels" else []
+    with pytest.raises(SystemExit) as caught:
+        launch_server.main(["bench", benchmark, *tiny, "--model-path", str(tmp_path)])
+    assert caught.value.code == 2
+    assert f"error: '{tmp_path}/config.json' is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("module", [module for module, _ in launch_server._BENCHMARKS.values()])

@@ -54,3 +54,11 @@ def test_a_product_far_below_the_best_instruction_is_measured_at_a_small_size_on
 def test_without_compiled_operations_the_ceiling_is_torchs_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_extension, "load", lambda: None)
     assert best_rate(CPU, torch.float32, 64).source == TORCH_PRODUCT
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_device_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ceilings.main(["--device", "cuda"])
+    assert caught.value.code == 2
+    assert "error: --device cuda needs a GPU" in capsys.readouterr().err
