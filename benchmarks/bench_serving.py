@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             run = runner.run(_run(options))
-        result = {**_settings(options, run.settings), **run.measured.figures, "client_cpu_seconds": run.client_cpu_s}
+        result = {**_settings(options, run), **run.measured.figures, "client_cpu_seconds": run.client_cpu_s}
         result.update(server_info=run.server_info, **provenance(command_line(_PROGRAM, argv)))
         sys.stdout.write(table(result))
         if options.output_file is not None:
@@ -127,6 +127,8 @@ async def _run(options: argparse.Namespace) -> _Run:
         tokenizer = _tokenizer(options, server)
         maker = PromptMaker(tokenizer, options.tokenize_prompt)
         requests = make_requests(options, maker)
+        if len(requests) < options.num_prompts:
+            sys.stderr.write(f"{options.dataset_path} has only {len(requests)} usable requests, and all are sent\n")
         settings = RequestSettings(
             model=options.served_model_name or options.model or server.model or "default",
             stream=not options.disable_stream,
@@ -251,8 +253,9 @@ def _source_text(path: Path | None) -> str:
     return (path or workloads.BUNDLED_TEXT).read_text(encoding="utf-8")
 
 
-def _settings(options: argparse.Namespace, settings: RequestSettings) -> dict[str, Any]:
+def _settings(options: argparse.Namespace, run: _Run) -> dict[str, Any]:
     """The settings of the run for the result. Settings without effect in this run are left out."""
+    settings = run.settings
     flags = [name for name, (datasets, _) in DATASET_FLAGS.items() if options.dataset_name in datasets]
     mattered = {name: getattr(options, name) for name in flags}
     path = mattered.pop("dataset_path", None)
@@ -263,7 +266,7 @@ def _settings(options: argparse.Namespace, settings: RequestSettings) -> dict[st
         "model": settings.model,
         "dataset_name": options.dataset_name,
         "dataset_path": None if path is None else str(path),
-        "num_prompts": options.num_prompts,
+        "num_prompts": len(run.requests),
         "tokenize_prompt": options.tokenize_prompt,
         "request_rate": "trace" if options.use_trace_timestamps else options.request_rate,
         "burstiness": options.burstiness,
@@ -303,7 +306,7 @@ def _plot(options: argparse.Namespace, measured: Measured) -> None:
     if options.plot is not None or options.plot_throughput:
         sys.stdout.write("\n" + plots.terminal_timeline(measured.timeline, width))
     if options.plot:
-        title = options.tag or f"{options.backend}, {options.dataset_name}, {options.num_prompts} requests"
+        title = options.tag or f"{options.backend}, {options.dataset_name}, {len(measured.output_lens)} requests"
         plots.save_png(Path(options.plot), title, measured.latencies, measured.timeline)
 
 

@@ -217,6 +217,8 @@ def test_custom_prompts_and_shared_prefixes(site: LiveSite, bench: Bench, tmp_pa
     assert main([*common, "--dataset-name", "custom", "--dataset-path", str(file), "--warmup-requests", "0"]) == 0
     asked = " ".join(site.scheduler.prompt_texts())
     assert "first" in asked and "second" in asked
+    bench.read()
+    assert json.loads(bench.out.splitlines()[-1])["num_prompts"] == 2 and "has only 2 usable requests" in bench.err
     groups = ["--gsp-num-groups", "2", "--gsp-prompts-per-group", "3"]
     sizes = ["--gsp-system-prompt-len", "20", "--gsp-question-len", "5", "--gsp-output-len", "2"]
     assert main([*common, "--dataset-name", "generated-shared-prefix", *groups, *sizes]) == 0
