@@ -226,7 +226,8 @@ def _complete(options: argparse.Namespace) -> None:
             )
     if options.base_url is None:
         port = options.port or BACKENDS[options.backend].default_port
-        options.base_url = f"http://{options.host or '127.0.0.1'}:{port}"
+        host = options.host or "127.0.0.1"
+        options.base_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _check_goodput(options: argparse.Namespace) -> None:

@@ -85,6 +85,7 @@ def test_a_command_line_that_makes_no_sense(bench: Bench, argv: list[str], messa
         (["--backend", "sglang-oai"], "http://127.0.0.1:30000"),
         (["--backend", "vllm"], "http://127.0.0.1:8000"),
         (["--host", "h", "--port", "7", "--backend", "vllm"], "http://h:7"),
+        (["--host", "::1"], "http://[::1]:30000"),
     ],
 )
 def test_where_the_server_is_by_default(argv: list[str], url: str) -> None:
