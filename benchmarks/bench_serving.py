@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             run = runner.run(_run(options))
         result = {**_settings(options, run), **run.measured.figures, "client_cpu_seconds": run.client_cpu_s}
-        result.update(server_info=run.server_info, **provenance(command_line(_PROGRAM, argv)))
+        result.update(server_info=run.server_info, **provenance(_command(options, argv)))
         sys.stdout.write(table(result))
         if options.output_file is not None:
             details = _details(run) if options.output_details else {}
@@ -245,6 +245,14 @@ def _times(options: argparse.Namespace, requests: Sequence[Request]) -> np.ndarr
 
 def _headers(options: argparse.Namespace) -> dict[str, str]:
     return {**api_key_header(), **dict(options.header or [])}
+
+
+def _command(options: argparse.Namespace, argv: Sequence[str] | None) -> list[str]:
+    """The command line without the values of headers, which may be keys. Results may be published."""
+    words = command_line(_PROGRAM, argv)
+    for name, value in options.header or []:
+        words = [word.replace(f"{name}={value}", f"{name}=...") for word in words]
+    return words
 
 
 def _source_text(path: Path | None) -> str:

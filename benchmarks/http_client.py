@@ -53,6 +53,8 @@ class HttpClient:
             raise ValueError(f"the base URL has no valid port: {base_url!r}") from error
         if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
             raise ValueError(f"the base URL must be like http://127.0.0.1:30000, got {base_url!r}")
+        if url.username is not None:
+            raise ValueError("the base URL must have no user name; a header can have it (Authorization)")
         self.base_url = base_url
         self._host = url.hostname
         self._tls = url.scheme == "https"

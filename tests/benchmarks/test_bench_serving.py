@@ -117,7 +117,9 @@ def test_further_fields_reach_the_server(site: LiveSite, bench: Bench) -> None:
 def test_headers_and_the_key_are_sent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     with live_site(api_key="secret") as site:
         assert "401" in bench.fails(site.url)
-        assert bench(site.url, "--header", "Authorization=Bearer secret")["completed"] == 6
+        result = bench(site.url, "--header", "Authorization=Bearer secret", "X-A=b")
+        assert result["completed"] == 6 and "secret" not in bench.out
+        assert "--header Authorization=... X-A=..." in result["command"]
         monkeypatch.setenv("TERCET_API_KEY", "secret")
         result = bench(site.url)
     assert result["completed"] == 6 and "secret" not in bench.out

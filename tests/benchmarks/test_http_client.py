@@ -246,7 +246,7 @@ def test_cancelling_hangs_up_and_the_client_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:30000", "ftp://x", "http://", "http://x:y", "http://x?a=1", "http://x:99999"]
+    "url", ["localhost:30000", "ftp://x", "http://", "http://x:y", "http://x?a=1", "http://x:99999", "http://u:p@x"]
 )
 def test_a_base_url_has_to_be_one(url: str) -> None:
     with pytest.raises(ValueError, match="base URL"):
