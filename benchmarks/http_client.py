@@ -61,12 +61,13 @@ class HttpClient:
         self._port = port or (443 if self._tls else 80)
         self._path = url.path.rstrip("/")
         host = f"[{self._host}]" if ":" in self._host else self._host
-        lines = {"Host": f"{host}:{self._port}", "Accept": "*/*", "Content-Type": "application/json"}
-        lines.update(headers or {})
-        for name, value in lines.items():
+        own = {"Host": f"{host}:{self._port}", "Accept": "*/*", "Content-Type": "application/json"}
+        # Names are the same in upper and lower case. The last header of a name counts.
+        lines = {name.lower(): (name, value) for name, value in [*own.items(), *(headers or {}).items()]}
+        for name, value in lines.values():
             if not name or not value.isprintable() or not name.isascii() or any(char in name for char in " :\r\n"):
                 raise ValueError(f"invalid header {name!r}: {value!r}")
-        self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode()
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.values()).encode()
         self._idle: list[_Connection] = []
 
     async def request(self, method: str, path: str, body: bytes = b"") -> Response:

@@ -53,6 +53,26 @@ def test_a_request_says_what_it_is_told() -> None:
     assert exchange.headers["host"] == server.url.removeprefix("http://")
 
 
+def test_a_given_header_replaces_one_of_the_same_name() -> None:
+    heads: list[list[str]] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        heads.append([line for line in head.split("\r\n") if line.lower().startswith(("host:", "authorization:"))])
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async def work() -> Response:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        headers = {"Authorization": "Bearer a", "host": "x.test", "authorization": "Bearer b"}
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", headers)
+        async with server:
+            return await client.request("GET", "/x")
+
+    assert run(work()).status == 200
+    assert heads == [["host: x.test", "authorization: Bearer b"]]
+
+
 @pytest.mark.parametrize("step", [1, 2, 7, 1000])
 def test_an_answer_may_come_in_any_pieces(step: int) -> None:
     wire = (
