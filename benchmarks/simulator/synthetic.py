@@ -31,6 +31,7 @@ class Stream(IntEnum):
     ABORTS = 6
     SESSIONS = 7
     DOCUMENTS = 8
+    STREAMS = 9
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from simulations import flat_cost, request, simulate
+from simulations import flat_cost, request, simulate, traffic_settings
 
+from tercet.benchmarks.simulator.streams import beside_streams
 from tercet.benchmarks.simulator.traffic import Traffic
 
 
@@ -35,3 +36,10 @@ def test_a_scheduler_that_wakes_up_late_reads_a_burst_at_once() -> None:
         ttfts[wake_s] = simulate([request(0.0, 10, 1), request(0.1, 10, 1)], cost=cost).statistics.ttft.max_s
     assert ttfts[0.0] == pytest.approx(1.9), "it waits for the step of the first one"
     assert ttfts[0.2] == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("num_streams", range(1, 10))
+def test_streams_share_nothing_with_the_prompts_beside_them(num_streams: int) -> None:
+    requests = list(beside_streams(traffic_settings(num_requests=40), num_streams, 100))
+    begins = {tuple(one.prompt_ids[:4].tolist()) for one in requests}
+    assert len(requests) == len(begins) == num_streams + 40
