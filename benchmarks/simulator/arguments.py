@@ -207,8 +207,11 @@ def _complete(options: argparse.Namespace) -> None:
     if "dlpm" in (options.policies or "").split(",") and not hasattr(options, "schedule_policy"):
         options.schedule_policy = "dlpm"  # the one with settings of its own; each run has its policy
     if options.replay is not None:
-        if options.traffic or options.num_requests or options.max_concurrency or options.config:
-            raise ValueError("--traffic, --num-requests, --max-concurrency and --config have no effect with --replay")
+        given = options.traffic or options.num_requests or options.max_concurrency or options.config
+        if given or hasattr(options, "model_path"):
+            raise ValueError(
+                "--traffic, --num-requests, --max-concurrency, --config and --model-path have no effect with --replay"
+            )
         options.traffic = "replay"
     if options.max_concurrency is None and options.round_trip is not None:
         raise ValueError("--round-trip has no effect without --max-concurrency")

@@ -148,9 +148,10 @@ def test_a_recording_is_compared_fitted_and_repeated(tmp_path: Path, capsys: pyt
     assert load_profile(str(cost)).name == "fitted to record"
     assert bench_scheduler.main(["--replay", str(path), "--max-running-requests", "2", "--cost", str(cost)]) == 0
     assert "2 running requests" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        bench_scheduler.main(["--replay", str(path), "--traffic", "agents"])
-    assert "no effect with --replay" in capsys.readouterr().err
+    for ignored in (["--traffic", "agents"], ["--model-path", "qwen3-0.6b"]):
+        with pytest.raises(SystemExit):
+            bench_scheduler.main(["--replay", str(path), *ignored])
+        assert "no effect with --replay" in capsys.readouterr().err
 
 
 def test_a_recording_with_tiers_is_simulated_without_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
