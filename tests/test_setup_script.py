@@ -1,4 +1,4 @@
-"""scripts/setup after it was interrupted: what was installed by halves is installed again."""
+"""scripts/setup after it was interrupted, and the arguments of scripts/setup and scripts/check."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from patience import PATIENCE_S
 
 SETUP = Path(__file__).parents[1] / "scripts" / "setup"
@@ -52,3 +53,21 @@ def test_an_interruption_ends_the_compilers(tmp_path: Path) -> None:
     assert select.select([alive], [], [], PATIENCE_S)[0] and os.read(alive, 100) == b"", "all have ended"
     assert shell.wait() != 0 and not (tmp_path / "build").exists()
     os.close(alive)
+
+
+@pytest.mark.parametrize("name", ["setup", "check"])
+@pytest.mark.parametrize(
+    ("argument", "code", "said"), [("--help", 0, "scripts/{}  "), ("--modle", 2, "scripts/{}: unknown argument")]
+)
+def test_nothing_is_installed_for_help_or_an_unknown_argument(
+    tmp_path: Path, name: str, argument: str, code: int, said: str
+) -> None:
+    """The copy is in no checkout, and an installation would fail."""
+    folder = tmp_path / "a folder" / "scripts"
+    folder.mkdir(parents=True)
+    for script in ("setup", "check"):
+        (folder / script).write_text((SETUP.parent / script).read_text())
+    command = ["bash", str(folder / name), argument]
+    ran = subprocess.run(command, env=os.environ | {"PYTHON": "false"}, capture_output=True, text=True)
+    assert ran.returncode == code and said.format(name) in ran.stdout + ran.stderr
+    assert "older" not in ran.stderr
