@@ -41,6 +41,18 @@ def test_a_part_that_fails_costs_the_others_nothing(tmp_path: Path) -> None:
     assert "--model-path must be a path or one of" in files[".log"]
 
 
+@pytest.mark.parametrize("version", [["../precious"], ["3.12", "--quick"], ["--help"]])
+def test_packages_are_fetched_for_a_version_of_python_only(tmp_path: Path, version: list[str]) -> None:
+    for name in ("scripts", ".gpu-packages", "precious"):
+        (tmp_path / name).mkdir()
+    copy = tmp_path / "scripts" / "gpu"
+    copy.write_text(SCRIPT.read_text())
+    command = ["bash", str(copy), "--fetch", *version]
+    ran = subprocess.run(command, env=os.environ | {"PYTHON": "false"}, capture_output=True, text=True)
+    assert ran.returncode == 2 and f"such as 3.12, got: {' '.join(version)}" in ran.stderr
+    assert (tmp_path / "precious").exists()
+
+
 def test_without_time_nothing_is_started(tmp_path: Path) -> None:
     ran = run("--tiny", "--only", "one-batch", "--budget-s", "0", "--output", str(tmp_path))
     assert ran.returncode == 1
