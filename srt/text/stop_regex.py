@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import re
 
-# The parser of `re` has no public name. Its tree has been the same since Python 3.11.
+# The parts of `re` have no public names. They have been the same since Python 3.11.
+import re._casefix as casefix  # type: ignore[import-not-found]
 import re._constants as op  # type: ignore[import-not-found]
 import re._parser as parser  # type: ignore[import-not-found]
 from collections.abc import Callable, Iterable
@@ -185,7 +186,8 @@ def _cases_of(flags: int) -> Callable[[str], frozenset[str]]:
 def _cases(character: str) -> frozenset[str]:
     """The characters that differ from this one in their case only. `ß` has no upper case of one character."""
     lower, upper = character.lower()[0], character.upper()  # only `İ` has a lower case of two, `i` and a dot
-    return frozenset(one for one in (character, lower, upper, upper.lower(), lower.upper()) if len(one) == 1)
+    others = map(chr, casefix._EXTRA_CASES.get(ord(lower), ()))  # such as `ﬆ` for `ﬅ`
+    return frozenset(one for one in (character, lower, upper, upper.lower(), lower.upper(), *others) if len(one) == 1)
 
 
 def _ascii_cases(character: str) -> frozenset[str]:
@@ -230,6 +232,8 @@ _CATEGORIES: dict[Any, tuple[CharacterTest, bool]] = {
 
 def _category_test(category: Any, is_ascii: bool) -> CharacterTest:
     test, is_negated = _CATEGORIES[category]
+    if is_ascii and test is str.isspace:
+        test = " \t\n\r\f\v".__contains__  # not the separators 0x1C to 0x1F
     return lambda character: (test(character) and (character.isascii() or not is_ascii)) is not is_negated
 
 

@@ -53,13 +53,31 @@ def test_a_pattern_is_compiled_once():
     assert compile_stop_regex("a|b") is compile_stop_regex("a|b")
 
 
-@pytest.mark.parametrize("flags", ["", "(?i)", "(?ai)"])
+@pytest.mark.parametrize("flags", ["", "(?a)", "(?i)", "(?ai)"])
 @pytest.mark.parametrize(
     "item",
-    ["a", "K", "ß", "µ", "[a-k]", "[A-K]", "[^a]", "[^a-k ]", "[^A-Kß]", r"[\Wa]", r"[^\Wa]", r"[^\da-c]", "[Α-Ω]"],
+    [
+        "a",
+        "K",
+        "ß",
+        "µ",
+        "[a-k]",
+        "[A-K]",
+        "[^a]",
+        "[^a-k ]",
+        "[^A-Kß]",
+        r"[\Wa]",
+        r"[^\Wa]",
+        r"[^\da-c]",
+        "[Α-Ω]",
+        r"\s",
+        r"\S",
+        "ﬆ",
+        "\u0390",
+    ],
 )
 def test_a_character_is_tested_as_by_re(item, flags):
     regex, python = compile_stop_regex(flags + item), re.compile(flags + item)
     ((passes, _),) = regex.steps.values()
-    characters = [*map(chr, range(0x180)), *"ſẞμΜωΩΩK\u0345ϑﬁ"]
+    characters = [*map(chr, range(0x180)), *"ſẞμΜωΩΩK\u0345ϑﬁﬅﬆ\u0390\u1fd3"]
     assert [one for one in characters if passes(one)] == [one for one in characters if python.fullmatch(one)]
