@@ -54,6 +54,8 @@ def main() -> int:
     parser.add_argument("--share", type=int, help="compile only this share, in this process; counts from 0")
     parser.add_argument("--results", metavar="DIR", type=Path, help="folder of a file that says what was compiled")
     args = parser.parse_args()
+    if args.processes < 1:
+        parser.error(f"--processes must be at least 1, got {args.processes}")
     if args.share is not None:
         return compile_share(kernels_of(args.models), args.share, args.processes)
     began = time.monotonic()

@@ -80,6 +80,8 @@ def session(parser: argparse.ArgumentParser, args: argparse.Namespace, scratch: 
         if name not in names:
             parser.error(f"there is no part {name!r}; there are: {', '.join(names)}")
     chosen = [part for part in known if part.name in only and part.name not in skip]
+    if not chosen:
+        parser.error("--only and --skip leave no part")
     if args.list:
         say("".join(f"{part.name:18} {part.what}\n" for part in chosen))
         return 0
@@ -174,7 +176,7 @@ class Report:
         self._command = shlex.join(["scripts/gpu", *without_output(sys.argv[1:])])
         self._commit = args.commit
         slug = "".join(c if c.isalnum() or c == "." else "-" for c in self.hardware.lower())
-        stem = f"{self._start:%Y-%m-%d-%H%M}-{slug}-{'tiny' if args.tiny else 'gpu'}"
+        stem = f"{self._start:%Y-%m-%d-%H%M%S}-{slug}-{'tiny' if args.tiny else 'gpu'}"
         args.output.mkdir(parents=True, exist_ok=True)
         # with_suffix would cut the file name, because the hardware's name may have dots.
         self.files = [args.output / f"{stem}.{suffix}" for suffix in ("md", "json", "log")]

@@ -110,3 +110,13 @@ def test_a_kernel_that_does_not_compile_stops_no_other(program: Any, capsys: pyt
         patch.setattr(program, "drivers", SimpleNamespace(active=SimpleNamespace(launcher_cls=lambda *_: None)))
         assert program.compile_share([launch("one"), launch("bad"), launch("two")], 0, 1) == 1
     assert done == ["one", "two"] and "bad: RuntimeError: no such instruction" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("processes", ["0", "-1"])
+def test_without_a_process_nothing_would_be_compiled(
+    program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], processes: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_compile.py", "llama-3.2-1b", "--processes", processes])
+    with pytest.raises(SystemExit) as caught:
+        program.main()
+    assert caught.value.code == 2 and "--processes must be at least 1" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -10,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +54,24 @@ def test_packages_are_fetched_for_a_version_of_python_only(tmp_path: Path, versi
     ran = subprocess.run(command, env=os.environ | {"PYTHON": "false"}, capture_output=True, text=True)
     assert ran.returncode == 2 and f"such as 3.12, got: {' '.join(version)}" in ran.stderr
     assert (tmp_path / "precious").exists()
+
+
+def test_a_session_without_parts_is_refused(tmp_path: Path) -> None:
+    ran = run("--tiny", "--only", "fails", "--skip", "fails", "--output", str(tmp_path))
+    assert ran.returncode == 2 and "--only and --skip leave no part" in ran.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_sessions_of_one_minute_have_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    session = importlib.import_module("gpu_session")
+    args = argparse.Namespace(commit=None, tiny=True, output=tmp_path)
+    found = []
+    for second in (3, 4):
+        begun = datetime(2030, 1, 2, 3, 4, second, tzinfo=UTC)
+        monkeypatch.setattr(session, "datetime", SimpleNamespace(now=lambda zone, begun=begun: begun))
+        found.append(session.Report(args))
+    assert not {*found[0].files, found[0].running} & {*found[1].files, found[1].running}
 
 
 def test_without_time_nothing_is_started(tmp_path: Path) -> None:
