@@ -10,11 +10,13 @@ import random
 import shutil
 import ssl
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
+from endurance import chaos, soak
 from endurance.answers import Failed, Incomplete, difference, recoveries, streamed_answer, whole_answer
 from endurance.cases import make_cases, new_schema_cases
 from endurance.excuses import by_fault, silent_times, unexcused
@@ -34,6 +36,7 @@ from endurance.soak import changed
 from endurance.tally import Failure, StreamRecord, Tally, Wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_steps.command import main as random_steps
 
 from tercet.srt.entrypoints.http_server import ENDPOINTS
 from tercet.srt.entrypoints.openapi import openapi_document
@@ -297,3 +300,25 @@ def test_requests_begin_at_a_rate() -> None:
 
     assert asyncio.run(wait(Pace(200.0))) >= 0.1
     assert Pace(None).interval_s == 0
+
+
+@pytest.mark.parametrize(
+    ("parse_it", "argv", "message"),
+    [
+        (chaos.parse, ["--faults", "0"], "--faults: must be at least 1, got 0"),
+        (soak.parse, ["--requests", "0"], "--requests: must be at least 1, got 0"),
+        (parse, ["--requests", "-1"], "--requests: must be at least 1, got -1"),
+        (soak.parse, ["--clients", "0"], "--clients: must be at least 1, got 0"),
+        (random_steps, ["--steps", "0"], "--steps: must be at least 1, got 0"),
+        (chaos.parse, ["--report", "nowhere/x.json"], "--report: must name a file in a folder that exists"),
+        (random_steps, ["--report", "/"], "--report: must name a file in a folder that exists, got '/'"),
+        (chaos.parse, ["--only", "kill all"], "--only: 'kill all' is none of kill the scheduler,"),
+        (chaos.parse, ["--only", "kill the server"], "--only: 'kill the server' needs --server-faults"),
+    ],
+)
+def test_a_run_that_would_check_nothing_is_refused(
+    parse_it: Callable[[list[str]], object], argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_it(argv)
+    assert caught.value.code == 2 and message in capsys.readouterr().err

@@ -32,6 +32,8 @@ from endurance.resources import use_by_role
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
 from endurance.tally import Tally
 
+from tercet.benchmarks.argument_types import positive
+
 _TMPFS_MIB = {"toy": 64}
 _OTHER_TMPFS_MIB = 2048
 """The weight cache takes at most half of the free space."""
@@ -42,7 +44,7 @@ _DURING_RESTARTS = 0.25
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("chaos", __doc__, model="default", clients=8)
-    parser.add_argument("--faults", type=int, default=100, help="number of faults (default 100)")
+    parser.add_argument("--faults", type=positive, default=100, help="number of faults (default 100)")
     parser.add_argument("--interval", type=float, default=1.0, help="mean seconds between two faults (default 1)")
     parser.add_argument("--max-tokens", type=int, default=100, help="length of the longest answers (default 100)")
     parser.add_argument("--only", action="append", default=[], help="only faults of this kind; may be repeated")
@@ -58,6 +60,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.server_faults and args.http_workers > 1:
         parser.error("--server-faults needs one HTTP process, as --resume-file does")
+    known = [*Faults.all_kinds(), *(OF_THE_SERVER if args.server_faults else ())]
+    for kind in args.only:
+        if kind in OF_THE_SERVER and not args.server_faults:
+            parser.error(f"--only: {kind!r} needs --server-faults")
+        if kind not in known:
+            parser.error(f"--only: {kind!r} is none of {', '.join(known)}")
     return args
 
 

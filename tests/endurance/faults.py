@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import psutil
 from endurance.hooks import STEP_FAULTS, VARIABLE
@@ -93,6 +94,11 @@ class Faults:
             "kill the server": (3, lambda _: self._change_server([signal.SIGKILL])),
             "restart the server": (2, lambda rng: self._change_server([signal.SIGTERM] * rng.randint(1, 2))),
         }
+
+    @classmethod
+    def all_kinds(cls) -> list[str]:
+        """`kinds`, without a server."""
+        return cls(cast(ServerUnderTest, None), hang_s=0.0).kinds
 
     @property
     def kinds(self) -> list[str]:

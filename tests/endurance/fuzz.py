@@ -35,6 +35,7 @@ from endurance.resources import processes_of
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
 from endurance.tally import Tally
 
+from tercet.benchmarks.argument_types import positive
 from tercet.benchmarks.http_client import HttpClient, HttpError
 
 _RAW_SHARE = 0.25
@@ -49,7 +50,7 @@ _STALLS_SHOWN = 10
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("fuzz", __doc__, model="toy", clients=8)
-    parser.add_argument("--requests", type=int, default=10_000, help="number of hostile requests (default 10000)")
+    parser.add_argument("--requests", type=positive, default=10_000, help="number of hostile requests (default 10000)")
     parser.add_argument("--rate", type=float, help="most hostile requests per second (default: no limit)")
     parser.add_argument("--tls", action="store_true", help="the server uses TLS, which is attacked, too")
     parser.add_argument("--context-length", type=int, default=256, help="bounds the longest answer (default 256)")

@@ -25,6 +25,8 @@ from endurance.resources import Use, slopes, use_by_role
 from endurance.server_under_test import ServerUnderTest, Workplace, wrong_state
 from endurance.tally import Tally
 
+from tercet.benchmarks.argument_types import positive
+
 _WARM_UP = 0.2
 """Share of the requests before the first snapshot that the last one is compared with."""
 _MAX_SNAPSHOTS = 40
@@ -42,7 +44,7 @@ _SETTLE_S = 60.0
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("soak", __doc__, model="toy", clients=16)
-    parser.add_argument("--requests", type=int, default=10_000, help="number of requests (default 10000)")
+    parser.add_argument("--requests", type=positive, default=10_000, help="number of requests (default 10000)")
     parser.add_argument("--max-tokens", type=int, default=24, help="length of the longest answers (default 24)")
     parser.add_argument(
         "--all-features", action="store_true", help="switch on the features that docs/endurance.md lists"

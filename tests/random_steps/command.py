@@ -16,12 +16,14 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import TextIO
 
+from endurance.options import report_file
 from random_steps.cases import Case, draw_case
 from random_steps.scheduler_case import SchedulerCase
+
+from tercet.benchmarks.argument_types import positive
 
 _MAX_FAILURES = 5
 _PROGRESS_INTERVAL_S = 10.0
@@ -118,12 +120,12 @@ def run(first: int, num_steps: int, time_limit_s: float, progress: TextIO) -> tu
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/steps", description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=1_000_000, help="steps in all (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=1_000_000, help="steps in all (default: %(default)s)")
     parser.add_argument("--first", type=int, help="number of the first case (default: random)")
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="S", help="end after so many seconds")
     parser.add_argument("--case", type=int, help="run this case of the scheduler alone, and make it small if it fails")
     parser.add_argument("--cache-case", type=int, help="run this case of the prefix cache alone")
-    parser.add_argument("--report", type=Path, help="write the counts to this JSON file")
+    parser.add_argument("--report", type=report_file, help="write the counts to this JSON file")
     args = parser.parse_args(arguments)
     logging.getLogger("tercet").setLevel(logging.CRITICAL)  # weights that cannot be loaded bring lines
     if args.case is not None:
