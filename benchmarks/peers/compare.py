@@ -166,7 +166,11 @@ def _peers(args: argparse.Namespace) -> list[Peer]:
     Raises ValueError, and ServerFailed when a program does not report its version.
     """
     places = {TERCET: OWN_PYTHON, **(dict(args.peer) or find_on_path())}
-    flags = dict(args.args)
+    if len(dict(args.peer)) < len(args.peer):
+        raise ValueError("--peer names a server twice")
+    flags: dict[str, list[str]] = {}
+    for name, words in args.args:
+        flags.setdefault(name, []).extend(shlex.split(words))
     for name in {*places, *flags} - ENGINES.keys():
         raise ValueError(f"unknown server {name!r}; known servers: {', '.join(ENGINES)}")
     for name in flags.keys() - places.keys():
@@ -175,7 +179,7 @@ def _peers(args: argparse.Namespace) -> list[Peer]:
     for name, place in places.items():
         engine = ENGINES[name]
         program = locate(engine, Path(place))
-        peers.append(Peer(name, engine, program, engine.version(program), shlex.split(flags.get(name, ""))))
+        peers.append(Peer(name, engine, program, engine.version(program), flags.get(name, [])))
     return peers
 
 

@@ -243,14 +243,16 @@ def test_what_makes_no_sense_is_refused(bench: Bench, tmp_path: Path) -> None:
     assert "have no program vllm" in bench.refused("--peer", f"vllm={tmp_path}")
     assert "--args names vllm, which is not measured" in bench.refused("--args", "vllm=--seed 1")
     assert "NAME=VALUE" in bench.refused("--peer", "vllm")
+    assert "names a server twice" in bench.refused("--peer", "vllm=/a", "--peer", "vllm=/b")
     assert "unknown workload 'W9'" in bench.refused("--workloads", "W1,W9")
     assert "at least 1" in bench.refused("--rounds", "0")
 
 
 def test_flags_of_a_server_go_to_it_alone(bench: Bench) -> None:
-    result = bench("--quick", "--workloads", "W3", "--args", "vllm=--one 'a b'", vllm=fake())
-    ends = {one["peer"]: one["argv"][-2:] for one in result["starts"]}
-    assert ends["vllm"] == ["--one", "a b"] and "--one" not in ends["tercet"]
+    flags = ["--args", "vllm=--one 'a b'", "--args", "vllm=--two"]
+    result = bench("--quick", "--workloads", "W3", *flags, vllm=fake())
+    ends = {one["peer"]: one["argv"][-3:] for one in result["starts"]}
+    assert ends["vllm"] == ["--one", "a b", "--two"] and "--one" not in ends["tercet"]
 
 
 def test_models_are_made_where_there_are_none(bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
