@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Returns the exit code: 1 if a server failed, 130 if a signal interrupted it."""
     parser = _parser()
     args, serve_flags = parser.parse_known_args(argv)
+    for flag in serve_flags:
+        if flag.partition("=")[0] in ("--host", "--port"):
+            parser.error(f"{flag} has no effect: the server listens on {_HOST} and a free port")
     try:
         with ended_by_signals():
             starts = [asyncio.run(_start(args, serve_flags)) for _ in range(1 + args.rounds)][1:]

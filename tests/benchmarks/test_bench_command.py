@@ -60,6 +60,8 @@ def test_the_help_of_a_benchmark_shows_no_flag_that_it_refuses(
         (["prefix", "--rounds", "0"], "--rounds: must be at least 1, got 0"),
         (["quantization", "--window", "0"], "--window: must be at least 1, got 0"),
         (["startup", "--rounds", "0"], "--rounds: must be at least 1, got 0"),
+        (["startup", "--port", "80"], "--port has no effect: the server listens on 127.0.0.1 and a free port"),
+        (["startup", "nowhere", "--host=::1"], "--host=::1 has no effect"),
         (["serving", "--dataset-path", "nowhere.json"], "--dataset-path: nowhere.json does not exist"),
         (["scheduler", "--results", __file__], f"--results: {__file__!r} is no folder"),
         (["scheduler", "--results", f"{__file__}/new"], f"--results: {__file__!r} is no folder"),
