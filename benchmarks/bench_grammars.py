@@ -80,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not 0 < args.group_size <= _MAX_GROUP:
         parser.error(f"--group-size must be between 1 and {_MAX_GROUP}, got {args.group_size}")
+    if args.num_compared is not None and args.num_compared > args.num_prompts:
+        parser.error(f"--num-compared must be at most --num-prompts {args.num_prompts}, got {args.num_compared}")
     if importlib.util.find_spec("jsonschema") is None:
         parser.error("the package jsonschema is not installed: pip install 'tercet[test]'")
     server_args = _engine_args(parser, args)

@@ -56,6 +56,10 @@ def test_the_help_of_a_benchmark_shows_no_flag_that_it_refuses(
         (["linears", "--batch-size", "1,0"], "with numbers of at least 1, got '1,0'"),
         (["linears", "--batch-size", ""], "--batch-size must name a number"),
         (["kernels", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
+        (
+            ["grammars", "--num-prompts", "5", "--num-compared", "6"],
+            "--num-compared must be at most --num-prompts 5, got 6",
+        ),
         (["grammars", "--num-prompts", "0"], "--num-prompts: must be at least 1, got 0"),
         (["prefix", "--rounds", "0"], "--rounds: must be at least 1, got 0"),
         (["quantization", "--window", "0"], "--window: must be at least 1, got 0"),
