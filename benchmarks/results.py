@@ -1,13 +1,14 @@
 """The result of a benchmark: tables for people and one JSON line for programs, optionally written to files.
 
-The files are `<date>-<hardware>-<name>.md` and `.json`. They include the machine, the versions, the commit and the
-command.
+The files are `<date>-<hardware>-<name>.md` and `.json`; those of a second run of a day end in `-2`. They
+include the machine, the versions, the commit and the command.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -162,14 +163,18 @@ def finish(result: Result, args: argparse.Namespace) -> None:
 
 
 def write(result: Result, folder: Path) -> tuple[Path, Path]:
-    """Writes the two files and returns their paths. Existing files are replaced."""
+    """Writes the two files and returns their paths. If there are files of that name, the new ones have a number."""
     folder.mkdir(parents=True, exist_ok=True)
     where = result.where
     machine = where["hardware"]
     hardware = machine["gpus"][0] if where["device"] and where["device"].startswith("cuda") else machine["cpu"]
     stem = f"{where['date'][:10]}-{_slug(hardware)}-{_slug(result.name)}"
-    # with_suffix would cut the file name, because model names have dots.
-    markdown, plain = folder / f"{stem}.md", folder / f"{stem}.json"
+    for number in itertools.count(1):
+        name = stem if number == 1 else f"{stem}-{number}"
+        # with_suffix would cut the file name, because model names have dots.
+        markdown, plain = folder / f"{name}.md", folder / f"{name}.json"
+        if not markdown.exists() and not plain.exists():
+            break
     markdown.write_text(result.markdown(), encoding="utf-8")
     plain.write_text(json_line(result.as_json()), encoding="utf-8")
     return markdown, plain

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tercet.benchmarks.limits import Ceilings
-from tercet.benchmarks.results import Result, finish, number, percent
+from tercet.benchmarks.results import Result, finish, number, percent, write
 
 
 def made() -> Result:
@@ -51,6 +51,17 @@ def test_files_are_called_after_date_hardware_and_name(tmp_path: Path, capsys: p
         "copy 4.3 TB/s",
     ):
         assert part in text
+
+
+def test_a_second_run_of_a_day_does_not_replace_the_first(tmp_path: Path) -> None:
+    written = []
+    for seed in range(3):
+        result = made()
+        result.values["seed"] = seed
+        written.append(write(result, tmp_path))
+    assert [json.loads(plain.read_text())["seed"] for _, plain in written] == [0, 1, 2]
+    first, *others = (markdown.name.removesuffix(".md") for markdown, _ in written)
+    assert others == [f"{first}-2", f"{first}-3"] and len(list(tmp_path.iterdir())) == 6
 
 
 def test_a_row_has_a_cell_for_every_heading() -> None:
