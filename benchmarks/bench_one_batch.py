@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_model_config(server_args.model_path, server_args.load_format)
         resolved = resolve_settings(server_args, config)
         device, dtype = resolved.device, resolved.dtype
+        _check_trace(args, device)
         use_server_threads()
         result = Result(f"one-batch-{name}", f"One batch: {name}", parser.prog, argv, device)
         # Ceilings come first, while memory is free: the KV pool later takes all free memory.
@@ -108,6 +109,18 @@ def _parser() -> argparse.ArgumentParser:
     add_results_arguments(parser)
     add_engine_arguments(parser)
     return parser
+
+
+def _check_trace(args: argparse.Namespace, device: torch.device) -> None:
+    """Raises ValueError for a trace that would not be written, or not be kept."""
+    if args.trace is None:
+        return
+    if device.type == "cpu":
+        raise ValueError("--trace needs a GPU: the trace has its operations only")
+    if args.compare_cuda_graph:
+        raise ValueError("--trace and --compare-cuda-graph exclude each other: both runs would write the same file")
+    if not args.trace.parent.is_dir():
+        raise ValueError(f"--trace must name a file in a folder that exists, got {str(args.trace)!r}")
 
 
 def _graph_settings(args: argparse.Namespace, server_args: ServerArgs) -> list[str]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,18 @@ def test_a_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench_one_batch.main([])
     assert "--model-path is required" in capsys.readouterr().err
+
+
+def test_a_trace_that_would_be_ignored_or_replaced_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench_one_batch.main([*tiny_flags(tmp_path), *SMALL, "--trace", str(tmp_path / "trace.json")])
+    assert "--trace needs a GPU" in capsys.readouterr().err
+    gpu = torch.device("cuda")
+    for file, compares, message in (
+        (tmp_path / "trace.json", True, "both runs would write the same file"),
+        (tmp_path / "none" / "trace.json", False, "a folder that exists"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bench_one_batch._check_trace(argparse.Namespace(trace=file, compare_cuda_graph=compares), gpu)
