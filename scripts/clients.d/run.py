@@ -15,6 +15,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -35,6 +36,7 @@ TABLE_BEGINS, TABLE_ENDS = "<!-- measured: clients -->\n", "<!-- end -->"
 TABLE_HEAD = ("| client | checks that pass | not applicable | obstacles |", "|---|---|---|---|")
 MODEL = "smollm2"
 START_TIMEOUT_S = 180
+STOP_TIMEOUT_S = 60
 CLIENT_TIMEOUT_S = 1800
 
 
@@ -199,7 +201,11 @@ def server(log: Path) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def is_ready(url: str) -> bool:
@@ -232,6 +238,7 @@ def main() -> int:
         sys.stdout.writelines(f"{client.name}: {' '.join(client.requires)}\n" for client in known.values())
         return 0
     clients = [known[name] for name in given.names or known]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the server ends, too
     make_model()
     for client in clients:
         client.install()
