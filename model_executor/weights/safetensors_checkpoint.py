@@ -8,15 +8,20 @@ import torch
 
 from ...srt.model_files.files import read_json_object
 from ...srt.model_files.settings import Settings
-from ..models.parameters import Region
+from ..models.parameters import EMBEDDING, LM_HEAD, Region
 from .safetensors_file import SafetensorsFile
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_PREFIX = "model."
+"""What the names of all tensors but the output head begin with, unless the model was saved without an output head."""
 
 
 class SafetensorsCheckpoint:
-    """A Checkpoint of safetensors files, whose tensors are mapped. Raises ValueError and FileNotFoundError."""
+    """A Checkpoint of safetensors files, whose tensors are mapped. Raises ValueError and FileNotFoundError.
+
+    `_file_of` has the names in the files, and `_stored_name` has them by the names of a model with an output head.
+    """
 
     def __init__(self, folder: str, *, allow_fp8: bool = False) -> None:
         """`allow_fp8`: whether tensors may be float8_e4m3fn. Without scales, they are refused."""
@@ -33,16 +38,19 @@ class SafetensorsCheckpoint:
             for name in file:
                 if self._file_of.setdefault(name, file) is not file:
                     raise ValueError(f"tensor {name!r} is in both {self._file_of[name].path!r} and {path!r}")
-        self.names = frozenset(self._file_of)
-        if wanted is not None and (missing := sorted(set(wanted) - self.names)):
+        if wanted is not None and (missing := sorted(wanted.keys() - self._file_of.keys())):
             raise ValueError(f"tensors missing from the files that the index names: {', '.join(missing[:5])}")
+        # Embedding models are often saved without an output head.
+        prefix = _PREFIX if EMBEDDING.removeprefix(_PREFIX) in self._file_of else ""
+        self._stored_name = {name if name == LM_HEAD else f"{prefix}{name}": name for name in self._file_of}
+        self.names = frozenset(self._stored_name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file_of[name].shape(name)
+        return self._file(name).shape(self._stored_name[name])
 
     def tensor(self, name: str, region: Region | None = None) -> torch.Tensor:
         self.dtype(name)
-        tensor = self._file_of[name][name]
+        tensor = self._file(name)[self._stored_name[name]]
         return tensor if region is None else tensor[region]
 
     def has_form(self, name: str, form: str) -> bool:
@@ -52,10 +60,13 @@ class SafetensorsCheckpoint:
         """None: safetensors files have no quantized form."""
 
     def dtype(self, name: str) -> torch.dtype:
-        dtype = self._file_of[name].dtype(name)
+        dtype = self._file(name).dtype(self._stored_name[name])
         if dtype == torch.float8_e4m3fn and not self._allow_fp8:
             raise ValueError(f"tensor {name!r} is float8_e4m3fn, but config.json has no quantization_config")
         return dtype
+
+    def _file(self, name: str) -> SafetensorsFile:
+        return self._file_of[self._stored_name[name]]
 
 
 def _weight_map(index_path: str) -> dict[str, str]:

@@ -132,6 +132,31 @@ def test_shards(tmp_path):
         load(tmp_path / "many")
 
 
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "60KB"}], ids=["file", "shards"])
+def test_an_embedding_model_may_have_been_saved_without_its_output_head(tmp_path, options):
+    """The names of its tensors lack `model.`, as those of Qwen3-Embedding do."""
+    model = make_model("llama_31_tied")
+    save(model, tmp_path / "whole")
+    save(model.model, tmp_path / "base", **options)
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    assert checkpoint_dtype(dataclasses.replace(load_model_config(tmp_path / "base"), dtype=None)) == "float32"
+    whole, base = load(tmp_path / "whole"), load(tmp_path / "base")
+    assert all(torch.equal(whole[name], base[name]) for name in whole | base)
+
+
+def test_an_output_head_beside_names_without_a_prefix(folder):
+    expected = load(folder)
+
+    def drop_prefix(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    edit(folder, drop_prefix)
+    loaded = load(folder)
+    assert all(torch.equal(expected[name], loaded[name]) for name in expected | loaded)
+
+
 @pytest.mark.parametrize(
     "index", [{}, [], {"weight_map": []}, {"weight_map": {"a": None}}, {"weight_map": {"a": 5}}, 7]
 )
