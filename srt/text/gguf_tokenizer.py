@@ -39,6 +39,8 @@ _NAMED_IDS = {
 }
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _ALWAYS_SPECIAL = ("bos_token_id", *_END_IDS)
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+"""The control tokens that end a turn in files that do not name one."""
 
 
 def read_gguf_tokenizer(path: Path) -> TokenizerParts:
@@ -58,6 +60,8 @@ def _build(metadata: Settings) -> TokenizerParts:
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(_strings(metadata, "tokens"))]
     types = _numbers(metadata, "token_type", len(tokens))
     ids = _ids(metadata, is_llama=kind == "llama", num_tokens=len(tokens))
+    if _KEY + "eot_token_id" not in metadata:
+        ids |= _turn_end(tokens, types)
     backend = _byte_level_bpe(metadata, tokens) if kind == "gpt2" else _sentencepiece_bpe(metadata, tokens, ids)
     _add_special_tokens(backend, tokens, types, ids)
     _add_bos_and_eos(backend, metadata, tokens, ids)
@@ -157,6 +161,13 @@ def _ids(metadata: Settings, *, is_llama: bool, num_tokens: int) -> dict[str, in
             ids[key] = metadata.integer(_KEY + key, minimum=-1, maximum=2**32 - 1)
     # An id beyond the vocabulary is ignored, as in llama.cpp.
     return {key: index for key, index in ids.items() if 0 <= index < num_tokens}
+
+
+def _turn_end(tokens: Sequence[str], types: npt.NDArray[np.generic]) -> dict[str, int]:
+    """The token that ends a turn, by its text as in llama.cpp. Files of the first weeks of Llama 3 name only the end of
+    a text as EOS, which a chat never reaches."""
+    control = {tokens[index]: index for index in (types == _CONTROL).nonzero()[0].tolist()}
+    return next(({"eot_token_id": control[text]} for text in _TURN_ENDS if text in control), {})
 
 
 def _add_special_tokens(

@@ -227,6 +227,23 @@ def test_ids_beyond_the_vocabulary_name_no_token(tmp_path):
     assert load_tokenizer(str(path)).special_tokens == {"unk_token": "a"}
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "ends"),
+    [
+        (CONTROL, {}, True),
+        (CONTROL, {"eot_token_id": 0}, False),
+        (NORMAL, {}, False),
+    ],
+)
+def test_a_file_that_names_no_end_of_a_turn(tmp_path, kind, more, ends):
+    """As in llama.cpp, it is found by its text."""
+    extra = [("<|other|>", CONTROL), ("<|eot_id|>", kind)]
+    path = byte_level_file(tmp_path / "x.gguf", extra, pre="llama-bpe", eos_token_id=1, **more)
+    tokenizer = load_tokenizer(str(path))
+    eot = tokenizer.token_to_id("<|eot_id|>")
+    assert tokenizer.eos_token_ids == {1} | set(more.values()) | ({eot} if ends else set())
+
+
 def test_chat_templates(tmp_path):
     path = byte_level_file(tmp_path / "x.gguf", pre="qwen2", chat_template="{{ messages[0].content }}!")
     assert load_tokenizer(str(path)).apply_chat_template([{"role": "user", "content": "Hi"}]) == "Hi!"
