@@ -119,7 +119,7 @@ class AnswerText:
 
     def finish(self) -> None:
         """The whitespace at the end belongs to the content, unless it follows a call or reasoning."""
-        if self._space and not self._strip_next:
+        if self._space:
             self.put(Content(self._space))
 
     # What a reader takes

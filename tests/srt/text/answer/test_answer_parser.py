@@ -157,6 +157,7 @@ CALLS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         "",
         TWO,
     ),
+    ("gpt-oss", "<|start|>to=functions.now<|message|><|call|>" * 2, "", [("now", ""), ("now", "")]),
     (
         "gpt-oss",
         "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
