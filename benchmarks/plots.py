@@ -47,6 +47,14 @@ def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
+def check_png(value: str) -> None:
+    """Raises ValueError if this value of `--plot` cannot be a PNG file."""
+    if not value.endswith(".png"):
+        raise ValueError(f"--plot must name a .png file, got {value!r}")
+    if not has_matplotlib():
+        raise ValueError("--plot FILE needs matplotlib (pip install 'tercet[plot]'); --plot without a file does not")
+
+
 def save_png(path: Path, title: str, latencies: Latencies, timeline: Timeline) -> None:
     """Writes a PNG file. Needs matplotlib. Raises OSError if the file cannot be written."""
     figure_module = importlib.import_module("matplotlib.figure")  # an optional dependency

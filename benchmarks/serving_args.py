@@ -12,7 +12,7 @@ from typing import Any
 from .argument_types import above_zero, not_negative, not_negative_int, positive, rate, ratio, slo
 from .backends import BACKENDS
 from .metrics import SLO_NAMES
-from .plots import has_matplotlib
+from .plots import check_png
 
 _SHAREGPT = ("sharegpt", "custom")
 _RANDOM = ("random", "random-ids")
@@ -218,12 +218,7 @@ def _complete(options: argparse.Namespace) -> None:
         if file and (file.is_dir() or not file.parent.is_dir()):  # found before the run, not after it
             raise ValueError(f"{flag} must name a file in a folder that exists, got {str(file)!r}")
     if options.plot:
-        if not options.plot.endswith(".png"):
-            raise ValueError(f"--plot must name a .png file, got {options.plot!r}")
-        if not has_matplotlib():
-            raise ValueError(
-                "--plot FILE needs matplotlib (pip install 'tercet[plot]'); --plot without a file does not"
-            )
+        check_png(options.plot)
     if options.base_url is None:
         port = options.port or BACKENDS[options.backend].default_port
         host = options.host or "127.0.0.1"

@@ -16,7 +16,7 @@ from ..argument_types import above_zero, lengths, not_negative, not_negative_int
 from ..engine_args import add_engine_arguments, engine_args
 from ..metrics import SLO_NAMES
 from ..offline_workloads import Span
-from ..plots import has_matplotlib
+from ..plots import check_png
 from ..results import add_results_arguments
 from .cost import DEFAULT_PROFILE, PROFILES, DeviceProfile, load_profile
 from .peer_planners import TERCET
@@ -235,12 +235,7 @@ def _complete(options: argparse.Namespace) -> None:
         if path and not path.parent.is_dir():  # found before the simulation, not after it
             raise ValueError(f"{flag}: there is no folder {path.parent}")
     if options.plot:
-        if not options.plot.endswith(".png"):
-            raise ValueError(f"--plot must name a .png file, got {options.plot!r}")
-        if not has_matplotlib():
-            raise ValueError(
-                "--plot FILE needs matplotlib (pip install 'tercet[plot]'); --plot without a file does not"
-            )
+        check_png(options.plot)
     if options.replay is None or options.cost is not None:
         options.profile = load_profile(options.cost or DEFAULT_PROFILE)
 

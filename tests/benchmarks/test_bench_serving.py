@@ -17,7 +17,7 @@ from patience import PATIENCE_S
 from scripted_http import Exchange, scripted_server
 from serving_bench import SMALL, Bench
 
-from tercet.benchmarks import serving_args
+from tercet.benchmarks import plots
 from tercet.benchmarks.bench_serving import main
 
 BACKENDS = ["tercet", "sglang", "sglang-oai", "sglang-oai-chat", "vllm", "vllm-chat"]
@@ -261,7 +261,7 @@ def test_goodput_and_terminal_plots(site: LiveSite, bench: Bench) -> None:
 
 
 def test_a_png_needs_matplotlib_and_says_so_first(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_args, "has_matplotlib", lambda: False)
+    monkeypatch.setattr(plots, "has_matplotlib", lambda: False)
     assert "pip install 'tercet[plot]'" in bench.refused("--plot", "a.png")
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from recorded_schedules import Recorded, workload
 
-from tercet.benchmarks import bench_scheduler
-from tercet.benchmarks.simulator import arguments
+from tercet.benchmarks import bench_scheduler, plots
 from tercet.benchmarks.simulator.cost import PROFILES, load_profile, save_profile
 from tercet.srt.io_struct import GenerateReq, pack_ids
 from tercet.srt.request_options import RequestOptions
@@ -122,7 +121,7 @@ def test_a_trace_without_requests_is_refused(
 
 
 def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(arguments, "has_matplotlib", lambda: False)
+    monkeypatch.setattr(plots, "has_matplotlib", lambda: False)
     with pytest.raises(SystemExit):
         bench_scheduler.main([*SMALL, "--plot", "x.png"])
     assert "needs matplotlib" in capsys.readouterr().err
