@@ -25,6 +25,7 @@ from typing import Any
 
 import uvloop
 
+from ..argument_types import positive
 from ..results import Result, add_results_arguments, finish, number, percent
 from ..server_process import ServerFailed, run_to_end
 from .comparison import SAMPLE, Comparison, Peer, Plan
@@ -120,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         default=list(WORKLOADS.values()),
         help="workloads to run (default: W1,W2,W3,W4)",
     )
-    parser.add_argument("--rounds", type=_positive, help="number of rounds (default: 5; with --quick: 1)")
+    parser.add_argument("--rounds", type=positive, help="number of rounds (default: 5; with --quick: 1)")
     parser.add_argument(
         "--quick", action="store_true", help="send few and short requests, to try whether everything works"
     )
@@ -338,9 +339,3 @@ def _workloads(text: str) -> list[Workload]:
         if name not in WORKLOADS:
             raise argparse.ArgumentTypeError(f"unknown workload {name!r}; known workloads: {', '.join(WORKLOADS)}")
     return [WORKLOADS[name] for name in dict.fromkeys(names)]
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
