@@ -107,7 +107,12 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Settings) -> None:
         if repr(token) != repr(known.get(token.content)):
             backend.add_tokens([token])
             known.setdefault(token.content, token)
-    special = [known.get(text) or AddedToken(text, special=True, normalized=False) for text in _special_texts(config)]
+    # As in transformers, a named token is always special. Of the others, tokenizer.json decides which are.
+    special = [
+        known.get(token.content, token)
+        for token, is_named in _special_tokens(config)
+        if is_named or token.content not in known
+    ]
     if special:
         backend.add_special_tokens(special)
 
@@ -126,10 +131,11 @@ def _described_tokens(described: Settings) -> list[AddedToken]:
     return [tokens[token_id] for token_id in sorted(tokens)]
 
 
-def _special_texts(config: Settings) -> Iterator[str]:
+def _special_tokens(config: Settings) -> Iterator[tuple[AddedToken, bool]]:
+    """The special tokens of the config, and whether each has one of NAMED_SPECIAL_TOKENS."""
     for name in NAMED_SPECIAL_TOKENS:
         if text := _named_token(config, name):
-            yield text
+            yield _special_token(config, name, text), True
     for name in _OTHER_SPECIAL_TOKENS:
         others = config.get(name)
         if others is not None and not isinstance(others, list | Mapping):
@@ -138,7 +144,14 @@ def _special_texts(config: Settings) -> Iterator[str]:
         tokens = Settings(config.source, {f"{name}[{key}]": value for key, value in values.items()})
         for key in tokens.unused():
             if text := _named_token(tokens, key):
-                yield text
+                yield _special_token(tokens, key, text), False
+
+
+def _special_token(config: Settings, name: str, text: str) -> AddedToken:
+    """A token that the file gives as text or as an object, with the object's properties."""
+    fields = config.nested(name) if isinstance(config.get(name), Mapping) else None
+    given = {} if fields is None else {flag: fields.flag(flag) for flag in _FLAGS if flag in fields}
+    return AddedToken(text, **{"normalized": False, **given, "special": True})
 
 
 def _chat_templates(directory: Path, config: Settings) -> dict[str, str]:

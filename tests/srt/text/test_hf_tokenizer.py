@@ -98,6 +98,25 @@ def test_added_tokens_of_the_configuration_alone(tmp_path):
     assert ours.encode("  <|pad|><|tool|>") == [first, first + 1]
 
 
+def test_specials_of_the_configuration_as_transformers_reads_them(tmp_path):
+    """A named token keeps its properties, and one that is only listed is special if tokenizer.json says so."""
+    backend = copy(byte_level_tokenizer().backend)
+    flags = {"lstrip": True, "rstrip": True, "normalized": False, "single_word": False}
+    backend.add_tokens([AddedToken("<call>", normalized=False), AddedToken("<|turn|>", normalized=False)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|turn|>",
+        "pad_token": {"__type": "AddedToken", "content": "<|pad|>", **flags},
+        "additional_special_tokens": ["<call>", "<|new|>"],
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    ids = ours.encode("a  <|pad|>  <call>b<|turn|><|new|>")
+    assert ids == theirs.encode("a  <|pad|>  <call>b<|turn|><|new|>")
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "a<call>b"
+
+
 def test_the_older_special_tokens_map(tmp_path):
     backend = copy(byte_level_tokenizer().backend)
     backend.save(str(tmp_path / "tokenizer.json"))
