@@ -289,27 +289,14 @@ def _not_in_families(architecture: str) -> str:
 
 # The `{architecture}.*` keys that a GGUF file may have. Others are refused, because nearly all change the computation.
 _GGUF_KEYS = (
-    "vocab_size",
-    "context_length",
-    "embedding_length",
-    "block_count",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
-    "attention.layer_norm_rms_epsilon",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "rope.scale_linear",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-    "rope.scaling.original_context_length",
-    "rope.scaling.finetuned",
-    "tensor_data_layout",
-    "expert_count",
-    "expert_used_count",
-)
+    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
+    "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned", "tensor_data_layout", "expert_count",
+    "expert_used_count", "pooling_type",
+)  # fmt: skip
+_GGUF_POOLINGS = (0, 3)
+"""None, and the last token, which is what /v1/embeddings takes by default. Embedding models name their pooling."""
 
 
 def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelConfig:
@@ -330,6 +317,8 @@ def _from_gguf(file: GGUFFile, load_format: Literal["gguf", "dummy"]) -> ModelCo
     )
     if experts := config.integer("expert_count", 0, minimum=0):
         raise metadata.unsupported(f"a mixture of {experts} experts is not supported")
+    if (pooling := config.integer("pooling_type", 0, minimum=0)) not in _GGUF_POOLINGS:
+        raise metadata.unsupported(f"{prefix}pooling_type={pooling} is not supported; supported: 3, the last token")
     tensors = {tensor.name: tensor for tensor in file.tensors}
     for name in ("token_embd.weight", "blk.0.attn_q.weight"):
         if name not in tensors:

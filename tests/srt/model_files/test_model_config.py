@@ -308,11 +308,19 @@ def test_a_gguf_file_without_a_type_of_scaling_scales_linearly(tmp_path, keys, f
     assert scaling == (None if factor is None else LinearScaling(factor))
 
 
+@pytest.mark.parametrize("pooling", [gguf.PoolingType.NONE, gguf.PoolingType.LAST])
+def test_an_embedding_model_may_name_the_pooling_of_its_last_token(tmp_path, pooling):
+    """As Qwen3-Embedding does."""
+    options = [("add_pooling_type", pooling)]
+    assert load_model_config(write_gguf(tmp_path / "m.gguf", extra=options)).architecture == "LlamaForCausalLM"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"arch": "gpt2"}, "gpt2.*llama, qwen2, qwen3"),
         ({"extra": [("add_expert_count", 8)]}, "8 experts"),
+        ({"extra": [("add_pooling_type", gguf.PoolingType.MEAN)]}, "pooling_type=1 is not supported"),
         ({"extra": [("add_sliding_window", 16)]}, "attention.sliding_window"),
         ({"extra": [("add_logit_scale", 2.0)]}, "logit_scale"),
         ({"extra": [("add_rope_dimension_count", 4)]}, "rope.dimension_count"),
