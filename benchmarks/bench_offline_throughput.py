@@ -113,6 +113,11 @@ def _run(
 ) -> tuple[dict[str, list[Round]], list[str]]:
     """The rounds of each side, and notes for the report."""
     notes = []
+
+    def note_failure(name: str, error: Exception) -> None:
+        """A failing peer must not discard our own numbers."""
+        notes.append(f"{name} could not be measured: {type(error).__name__}: {str(error)[:300]}")
+
     with contextlib.ExitStack() as stack:
         engine, seconds = _timed(lambda: stack.enter_context(Engine(server_args=server_args)))
         notes.append(f"Tercet was ready after {number(seconds)} s.")
@@ -127,12 +132,12 @@ def _run(
                 peer, seconds = _timed(lambda: TransformersSide(server_args.model_path, device, dtype, requests))
                 stack.callback(peer.close)
                 peer.run(warmups(requests))
-            except Exception as error:  # a failing peer must not discard our own numbers
-                notes.append(f"transformers could not be measured: {type(error).__name__}: {str(error)[:300]}")
+            except Exception as error:
+                note_failure("transformers", error)
             else:
                 notes.append(f"transformers was ready after {number(seconds)} s, attention {peer.attention!r}.")
                 sides["transformers"] = peer
-        return run_alternating(sides, requests, args.rounds), notes
+        return run_alternating(sides, requests, args.rounds, note_failure), notes
 
 
 def _timed(make: Callable[[], T]) -> tuple[T, float]:

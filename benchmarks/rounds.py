@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,17 +39,35 @@ def warmups(requests: Sequence[Request]) -> list[Request]:
     ]
 
 
-def run_alternating(sides: dict[str, Side], requests: Sequence[Request], num_rounds: int) -> dict[str, list[Round]]:
+def run_alternating(
+    sides: dict[str, Side],
+    requests: Sequence[Request],
+    num_rounds: int,
+    on_failure: Callable[[str, Exception], None] | None = None,
+) -> dict[str, list[Round]]:
     """Runs each side once in each round. The order is reversed in every second round.
+
+    `on_failure`: is told of a side that fails, unless it is the first one. This side runs no more, and has no rounds in
+    the result. None: its error is raised.
 
     Raises ValueError for an answer that is too short.
     """
     rounds: dict[str, list[Round]] = {name: [] for name in sides}
+    first = next(iter(sides))
     for number in range(num_rounds):
         for name in reversed(sides) if number % 2 else sides:
-            done = sides[name].run(requests)
-            check_lengths(name, requests, done)
-            rounds[name].append(done)
+            if name not in rounds:
+                continue
+            try:
+                done = sides[name].run(requests)
+                check_lengths(name, requests, done)
+            except Exception as error:
+                if on_failure is None or name == first:
+                    raise
+                on_failure(name, error)
+                del rounds[name]
+            else:
+                rounds[name].append(done)
     return rounds
 
 

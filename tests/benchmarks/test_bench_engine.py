@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ from bench_models import json_of, tiny_flags
 
 from tercet.benchmarks import bench_offline_throughput, bench_prefix_cache
 from tercet.benchmarks.offline_workloads import Span, random_requests
+from tercet.benchmarks.peers import transformers_peer
 from tercet.benchmarks.peers.transformers_peer import TransformersSide
-from tercet.benchmarks.rounds import TercetSide
+from tercet.benchmarks.rounds import Round, TercetSide
+from tercet.benchmarks.workloads import Request
 from tercet.srt.entrypoints.engine import Engine
 
 pytestmark = pytest.mark.e2e
@@ -27,6 +31,32 @@ def test_offline_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["output_tokens"] == sum(one.output_len for one in requests)
     assert list(found["seconds"]) == ["Tercet"] and len(found["seconds"]["Tercet"]) == 2
     assert found["limit_s"] > 0 and found["num_retractions"] == 0
+
+
+def test_a_peer_that_fails_in_a_timed_round_does_not_discard_our_own_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Failing:
+        attention = "fake"
+
+        def __init__(self, *_: object) -> None:
+            self._runs = 0
+
+        def run(self, requests: Sequence[Request]) -> Round:
+            self._runs += 1
+            if self._runs > 1:  # the first is the warm-up
+                raise RuntimeError("no memory left")
+            return Round(1.0, [[0] * one.output_len for one in requests])
+
+        def close(self) -> None:
+            """It has nothing to close."""
+
+    monkeypatch.setattr(transformers_peer, "TransformersSide", Failing)
+    sizes = ["--num-prompts", "3", "--input-len", "3-9", "--output-len", "2", "--small-ceilings"]
+    assert bench_offline_throughput.main([*tiny_flags(tmp_path), *sizes, "--compare", "transformers"]) == 1
+    out = capsys.readouterr().out
+    assert list(json.loads(out.splitlines()[-1])["seconds"]) == ["Tercet"]
+    assert "transformers could not be measured: RuntimeError: no memory left" in out
 
 
 def test_prefix_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

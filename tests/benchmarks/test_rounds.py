@@ -33,5 +33,18 @@ def test_short_answers_are_no_result() -> None:
         run_alternating({"cheat": Fake("cheat", [], short=1)}, REQUESTS, 1)
 
 
+def test_a_side_that_fails_costs_the_first_one_nothing() -> None:
+    log: list[str] = []
+    told: list[tuple[str, str]] = []
+    sides: dict[str, Side] = {"ours": Fake("ours", log), "peer": Fake("peer", log, short=1)}
+    rounds = run_alternating(sides, REQUESTS, 3, lambda name, error: told.append((name, str(error))))
+    assert list(rounds) == ["ours"] and len(rounds["ours"]) == 3
+    assert log == ["ours", "peer", "ours", "ours"], "it runs no more"
+    ((name, message),) = told
+    assert name == "peer" and "2 answers" in message
+    with pytest.raises(ValueError, match="ours: 2 answers"):
+        run_alternating({"ours": Fake("ours", [], short=1)}, REQUESTS, 1, lambda name, error: None)
+
+
 def test_warm_ups_have_the_same_prompts_and_short_answers() -> None:
     assert warmups(REQUESTS) == [Request([1, 2], 2, 3), Request([4], 1, 8)]
