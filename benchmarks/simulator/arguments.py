@@ -232,8 +232,8 @@ def _complete(options: argparse.Namespace) -> None:
     if len(options.goodput) < len(slos):
         raise ValueError("--goodput names an objective twice")
     for flag, path in (("--save-cost", options.save_cost), ("--plot", options.plot and Path(options.plot))):
-        if path and not path.parent.is_dir():  # found before the simulation, not after it
-            raise ValueError(f"{flag}: there is no folder {path.parent}")
+        if path and (path.is_dir() or not path.parent.is_dir()):  # found before the simulation, not after it
+            raise ValueError(f"{flag} must name a file in a folder that exists, got {str(path)!r}")
     if options.plot:
         check_png(options.plot)
     if options.replay is None or options.cost is not None:

@@ -72,8 +72,9 @@ def test_costs_that_no_machine_has_are_refused(change: dict[str, float], message
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--save-cost", "/no/such/folder/cost.json"], "--save-cost: there is no folder /no/such/folder"),
-        (["--plot", "/no/such/folder/plot.png"], "--plot: there is no folder /no/such/folder"),
+        (["--save-cost", "/no/such/cost.json"], "--save-cost must name a file in a folder that exists, got '/no/such/"),
+        (["--save-cost", "/"], "--save-cost must name a file in a folder that exists, got '/'"),
+        (["--plot", "/no/such/plot.png"], "--plot must name a file in a folder that exists, got '/no/such/plot.png'"),
         (["--traffic", "agents", "--tree-levels", "3"], "--tree-levels has no effect"),
         (["--traffic", "mooncake"], "has no effect with --traffic mooncake"),
         (["--policies", "lpm,none"], "'none' is none of"),
