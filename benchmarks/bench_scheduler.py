@@ -56,7 +56,7 @@ class Case:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the simulation of each policy. Returns the exit code."""
+    """Runs the simulation of each policy. Returns the exit code: 1 if a run refused all requests."""
     program = "python -m tercet.benchmarks.bench_scheduler"
     parser, options = parse(program, argv, __doc__ or "")
     result = Result(f"scheduler-{options.traffic}", "Simulation of the scheduler", program, argv, None)
@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.plot:
         save_png(Path(options.plot), _traffic_text(options), runs)
     finish(result, options)
-    return 0
+    all_stats = [run.statistics for run in runs.values()]
+    return 0 if all(stats.num_completed or stats.num_aborted for stats in all_stats) else 1
 
 
 def _replayed(options: argparse.Namespace, result: Result) -> Case:

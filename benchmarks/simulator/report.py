@@ -113,6 +113,8 @@ def add_tables(result: Result, runs: Mapping[str, Run], traffic: str, engine: st
             number(values["request_throughput"]), number(values["output_throughput"]),
             number(values["request_goodput"]), str(run.num_retractions), number(stats.fairness),
         )  # fmt: skip
+        if stats.num_refused:
+            speed.notes.append(f"{policy}: {stats.num_refused} refused, the first one with: {stats.first_refusal}")
         latency.row(
             policy,
             *(number(values[f"{name}_ms"]) for name in ("p50_ttft", "p99_ttft", "p50_gaps", "p99_gaps", "max_gaps")),

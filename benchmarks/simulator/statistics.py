@@ -50,6 +50,8 @@ class RunStatistics:
     """Their clients left."""
     num_refused: int = 0
     """The queue was full, or the request was too long."""
+    first_refusal: str = ""
+    """What the server said to the first of them."""
     num_good: int = 0
     """Completed within all objectives."""
     num_output_tokens: int = 0
@@ -67,7 +69,9 @@ class RunStatistics:
         self.num_output_tokens += served.num_output_tokens
         if isinstance(served.finish, AbortFinish):
             self.num_aborted += served.finish.err_type is None
-            self.num_refused += served.finish.err_type is not None
+            if served.finish.err_type is not None:
+                self.num_refused += 1
+                self.first_refusal = self.first_refusal or served.finish.message
             return
         assert served.first_token_s is not None
         self.num_completed += 1

@@ -184,3 +184,12 @@ def test_the_tenants_of_a_recording_are_compared(tmp_path: Path, capsys: pytest.
     assert "Hit rate of each tenant" in out and "alice" in out
     (run,) = json.loads(out.splitlines()[-1])["runs"].values()
     assert set(run["tenant_hit_rates"]) == {"alice", "bob"} and 0.5 < run["jain_fairness"] <= 1
+
+
+def test_requests_that_are_all_refused_are_a_failure_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--num-requests", "3", "--policies", "lpm,fcfs", "--input-len", "9000"]
+    assert bench_scheduler.main(argv) == 1
+    out = capsys.readouterr().out
+    for policy in ("lpm", "fcfs"):
+        assert f"\n{policy}: 3 refused, the first one with: " in out
+    assert out.count("maximum context length is 8192 tokens") == 2
