@@ -7,20 +7,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import PATIENCE_S
 
-from tercet.managers.generation import MAX_BACKLOG, Generation, OutputReader
-from tercet.srt.io_struct import Counts, LengthFinish, TextOut, TokenOut
+from tercet.managers.generation import MAX_BACKLOG, Generation, OutputReader, error_of
+from tercet.srt.errors import TercetError
+from tercet.srt.io_struct import AbortFinish, Counts, GenerateReq, LengthFinish, TextOut, TokenOut, pack_ids
+from tercet.srt.request_options import RequestOptions
+from tercet.srt.sampling_params import SamplingParams
+
+OPTIONS = RequestOptions(sampling=SamplingParams())
 
 
 class Owner:
     rid = "r"
     prompt_ids = (1, 2)
+    options = OPTIONS
 
-    def stop(self, generation: Generation) -> None: ...
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def stop(self, generation: Generation) -> None:
+        self.told.append("stop")
 
     def held_text(self, generation: Generation) -> str:
-        return ""
+        return "(held)"
 
-    def on_end(self, generation: Generation) -> None: ...
+    def on_end(self, generation: Generation) -> None:
+        self.told.append("end")
 
 
 def make(count: int) -> list[Generation]:
@@ -112,5 +123,59 @@ def test_a_reader_loses_nothing(schedule: list[tuple[int, bool]]) -> None:
             push(generation, sent[place], last=True)
         await asyncio.wait_for(reading, PATIENCE_S)
         assert seen == {place: list(range(count + 1)) for place, count in enumerate(sent)}
+
+    asyncio.run(run())
+
+
+def fail(generation: Generation) -> None:
+    """An error of the detokenizer ends the sample. The scheduler continues it."""
+    finish = AbortFinish.of(TercetError("odd"))
+    end = TokenOut(rid="r", token_ids=[], finish=finish, counts=Counts(0))
+    generation.push(TextOut(tokens=end, text=""))
+
+
+EVENTS = ("send", "token", "last", "error", "abort", "close", "fail", "lose")
+
+
+@given(st.lists(st.sampled_from(EVENTS), max_size=12))
+def test_a_sample_ends_once_whatever_happens(events: list[str]) -> None:
+    """The engine is told to stop at most once, and only a sample that it has and does not end."""
+
+    async def run() -> None:
+        owner = Owner()
+        generation = Generation(owner, 0, "0")
+        outs: list[TextOut] = []
+        generation.notify(lambda: outs.append(generation.take()))
+        generation.hold(GenerateReq(rid="0", input_ids=pack_ids([1, 2]), options=OPTIONS))
+        num_tokens, num_stops, end = 0, 0, ""
+        for event in events:
+            has = generation.is_sent and not end
+            can_stop = has and not num_stops
+            if event == "send" and generation.waits_for_engine:
+                generation.mark_sent()
+            elif event in ("token", "last") and has:
+                push(generation, num_tokens, last=event == "last")
+                num_tokens += 1
+                end = event if event == "last" else ""
+            elif event == "error" and has:
+                fail(generation)
+                end, num_stops = event, num_stops + can_stop
+            elif event == "abort":
+                generation.abort()
+                end, num_stops = end if end or has else event, num_stops + can_stop
+            elif event in ("close", "fail"):
+                generation.close() if event == "close" else generation.fail(TercetError("odd"))
+                end, num_stops = end or event, num_stops + can_stop
+            elif event == "lose":
+                assert generation.lose((), 0.0) == can_stop
+                end = "abort" if has and not can_stop else end
+            assert generation.is_over == bool(end)
+            assert owner.told.count("end") == bool(end) and owner.told.count("stop") == num_stops
+            assert [out.finish is not None for out in outs] == [False] * (len(outs) - bool(end)) + [True] * bool(end)
+        assert [token for out in outs for token in out.token_ids] == generation.output_ids == list(range(num_tokens))
+        shows_held = end == "abort" and num_tokens > 0  # nobody else will send the end of its text
+        assert "".join(out.text for out in outs).endswith("(held)") == shows_held
+        assert not end or (error_of(outs[-1].finish) is not None) == (end in ("error", "fail"))
+        assert generation.is_complete == (end == "last")
 
     asyncio.run(run())
