@@ -323,7 +323,8 @@ def test_an_end_of_reasoning_in_the_content_counts_no_tokens(thinking: Site, ste
     made.token_to_id = {"</think>": 2}.get  # type: ignore[method-assign]
     thinking.manager.inputs.tokenizer = made
     thinking.scheduler.step = step
-    for said, expected in ((("Write", " it as ", "</think>", "."), 0), (("<think>", "\n", "</think>", "Hi"), 3)):
+    marked, cut = ("<think>", "\n", "</think>", "Hi"), ("<think>I</th", "ink>Hi")  # no token ends the last one
+    for said, expected in ((("Write", " it as ", "</think>", "."), 0), (marked, 3), (cut, 0)):
         thinking.scheduler.say(*said)
         details = {"reasoning_tokens": expected}
         assert thinking.good(PATH, {"messages": HI})["usage"]["completion_tokens_details"] == details
