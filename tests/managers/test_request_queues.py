@@ -86,7 +86,8 @@ def test_requests_that_enter_the_queue_or_end_are_told() -> None:
 def test_requests_with_output_and_without_kv_are_interrupted(moves: list[tuple[int, str]]) -> None:
     """A token may also come after a retraction, from a step in flight."""
     queues, reqs = filled(4)
-    options = RequestOptions(sampling=SamplingParams(max_new_tokens=4, sampling_seed=0))
+    sampling = SamplingParams(max_new_tokens=4, sampling_seed=0, json_schema="{}")
+    options = RequestOptions(sampling=sampling, return_hidden_states=True)
     resumed = Req("resumed", np.array([1], dtype=np.int32), options, arrival=4)
     resumed.output_ids = [7]
     queues.add(resumed)
@@ -105,3 +106,4 @@ def test_requests_with_output_and_without_kv_are_interrupted(moves: list[tuple[i
             queues.finish(req)
         without_kv = [*queues.waiting, *queues.unfinished]
         assert {one for one in without_kv if one.output_ids} == {one for one in queues.interrupted if one.output_ids}
+        assert queues.num_with_hidden == queues.num_constrained == (resumed in queues.live())
