@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..srt.entrypoints.processes import Role
-from .argument_types import positive
+from .argument_types import above_zero, positive
 from .http_client import HttpClient, HttpError, api_key_header
 from .linux_processes import Process, pss_bytes
 from .results import Result, Table, add_results_arguments, finish, number
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--input-len", type=positive, default=256, help="tokens of each prompt (default: 256)")
     parser.add_argument("--output-len", type=positive, default=32, help="tokens of each answer (default: 32)")
     parser.add_argument(
-        "--ready-timeout-s", type=float, default=300.0, help="maximum seconds for a start (default: 300)"
+        "--ready-timeout-s", type=above_zero, default=300.0, help="maximum seconds for a start (default: 300)"
     )
     add_results_arguments(parser)
     return parser

@@ -25,7 +25,7 @@ from typing import Any
 
 import uvloop
 
-from ..argument_types import positive
+from ..argument_types import above_zero, not_negative, positive
 from ..results import Result, add_results_arguments, finish, number, percent
 from ..server_process import ServerFailed, run_to_end
 from .comparison import SAMPLE, Comparison, Peer, Plan
@@ -127,15 +127,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: 0)")
     parser.add_argument(
-        "--ready-timeout-s", type=float, default=300.0, help="maximum seconds for a start (default: 300)"
+        "--ready-timeout-s", type=above_zero, default=300.0, help="maximum seconds for a start (default: 300)"
     )
     parser.add_argument(
-        "--timeout-s", type=float, default=600.0, help="maximum seconds for one measurement (default: 600)"
+        "--timeout-s", type=above_zero, default=600.0, help="maximum seconds for one measurement (default: 600)"
     )
     parser.add_argument(
         "--max-other-load",
         metavar="SHARE",
-        type=float,
+        type=not_negative,
         default=0.05,
         help="repeat a measurement, at most twice, if other processes used a larger share of the cores (default: 0.05)",
     )
