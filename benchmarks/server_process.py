@@ -137,7 +137,7 @@ def ended_by_signals() -> Iterator[None]:
     """
 
     def interrupt(signum: int, frame: object) -> None:
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt  # SIGINT itself may be ignored, as in a job that a script runs in the background
 
     heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
     before = {signum: signal.signal(signum, interrupt) for signum in heard}

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -19,26 +20,42 @@ _CODE = """
 import signal, sys, tempfile
 from tercet.benchmarks import {module}
 signal.signal(signal.SIGINT, signal.default_int_handler)
-if {ignores_hangup}:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+for ignored in {ignored}:
+    signal.signal(ignored, signal.SIG_IGN)
 sys.executable = {server!r}
 tempfile.tempdir = {folder!r}
 sys.exit({module}.main({argv!r}))
 """
 
+_SERVER = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
-def begun(module: str, tmp_path: Path, *, ignores_hangup: bool = False) -> tuple[subprocess.Popen[bytes], int]:
-    """A benchmark whose server is starting, and the server's process id."""
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        with open({noted!r} + ".new", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename({noted!r} + ".new", {noted!r})
+        self.send_error(503)
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def begun(module: str, tmp_path: Path, ignored: Sequence[int] = ()) -> tuple[subprocess.Popen[bytes], int]:
+    """A benchmark that has asked its server whether it is ready, and the server's process id."""
     noted, server, folder = tmp_path / "pid", tmp_path / "server", tmp_path / "temporary"
-    server.write_text(f"#!/bin/sh\necho $$ > '{noted}.new'\nmv '{noted}.new' '{noted}'\nexec sleep 300\n")
+    (tmp_path / "server.py").write_text(_SERVER.format(noted=str(noted)))
+    server.write_text(f"#!/bin/sh\nexec '{sys.executable}' '{tmp_path}/server.py' \"$@\"\n")
     server.chmod(0o755)
     folder.mkdir()
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     argv = ["--model-path", str(tmp_path)] if module == "bench_simulation" else []
-    code = _CODE.format(module=module, ignores_hangup=ignores_hangup, server=str(server), folder=str(folder), argv=argv)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = _CODE.format(
+        module=module, ignored=list(map(int, ignored)), server=str(server), folder=str(folder), argv=argv
     )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environ)
     while not noted.exists():
         assert process.poll() is None, "it ended too early"
         time.sleep(0.05)
@@ -56,8 +73,16 @@ def test_a_signal_stops_the_server_and_removes_the_files(module: str, signum: in
     assert not list((tmp_path / "temporary").iterdir())
 
 
+@pytest.mark.parametrize("module", ["bench_startup", "bench_simulation"])
+def test_a_job_of_a_script_ends_although_it_ignores_ctrl_c(module: str, tmp_path: Path) -> None:
+    process, server = begun(module, tmp_path, [signal.SIGINT])
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_S) == 130
+    assert not psutil.pid_exists(server)
+
+
 def test_a_benchmark_under_nohup_goes_on(tmp_path: Path) -> None:
-    process, server = begun("bench_startup", tmp_path, ignores_hangup=True)
+    process, server = begun("bench_startup", tmp_path, [signal.SIGHUP])
     process.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.0)
