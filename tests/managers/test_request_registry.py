@@ -206,3 +206,20 @@ def test_a_name_is_free_when_its_last_sample_has_ended() -> None:
         manager.open(_prompts("b", "a"), name="batch")
 
     asyncio.run(work())
+
+
+def test_a_name_leads_to_the_samples_that_have_not_ended() -> None:
+    async def work() -> None:
+        scheduler = FakeScheduler()
+        scheduler.mute = True
+        manager = make_manager(scheduler)
+        options = RequestOptions(sampling=SamplingParams(n=2))
+        first, second = await manager.submit("hi", options, rid="mine")
+        first.close()
+        with pytest.raises(InvalidRequest, match="in use"):
+            manager.open(_prompts("mine"))
+        assert manager.abort("mine") and scheduler.aborted == [first.key, second.key]
+        second.close()
+        assert not manager.abort("mine")
+
+    asyncio.run(work())
