@@ -70,6 +70,7 @@ def test_passes_on_all_that_it_does_not_change():
     (out,) = process(manager, token_out("r", ids, LengthFinish(1), PLAIN))
     assert (out.rid, out.text, out.token_ids, out.finish) == ("r", "Hello", ids, LengthFinish(1))
     assert out.counts == Counts(5, len(ids), 2, 1)
+    assert out.tokens.options is None, "only this process needs them"
 
 
 @pytest.mark.parametrize(
@@ -229,6 +230,7 @@ def test_a_request_that_cannot_be_detokenised_fails_alone(bad):
     assert outs[0].text + outs[2].text == "good text"
     failure = outs[1].finish
     assert isinstance(failure, AbortFinish) and failure.status_code == 500 and outs[1].text == ""
+    assert manager.num_requests == 1
     # The scheduler does not know and goes on: nothing more is said, and nothing is kept in the end.
     assert process(manager, token_out("bad", [5])) == []
     assert process(manager, token_out("bad", [6], LengthFinish(3))) == []
@@ -239,9 +241,10 @@ def test_a_request_that_cannot_be_detokenised_fails_alone(bad):
     assert out.text == "fine" and manager.num_requests == 0
 
 
-def test_a_failure_in_the_last_message_leaves_nothing():
+@pytest.mark.parametrize("options", [PLAIN, None], ids=["id", "options"])
+def test_a_failure_in_the_last_message_leaves_nothing(options):
     manager = DetokenizerManager(default_tokenizer())
-    (out,) = process(manager, token_out("bad", [-1], LengthFinish(1), PLAIN))
+    (out,) = process(manager, token_out("bad", [-1 if options else 5], LengthFinish(1), options))
     assert isinstance(out.finish, AbortFinish)
     assert manager.num_requests == 0
 
@@ -309,6 +312,13 @@ def test_the_loop_ends_the_requests_of_a_broken_message_and_goes_on():
     (message,) = sender.sent
     assert "".join(out.text for out in message.outs if out.rid == "good") == "Hello there, world"
     assert [out.finish for out in message.outs if out.rid == "bad"] == [None, AbortFinish("lost", 500, "TercetError")]
+
+
+def test_a_broken_message_leaves_nothing_of_its_requests():
+    manager = DetokenizerManager(default_tokenizer())
+    process(manager, *(token_out(rid, encode("Hello"), None, PLAIN) for rid in ("good", "bad")))
+    manager.fail(BrokenMessage(["bad"], "lost"))
+    assert manager.num_requests == len(manager._reader) == 1
 
 
 def test_the_loop_over_real_sockets_ends_when_it_should():
