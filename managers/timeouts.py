@@ -57,8 +57,6 @@ class Timeouts:
     def take_late(self) -> list[tuple[Req, AbortFinish]]:
         """The requests that are over their limit since the last call, each with the reason for its end."""
         late: list[tuple[Req, AbortFinish]] = []
-        if self._heap[0][0] > self._now():
-            return late
         while self._heap and self._heap[0][0] <= self._now():
             entry = heapq.heappop(self._heap)
             if _is_valid(entry):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scheduler_rig import Rig
 
@@ -153,6 +153,47 @@ def test_ended_requests_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
         found.on_launch([req])
         req.stage = Stage.FINISHED
     assert len(found._heap) < 80
+
+
+def test_without_a_limit_there_is_no_deadline() -> None:
+    found = Timeouts(None, None, FakeClock())
+    req = make_req(0)
+    found.on_arrival(req)
+    found.on_launch([req])
+    assert not found.is_armed
+
+
+EVENTS = st.tuples(st.sampled_from(["arrival", "arrival", "launch", "end", "clock"]), st.integers(0, 9))
+
+
+@given(st.lists(EVENTS, max_size=30))
+@example([("arrival", 1), ("arrival", 4), ("arrival", 2), ("end", 0), ("arrival", 8), ("clock", 3)])
+def test_late_requests_are_found_in_the_order_of_their_deadlines(events: list[tuple[str, int]]) -> None:
+    """A request is launched again for each chunk, and after a retraction. Only the first launch gives it a deadline."""
+    clock, deadlines = FakeClock(), dict[Req, float]()
+    found = Timeouts(None, None, clock)
+    for arrival, (event, number) in enumerate(events):
+        found._max_len = 0  # the next deadline removes all void entries
+        live = sorted(deadlines, key=lambda req: req.arrival)
+        if event == "arrival":
+            req = make_req(arrival, waiting_timeout=number + 1.0, running_timeout=9.5 - number)
+            found.on_arrival(req)
+            deadlines[req] = clock.now + number + 1.0
+        elif event == "clock":
+            clock.now += number
+            late = sorted((at, req.arrival) for req, at in deadlines.items() if at <= clock.now)
+            ended = [req for req, _ in found.take_late()] if found.is_armed else []
+            assert [(deadlines.pop(req), req.arrival) for req in ended] == late
+        elif live:
+            req = live[number % len(live)]
+            found.on_launch([req])
+            if event == "end":
+                req.stage = Stage.FINISHED
+                del deadlines[req]
+            elif req.queue_time_s is None:
+                limit_s = req.options.running_timeout
+                assert limit_s is not None
+                deadlines[req], req.queue_time_s = clock.now + limit_s, 0.0
 
 
 @given(
