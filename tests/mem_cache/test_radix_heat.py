@@ -40,6 +40,18 @@ def test_what_was_used_once_is_not_hot() -> None:
     assert cache.hottest(4, 4) == []
 
 
+def test_a_lock_that_moves_to_a_longer_prefix_uses_what_is_new_there() -> None:
+    """A request shares its prompt while it runs. Each node on its path counts it once."""
+    cache = make_cache()
+    for _ in range(2):
+        held = use(cache, [1, 2])
+        longer = np.array([1, 2, 3], dtype=np.int32)
+        node = cache.insert(longer, longer, "").node
+        cache.move_lock(held, node)
+        cache.unlock(node)
+    assert [edge.num_uses for edge in cache.hottest(4, 4)] == [2, 2]
+
+
 def test_edges_are_listed_as_a_tree() -> None:
     cache = make_cache()
     prefix = list(range(10))

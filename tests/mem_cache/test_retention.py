@@ -212,6 +212,15 @@ def test_a_long_prefix_gets_what_other_tenants_have_left_of_the_limit() -> None:
     check(rig.cache, rig.allocator)
 
 
+def test_what_has_lapsed_takes_nothing_from_a_new_retention() -> None:
+    rig = Rig()
+    lapsed, new = rig.put(1, 30), rig.put(2, 40)
+    rig.retain(lapsed, 10, tenant="a")
+    rig.now_s = 20
+    rig.retain(new, 30, tenant="b")
+    assert (rig.retentions.num_tokens, rig.retentions.num_live) == (40, 1)
+
+
 def test_a_long_prefix_of_a_session_replaces_the_last_one_of_it() -> None:
     rig = Rig()
     for length in (60, 80, 100):
