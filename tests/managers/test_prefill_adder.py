@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,16 +13,19 @@ from scheduler_rig import Rig
 
 from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.prefill_adder import SHARE_LEN, PrefillAdder
+from tercet.managers.req import Req
 
 
-def make_adder(kv: KVCacheManager, *, max_tokens: int = 4096, expected: float = 0.0) -> PrefillAdder:
+def make_adder(
+    kv: KVCacheManager, *, max_tokens: int = 4096, expected: float = 0.0, unfinished: Sequence[Req] = ()
+) -> PrefillAdder:
     return PrefillAdder(
         kv,
         joining=(),
         max_tokens=max_tokens,
         chunk_size=max_tokens,
         expected=expected,
-        unfinished=(),
+        unfinished=unfinished,
         engine_empty=False,
     )
 
@@ -146,3 +152,15 @@ def test_a_cached_prefix_is_no_room_for_the_rest_of_its_own_request() -> None:
     assert adder.extends == []
     adder.fill([make_req([1] * 60 + [2] * 37)])
     assert [extend.end for extend in adder.extends] == [97]
+
+
+@pytest.mark.parametrize(("pool_size", "is_admitted"), [(240, False), (400, True)])
+def test_a_new_request_leaves_room_for_the_rest_of_an_unfinished_prompt(pool_size: int, is_admitted: bool) -> None:
+    kv = make_kv(1, pool_size=pool_size)
+    long, short = make_req([1] * 200), make_req([2] * 39, 1)
+    make_adder(kv, max_tokens=40).fill([long])
+    assert kv.extend([long], np.array([40], np.int32)) is not None
+    adder = make_adder(kv, max_tokens=40, unfinished=[long])
+    adder.fill([short])
+    assert [extend.req for extend in adder.extends] == ([short, long] if is_admitted else [long])
+    assert (adder.refused is None) == is_admitted
