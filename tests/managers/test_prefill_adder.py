@@ -14,10 +14,16 @@ from scheduler_rig import Rig
 from tercet.managers.kv_cache_manager import KVCacheManager
 from tercet.managers.prefill_adder import SHARE_LEN, PrefillAdder
 from tercet.managers.req import Req
+from tercet.managers.token_gap import MIN_TOKENS, TimeBudget
 
 
 def make_adder(
-    kv: KVCacheManager, *, max_tokens: int = 4096, expected: float = 0.0, unfinished: Sequence[Req] = ()
+    kv: KVCacheManager,
+    *,
+    max_tokens: int = 4096,
+    expected: float = 0.0,
+    unfinished: Sequence[Req] = (),
+    time: TimeBudget | None = None,
 ) -> PrefillAdder:
     return PrefillAdder(
         kv,
@@ -27,7 +33,19 @@ def make_adder(
         expected=expected,
         unfinished=unfinished,
         engine_empty=False,
+        time=time,
     )
+
+
+class NoTime(TimeBudget):
+    """There is no time for prompts."""
+
+    def __init__(self) -> None: ...
+
+    def room(self, req: Req, start: int) -> float:
+        return 0.0
+
+    def take(self, req: Req, start: int, end: int) -> None: ...
 
 
 def num_common(a: list[int], b: list[int]) -> int:
@@ -164,3 +182,30 @@ def test_a_new_request_leaves_room_for_the_rest_of_an_unfinished_prompt(pool_siz
     adder.fill([short])
     assert [extend.req for extend in adder.extends] == ([short, long] if is_admitted else [long])
     assert (adder.refused is None) == is_admitted
+
+
+@given(
+    page_size=st.integers(1, 16), num_pages=st.integers(1, 8), odd=st.integers(0, 15), prompt_len=st.integers(1, 300)
+)
+def test_a_chunk_ends_its_prompt_or_a_page(page_size: int, num_pages: int, odd: int, prompt_len: int) -> None:
+    kv = make_kv(page_size, pool_size=page_size * 512)
+    req = make_req([1] * prompt_len)
+    ends = [0]
+    while ends[-1] < prompt_len:
+        max_tokens = page_size * num_pages + odd % page_size
+        adder = make_adder(kv, max_tokens=max_tokens, unfinished=[req] if req.kv_len else ())
+        (extend,) = adder.fill([] if req.kv_len else [req])
+        assert kv.extend([req], np.array([extend.end], np.int32)) is not None
+        ends.append(extend.end)
+        assert extend.end == prompt_len or extend.end % page_size == 0
+        assert ends[-2] == extend.start < extend.end <= extend.start + max_tokens
+
+
+def test_prompts_without_time_share_the_least_tokens_of_a_step() -> None:
+    kv = make_kv(1)
+    reqs = [make_req([number] * 50, number) for number in range(4)]
+    for req in reqs:
+        make_adder(kv, max_tokens=40).fill([req])
+        assert kv.extend([req], np.array([40], np.int32)) is not None
+    adder = make_adder(kv, unfinished=reqs, time=NoTime())
+    assert [extend.end - extend.start for extend in adder.fill([])] == [10, 10, 10, MIN_TOKENS - 30]
