@@ -25,6 +25,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell makes background tests ignore SIGINT, and their child processes would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# So does nohup with SIGHUP. With a handler, these tests go on, and programs that they start end at the signal.
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # A slow machine must not fail a test. A failing example is printed, so that anyone can replay it.
 settings.register_profile("tercet", deadline=None, print_blob=True)

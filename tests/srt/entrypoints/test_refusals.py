@@ -37,6 +37,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/update_weights_from_disk": {"model_path": "a"},
 }
 HONOURED: dict[str, Any] = {
+    "truncation": "auto",
     "text": "b",
     "sampling_params": {"max_new_tokens": 2},
     "stream": True,
