@@ -154,6 +154,8 @@ def compile_stop_regex(pattern: str) -> StopRegex:
 
 
 _ASCII = frozenset(map(chr, range(128)))
+_ASCII_MEMBERS = _ASCII - frozenset(map(chr, range(0x1C, 0x20)))
+"""The characters that may be in a category with the flag ASCII. Four separators are white space only without it."""
 
 
 class _NotSupported(ValueError):
@@ -232,9 +234,7 @@ _CATEGORIES: dict[Any, tuple[CharacterTest, bool]] = {
 
 def _category_test(category: Any, is_ascii: bool) -> CharacterTest:
     test, is_negated = _CATEGORIES[category]
-    if is_ascii and test is str.isspace:
-        test = " \t\n\r\f\v".__contains__  # not the separators 0x1C to 0x1F
-    return lambda character: (test(character) and (character.isascii() or not is_ascii)) is not is_negated
+    return lambda character: (test(character) and (not is_ascii or character in _ASCII_MEMBERS)) is not is_negated
 
 
 def _place_test(place: Any, flags: int) -> PlaceTest:
