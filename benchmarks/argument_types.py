@@ -1,9 +1,10 @@
-"""Types of command-line arguments: numbers in a range, lengths, and latency objectives."""
+"""Types and checks of command-line arguments: numbers in a range, lengths, files, and latency objectives."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 
 from .metrics import SLO_NAMES
 from .offline_workloads import Span
@@ -31,6 +32,15 @@ def lengths(text: str) -> Span:
         return Span.parse(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be N or A-B with 1 <= A <= B, got {text!r}") from None
+
+
+def check_file(flag: str, path: str | Path | None) -> None:
+    """Raises ValueError if no file can be written to this path. So this is found before the run, not after it.
+
+    An empty path, or None, is not checked.
+    """
+    if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+        raise ValueError(f"{flag} must name a file in a folder that exists, got {str(path)!r}")
 
 
 def not_negative_int(text: str) -> int:

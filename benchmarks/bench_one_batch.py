@@ -27,7 +27,7 @@ from ..model_executor.runner.settings import resolve_settings
 from ..srt.model_files.model_config import load_model_config
 from ..srt.model_files.model_name import model_name
 from ..srt.server_args import ServerArgs
-from .argument_types import numbers, positive
+from .argument_types import check_file, numbers, positive
 from .ceilings import measure_ceilings
 from .engine_args import add_engine_arguments, engine_args
 from .limits import ModelCost, decode_step_s, prefill_s
@@ -119,8 +119,7 @@ def _check_trace(args: argparse.Namespace, device: torch.device) -> None:
         raise ValueError("--trace needs a GPU: the trace has its operations only")
     if args.compare_cuda_graph:
         raise ValueError("--trace and --compare-cuda-graph exclude each other: both runs would write the same file")
-    if not args.trace.parent.is_dir():
-        raise ValueError(f"--trace must name a file in a folder that exists, got {str(args.trace)!r}")
+    check_file("--trace", args.trace)
 
 
 def _graph_settings(args: argparse.Namespace, server_args: ServerArgs) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .argument_types import above_zero, not_negative, not_negative_int, positive, rate, ratio, slo
+from .argument_types import above_zero, check_file, not_negative, not_negative_int, positive, rate, ratio, slo
 from .backends import BACKENDS
 from .metrics import SLO_NAMES
 from .plots import check_png
@@ -214,9 +214,8 @@ def _complete(options: argparse.Namespace) -> None:
     if any(part.get("n", 1) != 1 for part in (extra, extra.get("sampling_params")) if isinstance(part, dict)):
         raise ValueError("--extra-request-body: n must be 1, because one answer per request is measured")
     _check_goodput(options)
-    for flag, file in (("--output-file", options.output_file), ("--plot", options.plot and Path(options.plot))):
-        if file and (file.is_dir() or not file.parent.is_dir()):  # found before the run, not after it
-            raise ValueError(f"{flag} must name a file in a folder that exists, got {str(file)!r}")
+    check_file("--output-file", options.output_file)
+    check_file("--plot", options.plot)
     if options.plot:
         check_png(options.plot)
     if options.base_url is None:

@@ -12,7 +12,7 @@ from typing import Any
 from ...srt.model_files.model_config import ModelConfig, load_model_config
 from ...srt.server_args import ServerArgs
 from ...srt.settings.setting import flag_name
-from ..argument_types import above_zero, lengths, not_negative, not_negative_int, positive, rate, ratio, slo
+from ..argument_types import above_zero, check_file, lengths, not_negative, not_negative_int, positive, rate, ratio, slo
 from ..engine_args import add_engine_arguments, engine_args
 from ..metrics import SLO_NAMES
 from ..offline_workloads import Span
@@ -231,9 +231,8 @@ def _complete(options: argparse.Namespace) -> None:
     options.goodput = dict(slos)
     if len(options.goodput) < len(slos):
         raise ValueError("--goodput names an objective twice")
-    for flag, path in (("--save-cost", options.save_cost), ("--plot", options.plot and Path(options.plot))):
-        if path and (path.is_dir() or not path.parent.is_dir()):  # found before the simulation, not after it
-            raise ValueError(f"{flag} must name a file in a folder that exists, got {str(path)!r}")
+    check_file("--save-cost", options.save_cost)
+    check_file("--plot", options.plot)
     if options.plot:
         check_png(options.plot)
     if options.replay is None or options.cost is not None:
