@@ -99,7 +99,7 @@ class InputProcessor:
         return sampling
 
     def encode(self, text: str, add_special_tokens: bool = True, truncates: bool | None = None) -> list[int]:
-        """The token ids of a text. `truncates`: as in `check_ids`.
+        """The token ids of a text. `truncates`: see `truncates_prompt`.
 
         Raises InvalidRequest without a tokenizer and for invalid Unicode, and PromptTooLong for a text that can never
         fit. Other texts that do not fit are returned whole, for `check_ids`.
@@ -107,7 +107,7 @@ class InputProcessor:
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise InvalidRequest("this engine has no tokenizer (--skip-tokenizer-init); send token ids", param="prompt")
-        if self._truncates(truncates):
+        if self.truncates_prompt(truncates):
             text = text[-self._max_chars :]
         else:
             self._refuse_excess(tokenizer, text)
@@ -119,7 +119,8 @@ class InputProcessor:
         add_special_tokens: bool,
         truncates: bool | None = None,
     ) -> Sequence[int]:
-        """The checked token ids of a prompt. `truncates`, and what it raises: as `encode` and `check_ids`."""
+        """The checked token ids of a prompt. `truncates`: see `truncates_prompt`. Raises as `encode` and `check_ids`
+        do."""
         if callable(content):
             content = await content()
         if isinstance(content, str):
@@ -135,8 +136,10 @@ class InputProcessor:
             return self.encode(text, add_special_tokens, truncates)
         return await asyncio.to_thread(self.encode, text, add_special_tokens, truncates)
 
-    def _truncates(self, truncates: bool | None) -> bool:
-        return self._allow_auto_truncate if truncates is None else truncates
+    def truncates_prompt(self, choice: bool | None) -> bool:
+        """Whether a prompt that is too long loses its first tokens. `choice`: of the request. None: as
+        `--allow-auto-truncate` says."""
+        return self._allow_auto_truncate if choice is None else choice
 
     @property
     def _max_chars(self) -> int:
@@ -161,16 +164,15 @@ class InputProcessor:
                 raise self._overflow(f"the prompt has more than {2 * limit} tokens; at most {limit} fit")
 
     def check_ids(self, ids: Sequence[int], *, is_text: bool, truncates: bool | None = None) -> Sequence[int]:
-        """Checks the token ids of a prompt. Returns all of them, or the last ones that fit if it `truncates`.
+        """Checks the token ids of a prompt. Returns all of them, or the last ones that fit (`truncates_prompt`).
 
-        `truncates`: whether a prompt that is too long loses its first tokens. None: as `--allow-auto-truncate` says.
         Raises InvalidRequest for no ids and for ids outside the vocabulary, PromptTooLong for too many.
         """
         if not ids:
             raise InvalidRequest("the prompt is empty; at least one token is required", param="prompt")
         limit = self._facts.max_req_input_len
         if len(ids) > limit:
-            if not self._truncates(truncates):
+            if not self.truncates_prompt(truncates):
                 raise self._overflow(f"the prompt has {len(ids)} tokens; at most {limit} fit")
             ids = ids[-limit:]
         self._check_rows(ids, is_text=is_text)

@@ -48,10 +48,8 @@ async def responses(server: Server, request: Request, body: ResponsesBody) -> AS
     model = server.check_model(body.model)
     names = names_of(request.scope)
     name = f"resp_{names.hex()}"
-    if body.truncation is None:
-        truncates = server.manager.server_args.allow_auto_truncate
-    else:
-        truncates = body.truncation == "auto"
+    choice = None if body.truncation is None else body.truncation == "auto"
+    truncates = server.manager.inputs.truncates_prompt(choice)
     try:
         chat = await in_thread_if_large(request, _chat, body, name)
         return await run_chat(
