@@ -118,7 +118,10 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     previous_response_id: Annotated[None, doc("Always null")] = None
     max_tool_calls: Annotated[None, doc("Always null")] = None
     top_logprobs: Annotated[int, doc("Always 0")] = 0
-    truncation: Annotated[Literal["auto", "disabled"], doc("As in the request; default: --allow-auto-truncate")]
+    truncation: Annotated[
+        Literal["auto", "disabled"],
+        doc("As in the request; default: `auto` with --allow-auto-truncate, else `disabled`"),
+    ]
     service_tier: Annotated[Literal["default"], doc("Always `default`")] = "default"
 
 
