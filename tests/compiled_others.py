@@ -109,6 +109,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "store-8x128-fp8": lambda: store(8, 128, BF16, FP8),
     "rotary-32x8x128-store": lambda: rotate(32, 8, 128, BF16),
     "rotary-32x8x128-fp8": lambda: rotate(32, 8, 128, FP8),
+    "rotary-16x8x128-norm": lambda: rotate(16, 8, 128, norm=True),
     "rotary-16x8x128-norm-store": lambda: rotate(16, 8, 128, BF16, norm=True),
     "rotary-16x8x128-norm-fp8": lambda: rotate(16, 8, 128, FP8, norm=True),
     "rotary-9x3x64-fp16-store": lambda: rotate(9, 3, 64, F16, dtype=F16),

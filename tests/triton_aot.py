@@ -58,6 +58,8 @@ class Resources:
     threads: int
     assembly: str = field(repr=False)
     """PTX or amdgcn assembly."""
+    layouts: str = field(repr=False)
+    """Triton's GPU dialect, which says which elements of a tensor a thread has."""
     counts: InstructionCounts | None
     """None on AMD."""
 
@@ -117,6 +119,7 @@ def compile_launch(launch: Launch, arch: str) -> Resources:
         spilled,
         compiled.metadata.num_warps * target.warp_size,
         compiled.asm[_ASSEMBLY[target.backend]],
+        compiled.asm["ttgir"],
         count_instructions(_cuobjdump(compiled, "-sass")) if nvidia else None,
     )
 

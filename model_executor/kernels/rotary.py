@@ -106,10 +106,15 @@ def store_heads(
     v_target = v_slot_ptr + (head - NUM_HEADS - NUM_KV_HEADS)[:, None] * HEAD_DIM
     k_mask = mask & ((head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS))[:, None]
     v_mask = mask & is_v[:, None]
-    tl.store(k_target + a[None, :], x, mask=k_mask)
-    tl.store(k_target + b[None, :], y, mask=k_mask)
-    tl.store(v_target + a[None, :], x, mask=v_mask)
-    tl.store(v_target + b[None, :], y, mask=v_mask)
+    k_a, k_b, v_a, v_b = k_target + a[None, :], k_target + b[None, :], v_target + a[None, :], v_target + b[None, :]
+    if FP8:
+        # A thread has 8 components, as without fp8. With 16, `head_scale` would add squares in another order.
+        k_a, k_b = tl.max_contiguous(k_a, [1, 8]), tl.max_contiguous(k_b, [1, 8])
+        v_a, v_b = tl.max_contiguous(v_a, [1, 8]), tl.max_contiguous(v_b, [1, 8])
+    tl.store(k_a, x, mask=k_mask)
+    tl.store(k_b, y, mask=k_mask)
+    tl.store(v_a, x, mask=v_mask)
+    tl.store(v_b, y, mask=v_mask)
 
 
 @triton.jit

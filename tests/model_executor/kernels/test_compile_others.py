@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -29,6 +30,22 @@ def test_the_rotation_has_half_of_the_warps_of_decode_attention() -> None:
             (launch,) = launches_of(call, arch)
             warps = decode_tile(arch, head_dim, fp32=head_dim == 256).num_warps
             assert launch.kwargs["num_warps"] == warps // 2
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_the_rotation_adds_squares_in_one_order_wherever_it_stores(arch: str) -> None:
+    """A thread adds up its own components first. Bytes of fp8 would give a thread twice as many."""
+    calls = ["rotary-16x8x128-norm", "rotary-16x8x128-norm-store", "rotary-16x8x128-norm-fp8"]
+    layouts = [compile_launch(launch, arch).layouts for call in calls for launch in launches_of(call, arch)]
+    assert [_components_of_a_thread(layout) for layout in layouts] == [{8}] * 3
+
+
+def _components_of_a_thread(layouts: str) -> set[int]:
+    """How many neighbours along a head a thread has where the squares of a head are added."""
+    blocked = dict(re.findall(r"(#\w+) = #ttg\.blocked<\{sizePerThread = \[\d+, (\d+)\]", layouts))
+    summed = re.findall(r"\(tensor<\d+x\d+xf32, (#\w+)>\) -> tensor<\d+xf32", layouts)
+    assert summed
+    return {int(blocked[layout]) for layout in summed}
 
 
 @pytest.mark.parametrize("case", CASES)
