@@ -20,7 +20,8 @@ from tercet.model_executor.kernels.rmsnorm import rmsnorm
 from tercet.model_executor.kernels.rotary import rotary
 from tercet.model_executor.kernels.sampling import choose_tokens
 from tercet.model_executor.kernels.sampling_layout import Column, Field
-from tercet.model_executor.kernels.skinny_linear import Norm, skinny_linear
+from tercet.model_executor.kernels.scaled_rows import ScaledRows
+from tercet.model_executor.kernels.skinny_linear import Norm, skinny_linear, skinny_linear_sum
 from tercet.model_executor.kernels.store_kv import store_kv
 from tercet.model_executor.kernels.token_logprobs import token_logprobs
 from tercet.model_executor.kernels.work_map import query_split_map, query_tile_map, split_map
@@ -78,12 +79,16 @@ def skinny(
     """The linear layers of a small step: after a norm, or before a sum. The output head has both kinds of input."""
     x, weight = meta(4, num_in, dtype=dtype), meta(2 * num_out if gated else num_out, num_in, dtype=dtype)
     linear = partial(skinny_linear, x, weight, dependent=dependent)
-    norm = Norm(meta(num_in, dtype=dtype), 1e-5)
-    linear(meta(len(weight), dtype=dtype) if bias else None, norm=norm, gated=gated)
+    norm, bias_or_none = Norm(meta(num_in, dtype=dtype), 1e-5), meta(len(weight), dtype=dtype) if bias else None
+    scaled = ScaledRows(x, meta(-(-num_in // 16), 8, dtype=F32))
+    linear(bias_or_none, norm=norm, gated=gated)
+    skinny_linear(scaled, weight, bias_or_none, norm=norm, gated=gated, dependent=dependent)
     if not gated:
-        linear(residual=meta(4, num_out, dtype=dtype))
+        skinny_linear_sum(
+            x, weight, None, meta(4, num_out, dtype=dtype), meta(num_out, dtype=dtype), dependent=dependent
+        )
         linear(out=meta(4, num_out, dtype=F32))
-        linear(norm=norm, out=meta(4, num_out, dtype=F32))
+        skinny_linear(scaled, weight, norm=norm, out=meta(4, num_out, dtype=F32), dependent=dependent)
 
 
 def start(hidden: int, head_dim: int, dtype: torch.dtype = BF16) -> None:

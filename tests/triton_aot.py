@@ -124,7 +124,7 @@ def compile_launch(launch: Launch, arch: str) -> Resources:
     )
 
 
-_WAITING = {"extend_kernel": 64, "_decode_split_kernel": 48, "_fused_decode_kernel": 128}
+_WAITING = {"extend_kernel": 64, "_decode_split_kernel": 48, "_fused_decode_kernel": 128, "_skinny_linear_kernel": 8}
 """Most bytes of a thread that a kernel for sm_90 spills outside its loops."""
 
 

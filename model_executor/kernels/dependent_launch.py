@@ -7,14 +7,18 @@ writes are visible. Source: PTX ISA, griddepcontrol; CUDA C++ programming guide,
 
 The rules that make a chain of such kernels safe:
 
-- Each program of a dependent kernel calls `begin_dependent` on every path, before it reads anything that a kernel has
+- Each program of a dependent kernel calls `wait_for_previous` on every path, before it reads anything that a kernel has
   written and before it writes anything. Before that it may only prefetch weights.
 - So a kernel ends only after the kernel before it has ended, which has waited for the one before, and so on. All
   earlier writes are visible, and no earlier kernel still reads what is written now.
 - A kernel without these calls, such as one of torch, is safe on both sides. A dependent kernel after it waits for its
   end. It starts itself only when the dependent kernel before it has ended.
 
-They change no token on an H200, but are slower there in some models (docs/performance.md).
+A program calls `let_next_start` when it has read its weights or its KV. If it did so at its start, the programs of the
+next kernels would gather on the multiprocessors with the most room, three on each of half of them, and each kernel
+would have only these. That was measured on an H200 (docs/log.md).
+
+They change no token on an H200 (docs/performance.md has the times).
 """
 
 from __future__ import annotations
@@ -29,10 +33,15 @@ def launch_options(*, dependent: bool) -> dict[str, bool]:
 
 
 @triton.jit
-def begin_dependent():
-    """Let the next kernel start, then wait until the kernel before this one has ended."""
-    tl.extra.cuda.gdc_launch_dependents()
+def wait_for_previous():
+    """Wait until the kernel before this one has ended."""
     tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_start():
+    """Let the next kernel start, as soon as all programs of this one have called this or have ended."""
+    tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

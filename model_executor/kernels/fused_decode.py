@@ -20,7 +20,7 @@ from .bound import bound
 from .decode_attention import decode_attention_ref, note_registers, num_programs
 from .decode_merge import MERGE_CHAINS, merge_splits
 from .decode_split import as_operand_of, attend_to_split, load_unit, split_bounds, store_part
-from .dependent_launch import begin_dependent, launch_options
+from .dependent_launch import launch_options, let_next_start, wait_for_previous
 from .primitives import as_kernel_operand, is_interpreted, kv_format, score_scales
 from .rotary import load_heads, load_queries, rotary_ref, store_heads, turn_heads, turn_queries
 from .tuning import DecodeTile, arch_of, decode_tile, next_power_of_2, padded_head_dim
@@ -95,7 +95,7 @@ def _fused_decode_kernel(
     DEPENDENT: tl.constexpr,
 ):
     if DEPENDENT:
-        begin_dependent()
+        wait_for_previous()
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     kv_head = tl.program_id(0)
     in_group = tl.arange(0, BLOCK_H)
@@ -149,6 +149,8 @@ def _fused_decode_kernel(
                 as_operand_of(q, KV_FORMAT), k_head_ptr, v_head_ptr, row_ptr, lo, hi, first, stride_slot, scale,
                 cap_scale, HEAD_DIM, HAS_CAP, HAS_WINDOW, KV_FORMAT, WIDEN, BLOCK_N,
             )  # fmt: skip
+            if DEPENDENT:
+                let_next_start()
             o = acc * v_scale / total[:, None]
             lse = top + tl.log2(total)
             end = begin + (seq_len + SPLIT - 1) // SPLIT

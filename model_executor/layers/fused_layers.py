@@ -3,7 +3,7 @@
 A step of at most 8 tokens is bound by the number of its dependent kernels. Here a layer has 5 of them instead of 10:
 norm + qkv; rotation, store and attention; o + sum; norm + gate and up + activation; down + sum. Attention takes one
 kernel if each request has one new token (`TritonAttentionBackend.can_fuse`), else three or more. The output head
-computes the last norm.
+computes the last norm. A layer before a sum prepares the norm after it (`ScaledRows`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import torch
 from ..attention.base import AttentionBackend
 from ..attention.triton_backend import TritonAttentionBackend
 from ..forward_batch import ForwardBatch
-from ..kernels.skinny_linear import MAX_ROWS, Norm, skinny_linear
+from ..kernels.scaled_rows import ScaledRows
+from ..kernels.skinny_linear import MAX_ROWS, Norm, skinny_linear, skinny_linear_sum
 from .attention import QKNorm
 from .kinds import AttentionLayer
 from .layernorm import RMSNorm
 from .linear import GatedLinear, Linear
 from .output_head import OutputHead, PlainHead
-from .residual import AfterNorm, BeforeSum, Layer, NormedLayer, Stream, SummedLayer
+from .residual import AfterNorm, BeforeSum, Layer, NormedLayer, Pending, Stream, SummedLayer
 from .rotary import CosSin
 from .triton_layers import TritonAttention, TritonLayers
 
@@ -36,30 +37,32 @@ class FusedNormedLayer(NormedLayer):
         self._norm_args = Norm(norm.weight, norm.eps)
 
     def __call__(
-        self, pending: torch.Tensor | None, residual: torch.Tensor | None, batch: ForwardBatch | None
+        self, pending: Pending, residual: torch.Tensor | None, batch: ForwardBatch | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        stream = _few_rows(Stream(pending, residual))
-        if stream is None:
+        few = _few_rows(Stream(pending, residual))
+        if few is None:
             return super().__call__(pending, residual, batch)
+        rows, stream = few
         weight, bias = self._linear.weight, self._linear.bias
-        out = skinny_linear(stream, weight, bias, norm=self._norm_args, gated=self._gated, dependent=self._dependent)
+        out = skinny_linear(rows, weight, bias, norm=self._norm_args, gated=self._gated, dependent=self._dependent)
         return out, stream
 
 
 class FusedSummedLayer(SummedLayer):
     """The BeforeSum that adds in the layer's own kernel for few tokens."""
 
-    def __init__(self, layer: Linear, *, dependent: bool = False) -> None:
+    def __init__(self, layer: Linear, next_norm: RMSNorm, *, dependent: bool = False) -> None:
         super().__init__(layer)
         assert not layer.is_packed
         self._linear = layer
+        self._next_norm = next_norm.weight
         self._dependent = dependent
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor | None:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch | None) -> Pending:
         if len(x) > MAX_ROWS:
             return super().__call__(x, residual, batch)
-        skinny_linear(x, self._linear.weight, self._linear.bias, residual=residual, dependent=self._dependent)
-        return None
+        weight, bias = self._linear.weight, self._linear.bias
+        return skinny_linear_sum(x, weight, bias, residual, self._next_norm, dependent=self._dependent)
 
 
 class FusedHead(PlainHead):
@@ -78,12 +81,13 @@ class FusedHead(PlainHead):
         return self._few_logits(hidden, None, out)
 
     def __call__(self, stream: Stream, out: torch.Tensor | None = None) -> torch.Tensor:
-        x = _few_rows(stream)
-        return super().__call__(stream, out) if x is None else self._few_logits(x, self._norm_args, out)
+        few = _few_rows(stream)
+        return super().__call__(stream, out) if few is None else self._few_logits(few[0], self._norm_args, out)
 
-    def _few_logits(self, x: torch.Tensor, norm: Norm | None, out: torch.Tensor | None) -> torch.Tensor:
+    def _few_logits(self, x: torch.Tensor | ScaledRows, norm: Norm | None, out: torch.Tensor | None) -> torch.Tensor:
         if out is None:
-            out = torch.empty((len(x), len(self._weight)), dtype=torch.float32, device=x.device)
+            num_rows = len(x.x if isinstance(x, ScaledRows) else x)
+            out = torch.empty((num_rows, len(self._weight)), dtype=torch.float32, device=self._weight.device)
         return skinny_linear(x, self._weight, norm=norm, out=out, dependent=self._dependent)
 
 
@@ -119,17 +123,20 @@ class FusedTritonLayers(TritonLayers):
         assert isinstance(layer, (Linear, GatedLinear))
         return FusedNormedLayer(norm, layer, dependent=self._dependent)
 
-    def before_sum(self, layer: Layer) -> BeforeSum:
+    def before_sum(self, layer: Layer, next_norm: RMSNorm) -> BeforeSum:
         assert isinstance(layer, Linear)
-        return FusedSummedLayer(layer, dependent=self._dependent)
+        return FusedSummedLayer(layer, next_norm, dependent=self._dependent)
 
     def output_head(self, norm: RMSNorm, layer: Layer) -> OutputHead:
         assert isinstance(layer, Linear)
         return FusedHead(norm, layer, dependent=self._dependent)
 
 
-def _few_rows(stream: Stream) -> torch.Tensor | None:
-    """The stream as one tensor, if it has few rows and nothing is to be added; else None."""
+def _few_rows(stream: Stream) -> tuple[torch.Tensor | ScaledRows, torch.Tensor] | None:
+    """What the next norm needs, and the stream as one tensor, if it has few rows and nothing is to be added."""
     pending, residual = stream
+    if isinstance(pending, ScaledRows):
+        assert residual is not None and len(residual) == len(pending.x)
+        return pending, residual
     whole = pending if residual is None else residual if pending is None else None
-    return whole if whole is not None and len(whole) <= MAX_ROWS else None
+    return (whole, whole) if whole is not None and len(whole) <= MAX_ROWS else None

@@ -62,8 +62,8 @@ class LayerKinds(Protocol):
     def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
         """Join a norm and the layer after it. `layer`: made by `linear` or `gated_linear`."""
 
-    def before_sum(self, layer: Layer) -> BeforeSum:
-        """Join a layer and the sum with the residual after it. `layer`: made by `linear`."""
+    def before_sum(self, layer: Layer, next_norm: RMSNorm) -> BeforeSum:
+        """Join a layer and the sum with the residual after it. `layer`: made by `linear`. `next_norm`: of the sum."""
 
     def select_rows(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """Select the tokens whose logits are computed: x [T, n], indices int64 [num_sampled] -> [num_sampled, n]."""
@@ -107,7 +107,7 @@ class TorchLayers:
     def after_norm(self, norm: RMSNorm, layer: Layer) -> AfterNorm:
         return NormedLayer(norm, layer)
 
-    def before_sum(self, layer: Layer) -> BeforeSum:
+    def before_sum(self, layer: Layer, next_norm: RMSNorm) -> BeforeSum:
         return SummedLayer(layer)
 
     def select_rows(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 The residual stream is a tensor `residual`, [T, hidden], and a tensor `pending`, [T, hidden], that is still to be added
 to it. Either may be None: the first layer has no residual, and a layer that adds its result itself leaves nothing
-pending.
+pending. Such a layer of few rows leaves ScaledRows: the sum, prepared for the norm that follows.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..forward_batch import ForwardBatch
+from ..kernels.scaled_rows import ScaledRows
 from .layernorm import RMSNorm
+
+Pending = torch.Tensor | ScaledRows | None
 
 
 class Stream(NamedTuple):
     """The residual stream of T tokens. Whatever normalises it also adds `pending` to `residual`, in place."""
 
-    pending: torch.Tensor | None
+    pending: Pending
     residual: torch.Tensor | None
 
 
@@ -36,7 +39,7 @@ class AfterNorm(Protocol):
     """A norm and the layer after it."""
 
     def __call__(
-        self, pending: torch.Tensor | None, residual: torch.Tensor | None, batch: ForwardBatch | None, /
+        self, pending: Pending, residual: torch.Tensor | None, batch: ForwardBatch | None, /
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add `pending` to the residual in place, and compute the layer of its norm: the layer's output, residual.
 
@@ -47,8 +50,8 @@ class AfterNorm(Protocol):
 class BeforeSum(Protocol):
     """A layer whose output is added to the residual."""
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch | None, /) -> torch.Tensor | None:
-        """Compute the layer. Returns what is to be added to the residual; None: it has been added in place."""
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch | None, /) -> Pending:
+        """Compute the layer. Returns what is to be added to the residual; ScaledRows: it has been added in place."""
 
 
 class NormedLayer:
@@ -59,7 +62,7 @@ class NormedLayer:
         self._layer = layer
 
     def __call__(
-        self, pending: torch.Tensor | None, residual: torch.Tensor | None, batch: ForwardBatch | None
+        self, pending: Pending, residual: torch.Tensor | None, batch: ForwardBatch | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = add_and_normalise(self._norm, pending, residual)
         return self._layer(normed, batch), residual
@@ -71,15 +74,15 @@ class SummedLayer:
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor | None:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch | None) -> Pending:
         return self._layer(x, batch)
 
 
 def add_and_normalise(
-    norm: RMSNorm, pending: torch.Tensor | None, residual: torch.Tensor | None
+    norm: RMSNorm, pending: Pending, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add `pending` to the residual in place and normalise the sum. Returns the norm and the residual."""
     if residual is None:
-        assert pending is not None
+        assert isinstance(pending, torch.Tensor)
         return norm(pending), pending
-    return norm(residual) if pending is None else norm(pending, residual), residual
+    return norm(pending, residual) if isinstance(pending, torch.Tensor) else norm(residual), residual

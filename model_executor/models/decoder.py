@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ..forward_batch import ForwardBatch
 from ..layers.attention import QKNorm
 from ..layers.kinds import LayerKinds
 from ..layers.layernorm import RMSNorm
-from ..layers.residual import Stream
+from ..layers.residual import Pending, Stream
 from .family import ModelFamily, Parameters
 from .parameters import decoder_parameters
 
@@ -25,47 +26,51 @@ class DecoderLayer:
     """
 
     def __init__(
-        self, config: ModelConfig, layer_id: int, params: Parameters, backend: AttentionBackend, layers: LayerKinds
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        params: Parameters,
+        backend: AttentionBackend,
+        layers: LayerKinds,
+        input_norm: RMSNorm,
+        next_norm: RMSNorm,
     ) -> None:
+        """`input_norm`: this layer's first norm. `next_norm`: that of the next layer, or the last one of the model."""
+
         def weights(name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
             return params[f"{prefix}{name}.weight"], params.get(f"{prefix}{name}.bias")
-
-        def norm(name: str) -> RMSNorm:
-            return layers.norm(params[f"{prefix}{name}.weight"], config.rms_norm_eps)
 
         prefix = f"layers.{layer_id}."
         qk_norm = None
         if config.qk_norm:
             qk_norm = QKNorm(params[f"{prefix}q_norm.weight"], params[f"{prefix}k_norm.weight"], config.rms_norm_eps)
-        self.input_norm = norm("input_norm")
+        self.input_norm = input_norm
         self.qkv_proj = layers.linear(*weights("qkv_proj"))
         self.attention = layers.attention(layer_id, backend, qk_norm)
         self.o_proj = layers.linear(*weights("o_proj"))
-        self.post_attention_norm = norm("post_attention_norm")
+        self.post_attention_norm = layers.norm(params[f"{prefix}post_attention_norm.weight"], config.rms_norm_eps)
         self.gate_up_proj = layers.gated_linear(*weights("gate_up_proj"))
         self.down_proj = layers.linear(*weights("down_proj"))
 
         self._normed_qkv = layers.after_norm(self.input_norm, self.qkv_proj)
-        self._summed_o = layers.before_sum(self.o_proj)
+        self._summed_o = layers.before_sum(self.o_proj, self.post_attention_norm)
         self._normed_gate_up = layers.after_norm(self.post_attention_norm, self.gate_up_proj)
-        self._summed_down = layers.before_sum(self.down_proj)
+        self._summed_down = layers.before_sum(self.down_proj, next_norm)
 
     def attend(
-        self, x: torch.Tensor | None, residual: torch.Tensor | None, rotation: Any, batch: ForwardBatch
+        self, x: Pending, residual: torch.Tensor | None, rotation: Any, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add x to the residual in place, and compute attention: the attention output [T, heads * head_dim], residual.
 
-        x, residual: [T, hidden] each. The first layer has no residual: x becomes the residual. x None: it is added.
+        x, residual: [T, hidden] each. The first layer has no residual: x becomes the residual. ScaledRows: x is added.
         """
         qkv, residual = self._normed_qkv(x, residual, batch)
         return self.attention(qkv, rotation, batch), residual
 
-    def feed_forward(
-        self, attention_out: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch
-    ) -> torch.Tensor | None:
+    def feed_forward(self, attention_out: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch) -> Pending:
         """Add attention's output to the residual in place, and compute the feed-forward output, [T, hidden].
 
-        The caller adds the result to the residual, unless it is None.
+        The caller adds the result to the residual, unless the result is ScaledRows.
         """
         gated, residual = self._normed_gate_up(self._summed_o(attention_out, residual, batch), residual, batch)
         return self._summed_down(gated, residual, batch)
@@ -86,7 +91,11 @@ class Decoder:
         self._select_rows = layers.select_rows
         self.norm = layers.norm(params["norm.weight"], config.rms_norm_eps)
         self.rotary = layers.rotary(config.rope, config.head_dim, context_len, self.norm.weight.device)
-        self.layers = [DecoderLayer(config, index, params, backend, layers) for index in range(config.num_layers)]
+        names = [f"layers.{index}.input_norm.weight" for index in range(config.num_layers)]
+        norms = [*(layers.norm(params[name], config.rms_norm_eps) for name in names), self.norm]
+        self.layers = [
+            DecoderLayer(config, index, params, backend, layers, *pair) for index, pair in enumerate(pairwise(norms))
+        ]
         embedding = params["embed_tokens.weight"]
         if config.tie_word_embeddings:
             self.lm_head = layers.head(embedding)
@@ -102,7 +111,7 @@ class Decoder:
 
     def transform(self, x: torch.Tensor, rotation: Any, batch: ForwardBatch) -> Stream:
         residual: torch.Tensor | None = None
-        pending: torch.Tensor | None = x
+        pending: Pending = x
         for layer in self.layers:
             attention_out, residual = layer.attend(pending, residual, rotation, batch)
             if layer is self.layers[-1] and batch.logits_indices is not None:

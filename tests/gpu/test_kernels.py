@@ -30,7 +30,13 @@ from tercet.model_executor.kernels.rotary import rotary, rotary_ref
 from tercet.model_executor.kernels.sampling import choose_tokens
 from tercet.model_executor.kernels.sampling_layout import Column, Field
 from tercet.model_executor.kernels.sampling_ref import choose_tokens_ref
-from tercet.model_executor.kernels.skinny_linear import Norm, skinny_linear, skinny_linear_ref
+from tercet.model_executor.kernels.skinny_linear import (
+    Norm,
+    skinny_linear,
+    skinny_linear_ref,
+    skinny_linear_sum,
+    skinny_linear_sum_ref,
+)
 from tercet.model_executor.kernels.store_kv import store_kv, store_kv_ref
 from tercet.model_executor.kernels.tuning import DecodeTile, ExtendTile, arch_of, decode_tile, extend_tile
 from tercet.model_executor.layers.fp8_weight import quantize_fp8
@@ -272,10 +278,34 @@ def test_small_linear_layers(num_in: int, num_out: int, gated: bool, dtype: torc
     assert relative_error(out, expected) < 3 * TOLERANCE[dtype]
     for rows in (slice(0, 1), slice(3, 4), slice(2, 8)):
         assert torch.equal(skinny_linear(x[rows], weight, norm=norm, gated=gated), out[rows])
-    residual = draw(8, len(weight))
-    before = residual.double()
-    assert skinny_linear(x, weight, residual=residual) is residual
-    assert relative_error(residual, before + x.double() @ weight.double().T) < 3 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize(("num_in", "num_out"), [(2048, 2048), (14336, 4096), (576, 100)])
+def test_small_linear_layers_before_a_norm(num_in: int, num_out: int, dtype: torch.dtype) -> None:
+    g = torch.Generator(DEVICE).manual_seed(4)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g, device=DEVICE).to(dtype)
+
+    x, weight, before, norm = draw(8, num_in), draw(num_out, num_in), draw(8, num_out), Norm(draw(num_out), 1e-5)
+    wide = before.double()
+    expected = skinny_linear_sum_ref(x.double(), weight.double(), None, wide, norm.weight.double())
+    for _ in range(20):  # programs come in any order
+        residual = before.clone()
+        scaled = skinny_linear_sum(x, weight, None, residual, norm.weight)
+        assert relative_error(residual, wide) < 3 * TOLERANCE[dtype]
+        assert relative_error(scaled.x, expected.x) < 3 * TOLERANCE[dtype]
+        assert relative_error(scaled.squares.sum(0), expected.squares[0]) < 3 * TOLERANCE[dtype]
+    after = draw(48, num_out)
+    whole = skinny_linear(scaled, after, norm=norm)
+    apart = skinny_linear_ref(residual.double(), after.double(), norm=Norm(norm.weight.double(), norm.eps))
+    assert relative_error(whole, apart) < 3 * TOLERANCE[dtype]
+    for rows in (slice(0, 1), slice(3, 4), slice(2, 8)):
+        some = before[rows].clone()
+        prepared = skinny_linear_sum(x[rows], weight, None, some, norm.weight)
+        assert torch.equal(some, residual[rows])
+        assert torch.equal(skinny_linear(prepared, after, norm=norm), whole[rows])
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp8_block"])

@@ -37,7 +37,12 @@ def reading_too_early(resources: Resources) -> Resources:
     return dataclasses.replace(resources, counts=dataclasses.replace(resources.counts, before_wait=early))
 
 
-@pytest.mark.parametrize("broken", [without_waiting, reading_too_early])
+def starting_the_next_too_early(resources: Resources) -> Resources:
+    start = "griddepcontrol.launch_dependents"
+    return dataclasses.replace(resources, assembly=f"{start};{resources.assembly.replace(start, '')}")
+
+
+@pytest.mark.parametrize("broken", [without_waiting, reading_too_early, starting_the_next_too_early])
 def test_a_broken_chain_is_seen(broken) -> None:
     resources = compile_launch(CASES["dependent-2048x8192-gated"]()[0], "sm_90")
     with pytest.raises(AssertionError):
