@@ -36,6 +36,9 @@ class InstructionCounts:
     """Accesses to spilled registers (STL, LDL) in the innermost loops with products."""
     before_wait: list[str] | None
     """The accesses to global memory, and PREEXIT, before a dependent launch waits (ACQBULK). None: it does not wait."""
+    copies_after_start: int | None
+    """The asynchronous copies behind the place where the next dependent launch may start (PREEXIT). None: there is no
+    such place."""
 
 
 def count_instructions(sass: str) -> InstructionCounts:
@@ -57,6 +60,7 @@ def count_instructions(sass: str) -> InstructionCounts:
         wide("LDG"),
         _spills_in_loops(sass),
         _before_wait(sass),
+        _copies_after_start(sass),
     )
 
 
@@ -66,6 +70,13 @@ def _before_wait(sass: str) -> list[str] | None:
         return None
     ahead = names[: names.index("ACQBULK")]
     return [name for name in ahead if name.startswith(("LDG", "STG", "CCTL", "ATOM", "RED", "UTMA", "PREEXIT"))]
+
+
+def _copies_after_start(sass: str) -> int | None:
+    names = _INSTRUCTION.findall(sass)
+    if "PREEXIT" not in names:
+        return None
+    return sum(name.startswith("LDGSTS") for name in names[names.index("PREEXIT") :])
 
 
 def _spills_in_loops(sass: str) -> int:

@@ -38,8 +38,8 @@ def reading_too_early(resources: Resources) -> Resources:
 
 
 def starting_the_next_too_early(resources: Resources) -> Resources:
-    start = "griddepcontrol.launch_dependents"
-    return dataclasses.replace(resources, assembly=f"{start};{resources.assembly.replace(start, '')}")
+    assert resources.counts is not None
+    return dataclasses.replace(resources, counts=dataclasses.replace(resources.counts, copies_after_start=1))
 
 
 @pytest.mark.parametrize("broken", [without_waiting, reading_too_early, starting_the_next_too_early])
