@@ -122,6 +122,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "rotary-16x8x256-fp32-norm-store": lambda: rotate(16, 8, 256, F32, dtype=F32, norm=True),
     "rotary-32x32x80": lambda: rotate(32, 32, 80),
     "rotary-16x16x256-gptj": lambda: rotate(16, 16, 256, BF16, neox=False),
+    "rotary-16x16x256-gptj-fp8": lambda: rotate(16, 16, 256, FP8, neox=False),
     "rmsnorm-576": lambda: norm(576, BF16, False),
     "rmsnorm-4096-fused": lambda: norm(4096, BF16, True),
     "rmsnorm-16384-fused": lambda: norm(16384, F16, True),

@@ -138,7 +138,7 @@ def _fused_decode_kernel(
                 )  # fmt: skip
                 store_heads(
                     x, y, x_at, y_at, mask, new, k_ptr + slot, v_ptr + slot, inv_k_scale, inv_v_scale, dtype,
-                    NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, KV_FORMAT != 0,
+                    NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_DIM, True, KV_FORMAT != 0,
                 )  # fmt: skip
                 tl.debug_barrier()  # other threads of this program read them
             q = turn_queries(

@@ -89,7 +89,8 @@ def turn_heads(
 @triton.jit
 def store_heads(
     x, y, a, b, mask, head, k_slot_ptr, v_slot_ptr, inv_k_scale, inv_v_scale, dtype: tl.constexpr,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FP8: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    NEOX: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Store those heads of `load_heads` that are keys or values, in `dtype` or in fp8. The pointers are those of the
     token's slot."""
@@ -107,8 +108,9 @@ def store_heads(
     k_mask = mask & ((head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS))[:, None]
     v_mask = mask & is_v[:, None]
     k_a, k_b, v_a, v_b = k_target + a[None, :], k_target + b[None, :], v_target + a[None, :], v_target + b[None, :]
-    if FP8:
-        # A thread has 8 components, as without fp8. With 16, `head_scale` would add squares in another order.
+    if FP8 and NEOX and ROTARY_DIM % 16 == 0:
+        # Runs of 8 components are contiguous, and longer ones too, in fp8. But a thread gets only 8, as without fp8.
+        # With 16, `head_scale` would add squares in another order.
         k_a, k_b = tl.max_contiguous(k_a, [1, 8]), tl.max_contiguous(k_b, [1, 8])
         v_a, v_b = tl.max_contiguous(v_a, [1, 8]), tl.max_contiguous(v_b, [1, 8])
     tl.store(k_a, x, mask=k_mask)
@@ -212,7 +214,7 @@ def _rotary_kernel(
         slot = tl.load(slots_ptr + token).to(tl.int64) * stride_slot
         store_heads(
             x, y, a, b, mask, head, k_pool_ptr + slot, v_pool_ptr + slot, inv_k_scale, inv_v_scale, dtype, NUM_HEADS,
-            NUM_KV_HEADS, HEAD_DIM, FP8,
+            NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, NEOX, FP8,
         )  # fmt: skip
 
 

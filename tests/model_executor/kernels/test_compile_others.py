@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -38,6 +39,14 @@ def test_the_rotation_adds_squares_in_one_order_wherever_it_stores(arch: str) ->
     calls = ["rotary-16x8x128-norm", "rotary-16x8x128-norm-store", "rotary-16x8x128-norm-fp8"]
     layouts = [compile_launch(launch, arch).layouts for call in calls for launch in launches_of(call, arch)]
     assert [_components_of_a_thread(layout) for layout in layouts] == [{8}] * 3
+
+
+def test_components_that_are_apart_are_stored_apart() -> None:
+    """Where 2 i rotates with 2 i + 1, a wide store would write over every second component."""
+    (launch,) = launches_of("rotary-16x16x256-gptj-fp8")
+    stores = Counter(re.findall(r"st\.global\.(\S+)", compile_launch(launch, "sm_90").assembly))
+    # As many components of queries as of keys and of values.
+    assert stores == {"b16": stores["b16"], "b8": 2 * stores["b16"]}
 
 
 def _components_of_a_thread(layouts: str) -> set[int]:
