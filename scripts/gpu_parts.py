@@ -20,7 +20,7 @@ _MOST_TEST_PROCESSES = 12
 """Each takes half a GiB of device memory for its context."""
 _MODELS = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b")
 _FUSED_MODELS = ("llama-3.2-1b", "llama-3.1-8b")
-_DEPENDENT_MODELS = ("llama-3.2-1b",)
+_DEPENDENT_MODELS = _FUSED_MODELS
 
 
 @dataclass(frozen=True)
@@ -47,23 +47,23 @@ def parts(quick: bool) -> list[Part]:
     fused = f"--fuse-small-steps --batch-size 1,8 {one_batch} --prefill-len ''"
     batch_of_32 = "--model-path llama-3.1-8b --num-prompts 32 --input-len 32 --output-len"
     return [
-        Part("tests", "correctness on the device", _tests_at_once(), 20, 300),
-        Part("tests-memory", "the KV pool leaves room for the largest steps", [*_TESTS, _MEMORY_TEST], 20, 120),
-        Part("compile", "the kernels of the models below, on all cores", _compilation(), 15, 120),
+        Part("tests", "correctness on the device", _tests_at_once(), 60, 300),
+        Part("tests-memory", "the KV pool leaves room for the largest steps", [*_TESTS, _MEMORY_TEST], 15, 120),
+        Part("compile", "the kernels of the models below, on all cores", _compilation(), 80, 150),
         bench(
             "check",
             "kernels against their twins",
             "bench_kernels",
             "--check-only --quick" if quick else "--check-only",
-            20,
+            12,
             120,
         ),
         bench(
             "one-batch-1b",
             "Llama-3.2-1B: decode with and without CUDA graphs, device idle time",
             "bench_one_batch",
-            f"--model-path llama-3.2-1b --batch-size 1,32 {one_batch} --prefill-len 4096 --compare-cuda-graph",
-            30,
+            f"--model-path llama-3.2-1b --batch-size 1,8,32 {one_batch} --prefill-len 4096 --compare-cuda-graph",
+            28,
             180,
         ),
         bench(
@@ -86,8 +86,8 @@ def parts(quick: bool) -> list[Part]:
             "one-batch-8b",
             "Llama-3.1-8B: decode, prefill of 4,096 tokens",
             "bench_one_batch",
-            f"--model-path llama-3.1-8b --batch-size 1,32 {one_batch} --prefill-len 4096,16384",
-            40,
+            f"--model-path llama-3.1-8b --batch-size 1,8,32 {one_batch} --prefill-len 4096,16384",
+            28,
             180,
         ),
         bench(
@@ -95,7 +95,15 @@ def parts(quick: bool) -> list[Part]:
             "Llama-3.1-8B: decode of 1 and 8 requests with --fuse-small-steps",
             "bench_one_batch",
             f"--model-path llama-3.1-8b {fused}",
-            35,
+            20,
+            120,
+        ),
+        bench(
+            "one-batch-8b-dependent",
+            "Llama-3.1-8B: the same with --dependent-launch",
+            "bench_one_batch",
+            f"--model-path llama-3.1-8b {fused} --dependent-launch",
+            20,
             120,
         ),
         bench(
@@ -103,7 +111,7 @@ def parts(quick: bool) -> list[Part]:
             "Qwen3-0.6B: 256 requests, 100-1024 in and out",
             "bench_offline_throughput",
             f"--model-path qwen3-0.6b --num-prompts 256 --rounds {1 if quick else 3}",
-            40,
+            25,
             180,
         ),
         bench("kernels", "kernels against the ceilings", "bench_kernels", "--quick" if quick else "", 40, 240),
@@ -112,7 +120,7 @@ def parts(quick: bool) -> list[Part]:
             f"Llama-3.1-8B: batch 32, {big_batch} new tokens each",
             "bench_offline_throughput",
             f"{batch_of_32} {big_batch}",
-            60 if quick else 150,
+            25 if quick else 150,
             300,
         ),
         bench(

@@ -144,10 +144,14 @@ def run(part: Part, end: float, scratch: Path, running: Path) -> Outcome:
     shown = [line for line in output.splitlines() if not line.startswith('{"benchmark"')]
     say("\n".join(line[:300] for line in shown[-60:]) + f"\n== {part.name}: {state}, {seconds:.1f} s\n")
     outcome = Outcome(part, state, seconds, output)
+
+    def text_of(file: Path) -> str:
+        return file.read_text(encoding="utf-8").replace(f" --results {shlex.quote(str(results))}", "")
+
     for file in sorted(results.glob("*.md")):
-        outcome.tables += file.read_text(encoding="utf-8")
+        outcome.tables += text_of(file)
     for file in sorted(results.glob("*.json")):
-        outcome.json_line = json.loads(file.read_text(encoding="utf-8"))
+        outcome.json_line = json.loads(text_of(file))
     return outcome
 
 

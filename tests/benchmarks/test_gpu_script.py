@@ -41,6 +41,7 @@ def test_a_part_that_fails_costs_the_others_nothing(tmp_path: Path) -> None:
     assert "## One batch: tiny" in files[".md"].replace("toy", "tiny") and "Commit abc123." in files[".md"]
     assert str(tmp_path) not in files[".md"].splitlines()[2]
     assert json.loads(files[".json"])["parts"]["one-batch"]["decode"]
+    assert "bench_one_batch" in files[".md"] and "--results" not in files[".md"] + files[".json"]
     assert "--model-path must be a path or one of" in files[".log"]
 
 
@@ -199,8 +200,9 @@ def test_small_steps_are_measured_with_their_kernels_and_without(plan, quick: bo
         assert args.model_path == fused_args.model_path and args.context_len == fused_args.context_len
         assert fused_args.batch_size == [1, 8], "the flag does nothing for more than 8 requests"
         assert fused_args.prefill_len == []
-    dependent = bench_one_batch._parser().parse_args(parts["one-batch-1b-dependent"].command[3:])
-    assert dependent.dependent_launch and names.index("one-batch-1b-dependent") == names.index("one-batch-1b-fused") + 1
+        dependent = parts[f"one-batch-{model}-dependent"]
+        assert names.index(dependent.name) == names.index(fused.name) + 1
+        assert bench_one_batch._parser().parse_args(dependent.command[3:]).dependent_launch
 
 
 @pytest.mark.parametrize("quick", [False, True])
