@@ -18,7 +18,7 @@ A program calls `let_next_start` when it has read its weights or its KV. If it d
 next kernels would gather on the multiprocessors with the most room, three on each of half of them, and each kernel
 would have only these. That was measured on an H200 (docs/log.md).
 
-They change no token on an H200 (docs/performance.md has the times).
+They change no token on an H200 (docs/performance.md).
 """
 
 from __future__ import annotations
