@@ -14,9 +14,9 @@ The rules that make a chain of such kernels safe:
 - A kernel without these calls, such as one of torch, is safe on both sides. A dependent kernel after it waits for its
   end. It starts itself only when the dependent kernel before it has ended.
 
-A program calls `let_next_start` when it has read its weights or its KV. If it did so at its start, the programs of the
-next kernels would gather on the multiprocessors with the most room, three on each of half of them, and each kernel
-would have only these. That was measured on an H200 (docs/log.md).
+A program calls `let_next_start` when it has read its weights, or the KV of its first work unit. It does not do so at
+its start: then the programs of the next kernel fill the multiprocessors that have the most room, and the others get
+none. On an H200, each kernel ran on half of the multiprocessors (docs/log.md).
 
 They change no token on an H200 (docs/performance.md).
 """

@@ -109,8 +109,8 @@ def store_heads(
     v_mask = mask & is_v[:, None]
     k_a, k_b, v_a, v_b = k_target + a[None, :], k_target + b[None, :], v_target + a[None, :], v_target + b[None, :]
     if FP8 and NEOX and ROTARY_DIM % 16 == 0:
-        # Runs of 8 components are contiguous, and longer ones too, in fp8. But a thread gets only 8, as without fp8.
-        # With 16, `head_scale` would add squares in another order.
+        # A thread gets 8 components, as without fp8. Triton would choose 16, because they are bytes. Then `head_scale`
+        # would add squares in another order. Only under these conditions are 8 components always contiguous.
         k_a, k_b = tl.max_contiguous(k_a, [1, 8]), tl.max_contiguous(k_b, [1, 8])
         v_a, v_b = tl.max_contiguous(v_a, [1, 8]), tl.max_contiguous(v_b, [1, 8])
     tl.store(k_a, x, mask=k_mask)

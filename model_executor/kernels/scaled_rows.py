@@ -8,9 +8,9 @@ import torch
 
 
 class ScaledRows(NamedTuple):
-    """Rows on their way through an RMSNorm: multiplied by its weight, but not yet by the reciprocal of their norm."""
+    """Rows in the middle of an RMSNorm: multiplied by its weight, and not yet divided by their root mean square."""
 
     x: torch.Tensor
     """[T, n]"""
     squares: torch.Tensor
-    """float32 [parts, MAX_ROWS]: the sums of the squares of parts of each row, before it was multiplied"""
+    """float32 [parts, MAX_ROWS]: for each part of a row, the sum of its squares before it was multiplied"""

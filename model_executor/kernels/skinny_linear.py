@@ -63,7 +63,7 @@ _TILES = {
     torch.float32: (_Tile(16, 64, 4, 2), _Tile(16, 64, 4, 2)),
 }
 """By the type of x: without a gate, and with one. For bfloat16, near the fastest of each layer on an H200
-(docs/log.md): two or three programs of a multiprocessor fit, so that some read while others add up."""
+(docs/log.md): three programs of a multiprocessor fit, or five with a gate, so that some read while others add up."""
 _LESS_BLOCK_K = 256
 """Most inputs of a block where 512 would take too many registers: of rows before a norm, with their squares, and on
 AMD."""

@@ -1,8 +1,8 @@
 """Layers joined with their neighbours in the residual stream: the norm before a layer, or the sum after it.
 
 The residual stream is a tensor `residual`, [T, hidden], and a tensor `pending`, [T, hidden], that is still to be added
-to it. Either may be None: the first layer has no residual, and a layer that adds its result itself leaves nothing
-pending. Such a layer of few rows leaves ScaledRows: the sum, prepared for the norm that follows.
+to it. A layer of few rows adds its result itself. It leaves ScaledRows as `pending`: the sum, prepared for the next
+norm. Either may be None: the first layer has no residual, and a step without sampled tokens leaves nothing pending.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ..forward_batch import ForwardBatch
 from ..kernels.scaled_rows import ScaledRows
 from .layernorm import RMSNorm
 
-Pending = torch.Tensor | ScaledRows | None
+Pending = torch.Tensor | ScaledRows
 
 
 class Stream(NamedTuple):
     """The residual stream of T tokens. Whatever normalises it also adds `pending` to `residual`, in place."""
 
-    pending: Pending
+    pending: Pending | None
     residual: torch.Tensor | None
 
 
@@ -79,7 +79,7 @@ class SummedLayer:
 
 
 def add_and_normalise(
-    norm: RMSNorm, pending: Pending, residual: torch.Tensor | None
+    norm: RMSNorm, pending: Pending | None, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add `pending` to the residual in place and normalise the sum. Returns the norm and the residual."""
     if residual is None:

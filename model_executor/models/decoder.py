@@ -62,7 +62,7 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add x to the residual in place, and compute attention: the attention output [T, heads * head_dim], residual.
 
-        x, residual: [T, hidden] each. The first layer has no residual: x becomes the residual. ScaledRows: x is added.
+        x, residual: [T, hidden] each. The first layer has no residual: x becomes it. x as ScaledRows has been added.
         """
         qkv, residual = self._normed_qkv(x, residual, batch)
         return self.attention(qkv, rotation, batch), residual

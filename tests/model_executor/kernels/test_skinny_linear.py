@@ -23,6 +23,13 @@ from tercet.model_executor.layers.residual import Stream
 from tercet.model_executor.layers.triton_layers import TritonRMSNorm
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+DRAWN = {
+    "seed": st.integers(0, 2**31),
+    "rows": st.integers(1, MAX_ROWS),
+    "num_in": st.integers(1, 300),
+    "num_out": st.integers(1, 70),
+    "dtype": DTYPES,
+}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 GATED, BIAS, NORM, SCALED = 1, 2, 4, 8
 
@@ -64,14 +71,7 @@ class Layer:
 
 
 @settings(max_examples=examples(40))
-@given(
-    seed=st.integers(0, 2**31),
-    rows=st.integers(1, MAX_ROWS),
-    num_in=st.integers(1, 300),
-    num_out=st.integers(1, 70),
-    dtype=DTYPES,
-    flags=st.integers(0, 15),
-)
+@given(**DRAWN, flags=st.integers(0, 15))
 def test_is_the_twin_in_float64(
     seed: int, rows: int, num_in: int, num_out: int, dtype: torch.dtype, flags: int
 ) -> None:
@@ -112,14 +112,7 @@ class Sum:
 
 
 @settings(max_examples=examples(30))
-@given(
-    seed=st.integers(0, 2**31),
-    rows=st.integers(1, MAX_ROWS),
-    num_in=st.integers(1, 300),
-    num_out=st.integers(1, 70),
-    dtype=DTYPES,
-    bias=st.booleans(),
-)
+@given(**DRAWN, bias=st.booleans())
 def test_a_sum_is_the_twin_in_float64(
     seed: int, rows: int, num_in: int, num_out: int, dtype: torch.dtype, bias: bool
 ) -> None:
