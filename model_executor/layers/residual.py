@@ -1,7 +1,7 @@
 """Layers joined with their neighbours in the residual stream: the norm before a layer, or the sum after it.
 
 The residual stream is a tensor `residual`, [T, hidden], and a tensor `pending`, [T, hidden], that is still to be added
-to it. A layer of few rows adds its result itself. It leaves ScaledRows as `pending`: the sum, prepared for the next
+to it. A layer of few rows may add its result itself. Then it leaves ScaledRows as `pending`, prepared for the next
 norm. Either may be None: the first layer has no residual, and a step without sampled tokens leaves nothing pending.
 """
 
