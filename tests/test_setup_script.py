@@ -37,8 +37,8 @@ def test_a_package_that_was_installed_by_halves_is_not_complete(tmp_path: Path) 
 def test_an_interruption_ends_the_compilers(tmp_path: Path) -> None:
     """They are children of the build, which is a child of the script."""
     text = SETUP.read_text()
-    begin = text.index("    set -m\n")
-    build = text[begin : text.index("EXIT\n", begin) + 5]
+    begin = text.index("    trap 'kill")
+    build = text[begin : text.index("    say", begin)]
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nsleep 1000 &\necho compiling >&3\nwait\n")
     python.chmod(0o755)
