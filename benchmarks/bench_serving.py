@@ -120,7 +120,7 @@ class _Run:
 
 async def _run(options: argparse.Namespace) -> _Run:
     backend = BACKENDS[options.backend]
-    client = HttpClient(options.base_url, _headers(options))
+    client = HttpClient(options.base_url, _headers(options), options.request_timeout_sec)
     try:
         await _wait_until_ready(client, options.ready_check_timeout_sec)
         server = await _ask_server(client)

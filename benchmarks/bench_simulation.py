@@ -32,7 +32,7 @@ from .backends import BACKENDS, Output, RequestSettings
 from .http_client import HttpClient, api_key_header
 from .offline_workloads import Span
 from .results import Result, add_results_arguments, finish, number, percent
-from .server_process import Server, ServerFailed, ended_by_signals, free_port, last_lines
+from .server_process import Server, ServerFailed, ended_by_signals, free_port, last_lines, running_server
 from .simulator.comparison import compare, learned
 from .simulator.replay import Replay
 from .simulator.replay_report import fit_errors
@@ -204,7 +204,7 @@ def run_round(
     argv = [sys.executable, "-m", "tercet", "serve", model_path, "--skip-tokenizer-init", "--log-level", "warning"]
     argv += ["--port", str(port), "--record-schedule", str(path)]
     log = folder / "log"
-    with Server(argv, {}, log) as server:
+    with running_server(argv, {}, log) as server:
         try:
             measured, probes_s = asyncio.run(_measure(server, port, make, vocab_size, seed))
         except ServerFailed as error:

@@ -26,7 +26,7 @@ from .argument_types import above_zero, positive
 from .http_client import HttpClient, HttpError, api_key_header
 from .linux_processes import Process, pss_bytes
 from .results import Result, Table, add_results_arguments, finish, number
-from .server_process import Server, ServerFailed, ended_by_signals, free_port, last_lines
+from .server_process import ServerFailed, ended_by_signals, free_port, last_lines, running_server
 
 _HOST = "127.0.0.1"
 _PROMPT_ID_LIMIT = 100
@@ -85,7 +85,7 @@ async def _start(args: argparse.Namespace, serve_flags: Sequence[str]) -> dict[s
     client = HttpClient(f"http://{_HOST}:{port}", api_key_header())
     with tempfile.TemporaryDirectory(prefix="tercet-startup-") as folder:
         log = Path(folder) / "log"
-        with Server(argv, {}, log) as server:
+        with running_server(argv, {}, log) as server:
             try:
                 await server.wait_until_healthy(client, args.ready_timeout_s)
                 ready_s = time.monotonic() - server.began_s

@@ -44,8 +44,11 @@ class Response:
 class HttpClient:
     """A client of one server. Use and close it within one event loop."""
 
-    def __init__(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
-        """`headers` are sent with every request. Raises ValueError for an invalid URL or header."""
+    def __init__(self, base_url: str, headers: Mapping[str, str] | None = None, timeout_s: float | None = None) -> None:
+        """`headers` are sent with every request. A request without a complete response after `timeout_s` fails.
+
+        Raises ValueError for an invalid URL or header.
+        """
         url = urlsplit(base_url)
         try:
             port = url.port
@@ -56,6 +59,7 @@ class HttpClient:
         if url.username is not None:
             raise ValueError("the base URL must have no user name; a header can have it (Authorization)")
         self.base_url = base_url
+        self._timeout_s = timeout_s
         self._host = url.hostname
         self._tls = url.scheme == "https"
         self._port = port or (443 if self._tls else 80)
@@ -89,6 +93,15 @@ class HttpClient:
         await asyncio.sleep(0)  # the loop closes the transports in its next turn
 
     async def _exchange(self, method: str, path: str, body: bytes, on_data: OnData | None) -> Response:
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await self._exchange_without_limit(method, path, body, on_data)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise HttpError(f"the server sent no complete response within {self._timeout_s:g} s") from error
+
+    async def _exchange_without_limit(self, method: str, path: str, body: bytes, on_data: OnData | None) -> Response:
         head = f"{method} {self._path}{path} HTTP/1.1\r\nContent-Length: {len(body)}\r\n".encode()
         message = b"".join((head, self._head, b"\r\n", body))
         while True:

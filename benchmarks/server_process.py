@@ -33,7 +33,7 @@ class ServerFailed(Exception):
 
 
 class Server:
-    """A server process, started by the constructor. Use it as a context manager.
+    """A server process, started by the constructor; `running_server` also stops it.
 
     It runs in its own session, so that Ctrl-C reaches only the caller. A process that detaches itself with two forks
     and a new session, before it has been seen, is not found.
@@ -56,12 +56,6 @@ class Server:
             except OSError as error:
                 raise ServerFailed(f"{argv[0]}: {error.strerror}") from error
         self._sessions = {self._process.pid}
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.stop()
 
     def check_alive(self, within_s: float = 0.0) -> None:
         """Raises ServerFailed if the process has ended or ends within `within_s`."""
@@ -126,6 +120,34 @@ class Server:
             time.sleep(_POLL_S)
             self._process.poll()  # reaps the process
         self._process.wait()
+
+
+@contextlib.contextmanager
+def running_server(argv: Sequence[str], added_env: Mapping[str, str], log: Path) -> Iterator[Server]:
+    """A context in which a server runs. Raises ServerFailed if the program does not exist."""
+    with contextlib.ExitStack() as stack:
+        with _signals_held():  # between its start and the callback, the server would be left behind
+            server = Server(argv, added_env, log)
+            stack.callback(server.stop)
+        yield server
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """A context in which signals with a Python handler wait. The handlers run at its end."""
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    waiting: list[int] = []
+    try:
+        for signum, handler in handlers.items():
+            if callable(handler):
+                signal.signal(signum, lambda signum, frame: waiting.append(signum))
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            if callable(handler):
+                signal.signal(signum, handler)
+        for signum in waiting:
+            signal.raise_signal(signum)
 
 
 @contextlib.contextmanager

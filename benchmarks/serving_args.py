@@ -85,6 +85,13 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         default=60.0,
         help="maximum seconds to wait for the server (default: 60; 0: do not wait)",
     )
+    group.add_argument(
+        "--request-timeout-sec",
+        metavar="S",
+        type=above_zero,
+        default=6 * 3600.0,
+        help="a request without a complete answer after this time fails (default: 21600)",
+    )
     group.add_argument("--flush-cache", action="store_true", help="empty the prefix cache after the warm-up")
 
 

@@ -14,7 +14,7 @@ from ...srt.machine.cores import usable_cpus
 from ...srt.text.tokenizer import load_tokenizer
 from ..backends import BACKENDS, RequestSettings
 from ..http_client import HttpClient, api_key_header
-from ..server_process import Server, ServerFailed, free_port, last_lines
+from ..server_process import ServerFailed, free_port, last_lines, running_server
 from ..workloads import PromptMaker, Request
 from .engines import HOST, Capacity, Engine, Launch
 from .model_files import ModelFiles
@@ -125,7 +125,7 @@ class Comparison:
         launch = peer.launch(model, capacity_for(model.name), port)
         assert launch is not None, "it can read the model"
         client = HttpClient(f"http://{HOST}:{port}", api_key_header())
-        with Server(launch.argv, launch.env, log) as server:
+        with running_server(launch.argv, launch.env, log) as server:
             try:
                 await server.wait_until_healthy(client, self.plan.ready_timeout_s)
                 connection = Connection(server, client, _DIALECT(RequestSettings(launch.model)), self.plan.timeout_s)

@@ -72,6 +72,21 @@ def test_a_server_that_never_answers_is_not_ready(bench: Bench) -> None:
     assert "not ready within 0.6 s: no answer" in message
 
 
+def test_an_answer_that_never_ends_is_a_failure(bench: Bench) -> None:
+    async def script(exchange: Exchange) -> None:
+        if exchange.path == "/v1/completions":
+            await exchange.begin_stream()
+            await exchange.event({"choices": [{"text": "a"}]})
+            await asyncio.sleep(30)
+        await exchange.answer({})
+
+    short = ["--backend", "vllm", "--warmup-requests", "0", "--request-timeout-sec", "0.6"]
+    with scripted_server(script) as server:
+        result = bench(server.url, *short, code=1)
+    assert (result["completed"], result["failed"]) == (0, 6)
+    assert list(result["errors_by_message"]) == ["the server sent no complete response within 0.6 s"]
+
+
 def test_a_server_that_is_starting_is_waited_for(bench: Bench) -> None:
     async def script(exchange: Exchange) -> None:
         if exchange.number == 0:

@@ -10,11 +10,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from bench_models import TINY
 from patience import PATIENCE_S
+
+from tercet.benchmarks.server_process import ended_by_signals, running_server
 
 _CODE = """
 import signal, sys, tempfile
@@ -89,3 +92,24 @@ def test_a_benchmark_under_nohup_goes_on(tmp_path: Path) -> None:
     assert psutil.pid_exists(server)
     process.terminate()
     assert process.wait(PATIENCE_S) == 130
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_server_is_started_stops_it(
+    signum: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self.pid)
+            signal.raise_signal(signum)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    before = signal.getsignal(signum)
+    server = running_server(["sleep", "1000"], {}, tmp_path / "log")
+    with pytest.raises(KeyboardInterrupt), ended_by_signals(), server:
+        pytest.fail("the signal was forgotten")
+    assert len(started) == 1 and not psutil.pid_exists(started[0])
+    assert signal.getsignal(signum) == before
