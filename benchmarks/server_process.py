@@ -146,8 +146,8 @@ def _signals_held() -> Iterator[None]:
         for signum, handler in handlers.items():
             if callable(handler):
                 signal.signal(signum, handler)
-        for signum in waiting:
-            signal.raise_signal(signum)
+        for held in waiting:
+            signal.raise_signal(held)
 
 
 @contextlib.contextmanager
