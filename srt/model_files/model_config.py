@@ -148,14 +148,23 @@ class Family:
     qk_norm: bool = False
     default_head_dim: int | None = None
     """None: hidden_size / num_heads"""
+    default_num_kv_heads: int | None = None
+    """For a config without num_key_value_heads. None: num_heads, which is also what null stands for."""
 
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama", "decoder", _no_window, qkv_bias=None, o_bias=None, mlp_bias=None),
-    "MistralForCausalLM": Family("mistral", "decoder", _window_everywhere),
-    "Qwen2ForCausalLM": Family("qwen2", "decoder", _window_of_upper_layers, qkv_bias=True),
+    "MistralForCausalLM": Family("mistral", "decoder", _window_everywhere, default_num_kv_heads=8),
+    "Qwen2ForCausalLM": Family("qwen2", "decoder", _window_of_upper_layers, qkv_bias=True, default_num_kv_heads=32),
     "Qwen3ForCausalLM": Family(
-        "qwen3", "decoder", _window_of_upper_layers, qkv_bias=None, o_bias=None, qk_norm=True, default_head_dim=128
+        "qwen3",
+        "decoder",
+        _window_of_upper_layers,
+        qkv_bias=None,
+        o_bias=None,
+        qk_norm=True,
+        default_head_dim=128,
+        default_num_kv_heads=32,
     ),
 }
 # GGUF files call Mistral "llama", too. They do not have the window of the first Mistral 7B; llama.cpp ignores it, too.
@@ -225,6 +234,7 @@ def _from_hf(
             f"{config.source}: hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})"
         )
     head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
+    default_num_kv_heads = None if "num_key_value_heads" in config else family.default_num_kv_heads
     attention_bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
     for key, is_set, known in (
         ("attention_bias", attention_bias, family.qkv_bias),
@@ -244,7 +254,7 @@ def _from_hf(
         intermediate_size=config.integer("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=config.integer("num_key_value_heads", num_heads),
+        num_kv_heads=config.integer("num_key_value_heads", default_num_kv_heads or num_heads),
         head_dim=head_dim,
         vocab_size=config.integer("vocab_size"),
         context_len=max(context_len, rope.context_len),

@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 from tiny_models import CONFIGS, LLAMA3
+from transformers import AutoConfig
 
 from tercet.srt.errors import ModelNotSupported
 from tercet.srt.model_files.generation_defaults import GenerationDefaults
@@ -56,6 +57,16 @@ def test_an_old_llama_config(load):
     # Llama 1 says neither of these
     bare = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "torch_dtype")}
     assert load(bare).num_kv_heads == 4 and load(bare).dtype is None
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_without_kv_heads_transformers_knows_their_number(model_type, load):
+    bare = {key: value for key, value in LLAMA.items() if key not in ("architectures", "num_key_value_heads")}
+    bare |= {"model_type": model_type, "num_attention_heads": 64, "hidden_size": 1024}
+    assert load(bare).num_kv_heads == AutoConfig.for_model(**bare).num_key_value_heads
+    if model_type != "mistral":  # transformers refuses null there
+        bare["num_key_value_heads"] = None
+        assert load(bare).num_kv_heads == AutoConfig.for_model(**bare).num_key_value_heads == 64
 
 
 @pytest.mark.parametrize("name", CONFIGS)
