@@ -67,6 +67,9 @@ class RunStatistics:
     def add(self, served: Served) -> None:
         self.last_end_s = served.end_s
         self.num_output_tokens += served.num_output_tokens
+        latency_s = served.end_s - served.arrival_s
+        self.tenant_tokens[served.tenant] += served.num_output_tokens
+        self.tenant_s[served.tenant] += latency_s
         if isinstance(served.finish, AbortFinish):
             self.num_aborted += served.finish.err_type is None
             if served.finish.err_type is not None:
@@ -75,7 +78,6 @@ class RunStatistics:
             return
         assert served.first_token_s is not None
         self.num_completed += 1
-        latency_s = served.end_s - served.arrival_s
         ttft_s = served.first_token_s - served.arrival_s
         num_more = served.num_output_tokens - 1
         tpot_s = (latency_s - ttft_s) / num_more if num_more > 0 else 0.0
@@ -85,8 +87,6 @@ class RunStatistics:
             self.tpot.add(tpot_s)
         found = {"ttft": ttft_s, "tpot": tpot_s, "e2el": latency_s}
         self.num_good += all(found[name] <= limit_s for name, limit_s in self.slos_s.items())
-        self.tenant_tokens[served.tenant] += served.num_output_tokens
-        self.tenant_s[served.tenant] += latency_s
 
     def on_admission(self, tenant: int | str, num_prompt_tokens: int, num_cached: int) -> None:
         counts = self.tenant_prompts[tenant]
@@ -105,9 +105,9 @@ class RunStatistics:
 
     @property
     def fairness(self) -> float | None:
-        """Jain's index of the tenants' speeds; None unless there are two tenants. A speed is output tokens per second
-        that a tenant's requests were in the system."""
-        if len(self.tenant_s) < 2:
+        """Jain's index of the tenants' speeds; None with fewer than two tenants, and without output tokens. A speed is
+        output tokens per second that a tenant's requests were in the system, also those that did not complete."""
+        if len(self.tenant_s) < 2 or not self.num_output_tokens:
             return None
         return jain_index([self.tenant_tokens[one] / max(self.tenant_s[one], 1e-9) for one in self.tenant_s])
 
